@@ -14,7 +14,7 @@ class UsageError(EdgespecError):
 
 
 class NoRoom(UsageError):
-    """The memory to be used is too little for the model."""
+    """The model needs more memory than it may use."""
 
 
 class ModelError(EdgespecError):
@@ -53,7 +53,13 @@ class RegistryError(EdgespecError):
 
 
 class MissingPackage(EdgespecError):
-    """A package is not installed; the message has the pip command, for an extra or, with "", for the package."""
+    """A package is not installed; the message has the pip command.
+
+    Args:
+        package: that is missing.
+        extra: of edgespec, which brings the package; "": pip gets `package` itself.
+        purpose: what needs it, as the message's subject.
+    """
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         what = f"edgespec[{extra}]" if extra else package
@@ -61,4 +67,4 @@ class MissingPackage(EdgespecError):
         self._given = package, extra, purpose
 
     def __reduce__(self) -> "tuple[type[MissingPackage], tuple[str, str, str]]":
-        return MissingPackage, self._given  # it may come from another process
+        return MissingPackage, self._given  # pickled by another process

@@ -38,7 +38,7 @@ from edgespec.scheduler.scheduler import Scheduler
 from edgespec.scheduler.targets.coordinator import Targets
 
 MOST_PARALLEL = 32
-CHARACTERS = 16  # of a token, at most, in a run of equal ones: a prediction is cut by this before it is split
+CHARACTERS = 16  # of a token at most: a prediction is cut to this times the context's length, then tokenized
 
 Prompt = str | Sequence[Message]
 
@@ -64,9 +64,10 @@ class GenerationResult:
 
 
 class Model:
-    """A loaded target with its planners. Keeps the last sequences' caches, so a longer prompt costs only its new part.
+    """A loaded target with its planners; after `close` every other method raises `Closed`.
 
-    After `close` every other method raises `Closed`. Safe for threads and asyncio tasks: their requests share passes.
+    Threads and asyncio tasks may share it: their requests share passes. The caches of the last sequences are kept, so a
+    prompt that continues one of them costs only its new part.
     """
 
     def __init__(
@@ -87,14 +88,14 @@ class Model:
         Args:
             target: the model that generates; loaded for as many sessions as there are planners.
             planner: proposes draft tokens and holds a session of the draft; a list of n: up to n requests are batched.
-            budget: most draft tokens of a request per pass.
+            budget: most draft tokens per pass of each request.
             sampling: default of `generate` and `chat`; None: greedy.
             system: system message of a `chat` with a single question.
-            pace: pass times that the planners know, by which requests share a pass.
-            targets: several targets, used instead of `target` and the planners.
-            notes: for a user, besides the target's.
-            owned: closed with this.
-            at_close: called once.
+            pace: pass times that the planners measure, by which the scheduler decides how many requests share a pass.
+            targets: several targets, which are used instead of a scheduler with `target` and the planners.
+            notes: for a user, in addition to the target's.
+            owned: engines that `close` closes.
+            at_close: called once, by the first `close`.
         """
         if budget < 1:
             raise UsageError(f"budget is {budget}, but must be at least 1")
@@ -109,13 +110,19 @@ class Model:
         self._notes, self._owned, self._at_close = notes, owned, at_close
 
     def _check_open(self) -> None:
-        """Raises Closed: to call an engine that was freed would end the process."""
+        """
+        Raises:
+            Closed: a call of an engine that was freed would end the process.
+        """
         if self._closed:
             raise Closed
 
     @property
     def notes(self) -> Sequence[str]:
-        """Notes for a user on how the target was loaded, a line each."""
+        """
+        Returns:
+            Lines for a user on how the target was loaded.
+        """
         return [*self.target.notes, *self._notes]
 
     def stream(
@@ -151,10 +158,10 @@ class Model:
         progress: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> AsyncIterator[Chunk]:
-        """As `stream`, for asyncio: other tasks run meanwhile, and their requests share passes with this one.
+        """As `stream`, for asyncio.
 
-        A task that is cancelled, or leaves the loop, ends its request after the pass under way. To leave early, wrap
-        the iterator in `contextlib.aclosing`.
+        A task that is cancelled ends its request after the pass under way. To leave early, wrap the iterator in
+        `contextlib.aclosing`.
         """
         request = self.request(prompt, **options)
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
@@ -190,8 +197,8 @@ class Model:
             max_tokens: most tokens to generate.
             stop: strings that end the output; not part of it.
             grammar: what the output must match: of `edgespec.json_schema`, `regex` or `lark`.
-            prediction: likely output, such as a file that is to be edited, for the planners auto and sssd to draft
-                from. It changes no output. It is cut to the context's length.
+            prediction: likely output, such as a file that is to be edited, from which the planners auto and sssd draft;
+                cut to the context's length. It changes no output.
             sampling: fields of `SamplingParams` to change for this call.
 
         Raises:
@@ -207,11 +214,19 @@ class Model:
         check_room(self.target, len(prompt_ids))
         compiled = self.compile(grammar) if grammar else None
         hint_texts = self.hint_texts(prompt_ids, prediction)
-        TextStream(self.target.vocab, stop)  # refuses an empty stop string
+        TextStream(self.target.vocab, stop)  # refuses an empty string in `stop`
         return Request(prompt_ids, params, max_tokens, tuple(stop), grammar=compiled, hint_texts=hint_texts)
 
     def hint_texts(self, prompt_ids: Sequence[int], prediction: str = "", sequences: int = 1) -> HintTexts | None:
-        """Texts from which the sequences of one prompt copy draft tokens; None: there are none."""
+        """
+        Args:
+            prompt_ids: the prompt.
+            prediction: as for `request`.
+            sequences: continuations of the prompt, which draft from each other's output.
+
+        Returns:
+            Texts from which the sequences copy draft tokens; None without a prediction and with a single sequence.
+        """
         self._check_open()
         if not prediction and sequences == 1:
             return None
@@ -243,9 +258,8 @@ class Model:
     def branch(self, prompt: Prompt, k: int, **options: Any) -> list[GenerationResult]:
         """Continue a prompt in `k` sequences: sequence i is what `generate` returns with seed + i.
 
-        The prompt is prefilled once and its cells are shared. Each pass serves all sequences that have a session
-        (`parallel` of `load`); siblings draft from each other's output. To continue some of them, call it again with
-        their text appended: cached tokens are not prefilled again.
+        The prompt is prefilled once and its cells are shared; a pass serves up to `parallel` (of `load`) sequences,
+        which draft from each other's output.
 
         Args:
             prompt: as for `stream`.
@@ -293,7 +307,7 @@ class Model:
         return token_ids
 
     def close(self) -> None:
-        """Free sessions and models, and remember the pass times. Safe to call twice."""
+        """Remember the pass times, and free sessions and models; may be called twice."""
         self._closed = True
         self._at_close()
         self._at_close = lambda: None
@@ -336,45 +350,43 @@ def load(
     say: Callable[[str], None] = lambda text: None,
     **planner_options: Any,
 ) -> Model:
-    """Load a target and its helpers.
+    """Load a target, perhaps a draft, and planners.
 
-    Sampling defaults to the call's, then models.yaml's, then the model's own, then greedy.
+    Sampling parameters that a call does not give are those of models.yaml, else the model's own, else greedy.
 
     Args:
         target: a name from models.yaml, the path of a GGUF file or of a model folder, OWNER/REPOSITORY on the hub, or a
             source such as hf:owner/repository/file.gguf.
         draft: the same for the draft model; default: that of models.yaml.
         planner: one of `PLANNERS`; default: that of models.yaml, else auto: the fastest in every step.
-        budget: most draft tokens per pass; default: by measured pass times, and at most the model's budget or 64. A
-            number is fixed, and trees do not depend on time. Planner auto then means specexec with a draft, sssd with a
-            datastore or if weights are streamed, else none.
+        budget: most draft tokens per pass; default: by measured pass times, at most the budget of models.yaml or 64.
+            With a number no tree depends on pass times, and auto is specexec with a draft, sssd with a datastore or
+            streamed weights, else none.
         datastore: a file made by `edgespec datastore build`, for the planners auto and sssd.
         context_length: most tokens of a sequence; 0 = the length that the model was trained for.
-        backend: the engine of target and draft: llamacpp, mlx, torch, or one that another package brings. Default: for
-            files llamacpp; for folders mlx on a Mac with Apple silicon, torch elsewhere, or the installed one.
+        backend: engine of both models: llamacpp, mlx, torch or another package's. Default: llamacpp for files; for
+            folders mlx on a Mac with Apple silicon, torch elsewhere, or the installed one.
         threads: llamacpp, torch: compute threads; default: the engine's choice.
-        gpu_layers: llamacpp, torch: layers of the target to keep on the GPU; -1 = all. Default: what fits `gpu_memory`.
-        memory: memory that the program may take, in bytes or as "12G"; weights that do not fit are streamed from disk.
-            Default: free memory, for mlx on a Mac at most what its GPU can hold.
-        kv_type: llamacpp: type of keys and values in the cache, of the draft's too, such as "f16" or "q8_0". Output
-            then equals plain decoding's with that type. Default: f16; for float32 weights f32.
-        lenders: llamacpp: addresses "HOST:PORT" of `edgespec lend`. Layers that do not fit here go there.
+        gpu_layers: llamacpp, torch: layers of the target to keep on the GPU, -1 = all; default: what fits `gpu_memory`.
+        memory: memory that the program may take, in bytes or as "12G"; weights that do not fit are streamed from disk;
+            default: free memory, for mlx on a Mac at most what its GPU can hold.
+        kv_type: llamacpp: type of keys and values in both caches, such as "f16" or "q8_0"; default: f16, for float32
+            weights f32. Output equals plain decoding's with the same type.
+        lenders: llamacpp: addresses "HOST:PORT" of `edgespec lend`, for layers that do not fit here.
         device: torch: "cuda", "cuda:1", "mps" or "cpu"; default: the first of these that is there.
         dtype: torch: "float32", "float16", "bfloat16" or "nf4" (4 bits); default: as in the folder.
-        gpu_memory: llamacpp, torch: what to use of the GPU's memory, in bytes or as "10G", the draft included. Layers
-            that do not fit are computed by the processor with llamacpp, streamed from host memory with torch. Default:
-            what is free.
+        gpu_memory: llamacpp, torch: what both models use of the GPU's memory, in bytes or as "10G"; default: what is
+            free. Layers that do not fit are computed by the processor (llamacpp), or streamed from host memory (torch).
         exact: row class that passes keep to: "narrow" (few draft tokens), "wide" (many; short passes are padded),
-            "off". Default, where the engine has row classes: wide where reading weights takes as long, else narrow.
-        parallel: most requests in a batch. Each has room for a whole context in the cache; llamacpp, where memory is
-            counted: for a quarter, and what others leave.
-        ahead: the draft goes on while the target runs, for one request, as long as that gains time; with a budget
-            always. Default: where it has a processor of its own, and no budget is given (see
-            docs/reference/planners.md).
+            "off". Default, where the engine has row classes: wide if it takes no longer, else narrow.
+        parallel: most requests in a batch. Each has room for a whole context in the cache; with llamacpp and limited
+            memory, for a quarter of it and what others leave.
+        ahead: the draft goes on while the target runs, for one request; with a budget always, else as long as that
+            gains time. Default: if it has a processor of its own and no budget is given (docs/reference/planners.md).
         targets: verify in this number of processes, each with a copy of the target (docs/guides/several-machines.md).
             They import the program again: scripts need `if __name__ == "__main__":`.
         cluster: the same on all workers of a Dask scheduler, at "tls://HOST:PORT".
-        models_file: a models.yaml to use besides the built-in one.
+        models_file: a models.yaml whose entries come before the user's own and the built-in ones.
         remember: keep pass times and row classes from run to run, in the user's cache folder.
         progress: llamacpp, mlx: called while a streamed model is prepared, with (bytes read, bytes in all) of the
             weights that stay in memory.
@@ -393,7 +405,7 @@ def load(
     draft = (draft or entry.draft) if planner in USE_DRAFT else draft
     check_planner(planner, draft is not None, datastore is not None, planner_options)
     fixed, budget = budget is not None, choose_budget(budget, entry)
-    # A fixed budget makes passes wide, but `auto` without drafts is then plain decoding.
+    # With a fixed budget passes are wide, but for `auto` without a draft or datastore, which is plain decoding.
     drafted = bool(draft or datastore) if planner == "auto" else planner != "none"
     options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=budget, sessions=parallel,
@@ -411,7 +423,7 @@ def load(
         return Model(remote, [], budget=budget, targets=writer, **_defaults(entry))
     draft = draft if planner in USE_DRAFT else None
     if ahead and not draft:
-        raise UsageError("--ahead is for a draft model, which goes on guessing: name one with --draft (draft=…)")
+        raise UsageError("--ahead is for a draft model, which then runs ahead: name one with --draft (draft=…)")
     backends = open_pair(
         entry, draft, models_file, options, leave_out=planner == "auto" and not fixed, remember=remember,
         progress=progress, say=say,
@@ -436,7 +448,10 @@ def load(
 
 
 def _defaults(entry: Entry) -> dict[str, Any]:
-    """Arguments of `Model` that models.yaml and the model's own file give."""
+    """
+    Returns:
+        Arguments of `Model` that models.yaml and the model's own file give.
+    """
     sampling, notes = choose_sampling(entry.defaults, local_path(entry.target, fetch=False))
     return {"sampling": sampling, "system": entry.defaults.system, "notes": notes}
 
@@ -445,8 +460,8 @@ def _note_on_budget(budget: int, exact: BatchInvariance | None) -> list[str]:
     if exact is None or budget < exact.trees.most:
         return []
     return [
-        f"trees have at most {exact.trees.most - 1} guesses, not {budget}, so that passes agree to the bit "
-        f"({exact.name}); --exact wide or off allows more"
+        f"trees have at most {exact.trees.most - 1} draft tokens, not {budget}: rows are bit-identical "
+        f"in passes up to this size ({exact.name}); --exact wide or off allows more"
     ]
 
 

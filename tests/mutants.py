@@ -480,8 +480,8 @@ MUTANTS = [
     mutant(
         "experts-half-read-are-kept",
         "expert_memory.py",
-        "residents.forget(expert)  # not all",
-        "pass  # not all",
+        "residents.forget(expert)  # only the",
+        "pass  # only the",
         "test_expert_memory.py::test_fewer_than_were_expected",
     ),
     # The scheduler, its sessions and the disk cache.

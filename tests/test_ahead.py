@@ -18,7 +18,7 @@ from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import Proposal
-from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner, Worker
+from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner, DraftThread
 from edgespec.planners.auto import AutoPlanner, AutoState
 from edgespec.planners.choice import goes_ahead, has_own_processor, make_planner
 from edgespec.planners.guard import BLOCK, REST, Guard
@@ -95,8 +95,8 @@ def patient(engine, planner):
     forward = engine.forward
 
     def waiting(batch):
-        if planner._worker.busy:
-            wait([planner._worker._task], 60)
+        if planner._thread.busy:
+            wait([planner._thread._task], 60)
         return forward(batch)
 
     engine.forward = waiting
@@ -202,7 +202,7 @@ class Draft:
 
 def test_nobody_waits_for_a_pass_that_is_lost():
     draft = Draft()
-    worker = Worker(draft.interrupted.set, nice=False)
+    worker = DraftThread(draft.interrupted.set, nice=False)
     with worker.doing(lambda: draft.task(worker)):
         assert draft.begun.wait(20)
     assert worker.join(lost=True)  # would take 20 seconds
@@ -213,7 +213,7 @@ def test_nobody_waits_for_a_pass_that_is_lost():
 
 def test_what_is_wanted_is_waited_for():
     draft = Draft()
-    worker = Worker(draft.interrupted.set, nice=False)
+    worker = DraftThread(draft.interrupted.set, nice=False)
     with worker.doing(lambda: draft.task(worker, 0.01)):
         assert draft.begun.wait(20)
     assert not worker.join()
@@ -245,7 +245,7 @@ def test_a_target_that_fails_ends_the_drafts_pass():
     plain, target.forward = target.forward, failing
     with pytest.raises(Interrupted):
         write(planner, SAMPLINGS[0], target)
-    assert not planner._worker.busy
+    assert not planner._thread.busy
     slow.forward = forward
     assert write(planner, SAMPLINGS[0])[0] == write(NonePlanner(), SAMPLINGS[0])[0]
 
@@ -341,7 +341,7 @@ def test_a_pause_is_not_counted():
     guard.pause()
     guard.next(3.0, 1000.0)
     guard.next(3.0, 1001.0)
-    assert list(guard.alone.samples) == [(3.0, 1.0)]
+    assert list(guard.waiting.samples) == [(3.0, 1.0)]
 
 
 def test_the_default_needs_a_processor_for_the_draft_alone():

@@ -18,8 +18,8 @@ from edgespec.loop.stats import GenerationStats
 from edgespec.scheduler import drive
 from edgespec.scheduler.requests import Request, Wrote
 from edgespec.scheduler.targets.coordinator import Targets
-from edgespec.scheduler.targets.guesser import DraftGuesser, Guesser
 from edgespec.scheduler.targets.places import Place, check_address, processes, threads
+from edgespec.scheduler.targets.proposer import DraftProposer, Proposer
 from edgespec.scheduler.targets.verifier import Task, Verifier, close_own, describe, stop_up_to, verifier_of, verify
 
 PROMPT = [0, 5, 9, 3]  # of `Recorded`, too
@@ -32,10 +32,10 @@ def plain(sampling: SamplingParams, prompt: Sequence[int] = PROMPT, count: int =
 
 
 @contextmanager
-def targets(spec: SlowSpec, places: list[Place], guesser: Guesser, lookahead: int | None = None) -> Iterator[Targets]:
+def targets(spec: SlowSpec, places: list[Place], proposer: Proposer, lookahead: int | None = None) -> Iterator[Targets]:
     target = SlowSpec(model=spec.model).open()
     described = threads(1)[0].executor.submit(describe, SlowSpec(model=spec.model)).result()
-    made = Targets(target.vocab, described, spec, places, guesser, lookahead=lookahead, stop_ids=frozenset())
+    made = Targets(target.vocab, described, spec, places, proposer, lookahead=lookahead, stop_ids=frozenset())
     try:
         yield made
     finally:
@@ -68,7 +68,7 @@ def test_texts_are_those_of_one_target(temperature: float, right: float) -> None
 def test_a_draft_model_guesses(temperature: float, lookahead: int) -> None:
     sampling = SamplingParams(temperature=temperature, seed=8)
     draft = ReferenceBackend(perturbed(random_model(1, vocab_size=SIZE), 0.05, 1), context_length=256)
-    with targets(SlowSpec(0.01), threads(2), DraftGuesser(Slow(draft, 0.0005), SIZE), lookahead) as made:
+    with targets(SlowSpec(0.01), threads(2), DraftProposer(Slow(draft, 0.0005), SIZE), lookahead) as made:
         for seed in (8, 9):  # the second begins where copies and draft still hold the first
             sampling = SamplingParams(temperature=temperature, seed=seed)
             text, stats = write(made, sampling)
@@ -230,15 +230,15 @@ def test_a_stop_ends_its_own_task_and_no_other() -> None:
 
 def test_a_stop_ends_guesses_and_no_later_ones() -> None:
     draft = ReferenceBackend(random_model(1, vocab_size=SIZE), context_length=256)
-    guesser, expected = DraftGuesser(draft, SIZE), plain(SamplingParams())
-    guesser.begin(PROMPT, SamplingParams())
-    guesses = guesser.after(PROMPT)
+    proposer, expected = DraftProposer(draft, SIZE), plain(SamplingParams())
+    proposer.begin(PROMPT, SamplingParams())
+    guesses = proposer.after(PROMPT)
     assert next(guesses) == expected[0]
-    guesser.stop()
+    proposer.stop()
     assert list(guesses) == []
-    guesser.stop()
-    assert [next(guesses) for guesses in [guesser.after(PROMPT)]] == expected[:1]
-    guesser.close()
+    proposer.stop()
+    assert [next(guesses) for guesses in [proposer.after(PROMPT)]] == expected[:1]
+    proposer.close()
 
 
 def test_a_text_is_left_while_it_is_written() -> None:
@@ -264,17 +264,17 @@ def test_guesses_beyond_a_pass_are_judged_in_several() -> None:
     target.keep_to(BatchInvariance("narrow", RowClass(1, 3), RowClass(1, 64)))
     verifier, expected = Verifier(target), plain(SamplingParams())
 
-    def judge(known: int, guesses: list[int]) -> list[int]:
+    def verified(known: int, guesses: list[int]) -> list[int]:
         text = np.array(PROMPT + expected[:known], np.int32)
         task = Task("me", 1, text, len(PROMPT), np.array(guesses, np.int32), SamplingParams())
         verifier.read(task)
-        return verifier.judge(task)
+        return verifier.verify(task)
 
-    assert judge(0, expected[:7]) == expected[:8]
-    assert judge(20, expected[20:25]) == expected[20:26]  # it lacks twelve
+    assert verified(0, expected[:7]) == expected[:8]
+    assert verified(20, expected[20:25]) == expected[20:26]  # it lacks twelve
     wrong = [(token + 1) % SIZE for token in expected]
     for right in range(7):
-        assert judge(5, expected[5 : 5 + right] + wrong[5 + right : 12]) == expected[5 : 6 + right]
+        assert verified(5, expected[5 : 5 + right] + wrong[5 + right : 12]) == expected[5 : 6 + right]
 
 
 @pytest.mark.parametrize("address", ["tcp://192.168.1.7:8786", "tls://head", "http://127.0.0.1:80", "head:8786", ""])

@@ -33,7 +33,7 @@ from edgespec.machine.this_machine import this_machine
 from edgespec.measure.lossless import explain
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.path_cost import MOST_OWED
+from edgespec.planners.path_cost import MOST_UNREAD
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.weights import ring
@@ -146,7 +146,7 @@ def test_what_is_owed_is_brought_on_within_the_pass(granite: Path, monkeypatch: 
             target.forward([Work(session, generator.integers(5, 200, 6).astype(np.int32), nodes - 1, nodes)])
             session.commit([0, 1, 2])
         assert len(calls) <= 30 + 2  # a pass each, and one or two that bring on what is owed at first
-        assert max(owed) <= MOST_OWED + 3
+        assert max(owed) <= MOST_UNREAD + 3
         assert sorted(owed)[15] == 3  # usually what the pass before has accepted
         last = Work(session, np.array([9], np.int32), nodes[:1] - 1, nodes[:1])
         row = target.forward([last])[0].row(0)

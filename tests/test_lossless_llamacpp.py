@@ -152,7 +152,7 @@ def usual_draft(smollm2_tiny_q2k):
 class Resting(AheadPlanner):
     """Goes on from pass to pass alone, not while the target works."""
 
-    def beside(self, nodes):
+    def while_target_runs(self, nodes):
         return nullcontext()
 
 

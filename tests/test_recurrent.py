@@ -5,7 +5,7 @@ import pytest
 from edgespec.backends.common.recurrent import Lane, Rectangle, RecurrentStates, most_paths, states_of
 
 from edgespec.loop.backend import Work
-from edgespec.planners.path_cost import ALWAYS, MOST_OWED, MOST_OWED_IN_MEMORY
+from edgespec.planners.path_cost import ALWAYS, MOST_UNREAD, MOST_UNREAD_IN_MEMORY
 
 TEXT = list(range(100, 110))
 PARENTS = [-1, 0, 0, 1]
@@ -54,7 +54,7 @@ def test_what_was_accepted_goes_on_from_the_deepest_state():
     assert states.text.kept == {8: "text"}
 
 
-@pytest.mark.parametrize(("streams", "most"), [(False, MOST_OWED_IN_MEMORY), (True, MOST_OWED)])
+@pytest.mark.parametrize(("streams", "most"), [(False, MOST_UNREAD_IN_MEMORY), (True, MOST_UNREAD)])
 def test_too_much_that_is_owed_is_read_before(streams, most):
     text = list(range(40))
     states = begun(streams)

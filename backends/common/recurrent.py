@@ -15,9 +15,9 @@ from edgespec.loop.backend import Work
 from edgespec.loop.tree import ancestor_mask, depths
 from edgespec.planners.path_cost import (
     KEPT_STATES,
-    MOST_OWED,
-    MOST_OWED_IN_MEMORY,
     MOST_PATHS,
+    MOST_UNREAD,
+    MOST_UNREAD_IN_MEMORY,
     State,
     States,
     paths_of,
@@ -112,7 +112,7 @@ class RecurrentStates(Generic[State]):
     def unread_committed(self, length: int) -> int:
         """Of `length` committed tokens, the number that the next pass begins with; 0 if they need a pass (`unread`)."""
         behind = length - self.text.last
-        return behind if behind <= (MOST_OWED if self._streams else MOST_OWED_IN_MEMORY) else 0
+        return behind if behind <= (MOST_UNREAD if self._streams else MOST_UNREAD_IN_MEMORY) else 0
 
     def unread(self, token_ids: Sequence[int], most: int) -> Rectangle[State] | None:
         """A pass for at most `most` unread committed tokens, if there are too many to begin paths with."""

@@ -1,7 +1,7 @@
 """Cells of llama.cpp's cache, kept in the order of each session's tokens.
 
-llama.cpp puts tokens into the first free cells. It would also fill a gap before other sessions' cells, and attention
-would add up in another order. To prevent this:
+Attention adds up cells in their order. llama.cpp puts tokens into the first free cells, also into a gap between a
+session's cells, so there are no gaps:
 
     cells 0 to end - 1    in use: committed tokens, nodes, and waste
     waste                 unused cells with ids of their own, so that llama.cpp does not reuse them
@@ -9,8 +9,8 @@ would add up in another order. To prevent this:
 
 `Cells.make_room` saves all sequences at the end of the cache, clears it, and loads them without gaps.
 
-Attention over long prompts adds up tiles of `TILE` cells, and a token must have the same place in its tile as in an
-empty cache. A prompt that continues in a partial tile first gets a copy of that tile's cells at the end.
+Attention over long prompts adds up tiles of `TILE` cells. A token must have the same place in its tile as in an empty
+cache, so a partial tile is copied to the end before a prompt continues in it.
 """
 
 import ctypes
@@ -87,13 +87,13 @@ class Holder(Protocol):
     def own_ids(self) -> Sequence[int]: ...
 
     def moved(self, end: int, aligned: bool) -> None:
-        """Note that committed tokens have cells up to `end`, tagged with the session's own ids only."""
+        """Called when the cells of committed tokens lie before `end`, tagged with the session's own ids only."""
 
     def lost(self) -> None:
-        """Note that committed tokens have no cells."""
+        """Called when committed tokens have no cells."""
 
     def replaced(self, start: int, seq: int, end: int) -> None:
-        """Replace the cells from position `start` on by those of `seq`, which end at `end`."""
+        """Use the cells of `seq` from position `start` on, which end before cell `end`, instead of the session's."""
 
 
 class Cells:
@@ -120,20 +120,20 @@ class Cells:
         return range(self._marks - count, self._marks)
 
     def waste(self, ids: Iterable[int], start: int, stop: int = -1) -> None:
-        """Tag cells of `ids` at positions from `start` to `stop` (-1: all) as waste, so that the ids can be removed."""
+        """Tag cells of `ids` at positions from `start` to `stop` (-1: all) also as waste; call it before `ids` go."""
         for seq in ids:
             for waste in self._waste_ids:
                 llama_cpp.llama_memory_seq_cp(self._memory, seq, waste, start, stop)
         self.wasted = True
 
     def drop_padding(self, between: int) -> None:
-        """Free a pass's padding; its first `between` cells, which precede other cells, become waste."""
+        """Free the cells of padding; the first `between` of them precede used cells, and become waste."""
         if between:
             self.waste([self.padding_id], 0, between)
         llama_cpp.llama_memory_seq_rm(self._memory, self.padding_id, -1, -1)
 
     def fill(self, count: int, sessions: Iterable[Holder]) -> bool:
-        """Fill the next `count` cells with unused copies, without a pass.
+        """Make the next `count` cells waste, without a pass.
 
         Returns:
             False if `sessions` have no cells to copy.

@@ -5,7 +5,7 @@ from typing import Any
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.shapes import TILE
-from edgespec.planners.path_cost import MOST_OWED
+from edgespec.planners.path_cost import MOST_UNREAD
 
 from .cells import EXTRA_IDS, IN_WINDOWS
 from .ggml.files import FILE_TYPE_F32, LLAMA_MAX_SEQ, last_log, llama_cpp, load_header, metadata
@@ -101,9 +101,9 @@ class ContextSize:
         params.n_outputs_max = max(self.budget + 1, TILE, params.n_seq_max)
         if lanes := most_paths(model, self.budget, self.sessions):
             params.n_seq_max = ids_of_session(lanes) * self.sessions
-            rows = self.max_nodes + 2 * MOST_OWED
+            rows = self.max_nodes + 2 * MOST_UNREAD
             # Cells for all paths of a pass, besides the longest sequences; only few layers have cells.
-            nodes = max(rows, (lanes + 1) * (self.budget + 1 + 2 * MOST_OWED))
+            nodes = max(rows, (lanes + 1) * (self.budget + 1 + 2 * MOST_UNREAD))
             params.n_ctx = self.sessions * (self.length(model) + nodes)
             params.n_batch = params.n_ubatch = rows
             params.n_outputs_max = max(self.budget + 1, TILE, params.n_seq_max)

@@ -60,18 +60,17 @@ class LlamaPlan(LoadPlan):
 class LlamaEngine(Engine):
     """See `Engine`; a model that does not fit into memory is streamed.
 
-    Options:
-
-    - threads: default one per core (performance cores on a Mac), fewer while other programs keep cores busy, if that
-      changes no bit.
-    - gpu_layers: default as many as `gpu_memory` takes (`memory/gpu.py`).
-    - in_order: for rounding, which depends on the order of cells. Committed nodes behind a gap lose their cells, and
-      the next pass computes these tokens again.
-    - kv_type: one of `KV_TYPES`, or two; default f16, for float32 weights f32.
-    - wide: do not repack weights at load. Repacked weights need memory for a second copy, and can be faster for passes
-      of few rows (docs/measured.md).
-    - share: default 1 where memory is plentiful, else a quarter.
-    - lenders: layers that do not fit here go to them (`lending/child_process.py`).
+    Args:
+        threads: default: one per core (performance cores on a Mac), fewer while other programs keep cores busy, if that
+            changes no bit.
+        gpu_layers: default: as many as `gpu_memory` holds (`memory/gpu.py`).
+        in_order: keep cells in the order of the tokens, on which rounding depends. Committed nodes behind a gap lose
+            their cells, and the next pass computes these tokens again.
+        kv_type: one of `KV_TYPES`, or two, of keys and values; default: f16, for float32 weights f32.
+        wide: do not repack weights at load. Repacked weights need memory for a second copy, and can be faster for
+            passes of few rows (docs/measured.md).
+        share: of a context, for each session after the first; default: 1 if memory is plentiful, else `SHARE`.
+        lenders: layers that do not fit here go to them (`lending/child_process.py`).
     """
 
     supported = frozenset({"threads", "gpu_layers", "gpu_memory", "memory", "kv_type", "lenders", "draft_files"})
@@ -227,7 +226,6 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
 
 
 def _model_params(plan: LlamaPlan, way: Computing) -> dict[str, Any]:
-    """Arguments of `load_model`."""
     params: dict[str, Any] = {"n_gpu_layers": plan.gpu_layers, "use_extra_bufts": REPACKED.keys() <= way.keys()}
     if plan.weights:
         params["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP

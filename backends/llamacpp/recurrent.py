@@ -1,16 +1,15 @@
 """Models with recurrent layers: trees as paths (`edgespec/planners/path_cost.py`).
 
-llama.cpp's recurrent memory has one state for each sequence id (llama-memory-recurrent.cpp). A copied sequence shares
-the state until one of them gets tokens; a copy of no positions copies only the state. A state cannot be rewound. Cells
-of attention are tagged with ids, as in `session.py`. A session has these ids:
+llama.cpp's recurrent memory has one state for each sequence id (llama-memory-recurrent.cpp), which cannot be rewound. A
+copied sequence shares the state until one of them gets tokens; a copy of no positions copies only the state. Attention
+has cells with ids, as in `session.py`. A session has these ids:
 
     text      the committed tokens that have a state: their cells, and that state
     lanes     the paths of a pass: each starts as a copy of `text`, or of a lane that ended with a node
     states    of shorter prefixes, without cells, for steps and for prompts with a common beginning
 
-A pass is a rectangle with padding behind shorter paths, because llama.cpp reads all weights again for each length of
-sequences. Only the first path's cells follow those of `text`, so with `in_order` accepted tokens of other paths are
-computed again.
+Shorter paths are padded, because llama.cpp reads all weights again for each length of sequences. Only the first path's
+cells follow those of `text`, so with `in_order` accepted tokens of other paths are computed again.
 """
 
 from collections.abc import Sequence
@@ -26,9 +25,9 @@ from edgespec.loop.session_files import Saved, write
 from edgespec.loop.shapes import TILE
 from edgespec.planners.path_cost import (
     KEPT_STATES,
-    MOST_OWED,
-    MOST_OWED_IN_MEMORY,
     MOST_PATHS,
+    MOST_UNREAD,
+    MOST_UNREAD_IN_MEMORY,
     Path,
     States,
     paths_of,
@@ -82,7 +81,7 @@ def most_paths(model: Any, budget: int, sessions: int) -> int:
 
 
 def ids_of_session(paths: int) -> int:
-    """Sequence ids of a session: `text`, lanes for paths and one step, states, and one more to exchange states."""
+    """Sequence ids of a session: `text`, lanes for paths and one step, states and one spare id for a new state."""
     return 1 + (paths + 1) + (KEPT_STATES + 1)
 
 
@@ -91,11 +90,11 @@ def reads_weights(limits: Capabilities) -> bool:
 
 
 def most_unread(limits: Capabilities) -> int:
-    return MOST_OWED if reads_weights(limits) else MOST_OWED_IN_MEMORY
+    return MOST_UNREAD if reads_weights(limits) else MOST_UNREAD_IN_MEMORY
 
 
 class Between(Interrupted):
-    """Interrupted between two calls of llama.cpp, so that only nodes are lost."""
+    """Interrupted between two calls of llama.cpp: only the session's nodes are lost."""
 
 
 class Owner(nodes.Owner, Protocol):
@@ -124,15 +123,14 @@ class Owner(nodes.Owner, Protocol):
 
 @dataclass(slots=True)
 class Lane:
-    """One sequence of the rectangle.
-
+    """
     Attributes:
-        id: of the sequence.
+        id: of a sequence of the pass.
         tokens: to evaluate.
         first: position of the first token.
         wanted: node -> index of the token with its logits.
         leaf: the last node; -1: none.
-        ended: evaluated without padding behind the last token.
+        ended: evaluated without padding after the last token.
     """
 
     id: int
@@ -273,7 +271,7 @@ class LlamaRecurrentSession(NodeSession):
             self._remove(seq)
 
     def give_up(self) -> None:
-        """Drop all states, which a failed pass may have moved without their contents."""
+        """Drop all states, because a failed pass may have lost their contents."""
         self.drop_nodes()
         for seq in self.seq_ids:
             self._remove(seq)

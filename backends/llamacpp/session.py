@@ -1,6 +1,6 @@
 """Trees in llama.cpp's cache.
 
-Each cell of llama.cpp's cache is tagged with sequence ids. A token attends to cells with its id at smaller positions:
+Each cell is tagged with sequence ids, and a token attends to the cells with its id at smaller positions:
 
     one sequence id     one path from the first token to a leaf of the tree
     a node              one cell, tagged with the ids of all leaves below it
@@ -59,8 +59,7 @@ class Owner(nodes.Owner, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Places of a work's nodes.
-
+    """
     Attributes:
         work: with the new nodes.
         first: number of the first new node.
@@ -131,7 +130,7 @@ class LlamaSession(NodeSession):
         self.tips: dict[int, int] = {}
 
     def place(self, work: Work, free: Iterator[int]) -> Placement:
-        """Check `work`, and find places for its nodes, without any change.
+        """Check `work` and place its nodes, without a change of the session.
 
         Args:
             work: the nodes.
@@ -219,12 +218,12 @@ class LlamaSession(NodeSession):
 
     @property
     def _can_keep(self) -> bool:
-        return not self._backend.in_order  # kept nodes would leave gaps between cells
+        return not self._backend.in_order  # kept nodes leave gaps between cells
 
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
         length, count = len(self.token_ids), len(path)
         if self._backend.in_order:
-            # Drop cells behind a gap, because later tokens would fill the gap out of order.
+            # Only cells without a gap before them stay, because later tokens would fill the gap.
             count = next((i for i, node in enumerate(path) if self._cells[node] != self._base + i), len(path))
         last = self._seqs[path[count - 1]] if count else -1
         if self._cells:
@@ -275,7 +274,7 @@ class LlamaSession(NodeSession):
 
     def reusable_prefix(self, length: int, *, short: bool = False) -> int:
         length = super().reusable_prefix(length, short=short)
-        # The missing cells of a partial tile must follow its present cells.
+        # New cells of a partial tile must follow its old ones.
         if not self._in_tiles or short or self._continues(length, self._backend.cells.end) or self._may_move(length):
             return length
         return whole_tiles(length)

@@ -33,7 +33,7 @@ class LlamaVocab:
         self._pieces: dict[int, bytes] = {}
 
     def close(self) -> None:
-        """Free the model as soon as no other thread reads its vocabulary. All later calls raise Closed."""
+        """Free the model as soon as no other thread reads its vocabulary; later calls raise Closed."""
         model, self._model = self._model, None
         if model:
             weakref.finalize(model, llama_cpp.llama_model_free, model.model)

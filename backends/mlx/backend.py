@@ -1,16 +1,14 @@
 """Model folders on MLX, through mlx-lm's model classes, quantised or not.
 
-Three replacements (`tree.py`) make a class read a tree; a model that needs more is refused at load. Models with
-recurrent layers read trees as paths, and keep their ropes (`recurrent.py`). Cells of a layer's keys and values:
+Three replacements (`tree.py`) make a model class read a tree. Models with recurrent layers read trees as paths, and
+need no other ropes (`recurrent.py`). Cells of a layer's keys and values:
 
     cells 0 to length - 1   committed tokens, in order
     cells from length on    uncommitted nodes, in the order of their numbers
-    mask                    a node sees committed tokens, its ancestors and itself; in a window, by position
+    mask                    a node sees committed tokens, its ancestors and itself; a sliding window counts positions
     commit                  the accepted nodes' cells move behind the committed tokens; other cells stay
 
-Windows drop no cells, so a session can be rewound. MLX writes in place only into a buffer with one holder, so a fork
-shares its parent's buffers until one of them writes. Works of a pass follow each other, but streamed weights are read
-once for all of them (`streaming.py`).
+Cells outside a window stay, so a session can be rewound.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,16 +61,16 @@ __all__ = ["MlxBackend", "MlxEngine", "engine", "load", "load_vocab"]
 MOST_SESSIONS = 256
 DEFAULT_CONTEXT = 4096  # tokens, if config.json has no max_position_embeddings
 CELLS_OF_SMALL = 8
-BLOCKS = 64  # rows of the block-maximum trick in device_top
+BLOCKS = 64  # for `device_top_ids`
 
-# Most that a logit moves with the shape of its pass, by the type of activations, which quantised weights do not change.
-# Twice the largest difference to float32 over 24 positions of SmolLM2: float16 0.084, bfloat16 1.08. On Linux's CPU no
-# bit moved. Apple's GPU was not measured; it may multiply float32 with float16's precision (TF32).
+# Bound of the change of a logit between passes of different shapes, by the type of activations: twice the largest
+# difference to float32 over 24 positions of SmolLM2 (float16 0.084, bfloat16 1.08); not measured on Apple's GPU, which
+# may multiply float32 with float16's precision (TF32).
 TOLERANCE = {mx.float32: 0.01, mx.float16: 0.2, mx.bfloat16: 2.0}
 
 
 class MlxLogits:
-    """See `edgespec.loop.backend.Logits`; `rows` is float32 [wanted, V], and the host reads it without a copy."""
+    """See `edgespec.loop.backend.Logits`; `rows` is float32 [wanted, V]."""
 
     def __init__(self, rows: Any, nodes: Sequence[int]) -> None:
         self._rows = rows
@@ -106,7 +104,7 @@ def device_top(
     """`Logits.top` of rows [n, V] on the device; only ids and values come to the host."""
     size = rows.shape[1]
     sizes = [size if extra is None else min(size, len(extra)) for extra in noise]
-    on_device = {id(extra): mx.array(extra[:size]) for extra in noise if extra is not None}  # one for each depth
+    on_device = {id(extra): mx.array(extra[:size]) for extra in noise if extra is not None}
     found = []
     for i, extra, count in zip(index, noise, sizes, strict=True):
         scores = rows[i, :count] if extra is None else rows[i, :count] + on_device[id(extra)]
@@ -124,9 +122,9 @@ def device_top(
 
 
 def device_top_ids(scores: Any, k: int) -> Any:
-    """Indices of the k largest of scores [V], in any order, without a sort of all scores.
+    """Indices of the k largest of scores [V], in any order.
 
-    They are in the k columns with the largest maxima of a [64, V / 64] view, or in the rest behind it.
+    They are in the k columns with the largest maxima of a [BLOCKS, V // BLOCKS] view, or in the rest after the view.
     """
     size = scores.shape[0]
     width = size // BLOCKS
@@ -168,7 +166,7 @@ class MlxBackend:
         self._model = model
         self._sweep = sweep
         self._windows = windows
-        self._kinds = kinds  # mlx-lm's own caches, if some layers are recurrent
+        self._kinds = kinds  # as for `MlxRecurrentSession`
         self._max_sessions = sessions
         self._files: Sequence[str] = ()
         self._interrupted = sweep.interrupted if sweep else Event()
@@ -250,9 +248,9 @@ class MlxBackend:
     def _graph(self, session: MlxSession, tokens: Any, rows: Any) -> Any:
         """
         Args:
-            session: of one work or of unread tokens.
+            session: of a work, or with unread tokens.
             tokens: [lanes, width].
-            rows: wanted ones among the tokens, lane after lane; None: no logits.
+            rows: wanted rows among the tokens, lane after lane; None: no logits.
 
         Returns:
             Logits float32 [rows, V], or None.
@@ -260,7 +258,7 @@ class MlxBackend:
         self._rows = None if rows is None else mx.array(rows)
         logits = self._model(mx.array(tokens), cache=session.given)
         if rows is None:
-            return None  # MLX is lazy, so it never computes the head
+            return None  # nothing evaluates the logits
         logits = logits.flatten(0, 1)
         return (logits if self._cuts_rows else logits[self._rows]).astype(mx.float32)
 
@@ -274,9 +272,15 @@ class MlxBackend:
 
 
 def padded(work: Work, first: int, shape: RowClass) -> Work:
-    """A copy of `work`, whose first new node is `first`, with the nodes and wanted rows of a pass of class `shape`.
+    """Pad a work to a row class.
 
-    The next pass overwrites the cells of added nodes, because the session does not know them.
+    Args:
+        work: the work.
+        first: number of its first new node.
+        shape: the row class.
+
+    Returns:
+        A copy with more nodes and wanted rows. The session does not know these nodes, so a later pass overwrites them.
     """
     count = shape.rows(len(work.token_ids))
     more = count - len(work.token_ids)
@@ -297,7 +301,7 @@ class MlxPlan(LoadPlan):
         size: of sessions and passes.
         layout: where weights lie; None: all stay in memory.
         weights: the part of the weights that stays in memory; None: all.
-        told: messages on memory for the user.
+        told: messages for the user on memory.
         machine: that was planned for.
     """
 
@@ -311,11 +315,11 @@ class MlxPlan(LoadPlan):
 
 
 class MlxEngine(Engine):
-    """See `Engine`; loads folders in the form of the Hugging Face hub, as mlx-lm reads them.
+    """See `Engine`.
 
-    Options:
-
-    - memory: default the free memory, on a Mac what its GPU can hold; weights that do not fit are streamed.
+    Args:
+        memory: bytes for everything; default: what is free, on a Mac at most what its GPU can hold. If the model is
+            larger, weights are streamed.
     """
 
     supported = frozenset({"memory", "draft_files"})
@@ -327,7 +331,7 @@ class MlxEngine(Engine):
         """See `Engine.plan`.
 
         Raises:
-            ModelError: as for `Engine.plan`, and if the folder must be written again to be streamed.
+            ModelError: also for a folder that mlx-lm has to convert before it can be streamed.
         """
         check_sizes(options, MOST_SESSIONS)
         memory, before = in_bytes(options.memory), process.private_memory()
@@ -397,10 +401,10 @@ def _stream(
     """Read the weights that stay, and start to stream the others.
 
     Returns:
-        The streaming, and messages for the user.
+        The sweep, and messages for the user.
 
     Raises:
-        ModelError: the files cannot be read.
+        ModelError: the files cannot be streamed.
     """
     store = open_slots(layout, plan)
     try:
@@ -415,7 +419,7 @@ def _stream(
 
 
 def _tolerance(model: Any) -> float:
-    """By the coarsest type of weights and scales, which is also that of activations."""
+    """`TOLERANCE` of the coarsest type of weights and scales, in which activations are computed."""
     kinds = {array.dtype for _, array in tree_flatten(model.parameters())}
     if on_gpu():
         kinds.add(mx.float16)
@@ -425,7 +429,7 @@ def _tolerance(model: Any) -> float:
 def _check_tree(backend: MlxBackend, path: str, model_type: str) -> None:
     """
     Raises:
-        ModelError: in a tree of three nodes the last has other logits than in its chain, so it sees the second.
+        ModelError: the last of two siblings has other logits than without the first, so it sees the first.
     """
     tree, right, wrong = ([1, 2, 3], [-1, 0, 0]), ([1, 3], [-1, 0]), ([1, 2, 3], [-1, 0, 1])
 

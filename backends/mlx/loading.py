@@ -1,4 +1,4 @@
-"""Check model folders, and open them as mlx-lm models without reading the weights."""
+"""Check model folders, and make mlx-lm models of them, without a read of their weights."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,11 @@ from .tree import wrap_ropes
 
 @dataclass(frozen=True, slots=True)
 class LazyModel:
-    """A folder's model; MLX reads its weights when the first pass needs them.
-
+    """
     Attributes:
-        folder: its own.
-        config: of config.json.
-        model: mlx-lm's.
+        folder: of the model.
+        config: the contents of config.json.
+        model: mlx-lm's; MLX reads its weights when the first pass needs them.
         windows: as `find_windows` returns them.
     """
 
@@ -40,7 +39,7 @@ class LazyModel:
 def open_model(path: str) -> LazyModel:
     """
     Raises:
-        ModelError: as for the functions below.
+        ModelError: files are missing or damaged, or the model cannot hold a tree.
     """
     folder = check_folder(path)
     config, model = check_files(folder), load_weights(folder)
@@ -51,13 +50,7 @@ def open_model(path: str) -> LazyModel:
 
 
 def check_files(folder: Path) -> dict[str, Any]:
-    """
-    Returns:
-        The contents of config.json.
-
-    Raises:
-        ModelError: a file is missing or damaged.
-    """
+    """Read config.json, and check that all weight files are there."""
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
     except ValueError as error:
@@ -85,13 +78,7 @@ def load_weights(folder: Path) -> Any:
 
 
 def find_windows(model: Any, path: str) -> list[int | None]:
-    """
-    Returns:
-        The sliding window of each layer with keys and values, in tokens; None: all tokens.
-
-    Raises:
-        ModelError: a layer's cache is of another kind.
-    """
+    """The window, in tokens, of each layer that has keys and values; None: all tokens."""
     windows = list[int | None]()
     caches = list(leaves_of(make_prompt_cache(model)))
     recurrent = any(type(cache) is ArraysCache for cache in caches)

@@ -1,7 +1,7 @@
 """MLX models larger than memory: the places of their weights, and the choice of those that stay.
 
-MLX maps no files, so a plan keeps whole tensors, and streams only those that MLX uses with the bytes of the file.
-If mlx-lm rebuilds weights at load (stacked experts), it must write the folder again before.
+MLX maps no files, so a tensor stays or is streamed as a whole. Only tensors that MLX uses byte for byte as the file has
+them can be streamed; if mlx-lm rebuilds weights (stacked experts), it has to convert the folder first.
 """
 
 import glob
@@ -27,7 +27,7 @@ from .loading import LazyModel
 from .recurrent import is_recurrent, sizes_of
 from .tree import Pass, TreeCache
 
-CHUNKS = (128, 256, 512, 1024, 2048)  # prompt tokens per pass, if each pass reads weights again
+CHUNKS = (128, 256, 512, 1024, 2048)  # prompt tokens per pass, where each pass reads weights again
 MIN_NODES = 512  # prompt tokens per pass, if all weights are in memory
 CHUNK_SHARE = 1 / 32  # maximum relative increase of streamed bytes by the buffers of larger chunks
 DTYPES = {
@@ -37,14 +37,14 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A weight that MLX uses with the bytes of the file.
+    """A weight that MLX uses byte for byte as the file has it.
 
     Attributes:
-        name: in its layer, or in the model if `layer` is -1.
-        layer: its number; -1: the weight belongs to no layer, or cannot be streamed.
-        tensor: its place, with a name for `make_plan`.
+        name: within its layer; if `layer` is -1, within the model.
+        layer: number of the layer; -1: none, or the weight cannot be streamed.
+        tensor: its place in the files.
         dtype: MLX's.
-        shape: of the array.
+        shape: of the weight.
     """
 
     name: str
@@ -59,10 +59,10 @@ class Layout:
     """
     Attributes:
         paths: of the files.
-        bases: offsets of the files' first tensors, which MLX's writer does not align.
-        placed: weights with the bytes of a file.
-        others: weights that mlx-lm changes, as if in file -1.
-        rebuilt: names of those among them that belong to layers.
+        bases: byte at which each file's tensors begin; MLX's own writer does not align it.
+        placed: weights as the files have them.
+        others: weights that mlx-lm changes, as if in a file -1.
+        rebuilt: names of those of `others` that are in layers.
     """
 
     paths: tuple[str, ...]
@@ -97,7 +97,7 @@ def find_layout(model: Any, folder: Path) -> Layout:
         file, found = stored.get(name, (-1, None))
         if found is None or not _is(found, array):
             others.append(Tensor(name, -1, elsewhere, array.nbytes))
-            elsewhere += array.nbytes + 1  # not adjacent
+            elsewhere += array.nbytes + 1  # a gap, so that extents are not joined
             rebuilt += [name] if layer >= 0 else []
             continue
         if layer >= 0 and (found.start - bases[file]) % array.itemsize == 0:
@@ -118,10 +118,7 @@ def _layer_numbers(model: Any) -> dict[str, int]:
 
 
 def _layer_of(name: str, numbers: Mapping[str, int]) -> tuple[int, str]:
-    """
-    Returns:
-        Number of a weight's layer, and its name there; -1 and `name` if it belongs to no layer.
-    """
+    """Number of a weight's layer (-1: none), and its name there."""
     return next(
         ((number, name.removeprefix(prefix)) for prefix, number in numbers.items() if name.startswith(prefix)),
         (-1, name),
@@ -130,7 +127,11 @@ def _layer_of(name: str, numbers: Mapping[str, int]) -> tuple[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """Sizes of `LoadOptions`, and prompt tokens per pass (`chunk`)."""
+    """
+    Attributes:
+        context_length, budget, sessions: of `LoadOptions`.
+        chunk: prompt tokens per pass.
+    """
 
     context_length: int
     budget: int
@@ -143,11 +144,10 @@ class PassSize:
 
     @property
     def cells(self) -> int:
-        """Of one session's cache."""
         return self.context_length + self.max_nodes
 
     def paths(self, model: Any) -> int:
-        """Most paths of a tree; 0 if no layer is recurrent."""
+        """Most paths of a tree; 0: no layer is recurrent."""
         if not is_recurrent(model):
             return 0
         return most_paths(sizes_of(model)[2], parameter_bytes(model), self.budget, self.sessions)
@@ -161,22 +161,22 @@ class PassSize:
 def plan_memory(
     lazy: LazyModel, size: PassSize, memory: int | None, used: int, drafts: int, machine: Machine
 ) -> tuple[Plan | None, PassSize, Layout, list[str]]:
-    """
+    """Choose the weights that stay in memory, and the size of a prompt's passes.
+
     Args:
         lazy: the model.
-        size: of sessions and passes, as requested.
-        memory: bytes for everything; None: the free memory.
+        size: of sessions and passes; `chunk` may be changed.
+        memory: bytes for everything; None: what is free.
         used: bytes of this program.
         drafts: bytes of the draft models.
         machine: to plan for.
 
     Returns:
-        A plan (None: all weights stay in memory), the size that it is made for, the places of weights, and messages for
-        the user.
+        The plan (None: all weights stay), the size, the layout, and messages for the user.
 
     Raises:
-        NoRoom: the memory is too small.
-        ModelError: the memory is large enough only if the folder is written again as MLX uses the weights.
+        NoRoom: the memory is too little.
+        ModelError: the memory would do if mlx-lm had converted the folder.
     """
     model, folder = lazy.model, lazy.folder
     found = free_memory(machine)
@@ -216,8 +216,8 @@ def plan_memory(
 
 
 def _plan(layout: Layout, room: int, needed: int) -> Plan | None:
-    """A plan of whole tensors, with slots for whole pages."""
-    most = max(Counter(one.layer for one in layout.placed if one.layer >= 0).values(), default=0)  # extents of a layer
+    most = max(Counter(one.layer for one in layout.placed if one.layer >= 0).values(), default=0)
+    # Reads are of whole pages: each extent of a layer takes at most 3 pages more in a slot.
     return make_plan(layout.tensors, room, needed + MORE_SLOTS * 3 * most * ALIGNED, page=1, whole=True)
 
 
@@ -226,9 +226,9 @@ def free_memory(machine: Machine) -> int:
     return min(machine.free, int(WIRED_SHARE * gpu_limit(machine.gpus)) or machine.free)
 
 
-WIRED_SHARE = 0.9  # maximum share of weights in a Mac GPU's memory, as in mlx-lm's warning
-CACHE_SHARE = 16  # a Mac's GPU keeps 1 / CACHE_SHARE of its memory as freed buffers for reuse
-KEPT = 32 << 20  # bytes of freed buffers that a CPU keeps
+WIRED_SHARE = 0.9  # of what a Mac's GPU can hold, for weights; mlx-lm warns at this share
+CACHE_SHARE = 16  # 1 / CACHE_SHARE of what a GPU can hold is for freed buffers that MLX keeps
+KEPT = 32 << 20  # bytes of freed buffers that MLX keeps on the CPU
 
 
 def on_gpu() -> bool:
@@ -247,7 +247,7 @@ def gpu_limit(gpus: Sequence[Gpu]) -> int:
 
 
 def freed_buffers(gpus: Sequence[Gpu]) -> int:
-    """Bytes of freed buffers that MLX may keep; 0: as MLX limits them, which it does not do on a CPU."""
+    """Bytes of freed buffers that MLX may keep; 0: MLX's own limit, which the CPU lacks."""
     return gpu_limit(gpus) // CACHE_SHARE or (0 if gpus else KEPT)
 
 
@@ -274,8 +274,8 @@ def set_memory_limits(weights: int, gpus: Sequence[Gpu]) -> list[str]:
 def cell_bytes(model: Any, windows: Sequence[int | None]) -> tuple[int, int]:
     """
     Returns:
-        Bytes of one token's keys and values, from a pass that is not computed, and of one number among them. The first
-        is 0 if the model cannot hold a tree, which raises later.
+        Bytes of one token's keys and values, and of one number of them, by the graph of a pass that is not computed.
+        The first is 0 if the model cannot read a tree, which `load` finds later.
     """
     if is_recurrent(model):
         return sizes_of(model)[:2]
@@ -291,7 +291,7 @@ def cell_bytes(model: Any, windows: Sequence[int | None]) -> tuple[int, int]:
 
 
 def work_bytes(config: Mapping[str, Any], size: PassSize, item: int) -> int:
-    """Bytes of the largest pass without weights and caches, as measured in the tests.
+    """Bytes of intermediate values of the largest pass; tests measure it.
 
     Args:
         config: of the text model.
@@ -301,7 +301,7 @@ def work_bytes(config: Mapping[str, Any], size: PassSize, item: int) -> int:
     width, heads = config.get("hidden_size") or 0, config.get("num_attention_heads") or 1
     inner = max(value for name, value in {"": 4 * width, **config}.items() if _is_width(name, value))
     states = size.max_nodes * (12 * width + 4 * inner) * item
-    # MLX stores all scores of a pass for which it has no fused kernel.
+    # MLX makes all scores if it has no fused kernel for a pass.
     scores = size.max_nodes * size.cells * (1 + 2 * heads * max(4, item))
     logits = (size.budget + 1) * (config.get("vocab_size") or 0) * (item + 4)
     return int(states + scores + logits)
@@ -316,7 +316,7 @@ def parameter_bytes(model: Any) -> int:
 
 
 def draft_bytes(lazy: LazyModel, size: PassSize) -> int:
-    """Bytes of a draft model, all in memory, that is loaded with the same options."""
+    """Bytes of a draft that is loaded with the same options, and stays in memory."""
     cell, item = cell_bytes(lazy.model, lazy.windows)
     caches = size.sessions * size.cells * cell + size.states(lazy.model)
     return parameter_bytes(lazy.model) + caches + work_bytes(lazy.text_config, size, item)

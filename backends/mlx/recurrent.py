@@ -1,4 +1,4 @@
-"""Models with recurrent layers on MLX: a pass is a batch, in which each lane is one of its sequences.
+"""Models with recurrent layers on MLX: a pass is a batch, whose sequences are the lanes (paths of a tree).
 
 Recurrent layers get mlx-lm's own cache with a state for each lane; in `LaneCache` all lanes see one session's cells.
 """
@@ -15,7 +15,7 @@ from ..common.recurrent import Rectangle, RecurrentSession, RecurrentStates
 from .session import MlxOwner, MlxSession
 from .tree import TreeCache
 
-State = list[Any]  # an array [1, ...], or None, for each that mlx-lm's caches have
+State = list[Any]  # arrays [1, ...], or None, as many as mlx-lm's caches have
 
 
 def leaves_of(caches: Sequence[Any]) -> Iterator[Any]:
@@ -25,14 +25,13 @@ def leaves_of(caches: Sequence[Any]) -> Iterator[Any]:
 
 
 def is_recurrent(model: Any) -> bool:
-    """True if some layers are recurrent."""
     return any(type(cache) is ArraysCache for cache in leaves_of(make_prompt_cache(model)))
 
 
 def sizes_of(model: Any) -> tuple[int, int, int]:
     """
     Returns:
-        Bytes of one token's keys and values, of one number among them, and of a state; as for `memory.cell_bytes`.
+        Bytes of one token's keys and values, of one number of them, and of a state; as for `memory.cell_bytes`.
     """
     caches = make_prompt_cache(model)
     try:
@@ -84,7 +83,7 @@ class Lanes:
 
 
 class LaneCache(TreeCache):
-    """Keys and values of one layer in one session, all of which every lane sees."""
+    """Keys and values of one layer in one session, shared by all lanes."""
 
     def __init__(self, capacity: int, window: int | None) -> None:
         super().__init__(capacity, window)
@@ -103,7 +102,7 @@ class LaneCache(TreeCache):
 
 
 def _new(found: Any, rows: Any) -> Any:
-    """From keys or values [lanes, heads, width, d] take those of new nodes: [1, heads, n, d]."""
+    """Take the new nodes from keys or values [lanes, heads, width, d]: [1, heads, n, d]."""
     return found.transpose(1, 0, 2, 3).flatten(1, 2)[None][..., rows, :]
 
 
@@ -117,9 +116,9 @@ class MlxRecurrentSession(RecurrentSession[State], MlxSession):
     def __init__(self, backend: MlxOwner, caches: list[LaneCache], kinds: Sequence[Any]) -> None:
         """
         Args:
-            backend: its own.
+            backend: that made it.
             caches: of all layers with attention.
-            kinds: mlx-lm's caches of all layers, empty.
+            kinds: mlx-lm's empty caches of all layers, which show their kinds.
         """
         super().__init__(backend, list(caches))
         limits = backend.capabilities
@@ -147,7 +146,7 @@ class MlxRecurrentSession(RecurrentSession[State], MlxSession):
         return rectangle.token_ids
 
     def _filled(self, kind: Any, attention: Iterator[LaneCache], states: Iterator[Any]) -> Any:
-        """The cache for the model instead of its own empty one."""
+        """A layer's cache for the model, of the form of `kind`."""
         if type(kind) is CacheList:
             return CacheList(*(self._filled(one, attention, states) for one in kind.caches))
         if type(kind) is not ArraysCache:

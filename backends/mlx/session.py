@@ -27,10 +27,10 @@ class MlxSession(NodeSession):
         self.caches = caches
 
     def place(self, work: Work) -> tuple[Any, Any]:
-        """Begin a pass over a checked work's nodes.
+        """Begin a pass over a work that was checked.
 
         Returns:
-            The model's tokens [1, n], and the wanted rows among them.
+            The model's tokens [lanes, width], and the wanted rows among them.
         """
         here = Pass(self._parents + work.parents.tolist(), len(self._parents), len(self.token_ids))
         for cache in self.caches:
@@ -38,10 +38,10 @@ class MlxSession(NodeSession):
         return work.token_ids[None], work.wanted - self.nodes
 
     def place_unread(self) -> Any:
-        """Begin a separate pass over unread committed tokens.
+        """Begin a pass over committed tokens that some layers have not read.
 
         Returns:
-            The tokens; None if no such pass is needed.
+            The tokens; None if there are none.
         """
         return None
 
@@ -67,7 +67,7 @@ class MlxSession(NodeSession):
     def _move(self, cells: list[int], start: int) -> None:
         index, end = mx.array(cells), start + len(cells)
         moved = [(cache.keys[..., index, :], cache.values[..., index, :]) for cache in self.caches]
-        mx.eval(moved)  # now nothing else holds the buffers, so they are written in place
+        mx.eval(moved)  # then nothing else holds the buffers, and MLX writes in place
         for cache, (keys, values) in zip(self.caches, moved, strict=True):
             cache.keys[..., start:end, :] = keys
             cache.values[..., start:end, :] = values

@@ -1,8 +1,7 @@
 """MLX models larger than memory: layers are read from disk during a pass.
 
-A slot is an array of bytes, and weights are views of it. The threads of `ring.py`, which never call MLX, fill it.
-MLX is lazy: all works' graphs are made first, and then computed layer by layer, so that weights are read once. A
-layer's outputs are computed before its slot is free.
+A slot is an array of bytes, which the threads of `edgespec/weights/ring.py` fill without MLX; weights are views of it.
+The graphs of all works are made first, and then computed layer by layer, so that weights are read once.
 """
 
 from bisect import bisect_right
@@ -31,7 +30,7 @@ from .recurrent import leaves_of
 from .session import as_bytes
 from .tree import TreeCache
 
-NUMBER = 16  # bytes; alignment that is enough for all kernels
+NUMBER = 16  # bytes; alignment that kernels need
 Result = TypeVar("Result")
 
 
@@ -42,28 +41,28 @@ class SlotStore:
         """
         Args:
             paths: of the files.
-            bases: where their tensors begin.
-            plan: what is streamed.
+            bases: as in `Layout`.
+            plan: with the layers to stream.
 
         Raises:
             OSError: a file cannot be opened.
         """
         self._files = DirectFiles(paths)
         self.plan = replace(plan, streamed=tuple(self._widened(layer) for layer in plan.streamed))
-        self._inside: dict[tuple[int, Extent], int] = {}  # layer, extent -> offset in its slot; layers may share a page
+        self._inside: dict[tuple[int, Extent], int] = {}  # offset in the slot, by layer and extent
         size = 0
         for layer in self.plan.streamed:
             offset = 0
             for extent in layer.extents:
-                # Views need aligned numbers, but MLX's writer does not align a file's tensors.
+                # MLX's writer does not align tensors in a file, but kernels need aligned views.
                 self._inside[layer.index, extent] = offset + -bases[extent.file] % NUMBER
                 offset += -(-(extent.size + NUMBER) // ALIGNED) * ALIGNED
             size = max(size, offset)
         self.slot_bytes = size
         self._arrays = [new_bytes(size + HUGE) for _ in range(plan.slots)]
-        self._offsets = [-address(array) % HUGE for array in self._arrays]  # where a slot begins: at a huge page
+        self._offsets = [-address(array) % HUGE for array in self._arrays]  # of slots in their arrays
         for slot in range(plan.slots):
-            wish_huge_pages(self.address(slot), size)  # reads into small pages are slower
+            wish_huge_pages(self.address(slot), size)
 
     def _widened(self, layer: Layer) -> Layer:
         extents = list[Extent]()
@@ -125,7 +124,6 @@ class SlotStore:
 
 
 def new_bytes(size: int) -> Any:
-    """An array of `size` bytes that is allocated now."""
     array = mx.zeros(size, mx.uint8)
     mx.eval(array)
     return array
@@ -137,14 +135,14 @@ def address(array: Any) -> int:
 
 @dataclass(slots=True)
 class Step:
-    """A layer of one work.
+    """The graph of one layer for one work.
 
     Attributes:
-        layer: its number.
-        taken: its input.
-        made: its output.
-        cache: of its attention, if it has one.
-        states: of a recurrent layer.
+        layer: number of the layer.
+        taken: input.
+        made: output.
+        cache: of the attention; None: there is none.
+        states: None: the layer is not recurrent.
     """
 
     layer: int
@@ -164,11 +162,7 @@ class Step:
 
 
 class LayerSweep:
-    """A model with streamed layers, made before the model's first pass.
-
-    Attributes:
-        interrupted: once it is set, no further layer is computed.
-    """
+    """Streams a model's layers; it is made before the model's first pass, and closed after the last."""
 
     def __init__(
         self, model: Any, layout: Layout, plan: Plan, disk: Reading, progress: Progress, store: SlotStore
@@ -176,10 +170,10 @@ class LayerSweep:
         """
         Args:
             model: loaded lazily; its weights are replaced.
-            layout: where they lie.
-            plan: what is streamed, in whole tensors.
+            layout: of its weights.
+            plan: of the layers to stream, with whole tensors.
             disk: how it is read.
-            progress: gets the part of the resident weights that has been read.
+            progress: gets the number of resident bytes that have been read, and of all.
             store: of the same plan; closed by `close`.
 
         Raises:
@@ -206,7 +200,7 @@ class LayerSweep:
             owner = model.layers[placed.layer] if placed.layer >= 0 else model
             owner.update(tree_unflatten([(placed.name, array.view(placed.dtype).reshape(placed.shape))]))
         self._views = {i: [tree_unflatten(names) for names in slots] for i, slots in views.items()}
-        mx.eval(self._views)  # views stay valid when a slot is filled again
+        mx.eval(self._views)
         for index in self._order:
             model.layers[index].update(self._views[index][0])
             self._watch(model.layers[index], index)
@@ -216,7 +210,7 @@ class LayerSweep:
         self.streamer = Streamer(store.plan, store, disk.threads, disk.size)
 
     def _check_values(self, model: Any, layout: Layout) -> None:
-        """Compare one layer bit by bit, because a model class may change values without another shape or type."""
+        """Compare one layer's bytes, because mlx-lm may change values without another shape or type."""
         placed = [one for one in layout.placed if one.layer == self._order[0]]
         weights = dict(tree_flatten(model.layers[self._order[0]].parameters()))
         for one, stored in zip(placed, self._store.load([p.tensor for p in placed], lambda *_: None), strict=True):
@@ -239,10 +233,10 @@ class LayerSweep:
             self._steps.append(Step(index, x, made, cache, states))
             return made
 
-        layer.__class__ = type(kind.__name__, (kind,), {"__call__": call})  # Python looks for __call__ in the class
+        layer.__class__ = type(kind.__name__, (kind,), {"__call__": call})  # an instance's `__call__` is not used
 
     def run(self, caches: Sequence[Sequence[TreeCache]], write: Callable[[], Result]) -> Result:
-        """A pass over several works. After an error, the caches are as before.
+        """Make a pass over several works; after an error, the caches are as before.
 
         Args:
             caches: of each work's session.
@@ -253,7 +247,7 @@ class LayerSweep:
 
         Raises:
             ModelError: a layer cannot be read.
-            Interrupted: `interrupted` was set.
+            Interrupted: `interrupted` is set.
         """
         self.streamer.begin()
         before = [Before(some) for some in caches]
@@ -278,7 +272,7 @@ class LayerSweep:
     def _compute(self, index: int, steps: list[Step], before: Sequence["Before"]) -> None:
         for one, step in zip(before, steps, strict=True):
             one.forget_until(step.cache)
-        mx.async_eval([step.taken for step in steps])  # earlier layers compute during the wait for this one
+        mx.async_eval([step.taken for step in steps])  # earlier layers compute during the wait
         self.streamer.enter(index)
         outputs = [step.outputs for step in steps]
         try:
@@ -287,7 +281,7 @@ class LayerSweep:
             mx.eval(outputs)
         except BaseException:
             with suppress(RuntimeError):
-                mx.eval(outputs)  # while the slot has the weights
+                mx.eval(outputs)  # no work on the slot may remain
             raise
         self.streamer.leave(index)
 
@@ -303,7 +297,7 @@ class LayerSweep:
 class Before:
     """The caches of a session before a pass, to restore them after an error.
 
-    MLX does not write in place into a buffer that is also held here, so each cache is dropped before it is computed.
+    MLX writes in place only into a buffer with one holder, so each cache is dropped here before its layer computes.
     """
 
     def __init__(self, caches: Iterable[TreeCache]) -> None:
@@ -324,7 +318,7 @@ class Before:
 
 
 def _handles(cache: TreeCache) -> tuple[Any, Any]:
-    """Other handles of the buffers, because an assignment to a part of `cache.keys` changes the array object itself."""
+    """New array objects for the buffers; an assignment to a part of `cache.keys` changes the old ones."""
     return (None, None) if cache.keys is None else (cache.keys[...], cache.values[...])
 
 

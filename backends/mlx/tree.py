@@ -1,6 +1,6 @@
-"""The replacements inside mlx-lm's models that make them read a tree.
+"""The three replacements that make mlx-lm's models read a tree.
 
-Ropes get the nodes' positions instead of an offset, caches give out masks of trees, and the head gets only wanted rows.
+Ropes get the nodes' positions instead of an offset, caches return masks of trees, and the head gets only wanted rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ from edgespec.loop.tree import ancestor_mask, depths
 
 
 class Pass:
-    """Positions and cells of one pass's nodes; the model's caches give it to the ropes as their offset.
+    """Positions and cells of one pass's nodes; mlx-lm passes it from a cache's `offset` to the ropes.
 
     Attributes:
         start, end: cells of the new nodes are those from `start` to `end` - 1.
         is_chain: the uncommitted nodes are one path.
-        levels: positions, each with the indices of its new nodes.
+        levels: each position, with the indices of the new nodes there.
         level_order: place of each new node in the concatenated `levels`.
         positions: of the new nodes, shape [n].
     """
@@ -43,7 +43,7 @@ class Pass:
         raise TypeError("positions are needed outside the rotary embedding")
 
     def __bool__(self) -> bool:
-        return self == 0  # raises for a model that tests if its cache is empty
+        return self == 0  # raises TypeError
 
     @cached_property
     def positions(self) -> Any:
@@ -126,7 +126,7 @@ class TreeCache:
 
     Attributes:
         keys, values: [1, heads, capacity, d]; None before the first pass, which shows shapes and types.
-        offset: the `Pass` under way, for `TreeRope`.
+        offset: the current `Pass`, for `TreeRope`.
     """
 
     def __init__(self, capacity: int, window: int | None) -> None:
@@ -161,7 +161,7 @@ class TreeCache:
         return here.mask(window_size or self._window, return_array)
 
     def share(self, other: "TreeCache") -> None:
-        """Hold the other's buffers too; MLX copies them as soon as one of the two caches is written to."""
+        """Share the other's buffers; MLX copies them when one of the two caches is written to."""
         if other.keys is not None:
             self.keys, self.values = other.keys[...], other.values[...]
 
@@ -196,5 +196,5 @@ def cut_rows(model: Any, rows: Callable[[], Any]) -> bool:
         states, chosen = kind.__call__(self, *args, **kwargs), rows()
         return states if chosen is None else states.flatten(0, 1)[None, chosen]
 
-    module.__class__ = type(kind.__name__, (kind,), {"__call__": call})  # Python looks for __call__ in the class only
+    module.__class__ = type(kind.__name__, (kind,), {"__call__": call})  # an instance's `__call__` is not used
     return True

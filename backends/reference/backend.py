@@ -23,7 +23,7 @@ from edgespec.loop.passes import check_batch
 from edgespec.loop.session_files import Saved, identity_of, write
 from edgespec.loop.shapes import BatchInvariance
 from edgespec.loop.tree import is_leaf, path_to
-from edgespec.planners.path_cost import CHEAP, MOST_OWED, States, paths_of, step_from
+from edgespec.planners.path_cost import CHEAP, MOST_UNREAD, States, paths_of, step_from
 
 from ..common.interrupts import interruptible
 from ..common.loader import loader
@@ -166,7 +166,7 @@ class RecurrentSession(ReferenceSession):
         if not work.prompt:
             self._states.mark(length)
         self._add_nodes(work, positions)
-        if self._behind > MOST_OWED:
+        if self._behind > MOST_UNREAD:
             self._bring_on(self._states.last)
         paths = paths_of(self._parents, first, self._tips)
         sizes = [len(path.nodes) + (self.unread_committed if path.start < 0 else 0) for path in paths]
@@ -199,7 +199,7 @@ class RecurrentSession(ReferenceSession):
 
     @property
     def unread_committed(self) -> int:
-        return self._behind if self._behind <= MOST_OWED else 0  # `add` reads more of them before the paths
+        return self._behind if self._behind <= MOST_UNREAD else 0  # `add` reads more of them before the paths
 
     def reusable_prefix(self, length: int, *, short: bool = False) -> int:
         length = super().reusable_prefix(length, short=short)

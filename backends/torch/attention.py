@@ -1,7 +1,7 @@
 """Attention over trees instead of transformers' own, and one pass of a model with it.
 
-In each layer, `tree_attention` writes each work's keys and values into its session's cells (`backend.py`), and attends
-to these cells.
+In each layer, `tree_attention` writes the keys and values of each work into its session's cells (see `backend.py`), and
+attends to these cells.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ class Part:
     """One work's share of a pass.
 
     Attributes:
-        rows: of the pass.
-        new: slice or indices of the rows of the pass whose keys and values get cells.
+        rows: the work's rows of the pass.
+        new: slice or indices of the rows whose keys and values get cells.
         cells: the session's [layers, 2, key heads, cells, d]; a dictionary by layer if not all layers have cells.
         start: cell of the first new row.
         end: the cell after that of the last new row.
-        masks: window -> first cell in reach, mask [n, cells from there to `end`] or None.
+        masks: by window, as `build_mask` returns them.
     """
 
     rows: slice
@@ -44,11 +44,11 @@ class Part:
 
 @dataclass(slots=True)
 class Probe:
-    """Takes the place of a `Tree` in the pass of one token by which `load` inspects the layers.
+    """Replaces `Tree` in the first pass, which inspects the layers.
 
     Attributes:
-        heads: layer -> key heads, d.
-        windows: layer -> sliding window.
+        heads: number of key heads and their size d, by layer.
+        windows: sliding window, by layer.
     """
 
     heads: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -57,11 +57,10 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """One pass.
-
+    """
     Attributes:
-        parts: of its works.
-        windows: by layer.
+        parts: of the works of a pass.
+        windows: sliding window, by layer.
         interrupted: once it is set, no further layer is computed.
     """
 
@@ -87,19 +86,19 @@ def tree_attention(
     """
     Args:
         module: the layer's attention module.
-        query: [1, heads, n, d], positions applied; n nodes of all works. For paths [lanes, heads, width, d].
+        query: [1, heads, n, d], rotated by position; n nodes of all works. For paths [lanes, heads, width, d].
         key: [1, key heads, n, d], or [lanes, key heads, width, d].
         value: as `key`.
         attention_mask: not used.
-        tree: the pass.
+        tree: the pass, or a probe.
         scaling: of the scores; default: 1 / sqrt(d).
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
         s_aux: [heads], the score of each head's attention sink (gpt-oss).
         sliding_window: only a `Probe` reads it.
-        options: others of the model class.
+        options: further arguments of the model class.
 
     Returns:
-        [1, n, heads, d], or [lanes, width, heads, d], and no weights.
+        [1, n, heads, d], or [lanes, width, heads, d]; None instead of attention weights.
     """
     if isinstance(tree, Probe):
         return _probe(module, query, key, value, tree, sliding_window, options)
@@ -108,7 +107,7 @@ def tree_attention(
     lanes = len(query)
     query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] if lanes > 1 else x for x in (query, key, value))
     out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)  # [1, n, heads, d]
-    out[:, tree.parts[-1].rows.stop :] = 0  # rows of padding belong to no part, and see nothing
+    out[:, tree.parts[-1].rows.stop :] = 0  # padding
     layer = module.layer_idx
     for part in tree.parts:
         keys, values = part.cells[layer]
@@ -119,7 +118,7 @@ def tree_attention(
         attend: Any = scaled_dot_product_attention
         if softcap is not None or s_aux is not None:
             attend = _by_definition(softcap, s_aux)
-        # Query heads of one key head form a batch, so that keys and values are repeated without a copy (stride 0).
+        # The batch dimension is the key head, so that its query heads share keys and values without a copy (stride 0).
         shared = query[0, :, part.rows].unflatten(0, (len(keys), -1))
         k, v = (cells[:, None, low:end].expand(-1, shared.shape[1], -1, -1) for cells in (keys, values))
         found = attend(shared, k, v, attn_mask=mask, scale=scaling, is_causal=mask is None and end - start > 1)
@@ -209,7 +208,10 @@ def run(
     tree: Tree | Probe,
     device: Any,
 ) -> Any:
-    """One forward pass over n tokens, awaited; logits [wanted, V] on the device."""
+    """
+    Returns:
+        Logits [wanted, V] on the device, after the pass has ended.
+    """
     ids, places, rows = (torch.tensor([list(values)], device=device) for values in (token_ids, positions, wanted))
     logits = model(
         input_ids=ids, position_ids=places, logits_to_keep=rows[0].long(), use_cache=False, tree=tree

@@ -1,14 +1,12 @@
-"""Model folders (config.json and safetensors) on PyTorch, with transformers' model classes but for attention.
+"""Model folders (config.json and safetensors) on PyTorch: transformers' model classes with attention over trees.
 
-All nodes of a pass are one row of tokens, so that weights are read once. Explicit positions (length + depth) suit any
-rotary embedding. A session's cells:
+All nodes of a pass are one row of tokens, so that weights are read once. A node's position is length + depth. A
+session's cells:
 
     cells 0 to length - 1   committed tokens, in order
     cells from length on    uncommitted nodes, in the order of their numbers
-    mask                    a node sees committed tokens, its ancestors and itself; in a window, by position
+    mask                    a node sees committed tokens, its ancestors and itself; a sliding window counts positions
     commit                  the accepted nodes' cells move behind the committed tokens; other cells stay
-
-`offload.py` streams layers from host memory, and `disk.py` from disk.
 """
 
 import math
@@ -78,16 +76,16 @@ from .session import Placement, TorchSession
 __all__ = ["TorchBackend", "TorchEngine", "engine", "load", "load_vocab"]
 
 MOST_SESSIONS = 1024
-DEFAULT_CONTEXT = 4096  # tokens, if config.json has no max_position_embeddings
-MIN_NODES = 512  # tokens of a prompt's chunk
+DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
+MIN_NODES = 512  # prompt tokens per pass
 MIN_NODES_ON_GPU = 2048  # larger, because a chunk may copy all weights to the GPU
 
-# Most that a logit moves with the shape of its pass. Largest differences with SmolLM2 (135M) on a CPU, over chains of 1
-# to 33 tokens and 40-node trees: float32 6.3e-5, float16 0.11, bfloat16 0.75, nf4 0.84.
+# Bound of the change of a logit between passes of different shapes. Measured with SmolLM2 (135M) on a CPU, over chains
+# of 1 to 33 tokens and 40-node trees: float32 6.3e-5, float16 0.11, bfloat16 0.75, nf4 0.84.
 TOLERANCE = {"float32": 2e-3, "float16": 0.3, "bfloat16": 1.5}
 
 
-_mapped: "WeakSet[TorchBackend]" = WeakSet()  # models on the CPU whose weights are pages of their files
+_mapped: "WeakSet[TorchBackend]" = WeakSet()  # on the CPU, with mapped weights, which `private_memory` does not count
 
 
 def _bytes_of_weights(backend: "TorchBackend") -> int:
@@ -98,8 +96,8 @@ class TorchBackend:
     """See `edgespec.loop.backend.Backend`; made by `load`.
 
     Attributes:
-        cache: states of recurrent layers; None if no layer is recurrent.
-        streamer: of layers that are not resident; None: all are.
+        cache: of states; None: no layer is recurrent.
+        streamer: None: all layers are resident.
     """
 
     name = "torch"
@@ -121,7 +119,7 @@ class TorchBackend:
         self.model = model
         self.windows = windows
         self.cache = cache
-        self._free = caches  # [layers, 2, key heads, cells, d] for each session that is not open
+        self._free = caches  # of closed sessions, each [layers, 2, key heads, cells, d]
         self.device, self.dtype = caches[0].device, caches[0].dtype
         place = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         self.build = f"torch {torch.__version__}, {place}"
@@ -208,10 +206,10 @@ class TorchPlan(LoadPlan):
     """See `LoadPlan`; sizes in bytes.
 
     Attributes:
-        device: its name.
+        device: PyTorch's name of the device.
         gpu: the device, if it has memory of its own.
-        memory: of this machine, that may be used.
-        used: of that, by this program.
+        memory: host memory that may be used.
+        used: host memory that this program uses now.
     """
 
     device: str
@@ -221,16 +219,15 @@ class TorchPlan(LoadPlan):
 
 
 class TorchEngine(Engine):
-    """See `Engine`; loads folders with config.json, safetensors files and a tokenizer.
+    """See `Engine`.
 
-    Options:
-
-    - threads: for all models of the process; default PyTorch's choice.
-    - device: "cuda", "cuda:1", "mps" or "cpu"; default the first of these that the machine has.
-    - dtype: "float32", "float16", "bfloat16", or "nf4" for 4-bit linear layers; default as in the folder.
-    - gpu_layers: others are streamed from host memory; default as many as `gpu_memory` can hold.
-    - gpu_memory: with the models that were loaded before.
-    - memory: layers that fit neither there nor on the GPU are streamed from disk.
+    Args:
+        threads: for all models of the process; default: PyTorch's choice.
+        device: "cuda", "cuda:1", "mps" or "cpu"; default: the first of these that is there.
+        dtype: "float32", "float16", "bfloat16", or "nf4" for 4-bit linear layers; default: the folder's.
+        gpu_layers: layers that stay on the GPU, and others are streamed; default: as many as `gpu_memory` holds.
+        gpu_memory: bytes of the GPU's memory to use, with those of models that were loaded before.
+        memory: bytes of host memory to use; layers that neither the GPU nor this memory holds are streamed from disk.
     """
 
     supported = frozenset({"threads", "gpu_layers", "memory", "device", "dtype", "gpu_memory"})
@@ -239,7 +236,7 @@ class TorchEngine(Engine):
         return find_gpus(device)
 
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> TorchPlan:
-        """See `Engine.plan`; `choose_placement` decides later which layers stay, when their sizes are known."""
+        """See `Engine.plan`; `choose_placement` decides at load which layers stay."""
         check_sizes(options, MOST_SESSIONS)
         if options.dtype is not None and options.dtype not in (*TOLERANCE, NF4):
             raise UsageError(f"dtype is {options.dtype!r}, but must be one of {', '.join((*TOLERANCE, NF4))}")
@@ -266,7 +263,7 @@ engine = TorchEngine()
 
 
 def load(path: str, *, copies: Callable[[Any, int], CopyEngine] | None = None, **options: Any) -> TorchBackend:
-    """As `common.loader`; with `copies` the CPU is treated as a GPU with `gpu_memory` bytes."""
+    """As `common.loader`; with `copies`, for tests, the CPU acts as a GPU."""
     if copies is None:
         backend: TorchBackend = loader(engine)(path, **options)
         return backend
@@ -275,14 +272,15 @@ def load(path: str, *, copies: Callable[[Any, int], CopyEngine] | None = None, *
 
 
 def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None = None) -> TorchBackend:
-    """
+    """Load a model folder.
+
     Args:
         plan: of the folder.
-        copies: makes the copy engine for a device and a number of buffers, instead of CUDA's.
+        copies: makes the copy engine for a device and a number of buffers; None: the device's own.
 
     Raises:
-        MissingPackage: dtype is nf4, and bitsandbytes is not installed.
         EdgespecError: as for `Engine.load`.
+        MissingPackage: nf4 needs bitsandbytes.
     """
     path, options, gpu, device = plan.path, plan.options, plan.gpu, torch.device(plan.device)
     there, dtype, before = in_bytes(options.gpu_memory), options.dtype, process.private_memory()
@@ -345,8 +343,8 @@ def assemble(
         gpu: the device, if it has memory of its own.
         gpu_layers: of `LoadOptions`.
         copies: makes the copy engine.
-        host: for layers that do not fit; None: host memory can hold them all.
-        form: of the layers.
+        host: as for `choose_placement`.
+        form: of the placed layers.
 
     Raises:
         ModelError: the model cannot hold a tree.
@@ -367,23 +365,23 @@ def assemble(
         paths=recurrent,
         logit_tolerance=TOLERANCE[str(model.dtype).removeprefix("torch.")],
         experts=experts_of(config.to_dict()),
-        gaps=True,  # in float32, trees of 6 nodes round otherwise than their chains
+        gaps=True,  # in float32, rows of 6-node trees differ from those of their chains
     )
     shape = cache_shape(config, context_length + max_nodes)
     held = 0
     if gpu:
-        held = gpu.used  # by a draft model, which is loaded first
+        held = gpu.used  # by models that were loaded before
         free = gpu.free + held
         if memory is not None and memory > free:
             raise UsageError(f"gpu_memory is {format_size(memory)}, but only {format_size(free)} are free")
         memory = memory or free
-    form.make(decoder_layers(model)[0])  # `work_bytes` depends on the sizes of its parts
+    form.make(decoder_layers(model)[0])  # `work_bytes` looks for 4-bit weights in it
     streamer, notes = None, list[str]()
     if memory is not None or gpu_layers is not None or form is not PLAIN:
         caches = sessions * (math.prod(shape) * model.dtype.itemsize + (states_of(leaves) * state if recurrent else 0))
         fixed = held + caches + work_bytes(model, capabilities, budget + 1)
         if host and not host.apart:
-            fixed -= WORKSPACE  # a CPU needs none
+            fixed -= WORKSPACE  # CUDA's
         sizes = [form.size(layer) for layer in decoder_layers(model)]
         placement = choose_placement(sizes, memory or sys.maxsize, fixed, host, gpu_layers)
         streamer = place_layers(model, device, sizes, placement, copies, host, form)
@@ -404,10 +402,7 @@ def assemble(
 
 
 def align(model: Any) -> None:
-    """Copy float32 weights that are not aligned in the mapped file, as streamed layers are.
-
-    On some CPUs, such as AMD's, MKL rounds otherwise with unaligned weights.
-    """
+    """Copy unaligned float32 weights, with which MKL rounds otherwise on some CPUs, such as AMD's."""
     for weights in model.parameters():
         if weights.device.type == "cpu" and weights.dtype == torch.float32 and weights.data_ptr() % NUMBER:
             weights.data = weights.data.clone()

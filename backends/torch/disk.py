@@ -1,7 +1,7 @@
 """Layers that host memory cannot hold: each pass reads them from disk, and copies them to the device.
 
-The threads of `ring.py` fill host buffers without the page cache; `Feeder`'s thread starts the copies to the device. A
-layer whose bytes are not one run in a file of the folder is written once to a pack, `.edgespec/KEY/layers.bin`.
+The threads of `edgespec/weights/ring.py` fill host buffers; `Feeder`'s thread starts the copies to the device. A layer
+is read from the model's file if its tensors lie there together, else from a copy (`Pack`).
 """
 
 import hashlib
@@ -28,9 +28,9 @@ from edgespec.weights.plan import Extent, Layer, Plan
 
 from .offload import CopyEngine, pin_memory, stored_tensors, unpin_memory
 
-STAGING = 3  # host buffers: one is read, one is full, one is copied
+STAGING = 3  # host buffers: one is filled, one is full, one is copied
 NUMBER = 16  # bytes; alignment that kernels need
-FOLDER = ".edgespec"  # in a model's folder, for packs
+FOLDER = ".edgespec"  # of packs, in the model's folder
 LAYOUT = 1  # version of packs
 
 
@@ -58,7 +58,7 @@ class Staging:
         paths = list(dict.fromkeys(source.path for source in sources))
         self._pinned = list[Any]()
         self._files = DirectFiles(paths)
-        self._skip = [source.start % ALIGNED for source in sources]  # bytes of the first page before the block
+        self._skip = [source.start % ALIGNED for source in sources]  # bytes before the block in its first page
         self._sizes = [source.size for source in sources]
         extents = [
             self._files.whole_pages(Extent(paths.index(source.path), source.start, source.start + source.size))
@@ -102,12 +102,7 @@ class Staging:
 
 
 class Feeder:
-    """Moves blocks from disk to the device's buffers, in the order of the calls.
-
-    Attributes:
-        wait_seconds: for which the host has waited for blocks.
-        sources: of the blocks, by number.
-    """
+    """See `offload.Feeds`."""
 
     def __init__(self, staging: Staging, engine: CopyEngine, buffers: int) -> None:
         self.wait_seconds = 0.0
@@ -124,16 +119,10 @@ class Feeder:
         self._thread.start()
 
     def ask(self, buffer: int, target: Any, number: int) -> None:
-        """Start to move block `number` to `target`, the memory of a released buffer."""
         self._asked[buffer] += 1
         self._jobs.put((buffer, target, number))
 
     def wait(self, buffer: int) -> None:
-        """Return when the copy engine's `fill` was called for the last block of the buffer.
-
-        Raises:
-            ModelError: the block cannot be read.
-        """
         started = perf_counter()
         with self._changed:
             while self._sent[buffer] < self._asked[buffer]:
@@ -143,7 +132,7 @@ class Feeder:
                 raise error
 
     def _work(self) -> None:
-        last: float = -1  # block of this pass
+        last: float = -1  # number of the last block
         broken: EdgespecError | None = None
         while job := self._jobs.get():
             buffer, target, number = job
@@ -160,7 +149,7 @@ class Feeder:
                 self._engine.fill(buffer, target, self._staging.block(self._ring.slot(number), number))
             except EdgespecError as raised:
                 error, last = raised, len(self._staging.plan.streamed)
-            except Exception as raised:  # `wait` must return after any error
+            except Exception as raised:  # else `wait` would not return
                 error, last = ModelError(f"a layer cannot be sent to the device: {raised}"), 1 << 30
             with self._changed:
                 self._sent[buffer] += 1
@@ -187,7 +176,7 @@ def find_run(layer: Any, prefix: str, stored: Mapping[str, tuple[str, Stored]]) 
         stored: as from `read_folder`.
 
     Returns:
-        The run of a layer's tensors in a file, and the offset of each in it. None if they are not one run, or differ
+        The run of a layer's tensors in a file, and their offsets in the run. None if they are not one run, or differ
         from the layer in name, shape or type; bytes are not compared.
     """
     found = list[Stored]()
@@ -226,7 +215,10 @@ def read_folder(folder: Path) -> dict[str, tuple[str, Stored]]:
 
 
 class Pack:
-    """A file of layers' blocks, to be used in a `with`. It is written again for other layers, sizes or weights."""
+    """Blocks of layers in `.edgespec/KEY/layers.bin`; a `with` writes the file unless it is there.
+
+    KEY depends on the layers, their sizes and the model's files.
+    """
 
     def __init__(self, folder: Path, form: str, layers: Sequence[int], sizes: Sequence[int]) -> None:
         """
@@ -267,7 +259,10 @@ class Pack:
         return self
 
     def add(self, layer: int, host: Any) -> Source:
-        """Write a layer's block, if the file is new.
+        """
+        Args:
+            layer: its number.
+            host: its block, which is written if the file is new.
 
         Raises:
             ModelError: it cannot be written.

@@ -1,4 +1,4 @@
-"""Load model folders as transformers models: checks, devices, and layers that stay or are streamed."""
+"""Check and load model folders, and place their layers: on the device, in host memory or on disk."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -32,22 +32,20 @@ from .offload import (
 )
 from .recurrent import WITH_BOTH, WITHOUT_CELLS, is_recurrent, with_cells
 
-WORKSPACE = 2**29  # bytes for a CUDA context, its libraries and the allocator's gaps
+WORKSPACE = 2**29  # bytes of a CUDA context, its libraries and the allocator's gaps
 NF4 = "nf4"
 FULL, SLIDING = "full_attention", "sliding_attention"  # `layer_types` of transformers
 
 
 def find_gpus(device: str | None) -> list[Gpu]:
-    """GPUs that this PyTorch sees. Only `device`, or the first, is measured, because that takes memory of the GPU."""
+    """GPUs that this PyTorch sees; only `device`, or else the first, is measured, which takes some of its memory."""
     names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     wanted = (device if device != "cuda" else None) or next(iter(names), None)
     found = [look_at(name) if name == wanted else Gpu(name, False, 0) for name in names]
-    # A Mac's GPU uses the machine's memory.
     return [*found, *([Gpu("mps", True, 0)] if torch.backends.mps.is_available() else [])]
 
 
 def look_at(name: str) -> Gpu:
-    """A CUDA device, with the memory that drafts have taken."""
     free, total = torch.cuda.mem_get_info(name)
     return Gpu(name, False, free, torch.cuda.memory_reserved(name), total)
 
@@ -55,8 +53,8 @@ def look_at(name: str) -> Gpu:
 def find_device(name: str | None, gpus: Sequence[Gpu]) -> str:
     """
     Args:
-        name: "cuda", "cuda:1", "mps" or "cpu"; None: the best one.
-        gpus: as from `find_gpus`.
+        name: of the device; None: the first GPU, or else the CPU.
+        gpus: that are there.
 
     Raises:
         UsageError: this PyTorch does not see the device.
@@ -70,7 +68,9 @@ def find_device(name: str | None, gpus: Sequence[Gpu]) -> str:
 
 
 def load_model(folder: Path, dtype: str | None) -> Any:
-    """Load a model on the CPU, with `tree_attention`. Weights whose type stays are mapped.
+    """
+    Returns:
+        The model on the CPU, with `tree_attention`. Weights whose type stays are mapped, not read.
 
     Raises:
         ModelError: the model cannot be loaded, or cannot hold a tree.
@@ -100,7 +100,7 @@ def load_model(folder: Path, dtype: str | None) -> Any:
 def check_config(config: Any) -> None:
     """
     Raises:
-        ModelError: the model is of a kind that does not work.
+        ModelError: the weights are quantised, or a kind of layer is not known.
     """
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError("its weights are quantised already; use the original 16-bit folder, with dtype nf4 for 4 bits")
@@ -114,7 +114,7 @@ def check_config(config: Any) -> None:
 def check_folder_fits(folder: Path, dtype: str | None, memory: int) -> None:
     """
     Raises:
-        NoRoom: `memory` cannot hold the whole model in another type, which is needed to stream it.
+        NoRoom: weights of another type than the file's do not fit; they are converted before they can be streamed.
     """
     found: Any = getattr(read_config(folder).get_text_config(), "dtype", None)
     names = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -132,8 +132,7 @@ def check_folder_fits(folder: Path, dtype: str | None, memory: int) -> None:
 def check_rope(config: Any, context_length: int) -> None:
     """
     Raises:
-        UsageError: positions beyond the trained length change the rotary embedding of all tokens, so a tree would not
-            be as its paths.
+        UsageError: with a token beyond the trained length, the rotary embedding changes for all tokens, also in cells.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
@@ -145,7 +144,10 @@ def check_rope(config: Any, context_length: int) -> None:
 
 
 def cache_shape(config: Any, cells: int) -> tuple[int, ...]:
-    """[layers, 2, key heads, cells, d] of one session's cache."""
+    """
+    Returns:
+        [layers, 2, key heads, cells, d] of one session.
+    """
     layers = len(with_cells(config))
     heads = config.num_attention_heads if layers else 1
     d = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -155,7 +157,7 @@ def cache_shape(config: Any, cells: int) -> tuple[int, ...]:
 def decoder_layers(model: Any) -> Any:
     """
     Raises:
-        ModelError: the model has no list of layers.
+        ModelError: the model class has no list of them.
     """
     layers = getattr(model.get_decoder(), "layers", None)
     if layers is None:
@@ -164,7 +166,11 @@ def decoder_layers(model: Any) -> Any:
 
 
 def work_bytes(model: Any, capabilities: Capabilities, wanted: int) -> int:
-    """Bytes of a device for embeddings and for the results of the widest pass."""
+    """
+    Returns:
+        Bytes of the device's memory for all but layers and caches: embeddings, and intermediate values of the widest
+        pass, whose logits have `wanted` rows.
+    """
     layers = decoder_layers(model)
     inside = {id(parameter) for parameter in layers.parameters()}
     outside = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in inside)
@@ -179,12 +185,12 @@ def work_bytes(model: Any, capabilities: Capabilities, wanted: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A change of layers before they are placed.
+    """A transformation of layers before they are placed.
 
     Attributes:
-        name: for the pack.
-        size: returns the bytes of a changed layer's block.
-        make: changes a layer in place.
+        name: part of the key of a `Pack`.
+        size: returns the bytes of a layer's block after `make`.
+        make: transforms a layer in place.
     """
 
     name: str
@@ -193,14 +199,14 @@ class Form:
 
 
 def leave_alone(layer: Any) -> None:
-    """Change nothing."""
+    """`make` for layers as the folder has them."""
 
 
 PLAIN = Form("", block_bytes, leave_alone)
 
 
 def nf4_form(device: Any) -> Form:
-    """4 bits, quantised layer by layer on the device."""
+    """Quantise layers one at a time on the device, where it is fast."""
     from .nf4 import quantise, quantised_bytes
 
     def make(layer: Any) -> None:
@@ -213,13 +219,13 @@ def nf4_form(device: Any) -> Form:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The host's memory, for layers that the device cannot hold.
+    """Memory for layers that the device cannot hold.
 
     Attributes:
-        folder: of the model; layers that fit in no memory are read from there.
+        folder: of the model; layers that the memory cannot hold are read from there.
         memory: bytes to use.
-        needed: bytes of these for the program.
-        apart: the device has its own memory.
+        needed: bytes of them for other things than the layers.
+        apart: True if the device has its own memory; False if it computes in this one.
     """
 
     folder: Path
@@ -230,11 +236,10 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Numbers of the layers that do not stay on the device.
-
+    """
     Attributes:
-        streamed: in every pass.
-        on_disk: of these, the ones that host memory cannot hold.
+        streamed: numbers of the layers that do not stay on the device.
+        on_disk: those of them that host memory cannot hold.
     """
 
     streamed: Sequence[int]
@@ -244,14 +249,14 @@ class Placement:
 def choose_placement(
     sizes: Sequence[int], memory: int, fixed: int, host: Host | None = None, gpu_layers: int | None = None
 ) -> Placement:
-    """Decide which layers stay.
+    """Decide which layers stay on the device.
 
     Args:
         sizes: bytes of each layer.
         memory: bytes to use on the device.
-        fixed: bytes of them that are not for layers.
-        host: for the other layers; None: host memory can hold them all.
-        gpu_layers: number that stays on a GPU, the output included; -1: all; None: as many as fit.
+        fixed: bytes of them for other things than layers.
+        host: limits the host memory for other layers; None: there is no limit.
+        gpu_layers: layers that stay on a GPU, the output included; -1: all; None: as many as fit.
 
     Raises:
         NoRoom: the device cannot hold `BUFFERS` layers or `gpu_layers`, or the host cannot hold `STAGING` layers.
@@ -281,7 +286,7 @@ def place_layers(
     host: Host | None = None,
     form: Form = PLAIN,
 ) -> Streamer | None:
-    """Change layers to their form, empty those that do not stay on the device, and start to stream these.
+    """Transform layers, move resident ones to the device, and start to stream the others.
 
     Args:
         model: on the host, its weights mapped or in memory.
@@ -293,7 +298,7 @@ def place_layers(
         form: of the layers.
 
     Raises:
-        ModelError: a layer cannot be written to the pack.
+        ModelError: a layer cannot be written to the pack, or streamed.
     """
     layers, streamed, on_disk = list(decoder_layers(model)), placement.streamed, placement.on_disk
     runs = _runs(model, layers, on_disk, host.folder) if host and on_disk and form is PLAIN else {}
@@ -335,7 +340,7 @@ def place_layers(
 
 
 def _beyond(streamed: Sequence[int], sizes: Sequence[int], host: Host) -> list[int]:
-    """Choose streamed layers to leave on disk, evenly spread, so that reads and copies go on at the same time."""
+    """Choose the streamed layers that stay on disk, evenly spread, so that reads and copies go on at the same time."""
     kept = count_resident(host.memory, sizes, host.needed, STAGING, "memory")
     return [streamed[k] for k in streamed_layers(len(streamed), kept)]
 
@@ -343,7 +348,10 @@ def _beyond(streamed: Sequence[int], sizes: Sequence[int], host: Host) -> list[i
 def _runs(
     model: Any, layers: Sequence[Any], numbers: Sequence[int], folder: Path
 ) -> dict[int, tuple[Source, list[int]]]:
-    """Layers that can be streamed from the folder's files; none if the first differs from its bytes there."""
+    """
+    Returns:
+        Runs of the layers that can be streamed from the folder's files; empty if its bytes differ from the model's.
+    """
     stored = read_folder(folder)
     names = {id(module): f"{name}." for name, module in model.named_modules()}
     found = {i: run for i in numbers if (run := find_run(layers[i], names[id(layers[i])], stored))}
@@ -354,10 +362,9 @@ def _runs(
 
 
 def run_probe(model: Any, device: Any) -> Probe:
-    """Run one token to inspect the layers' attention.
-
+    """
     Raises:
-        ModelError: the model cannot be run on a tree.
+        ModelError: the model cannot be run with `tree_attention`.
     """
     probe = Probe()
     try:
@@ -371,11 +378,10 @@ def run_probe(model: Any, device: Any) -> Probe:
 
 
 def inspect_layers(model: Any, probe: Probe, shape: tuple[int, ...], expected: Sequence[int]) -> tuple[int | None, ...]:
-    """Check that `tree_attention` can compute the layers' attention.
-
+    """
     Args:
         model: the model.
-        probe: of a pass over one token.
+        probe: after its pass.
         shape: of a session's cache.
         expected: the layers that should have keys and values; others are recurrent, or have no past.
 
@@ -383,7 +389,7 @@ def inspect_layers(model: Any, probe: Probe, shape: tuple[int, ...], expected: S
         Each layer's window.
 
     Raises:
-        ModelError: it cannot.
+        ModelError: the layers or shapes of attention are not as expected.
     """
     if sorted(probe.heads) != list(expected):
         if len(probe.heads) == len(expected):

@@ -1,6 +1,6 @@
-"""Linear layers in NF4, a 4-bit format (QLoRA, arXiv 2305.14314), by bitsandbytes.
+"""Linear layers in NF4, a 4-bit format (QLoRA, arXiv 2305.14314).
 
-Its plain tensors can be views of a streaming buffer (torchao's int4 tensors cannot), and its wheels need no compiler.
+bitsandbytes needs no compiler, and its plain tensors can be views of a streaming buffer; torchao's int4 tensors cannot.
 """
 
 import logging
@@ -51,7 +51,7 @@ class NF4Linear(torch.nn.Module):  # type: ignore[misc]
 
 
 def quantised_bytes(layer: Any) -> int:
-    """Bytes of a layer's block when its linear modules are `NF4Linear`."""
+    """Bytes of a layer's block after `quantise`."""
     total = 0
     for module in layer.modules():
         if isinstance(module, torch.nn.Linear):
@@ -65,7 +65,7 @@ def quantised_bytes(layer: Any) -> int:
 
 
 def quantise(layer: Any) -> None:
-    """Replace the linear modules of a decoder layer.
+    """Replace the linear modules of a decoder layer by `NF4Linear`.
 
     Raises:
         ModelError: the layer has fused experts, which are no linear modules.

@@ -1,8 +1,8 @@
 """Weights larger than the GPU's memory: decoder layers are streamed from pinned host memory.
 
-SpecExec, section 4.3 and appendix C (arXiv 2406.02532). Streamed layer i uses buffer i modulo their number, so its
-weights are views that never change. A free buffer is filled at once, also after a pass: the first layers of the next
-pass arrive while the draft model works.
+The method is of SpecExec, section 4.3 and appendix C (arXiv 2406.02532). Streamed layer i always uses buffer
+i % buffers, so its weights stay views of one buffer. A free buffer is filled at once: the first layers of the next pass
+arrive while the draft model works.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +19,12 @@ ALIGNMENT = 256  # bytes, of a tensor's start in a block
 
 
 class Feeds(Protocol):
-    """See `disk.Feeder`.
+    """Moves blocks from disk to the device's buffers, in the order of the calls.
+
+    `ask` starts to move block `number` to `target`, the memory of a released buffer.
 
     Attributes:
-        wait_seconds: for which the host has waited.
+        wait_seconds: for which the host has waited for blocks.
         sources: of the blocks, by number.
     """
 
@@ -32,7 +34,7 @@ class Feeds(Protocol):
     def ask(self, buffer: int, target: Any, number: int) -> None: ...
 
     def wait(self, buffer: int) -> None:
-        """Return when the copy engine's `fill` was called for the buffer.
+        """Return when the copy engine's `fill` was called for the buffer's last block.
 
         Raises:
             ModelError: the block cannot be read.
@@ -42,7 +44,7 @@ class Feeds(Protocol):
 
 
 class CopyEngine(Protocol):
-    """Copies blocks into device buffers, in the order of the calls, during other work."""
+    """Copies blocks into device buffers, in the order of the calls, while the device computes."""
 
     def fill(self, buffer: int, target: Any, source: Any) -> None:
         """Copy `source` to `target`, the buffer's memory, after all work before the last `release`."""
@@ -51,19 +53,22 @@ class CopyEngine(Protocol):
         """Let later computation wait until the buffer is filled."""
 
     def release(self, buffer: int) -> None:
-        """Call it after the last work on the buffer's contents was submitted."""
+        """Mark the end of the work submitted so far; a later `fill` waits for it."""
 
     def finish(self, buffer: int) -> None:
-        """Return when the buffer is filled, so that its source may change."""
+        """Return when the buffer is filled; its source may change then."""
 
     def waited(self) -> float:
-        """Seconds that computation has waited, in all passes; call it after a pass."""
+        """
+        Returns:
+            Seconds that computation has waited, in all passes; call it after a pass.
+        """
 
     def close(self) -> None: ...
 
 
 class HostCopies(CopyEngine):
-    """Copies at once, for weights in the memory of the computation; nothing is waited for."""
+    """Copies at once, for a device that computes in host memory."""
 
     def __init__(self, device: Any, buffers: int) -> None:
         pass
@@ -76,14 +81,14 @@ class HostCopies(CopyEngine):
 
 
 class CudaCopies:
-    """Copies on a separate CUDA stream; events keep the order, so the host never waits."""
+    """Copies on a separate CUDA stream, which events synchronise with the computation."""
 
     def __init__(self, device: Any, buffers: int) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._filled = [torch.cuda.Event() for _ in range(buffers)]
         self._free = [torch.cuda.Event() for _ in range(buffers)]
-        self._waits = list[tuple[Any, Any]]()  # events before and after each wait
+        self._waits = list[tuple[Any, Any]]()  # events before, after
         self._seconds = 0.0
 
     def fill(self, buffer: int, target: Any, source: Any) -> None:
@@ -108,7 +113,7 @@ class CudaCopies:
 
     def waited(self) -> float:
         for before, after in self._waits:
-            after.synchronize()  # else its time is not known
+            after.synchronize()
             self._seconds += before.elapsed_time(after) / 1000
         self._waits = []
         return self._seconds
@@ -118,17 +123,17 @@ class CudaCopies:
 
 
 class Block:
-    """A layer's weights as one run of bytes.
+    """A layer's weights in consecutive bytes.
 
     Attributes:
         size: bytes.
-        host: the run in host memory; None: it is on disk.
+        host: the bytes in host memory; None: they are on disk.
     """
 
     def __init__(self, layer: Any, pin: bool, copy: bool = True) -> None:
         """
         Args:
-            layer: is empty from now on, until `bind`.
+            layer: loses its weights until `bind`.
             pin: pin the block's memory, for a GPU.
             copy: copy the weights to host memory; False: they are on disk.
 
@@ -152,7 +157,7 @@ class Block:
             store[name] = None
 
     def lies_as(self, size: int, offsets: Sequence[int]) -> None:
-        """Set the block's size on disk, and the offsets of its tensors."""
+        """Use the block's size on disk, and the offsets of its tensors there."""
         self.size = size
         self._places = [
             (store, name, is_parameter, offset, like)
@@ -176,7 +181,7 @@ def pin_memory(host: Any) -> None:
     Raises:
         ModelError: CUDA refuses.
     """
-    # Register the memory, because PyTorch rounds the size of its own pinned memory up to a power of two.
+    # PyTorch's own pinned memory has sizes of powers of two.
     status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))
     if status != 0:
         raise ModelError(f"cannot pin {format_size(host.numel())} of host memory: CUDA error {status}")
@@ -213,10 +218,7 @@ def block_bytes(layer: Any) -> int:
 
 
 class Streamer:
-    """Fills buffers with the weights of `layers`, in order, pass after pass.
-
-    After an interrupted pass, the buffers have the wrong layers, and are filled again.
-    """
+    """Fills buffers with the weights of `layers`, in order, pass after pass."""
 
     def __init__(
         self,
@@ -233,7 +235,7 @@ class Streamer:
             blocks: their weights.
             device: where they compute.
             engine: that copies.
-            feeder: of blocks on disk, numbered in their order; None: no block is on disk.
+            feeder: of the blocks on disk, which it numbers from 0 in order; None: no block is on disk.
             buffers: number of buffers on the device.
         """
         size = max(block.size for block in blocks)
@@ -273,8 +275,8 @@ class Streamer:
         buffer = i % len(self._buffers)
 
         def hook(*_: Any) -> None:
-            if self._held[buffer] != i:
-                with suppress(ModelError):  # an interrupted pass asked for that layer
+            if self._held[buffer] != i:  # after an interrupted pass
+                with suppress(ModelError):
                     self._await(buffer)
                 self._engine.release(buffer)
                 self._fetch(i)
@@ -284,7 +286,7 @@ class Streamer:
         return hook
 
     def _await(self, buffer: int) -> None:
-        """For a block on disk, return when its copy was submitted, so that the engine can wait for it."""
+        """Wait until a block on disk was given to the copy engine."""
         held = self._held[buffer]
         if held in self._numbers and self.feeder is not None:
             try:
@@ -351,6 +353,6 @@ def count_resident(
 
 
 def streamed_layers(count: int, resident: int) -> list[int]:
-    """Choose the streamed ones of `count` layers, evenly spread, so that copies go on while resident layers compute."""
+    """Choose streamed layers evenly among `count`, so that copies go on while resident layers compute."""
     streamed = count - resident
     return [i for i in range(count) if (i + 1) * streamed // count > i * streamed // count]

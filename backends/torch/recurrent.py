@@ -1,6 +1,6 @@
-"""Models with recurrent layers on PyTorch: a pass is a batch, in which each lane is one of its sequences.
+"""Models with recurrent layers on PyTorch: a pass is a batch, whose sequences are the lanes (paths of a tree).
 
-States go through the classes' own cache; for `tree_attention` all lanes are one row of tokens.
+Recurrent layers find the lanes' states in transformers' cache; `tree_attention` reads all lanes as one row of tokens.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from .attention import Part, Probe, Tree, additive, finish
 from .logits import TorchLogits
 from .session import TorchOwner, TorchSession
 
-State = list[Any]  # a tensor [1, ...] for each that transformers' cache has
+State = list[Any]  # tensors [1, ...], as many as transformers' cache has
 WITHOUT_CELLS = ("linear_attention", "conv", "mlp", "moe")  # `layer_types` of transformers
 WITH_BOTH = ("hybrid", "hybrid_sliding")
 RECURRENT = ("linear_attention", "conv", *WITH_BOTH)
@@ -40,9 +40,10 @@ def with_cells(config: Any) -> list[int]:
 
 
 def state_bytes(model: Any) -> int:
-    """An upper bound, without a pass, of a state's bytes; 0 if no layer is recurrent.
-
-    A layer's convolution has at least as many channels as its state has rows.
+    """
+    Returns:
+        An upper bound of a state's bytes, by the channels of convolutions, of which a layer has at least as many as
+        rows in its state; 0 if no layer is recurrent.
     """
     config = model.config.get_text_config()
     if not is_recurrent(config):
@@ -53,7 +54,7 @@ def state_bytes(model: Any) -> int:
 
 
 class StateCache(transformers.DynamicCache):  # type: ignore[misc]
-    """A cache for the model classes, with states during a pass, but without keys and values."""
+    """transformers' cache, with the states of a pass, but without keys and values."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(config=model.config)
@@ -77,7 +78,7 @@ class StateCache(transformers.DynamicCache):  # type: ignore[misc]
                 yield from ((states, index) for index, state in states.items() if state is not None)
 
     def make_empty(self) -> None:
-        """Make the state before the first token, by the shapes that a first pass left here.
+        """Make the state before the first token, with the shapes of a first pass.
 
         Raises:
             ModelError: a recurrent layer left no state, so the model keeps it elsewhere.
@@ -98,8 +99,7 @@ class StateCache(transformers.DynamicCache):  # type: ignore[misc]
     def run(
         self, model: Any, token_ids: Any, positions: Any, states: Sequence[State | None], rows: Any, tree: Any
     ) -> Any:
-        """One forward pass over lanes.
-
+        """
         Args:
             model: the model.
             token_ids: [lanes, width].
@@ -144,7 +144,7 @@ def make_cache(model: Any, device: Any) -> tuple[StateCache, Probe]:
         with torch.inference_mode():
 
             def last(tokens: list[list[int]], states: Sequence[State | None]) -> Any:
-                """Logits behind the first lane; attention does nothing."""
+                """Logits after the first lane's last token, without attention."""
                 ids = torch.tensor(tokens, device=device)
                 places, rows = torch.arange(ids.shape[1], device=device).expand_as(ids), ids[0, :1] * 0
                 return cache.run(model, ids, places, states, rows + ids.shape[1] - 1, probe)[0].float()
@@ -262,12 +262,11 @@ def _compute(
     parts: Sequence[tuple[TorchRecurrentSession, Rectangle[State], list[int]]],
     rows: Sequence[int],
 ) -> tuple[Any, list[State]]:
-    """One pass.
-
+    """
     Args:
         backend: that computes.
         parts: sessions, rectangles of one width, and the parents of all nodes of each session.
-        rows: wanted ones among the lanes' tokens.
+        rows: wanted rows among the lanes' tokens.
 
     Returns:
         Logits of `rows`, and the states after all lanes.

@@ -42,10 +42,10 @@ class TorchSession(NodeSession):
 
     def _forget_nodes(self) -> None:
         super()._forget_nodes()
-        self._sees: list[NDArray[np.bool_]] = []  # row i has at least the nodes 0 to i
+        self._sees: list[NDArray[np.bool_]] = []  # by node, as in `Placement.sees`; row i may end after node i
 
     def place(self, work: Work) -> Placement:
-        """Check `work`, and find places for its nodes, without any change; errors as for `check`."""
+        """Check `work` and place its nodes, without a change of the session; errors as for `check`."""
         return Placement(self.nodes, self.check(work), visible(self._sees, work.parents.tolist()))
 
     def add(self, work: Work, placement: Placement) -> None:
@@ -104,7 +104,7 @@ class TorchSession(NodeSession):
 def visible(sees: Sequence[NDArray[np.bool_]], parents: Sequence[int]) -> NDArray[np.bool_]:
     """
     Args:
-        sees: rows of the result for the nodes before.
+        sees: rows of the earlier nodes.
         parents: of the new nodes; numbers from len(sees) on are new nodes.
 
     Returns:

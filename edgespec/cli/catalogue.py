@@ -115,7 +115,11 @@ def sources_of(entries: Sequence[Entry], draft: bool) -> list[str]:
 
 
 def ask(sources: Sequence[str], entries: Sequence[Entry]) -> dict[str, hub.Listing]:
-    """The hub's files of each source, checked against models.yaml. Raises ModelError."""
+    """Ask the hub for the files of each source, and check them against models.yaml.
+
+    Raises:
+        ModelError: the hub does not answer, or has other files.
+    """
     listings = {}
     for source in sources:
         listings[source] = listing = hub.ask(hub.parse(source.removeprefix("hf:")))

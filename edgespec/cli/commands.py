@@ -162,7 +162,10 @@ def run(
 
 
 def _session_file(name: str) -> Path:
-    """Raises UsageError: no file can have this name."""
+    """
+    Raises:
+        UsageError: no file can have this name.
+    """
     path = Path(name)
     if not path.parent.is_dir():
         raise UsageError(f"--resume {name}: there is no folder {path.parent}")
@@ -181,7 +184,7 @@ def _prompt(prompt: str | None) -> str | None:
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the given sampling options out of `options`; the others stay the model's defaults."""
+    """Take the sampling options that were given out of `options`; for others the model has defaults."""
     names = [name for name in SamplingParams.__dataclass_fields__ if name != "logit_bias"]
     sampling = {name: value for name in names if (value := options.pop(name)) is not None}
     if bias := options.pop("logit_bias"):
@@ -206,14 +209,14 @@ def _pull(model: str, options: dict[str, Any], yes: bool) -> None:
     drafts = (options["planner"] or entry.defaults.planner or "auto") in USE_DRAFT
     needed = [entry.model_copy(update={"draft": entry.draft if drafts and not draft else None})]
     needed += [find_model(draft, options["models_file"])] if draft else []
-    for one in needed:  # nothing is fetched for an engine that is not there
+    for one in needed:  # before the fetch, refuse a model whose engine is not installed
         find_engine(options["backend"] or choose_backend(is_folder(one.target), this_machine()))
     pull_what_is_missing(needed, yes)
 
 
 @contextmanager
 def _loaded(model: str, options: dict[str, Any]) -> Iterator[Model]:
-    """Load, tell notes, and close at the end."""
+    """Load a model, print its notes, and close it after the `with`."""
     extra = _planner_options(options)
     options["remember"] = not options.pop("no_memory_of_costs")
     with LoadingBar(model) as bar:

@@ -12,7 +12,7 @@ def complete_model(context: click.Context, parameter: click.Parameter, incomplet
     found = [CompletionItem(incomplete, type="file")]
     try:
         entries = all_models(context.params.get("models_file"))
-    except RegistryError:  # the command itself reports it
+    except RegistryError:  # the command reports this error when it runs
         return found
     return found + [
         CompletionItem(entry.name, help=entry.description) for entry in entries if entry.name.startswith(incomplete)

@@ -89,7 +89,7 @@ def to_gguf(
     tensor_type: tuple[str, ...], drop_layers: str | None, requantise: bool, converter: str | None, trust: bool,
     dry_run: bool,
 ) -> str:  # fmt: skip
-    """Write a GGUF, and return the line to print. Raises EdgespecError."""
+    """Write a GGUF, and return the line to print."""
     types = []
     for item in tensor_type:
         pattern, equal, name = item.rpartition("=")

@@ -26,7 +26,7 @@ def model_card(entry: Entry) -> dict[str, Any]:
     own, notes = dict[str, Any](), list[str]()
     try:
         path = local_path(entry.target, fetch=False)
-    except (ModelError, MissingPackage) as error:  # not fetched or not installed: show the rest
+    except (ModelError, MissingPackage) as error:  # the model or its engine is not installed: show the rest
         notes.append(str(error))
     else:
         own, notes = own_sampling(path)

@@ -49,7 +49,7 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def outdated(name: str, *, instead: str, **kwargs: Any) -> Callable[[Any], Any]:
-    """An option that the next version removes: it works, --help hides it, and a note names the replacement."""
+    """An option that the next version removes: it still works, --help hides it, and a note says `instead`."""
 
     def note(context: click.Context, option: click.Parameter, value: Any) -> Any:
         if value is not None and value is not False and value != ():

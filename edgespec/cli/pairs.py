@@ -142,6 +142,6 @@ def _entry(name: str, sources: dict[str, str | None], measured: dict[str, Any]) 
         if source
     }
     defaults = {name: measured[name] for name in ("planner", "budget") if measured[name]}
-    if defaults["planner"] == "specexec":  # auto uses the draft, too
+    if defaults["planner"] == "specexec":  # auto, the default, uses the draft, too
         del defaults["planner"]
     return {"name": name, **absolute, "defaults": defaults, "measured": [measured]}

@@ -26,7 +26,7 @@ def check_server() -> None:
 
 
 def read_keys(key: str | None, key_file: str | None) -> list[str]:
-    """Keys from the file, one a line; without a file the option or the environment variable.
+    """Read API keys from `key_file`, one a line; without a file `key` or the environment variable is the only one.
 
     Raises:
         UsageError: the file cannot be read, or has no key.
@@ -67,7 +67,11 @@ def open_socket(host: str, port: int, keys: Sequence[str], no_key: bool) -> sock
 
 
 def keep_on_disk(model: Model, folder: str, most_bytes: int) -> None:
-    """Give the scheduler a disk cache in `folder`; "" is the user's cache folder. Raises SessionFileError."""
+    """Give the scheduler a disk cache in `folder`; "" is the user's cache folder.
+
+    Raises:
+        SessionFileError: as for `DiskCache`.
+    """
     place = Path(folder) if folder else cache_folder() / "sessions"
     model.scheduler.pool.disk_cache = DiskCache(
         place, model.target, most_bytes, say=lambda text: click.echo(text, err=True)
@@ -79,7 +83,7 @@ def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log:
 
     Args:
         model: loaded.
-        name: in answers and `/v1/models`.
+        name: of the model in answers and in `/v1/models`.
         listening: from `open_socket`.
         grace: seconds. A second signal ends all requests at once.
         log: log paths and statuses.
@@ -100,7 +104,7 @@ def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log:
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if service.stopping:
                 end_texts.cancel()
-                Thread(target=model.scheduler.close).start()  # requests end with an error, then connections
+                Thread(target=model.scheduler.close).start()  # requests fail, and then connections end
             else:
                 service.stopping = self.should_exit = True
                 end_texts.start()

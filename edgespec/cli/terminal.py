@@ -13,7 +13,7 @@ COLOURS = {
     Source.DRAFT: "green", Source.INPUT: "cyan", Source.DATASTORE: "magenta", Source.GRAMMAR: "yellow",
     Source.PREDICTION: "blue",
 }  # fmt: skip
-LONG_PROMPT = 256  # tokens: its prefill gets a bar
+LONG_PROMPT = 256  # tokens, from which on the prefill gets a bar
 
 
 def write_answer(
@@ -49,7 +49,7 @@ def write_answer(
 
 
 def read_grammar(schema_file: str | None, lark_file: str | None) -> Grammar | None:
-    """The grammar from a file with a JSON schema or a Lark grammar, or None.
+    """Read a grammar from a file with a JSON schema or a Lark grammar; None if neither is given.
 
     Raises:
         UsageError: both are given, or the file cannot be read.

@@ -28,10 +28,10 @@ def open_pair(
     progress: Progress | None = None,
     say: Callable[[str], None],
 ) -> list[Backend]:
-    """As `open_backends`, but without a draft that forces its target out of memory and makes it slower.
+    """As `open_backends`, but a draft that forces its target out of memory and makes it slower is left out.
 
     Args:
-        leave_out: allow that; else nothing is tried.
+        leave_out: allow that; else the draft is always loaded.
     """
 
     def opened(draft: str | None) -> list[Backend]:

@@ -25,12 +25,12 @@ def choose_way(
 ) -> Computing:
     """Choose how the engine computes a model that it is about to load.
 
-    Another way than the usual last one is taken if it has the asked row class and is clearly faster, but not if only
-    the usual way has a class for many rows. If loading fills the memory, classes are found now.
+    The last of `plan.ways` is the usual one. Another is taken if it has the asked row class and is clearly faster, but
+    not if it lacks a class for many rows that the usual way has.
 
     Args:
         engine: its name.
-        plan: of this engine.
+        plan: of this engine; if loading fills the memory, the usual way's classes are found now.
         keep: as for `find`.
         say: as for `find`.
     """
@@ -66,7 +66,7 @@ def apply_row_class(
     keep: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> Found:
-    """Have a loaded model keep to a row class; returns all that were found.
+    """Have a loaded model keep to a row class.
 
     Args:
         backend: no session of it is open.
@@ -75,10 +75,13 @@ def apply_row_class(
         keep: as for `find`.
         say: as for `find`.
 
+    Returns:
+        All row classes that were found; () if none were looked for.
+
     Raises:
         UsageError: there is no such class here.
     """
-    if asked == "off" or backend.capabilities.logit_tolerance == 0:  # the latter rounds alike in all shapes
+    if asked == "off" or backend.capabilities.logit_tolerance == 0:  # 0: passes of all sizes round alike
         return ()
     about = backend.name, backend.build, backend.computing, path
     found = [] if backend.capabilities.gaps else find(*about, keep=keep, say=say, loaded=backend)
@@ -102,18 +105,21 @@ def price(found: Found, exact: BatchInvariance | None, streams: bool) -> list[st
 
 
 def check_choice(asked: str | None) -> None:
-    """Raises UsageError unless `asked` is None or one of `CHOICES`."""
+    """
+    Raises:
+        UsageError: `asked` is neither None nor one of `CHOICES`.
+    """
     if asked not in (None, *CHOICES):
         raise UsageError(f"exact is {asked!r}, but must be one of {', '.join(CHOICES)}")
 
 
 def choose(found: Found, limits: Capabilities, asked: str | None) -> BatchInvariance | None:
-    """The row class to generate in; None: there is none, or it was not wanted.
+    """The row class to generate in; None: there is none, or `asked` is "off".
 
     Args:
         found: of `find`.
         limits: of the model.
-        asked: one of `CHOICES`; None: wide if that costs nothing, as where weights are waited for, else narrow.
+        asked: one of `CHOICES`; None: wide if its passes take no longer, as where they wait for weights; else narrow.
 
     Raises:
         UsageError: there is no such class here.
@@ -147,9 +153,9 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> BatchInvari
 
 
 def _costs_little(wide: Group, narrow: Group, limits: Capabilities) -> bool:
-    """True if a wide pass takes about as long as a narrow one of the fewest rows.
+    """True if a wide pass of the fewest rows takes about as long as such a narrow one.
 
-    A draft does not count: wide passes would pay sooner with it, but plain decoding would be of another class.
+    A draft is not considered, though wide passes pay sooner with one: plain decoding must be of the same class.
     """
     if not is_timed([wide, narrow]):
         return limits.streams

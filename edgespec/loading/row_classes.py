@@ -3,9 +3,6 @@
 An engine has kernels for few rows and others for many, which round differently. The switch between them depends on the
 engine, processor, model and cache, and in a mixture of experts on the tokens. So the same tokens are tried in passes of
 many sizes, as a chain and as a tree.
-
-Some kernels take four rows together and leave the rest to another, such as llama.cpp's for repacked weights. Large
-passes agree there at multiples of four.
 """
 
 import json
@@ -26,9 +23,9 @@ from edgespec.machine.measurements import identity, machine, recall, remember
 from edgespec.machine.system import all_processors
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 128)
-CONTEXTS = (24, 650)  # llama.cpp splits the cache among threads from 512 cells on; not a multiple of a tile
+CONTEXTS = (24, 650)  # tokens, no multiples of a tile; from 512 cells on llama.cpp splits the cache among threads
 SMALL = 3  # nodes of a tree with gaps: fewer than any kernel takes together
-TOGETHER = 4
+TOGETHER = 4  # rows that one call of some kernels takes (llama.cpp, repacked weights); another kernel takes the rest
 MULTIPLES = (4, 8, 16, 32, 60, 64, 128)  # of TOGETHER
 MANY = 32  # rows: a class from few to this many serves every pass
 REPEATED = 5
@@ -70,7 +67,7 @@ def find(
     say: Callable[[str], None],
     loaded: Backend | None = None,
 ) -> list[Group]:
-    """The row classes of a model, remembered or found by trying; [] if there is nothing to try.
+    """The row classes of a model, remembered or found by trying; [] if it has none, or cannot be tried.
 
     Args:
         engine: its name.
@@ -187,7 +184,7 @@ def _after(group: Group, backend: Backend, session: Session, chain: list[int]) -
 
 
 def _goes_on(group: Group, backend: Backend, session: Session, chain: list[int]) -> bool:
-    """True if a prompt has the same rows in one pass and in two: some engines mask otherwise."""
+    """True if a prompt has the same rows in one pass and in two: some engines mask differently."""
     first, size = group.least, 2 * group.least
     if size > min(group.most, len(chain)):
         return True
@@ -223,7 +220,7 @@ def _gaps_change_nothing(backend: Backend, session: Session, chain: Sequence[int
 
 
 def comb(chain: Sequence[int], size: int) -> tuple[list[int], list[int], list[int]]:
-    """A tree of `size` nodes whose path of the chain's first tokens has other nodes in between.
+    """A tree of `size` nodes: a path of the chain's first tokens, with other nodes between those of the path.
 
     Returns:
         Tokens and parents of the nodes, and the nodes on the path.
@@ -247,7 +244,7 @@ def tokens(backend: Backend, count: int, seed: int) -> list[int]:
 
 
 def _rows(backend: Backend, session: Session, nodes: Sequence[int], parents: Sequence[int] | None = None) -> Any:
-    """Logits and states [n, V + D] of one pass over a tree, or a chain; the nodes are dropped again."""
+    """Logits and states [nodes, vocabulary + state] of one pass over a tree or chain, which is dropped again."""
     numbers = np.arange(len(nodes), dtype=np.int32)
     above = numbers - 1 if parents is None else np.array(parents, np.int32)
     logits = backend.forward([Work(session, np.array(nodes, np.int32), above, numbers)])[0]

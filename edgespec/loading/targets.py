@@ -13,8 +13,8 @@ from edgespec.machine.memory import in_bytes
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.registry import Entry, find_model, is_folder, local_path
 from edgespec.scheduler.targets.coordinator import Targets
-from edgespec.scheduler.targets.guesser import DraftGuesser
 from edgespec.scheduler.targets.places import Cluster, Place, processes
+from edgespec.scheduler.targets.proposer import DraftProposer
 from edgespec.scheduler.targets.verifier import Described, describe
 from edgespec.weights.plan import SAFETY
 
@@ -57,7 +57,7 @@ def check_targets(
         raise UsageError(f"targets is {count}, but must be from 1 to {MOST_TARGETS}")
     if not draft:
         raise UsageError(
-            "several targets need a draft model that guesses ahead of them: give one with --draft (draft=…)"
+            "several targets need a draft model, which proposes for all of them: give one with --draft (draft=…)"
         )
     if planner not in PLANNERS:
         raise UsageError(f"several targets go with the planners {' and '.join(PLANNERS)}, not {planner}")
@@ -93,7 +93,7 @@ def open_targets(
         cluster: the address of a Dask scheduler, instead.
         remember: as for `edgespec.load`.
         say: as for `edgespec.load`.
-        drafting: options of `DraftGuesser`.
+        drafting: options of `DraftProposer`.
 
     Returns:
         A stand-in for the target, for `Model`, and the targets.
@@ -124,14 +124,14 @@ def open_targets(
             described[0],
             spec,
             places,
-            DraftGuesser(backend, vocab.size, **drafting),
-            most_guesses=options.budget,
+            DraftProposer(backend, vocab.size, **drafting),
+            most_draft_tokens=options.budget,
         )
         targets.at_close = undo.pop_all().close
     notes = list(described[0].notes)
     if len({_computing(one) for one in described}) > 1:
         notes.append(
-            "the copies do not compute alike: where two tokens score within rounding, a text depends on which judges"
+            "the copies do not compute alike: where two tokens score within rounding, the output depends on the copy"
         )
     return cast(Backend, Remote(vocab, described[0], notes)), targets
 

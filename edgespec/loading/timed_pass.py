@@ -8,7 +8,7 @@ from edgespec.loop.backend import Backend, Work
 from edgespec.loop.engines import ReadsExperts
 from edgespec.loop.passes import prefill
 
-TEXT_OF_MIXTURES = 24  # tokens before the passes
+TEXT_OF_MIXTURES = 24  # tokens of a prompt before the passes, for mixtures of experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +16,12 @@ class Pass:
     """Times of a pass.
 
     Attributes:
-        waited: seconds of that for the disk.
-        experts: different ones used per layer, if they are streamed.
-        hits: share of them that was in memory.
-        read: bytes of the others.
+        nodes: of the tree.
+        seconds: for the whole pass.
+        waited: seconds of the pass that waited for the disk.
+        experts: number of different experts used per layer, if they are streamed.
+        hits: share of these that was in memory.
+        read: bytes of the others, from disk.
     """
 
     nodes: int

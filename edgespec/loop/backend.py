@@ -105,7 +105,7 @@ class Session(Protocol):
 
     @property
     def unread_committed(self) -> int:
-        """Number of committed tokens that the next pass evaluates again, as rows of it."""
+        """Number of committed tokens that the next pass evaluates, besides its nodes."""
 
     def reusable_prefix(self, length: int, *, short: bool = False) -> int:
         """Number of cached tokens that a prompt can reuse.
@@ -145,7 +145,7 @@ class Session(Protocol):
 
 @runtime_checkable
 class KeepsNodes(Protocol):
-    """Optional feature of sessions, for `planners/ahead.py`: nodes below a commit can stay."""
+    """A session whose nodes below a commit can stay: an optional feature, for `planners/ahead.py`."""
 
     def commit_keeping(self, path: Sequence[int]) -> IntArray:
         """Commit as `commit` does, but keep nodes under the last of `path` where possible, numbered from 0 again.
@@ -182,7 +182,7 @@ class Logits(Protocol):
         """One node's logits, shape [V], the caller's to keep."""
 
     def state(self, node: int) -> Float32Array:
-        """The output matrix's input for a node: logits of a quantised matrix hide small differences.
+        """The output matrix's input for a node, since a quantised matrix hides small differences.
 
         Returns:
             [hidden size]; shape [0] where the backend does not keep it.
@@ -208,7 +208,7 @@ class Backend(Protocol):
     """A loaded model.
 
     Attributes:
-        name: the engine's, as for `load_backend`.
+        name: the engine's, as for `find_engine`.
         notes: lines for the user on how the model was loaded.
         build: the engine, its version, and the processor features that it reports.
         computing: options that decide how it computes, as resolved.

@@ -86,7 +86,7 @@ def run_shared(sequences: Sequence[DraftSteps[T]]) -> list[T | Exception]:
 def next_batch(wanted: Mapping[int, Wanted]) -> list[int]:
     """Numbers of the sequences of the next pass: the one that waits longest, and all with its draft that fit.
 
-    With row classes it is that one only: prompts and trees may be of different classes.
+    With row classes it is that one only, since prompts and trees may be of different classes.
     """
     first, *others = wanted
     draft, work = wanted[first].draft, wanted[first].work

@@ -122,7 +122,7 @@ class Generation:
         self._prompt_ids = prompt_ids
         self.prompt = Prefill(target, session, prompt_ids[:-1])
         self._sampling = sampling
-        self._log_probs, self._told = log_probs, list[LogProbs]()
+        self._log_probs, self._step_log_probs = log_probs, list[LogProbs]()
         self._grammar = grammar
         self._hint_texts, self._number = hint_texts, hint_texts.join() if hint_texts else 0
         self._noise = Noise(sampling.seed, target.vocab.size)
@@ -251,13 +251,13 @@ class Generation:
         """Drop the last proposal without verifying it."""
         self._planner.observe([], 0.0)
 
-    def accept(self, pass_: Pass, logits: Logits, *, alone: bool = True) -> Step:
+    def accept(self, pass_: Pass, logits: Logits, *, single: bool = True) -> Step:
         """Verify the tree with the target's own samples, and commit the accepted tokens.
 
         Args:
             pass_: result of `cut`.
             logits: of its nodes.
-            alone: no other sequence shared the pass, so planners learn from its time.
+            single: no other sequence shared the pass, so planners learn from its time.
         """
         began, tree = perf_counter(), pass_.tree
         assert tree, "a part of the prompt is for accept_prompt"
@@ -269,7 +269,7 @@ class Generation:
         del sources[len(output) :]
         self.session.commit(path)  # the last token of the output is the next root
         self._planner.saw(tree, path, logits)
-        self._planner.observe(output, passed if alone else 0.0)
+        self._planner.observe(output, passed if single else 0.0)
         right = self.foreseen[: len(output)] == output
         self.foreseen = self.foreseen[len(output) :] if right else []
         self.token_ids.extend(output)
@@ -283,17 +283,17 @@ class Generation:
         stats.hidden_seconds = planner.hidden_seconds
         stats.target_seconds += passed
         stats.wait_seconds += waited
-        measured = planner.plain_seconds if alone else 0.0
-        self._count_plain(passed if alone and pass_.plain else len(output) * measured, measured > 0, began)
+        measured = planner.plain_seconds if single else 0.0
+        self._count_plain(passed if single and pass_.plain else len(output) * measured, measured > 0, began)
         stats.plan_seconds += perf_counter() - pass_.started - pass_.draft_seconds - passed
-        told, self._told = self._told[: len(output)], []
-        return Step(output, sources, self.finished, tree, path, told)
+        log_probs, self._step_log_probs = self._step_log_probs[: len(output)], []
+        return Step(output, sources, self.finished, tree, path, log_probs)
 
-    def _count_plain(self, passes: float, known: bool, began: float) -> None:
+    def _count_plain(self, pass_seconds: float, known: bool, began: float) -> None:
         if not known:
             self._comparable = False  # the whole sequence cannot be compared then
         taken = perf_counter() - began
-        self.stats.plain_seconds = self.stats.plain_seconds + passes + taken if self._comparable else 0.0
+        self.stats.plain_seconds = self.stats.plain_seconds + pass_seconds + taken if self._comparable else 0.0
 
     def steps(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Step]:
         """Read the prompt and decode to the end, without sharing passes; arguments as for `read_prompt`."""
@@ -314,11 +314,11 @@ class Generation:
         if self._grammar:
             self._grammar.accept(token)
         if self._log_probs is not None:
-            self._told.append(told(row, token, self._log_probs))
+            self._step_log_probs.append(log_probs_of(row, token, self._log_probs))
         return token
 
 
-def told(row: Float32Array, token: int, count: int) -> LogProbs:
+def log_probs_of(row: Float32Array, token: int, count: int) -> LogProbs:
     """Log-probabilities of a token and of the `count` most probable ones, from logits [V]."""
     total = log_sum_exp(row)
     ids = top_ids(row, count) if count else ()

@@ -22,7 +22,7 @@ MOST_BYTES = 64 * 2**10
 SPECIAL = b"\xff"  # begins the names of control tokens
 SEEN = 3  # tokens before forced text that are encoded with it: it may begin within a token
 SURE = log(0.98)  # log-probability of a token within forced text
-LAST = log(0.5)  # of its last token, which may reach beyond it
+LAST = log(0.5)  # log-probability of its last token, which may reach beyond it
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Grammar:
 
 
 def json_schema(schema: Mapping[str, Any] | str) -> Grammar:
-    """JSON by a schema, without free white space: models loop in it.
+    """JSON by a schema, without free white space, which models may repeat for ever.
 
     Raises:
         UsageError: it is not a JSON object.
@@ -173,7 +173,7 @@ class Constraint:
         for node, parent in enumerate(tree.parents.tolist()):
             children.setdefault(parent, []).append(node)
         tokens, parents, values, sources = [int(tree.token_ids[0])], [-1], [0.0], [int(tree.source[0])]
-        # (old node or None, its new number, the matcher after it, the tokens before it)
+        # (old node, its new number, the matcher after it, the last tokens up to it)
         stack: list[tuple[int, int, Any, list[int]]] = [(0, 0, self._matcher.deep_copy(), list(token_ids[-SEEN:]))]
 
         def add(token: int, parent: int, value: float, source: int) -> int:

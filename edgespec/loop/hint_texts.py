@@ -6,7 +6,7 @@ from typing import TypeAlias
 from edgespec.loop.passes import common_prefix
 from edgespec.loop.tree import Source
 
-END = -1  # ends the document in continuations
+END = -1  # follows the last token of an index, and of a datastore's document
 LONGEST_INPUT = 6  # tokens of the longest match
 
 
@@ -68,7 +68,7 @@ class NgramIndex:
         return self.matches_of(self.text[max(0, len(self) - self.longest) : -1], count)
 
     def matches_of(self, end: Sequence[int], count: int) -> list[tuple[int, list[int]]]:
-        """Occurrences of runs that end another sequence; result as for `matches`."""
+        """Occurrences of the last tokens of another sequence, `end`; result as for `matches`."""
         found = list[tuple[int, list[int]]]()
         known = 0
         for length in range(min(self.longest, len(end)), -1, -1):

@@ -15,11 +15,9 @@ from edgespec.loop.tree import FloatArray
 
 KEPT = 8  # last passes that count, of about one size: times change with load
 RECALLED = 2  # passes that a remembered time counts for: a few new ones outweigh it
-NEAR = 3  # ratio of two sizes that shows the slope; closer ones do not
+NEAR = 3  # least ratio of two sizes that shows the slope
 STEEP, FLAT = 0.5, 0.01  # plain passes that a further node costs, until it is measured: weights in memory, streamed
-
-
-NOVELTY = 0.75  # random choices of experts that a further node is worth: 0.78 in passes over two nodes of GLM-4.7-Flash
+NOVELTY = 0.75  # random choices of experts that a further node equals: 0.78 in passes over two nodes of GLM-4.7-Flash
 WIDE = 64  # nodes of a wide tree
 
 
@@ -37,13 +35,11 @@ def distinct(nodes: ArrayLike, experts: int, used: int) -> FloatArray:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a pass by its number of nodes: linear between the sizes seen and beyond them.
-
-    They are one sequence's share of the pass: if all propose alike, the best step of one is the best of all.
+    """Seconds of a pass by its number of nodes, linear between the sizes seen and beyond them; one sequence's share.
 
     Attributes:
         sizes: [k] numbers of nodes, rising.
-        took: [k] seconds; they fall nowhere but at `TILE` nodes.
+        took: [k] seconds, falling nowhere but at `TILE` nodes.
         slope: seconds of each node beyond the largest size; with `experts`, of each unit of `weight`.
         experts: as in `Capabilities`; with them, seconds are linear in `weight`.
         sequences: sequences that share each pass, with equally many nodes.
@@ -89,7 +85,7 @@ class Curve:
 
 
 def weight(nodes: ArrayLike, experts: tuple[int, int] | None) -> FloatArray:
-    """Work of passes over `nodes` nodes, in passes over one node, and in the shape of `nodes`."""
+    """Work of passes over `nodes` nodes, in passes over one node; the shape is that of `nodes`."""
     wanted = np.asarray(nodes, np.float64)
     return distinct(wanted, *experts) / experts[1] + FLAT * (wanted - 1) if experts else wanted
 
@@ -120,10 +116,7 @@ class PassTimes:
         self._curves.pop(at, None)
 
     def least_seen(self, sequences: int = 1) -> int:
-        """Most passes that any length class has of the smallest size that `sequences` can share.
-
-        A single one shows nothing: the first pass after loading may take twice as long as the others.
-        """
+        """Number of passes seen of the smallest size that `sequences` can share, in the length class that has most."""
         shared = [[size for size in sizes if size >= sequences.bit_length()] for sizes in self._passes.values()]
         counts = [len(one[min(sizes)]) for one, sizes in zip(self._passes.values(), shared, strict=True) if sizes]
         return max(counts, default=0)

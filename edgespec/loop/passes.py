@@ -86,8 +86,8 @@ class Prefill:
         session: any session; its uncommitted nodes are dropped.
         token_ids: the tokens wanted; a prefix that the session holds is kept.
         want_last: the last token's logits are wanted.
-        retries: how often all may be read again after ContextFull: an emptied session has room if the cache was
-            reordered meanwhile, so that its cells could not be continued.
+        retries: how often all may be read again after ContextFull. An emptied session may have room, if its cells were
+            moved and could not be continued.
     """
 
     backend: Backend
@@ -102,7 +102,7 @@ class Prefill:
         return max(0, len(self.token_ids) - len(self.session.token_ids))
 
     def resume(self) -> int:
-        """Keep the prefix that can be continued, which passes of other sequences may change.
+        """Keep the prefix that can be continued; passes of other sequences may shorten it.
 
         Returns:
             Number of tokens kept.

@@ -58,13 +58,13 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class PlannerStats:
-    """Counts since `begin`, and a measurement.
+    """Counts since `begin`, and measurements.
 
     Attributes:
         draft_passes: number of draft passes.
         draft_seconds: of draft passes that the target waited for.
         hidden_seconds: of draft passes made while the target ran.
-        went_on: steps whose search the next step went on with.
+        went_on: number of steps that went on with the search of the step before.
         mean_batch: mean number of sequences that shared a draft pass; earlier passes fade.
         plain_seconds: of the target's pass over one node; 0: not measured.
     """

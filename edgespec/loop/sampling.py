@@ -4,8 +4,8 @@ The token at absolute position t is
 
     argmax( warped_logits / T + gumbel(seed, t) )        (Gumbel-max: an exact sample of the softmax)
 
-where gumbel(seed, t) comes from a counter-based generator keyed by the seed and the position. Nothing else in the
-program draws random numbers, so the output cannot depend on drafts or on the shape of passes. T = 0 is plain argmax.
+where gumbel(seed, t) comes from a counter-based generator keyed by the seed and the position; T = 0 is plain argmax.
+Nothing else in the program draws random numbers, so the output cannot depend on drafts or on the shape of passes.
 """
 
 import math
@@ -21,7 +21,7 @@ Float32Array = NDArray[np.float32]
 IdArray = NDArray[np.int64]
 Scores = NDArray[np.float64]
 
-MOST_LIFT = 27.0  # most noise less least noise, and rounding: gumbel of 32 bits lies between -3.2 and 22.9
+MOST_LIFT = 27.0  # range of the noise, and rounding: Gumbel samples of 32 bits lie between -3.2 and 22.9
 MOST_BIAS = 1e30  # logits with larger ones could become infinite in float32
 _BLOCKS = 64  # values of a block in `top_ids`
 _CACHED_POSITIONS = 64  # noise rows kept: more than a tree is deep

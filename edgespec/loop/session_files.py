@@ -176,16 +176,16 @@ def read(path: str | Path, backend: Loaded) -> Saved:
     return saved
 
 
-def beside(path: str | Path) -> Path:
+def draft_file(path: str | Path) -> Path:
     """Path of the draft's session, next to the target's at `path`."""
     return Path(f"{path}.draft")
 
 
-def load_beside(path: str | Path, draft: Session | None) -> None:
+def load_draft_session(path: str | Path, draft: Session | None) -> None:
     """Load the draft's session that was saved with the target's at `path`, if there is a usable one."""
-    if draft and beside(path).exists():
+    if draft and draft_file(path).exists():
         with suppress(SessionFileError, ContextFull):
-            draft.load(beside(path))
+            draft.load(draft_file(path))
 
 
 def difference(saved: Saved, backend: Loaded) -> str:

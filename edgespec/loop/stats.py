@@ -22,9 +22,9 @@ class GenerationStats:
         prefill_seconds: of both models.
         draft_seconds: of the draft's passes.
         hidden_seconds: of draft passes made while the target ran, in none of the other seconds.
-        draft_went_on: steps whose search the next step went on with.
+        draft_went_on: number of steps that went on with the draft's search of the step before.
         target_seconds: of the target's passes.
-        wait_seconds: the part of `target_seconds` that passes waited for weights.
+        wait_seconds: the part of `target_seconds` in which passes waited for weights.
         plan_seconds: the rest of the steps: planning, sampling and bookkeeping.
         plain_seconds: predicted for plain decoding of these tokens, by its measured passes; 0: none measured.
     """

@@ -1,4 +1,4 @@
-"""Find the fastest way to read a disk (reads in flight and their size), and remember it."""
+"""The fastest way to read a disk: how many reads in flight, and of which size."""
 
 import os
 from dataclasses import asdict, dataclass
@@ -12,16 +12,23 @@ from edgespec.machine.system import BLOCK, READ_SIZE, READ_THREADS
 THREADS, SIZES = (2, 4, 8, 16), (1 << 20, 4 << 20, 16 << 20)
 SECONDS = 10.0
 FINALISTS, ROUNDS = 3, 3
-BETTER = 1.05  # speed-up that another way than the usual needs
+BETTER = 1.05  # speed-up from which on another way replaces the usual one
 MEASURE = 0.3  # seconds
 MOST_THREADS, LARGEST = max(THREADS), max(SIZES)
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
+    """
+    Attributes:
+        threads: reads in flight.
+        size: bytes of a read.
+        speed: bytes per second; 0: not measured.
+    """
+
     threads: int = READ_THREADS
-    size: int = READ_SIZE  # bytes of a read
-    speed: float = 0.0  # bytes per second; 0: not measured
+    size: int = READ_SIZE
+    speed: float = 0.0
 
 
 USUAL = Reading()
@@ -44,7 +51,7 @@ def find_reading(path: str, seconds: float = SECONDS) -> list[Reading]:
     slices = len(ways) + (FINALISTS + 1) * ROUNDS
 
     def tried(way: Reading, number: int) -> Reading:
-        at = number / slices  # other bytes, since a disk may have cached the last
+        at = number / slices  # other bytes each time, since a disk may cache
         return Reading(way.threads, way.size, disk_bandwidth(path, seconds / slices, way.threads, way.size, at))
 
     once = sorted((tried(way, number) for number, way in enumerate(ways)), key=lambda one: -one.speed)
@@ -71,12 +78,18 @@ def recall_reading(path: str) -> Reading:
 
 
 def remember_reading(path: str, reading: Reading) -> bool:
-    """Remember how to read a file's disk; False if that fails; raises OSError."""
+    """
+    Returns:
+        False if it was not measured or cannot be remembered.
+
+    Raises:
+        OSError: the file cannot be found.
+    """
     return reading.speed > 0 and remembered.remember(_about(path), asdict(reading))
 
 
 def disk_speed(path: str) -> float:
-    """Bytes per second of direct reads, remembered or measured now; errors as `find_reading`."""
+    """Bytes per second of direct reads, remembered or measured now; errors as for `find_reading`."""
     return recall_reading(path).speed or disk_bandwidth(path, MEASURE)
 
 
@@ -85,5 +98,5 @@ def _about(path: str) -> dict[str, str]:
     if hasattr(os, "statvfs"):
         found = os.statvfs(path)
         size = found.f_blocks * found.f_frsize
-    # Two digits: where file systems share a disk, their sizes vary.
+    # Two digits of the size, as it varies where file systems share a disk.
     return {"kind": "disk", "machine": remembered.machine(), "disk": disk_name(path), "size": f"{size:.1e}"}

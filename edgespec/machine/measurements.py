@@ -1,7 +1,7 @@
 """Remember measurements from run to run, as small JSON files in the user's cache folder.
 
-A file's name is a hash of all that the measurement depends on, and a file is replaced in one step, so nothing is
-locked. Measurements only steer speed: a file that cannot be read or written counts as missing.
+A file's name is a hash of all that the measurement depends on (`about`), and a file is replaced in one step, so nothing
+is locked. Measurements only steer speed: a file that cannot be read or written counts as missing.
 """
 
 import hashlib
@@ -38,10 +38,12 @@ def cache_folder() -> Path:
 
 
 def recall(about: About) -> Any:
-    """The value that was remembered, or None.
-
+    """
     Args:
         about: all that the measurement depends on, with its kind.
+
+    Returns:
+        The value that was remembered, or None.
     """
     path = _path(about)
     found = _read(path) if path else None

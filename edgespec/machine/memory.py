@@ -51,15 +51,22 @@ def in_bytes(size: int | str) -> int: ...
 @overload
 def in_bytes(size: int | str | None) -> int | None: ...
 def in_bytes(size: int | str | None) -> int | None:
-    """An option's size in bytes; raises UsageError as `parse_size`."""
+    """An option's size in bytes; errors as for `parse_size`."""
     return parse_size(size) if isinstance(size, str) else size
 
 
 def left_of(name: str, memory: int | str, taken: int) -> int:
-    """Bytes of `memory`, an option of this name, that a draft leaves.
+    """
+    Args:
+        name: the option, for the message.
+        memory: its value.
+        taken: bytes of the draft.
+
+    Returns:
+        The bytes that the draft leaves.
 
     Raises:
-        UsageError: none.
+        UsageError: it leaves nothing.
     """
     given = in_bytes(memory)
     if taken >= given:
@@ -70,7 +77,7 @@ def left_of(name: str, memory: int | str, taken: int) -> int:
 
 
 def format_size(size: float, *, up: bool = False) -> str:
-    """A size such as "1.04 GiB" or "312 MiB"; with `up` never less than it is."""
+    """A size such as "1.04 GiB" or "312 MiB"; `up` rounds it up."""
     unit, digits, name = (1 << 30, 2, "GiB") if abs(size) >= 1 << 30 else (1 << 20, 0, "MiB")
     number = math.ceil(size / unit * 10**digits) / 10**digits if up else size / unit
     return f"{number:.{digits}f} {name}"
@@ -79,10 +86,11 @@ def format_size(size: float, *, up: bool = False) -> str:
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes that this process may take before anything is swapped or killed, control groups included.
 
-    The page cache counts as free. Unknown: all memory, else sys.maxsize.
-
     Args:
         root: the folder of /proc and /sys; for tests.
+
+    Returns:
+        The bytes, the page cache included; if not known, those of all memory, else sys.maxsize.
     """
     if root == Path("/") and sys.platform != "linux":
         others = {"darwin": _available_darwin, "win32": _available_windows}
@@ -116,7 +124,7 @@ def _group_room(root: Path) -> list[int]:
             cache = ("active_file", "inactive_file")
         else:
             continue
-        # In a container the path may name a group that is not mounted: then only the mounted root counts.
+        # In a container the path may name a group that is not mounted; then only the mounted root counts.
         groups = [base / path.strip("/"), *(base / parent for parent in Path(path.strip("/")).parents)]
         for group, limit in product(groups, limits):
             try:
@@ -187,7 +195,11 @@ def file_system(path: str, mounts: Path = MOUNTS) -> str:
 
 
 def disk_name(path: str, mounts: Path = MOUNTS) -> str:
-    """The disk of a file, as in "/dev/sda1, ext4, on /"; else the number of its device; raises OSError."""
+    """The disk of a file, as in "/dev/sda1, ext4, on /"; else the number of its device.
+
+    Raises:
+        OSError: the file cannot be found.
+    """
     point, kind, source = _mount(path, mounts)
     return f"{source}, {kind}, on {point}" if kind else f"device {os.stat(path).st_dev}"
 
@@ -211,9 +223,9 @@ def _mount(path: str, mounts: Path) -> tuple[str, str, str]:
 def disk_bandwidth(
     path: str, seconds: float = 3.0, threads: int = READ_THREADS, size: int = READ_SIZE, at: float = 0.5
 ) -> float:
-    """Bytes per second of direct reads of a file, which wraps at its end.
+    """Bytes per second of direct reads of a file, from the beginning again after its end.
 
-    If direct reads do not work, the page cache is dropped first where the system allows that.
+    Where direct reads do not work, the file's page cache is dropped first, if the system can do that.
 
     Args:
         path: of the file.

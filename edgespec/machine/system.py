@@ -80,8 +80,7 @@ def memory_step(descriptor: int) -> int:
 def read_unaligned(descriptor: int, address: int, start: int, stop: int, step: int = BLOCK) -> None:
     """As `read_fully`, for any range of a file that is open for direct reads.
 
-    Unwanted bytes of the first and last block go to a buffer. If blocks would not lie at multiples of `step` in memory,
-    all bytes are copied through the buffer, READ_SIZE at a time.
+    Bytes are copied through a buffer where the file's blocks would not lie at multiples of `step` in memory.
     """
     buffer = own_buffer()
     while start < stop:
@@ -119,7 +118,10 @@ def file_sizes(descriptors: Iterable[int]) -> list[int]:
 
 
 def check_sizes(paths: Sequence[str], descriptors: Sequence[int], sizes: Sequence[int]) -> None:
-    """Raises OSError if a file has become smaller."""
+    """
+    Raises:
+        OSError: a file has become smaller.
+    """
     for path, now, then in zip(paths, file_sizes(descriptors), sizes, strict=True):
         if now < then:
             raise OSError(f"{path} has shrunk from {then} to {now} bytes")
@@ -143,14 +145,27 @@ def libc() -> Any:
 
 
 def check_result(result: int | None, what: str) -> None:
-    """Raises OSError if the call `what` of the C library failed."""
+    """
+    Args:
+        result: of the C library's function.
+        what: the function's name.
+
+    Raises:
+        OSError: it failed.
+    """
     if result not in (0, None) and (result == -1 or result == MAP_FAILED):
         code = ctypes.get_errno()
         raise OSError(code, f"{what}: {os.strerror(code)}")
 
 
 def new_memory(library: Any, size: int) -> int:
-    """The address of `size` writable bytes; raises OSError."""
+    """
+    Returns:
+        The address of `size` writable bytes, which belong to the caller until munmap.
+
+    Raises:
+        OSError: there is no memory.
+    """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     address = library.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     check_result(address, "mmap")
@@ -158,15 +173,17 @@ def new_memory(library: Any, size: int) -> int:
 
 
 def wish_huge_pages(address: int, size: int) -> None:
-    """Ask for huge pages at an address, where the system has them."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         libc().madvise(address, size, mmap.MADV_HUGEPAGE)
 
 
 def moves_pages(library: Any = None) -> bool:
-    """True if this system moves pages and leaves their place mapped: Linux since 5.7. Raises OSError.
+    """True if this system moves pages and leaves their old addresses mapped: Linux since 5.7.
 
-    EDGESPEC_PAGE_CACHE=1 in the environment turns it off, to measure and test the other store.
+    EDGESPEC_PAGE_CACHE=1 in the environment turns it off, to measure and test `CachedLinuxStore`.
+
+    Raises:
+        OSError: there is no memory.
     """
     if sys.platform != "linux" or os.environ.get("EDGESPEC_PAGE_CACHE"):
         return False
@@ -185,7 +202,6 @@ def all_processors() -> int:
 
 
 def own_processors() -> int:
-    """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else all_processors()
 
 
@@ -200,6 +216,6 @@ def compute_cores() -> int:
 
 
 def lower_priority() -> None:
-    """Let all other threads come before this one, where a thread has a priority of its own."""
+    """Let all other threads come before this one (only Linux, where a thread has its own priority)."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -17,10 +17,10 @@ class Gpu:
 
     Attributes:
         name: by which its engine knows it.
-        shared: it computes in the machine's memory.
-        free: that nobody uses.
-        used: by this program.
-        limit: that it can use; 0: not known.
+        shared: True if it computes in the machine's memory.
+        free: memory that no program uses.
+        used: memory that this program uses.
+        limit: memory that it can use; 0: not known.
     """
 
     name: str
@@ -32,16 +32,16 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A computer at one moment. Whatever is planned for it asks nothing else; sizes in bytes.
+    """All that a plan may ask about a computer, at one moment; sizes in bytes.
 
     Attributes:
         platform: as `sys.platform`.
         architecture: as `platform.machine()`.
-        processors: that this process may use.
-        cores: of these, that compute best: without a Mac's efficiency cores.
-        memory: in all.
-        free: that this process may still take.
-        used: by this process, without a file behind them; 0: not known.
+        processors: number that this process may use.
+        cores: number that compute best: without a Mac's efficiency cores.
+        memory: all of it.
+        free: memory that this process may still take.
+        used: memory of this process that no file backs; 0: not known.
         moves_pages: pages can be moved to another address (Linux 5.7 and later).
         gpus: as `Engine.gpus` found them.
         disk: how the model's disk is read.

@@ -1,7 +1,7 @@
 """A model on this machine: memory, disk, seconds per pass, and what limits them.
 
-The disk is measured with direct reads of the model's own file, passes with the model as `edgespec run` loads it. Only
-the tokens per pass are taken from experience.
+The disk is measured with direct reads of the model's file, and passes with the model as `edgespec run` loads it. Only
+the tokens per pass are not measured, but estimated (`EXPECTED_TOKENS`).
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.planners.path_cost import note
 from edgespec.weights.plan import REMEDY, SAFETY, SLOW, Plan, two_digits
 
-# Tokens per pass to expect in a chat of trees with 8 and with 64 nodes, from this project's own measurements (README).
+# Tokens per pass in a chat, with trees of 8 and of 64 nodes: measured by this project (README).
 EXPECTED_TOKENS = {"specexec": (4.0, 7.0), "sssd": (1.6, 2.0)}
 SIZES_OF_MIXTURES = (2, 4, 8, 16)  # nodes of passes, besides one and a full tree
 BEAM = 16  # nodes of a draft pass; a tree takes about twice its nodes
@@ -43,23 +43,35 @@ BEAM = 16  # nodes of a draft pass; a tree takes about twice its nodes
 
 @dataclass(slots=True)
 class Diagnosis:
-    """All that is known; sizes in bytes."""
+    """Findings of `diagnose`; sizes in bytes.
+
+    Attributes:
+        disk: bytes per second.
+        remembered: measurements of pass times by runs of this model.
+        cannot_run: the reason, or "".
+        plan: None: everything fits into memory.
+        streams: True if every pass reads weights from a disk or over a bus.
+        exact: the row classes that passes are kept to, in words.
+        passes: over one node up to a full tree; empty if the model cannot run.
+        draft_seconds: to draft one tree.
+        notes: messages for the user.
+    """
 
     target: str
     file_size: int
     file_system: str
     memory: int
     draft_size: int
-    disk: float  # bytes per second
+    disk: float
     reading: str = ""
     engine: str = "llamacpp"
-    remembered: Sequence[dict[str, Any]] = ()  # what runs of this model have learned of the costs of passes
+    remembered: Sequence[dict[str, Any]] = ()
     cannot_run: str = ""
-    plan: Plan | None = None  # None: everything fits
-    streams: bool = False  # every pass reads weights from a disk or over a bus
-    exact: str = ""  # which passes agree to the bit
-    passes: Sequence[Pass] = ()  # over one node, up to a full tree; none if it cannot run
-    draft_seconds: float = 0.0  # for drafting one tree
+    plan: Plan | None = None
+    streams: bool = False
+    exact: str = ""
+    passes: Sequence[Pass] = ()
+    draft_seconds: float = 0.0
     notes: Sequence[str] = ()
 
 
@@ -72,7 +84,7 @@ def reading_seconds(diagnosis: Diagnosis, made: Pass) -> float:
 
 
 def tokens_per_second(diagnosis: Diagnosis) -> dict[str, float]:
-    """Planner -> tokens per second to expect of a chat; planners that can be used, `none` among them."""
+    """Estimated tokens per second of a chat, by planner that can be used."""
     if not diagnosis.passes:
         return {}
     one, tree = diagnosis.passes[0], diagnosis.passes[-1]
@@ -99,7 +111,7 @@ def diagnose(
     models_file: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Diagnosis:
-    """Look at a model and at this machine; takes a few seconds.
+    """Measure the disk and passes of a model on this machine, which takes about as long as loading it.
 
     Args:
         target: as for `edgespec.load`.
@@ -154,7 +166,11 @@ def diagnose(
 
 
 def _read_disk(file: str) -> Reading:
-    """Raises ModelError, UsageError."""
+    """
+    Raises:
+        ModelError: the file cannot be read.
+        UsageError: this system cannot measure a disk.
+    """
     known = recall_reading(file)
     if not known.speed and can_remember():
         found = find_reading(file)[0]
@@ -167,7 +183,13 @@ def _read_disk(file: str) -> Reading:
 
 
 def _weight_files(path: str) -> dict[str, int]:
-    """Files of a model's weights, and their bytes. Raises ModelError."""
+    """
+    Returns:
+        Bytes of each file of a model's weights.
+
+    Raises:
+        ModelError: a file is missing.
+    """
     if Path(path).is_dir():
         files = sorted(map(str, Path(path).glob("model*.safetensors")))
     else:
@@ -183,7 +205,11 @@ def _weight_files(path: str) -> dict[str, int]:
 def _try(
     found: Diagnosis, paths: Sequence[str], options: LoadOptions, disk: Reading, say: Callable[[str], None]
 ) -> None:
-    """Load the models and time passes, into `found`. Raises NoRoom."""
+    """Load the models, time passes, and put the results into `found`.
+
+    Raises:
+        NoRoom: the model does not fit.
+    """
     path, *drafts = paths
     engine, exact = find_engine(found.engine), options.exact
     say("memory")
@@ -197,7 +223,7 @@ def _try(
         if kept := backend.computing.get("kv_type"):
             found.exact += f"; keys and values: {kept}"
         found.plan = backend.plan if isinstance(backend, TellsPlan) else None
-        # The plan does not know yet that experts are left to the page cache after all.
+        # Only a loaded model knows if experts are left to the page cache.
         later = [one for one in backend.notes if plan.notes is None or one.startswith("experts are left")]
         found.notes = [*(plan.notes or ()), *later, *([note(limits.max_leaves)] if limits.paths else ())]
         found.streams = limits.streams

@@ -1,16 +1,15 @@
 """Compare a run with plain decoding: equal, a tie, or a bug.
 
-Kernels round differently for passes of different shapes, so two correct runs may part where the best two tokens score
-the same within rounding: a tie. A backend states how far a logit may move (`Capabilities.logit_tolerance`). Then
+Kernels round differently for passes of different shapes, so two correct runs may differ where the best two tokens score
+the same within rounding: a tie. A backend bounds the change of a logit l (`Capabilities.logit_tolerance`):
 
-    raw logit i                 lies in [l - tolerance, l + tolerance];
-    adjusted logit i            lies in [low, high]: bias and penalties are monotone;
-    the other token can win     if it scores best with its logit at `high` and all others at `low`,
-                                except those that top-k, top-p or min-p can have removed.
+    raw logit           lies in [l - tolerance, l + tolerance]
+    adjusted logit      lies in [low, high], because bias and penalties are monotone
+    a token can win     if it scores best with its logit at `high` and all others at `low`,
+                        except those that top-k, top-p or min-p may remove
 
-The filters keep the best adjusted logits. Two questions are left: can the other token be in? Can every token that
-always outscores it be out? Each is answered for its own worst case. A tie is never denied; with filters and a wide
-tolerance a bug may rarely pass for a tie.
+With such a filter, the token must be able to stay (`_can_be_in`), and all tokens that always outscore it to be removed
+(`_can_be_out`), each in its own best case. So a tie is always found; rarely, a bug is taken for a tie.
 """
 
 import math
@@ -29,12 +28,23 @@ ROUNDING = 1e-6  # of a sum of probabilities, here or in sampling.py
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
+    """
+    Attributes:
+        index: of the token in the output.
+        position: of the token in the sequence, prompt included.
+        plain_token: None: plain decoding had already ended.
+        other_token: None: the other run had already ended.
+        gap: score of `plain_token` less that of `other_token`, noise included, in logits; inf if one of them is None.
+        tolerance: largest difference of a logit between the two runs.
+        tie: True if rounding explains it.
+    """
+
     index: int
-    position: int  # in the whole sequence, prompt included
-    plain_token: int | None  # None: plain decoding had already ended
-    other_token: int | None  # None: the other run had already ended
-    gap: float  # how much better plain decoding scores its own token, noise included, in logits; inf: nothing to score
-    tolerance: float  # most a logit of the two runs may differ
+    position: int
+    plain_token: int | None
+    other_token: int | None
+    gap: float
+    tolerance: float
     tie: bool
 
     def __str__(self) -> str:
@@ -46,7 +56,7 @@ class Divergence:
 
 
 def first_divergence(plain: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first token that differs, or where the shorter list ends; None when both are equal."""
+    """Index of the first token that differs, or the length of the shorter list; None if both are equal."""
     same = common_prefix(plain, other)
     return None if same == len(plain) == len(other) else same
 
@@ -59,17 +69,18 @@ def explain(
     params: SamplingParams,
     tolerance: float | None = None,
 ) -> Divergence | None:
-    """Why `other` is not `plain`: None when it is.
-
-    Plain decoding is repeated up to the divergence, pass by pass, to have its very logits.
+    """Find the first divergence of two runs, with the logits of plain decoding, which is repeated up to it.
 
     Args:
         backend: the target; one of its sessions must be free.
         prompt_ids: the prompt.
-        plain: what the planner `none` wrote, with any stop token.
-        other: what another planner wrote, or another engine with the same model.
+        plain: output of the planner `none`, with any stop token.
+        other: output of another planner, or of another engine with the same model.
         params: the sampling of both runs.
-        tolerance: most a logit of the two runs may differ; default: the backend's own. Of two engines: the sum of both.
+        tolerance: largest difference of a logit between the two runs; default: the backend's. Of two engines: the sum.
+
+    Returns:
+        None if both runs are equal.
     """
     tolerance = backend.capabilities.logit_tolerance if tolerance is None else tolerance
     index = first_divergence(plain, other)
@@ -90,9 +101,9 @@ def replay(
     params: SamplingParams,
     tolerance: float | None = None,
 ) -> list[Divergence]:
-    """Every token of `output_ids` that plain decoding, after the same text, would not have sampled.
+    """Find all tokens of `output_ids` that plain decoding would not have sampled after the tokens before them.
 
-    Stronger than `explain`, which cannot look behind the first divergence; arguments as there.
+    Arguments are as for `explain`, which finds only the first.
     """
     tolerance = backend.capabilities.logit_tolerance if tolerance is None else tolerance
     noise, found = Noise(params.seed, backend.vocab.size), []
@@ -105,7 +116,7 @@ def replay(
 
 
 def plain_logits(backend: Backend, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Iterator[Float32Array]:
-    """The logits [V] that plain decoding samples each of `output_ids` from, in a session of its own."""
+    """Yields the logits [V] from which plain decoding samples each of `output_ids`."""
     check_room(backend, len(prompt_ids))
     session = backend.open()
     try:
@@ -150,18 +161,20 @@ def is_tie(
     prompt_ids: ArrayLike = (),
     output_ids: Sequence[int] = (),
 ) -> bool:
-    """Can logits within `tolerance` of `plain_logits` make `sampling.sample` choose either token?
-
+    """
     Args:
-        plain_logits: [V] as plain decoding had them.
-        plain_token: what plain decoding sampled from them.
-        other_token: what the other run wrote in its place.
-        position: of the token, in the whole text.
-        params: how tokens are chosen.
-        noise: the noise of both runs.
-        tolerance: most any single logit may be off.
+        plain_logits: [V], of plain decoding.
+        plain_token: the token that plain decoding sampled from them.
+        other_token: the other run's token at this position.
+        position: of the token in the sequence.
+        params: of the sampling.
+        noise: of both runs.
+        tolerance: largest difference of a logit.
         prompt_ids: for the penalties.
-        output_ids: for the penalties: what was written before this token.
+        output_ids: before this token, for the penalties.
+
+    Returns:
+        True if, with logits within `tolerance` of `plain_logits`, `sampling.sample` can choose either token.
     """
     low = adjust(plain_logits - np.float32(tolerance), params, prompt_ids, output_ids)
     high = adjust(plain_logits + np.float32(tolerance), params, prompt_ids, output_ids)
@@ -178,7 +191,7 @@ def _scores(adjusted: Float32Array, position: int, params: SamplingParams, noise
 def _can_win(
     token: int, low: Float32Array, high: Float32Array, best: Scores, worst: Scores, params: SamplingParams
 ) -> bool:
-    stronger = worst > best[token]  # these outscore the token whatever happens, so they must be filtered out
+    stronger = worst > best[token]  # always outscore the token, so filters must remove them
     if params.temperature == 0:
         return not stronger.any()
     return _can_be_in(token, low, high, params) and (
@@ -206,10 +219,18 @@ def _can_be_out(
     high: Float32Array,
     params: SamplingParams,
 ) -> bool:
-    """Can the filters remove all `stronger` tokens and yet keep one whose logit is at most `limit`?
+    """
+    Args:
+        level: highest of the least logits of `stronger`.
+        limit: highest logit of the token that must stay.
+        stronger: tokens that must be removed, [V].
+        low: least adjusted logits.
+        high: highest adjusted logits.
+        params: of the filters.
 
-    The filters cut the descending logits at one point, so the highest stronger token decides. It is at `level` at
-    least, and only tokens that are not stronger can stand above it.
+    Returns:
+        True if filters, which cut the descending logits at one point, can remove all stronger tokens: the highest of
+        them lies at `level` at least, and only tokens that are not stronger can lie above it.
     """
     if level > limit:
         return False

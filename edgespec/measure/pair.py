@@ -1,7 +1,7 @@
 """The gain of a draft on this machine: recorded answers are replayed with every budget, and passes are timed.
 
-At temperature 0 the tokens do not depend on the planner, so a replay needs no target. tokens/s = tokens / (drafting +
-passes). While weights are streamed, reading goes on during drafting, so the prediction is a little too low.
+At temperature 0 the tokens do not depend on the planner, so a replay needs no target. The prediction is tokens /
+(seconds of drafting + seconds of passes), a little too low with streamed weights, which are also read during drafting.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,20 +25,30 @@ from edgespec.models.registry import Entry, all_models, local_path
 from edgespec.planners.choice import make_planner
 
 BUDGETS = (2, 4, 6, 8, 16, 32, 64, 128, 256)
-WORTH = 1.05  # times plain decoding's speed: less is within what is measured wrongly
+WORTH = 1.05  # least gain over plain decoding; less is within the error of measurement
 TEACHER = 512  # tokens for `agreement`
 RANKS = (1, 2, 4, 8, 16)
-ROUNDS = 2  # in which passes of all sizes are timed
+ROUNDS = 2  # times that each size of pass is timed
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
+    """
+    Attributes:
+        planner: its name.
+        budget: draft tokens per pass.
+        tokens_per_pass: the mean.
+        draft_seconds: per pass, the median.
+        pass_seconds: of a pass over `budget` + 1 nodes.
+        by_task: tokens per pass of each task.
+    """
+
     planner: str
-    budget: int  # draft tokens per pass
+    budget: int
     tokens_per_pass: float
-    draft_seconds: float  # per pass
+    draft_seconds: float
     pass_seconds: float
-    by_task: dict[str, float]  # tokens per pass
+    by_task: dict[str, float]
 
     @property
     def tokens_per_second(self) -> float:
@@ -178,7 +188,7 @@ def _row(name: str, budget: int, backends: Sequence[Backend], answers: Sequence[
 def agreement(
     entry: Entry, draft: str, *, memory: str | None, models_file: str | None = None, say: Callable[[str], None]
 ) -> dict[int, float]:
-    """Share of positions where the target's next token is among the draft's k best, k of `RANKS`.
+    """Compare the next tokens that target and draft prefer, over a text of `TEACHER` tokens.
 
     Args:
         entry: the target.
@@ -186,6 +196,9 @@ def agreement(
         memory: as for `edgespec.load`.
         models_file: a models.yaml besides the built-in one.
         say: called with a line about a slow step.
+
+    Returns:
+        For each k of `RANKS`, the share of positions where the target's best token is among the draft's k best.
     """
     options = LoadOptions(memory=memory, context_length=2 * TEACHER, budget=TEACHER - 1, wide=True, exact="off")
     backends = open_backends(entry, draft, models_file, options, say=say)
@@ -200,7 +213,7 @@ def agreement(
 
 
 def _choices(backend: Backend, token_ids: Sequence[int], count: int) -> Any:
-    """The best next tokens after each token, [n, count]."""
+    """The `count` best next tokens after each of n tokens, [n, count]."""
     session = backend.open()
     nodes = np.arange(len(token_ids), dtype=np.int32)
     logits = backend.forward([Work(session, np.asarray(token_ids, np.int32), nodes - 1, nodes)])[0]

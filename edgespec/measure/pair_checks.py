@@ -14,7 +14,7 @@ from edgespec.machine.memory import format_size
 from edgespec.models.gguf_header import header_values
 from edgespec.models.gguf_model import check_magic
 
-LARGEST_SHARE = 1 / 8  # of the target's bytes: a larger draft seldom pays
+LARGEST_SHARE = 1 / 8  # of the target's bytes; a larger draft seldom pays
 LARGEST_OF_MEMORY = 1 / 4
 TOKENIZER = "tokenizer.ggml."
 IDS = tuple(f"{TOKENIZER}{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding"))
@@ -65,7 +65,7 @@ def check_pair(target: str, draft: str, *, context_length: int, memory: int) -> 
 
 
 def unusable(path: str) -> str:
-    """Why a file can be neither target nor draft of trees; "" if it can."""
+    """Reason that a file can be neither target nor draft, or ""."""
     try:
         for part in parts(path):
             check_magic(part)

@@ -57,7 +57,7 @@ def _times(row: Row, plain: float) -> str:
 
 
 def check_picture(path: str | Path) -> None:
-    """See that a picture can be drawn into a file; call it before minutes are spent on figures.
+    """Check that a picture can be written; call it before the measurement.
 
     Raises:
         MissingPackage: matplotlib is not installed.
@@ -70,7 +70,11 @@ def check_picture(path: str | Path) -> None:
 
 
 def picture(found: Measured, out: Path) -> None:
-    """Raises as `check_picture`, or EdgespecError: it cannot be written."""
+    """
+    Raises:
+        MissingPackage, UsageError: as for `check_picture`.
+        EdgespecError: the picture cannot be written.
+    """
     check_picture(out)
     from matplotlib.figure import Figure
 
@@ -115,7 +119,7 @@ def figures(found: Measured, memory: str | None) -> dict[str, Any]:
 
 
 def check_writable(name: str, path: Path | None = None) -> Path:
-    """The user's models.yaml, after a look at whether an entry can be added.
+    """Check that a model can be added to the user's models.yaml, and return its path.
 
     Raises:
         UsageError: there is a model of this name in it.
@@ -132,7 +136,7 @@ def check_writable(name: str, path: Path | None = None) -> Path:
 
 
 def append_entry(path: Path, entry: dict[str, Any]) -> None:
-    """Add a model at the end of a models.yaml; nothing else of the file changes, comments and all.
+    """Add a model at the end of a models.yaml; all else stays, comments too.
 
     Raises:
         RegistryError: the list of models is not what the file ends with, so nothing can be added to it.

@@ -72,20 +72,20 @@ def record(
     max_tokens: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Recording]:
-    """The target's greedy answers; those that are kept are not asked for again.
+    """Record the target's greedy answers, except those that `kept` already has.
 
     Args:
         target: no session of it is open.
         asked: (task, question).
-        kept: a file of its own, such as `recording_file`; it need not exist.
+        kept: file of this target's answers, such as `recording_file`; it is made if it is not there.
         max_tokens: of an answer.
-        progress: called with answers that are there, and all.
+        progress: called with the numbers of answers that are done, and of all.
 
     Raises:
         UsageError: `kept` holds something else.
     """
     known = {one.question: one for one in resume(kept, Recording)}
-    planner = make_planner("sssd" if target.capabilities.streams else "none", [target])  # with equal answers
+    planner = make_planner("sssd" if target.capabilities.streams else "none", [target])  # the answers are equal
     session = target.open()
     try:
         for number, (task, question) in enumerate(asked):
@@ -99,7 +99,7 @@ def record(
             ).steps()  # fmt: skip
             output_ids = [token for round_ in rounds for token in round_.tokens]
             known[question] = Recording(prompt_ids, output_ids, task, question)
-            with suppress(OSError):  # a full or read-only disk: it is recorded again next time
+            with suppress(OSError):  # such as a full disk: it is recorded again next time
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 append(kept, known[question])
     finally:

@@ -1,7 +1,4 @@
-"""Recorded answers in the place of a target model: measures planners without it.
-
-At temperature 0 a target's tokens do not depend on the planner.
-"""
+"""Measure planners on recorded answers instead of a target, whose tokens at temperature 0 do not depend on them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,12 +31,12 @@ class Replay:
 def replay(
     planner: Planner, prompt_ids: Sequence[int], output_ids: Sequence[int], budget: int, vocab_size: int = 1
 ) -> Replay:
-    """Draft a recorded output, as `Generation.steps` would.
+    """Draft a recorded output as `Generation.steps` does.
 
     Args:
-        planner: a planner that touches no target.
+        planner: one that does not use the target.
         prompt_ids: at least one token.
-        output_ids: what the target wrote.
+        output_ids: of the target.
         budget: most nodes per tree.
         vocab_size: of the target; a draft model proposes no token beyond it.
     """

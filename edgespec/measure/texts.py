@@ -22,10 +22,10 @@ from edgespec.measure.tables import table
 from edgespec.model import Model
 from edgespec.models.registry import find_model
 from edgespec.planners.auto import new_auto_state
-from edgespec.planners.choice import USE_DATASTORE, USE_DRAFT, check_planner, make_planner, taken
+from edgespec.planners.choice import USE_DATASTORE, USE_DRAFT, check_planner, make_planner, options_of
 
-SHARES = ("draft", "target", "wait", "plan")  # of the seconds of an answer
-VERDICTS = (("ties", "ties"), ("unexplained", "WRONG"))  # of texts that are not equal to plain decoding's
+SHARES = ("draft", "target", "wait", "plan")  # parts of an answer's seconds
+VERDICTS = (("ties", "ties"), ("unexplained", "WRONG"))  # keys of a report, and their words in the table
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,16 @@ class Tally:
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[BenchPrompt]:
-    """Prompts of a JSONL file; `limit` takes that many, evenly spaced.
+    """
+    Args:
+        path: of a JSONL file.
+        limit: number of prompts to take, evenly spaced; None: all.
 
     Raises:
         UsageError: names the file and the line.
     """
     try:
-        lines = path.read_text("utf-8").split("\n")  # only there: JSON strings may hold other ends of lines
+        lines = path.read_text("utf-8").split("\n")  # JSON strings may hold what `splitlines` splits at
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -95,9 +98,12 @@ def run_bench(
     ready: Callable[[], None] = lambda: None,
     **engine_options: Any,
 ) -> dict[str, Any]:
-    """Measure; arguments as for `edgespec.load` and `Model.stream`. Prompt i is sampled with seed + i.
+    """Measure; further arguments are those of `edgespec.load` and `Model.stream`.
 
-    `ready` is called when the models are loaded; `engine_options` are further fields of `LoadOptions`.
+    Args:
+        sampling: of all prompts; prompt i has seed + i.
+        ready: called when the models are loaded.
+        engine_options: further fields of `LoadOptions`.
 
     Returns:
         A report that `bench_table` shows and JSON holds. `unexplained` counts divergences that are not ties.
@@ -105,7 +111,7 @@ def run_bench(
     entry = find_model(model, models_file)
     draft = draft or entry.draft
     names = ["none", *(name for name in dict.fromkeys(planners) if name != "none")]
-    options = {name: taken(name, planner_options) for name in names}
+    options = {name: options_of(name, planner_options) for name in names}
     for name in names:
         check_planner(name, draft is not None, datastore is not None and name in USE_DATASTORE, options[name])
     need_draft = any(name in USE_DRAFT for name in names)
@@ -129,7 +135,7 @@ def run_bench(
                 for name in names:
                     store = datastore if name in USE_DATASTORE else None
                     planner = make_planner(name, backends, store, paces[name], ahead=ahead, **options[name])
-                    # A fresh cache for every answer: no planner profits from another.
+                    # A new session for every answer, so that no planner reuses what another has computed.
                     with Model(backends[0], planner, budget=budget, sampling=params) as loaded:
                         prompt_ids = loaded.encode(question)
                         result = loaded.generate(question, max_tokens=max_tokens)

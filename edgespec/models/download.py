@@ -1,7 +1,7 @@
-"""Fetch a large file in pieces, several at once. A cut connection loses no byte.
+"""Fetch a large file in pieces, several at once; a cut connection loses no byte.
 
-A record next to the partial file holds the bytes of each piece. The checksum at the end finds a record that does not
-match its data after a crash.
+A record next to the partial file counts the bytes of each piece. After a crash it may not match the data, which the
+checksum at the end finds.
 """
 
 import errno
@@ -21,24 +21,24 @@ from edgespec.errors import EdgespecError
 PIECE = 64 << 20  # bytes
 CONNECTIONS = 4
 STALL = 30.0  # seconds without a byte, after which a connection counts as cut
-RETRIES = 6  # in a row that bring no new byte
+RETRIES = 6  # most attempts in a row that bring no new byte
 PAUSE = 1.0  # seconds before the second attempt; doubled for each further one
 LONGEST_PAUSE = 60.0
 COUNT = struct.Struct("<Q")
-GONE = (401, 403, 404, 410, 416)  # answers that trying again does not change
+GONE = (401, 403, 404, 410, 416)  # status codes that another attempt does not change
 
 Request = Callable[[int, int], AbstractContextManager[Any]]  # first byte and the one after the last -> httpx.Response
 Progress = Callable[[str, int, int], None]  # what is done, bytes done, bytes in all
 
 
 class _NoRangesError(Exception):
-    """The server sends the whole file, whatever part of it is asked for."""
+    """The server sends the whole file instead of a part."""
 
 
 def download(
     request: Request, path: Path, size: int, sha256: str, progress: Progress = lambda what, done, total: None
 ) -> None:
-    """Fetch a file to `path`, which appears only when it is complete and right; go on where an earlier try ended.
+    """Fetch a file, or the rest of it after an earlier try; `path` appears only when the checksum is right.
 
     Args:
         request: opens a streamed answer to a GET with this range. Errors of the connection may be of any type.
@@ -114,7 +114,15 @@ class Partial:
         return sum(self.counts)
 
     def put(self, at: int, data: bytes) -> None:
-        """Keep what continues a piece of these bytes, which belong at `at`. Raises EdgespecError: the disk is full."""
+        """Write those of the bytes that continue a piece; all others are ignored.
+
+        Args:
+            at: place of the first byte in the file.
+            data: the bytes.
+
+        Raises:
+            EdgespecError: the disk is full.
+        """
         for piece in range(at // PIECE, min(len(self.starts), (at + len(data) - 1) // PIECE + 1)):
             start = self.next(piece)
             stop = min(self.end(piece), at + len(data))
@@ -186,7 +194,7 @@ def _run(works: Sequence[Callable[[threading.Event], None]], there: Partial, pro
             next(thread for thread in threads if thread.is_alive() or thread is threads[-1]).join(0.2)
     finally:
         stop.set()
-        for thread in threads:  # one that waits for a byte sees the event with the next one, or never writes again
+        for thread in threads:  # a thread that waits for bytes may take longer, and then writes none
             thread.join(2.0)
     if errors:
         raise errors[0]
@@ -194,7 +202,15 @@ def _run(works: Sequence[Callable[[threading.Event], None]], there: Partial, pro
 
 
 def _keep_trying(attempt: Callable[[], bool], position: Callable[[], int], stop: threading.Event) -> None:
-    """Until an attempt says it is done. Raises EdgespecError: several in a row brought no new byte."""
+    """
+    Args:
+        attempt: called until it returns True.
+        position: grows when an attempt brings new bytes.
+        stop: ends the attempts.
+
+    Raises:
+        EdgespecError: more than `RETRIES` attempts in a row brought no new byte.
+    """
     failures, why = 0, "it was cut off"
     while not stop.is_set():
         before, pause = position(), 0.0

@@ -9,18 +9,26 @@ from edgespec.models.gguf_header import part_names
 from edgespec.models.registry import Entry, local_path
 
 RUNTIME = 1_500_000_000  # bytes of keys and values of 4,096 tokens, buffers and the program, from 8 B to 70 B
-LEAST = 1 / 16  # of a target: its largest layers, output matrix and window; with less memory it does not run
+LEAST = 1 / 16  # share of a target that must be in memory: some layers and the output
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One model on this machine; sizes in bytes, 0 where a size is not known."""
+    """One model on this machine; sizes in bytes, 0 where a size is not known.
+
+    Attributes:
+        entry: from models.yaml.
+        target, draft: their weights.
+        missing: still to be fetched.
+        streamed: read by every pass; an upper bound for mixtures of experts.
+        verdict: the result, for the user.
+    """
 
     entry: Entry
     target: int
     draft: int
     missing: int
-    streamed: int  # read by every pass; an upper bound for mixtures of experts
+    streamed: int
     verdict: str
 
     @property

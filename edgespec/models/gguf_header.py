@@ -24,7 +24,7 @@ SCALARS = {
     if code
 }
 VERSIONS = (2, 3)
-OF_STATES = ("ssm.", "shortconv.", "wkv.", "kda.")  # what keys of recurrent layers begin with (llama-arch.cpp)
+OF_STATES = ("ssm.", "shortconv.", "wkv.", "kda.")  # keys of recurrent layers start with these (llama-arch.cpp)
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # llama_split_path in llama.h
 
 
@@ -36,7 +36,7 @@ def part_names(name: str) -> list[str]:
 
 
 def header_values(path: str, prefix: str) -> dict[str, Value]:
-    """Values, without lists, of all keys that start with `prefix`; float32 as the shortest decimal that means it.
+    """Values of all keys that start with `prefix`, without lists; float32 as the shortest decimal that rounds to it.
 
     Raises:
         ModelError: the file is missing, not a GGUF, or damaged.
@@ -54,10 +54,10 @@ def _read(path: str, prefix: str) -> list[tuple[str, Value, int | None]]:
 
 
 def own_values(path: str) -> dict[str, Value]:
-    """The values, lists left out, of the model's own family, named without it: "block_count" of "llama.block_count".
+    """Values of the model's architecture, without lists, by names such as "block_count" for "llama.block_count".
 
     Raises:
-        ModelError: as `header_values`.
+        ModelError: as for `header_values`.
     """
     return own_header(path)[0]
 

@@ -1,7 +1,7 @@
 """Names of GGUF, transformers and mlx-lm for one model: configuration, tensor names, tensor layouts.
 
-It reverses llama.cpp's convert_hf_to_gguf.py. Where a header is silent (Gemma's attention scale), llama.cpp's own rule
-holds. Anything else is refused, because a folder that computes something else is worse than none.
+It reverses llama.cpp's convert_hf_to_gguf.py. Values that a header lacks (Gemma's attention scale) follow llama.cpp's
+rules. Any other model is refused, because a folder that computes something else is worse than none.
 """
 
 import math
@@ -180,7 +180,7 @@ def model_config(metadata: Metadata, shapes: Shapes, rope_factors: Float32Array 
         "model_type": family.model_type,
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": hidden,
-        # A model of experts only may leave it out; loaders want a number, and nothing uses it.
+        # Absent where all layers have experts; loaders want a number, and nothing uses it.
         "intermediate_size": read("feed_forward_length", read("expert_feed_forward_length", 0) or None),
         "num_hidden_layers": read("block_count"),
         "num_attention_heads": heads,
@@ -321,7 +321,10 @@ def _halves(rows: Float32Array, heads: int) -> Float32Array:
 
 
 def check_magic(path: str | Path) -> None:
-    """Raises ModelError."""
+    """
+    Raises:
+        ModelError: there is no such file, or it is not a GGUF.
+    """
     file = Path(path)
     if not file.is_file():
         raise ModelError(f"{path}: {'is a folder, not a GGUF file' if file.exists() else 'there is no such file'}")

@@ -20,8 +20,8 @@ from edgespec.models.gguf_header import part_names
 
 SOURCE = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*)(?:@([\w.-]+))?(?:/(.+)|:([\w.-]+))?")
 MAIN = "main"
-USUAL = ("Q4_K_M", "Q8_0")  # of a repository of GGUF files, where no type is named, as llama.cpp takes them
-BESIDE = re.compile(r"(^|/)(mmproj|mtp-|eagle3-|dflash-|dspark-)|imatrix", re.IGNORECASE)  # no models of their own
+USUAL = ("Q4_K_M", "Q8_0")  # types of GGUF files, tried in this order where none is named, as in llama.cpp
+BESIDE = re.compile(r"(^|/)(mmproj|mtp-|eagle3-|dflash-|dspark-)|imatrix", re.IGNORECASE)  # no language models
 TYPE = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
 WEIGHTS = "model*.safetensors"
 FOLDER_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", WEIGHTS)
@@ -30,10 +30,19 @@ SPARE = 10**9  # bytes of the disk that stay free
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
+    """A GGUF file, named by `file` or by `type`; without either a model folder.
+
+    Attributes:
+        repository: OWNER/REPOSITORY.
+        revision: branch, tag or commit.
+        file: a GGUF file; of a split one, any part.
+        type: such as Q4_K_M; "": the first of `USUAL` that is there, else any file; None: not named.
+    """
+
     repository: str
     revision: str = MAIN
-    file: str = ""  # a GGUF file; of a split one, any part
-    type: str | None = None  # a GGUF file of this type; "": of the usual one; None: a folder, or `file`
+    file: str = ""
+    type: str | None = None
 
     @property
     def is_folder(self) -> bool:
@@ -42,11 +51,20 @@ class HubSource:
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
+    """
+    Attributes:
+        name: path in the repository.
+        size: in bytes.
+        sha256: "" for small files, and for mirrors that give none.
+        path: its place in the cache, a link to `blob`.
+        blob: the file itself in the cache.
+    """
+
     name: str
     size: int
-    sha256: str  # "" if the hub does not say: then it is a small file, or the hub is a mirror
-    path: Path  # in the cache, once it is fetched
-    blob: Path  # what `path` links to
+    sha256: str
+    path: Path
+    blob: Path
 
     @property
     def is_here(self) -> bool:
@@ -55,9 +73,16 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
+    """
+    Attributes:
+        source: what was asked for.
+        commit: of the files.
+        files: those of a folder; or a GGUF file, with all parts in order.
+    """
+
     source: HubSource
     commit: str
-    files: list[HubFile]  # the first is what an engine is given, unless it is a folder
+    files: list[HubFile]
 
     @property
     def missing(self) -> list[HubFile]:
@@ -111,7 +136,11 @@ def cached(source: HubSource) -> str | None:
 
 
 def tokenizer_of(source: HubSource, fetch: bool) -> str:
-    """A folder with all of a model folder but its weights. Raises ModelError."""
+    """The cached copy of a model folder, without its weights.
+
+    Raises:
+        ModelError: it is not fetched yet, or cannot be.
+    """
     hub = _library(source)
     patterns = [pattern for pattern in FOLDER_FILES if pattern != WEIGHTS]
     with _errors(source):
@@ -127,7 +156,7 @@ def _snapshot(source: HubSource, cache: str) -> Iterator[str]:
     reference = folder / "refs" / source.revision
     snapshot = folder / "snapshots" / (reference.read_text() if reference.is_file() else source.revision)
     for file in snapshot.rglob("*.gguf"):
-        if file.exists():  # not a link to what was removed
+        if file.exists():  # else the link's target was removed
             yield file.relative_to(snapshot).as_posix()
 
 
@@ -153,7 +182,7 @@ def ask(source: HubSource) -> Listing:
     storage = Path(constants.HF_HUB_CACHE) / f"models--{source.repository.replace('/', '--')}"
     commit, sizes = source.revision, dict[str, tuple[int, str]]()
     with _errors(source):
-        if source.file:  # no listing is needed: mirrors may not have one
+        if source.file:  # mirrors may have no listing
             for name in part_names(source.file):
                 found = get_hf_file_metadata(hub.hf_hub_url(source.repository, name, revision=commit))
                 commit = found.commit_hash or commit  # all parts from one commit
@@ -203,7 +232,7 @@ def check_listing(listing: Listing, size: int | None, digests: Sequence[str]) ->
         digests: SHA-256 of each file; none: any.
 
     Raises:
-        ModelError: names both.
+        ModelError: they differ; names both.
     """
     name = f"hf:{listing.source.repository}/{listing.files[0].name}"
     found = sum(file.size for file in listing.files)
@@ -218,7 +247,10 @@ def check_listing(listing: Listing, size: int | None, digests: Sequence[str]) ->
 
 
 def check_space(listings: Sequence[Listing]) -> None:
-    """Raises EdgespecError with both sizes."""
+    """
+    Raises:
+        EdgespecError: the disk has no room for the missing files; names both sizes.
+    """
     from huggingface_hub import constants
 
     needed = sum(file.size for listing in listings for file in listing.missing)
@@ -353,7 +385,10 @@ def _first(error: BaseException) -> str:
 
 
 def sizes_by_file(listings: Mapping[str, Listing]) -> list[tuple[str, int, bool]]:
-    """(source's file, bytes, whether it is here) of all files, for a person."""
+    """
+    Returns:
+        (repository and file, bytes, True if it is in the cache) of each file.
+    """
     return [
         (f"{listing.source.repository}/{file.name}", file.size, file.is_here)
         for listing in listings.values()

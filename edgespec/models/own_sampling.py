@@ -16,8 +16,8 @@ from edgespec.models.gguf_model import is_gguf
 from edgespec.models.registry import SAMPLING, Defaults
 
 GGUF_PREFIX = "general.sampling."
-# GGUF key -> ours, as llama.cpp's `common_init_sampler_from_model` reads them. A repetition penalty counts the whole
-# sequence here, not the last 64 tokens.
+# GGUF key -> field of `SamplingParams`, as in llama.cpp's `common_init_sampler_from_model`; but a repetition penalty
+# counts the whole sequence here, not the last 64 tokens.
 GGUF_NAMES = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -25,12 +25,12 @@ GGUF_NAMES = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-NOT_HERE = ("sequence", "xtc_probability", "mirostat")  # keys that change what is sampled, and have no like here
+NOT_HERE = ("sequence", "xtc_probability", "mirostat")  # keys of samplers that edgespec does not have
 FOLDER_FILE = "generation_config.json"
 
 
 def choose_sampling(defaults: Defaults, path: str) -> tuple[SamplingParams, list[str]]:
-    """The sampling that holds where a call says nothing: models.yaml, then the model's own, then greedy.
+    """Defaults of a call's sampling: from models.yaml, else the model's own, else greedy.
 
     Args:
         defaults: what models.yaml says.
@@ -44,7 +44,9 @@ def choose_sampling(defaults: Defaults, path: str) -> tuple[SamplingParams, list
 
 
 def own_sampling(path: str) -> tuple[dict[str, Any], list[str]]:
-    """Fields of `SamplingParams` that a model's own file or folder gives good values for, and notes on the others.
+    """
+    Returns:
+        Fields of `SamplingParams` with valid values in a model's own file or folder, and notes on the others.
 
     Raises:
         ModelError: the file is missing or a damaged GGUF.
@@ -84,7 +86,7 @@ def _of_folder(folder: Path) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(config, Mapping):
         return {}, [f"{file} is not a JSON object; its sampling is left out"]
     found = {name: config[name] for name in SAMPLING if config.get(name) is not None}
-    if config.get("do_sample") is False:  # greedy; what is said on sampling besides is a leftover
+    if config.get("do_sample") is False:  # greedy, so other sampling parameters have no effect
         return {"temperature": 0.0} | {name: value for name, value in found.items() if name == "repetition_penalty"}, []
     if config.get("do_sample") and "temperature" not in found:
         found["temperature"] = 1.0  # transformers' own default
@@ -95,7 +97,7 @@ def _number(name: str, value: Any) -> float:
     """A value as a number; GGUFs may hold it as text.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not a number.
     """
     try:
         if isinstance(value, bool):

@@ -18,7 +18,7 @@ BUILT_IN = Path(__file__).parent.parent / "models.yaml"
 OWN = Path("~/.config/edgespec/models.yaml")
 SCHEMES = ("package:", "file:", "hf:")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w.-]+)?(:[\w.-]+)?")  # OWNER/REPOSITORY, and what may follow
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w.-]+)?(:[\w.-]+)?")  # OWNER/REPOSITORY[@REVISION][:TYPE]
 
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -44,7 +44,7 @@ class Defaults(BaseModel):
 class FileFacts(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    bytes: int = Field(gt=0)  # of a split GGUF all parts together
+    bytes: int = Field(gt=0)  # all parts of a split GGUF together
     sha256: list[Digest] = []
 
 
@@ -56,8 +56,8 @@ class Entry(BaseModel):
     draft: str | None = None
     description: str = ""
     license: str = ""
-    memory: str = ""  # the smallest it is recommended for, such as 16G
-    files: dict[str, FileFacts] = {}  # by source
+    memory: str = ""  # recommended at least, such as 16G
+    files: dict[str, FileFacts] = {}  # source -> facts
     measured: list[dict[str, Any]] = []
     defaults: Defaults = Field(default_factory=Defaults)
 
@@ -144,7 +144,7 @@ def find_model(model: str, models_file: str | None = None) -> Entry:
     """The entry of a name, or one made up for a path, a source or OWNER/REPOSITORY on the hub.
 
     Raises:
-        UsageError: no such name, with near ones.
+        UsageError: there is no such name; proposes similar names.
         RegistryError: see `all_models`.
     """
     if model.startswith(SCHEMES):
@@ -153,7 +153,7 @@ def find_model(model: str, models_file: str | None = None) -> Entry:
     if model in entries:
         return entries[model]
     is_path = model.endswith(".gguf") or Path(os.path.expanduser(model)).exists()
-    if HUB_NAME.fullmatch(model) and not is_path:  # OWNER/REPOSITORY:Q4_K_M as llama.cpp takes it, too
+    if HUB_NAME.fullmatch(model) and not is_path:
         return Entry(name=model, target=f"hf:{model}")
     if "/" in model or is_path:
         return Entry(name=model, target=f"file:{Path(os.path.expanduser(model))}")
@@ -163,8 +163,9 @@ def find_model(model: str, models_file: str | None = None) -> Entry:
 
 
 def is_folder(source: str) -> bool:
-    """Raises:
-    ModelError: a folder has no config.json, or the package that has it is not installed.
+    """
+    Raises:
+        ModelError: a folder has no config.json, or the package that has it is not installed.
     """
     if source.startswith("hf:"):
         return hub.parse(source.removeprefix("hf:")).is_folder
@@ -181,7 +182,7 @@ def local_path(
 
     Args:
         source: see models.yaml.
-        weights: those of a folder on the hub are wanted, too.
+        weights: fetch the weights of a folder on the hub, too.
         fetch: ask the hub; else only its cache.
         say: called with the progress.
 

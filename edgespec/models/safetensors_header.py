@@ -1,7 +1,6 @@
-"""The header of a safetensors file: where its tensors lie.
+"""The header of a safetensors file: where its tensors lie (https://github.com/huggingface/safetensors).
 
-The format: 8 bytes with the header's length (little-endian), the header as JSON padded with spaces, the tensors' bytes.
-Offsets count from the end of the header (https://github.com/huggingface/safetensors).
+A file has 8 bytes with the header's length (little-endian), the header as JSON padded with spaces, and the tensors.
 """
 
 import json
@@ -22,11 +21,20 @@ ITEM_BITS = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
+    """
+    Attributes:
+        name: of the tensor.
+        dtype: as in the header, such as "BF16".
+        shape: outermost dimension first.
+        start: its first byte in the file; in the header, offsets count from the header's end.
+        size: in bytes.
+    """
+
     name: str
     dtype: str
     shape: tuple[int, ...]
-    start: int  # first byte in the file
-    size: int  # bytes
+    start: int
+    size: int
 
 
 def read_safetensors_header(path: Path) -> list[Stored]:

@@ -1,6 +1,6 @@
-"""The draft's search goes on in a thread of its own while the target runs, and across steps.
+"""The draft's search goes on in a thread of its own while the target runs.
 
-If the draft has read the accepted nodes and the bonus, the next step goes on with the search below the bonus.
+If it has read the accepted nodes and the bonus token, the next step goes on with the part of the tree below them.
 """
 
 import sys
@@ -34,8 +34,8 @@ UNLIKELY = 0.001  # less probable nodes are not read ahead
 QUICK = 0.0005  # seconds after which Python switches threads: the target's callbacks must not wait for the draft
 
 
-class Worker:
-    """Runs one task at a time in a thread; join before using what the task works on.
+class DraftThread:
+    """Runs one task at a time in a thread; `join` before the draft or its search is used.
 
     Attributes:
         stopped: the task is to end.
@@ -138,7 +138,7 @@ class AheadSearch(Search):
             super().add_children(batch, places, ids, values)
 
     def likeliest(self, depth: int, least: float) -> NDArray[np.intp]:
-        """Unread nodes above `depth`, nearest first, whose probability is at least `least`."""
+        """Unread nodes above `depth` whose probability is at least `least`, most probable first."""
         nodes: NDArray[np.intp] = np.flatnonzero(self._open(depth) & (self.log_probs >= np.log(least)))
         return nodes[np.argsort(-self.log_probs[nodes], kind="stable")]
 
@@ -146,7 +146,7 @@ class AheadSearch(Search):
         """Unread nodes among the best children of the least sure node of the most probable path.
 
         Args:
-            most: most children; fewer, the surer the node is.
+            most: most children, if the node's best child has probability 0; fewer in proportion to 1 - probability.
             depth: most depth.
         """
         at, least_sure, surest = 0, 0, 1.0
@@ -211,8 +211,8 @@ class AheadPlanner(SpecExecPlanner):
         Args:
             draft: a loaded draft model with the target's vocabulary.
             sequences: number of sequences that are generated at once, with sessions of this draft.
-            top_up: draft further before the target's pass; False: it begins at once, if need be with the root only
-                (pre-verify and post-verify of PEARL, arXiv 2408.11850).
+            top_up: draft further before the target's pass; False: the pass begins at once, perhaps with the root only
+                (PEARL's pre-verify and post-verify, arXiv 2408.11850).
             forks: most of `AheadSearch.forks` that are read first while the target runs (the branches of SpecBranch,
                 arXiv 2506.01979).
             nice: the thread gives way to others, since target and draft share processors.
@@ -222,7 +222,7 @@ class AheadPlanner(SpecExecPlanner):
         self._went_on = 0
         self._hidden_seconds = 0.0
         self._sequences, self._top_up, self._forks = sequences, top_up, forks
-        self._worker = Worker(draft.interrupt, nice=nice)
+        self._thread = DraftThread(draft.interrupt, nice=nice)
         self._context: Context | None = None  # of the last proposal
         self._went_ahead = False
         self._reading = list[int]()
@@ -258,7 +258,7 @@ class AheadPlanner(SpecExecPlanner):
         self._went_ahead = True
         due = perf_counter() + float(context.pass_times.seconds(nodes)) if context.pass_times else np.inf
         try:
-            with self._worker.doing(partial(self._go_on, search, context, due)):
+            with self._thread.doing(partial(self._go_on, search, context, due)):
                 yield
         except BaseException:
             self.observe([], 0.0)
@@ -273,7 +273,7 @@ class AheadPlanner(SpecExecPlanner):
         try:
             self._pass(self._read_root(search, scores, context))
             forks = search.forks(self._forks, depth) if self._forks else None
-            while not self._worker.stopped.is_set() and perf_counter() + drafter.last < due:
+            while not self._thread.stopped.is_set() and perf_counter() + drafter.last < due:
                 nodes = search.likeliest(depth, UNLIKELY) if forks is None else forks
                 batch = search.take(nodes, self._beam, leaves, self._limits.max_nodes)
                 if len(batch):
@@ -287,7 +287,7 @@ class AheadPlanner(SpecExecPlanner):
             drafter.seconds, drafter.pass_cost = before, cost
 
     def _pass(self, steps: DraftSteps[None]) -> None:
-        with self._worker.passing():
+        with self._thread.passing():
             run_one(steps)
 
     def _is_lost(self, search: AheadSearch, tokens: Sequence[int]) -> bool:
@@ -301,10 +301,10 @@ class AheadPlanner(SpecExecPlanner):
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
         search, self._search = self._search, None
-        if self._worker.join(lost=search is None or self._is_lost(search, tokens)):
+        if self._thread.join(lost=search is None or self._is_lost(search, tokens)):
             self._drafter.evaluated = 0
             return
-        late = self._worker.late
+        late = self._thread.late
         path = search.follow(tokens) if search else []
         places = search.places_along(path) if search else []
         if search and not late and 0 < len(places) == len(tokens):
@@ -336,8 +336,8 @@ class AheadPlanner(SpecExecPlanner):
         self._drafter.commit([])
 
     def close(self) -> None:
-        self._worker.close()
-        if self._worker.late:
+        self._thread.close()
+        if self._thread.late:
             self._settle()
         super().close()
 

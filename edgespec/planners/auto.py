@@ -19,9 +19,9 @@ from edgespec.planners.guard import Guard
 from edgespec.planners.path_cost import rows_of
 
 BELIEF = 4.0  # weight of a prior value, in expected things
-HEAVY = 0.8  # plain passes that another plain pass's number of experts costs, until it is measured
+HEAVY = 0.8  # with experts, plain passes that a further unit of `weight` costs, until it is measured
 FURTHER = 16  # largest tree, as a multiple of the largest pass measured: beyond it pass times are not predictable
-PATIENCE = 64  # tokens in memory, beyond the prompt's number, before a draft is first asked: it costs a tenth of them
+PATIENCE = 64  # with weights in memory, tokens generated before a draft is first asked, besides the prompt's number
 PLAIN = 3  # plain passes measured before anything is proposed: the first after loading may take twice as long
 PLAIN_STREAMED = 1  # the same with streamed weights: processors differ in the cost of nodes
 RETRIED = 16  # runs after which a draft that did not pay is tried again: machines and texts change
@@ -29,7 +29,7 @@ RETRIED = 16  # runs after which a draft that did not pay is tried again: machin
 
 @dataclass(slots=True)
 class Share:
-    """Part of expected things that came, in fading sums.
+    """Ratio of the things that came to those that were expected, in fading sums.
 
     Attributes:
         fading: factor of the sums for each further expected thing.
@@ -62,7 +62,7 @@ class AutoState:
         draft: pass times of the draft.
         copies: copied tokens that were accepted, of those expected.
         agreement: tokens that were the draft's best, of those for which it was asked.
-        worth: tokens of drafted steps, of those predicted.
+        worth: tokens that steps with the draft gained, of those predicted.
         guard: decides whether the draft goes on while the target runs.
         runs: number of runs of the program.
         written: tokens generated in all of them.
@@ -120,8 +120,7 @@ def new_auto_state(streams: bool, experts: tuple[int, int] | None = None) -> Aut
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A candidate's proposal.
-
+    """
     Attributes:
         proposal: its `nodes` are those that pay.
         rate: predicted tokens per second of a step with it.
@@ -152,7 +151,7 @@ class Candidate(ABC):
         self.planner.begin(prompt_ids)
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
-        """As for `Planner`; None also if it will hardly be asked."""
+        """As for `Planner`; None also if it is unlikely to be asked."""
         return self.planner.unread(token_ids)
 
     def is_ready(self, token_ids: Sequence[int]) -> bool:
@@ -231,9 +230,9 @@ class AutoPlanner(Planner):
         return offer.proposal
 
     def _may_propose(self, context: Context) -> bool:
-        """True if enough passes over one node were measured.
-
-        Sequences that share passes make none of these: earlier runs must have made them, but streamed paths need none.
+        """
+        Returns:
+            True if enough plain passes were measured; for shared passes, if there were earlier runs, or paths stream.
         """
         state = self._state
         if context.sequences > 1 and (state.runs or (state.streams and context.head is not None)):

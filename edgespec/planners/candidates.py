@@ -1,4 +1,4 @@
-"""The two kinds of candidates of `auto`: lookups cost nothing, and drafting takes draft passes."""
+"""The two kinds of candidates of `auto`: looking up tokens costs nothing, and drafting takes passes of the draft."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,15 +18,15 @@ from edgespec.planners.drafting import CATCH_UP, agreed
 from edgespec.planners.path_cost import best_part
 
 AGREEMENT = 0.7  # prior share of tokens in which draft and target agree
-DOUBT = 0.2  # added to the share, over the root of the tokens asked: a new draft is tried
+DOUBT = 0.2  # DOUBT / sqrt(tokens asked) is added to the share, so that a new draft is tried
 EARLIER = 4  # tokens of earlier sequences that count as one of this sequence
 MOST_EARLIER = 64  # most tokens of earlier sequences that count
 GAIN = 1.1  # ratio of rates that a draft must be predicted to reach: trying costs, too
-LEAST_TRUST = 0.05
+LEAST_TRUST = 0.05  # of `trust` in `path_cost.best_part`
 
 
 class Lookup(Candidate):
-    """Asks without cost, and learns how far the planner's probabilities can be trusted."""
+    """A planner without draft model; learns how far its probabilities can be trusted."""
 
     def __init__(self, planner: Planner, state: AutoState) -> None:
         super().__init__(planner)
@@ -53,10 +53,7 @@ class Lookup(Candidate):
 
 
 class Drafting(Candidate):
-    """Asks by draft passes, and learns the share of tokens in which draft and target agree.
-
-    It predicts a chain of tokens by this share, so a draft that does not pay is tried only a few times.
-    """
+    """A planner with draft model; predicts a chain's gain by the share of tokens in which draft and target agree."""
 
     def __init__(self, planner: Planner, state: AutoState, *, patience: int = 0, goes_ahead: bool = False) -> None:
         """
@@ -114,7 +111,7 @@ class Drafting(Candidate):
             self._state.agreement.add(hits, asked)
             self._agreement_here.add(hits, asked)
             if times and draft_times and seconds:
-                # With what is known now: that the draft agreed less than believed is counted once.
+                # With what is known now, so that too high an agreement is not counted in `worth`, too.
                 depth = self._depth(context, budget)
                 rate_hoped = chain_goodput(self._agreement, unread, depth, times, draft_times, context.head)
                 self._state.worth.add(len(tokens), rate_hoped * (seconds + drafting))

@@ -1,7 +1,4 @@
-"""A chain of the draft's best next tokens, the classical method (Leviathan et al., arXiv 2211.17192).
-
-It is the search of `specexec.py` with one child of each node.
-"""
+"""A chain of the draft's best tokens (Leviathan et al., arXiv 2211.17192): SpecExec with one child of each node."""
 
 from edgespec.planners.specexec import SpecExecPlanner
 

@@ -21,14 +21,13 @@ from edgespec.planners.sssd import SssdPlanner
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts of a planner.
-
+    """
     Attributes:
-        target: loaded.
-        draft: loaded.
+        target: a loaded model.
+        draft: a loaded model.
         datastore_file: path of a datastore.
         state: pass times and gains; None: the budget is fixed.
-        ahead: arguments of `AheadPlanner`; None: the draft does not go on while the target runs.
+        ahead: further arguments of `AheadPlanner`; None: the draft does not go on while the target runs.
         options: of the planner.
     """
 
@@ -84,8 +83,7 @@ USE_DATASTORE = tuple(name for name, method in PLANNERS.items() if method.datast
 
 
 def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapping[str, Any]) -> None:
-    """Check a planner's name and options before it is made.
-
+    """
     Raises:
         UsageError: no such planner or option, a missing draft, a datastore that is not used, or a value out of range.
     """
@@ -147,7 +145,7 @@ def make_planner(
         if goes_ahead(ahead, own and state is not None, drafts[0]):
             goes = {"sequences": sequences, "top_up": top_up, "forks": forks, "nice": not own}
     parts = Parts(target, drafts[0] if drafts else None, datastore, state, goes)
-    made = {one: _made(one, replace(parts, options=taken(one, options))) for one in names}
+    made = {one: _made(one, replace(parts, options=options_of(one, options))) for one in names}
     if state is None or name == "none":
         return made[name]
     patience = PATIENCE if name == "auto" and not target.capabilities.streams else 0
@@ -174,7 +172,9 @@ def has_own_processor(target: Backend, draft: Backend) -> bool:
 
 
 def goes_ahead(asked: bool | None, usual: bool, draft: Backend) -> bool:
-    """True if the draft may go on while the target runs.
+    """
+    Returns:
+        True if the draft may go on while the target runs.
 
     Raises:
         UsageError: it was asked for, and it may not.
@@ -186,5 +186,5 @@ def goes_ahead(asked: bool | None, usual: bool, draft: Backend) -> bool:
     return (usual if asked is None else asked) and not draft.capabilities.one_thread
 
 
-def taken(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {option: value for option, value in options.items() if name in PLANNERS and option in PLANNERS[name].options}

@@ -2,9 +2,8 @@
 
 Of a tree whose n best nodes are kept, and whose i-th best node is accepted with probability p_i:
 
-    goodput(n) = (1 + p_1 + … + p_n) / (drafting + pass(n + 1))
+    goodput(n) = (1 + p_1 + ... + p_n) / (drafting + pass(n + 1))
 
-Streamed weights make `pass` flat, and wide trees win; weights in memory make it steep, and few draft tokens win.
 Each further node of a mixture of experts costs less, since fewer of its experts are new (MoESD, arXiv 2505.19645).
 """
 
@@ -39,7 +38,7 @@ def goodput(
 
 
 def best_size(log_probs: FloatArray, spent: float, cost: Curve, trust: float = 1.0) -> tuple[int, float]:
-    """Number of nodes of the best step, and its tokens per second; `goodput`'s arguments, nodes in any order."""
+    """Number of nodes of the best step, and its tokens per second; as `goodput`, but nodes in any order."""
     rates = goodput(-np.sort(-log_probs), spent, cost, trust)
     size = int(np.argmax(rates))
     return size, float(rates[size])
@@ -54,8 +53,6 @@ def split(
     roots: float | None = None,
 ) -> list[int]:
     """Number of best nodes that each sequence's tree keeps in a shared pass.
-
-    The best nodes of all trees are again trees, since no node is more probable than its parent.
 
     Args:
         log_probs: of each tree's nodes, the root left out.
@@ -107,9 +104,7 @@ def worth_reading(
     draft_cost: Curve,
     child: float = 1.0,
 ) -> int:
-    """Number of nodes that the draft should read in its next pass; 0: stop drafting.
-
-    It looks one draft pass ahead, which is enough, since gains shrink as a tree grows.
+    """Number of nodes for the draft's next pass, by the gain of this pass alone; 0: stop drafting.
 
     Args:
         log_probs: [n] of the nodes found so far, best first, at most `budget`.

@@ -1,13 +1,11 @@
-"""Datastore to copy from: a token array and its suffix array in one memory-mapped file.
+"""Datastore to copy from: a token array and its suffix array in one memory-mapped file (REST, arXiv 2311.08252).
 
     offset 0        JSON, one line, padded with spaces to HEADER_SIZE bytes (see `Header`)
     HEADER_SIZE     the tokens of all documents, big-endian, a separator after each document
     then            the suffix array: positions in the token array, little-endian, in the order of their suffixes
 
-Big-endian tokens compare as their bytes do, so a suffix array of the bytes, kept where tokens begin, is that of the
-tokens. The separator is the largest number of the token's width, which no token has, so no match goes across it.
-
-From REST (He et al., arXiv 2311.08252), as changed by SSSD (see `sssd.py`).
+Big-endian tokens compare as their bytes do, so the tokens' suffix array is a part of the bytes' one. The separator is
+the largest number of the token's width, which no token has, so no match goes across it.
 """
 
 import gzip
@@ -220,7 +218,7 @@ def build(out: str | Path, texts: Iterable[str], vocab: Vocab, progress: Progres
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     report = progress or (lambda phase, done, total: None)
     try:
-        # Opened first: a folder that cannot be written to is found before the work.
+        # Opened before the work, so that a folder that cannot be written to is found at once.
         with part.open("xb") as file:
             tokens, documents = _tokenise(texts, vocab, report)
             report("sorting", 0, len(tokens))
@@ -359,10 +357,9 @@ def _parse(text: str, where: str) -> Any:
 
 
 def documents_of(value: Any) -> Iterator[str]:
-    """The documents in a JSON value.
+    """The documents in a JSON value: each object, and each string of a list that is in no object.
 
-    An object's strings that hold a word, and those in its lists, are joined by empty lines as one document. Objects in
-    it are documents of their own, and so is each string of a list that is in no object.
+    An object's text is its own strings that hold a word, also those in its lists, joined by empty lines.
     """
     if isinstance(value, dict):
         inside = [item for field in value.values() for item in (field if isinstance(field, list) else [field])]

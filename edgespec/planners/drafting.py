@@ -18,7 +18,7 @@ from edgespec.loop.tree import DraftTree
 # Best of 0.7, 1.0 and 1.4 (greedy) and of 0.5, 1.0 and 1.3 (sampling) for Qwen2.5-Coder 0.5B and 1.5B on MT-bench.
 TAU_GREEDY, TAU_SAMPLING = 0.7, 1.3
 BATCHES = 16  # passes over which `Drafter.mean_batch` fades
-CATCH_UP = 64  # most generated tokens that `propose` reads, and tokens that one `foresee` reads
+CATCH_UP = 64  # most generated tokens that one `propose` or `foresee` reads
 
 
 class Drafter:
@@ -134,8 +134,8 @@ class Drafter:
 class ChildScores:
     """Log q of the children of any node in one step, by the draft's logits z.
 
-    Coupled:    q = softmax((z + T * gumbel(seed, position)) / tau), with the target's noise
-    Uncoupled:  q = softmax(z / T), or softmax(z / tau) if T = 0
+    coupled     q = softmax((z + T * gumbel(seed, position)) / tau), with the target's noise
+    uncoupled   q = softmax(z / T), or softmax(z / tau) if T = 0
     """
 
     def __init__(self, context: Context, tau: float | None, coupling: bool) -> None:
@@ -178,8 +178,7 @@ def _offset(context: Context) -> Float32Array:
 
 
 def agreed(tree: DraftTree, nodes: NDArray[np.intp], tokens: Sequence[int]) -> tuple[int, int]:
-    """Agreement of draft and target in one step.
-
+    """
     Args:
         tree: the draft's.
         nodes: nodes of the tree that count: those that would be verified if nodes cost nothing.

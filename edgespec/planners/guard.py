@@ -1,6 +1,6 @@
 """Decides by measured tokens per second whether the draft goes on while the target runs.
 
-The better way is taken for a rest of many steps, then the other one is tried for `BLOCK` steps.
+The better way is taken for many steps (a rest), then the other one for `BLOCK` steps (a trial).
 """
 
 from collections import deque
@@ -13,18 +13,17 @@ REST = 16  # steps of the first rest; each trial doubles it, and one that change
 LONGEST = 1024  # steps of the longest rest
 SAMPLES = 64  # last steps of each way that count
 AUDITED = 32  # trees over which `Way.wrote` and `Way.hoped` fade
-MARGIN = 1.01  # ratio of the rates above which going on is better,
-SURE = 1.5  # with this many standard errors of the difference in addition, if it was not better before
+MARGIN = 1.01  # ratio of the rates that going on must exceed
+SURE = 1.5  # standard errors of the difference that it must exceed in addition, if it was not better before
 
 
 @dataclass(slots=True)
 class Way:
-    """Measurements of one way of drafting.
-
+    """
     Attributes:
         samples: (tokens expected of a pass's tree, seconds since the pass before).
-        wrote: tokens that the trees gained, a fading sum; wrote / hoped corrects expected tokens.
-        hoped: tokens that were expected of the trees, a fading sum.
+        wrote: tokens that its trees gained, a fading sum; wrote / hoped corrects expected tokens.
+        hoped: tokens that were expected of these trees, a fading sum.
     """
 
     samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
@@ -50,17 +49,16 @@ class Way:
 
 @dataclass(slots=True)
 class Guard:
-    """Chooses between two ways of drafting.
-
+    """
     Attributes:
-        alone: the draft works only between the target's passes.
-        beside: the draft also works while the target runs.
+        waiting: the draft works only between the target's passes.
+        ahead: the draft also works while the target runs.
         goes_on: it does so in the pass that was begun last.
         better: going on was better when the ways were last compared.
     """
 
-    alone: Way = field(default_factory=Way)
-    beside: Way = field(default_factory=Way)
+    waiting: Way = field(default_factory=Way)
+    ahead: Way = field(default_factory=Way)
     goes_on: bool = False
     better: bool = False
     _left: int = REST  # steps left of this rest or trial
@@ -74,8 +72,7 @@ class Guard:
         return {"better": self.better, "rest": self._rest, **ways}
 
     def recall(self, known: dict[str, Any]) -> None:
-        """Begin with the values of `as_dict`.
-
+        """
         Raises:
             KeyError, TypeError, ValueError: `known` does not have them.
         """
@@ -86,18 +83,20 @@ class Guard:
         self._turn(self.better, self._rest)
 
     def _ways(self) -> list[tuple[str, Way]]:
-        return [("alone", self.alone), ("beside", self.beside)]
+        return [("alone", self.waiting), ("beside", self.ahead)]
 
     def next(self, expected: float, now: float) -> bool:
-        """Decide whether the draft goes on in the pass that begins.
-
+        """
         Args:
-            expected: tokens expected of the pass's tree.
+            expected: tokens expected of the tree of the pass that begins.
             now: seconds, by any clock.
+
+        Returns:
+            True if the draft goes on during this pass.
         """
         self._maker = None
         if self._since is not None:
-            self._maker = self.beside if self.goes_on else self.alone
+            self._maker = self.ahead if self.goes_on else self.waiting
             self._maker.samples.append((expected, now - self._since))
             self._left -= 1
             if self._left == 0:
@@ -117,12 +116,12 @@ class Guard:
         if self.goes_on == self.better:
             self._turn(not self.goes_on, BLOCK)
             return
-        alone, beside = self.alone, self.beside
-        doubt = 0.0 if self.better else SURE * sqrt(alone.error**2 + beside.error**2)
-        better = beside.rate > MARGIN * alone.rate + doubt
+        waiting, ahead = self.waiting, self.ahead
+        doubt = 0.0 if self.better else SURE * sqrt(waiting.error**2 + ahead.error**2)
+        better = ahead.rate > MARGIN * waiting.rate + doubt
         self._rest = min(LONGEST, 2 * (self._rest if better == self.better else REST))
         self.better = better
         self._turn(better, self._rest)
 
-    def _turn(self, goes_on: bool, rounds: int) -> None:
-        self.goes_on, self._left = goes_on, rounds
+    def _turn(self, goes_on: bool, steps: int) -> None:
+        self.goes_on, self._left = goes_on, steps

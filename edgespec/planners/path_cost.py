@@ -1,17 +1,13 @@
-"""Trees as paths, for models with recurrent layers.
-
-A recurrent layer has one state for all tokens before, which the branches of a tree cannot share. So each path of the
-tree is evaluated as a sequence that begins with a copy of the last state. Committed tokens after this state are unread,
-and every path begins with them.
+"""Trees as paths, for models with recurrent layers: branches cannot share a layer's single state.
 
     states      8        20
-    tokens      ·········[unread][root]─a─b          one path, from state 20
+    tokens      ·········[unread][root]─a─b          one path, from a copy of the last state, 20
                          [unread][root]─a─c          another: unread tokens, root and a are computed again
-                ·[as many tokens    ]                the step, from state 8: it ends before the root
+                ·[as many tokens    ]                the state step, from state 8: it makes a state before the root
 
-All sequences of a pass have one length, so that it reads the weights once; shorter paths are padded. The step makes a
-new state, from an old one that lies as far back as the paths are long. Without a step, unread tokens become more, until
-a pass of their own reads them.
+Unread are the committed tokens after the last state. All sequences of a pass have one length, so that it reads the
+weights once: shorter paths are padded, and the state step begins as far back as they are long. Without it, unread
+tokens become more, until a pass of their own reads them.
 """
 
 from collections.abc import Collection, Sequence
@@ -27,21 +23,20 @@ from edgespec.planners.cost import best_size
 
 MOST_PATHS = 8  # of a pass
 KEPT_STATES = 4  # of a session
-MOST_OWED = 16  # unread tokens that paths begin with; more get a pass of their own
-MOST_OWED_IN_MEMORY = 4  # the same, where passes do not read weights from a disk
+MOST_UNREAD = 16  # unread tokens that paths begin with; more get a pass of their own
+MOST_UNREAD_IN_MEMORY = 4  # the same, where passes do not read weights from a disk
 SHARE = 1 / 8  # part of the weights' bytes that states may take
 ALWAYS = 512 << 20  # bytes that states may take in any case
-MOST_MARKED = 1  # states at the ends of prompts, besides the last state
-USUAL_DEPTH = 8  # tokens between two states, so that steps can begin at the older one
-CHEAP = 63  # rows that cost little: a pass with a step has at most these, or twice its rows without the step
+MOST_MARKED = 1  # kept states at the ends of prompts
+USUAL_DEPTH = 8  # tokens between two states, so that a state step can begin at the older one
+CHEAP = 63  # rows that cost little: a pass with a state step has at most these, or twice its rows without it
 
 State = TypeVar("State")
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """One sequence of a pass.
-
+    """
     Attributes:
         start: the node from whose state it begins; -1: the last state of committed tokens, so unread tokens come first.
         nodes: nodes to evaluate, from the top down.
@@ -81,13 +76,13 @@ def states_within(state: int, weights: int, most: int) -> int:
 
 
 def step_from(states: Collection[int], length: int, paths: int, tokens: int, most: int) -> int | None:
-    """The state where the shortest possible step begins; None: there is none.
+    """Number of tokens before the state where the shortest possible state step begins; None: there is none.
 
     Args:
         states: number of tokens before each state.
-        length: number of committed tokens, after which the step ends.
+        length: number of committed tokens, after which the state step ends.
         paths: number of paths in the same pass.
-        tokens: tokens of each path, which the step has at least.
+        tokens: tokens of each path, and least tokens of the state step.
         most: most rows of the pass.
     """
     room = min(most, max(CHEAP, 2 * paths * tokens)) // (paths + 1)
@@ -95,7 +90,7 @@ def step_from(states: Collection[int], length: int, paths: int, tokens: int, mos
 
 
 class States(Generic[State]):
-    """States that a session keeps, by the number of committed tokens before them; the one before all is not kept."""
+    """States that a session keeps, by the number of committed tokens before them, at least 1."""
 
     def __init__(self, room: int) -> None:
         self.kept: dict[int, State] = {}
@@ -201,7 +196,7 @@ def best_part(
             break
         paths, depth = _growth(tree, nodes)
         tokens = 1 + trust * np.cumsum(np.exp(tree.log_probs[nodes]))
-        # The tokens that a pass commits are unread: they are rows of the next one, too.
+        # Tokens that a pass commits are unread, so they are rows of the next one, too.
         rates = tokens / (spent + cost.seconds(paths * (head + 1 + depth) + tokens))
         if rates.max() > best:
             best, chosen = float(rates.max()), nodes[: int(np.argmax(rates)) + 1]

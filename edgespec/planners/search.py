@@ -1,7 +1,4 @@
-"""The draft's best-first search: Algorithm 2 of SpecExec (arXiv 2406.02532).
-
-A node's distance is its cumulative -log q, and the nearest unread nodes are read next.
-"""
+"""The draft's best-first search, Algorithm 2 of SpecExec (arXiv 2406.02532): the most probable nodes are read first."""
 
 from collections.abc import Sequence
 from itertools import takewhile
@@ -13,8 +10,8 @@ from numpy.typing import ArrayLike, NDArray
 from edgespec.loop.sampling import IdArray, Scores
 from edgespec.loop.tree import DraftTree, FloatArray, Source, shallow
 
-COMMITTED = -1  # place of the root, which is committed in the draft's session
-NOT_READ = -2  # place of a node that the draft has not read
+COMMITTED = -1  # `Search.place` of the root
+NOT_READ = -2
 
 ENOUGH = 0.003  # tokens that reading a node is expected to add, at least
 LIKELY_CHILD = 0.8  # probability of a node's best child, until the draft has read a node
@@ -96,13 +93,13 @@ class Search:
 
     @property
     def child(self) -> float:
-        """Mean probability of a node's best child, given the node."""
+        """Mean of the probability of a node's best child, given the node."""
         return fmean(self._best_children)
 
     def unread(self, enough: float = ENOUGH) -> NDArray[np.intp]:
-        """The unread nodes whose best child is likely to be among the K best nodes, nearest first.
+        """The unread nodes whose best child is likely to be among the K best nodes, most probable first.
 
-        Nodes that are below the `usual` cutoff are read last: they seldom improve the tree.
+        While there are some above the `usual` cutoff, no others: those seldom improve the tree.
 
         Args:
             enough: tokens that reading a node must be expected to add.
@@ -120,7 +117,7 @@ class Search:
         return found
 
     def take(self, unread: NDArray[np.intp], beam: int, max_leaves: int, max_nodes: int) -> IdArray:
-        """The first of the unread nodes: as many as a draft pass and the draft's cache have room for."""
+        """The first of `unread` for which a draft pass, its leaves and the draft's cache have room."""
         batch = list[int]()
         for node in unread.tolist():
             parent = int(self.parents[node])

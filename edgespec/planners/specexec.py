@@ -1,15 +1,11 @@
 """SpecExec: the K most probable continuations under a draft model, as one tree.
 
 Algorithm 2 of "SpecExec: Massively Parallel Speculative Decoding for Interactive LLM Inference on Consumer Devices"
-(arXiv 2406.02532). Each draft pass reads the `beam` nearest nodes (`search.py`). The search ends after `depth` passes,
-when no other node is likely to be among the K nearest, or when a pass does not pay (`cost.py`).
+(arXiv 2406.02532). Each draft pass reads the `beam` most probable nodes (`search.py`), until no other node is likely to
+be among the K best, or a pass does not pay (`cost.py`).
 
-An addition is coupling: noise belongs to the position, so the draft can predict what the target will *sample*, and more
-draft tokens are accepted:
-
-    q = softmax((z + T * gumbel(seed, position)) / tau)
-
-Here tau, in logits, is the usual disagreement of draft and target.
+An addition is coupled sampling: with the target's Gumbel noise, the draft predicts what the target will *sample*
+(`ChildScores`).
 """
 
 from collections.abc import Sequence
@@ -52,7 +48,7 @@ class SpecExecPlanner(Planner):
             depth: most draft passes of a tree, and so its most depth; default: `usual_depth`.
             beam: most nodes that a draft pass reads.
             tau: usual disagreement of draft and target, in logits; default: 0.7 when greedy, 1.3 when sampling.
-            coupling: draft with the target's noise; without it q = softmax(z / T).
+            coupling: draft with the target's noise, as `ChildScores` says.
             cost: pass times of the draft, to which its passes are added; default: new ones.
         """
         self.depth = depth or self.usual_depth
@@ -62,7 +58,7 @@ class SpecExecPlanner(Planner):
         self._beam = min(beam, self._limits.max_wanted) if self.children > 1 else 1
         self._drafter = Drafter(draft, cost)
         self._search: Search | None = None  # of the last proposal
-        self._usual = -np.inf  # cutoff of the last search, which the next one's is like
+        self._usual = -np.inf  # cutoff of the last search, and about that of the next
 
     @property
     def draft_session(self) -> Session:

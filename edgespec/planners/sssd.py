@@ -1,18 +1,16 @@
 """SSSD: draft tokens copied from earlier tokens and from a datastore, without a draft model.
 
-After "SSSD: Simply-Scalable Speculative Decoding" (arXiv 2411.05894), section 3.1. The last tokens are looked up in
+After section 3.1 of "SSSD: Simply-Scalable Speculative Decoding" (arXiv 2411.05894), the last tokens are looked up in
 
     input       prompt and output, by an n-gram index
     datastore   other documents, by a suffix array
     hints       a predicted answer, and the output of siblings (`hint_texts.py`)
 
 For each source and matched length, the tokens after the matches make a tree of counts. A fitted calibration turns each
-share count / total into a probability (`sssd_calibration.py`); the highest that any source gives a token counts. The
-`budget` most probable paths are the draft tree.
+share count / total into a probability (`sssd_calibration.py`); the highest that any source gives a token counts.
 
-The paper calibrates whole paths; here single steps are calibrated, so that no child outranks its parent. It also sums
-the datastore's counts over matched lengths, which is worth the same. Matches of 0 tokens are an addition: where nothing
-longer matches, the input's latest tokens are better draft tokens than none.
+The paper calibrates whole paths; here single steps are calibrated, so that no child outranks its parent. Matches of 0
+tokens are an addition: where nothing longer matches, the input's latest tokens are better than no draft tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +27,7 @@ from edgespec.planners.datastore import Datastore
 from edgespec.planners.sssd_calibration import WEIGHTS
 
 CONTINUATIONS = 100  # most matches of a source and matched length; the paper's figure
-RARE = 0.05  # where less probable draft tokens do not pay, matches of 0 tokens and all but FEW matches are left out
+RARE = 0.05  # `Context.least` above which matches of 0 tokens, and all but FEW of each length, are left out
 FEW = 16  # last matches of a matched length
 LONGEST_DATASTORE = 6  # tokens of the longest match
 
@@ -56,7 +54,7 @@ class Calibration(dict[tuple[int, int, int, int, int], float]):
 
 
 def features(depth: int, count: int, total: int) -> tuple[float, float, float, float]:
-    """1, log-odds of the share, log(total), log(depth).
+    """Features of a step: 1, log-odds of the share, log(total), log(depth).
 
     Args:
         depth: of the token, at least 1.
@@ -83,8 +81,7 @@ def split(text: list[int], places: list[int]) -> dict[int, list[int]]:
 
 
 def steps(groups: list[Matches], depth: int, calibration: Calibration) -> dict[int, tuple[float, int, list[Matches]]]:
-    """The tokens that can follow a node.
-
+    """
     Args:
         groups: matches that agree with the node's path; of one source the longer ones first.
         depth: of the tokens.

@@ -1,14 +1,14 @@
 """Weights of `Calibration` in `sssd.py`: a logistic regression for each source and matched length.
 
-Fitted to the first 400 tokens of 269 answers, which are in no benchmark of this project, with Qwen2.5's tokenizer:
+Fitted to the first 400 tokens of 269 answers, which are in no benchmark of this project, with Qwen2.5's tokenizer, and
+a datastore of 13.4 M tokens (chat, code, mathematics, and other models' AlpacaEval outputs for other instructions):
 
     180   AlpacaEval outputs of Qwen1.5-7B-Chat and Llama-3-8B-Instruct
      60   code-editing answers of GPTeacher and Code Alpaca
      29   JSON answers about Wikipedia passages
 
-The datastore held 13.4 M tokens: chat, code, mathematics, and other models' AlpacaEval outputs for other instructions.
-On 270 further answers, acceptance length at budget 64 rose from 2.01 (plain shares) to 2.10 with the datastore, and
-from 1.64 to 1.65 without. Matched lengths with few observations are drawn towards all others.
+Matched lengths with few observations are drawn towards all others. On 270 further answers, acceptance length at budget
+64 rose from 2.01 (plain shares) to 2.10 with the datastore, and from 1.64 to 1.65 without.
 """
 
 from edgespec.loop.tree import Source

@@ -1,4 +1,4 @@
-"""Compose one pass: the draft trees of several sequences, and a chunk of a prompt. The draft reads chunks, too."""
+"""Composes one pass: the draft trees of several sequences, and a chunk of a prompt."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,14 +15,14 @@ from edgespec.scheduler.prompt_chunks import PromptChunks, can_share_passes
 from edgespec.scheduler.requests import CurrentPass
 from edgespec.scheduler.session_pool import Lane
 
-TIMES_FAIR = 2
+TIMES_FAIR = 2  # equal shares of a pass that one sequence's proposal may fill
 
 Batch = list[tuple[Lane, Pass]]
 Failed = list[tuple[Lane, Exception]]
 
 
 def choose(lanes: Sequence[Lane], limits: Capabilities, *, read_last: bool) -> tuple[list[Lane], Lane | None]:
-    """Sequences to decode in the next pass, and one to prefill; they alternate if they cannot share a pass.
+    """Sequences to decode in the next pass, and the one to prefill; they alternate if they cannot share a pass.
 
     Args:
         lanes: sessions with work.
@@ -44,7 +44,7 @@ def read_draft(lane: Lane, chunks: PromptChunks, pass_now: CurrentPass, *, singl
         lane: its draft has something to read.
         chunks: sizes of the draft's chunks.
         pass_now: notes the pass.
-        single: no other sequence waits.
+        single: no other sequence has work.
     """
     reading, generation = lane.draft_prompt, lane.generation
     assert reading
@@ -66,9 +66,9 @@ def plan(
 ) -> tuple[Batch, Failed]:
     """
     Args:
-        writing: sequences to decode, as many as fit.
+        writing: sequences to decode, of which as many as fit get a tree.
         reader: a sequence to prefill; its chunk is the last part.
-        lanes: all, for which see `plan_trees`.
+        lanes: all sessions; those that get no tree drop their draft nodes, which take cells of the draft.
         limits: of the target.
         times: of its passes; None: trees take all the room of a pass.
         chunks: sizes of prompts' chunks.
@@ -99,7 +99,7 @@ def plan_trees(
 
     Args:
         writing: sequences to decode.
-        lanes: all others of these drop their trees, which take cells of the draft.
+        lanes: as for `plan`.
         limits: of the target.
         room: rows of the pass.
         times: as for `plan`.
@@ -136,7 +136,15 @@ def in_turn(writing: Sequence[Lane], room: int) -> list[Lane]:
 def best_sizes(
     found: Sequence[tuple[Lane, Proposed]], limits: Capabilities, room: int, times: PassTimes | None, seconds: float
 ) -> list[int]:
-    """Draft nodes of each tree, for most expected tokens per second; `seconds` were spent on drafting."""
+    """Number of draft nodes of each tree for most expected tokens per second.
+
+    Args:
+        found: a proposal of each sequence.
+        limits: of the target.
+        room: rows of the pass besides the roots.
+        times: as for `plan`.
+        seconds: spent on drafting.
+    """
     length = fmean(len(lane.session.token_ids) for lane, _ in found)
     curve = times.at(round(length)) if times else None
     added = roots = None
@@ -152,7 +160,7 @@ def learn(batch: Batch, seconds: float, limits: Capabilities, times: PassTimes |
     nodes, trees = sum(len(work.token_ids) for work in works), [work for work in works if not work.prompt]
     has_prompt = len(trees) < len(batch)
     chunks.learn(nodes, seconds, prompt=has_prompt)
-    # Rows predict no time if trees are evaluated path by path. Passes over one tree are the planner's.
+    # Rows predict no time if trees are evaluated path by path; the planner learns from passes over one tree.
     if times and len(batch) > 1 and not (has_prompt or limits.paths):
         times.add(nodes, seconds, round(fmean(len(work.session.token_ids) for work in trees)))
 

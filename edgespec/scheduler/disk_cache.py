@@ -1,7 +1,4 @@
-"""A folder of saved sessions, found by their leading tokens.
-
-Files of other models, or of the same model loaded otherwise, are left alone.
-"""
+"""A folder of saved sessions, found by their leading tokens."""
 
 import hashlib
 import json
@@ -14,15 +11,15 @@ from time import time
 from edgespec.errors import ContextFull, EdgespecError, SessionFileError
 from edgespec.loop.backend import Backend, Session
 from edgespec.loop.passes import common_prefix
-from edgespec.loop.session_files import beside, difference, load_beside, look
+from edgespec.loop.session_files import difference, draft_file, load_draft_session, look
 
 WORTH_SAVING = 256  # new tokens that are worth a file
 ABANDONED = 3600.0  # seconds after which an unfinished file is a killed program's
-PART = 8
+PART = 8  # one in PART tokens must be new
 
 
 class DiskCache:
-    """One model's saved sessions; a failure after `__init__` is reported, and the cache is not used."""
+    """Saved sessions of one model, loaded in one way; files of others stay, and failures of files are only reported."""
 
     def __init__(
         self,
@@ -35,7 +32,7 @@ class DiskCache:
     ) -> None:
         """
         Args:
-            folder: made if it is not there.
+            folder: is made if it does not exist.
             backend: whose sessions are saved.
             most_bytes: of all files; beyond it the least recently used ones are deleted.
             least: tokens that saving or loading must spare.
@@ -87,7 +84,7 @@ class DiskCache:
             return False
         if draft and common_prefix(draft.token_ids, tokens) >= self.least:
             try:
-                draft.save(beside(path))
+                draft.save(draft_file(path))
             except EdgespecError as error:
                 self._say(str(error))
         for other, saved in list(self._saved.items()):
@@ -101,7 +98,7 @@ class DiskCache:
         """Load a file into a session, which may be empty if that fails; False: there is no room now."""
         try:
             session.load(path)
-            load_beside(path, draft)
+            load_draft_session(path, draft)
             os.utime(path)
         except SessionFileError as error:
             self._say(f"{error}; it is left out")
@@ -116,7 +113,7 @@ class DiskCache:
 
     def _drop(self, path: Path) -> None:
         self._saved.pop(path, None)
-        for file in (path, beside(path)):
+        for file in (path, draft_file(path)):
             with suppress(OSError):
                 file.unlink()
 
@@ -124,7 +121,7 @@ class DiskCache:
         found = list[tuple[float, int, Path]]()
         for path in self._folder.glob("*.kept"):
             with suppress(OSError):
-                drafts = beside(path).stat().st_size if beside(path).exists() else 0
+                drafts = draft_file(path).stat().st_size if draft_file(path).exists() else 0
                 found.append((path.stat().st_mtime, path.stat().st_size + drafts, path))
         size = sum(one[1] for one in found)
         for _, bytes_of, path in sorted(found):

@@ -1,4 +1,4 @@
-"""Submit requests and iterate over their events. A single caller drives the scheduler; with two, a worker does."""
+"""Submits requests and iterates over their events: a single caller makes the steps, of several a worker thread."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -20,7 +20,7 @@ def events(scheduler: Scheduler, request: Request, stats: GenerationStats | None
 def events_of(
     scheduler: Scheduler, requests: Sequence[Request], stats: Sequence[GenerationStats] = ()
 ) -> Generator[tuple[int, Event]]:
-    """As `events`, for several requests: (number of the request, event)."""
+    """As `events`, for several requests; yields (number of the request, event)."""
     found: SimpleQueue[tuple[int, Event]] = SimpleQueue()
     handles, left = list[Handle](), set(range(len(requests)))
     try:

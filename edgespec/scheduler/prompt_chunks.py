@@ -30,13 +30,14 @@ class PromptChunks:
             self.tree_seconds = seconds
 
     def rows(self, reading: Prefill, room: int) -> int:
+        """Of `room` rows of a pass, those that trees leave to the next chunk."""
         return min(TILE, reading.unread, room // 2) + reading.session.unread_committed
 
     def next(self, reading: Prefill, taken: int = 0, *, single: bool) -> Work:
         """
         Args:
             reading: a prompt of the target or of a draft.
-            taken: rows of the pass that trees have.
+            taken: rows of the pass that trees take.
             single: no other sequence waits for this pass, so the chunk may be as long as fits.
         """
         limits, start = reading.backend.capabilities, reading.resume()
@@ -52,7 +53,7 @@ class PromptChunks:
         return reading.work(end - start)
 
     def fast(self, taken: int, most: int) -> int:
-        """Tokens of a prompt, about `most` at most, that a pass with `taken` other rows prefills in time."""
+        """Tokens of a prompt, at most `most` rounded up to tiles, that a pass with `taken` other rows reads in time."""
         curve = self._times.at(0)
         if curve is None:
             return FIRST_CHUNK

@@ -16,9 +16,7 @@ def first_come(handle: Handle) -> float:
 
 
 def shortest_first(handle: Handle) -> float:
-    """The highest response ratio next (Brinch Hansen, 1971): requests with a small `max_tokens` first, but each one
-    rises.
-    """
+    """Highest response ratio next (Brinch Hansen, 1971): a small `max_tokens` comes first, unless others wait long."""
     return -(perf_counter() - handle.since) / handle.request.max_tokens
 
 
@@ -40,7 +38,7 @@ class Queue:
             self.changed.notify()
 
     def put_back(self, handle: Handle) -> None:
-        """Restart a request that had a session: the first of its priority."""
+        """Restart a request that had a session, before equal ones."""
         with self.changed:
             if handle not in self._handles:
                 self._handles.insert(0, handle)

@@ -1,3 +1,5 @@
+"""Requests, the events that report on them, and counts of both."""
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,11 +20,10 @@ from edgespec.loop.tree import Source
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt, and how to continue it.
-
+    """
     Attributes:
         stop: strings that end the output.
-        log_probs: report log-probabilities, and this number of the likeliest tokens.
+        log_probs: report log-probabilities, also of this number of most probable tokens; None: report none.
         plain: decode without draft tokens.
         grammar: what the output must match.
         hint_texts: texts to copy draft tokens from.
@@ -52,7 +53,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Prefill progress: `done` of `total` prompt tokens."""
+    """Prefill progress, in prompt tokens."""
 
     done: int
     total: int
@@ -87,7 +88,7 @@ class Status(Enum):
     """Stations of a request, in this order; a restart leads back to WAITING."""
 
     WAITING = "waiting"
-    PREFETCHING = "prefetching"  # has a session, but is computed only while there is no other work
+    PREFETCHING = "prefetching"  # idle work with a session
     READING = "reading"
     WRITING = "writing"
     DONE = "done"
@@ -95,7 +96,7 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """A request on its way. Any thread may call `cancel`, only the scheduler all else.
+    """The state of a request; any thread may call `cancel`, only the scheduler all else.
 
     Attributes:
         idle_limit: see `Scheduler.submit`.
@@ -117,7 +118,7 @@ class Handle:
     ended: Ended | None = None
     text: TextStream = field(init=False)
     _told: list[int] = field(default_factory=list)  # tokens that the reader has
-    _repeated: int = 0  # of them, those decoded since the last restart
+    _repeated: int = 0  # number of these decoded since the last restart
     _rest: str = ""
 
     def __post_init__(self) -> None:
@@ -139,10 +140,10 @@ class Handle:
         return self._repeated < len(self._told)
 
     def cancel(self, *, useful: bool = False) -> None:
-        """Stop after the pass under way, or within it if no other request is in it. Safe to call twice.
+        """Stop after the pass under way, or within it if no other request is in it; safe to call twice.
 
         Args:
-            useful: a request that comes now needs what the pass computes, so it goes on.
+            useful: another request needs what the pass computes, so the pass goes on.
         """
         if not self.cancelled:
             self.cancelled = True
@@ -158,16 +159,16 @@ class Handle:
         self.status = Status.PREFETCHING if self.is_idle_work else Status.READING
 
     def restart(self) -> None:
-        """Wait again. Gumbel noise belongs to positions, so the same tokens follow: see `write`."""
+        """Wait again: the same tokens will follow, of which `write` reports only new ones."""
         self.text, self._repeated = self._new_text(), 0
         self.stats.reset()
         self.status = Status.WAITING
 
     def write(self, step: Step) -> list[Chunk]:
-        """Report the new tokens of one pass, but for those that the reader has.
+        """Report those tokens of a step that the reader does not have.
 
         Raises:
-            EdgespecError: after a restart other tokens came. Without a row class, rounding may do so.
+            EdgespecError: after a restart other tokens came; without a row class, rounding may change them.
         """
         chunks = chunks_of(step, self.text, self.stats)
         known = self._told[self._repeated : self._repeated + len(chunks)]
@@ -192,12 +193,12 @@ class Handle:
         self.status = Status.DONE
 
     def tell_end(self) -> None:
-        """Report the end; after an interruption perhaps twice, but always."""
+        """Report the end; an interruption may lead to a second report, but never to none."""
         assert self.ended
         self.tell(self.ended)
 
     def tell(self, event: Event, tokens: Sequence[int] = ()) -> None:
-        """Pass an event, which reports `tokens`, to the reader; a reader that fails is gone."""
+        """Pass an event, which reports `tokens`, to the reader; if it fails, the request is cancelled."""
         try:
             self.emit(event)
             self._told.extend(tokens)

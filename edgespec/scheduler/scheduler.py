@@ -1,10 +1,6 @@
 """Many requests, one model: each pass of the target serves as many sequences as fit.
 
-Requests in one pass do not change each other's tokens: Gumbel noise belongs to the position, and passes keep to a row
-class (`loading/exact.py`).
-
-A step may be interrupted anywhere, also by Ctrl-C in a caller's thread. Each session has a `Phase` that says what may
-be undone, and the next step begins with `SessionPool.recover`.
+A step may be interrupted anywhere, also by Ctrl-C in a caller's thread: the next one begins with `SessionPool.recover`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +23,7 @@ from edgespec.scheduler.requests import Cancelled, Counts, CurrentPass, Event, H
 from edgespec.scheduler.session_pool import Lane, Phase, SessionPool
 from edgespec.scheduler.worker import Worker
 
-AHEAD = 0.5  # part of a pass's time that may be spent on `foresee`
+AHEAD = 0.5  # part of a pass's time that may be spent on `Lane.foresee`
 MOST_AHEAD = 128  # tokens
 
 
@@ -47,8 +43,8 @@ class Scheduler:
             planners: one for each sequence of a batch.
             budget: most draft tokens of a sequence in a pass.
             cost: times of the target's passes, which it learns; None: trees take all the room of a pass.
-            order: of waiting requests, the one with the smallest value is served first. A value must fall while its
-                request waits, or a request may wait for ever.
+            order: of waiting requests, the one with the smallest value is served first, of equal ones the earliest. A
+                request with a larger value may wait for ever, unless its value falls meanwhile.
         """
         self.target = target
         self.counts = Counts()
@@ -70,14 +66,13 @@ class Scheduler:
         stats: GenerationStats | None = None,
         idle_limit: int | None = None,
     ) -> Handle:
-        """Queue a request.
-
+        """
         Args:
             request: what is wanted.
             emit: receives every event, in the thread that makes passes; must be fast.
             stats: filled in as tokens come.
-            idle_limit: None for a real request. Otherwise prefetch at most this many tokens while idle, until
-                `promote`; other requests may end it.
+            idle_limit: None for a real request. Otherwise this is idle work: the prompt is read, and at most this many
+                tokens are generated, while there is no other work and until `promote`; other requests may end it.
 
         Raises:
             ContextFull: the prompt leaves no room for a token.
@@ -91,7 +86,7 @@ class Scheduler:
         return handle
 
     def promote(self, handle: Handle) -> bool:
-        """Make idle work a real request; False: it was ended to make room for another."""
+        """Make idle work a real request; False: it was cancelled before."""
         with self._queue.changed:
             if not handle.cancelled:
                 handle.promote()
@@ -104,11 +99,10 @@ class Scheduler:
             self._queue.changed.notify()
 
     def start(self) -> None:
-        """Start the worker thread; raises RuntimeError if the system refuses one."""
         self._worker.start(self.close)
 
     def close(self) -> None:
-        """End all requests and the pass under way, and free sessions and planners. Safe to call twice."""
+        """End all requests and the pass under way, and free sessions and planners; safe to call twice."""
         self._queue.close()
         self._pass_now.close()
         self._worker.join(self.close)
@@ -118,7 +112,6 @@ class Scheduler:
 
     @contextmanager
     def _between_steps(self) -> Iterator[SessionPool]:
-        """Hold `turn` with open sessions; raises Closed."""
         with self.turn:
             if self._queue.closed:
                 raise Closed
@@ -224,7 +217,7 @@ class Scheduler:
             lane.report_read()
 
     def _read_draft(self) -> None:
-        """Read one chunk, of the sequence that has waited longest. It is decoded when its draft has read all."""
+        """Have the draft read one chunk for the oldest request that needs it."""
         lanes = self.pool.with_work
         if lane := min((one for one in lanes if one.draft_prompt), key=lambda one: one.used, default=None):
             with self._failing([lane]), suppress(Interrupted):
@@ -249,7 +242,7 @@ class Scheduler:
             self._accept(lane, pass_, found, single=len(batch) == 1)
 
     def _forward(self, batch: Batch) -> list[Logits]:
-        """The logits of one pass; [] if it could not be made, and another is to be tried."""
+        """The logits of one pass; []: it could not be made, and the next step tries another."""
         lanes = [lane for lane, _ in batch]
         handles = [lane.handle for lane in lanes if lane.handle]
         with self._failing(lanes), suppress(Interrupted):
@@ -270,7 +263,12 @@ class Scheduler:
             self._give_way([lane for lane, _ in batch], error)
 
     def _give_way(self, lanes: Sequence[Lane], error: ContextFull | None) -> None:
-        """Forget an idle session, else end idle work or the youngest request; one without tokens waits again."""
+        """Forget an idle session, else end idle work, else the youngest request.
+
+        Args:
+            lanes: those whose requests may be ended.
+            error: ends a request that has no tokens yet; None: it waits again.
+        """
         if self.pool.forget_oldest() or self._end_idle_work():
             return
         lane = max(lanes, key=lambda lane: lane.used)
@@ -300,7 +298,7 @@ class Scheduler:
 
     @contextmanager
     def _failing(self, lanes: Sequence[Lane]) -> Iterator[None]:
-        """End requests after an error within, which leaves their sessions in an unknown state."""
+        """End these requests after an error within, and open new sessions: the old ones are in an unknown state."""
         try:
             yield
         except Exception as error:

@@ -1,7 +1,7 @@
 """Sessions of the target with their planners: assignment, sharing, and eviction.
 
-An idle session keeps its tokens, and a prompt that begins with them starts from there. If all sessions take cells from
-one pool, new requests empty the least recently used idle ones. A `DiskCache` saves those first.
+An idle session keeps its tokens for the next prompt that begins with them. If all sessions take cells from one pool,
+the least recently used idle ones are emptied for new requests, and a `DiskCache` saves them first.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,27 +16,37 @@ from edgespec.loop.backend import Backend, Capabilities, Logits, Session
 from edgespec.loop.generate import Generation
 from edgespec.loop.passes import Pass, Prefill, common_prefix, start_of
 from edgespec.loop.planner import Planner
-from edgespec.loop.session_files import beside, has, load_beside
+from edgespec.loop.session_files import draft_file, has, load_draft_session
 from edgespec.loop.shapes import whole_tiles
 from edgespec.scheduler.disk_cache import DiskCache
 from edgespec.scheduler.requests import Chunk, Foresaw, Handle, Reading, Request, Status
 
-WORTH_SHARING = 8  # tokens by which another session must be better: templates alone share 24
-WORTH_KEEPING = 64  # tokens of an idle session worth keeping: a request that would drop them gets another one
-RESERVED = 1024  # tokens of an answer that `has_room` reserves
+WORTH_SHARING = 8  # tokens of a prompt that a fork must spare; a chat template has 24
+WORTH_KEEPING = 64  # tokens of an idle session: a request that would drop as many gets another session
+RESERVED = 1024  # most tokens of an answer for which cells are reserved
 PROMPT_RETRIES = 3
 
 
 class Phase(Enum):
-    """The part of a session and its planner that an exception in a step may leave undone."""
+    """The part of a session and its planner that an exception in a step may leave wrong."""
 
     SETTLED = "settled"
     PASSING = "passing"  # nodes and drafts of a pass; the tokens are right
-    CHANGING = "changing"
+    CHANGING = "changing"  # everything
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
+    """A session with its planner, and the request that it serves.
+
+    Attributes:
+        handle: the request; None: the session is idle.
+        used: serial number of the last request that it was assigned to.
+        passed: serial number of the last pass that it had a part in.
+        source: the session with which it shares its first `forked` cells.
+        looked_at: `save_one` has considered its tokens.
+    """
+
     session: Session
     planner: Planner
     handle: Handle | None = None
@@ -44,7 +54,7 @@ class Lane:
     phase: Phase = Phase.SETTLED
     used: int = 0
     passed: int = 0
-    source: "Lane | None" = None  # shares its first `forked` cells
+    source: "Lane | None" = None
     forked: int = 0
     looked_at: bool = False
 
@@ -98,11 +108,11 @@ class Lane:
         return handle is not None and bool(handle.ended or handle.text.stopped or stopped)
 
     def accept(self, pass_: Pass, logits: Logits, *, single: bool) -> list[Chunk]:
-        """Commit and report the accepted tokens of a pass; the new chunks."""
+        """Commit and report the accepted tokens of a pass; return the new chunks."""
         assert self.handle
         assert self.generation
         self.phase = Phase.CHANGING
-        chunks = self.handle.write(self.generation.accept(pass_, logits, alone=single))
+        chunks = self.handle.write(self.generation.accept(pass_, logits, single=single))
         self.phase = Phase.PASSING
         return chunks
 
@@ -166,15 +176,15 @@ class SessionPool:
         return max(self._in_memory(prompt), on_disk)
 
     def has_room(self, request: Request) -> bool:
-        active = [self._reserved(lane) for lane in self.busy]
-        if self.limits.cells is None or not active:
+        reserved = [self._reserved(lane) for lane in self.busy]
+        if self.limits.cells is None or not reserved:
             return True
         source, shared = self._best(request.prompt_ids[:-1])
         common = whole_tiles(shared) if source.handle and shared >= WORTH_SHARING else 0
-        return sum(active) + self._needed(request) - common <= self.limits.cells
+        return sum(reserved) + self._needed(request) - common <= self.limits.cells
 
     def assign(self, handle: Handle) -> Lane:
-        """Give a request the idle session that loses least by it; next comes `begin`."""
+        """Give a request the idle session that loses least; `begin` comes next."""
         lane = self._idle_for(handle.request.prompt_ids)
         self._requests += 1
         lane.phase, lane.generation = Phase.CHANGING, None
@@ -183,7 +193,7 @@ class SessionPool:
         return lane
 
     def begin(self, lane: Lane, budget: int) -> None:
-        """Have an assigned session begin with its request, with at most `budget` draft tokens a pass.
+        """Begin the assigned request, with at most `budget` draft tokens a pass.
 
         Raises:
             Exception: what the engine, the planner or the disk cache raises; the request cannot begin then.
@@ -212,14 +222,14 @@ class SessionPool:
         held, common = lane.session.token_ids, common_prefix(lane.session.token_ids, prompt[:-1])
         if cache and lane.session.reusable_prefix(len(held)) - (0 if forks else common) >= cache.least:
             cache.put(lane.session, lane.draft)
-        self._pass_on(lane, 0 if forks else start)
+        self._hand_over_shared(lane, 0 if forks else start)
         if forks:
             lane.session.close()
             lane.session = source.session.fork()
             lane.source, lane.forked = source, start
         path, on_disk = cache.best(prompt) if cache else (None, 0)
         if cache and path and on_disk >= in_memory + cache.least:
-            self._pass_on(lane, 0)
+            self._hand_over_shared(lane, 0)
             while not cache.load(path, lane.session, lane.draft) and self.forget_oldest():
                 pass
 
@@ -257,8 +267,8 @@ class SessionPool:
     def renew(self, lane: Lane) -> None:
         lane.phase = Phase.CHANGING
         lane.handle = lane.generation = None
-        self._pass_on(lane, 0)
-        with suppress(Exception):  # tried again later; then it ends one request
+        self._hand_over_shared(lane, 0)
+        with suppress(Exception):  # `recover` tries again, or the next request in this session fails
             lane.session.close()
             lane.session = self._target.open()
             lane.planner.begin([0])
@@ -270,7 +280,7 @@ class SessionPool:
 
     def empty(self, lane: Lane) -> None:
         phase, lane.phase = lane.phase, Phase.CHANGING
-        self._pass_on(lane, 0)
+        self._hand_over_shared(lane, 0)
         lane.session.rewind(0)
         lane.phase = phase
 
@@ -305,11 +315,11 @@ class SessionPool:
         last = max(self.lanes, key=lambda lane: lane.used)
         if not has(path, last.session.token_ids, note):
             last.session.save(path, note)
-        if last.draft and not has(beside(path), last.draft.token_ids, None):
-            last.draft.save(beside(path))
+        if last.draft and not has(draft_file(path), last.draft.token_ids, None):
+            last.draft.save(draft_file(path))
 
     def load(self, path: str | Path) -> Any:
-        """Load a file into an idle session; its note.
+        """Load a file into an idle session; return its note.
 
         Raises:
             SessionFileError, ContextFull: as `Session.load`.
@@ -318,9 +328,9 @@ class SessionPool:
         lane = min(self.idle, key=lambda lane: lane.used, default=None)
         if lane is None:
             raise UsageError("all sessions of this model are in use: load the file when a request has ended")
-        self._pass_on(lane, 0)
+        self._hand_over_shared(lane, 0)
         note = lane.session.load(path)
-        load_beside(path, lane.draft)
+        load_draft_session(path, lane.draft)
         return note
 
     def close(self) -> None:
@@ -351,10 +361,7 @@ class SessionPool:
         return (source, most) if most - own >= WORTH_SHARING else (lane, own)
 
     def _best(self, prompt: Sequence[int]) -> tuple[Lane, int]:
-        """The session that spares most tokens of a prompt, and their number; of equal ones the cheapest to fork.
-
-        Tokens whose cells were computed in another row class do not count.
-        """
+        """The session that spares most tokens of a prompt, and their number; of equal ones a busy, short one."""
 
         def worth(lane: Lane) -> tuple[int, bool, int]:
             return starts[lane], lane.handle is not None, -len(lane.session.token_ids)
@@ -363,8 +370,8 @@ class SessionPool:
         best = max(self.lanes, key=worth)
         return best, starts[best]
 
-    def _pass_on(self, lane: Lane, kept: int) -> None:
-        """Call before truncating to `kept` tokens: the fork that shares most counts the shared cells from now on."""
+    def _hand_over_shared(self, lane: Lane, kept: int) -> None:
+        """Call before truncating to `kept` tokens: the shared cells are counted in the longest fork from now on."""
         forks = [other for other in self.lanes if other.source is lane and other.forked]
         heir = max(forks, key=lambda other: other.forked, default=None)
         if heir and heir.forked > kept:
@@ -378,5 +385,6 @@ class SessionPool:
         return min(len(request.prompt_ids) + min(request.max_tokens, RESERVED), self.limits.context_length)
 
     def _reserved(self, lane: Lane) -> int:
+        """Cells that it takes, shared ones left out, and that its request may still take."""
         held, new = len(lane.session.token_ids), lane.taken
         return max(held, self._needed(lane.handle.request)) - held + new if lane.handle else new

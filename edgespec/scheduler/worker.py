@@ -7,12 +7,19 @@ from edgespec.scheduler.session_pool import SessionPool
 
 
 class Worker:
-    """Makes steps while there is work, and then saves idle sessions to the disk cache."""
+    """A thread that makes steps while there is work, and else saves idle sessions to the disk cache."""
 
     def __init__(
         self, queue: Queue, pool: SessionPool, turn: Lock, step: Callable[[], None], fail: Callable[[Exception], None]
     ) -> None:
-        """`step` and `fail` are called with `turn` held; `fail` gets what `step` raised."""
+        """
+        Args:
+            queue: wakes the thread when it changes.
+            pool: of the scheduler.
+            turn: held during `step` and `fail`.
+            step: makes one step.
+            fail: called with what `step` raised.
+        """
         self.thread: Thread | None = None
         self._queue, self._pool, self._turn, self._step, self._fail = queue, pool, turn, step, fail
 

@@ -1,4 +1,4 @@
-"""The store of macOS, where mappings and reads share one page cache. Reading fills it, msync(MS_INVALIDATE) empties it.
+"""The store of macOS: reads fill the page cache, msync(MS_INVALIDATE) empties it.
 
 Written from Apple's sources and documentation; not measured.
 """
@@ -61,7 +61,7 @@ class DarwinStore:
         touch(self._descriptors[extent.file], start, stop)
 
     def show(self, slot: int, layer: Layer) -> None:
-        pass  # the engine's mapping shares the page cache
+        pass
 
     def hide(self, slot: int, layer: Layer) -> None:
         self.drop(layer.extents)

@@ -10,7 +10,7 @@ ALIGNED = BLOCK  # bytes; direct reads start and end at multiples, in the file a
 
 
 class DirectFiles:
-    """The open files of a model. All methods raise OSError."""
+    """The open files of a model; all methods raise OSError."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = paths
@@ -36,7 +36,7 @@ class DirectFiles:
         return Extent(extent.file, start, min(stop, self.sizes[extent.file]))
 
     def read(self, file: int, address: int, start: int, stop: int) -> None:
-        """Aligned reads are not copied."""
+        """Read bytes `start` to `stop` to an address; without a copy if they are aligned alike in file and memory."""
         read_unaligned(self._files[file], address, start, stop, self._steps[file])
         if not self._direct[file] and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._files[file], start, stop - start, os.POSIX_FADV_DONTNEED)

@@ -1,11 +1,10 @@
-"""Experts that are read from disk into their own memory while a model computes (Linux).
+"""Experts that threads read from disk into their own memory while a model computes (Linux).
 
-Every weight of every layer has a range of addresses for all experts; the first `slots` of them have memory for good.
-Further experts go to the overflow: one block of memory per weight (gate, up, down). It is moved (mremap) behind the
-pool of the layer that needs it. Several threads read experts past the page cache, straight into their slots.
+Every weight (gate, up, down) of every layer has addresses for all experts, but memory only for its pool. The overflow
+is one block of memory per weight, which is moved (mremap) behind the pool of the layer that needs it.
 
-While one weight is computed, the next are read. If nearly all experts will be wanted, those of the next layer are read
-into the blocks that are free by then. The engine's own mapping of the file stays as it is.
+While one weight is computed, the next are read. For a pass that wants nearly all experts, `expect_all` reads those of
+the next layer before its router has chosen.
 """
 
 import threading
@@ -29,7 +28,7 @@ from edgespec.weights.experts import ExpertLayer, Residents, SlotArray, overflow
 from edgespec.weights.linux import MADV_HUGEPAGE
 from edgespec.weights.preload import Progress
 
-Load = tuple[int, int]  # number of the layer, of the weight
+Load = tuple[int, int]  # number of the layer in `ExpertMemory.layers`, of the weight in `ExpertLayer.tensors`
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class _Piece:
 
 
 class ExpertMemory:
-    """Layers are numbered as in `layers`; all methods belong to the thread that computes."""
+    """All methods belong to the thread that computes; `number` and `weight` are as in `Load`."""
 
     def __init__(self, paths: Sequence[str], layers: Sequence[ExpertLayer], slots: int) -> None:
         """Args:
@@ -61,13 +60,13 @@ class ExpertMemory:
         self._libc = libc()
         self._files = DirectFiles(paths)
         self._queue: SimpleQueue[_Piece | None] = SimpleQueue()
-        self._changed = threading.Condition()  # a load is read, nothing is left, or a read failed
+        self._changed = threading.Condition()  # notified when a load is read, when nothing is left, or after an error
         self._left: dict[Load, int] = {}
         self._loading: dict[Load, list[int]] = {}
         self._unread = 0
         self._error: ModelError | None = None
         self._overflowing: set[int] = set()
-        self._ahead_of = -1  # the layer that is read before its router has chosen; -1: none
+        self._ahead_of = -1  # the layer of `expect_all`; -1: none
         self._ahead: list[tuple[int, int]] = []
         self._begun: set[int] = set()
         self._ranges: list[tuple[int, int]] = []
@@ -99,7 +98,11 @@ class ExpertMemory:
         return self._starts[number][tensor] + skew(self.layers[number], tensor)
 
     def begin(self) -> None:
-        """Start a pass; what failed is tried again. Raises ModelError: a file has shrunk."""
+        """Start a pass, also after one that failed.
+
+        Raises:
+            ModelError: a file has shrunk.
+        """
         try:
             self._files.check()
         except OSError as error:
@@ -130,7 +133,7 @@ class ExpertMemory:
             progress(done, total)
 
     def want(self, number: int, experts: Sequence[int], *, count: bool = True) -> SlotArray:
-        """Start to read the chosen experts of a layer. All layers before it are computed.
+        """Start to read the chosen experts of a layer; all layers before it must be computed.
 
         Args:
             number: of the layer.
@@ -138,7 +141,7 @@ class ExpertMemory:
             count: whether this use raises their scores; prefill uses nearly all experts and does not.
 
         Returns:
-            [experts of the layer] slots; -1: not in memory.
+            [experts of the layer] the slot of each; -1: not in memory.
 
         Raises:
             OSError: memory cannot be moved.
@@ -164,14 +167,14 @@ class ExpertMemory:
                 raise
         for expert, _ in self._ahead:
             if expert not in wanted:
-                residents.forget(expert)  # not all of its weights will be read
+                residents.forget(expert)  # only the weights of `expect_all` were read
         also = [read for read in self._ahead if read[0] in wanted]
         self._start(number, [reads if weight in self._begun else [*also, *reads] for weight in weights], weights)
         self._ahead_of, self._ahead, self._begun = -1, [], set()
         return residents.slots_of(range(len(residents.scores)))
 
     def expect_all(self, number: int, weight: int) -> None:
-        """Read all experts of a layer for one weight, whose overflow block is free by now.
+        """Start to read one weight of all experts of the next layer, once that weight's overflow block is free.
 
         Raises:
             OSError: memory cannot be moved.

@@ -1,13 +1,12 @@
-"""Mixtures of experts larger than memory: which experts lie in memory, and where. Decides; reads nothing.
+"""Mixtures of experts larger than memory: which experts lie in memory, and where; nothing is read here.
 
-A token uses few of a layer's experts, and only the layer's router knows which. Of every layer the same number of
-experts, the `slots` of its *pool*, stays in memory:
+Only a layer's router knows which few experts a token uses, so each layer has a *pool* in memory, with `slots` experts:
 
     hit         a wanted expert that lies in the pool
     miss        a wanted expert that must be read; it takes the slot with the lowest score
     overflow    further slots, for passes that want more experts than the pool has; moves from layer to layer
 
-An engine finds an expert at a number times the size of an expert, so it is given slots instead of experts.
+An engine computes an expert's address from its number, so it is given the number of its slot instead.
 """
 
 import re
@@ -22,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from edgespec.machine.system import HUGE
 from edgespec.weights.plan import Tensor, layer_of
 
-FADING = 0.9  # per pass: see docs/measured.md
+FADING = 0.9  # factor on scores per pass: see docs/measured.md
 NAME = re.compile(r"blk\.\d+\.ffn_(gate|up|gate_up|down)_exps\.weight")
 ORDER = ("gate_up", "gate", "up", "down")
 
@@ -31,9 +30,16 @@ SlotArray = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
+    """
+    Attributes:
+        index: of the layer in the model.
+        count: experts.
+        tensors: one for each weight (gate, up, down), with all experts; in the order of use.
+    """
+
     index: int
     count: int
-    tensors: tuple[Tensor, ...]  # one weight of all experts each, in the order of use
+    tensors: tuple[Tensor, ...]
 
     def expert_size(self, number: int) -> int:
         return self.tensors[number].size // self.count
@@ -44,7 +50,14 @@ class ExpertLayer:
 
 
 def find_experts(tensors: Iterable[Tensor], count: int) -> list[ExpertLayer]:
-    """The layers that have `count` experts each; none if their tensors differ from what is expected."""
+    """
+    Args:
+        tensors: of the whole model.
+        count: experts of a layer.
+
+    Returns:
+        The layers that have experts; [] if these lie otherwise than expected.
+    """
     found: dict[int, dict[str, Tensor]] = {}
     for tensor in tensors:
         if match := NAME.fullmatch(tensor.name):
@@ -60,12 +73,12 @@ def find_experts(tensors: Iterable[Tensor], count: int) -> list[ExpertLayer]:
 
 
 def skew(layer: ExpertLayer, number: int) -> int:
-    """Bytes before a tensor's first slot, so that weights lie as in the file and direct reads need no copy."""
+    """Bytes before a tensor's first slot, which align it as in the file: direct reads then need no copy."""
     return layer.tensors[number].start % PAGESIZE
 
 
 def pool_size(layer: ExpertLayer, number: int, slots: int) -> int:
-    """Bytes of one tensor's pool, in whole huge pages: the memory behind it moves."""
+    """Bytes of one tensor's pool, in whole huge pages, since the overflow's memory is moved behind it."""
     return _whole(skew(layer, number) + layer.expert_size(number) * slots) if slots else 0
 
 
@@ -87,11 +100,16 @@ def overflows(layers: Sequence[ExpertLayer], slots: int) -> list[int]:
 
 
 def most_slots(layers: Sequence[ExpertLayer], room: int) -> int:
-    """Most slots of a pool within `room` bytes; -1: not even the overflow fits."""
+    """
+    Returns:
+        Most slots of each pool that fit into `room` bytes with the overflow; -1: not even the overflow fits.
+    """
     return bisect_right(range(layers[0].count + 1), room, key=lambda slots: memory_of(layers, slots)) - 1
 
 
 class Residents:
+    """The experts of one layer that lie in memory, and their slots; `place` gives and takes them."""
+
     def __init__(self, count: int, slots: int, fading: float = FADING) -> None:
         """Args:
         count: experts.

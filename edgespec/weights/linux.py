@@ -1,7 +1,7 @@
 """The stores of Linux.
 
 LinuxStore        reads past the page cache (O_DIRECT) and moves pages (mremap) to the engine's mapping and back;
-                  a late layer is slow, never wrong
+                  the engine may touch a layer too early: that is slow, never wrong
 CachedLinuxStore  for kernels that cannot move pages: reads into the page cache; not measured
 """
 
@@ -33,9 +33,15 @@ MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ = 1, 4, 14, 22
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
+    """
+    Attributes:
+        start, stop: addresses.
+        offset: of `start` in the file, in bytes.
+    """
+
     start: int
     stop: int
-    offset: int  # of `start` in the file
+    offset: int
 
 
 def mappings(path: str, maps: Path = Path("/proc/self/maps")) -> list[Mapping]:
@@ -94,7 +100,7 @@ class LinuxStore:
             for _ in range(plan.slots):
                 address = new_memory(self._libc, self._slot_size + HUGE)
                 self._slots.append((-(-address // HUGE) * HUGE, address))
-                self._libc.madvise(address, self._slot_size + HUGE, MADV_HUGEPAGE)  # only advice
+                self._libc.madvise(address, self._slot_size + HUGE, MADV_HUGEPAGE)
         except BaseException:
             self.close()
             raise
@@ -110,7 +116,7 @@ class LinuxStore:
         self._locked, self.note = lock(self._libc, ranges)
 
     def _populate(self, piece: Extent) -> None:
-        # Twice as fast as reading into a buffer. It fails before Linux 5.14, and beyond the end of a file.
+        # Twice as fast as reading into a buffer, but it fails before Linux 5.14 and beyond the end of a file.
         if self._libc.madvise(self._address(piece), piece.size, MADV_POPULATE_READ) != 0:
             touch(self._cached[piece.file], piece.start, piece.stop)
 
@@ -118,7 +124,7 @@ class LinuxStore:
         return replace(extent, stop=min(extent.stop, self._sizes[extent.file]))
 
     def drop(self, extents: Sequence[Extent]) -> None:
-        for extent in extents:  # in this order: mapped pages stay in the cache
+        for extent in extents:  # first madvise, as the page cache keeps pages that are mapped
             check_result(self._libc.madvise(self._address(extent), extent.size, MADV_DONTNEED), "madvise")
             os.posix_fadvise(self._cached[extent.file], extent.start, extent.size, os.POSIX_FADV_DONTNEED)
 
@@ -144,9 +150,8 @@ class LinuxStore:
             raise
 
     def hide(self, slot: int, layer: Layer) -> None:
-        # Between the two calls the engine's addresses read as zeros. The engine does not read them then: a layer is
-        # hidden only after a later one was entered, or the pass ended. Mapping the file at once would free the memory,
-        # and new memory must be zeroed.
+        # Between the two calls these addresses read as zeros, but their layer is computed, so the engine reads others.
+        # Without the first call the slot's memory would be freed, and new memory must be zeroed.
         for extent in layer.extents:
             address = self._address(extent)
             if extent in self._moved:
@@ -180,8 +185,6 @@ class LinuxStore:
 
 
 class CachedLinuxStore(LinuxStore):
-    """Reads fill the page cache, which the engine's mapping shares."""
-
     def __init__(self, paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan, library: Any = None) -> None:
         super().__init__(paths, mapped, replace(plan, slots=0), library)
 

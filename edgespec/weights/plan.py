@@ -1,16 +1,12 @@
 """Which weights stay in memory and which are read again in every pass: the policy, without any effect.
 
-A model larger than memory *pins* as much as fits and *streams* the rest.
-
     pinned      output, norms, and what fits of the layers: always in memory
-    streamed    a part of each layer, or of some layers, in the order of computation: read once per pass
-    cached      experts of a mixture: in slots (`experts.py`), or kept by the page cache
+    streamed    a part of each layer, or of some layers: read into a slot in every pass, in the order of computation
+    cached      experts of a mixture: in a pool (`experts.py`), or as the page cache keeps them
     looked up   the embedding, where it is not the output as well: read row by row
-    slots       memory for the streamed parts
 
-A pinned byte is never read, but slots are filled in every pass. So slots are small: layers are streamed in parts. To
-free E bytes, parts of n layers take n / (n - slots) x E bytes per pass. They are spread evenly over the model, so that
-the disk works on while the rest computes.
+Parts of n layers take turns in the slots. To free E bytes, a pass reads n / (n - slots) x E bytes: the more layers give
+a part, the less is read. They are spread evenly over the model, so that the disk never waits long for a free slot.
 """
 
 import math
@@ -28,7 +24,7 @@ SLOTS = 2
 MORE_SLOTS = 4  # for small parts: readers that wake late cost up to 0.3 of a short pass
 SMALL_PART = 32 << 20  # bytes, read in about 20 ms
 PART = HUGE  # bytes; a smaller part is not worth the stop before its layer
-SMALL = 256 << 10  # bytes; smaller weights (norms, biases) are pinned
+SMALL = 256 << 10  # bytes; smaller runs of weights (norms, biases) are pinned
 MARGIN = 64 << 20  # bytes of libraries, work buffers and page tables
 SAFETY = 0.05  # share of free memory that is left unused
 
@@ -40,11 +36,20 @@ EXPERTS = re.compile(r"_(?:ch)?exps\.weight$")
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
+    """
+    Attributes:
+        name: as in a GGUF.
+        file: index of its file.
+        start: its first byte in the file.
+        size: in bytes.
+        type: of its numbers, `ggml_type` in ggml.h; 0 where an engine does not say.
+    """
+
     name: str
     file: int
     start: int
-    size: int  # bytes
-    type: int = 0  # how its numbers are stored: `ggml_type` in ggml.h; 0 where the engine does not ask
+    size: int
+    type: int = 0
 
 
 Ends = Mapping[int, Sequence[int]]  # file -> ends of its tensors, sorted
@@ -52,7 +57,12 @@ Ends = Mapping[int, Sequence[int]]  # file -> ends of its tensors, sorted
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extent:
-    """A piece of a file, from byte `start` to before byte `stop`."""
+    """
+    Attributes:
+        file: index of its file.
+        start: its first byte in the file.
+        stop: the byte after its last.
+    """
 
     file: int
     start: int
@@ -75,19 +85,30 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All sizes in bytes."""
+    """
+    Attributes:
+        memory: bytes for everything.
+        needed: bytes for all but the model's weights.
+        pinned, streamed, cached, looked_up: as in the module's docstring.
+        slots: streamed parts that are in memory at once.
+        layers: of the model.
+        experts: of a layer; 0: `cached` is left to the page cache.
+        slots_of_experts: experts of each layer in memory; -1: as many as the page cache keeps.
+        pool_bytes: memory of these experts and of their overflow.
+        draft_bytes: part of `needed` that the draft takes.
+    """
 
     memory: int
-    needed: int  # by all but these weights
+    needed: int
     pinned: tuple[Extent, ...]
     streamed: tuple[Layer, ...]
     cached: tuple[Extent, ...]
-    slots: int  # layers in memory at once, of the streamed
+    slots: int
     layers: int
     looked_up: tuple[Extent, ...] = ()
     experts: int = 0
-    slots_of_experts: int = -1  # of each layer, in memory; -1: as many as the page cache keeps
-    pool_bytes: int = 0  # memory of these slots, and of what moves behind them
+    slots_of_experts: int = -1
+    pool_bytes: int = 0
     draft_bytes: int = 0
 
     @property
@@ -119,7 +140,10 @@ class Plan:
         return self.total_bytes + self.needed - self.draft_bytes <= self.memory
 
     def line(self, bandwidth: float = 0.0) -> str:
-        """One line for the user; `bandwidth` of the disk in bytes per second, 0: unknown."""
+        """
+        Args:
+            bandwidth: of the disk in bytes per second; 0: unknown.
+        """
         total = self.total_bytes
         text = f"model of {format_size(total)} in {format_size(self.memory)} of memory: "
         text += f"{format_size(self.pinned_bytes)} stays"
@@ -143,7 +167,13 @@ class Plan:
         return text
 
     def warning(self, bandwidth: float) -> str:
-        """A warning if a disk with `bandwidth` bytes per second is too slow, or ""."""
+        """
+        Args:
+            bandwidth: of the disk in bytes per second; 0: unknown.
+
+        Returns:
+            A warning that the disk is too slow, or "".
+        """
         most = bandwidth / self.streamed_bytes if self.streamed and bandwidth else math.inf
         if most >= SLOW:
             return ""
@@ -173,13 +203,13 @@ def make_plan(
         tensors: of the whole model.
         memory: bytes for everything.
         needed: bytes besides these weights: draft model, key-value caches, buffers, the program itself.
-        on_device: the last `on_device` layers, and the output, lie in a GPU's own memory.
-        output_here: but not the output.
-        experts_here: but not their experts.
-        kept: the last `kept` layers must stay: a GPU that shares this memory works with them.
+        on_device: number of last layers that, with the output, lie in a GPU's own memory and are not planned.
+        output_here: the output stays in this memory all the same.
+        experts_here: the experts of those layers stay in this memory all the same.
+        kept: number of last layers that must be pinned, since a GPU that shares this memory works with them.
         experts_at_once: bytes of memory to compute one layer's experts, if they do not stay.
         page: bytes of a page of memory.
-        whole: stream whole tensors only, for engines that do not map files. Then `page` is 1.
+        whole: a part ends where a tensor ends, for engines that do not map files; `page` is 1 then.
 
     Raises:
         NoRoom: not even the smallest plan fits; names the bytes it needs.
@@ -234,7 +264,10 @@ def make_plan(
 
 
 def _choose_parts(layers: Sequence[Layer], excess: int, page: int, ends: Ends | None) -> tuple[list[Layer] | None, int]:
-    """Parts to stream, which free `excess` bytes (None: impossible), and slots; `ends` as for `_parts`."""
+    """
+    Returns:
+        Parts to stream that free `excess` bytes (None: impossible), and the number of slots.
+    """
     inner, unit = (layers, page) if ends else (_inner(layers, HUGE), HUGE)
     streamed = _parts(inner, excess, unit, SLOTS, ends)
     if streamed and max(part.size for part in streamed) <= SMALL_PART:
@@ -244,7 +277,7 @@ def _choose_parts(layers: Sequence[Layer], excess: int, page: int, ends: Ends | 
 
 
 def _inner(layers: Sequence[Layer], unit: int) -> list[Layer]:
-    """Layers without what does not fill whole units of their files; none if that leaves too little.
+    """Layers cut to whole units of their files; [] if a layer loses more than a quarter.
 
     The page cache has pages of up to 2 MiB, and keeps a whole one where a part of it is pinned.
     """
@@ -268,7 +301,17 @@ def _ends(tensors: Sequence[Tensor]) -> Ends:
 
 
 def _parts(layers: Sequence[Layer], excess: int, unit: int, slots: int, ends: Ends | None = None) -> list[Layer] | None:
-    """The least to stream to free `excess` bytes, in whole units; None if that is not possible. Parts end at `ends`."""
+    """
+    Args:
+        layers: that may be streamed.
+        excess: bytes to free.
+        unit: bytes; parts are multiples of it.
+        slots: parts in memory at once.
+        ends: where parts end instead.
+
+    Returns:
+        The parts with the fewest bytes in all, [] if nothing is to be freed, None if it is impossible.
+    """
     if excess <= 0:
         return []
     best, least = None, 0
@@ -277,7 +320,7 @@ def _parts(layers: Sequence[Layer], excess: int, unit: int, slots: int, ends: En
         part = _part_size([layer.size for layer in some], excess, unit, slots)
         if not part:
             continue
-        for cut in ([_part(layer, part, ends) for layer in some], some):  # uncut where ends lie far apart
+        for cut in ([_part(layer, part, ends) for layer in some], some):  # else whole layers
             sizes = [layer.size for layer in cut]
             if _freed(sizes, max(sizes), slots) >= excess and (best is None or sum(sizes) < least):
                 best, least = cut, sum(sizes)
@@ -285,7 +328,10 @@ def _parts(layers: Sequence[Layer], excess: int, unit: int, slots: int, ends: En
 
 
 def _part_size(sizes: Sequence[int], excess: int, unit: int, slots: int) -> int:
-    """Bytes of parts that free `excess` bytes, in whole units; 0 if none do."""
+    """
+    Returns:
+        Bytes of the smallest parts that free `excess` bytes, in whole units; 0: impossible.
+    """
     largest = _largest_part(sizes, slots)
     if _freed(sizes, largest, slots) < excess:
         return 0
@@ -321,7 +367,10 @@ def _spread(layers: Sequence[Layer], count: int) -> list[Layer]:
 
 
 def layer_of(tensor: Tensor) -> int:
-    """Layer number of a tensor; -1: none."""
+    """
+    Returns:
+        The layer's number; -1: the tensor is in no layer.
+    """
     match = re.match(r"blk\.(\d+)\.", tensor.name)
     return int(match[1]) if match else -1
 
@@ -335,14 +384,24 @@ def count_layers(tensors: Iterable[Tensor]) -> int:
 
 
 def layers_on_gpu(gpu_layers: int, count: int) -> int:
-    """Layers on a GPU, of `count`; `gpu_layers` counts the output as one, -1 = all."""
+    """
+    Args:
+        gpu_layers: asked for, where the output counts as one; -1 = all.
+        count: layers of the model.
+    """
     return count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
 
 
 def _whole_pages(tensors: Sequence[Tensor], page: int, by_rows: bool) -> dict[tuple[int, str], list[Extent]]:
-    """(layer, kind) -> whole pages that hold nothing else, without small pieces. Kinds: "experts", "rows", "".
+    """
+    Args:
+        tensors: of the whole model.
+        page: bytes.
+        by_rows: the embedding is looked up.
 
-    With `by_rows` the embedding is "rows". A page that two owners share belongs to neither.
+    Returns:
+        (layer or -1, kind) -> runs of whole pages that hold nothing else, without runs below `SMALL` bytes; kinds are
+        "experts", "rows" (the embedding with `by_rows`) and "" (others).
     """
     runs: list[tuple[tuple[int, str], Extent]] = []
     for tensor in sorted(tensors, key=lambda tensor: (tensor.file, tensor.start)):
@@ -375,7 +434,11 @@ def _merge(extents: Iterable[Extent]) -> list[Extent]:
 
 
 def _without(extents: Sequence[Extent], holes: Sequence[Extent]) -> list[Extent]:
-    """`extents` less `holes`; neither may overlap with itself."""
+    """
+    Args:
+        extents: no two overlap.
+        holes: no two overlap.
+    """
     left = []
     holes = sorted(holes)
     for extent in extents:

@@ -47,7 +47,14 @@ def warm(
 
 
 def lock(library: Any, ranges: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], str]:
-    """Lock (address, size) ranges in memory; those that were locked, and a note for the user."""
+    """
+    Args:
+        library: the C library.
+        ranges: (address, size) in bytes.
+
+    Returns:
+        The ranges that were locked in memory, and a note for the user.
+    """
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)

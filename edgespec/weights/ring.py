@@ -1,7 +1,6 @@
 """Streaming: a plan of `plan.py` carried out while a model computes.
 
-Threads read the plan's layers in order, pass after pass, at most `slots` ahead. The computation calls `enter(layer)`
-before a layer and `finish()` after a pass. The first layers of the next pass are read while the draft model works
+Threads read the plan's layers in order, pass after pass, at most `slots` ahead, also while the draft model works
 (SpecExec, arXiv 2406.02532, section 4.3).
 """
 
@@ -21,28 +20,39 @@ from edgespec.weights.preload import Progress, pieces
 
 
 class Slots(Protocol):
-    """Memory that layers are read into. All methods raise OSError."""
+    """Memory that layers are read into; all methods raise OSError.
+
+    After a failure of `show` the slot still has its memory; after one of `hide`, call it again.
+    """
 
     def check(self) -> None:
         """Fail if a file has shrunk: the system kills a process that touches weights mapped beyond its end."""
 
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
-        """Read bytes `start` to `stop` of a file, part of `extent`, into the slot. Called by several threads."""
+        """Read bytes `start` to `stop` of a file, within `extent`, into the slot; called by several threads at once."""
 
     def show(self, slot: int, layer: Layer) -> None:
-        """Let the engine see a layer that was read completely. After a failure the slot still has its memory."""
+        """Give the engine the memory of a slot whose layer was read completely."""
 
     def hide(self, slot: int, layer: Layer) -> None:
-        """Take the layer's memory back to the slot. A failure can be tried again."""
+        """Take the memory of a computed layer back from the engine."""
 
     def close(self) -> None: ...
 
 
 class Store(Slots, Protocol):
+    """Slots for an engine that maps its files, and the other weights of a plan.
+
+    `drop` frees pages, which the system reads again when they are touched; on Linux, `look_up` ends reading ahead.
+
+    Attributes:
+        note: for the user.
+    """
+
     note: str
 
     def preload(self, extents: Sequence[Extent], progress: Progress) -> None:
-        """Read these, and keep them in memory as far as this process may."""
+        """Read pinned weights and lock them in memory, as far as this process may."""
 
     def drop(self, extents: Sequence[Extent]) -> None: ...
 
@@ -50,9 +60,10 @@ class Store(Slots, Protocol):
 
 
 class Streamer:
-    """Made once the model is loaded; closed before the model is freed.
+    """Make it after the model is loaded and close it before the model is freed.
 
-    The i-th of S streamed layers has the number p * S + i in pass p, and the slot of that number modulo `slots`.
+    A pass calls `begin`, then `enter` and perhaps `leave` for each layer, then `finish`. A `count` is p * S + i, for
+    the i-th of S streamed layers in pass p; its slot is `count` modulo `slots`.
     """
 
     def __init__(self, plan: Plan, store: Slots, threads: int = READ_THREADS, size: int = READ_SIZE) -> None:
@@ -70,9 +81,9 @@ class Streamer:
         self._pass = 0
         self._changed = threading.Condition()
         self._next = 0
-        self._freed = 0  # layers before this one are computed or left out
+        self._freed = 0  # every smaller count is computed or left out
         self._occupant: list[int | None] = [None] * plan.slots
-        self._left: dict[int, int] = {}
+        self._left: dict[int, int] = {}  # count -> pieces not read yet
         self._shown: set[int] = set()
         self._pieces: Iterator[tuple[int, Extent, int, int]] = iter(())
         self._reading = 0
@@ -86,7 +97,11 @@ class Streamer:
             thread.start()
 
     def begin(self) -> None:
-        """Start a pass; what failed is tried again. Raises ModelError."""
+        """Start a pass, also after one that failed.
+
+        Raises:
+            ModelError: a file has shrunk, or memory cannot be taken back.
+        """
         try:
             self._store.check()
         except OSError as error:
@@ -96,7 +111,7 @@ class Streamer:
                 self._start_over()
 
     def _start_over(self) -> None:
-        """After an error, with all threads at rest: empty every slot, read on from the first layer not computed."""
+        """Once all threads are at rest, empty every slot and read again from the first layer not computed."""
         while self._reading:
             self._changed.wait()
         self._error, self._pieces, self._next = None, iter(()), self._freed
@@ -108,9 +123,12 @@ class Streamer:
         self._changed.notify_all()
 
     def enter(self, index: int) -> None:
-        """Wait until layer `index` is in memory. All layers before it are computed.
+        """Wait until a layer is in memory; all layers before it must be computed.
 
         A layer that this pass has already left is not waited for: the system reads it, slowly.
+
+        Args:
+            index: the layer's number in the model.
 
         Raises:
             ModelError: it cannot be read.
@@ -125,7 +143,7 @@ class Streamer:
                     self._changed.wait()
                 self.wait_seconds += perf_counter() - started
                 if count < self._freed and not self._closed:
-                    for slot in range(len(self._occupant)):  # not while the layer is computed
+                    for slot in range(len(self._occupant)):  # before the layer is computed, not meanwhile
                         self._vacate(slot)
             if self._error is not None:
                 raise self._error
@@ -191,7 +209,7 @@ class Streamer:
                     self._reading += 1
                     return piece
                 count = max(self._next, self._freed)
-                # All slots: after a pass was given up, another may still show this layer.
+                # Every slot: after a pass was given up, another slot may still show this layer.
                 empty = [self._vacate(slot) for slot in range(len(self._occupant))]
                 if count < self._freed + len(self._occupant) and empty[count % len(empty)]:
                     self._next = count + 1
@@ -212,7 +230,6 @@ class Streamer:
         return count < self._freed and count not in self._left and self._empty(slot)
 
     def _empty(self, slot: int) -> bool:
-        """Take back a slot's memory; False if that fails."""
         count = self._occupant[slot]
         if count is not None and count in self._shown:
             try:
@@ -227,7 +244,13 @@ class Streamer:
 
 
 def measure_disk(paths: Sequence[str], plan: Plan) -> float:
-    """Bytes per second of the disk that layers are streamed from; 0 if none are. Raises ModelError."""
+    """
+    Returns:
+        Bytes per second of the disk that layers are streamed from; 0 if none are.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
     return disk_speed(paths[plan.streamed[0].extents[0].file]) if plan.streamed else 0.0
 
 

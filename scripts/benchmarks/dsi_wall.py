@@ -161,10 +161,10 @@ def measure(
     """
     sampling, spec = SamplingParams(temperature=1.0), SleepingSpec(target)
     text = plain_text(SleepingSpec().open(), PROMPT, sampling, TOKENS)
-    guesser = Recorded([*PROMPT, *text], acceptance, draft)
+    proposer = Recorded([*PROMPT, *text], acceptance, draft)
     described: list[Described] = [f.result() for f in [p.executor.submit(describe, spec) for p in places]]
     vocab = SleepingSpec().open().vocab
-    made: Any = Targets(vocab, described[0], spec, places, guesser, lookahead=lookahead, stop_ids=frozenset())
+    made: Any = Targets(vocab, described[0], spec, places, proposer, lookahead=lookahead, stop_ids=frozenset())
     for _ in range(2):  # the first one has the copies read the prompt
         events = drive.events(made, Request(list(PROMPT), sampling, TOKENS))
         started = perf_counter()
@@ -173,4 +173,4 @@ def measure(
         if written != text:
             raise EdgespecError("the tokens are not those of plain decoding: this is a bug")
     cost = partial(dsi_round, target, draft, lookahead)
-    return wall, seconds_of(guesser.rounds(), TOKENS, cost)
+    return wall, seconds_of(proposer.rounds(), TOKENS, cost)

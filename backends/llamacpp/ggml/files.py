@@ -81,10 +81,7 @@ def load_header(path: str) -> Any:
 
 
 def without_amx(system_info: bytes) -> dict[str, Any]:
-    """Model parameters that disable kernels for Intel's AMX, which crash if GCC 12 compiled them.
-
-    GCC removes stores to the tile configuration (ggml-org/llama.cpp#20824).
-    """
+    """Model parameters that disable kernels for Intel's AMX, which GCC 12 miscompiles (ggml-org/llama.cpp#20824)."""
     return {"use_extra_bufts": False} if b"AMX_INT8 = 1" in system_info else {}
 
 

@@ -14,8 +14,7 @@ class Signals:
     def held(self) -> Iterator[None]:
         """Defer SIGINT and SIGTERM until `obey` or the end of the `with`.
 
-        In a callback of llama.cpp a handler's exception would be lost, and the pass would seem finished. Between calls
-        that belong together, the exception would leave some undone.
+        A handler's exception would be lost in a callback of llama.cpp, and would part calls that belong together.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

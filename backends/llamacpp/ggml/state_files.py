@@ -54,8 +54,7 @@ def save_parts(path: Path, parts: Iterable[Any]) -> None:
 
 
 def load_parts(path: str | Path, size: int) -> Iterator[Any]:
-    """Read parts that `save_parts` wrote.
-
+    """
     Args:
         path: of the file.
         size: of the parts in the file, in bytes, with their lengths.

@@ -10,20 +10,23 @@ ABORTED = 2  # status of llama_decode
 
 
 class Stop:
-    """A flag that any thread can set; in shared memory, also another process."""
+    """A flag that ends a pass; any thread can set it, and in shared memory another process, too."""
 
     def __init__(self, context: Any, asked: bool) -> None:
         """
         Args:
             context: llama.cpp's.
-            asked: install the callback; it is free on a CPU, but Metal waits for each part of a pass.
+            asked: install the callback; it takes no time on a CPU, but Metal waits for each part of a pass.
         """
         self._context, self._asked = context, asked
         self.lie_in(ctypes.create_string_buffer(2))
 
     def lie_in(self, flag: Any) -> None:
-        """Move the flag to `flag`, an array of two C characters. No pass may be under way."""
-        # The callback is C's strlen on the flag: one in Python would take a tenth of a short pass.
+        """
+        Args:
+            flag: an array of two C characters, the flag from now on; no pass may be under way.
+        """
+        # The callback is C's strlen, because one in Python would take a tenth of a short pass.
         self._flag = flag
         if self._asked:
             library = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None)

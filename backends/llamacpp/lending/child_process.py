@@ -1,7 +1,7 @@
 """A model in a child process: llama.cpp ends the program if a lender dies.
 
-`ChildBackend` represents the model in this process; `child_main.py` is the other end. Calls go through a socket, one at
-a time. Logits stay in the child, because verification needs only a few rows. The stop flag is in shared memory.
+`ChildBackend` is the model in this process, and `child_main.py` runs in the child. Calls go through a socket, one at
+a time; the stop flag is in shared memory. Logits stay in the child, because verification needs only a few rows.
 """
 
 import ctypes
@@ -188,10 +188,9 @@ class Child:
         progress: Callable[[int, int], None] = lambda done, total: None,
         seconds: float | None = None,
     ) -> Any:
-        """Call a method in the child.
-
+        """
         Args:
-            name: of a method of `child_main.Host`.
+            name: of the method of `child_main.Host` to call in the child.
             arguments: for it.
             progress: called with the numbers that the method reports.
             seconds: to wait for an answer; None: no limit.

@@ -1,13 +1,9 @@
-"""Attention over one row with the kernel for a few rows.
+"""Attention over one row with the kernel for a few rows, so that both round alike.
 
 With keys and values of one float type, llama.cpp's CPU backend has three attention kernels with different rounding: for
 one row (threads split the cache), for a few rows, and for 64 rows or more (tiles). `ggml_backend_cpu_set_use_ref` gives
-one row the kernel for a few rows; without it, one row needs a row of padding, and the pass takes 1.5 times as long.
-The switch also selects slower weight kernels for more rows, and other rotations for 8-bit caches. So it is on for one
-row only, with float types.
-
-`capture_cpu_backend` replaces the device's `init_backend` while a context is made, because llama.cpp does not expose a
-context's backend.
+one row the kernel for a few rows; padding to two rows would take 1.5 times as long. The switch is off for more rows and
+other types, where it selects slower kernels and other rotations.
 """
 
 import ctypes
@@ -19,9 +15,7 @@ from typing import Any
 from ..context import kv_types
 from .gpu import ggml
 
-ALIKE: dict[str, str | int | None] = {
-    "attention": "alike"
-}  # in `computing`: one row has the attention kernel of a few rows
+ALIKE: dict[str, str | int | None] = {"attention": "alike"}  # in `computing`, if one row has the kernel for a few rows
 TILED_TYPES = ("f16", "f32")
 PROCESSOR = 0  # ggml_backend_dev_type in ggml-backend.h
 LAYOUT = 2  # GGML_BACKEND_API_VERSION, with which a registry begins
@@ -42,7 +36,10 @@ def can_be_alike(kv_type: str | None) -> bool:
 
 @contextmanager
 def capture_cpu_backend() -> Iterator[list[int]]:
-    """Collect CPU backends that this thread makes in the `with`; requires `can_be_alike`."""
+    """Collect CPU backends that this thread makes in the `with`; requires `can_be_alike`.
+
+    llama.cpp does not expose a context's backend, so the device's `init_backend` is replaced for that time.
+    """
     made, here = list[int](), get_ident()
     with _lock:
         slots = ctypes.cast(_device() or 0, ctypes.POINTER(ctypes.c_void_p))
@@ -55,7 +52,7 @@ def capture_cpu_backend() -> Iterator[list[int]]:
                 made.append(backend)
             return backend
 
-        other = Init(capture)  # must live until the slot is restored
+        other = Init(capture)  # lives until the slot is restored
         slots[INIT] = ctypes.cast(other, ctypes.c_void_p).value
         try:
             yield made

@@ -74,8 +74,7 @@ def auto_layers(
     *,
     platform: str,
 ) -> int:
-    """Choose `gpu_layers` for a model.
-
+    """
     Args:
         found: the GPUs.
         tensors: of the model.
@@ -83,6 +82,9 @@ def auto_layers(
         drafts: bytes of the draft models, with their buffers.
         plan: returns a plan that keeps this number of last layers in memory; raises NoRoom.
         platform: of the machine.
+
+    Returns:
+        `gpu_layers` of `LoadOptions`.
     """
     if not found:
         return 0

@@ -13,10 +13,9 @@ from .skip_padding import SkipPadding
 class LayerHooks:
     """Hooks that keep a streamer in step with a pass.
 
-    Nodes are named after their layer ("ffn_out-7"). llama.cpp asks node by node if it is to be reported, then computes
-    up to that node, reports it, and continues. So at a question right after a report, all earlier nodes are computed.
-    The first pass reports every node, and so finds the last node before each streamed layer; later passes stop only
-    there.
+    Nodes are named after their layer ("ffn_out-7"). llama.cpp asks for each node if it shall be reported; if so, it
+    computes up to that node, and reports it. So at the next question, all earlier nodes are computed. The first pass
+    reports every node, and so finds the last node before each streamed layer; later passes stop only there.
 
     Attributes:
         error: raised in the callback; `forward` raises it again, because C code cannot.
@@ -96,7 +95,7 @@ class LayerHooks:
         if not new or self._reported:
             self._layer = max(layer, self._layer)
         stop = self.mixture is not None and self.mixture.asked(name, tensor, self._reported)
-        # If the graph differs from the first pass, a new layer may lack a report: report this node, then enter it.
+        # In a graph unlike the first, a layer may begin without a report: report this node, then enter the layer.
         self._reported = stop or self._learning or name in self._last_nodes or self._layer < layer
         self._name = name
         return self._reported

@@ -1,9 +1,8 @@
-"""A mixture of experts in llama.cpp: chosen experts are read, and llama.cpp gets their addresses.
+"""A mixture of experts in llama.cpp: chosen experts are read into slots, and llama.cpp gets their addresses.
 
 llama.cpp finds the weights of expert e at `data + e * nb[2]` of a tensor with all experts of a layer. Before a layer's
-experts are computed, `data` gets the address of the slots of `expert_memory.py`, and slot numbers replace the numbers
-of the chosen experts; each pass restores both. An unchanged node reads the mapped file: slow, but correct. Rows of
-padding choose no experts (`skip_rows`).
+experts are computed, `data` gets the address of the slots of `edgespec/weights/expert_memory.py`, and slot numbers
+replace the numbers of the chosen experts; each pass restores both. An unchanged node reads the mapped file.
 
 Nodes of a layer (llama-graph.cpp, `build_moe_ffn`):
 
@@ -32,8 +31,8 @@ from ..ggml.files import all_tensors, ggml_base, parts
 from ..ggml.ggml_tensor import GgmlTensor, is_here, is_known, skip_rows
 from .planning import find_layers
 
-NEARLY_ALL = 0.9  # of a layer's experts: then the pass will want nearly all experts of the next layer
-ADD_ROWS = b"ADD_ID"  # ggml's name of the operation that adds an expert's row of a small matrix
+NEARLY_ALL = 0.9  # share of a layer's chosen experts that makes all of the next layer's worth a read
+ADD_ROWS = b"ADD_ID"  # adds the chosen experts' rows of a small matrix, such as a bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +56,10 @@ def root_of(address: int) -> int:
 
 @dataclass(slots=True)
 class Layer:
-    """Addresses of one layer's tensors.
-
+    """
     Attributes:
-        weights: tensor, its own data, data of slot 0.
-        rows: tensor of small rows by expert, its own data, bytes of a row, and a copy in the order of slots.
+        weights: addresses, for each: tensor, its own data, data of slot 0.
+        rows: of each operand of `ADD_ROWS`: tensor, its own data, bytes of a row, and a copy in the order of slots.
     """
 
     weights: list[tuple[int, int, int]] = field(default_factory=list)
@@ -95,11 +93,11 @@ class Mixture:
         self.shape = memory.layers[0].count, used
         self._layers: list[Layer] = []
         self._copies: list[Any] = []
-        self._users: dict[bytes, tuple[int, int]] = {}  # node -> indices of its layer and of its weight in the layer
+        self._users: dict[bytes, tuple[int, int]] = {}  # indices of layer and weight, by node
         self._first: set[bytes] = set()
         self._before: set[bytes] = set()
         self._told: list[Layer] = []
-        self._numbers: tuple[int, int] = (0, 0)  # address of the tensor of chosen experts, and its rows without padding
+        self._numbers: tuple[int, int] = (0, 0)  # tensor of chosen experts, its rows without padding
         self._chosen = -1  # index of the layer whose experts are in slots; -1: none
         self._used: list[int] = []
         self._nearly_all = False
@@ -198,7 +196,7 @@ class Mixture:
             if name in self._first:
                 if reported:
                     self._choose(number, tensor)
-                else:  # use the mapped file; nodes of an earlier graph are computed
+                else:  # use the mapped file
                     self._layers[number].tell_experts()
                     self._chosen = -1
             if number == self._chosen:
@@ -207,17 +205,17 @@ class Mixture:
         return name in self._before
 
     def _leave_padding(self, node: int) -> None:
-        """Skip padding rows of the next node; with `node` 0 compute all rows."""
+        """Skip padding rows of the next node; if `node` is 0, compute all rows."""
         address, rows = self._numbers
         if not address:
             return
-        if node:  # earlier users of its result memory are computed
+        if node:
             skip_rows(node, address, rows)
         else:
             GgmlTensor.from_address(address).ne[1] = self._rows
 
     def _go_on(self, weight: int, reported: bool) -> None:
-        """Wait for this weight; prefetch the next layer's experts for computed weights (free overflow blocks)."""
+        """Wait for this weight, and prefetch the next layer's experts into the memory of weights that are computed."""
         # In a prompt, the last layer computes few rows or none.
         if reported and self._nearly_all and self._chosen + 1 < len(self._layers) - self._prompt:
             for used in self._used:

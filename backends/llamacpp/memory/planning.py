@@ -1,7 +1,7 @@
 """Plans for llama.cpp models larger than memory.
 
-`MemoryPlanner` has llama.cpp size its buffers without allocation; `edgespec/weights/plan.py` chooses the weights that
-stay. `start_streaming` starts a `Streamer` for the others; `layer_hooks.py` keeps it in step with a pass.
+llama.cpp computes the sizes of its buffers without allocation, and `edgespec/weights/plan.py` chooses the weights that
+stay. A `Streamer` reads the others; `layer_hooks.py` keeps it in step with a pass.
 """
 
 import re
@@ -53,9 +53,9 @@ from ..ggml.files import (
 from ..lending.rpc import choose_lent, memory_of_lenders
 from .gpu import auto_layers, check_spans, experts_too_large
 
-MIN_NODES = 512  # llama.cpp's default for n_ubatch; the smallest number of prompt tokens per pass
+MIN_NODES = 512  # prompt tokens per pass, if all weights are in memory; llama.cpp's default for n_ubatch
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # prompt tokens per pass, where each pass reads weights again
-SHARE = 1 / 4  # of a context, for each further session where memory is short
+SHARE = 1 / 4  # of a context, for each session after the first where memory is short
 CHUNK_SHARE = 1 / 32  # maximum relative increase of streamed bytes by the buffers of larger chunks
 RESERVED_SHARE = 1 / 32  # of memory, with a MARGIN, for pages of libraries and page tables
 ROOM_FOR_BUFFERS = 2 << 30
@@ -91,7 +91,7 @@ class MemoryPlanner:
 
     @property
     def plenty(self) -> bool:
-        """True if all files fit twice."""
+        """True if the model and its drafts fit twice into free memory."""
         return self.memory is None and 2 * self.file_sizes + ROOM_FOR_BUFFERS < self.machine.free
 
     def _rehearse(self, path: str, sizes: Sequence[ContextSize]) -> tuple[int, list[int]]:

@@ -1,7 +1,7 @@
 """Probe models: copies of a model's file with one layer of each kind.
 
-Types and shapes of weights, cache and pass select llama.cpp's kernels; the number of layers does not. So a probe model
-finds the row classes of a large model in seconds.
+The types and shapes of weights, cache and pass select llama.cpp's kernels, not the number of layers, so a probe model
+shows the row classes of a large model in seconds.
 """
 
 import ctypes

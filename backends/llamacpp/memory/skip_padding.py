@@ -1,6 +1,6 @@
-"""Rows of padding choose no experts, in a mixture that fits in memory (`mixture.py` does so for experts on disk).
+"""Skip experts for rows of padding, which would nearly double the time of plain decoding with a mixture of experts.
 
-Most work of a mixture is that of experts, so a row of padding would nearly double the time of plain decoding.
+This is for experts in memory; `mixture.py` does it for experts on disk.
 """
 
 from itertools import pairwise

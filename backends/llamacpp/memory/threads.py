@@ -4,10 +4,8 @@ llama.cpp's threads wait for each other several hundred times in a pass, so all 
 processor. On 2 processors with one other busy program, a pass with two threads takes 4 to 25 times as long, with
 one thread at most twice as long.
 
-The number of threads must not change a bit of the result. Only in passes of one node over at least 512 cells it does,
-because flash attention splits the cache by threads (`use_split_kv_path` in ggml-cpu/ops.cpp; llama.cpp rounds the cells
-up to a multiple of 256). These passes keep their threads, but waiting threads sleep soon, so that the system can move
-them to free processors.
+Fewer threads change no bit of the result, except in passes of one node over many cells (`SPLIT_CELLS`). These keep
+their threads, but waiting threads sleep soon, so that the system can move them to free processors.
 """
 
 import ctypes
@@ -27,7 +25,9 @@ from ..ggml.files import ggml_library
 WINDOW = 0.25  # minimum seconds between two samples of /proc/stat, whose unit is 10 ms
 LOOKS = 3
 CROWDED, CALM = 0.5, 0.25  # CPUs that others use: threads are reduced from CROWDED on, and restored below CALM
-SPLIT_CELLS = 256  # cells above which one node's attention depends on the number of threads
+SPLIT_CELLS = (
+    256  # above it llama.cpp takes 512 cells or more, which threads split (use_split_kv_path, ggml-cpu/ops.cpp)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +155,8 @@ class OtherLoad:
 class ShortWaits:
     """A switch for short waits: waiting threads sleep soon, instead of spinning for some milliseconds.
 
-    GNU's OpenMP does so while it manages more threads than there are CPUs, so another thread starts a team of 2, which
-    sleeps until the switch is off. Without GNU's OpenMP, `switch` does nothing.
+    GNU's OpenMP, which it needs, does so while it manages more threads than there are CPUs, so another thread starts a
+    team of 2, which sleeps until the switch is off.
     """
 
     def __init__(self) -> None:

@@ -90,8 +90,7 @@ def view(tensor: GgmlTensor, kind: Any = np.float32) -> NDArray[Any]:
 
 
 def collect(path: str, token_ids: list[int], say: Say) -> Collector:
-    """Evaluate tokens in chunks of `TOKENS`.
-
+    """
     Raises:
         ModelError: llama.cpp cannot evaluate them.
     """

@@ -14,7 +14,7 @@ CODE = ("argparse", "json/decoder", "heapq", "dataclasses", "textwrap", "statist
 
 
 def calibration_text(path: str) -> str:
-    """Prose, code and questions with answers in the model's own chat template, in turns.
+    """Pieces of prose, code and chat in the model's own template, in turns.
 
     Args:
         path: the model's GGUF, for its template.
@@ -41,5 +41,5 @@ def _turn(vocab: Any, text: str) -> str:
     try:
         messages = [{"role": "user", "content": f"Explain this: {question}."}, {"role": "assistant", "content": answer}]
         return chat_text(vocab, messages)
-    except EdgespecError:  # no template, or one that wants it otherwise
+    except EdgespecError:  # no template, or one that refuses such messages
         return text

@@ -1,7 +1,6 @@
 """Model folders as GGUF files by llama.cpp's own converter, in another process.
 
-The wheel of llama-cpp-python has no converter, but the source archive of the same version has. pip fetches it, with its
-mirrors, proxies and checksums.
+The wheel of llama-cpp-python has no converter, but the source archive of the same version has; pip fetches it.
 """
 
 import json
@@ -29,7 +28,7 @@ OUT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of a weight
 
 
 def find_converter(path: str | None, report: Progress) -> Path:
-    """The script: the one given, or that of the installed engine's version, fetched once.
+    """The converter's script: `path`, or that of the installed engine's version, fetched once.
 
     Raises:
         UsageError: there is no such script.
@@ -73,10 +72,10 @@ def _fetch(wanted: str, folder: Path) -> Path:
 
 
 def extract(archive: Path, out: Path) -> None:
-    """Only the converter's files, only regular ones, and only into `out`.
+    """Extract the converter's regular files, and none outside `out`.
 
     Raises:
-        EdgespecError: the archive has none.
+        EdgespecError: the archive has no converter.
     """
     with tarfile.open(archive) as files:
         for member in files:
@@ -97,7 +96,7 @@ def check_folder(folder: Path, trust: bool) -> int:
     """Count the weights of a model folder.
 
     Raises:
-        ModelError: it is none, it is damaged, or it wants to run programs of its own.
+        ModelError: it is no model folder, is damaged, or wants to run programs of its own.
     """
     config = folder / "config.json"
     try:

@@ -43,9 +43,16 @@ CHUNK = 2**22  # weights dequantised at once
 
 @dataclass(frozen=True, slots=True)
 class Converted:
+    """
+    Attributes:
+        path: the folder.
+        model_type: as in its config.json.
+        bytes: of its weights on disk.
+    """
+
     path: Path
     model_type: str
-    bytes: int  # of weights, as they lie on disk
+    bytes: int
 
 
 def convert(
@@ -112,10 +119,18 @@ def convert(
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    path: Path  # the first part
+    """
+    Attributes:
+        path: of the first part.
+        metadata: key -> value.
+        fields: key -> gguf.ReaderField, which has the type, too.
+        tensors: of all parts, as gguf.ReaderTensor, mapped into memory.
+    """
+
+    path: Path
     metadata: dict[str, Any]
-    fields: dict[str, Any]  # the same as gguf.ReaderField, with their types
-    tensors: list[Any]  # gguf.ReaderTensor, mapped into memory
+    fields: dict[str, Any]
+    tensors: list[Any]
 
 
 def read_gguf(path: Path) -> Gguf:
@@ -179,7 +194,10 @@ def _check(out: Path, dtype: str, bits: int | None) -> None:
 
 
 def check_space(out: Path, needed: int) -> None:
-    """Raises EdgespecError with both sizes."""
+    """
+    Raises:
+        EdgespecError: the disk has no room for `needed` bytes; names both sizes.
+    """
     free = shutil.disk_usage(out.absolute().parent).free
     if needed > free:
         raise EdgespecError(f"{out}: needs {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free")

@@ -1,6 +1,6 @@
-"""GGUF files made of others: quantised, with fewer layers, from a model folder. llama.cpp does it, in other processes.
+"""GGUF files made of others by llama.cpp, in other processes: quantised, or with fewer layers.
 
-Whatever is refused is refused before anything is written; a file appears under its name only when it is complete.
+Errors are found before anything is written, and a file appears under its name only when it is complete.
 """
 
 import glob
@@ -37,11 +37,18 @@ PATTERNED = ("attention.sliding_window", "attention.sliding_window_pattern", "le
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    type: str = ""  # a name of llama.cpp's such as Q4_K_M; "": weights stay as they are
-    types: tuple[tuple[str, str], ...] = ()  # (regular expression of tensors' names, type), the first match counts
-    imatrix: str = (
-        ""  # none, auto, a matrix file, or a text file to compute one from; "": auto where the type demands it
-    )
+    """
+    Attributes:
+        type: llama.cpp's name of a quantisation, such as Q4_K_M; "": weights stay as they are.
+        types: (regular expression of tensors' names, type); the first match counts.
+        imatrix: none, auto, a matrix file, or a text file to compute one from; "": auto where `type` needs it.
+        drop: numbers of layers to leave out.
+        why: for the user.
+    """
+
+    type: str = ""
+    types: tuple[tuple[str, str], ...] = ()
+    imatrix: str = ""
     drop: tuple[int, ...] = ()
     why: str = ""
 
@@ -61,8 +68,14 @@ PURPOSES = {
 
 @dataclass(frozen=True, slots=True)
 class Written:
+    """
+    Attributes:
+        bytes: of the weights.
+        file_bytes: of the file; 0 in a rehearsal.
+    """
+
     bytes: int
-    file_bytes: int  # with the header; 0 in a rehearsal
+    file_bytes: int
 
 
 def merge(purpose: str | None, given: Recipe) -> Recipe:
@@ -73,7 +86,13 @@ def merge(purpose: str | None, given: Recipe) -> Recipe:
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
-    """Layers such as "14-21" or "3,7,10-12". Raises UsageError."""
+    """
+    Args:
+        text: such as "14-21" or "3,7,10-12".
+
+    Raises:
+        UsageError: it is not.
+    """
     layers = set[int]()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
@@ -84,7 +103,10 @@ def parse_layers(text: str) -> tuple[int, ...]:
 
 
 def check_names(recipe: Recipe) -> None:
-    """Raises UsageError."""
+    """
+    Raises:
+        UsageError: a type, pattern or file of the recipe does not exist, or it has nothing to do.
+    """
     types = _types()
     for name in filter(None, [recipe.type]):
         if name not in types["files"]:
@@ -105,11 +127,16 @@ def check_names(recipe: Recipe) -> None:
 
 
 def check_tensors(path: Path, tensors: Mapping[str, str], recipe: Recipe, requantise: bool) -> None:
-    """Refuse what cannot be made of a file with these tensors (name -> type).
+    """
+    Args:
+        path: of the GGUF, for messages.
+        tensors: name -> type.
+        recipe: to check.
+        requantise: allow tensors that are quantised already.
 
     Raises:
-        UsageError: no tensor has such a name.
-        ModelError: it is quantised already.
+        UsageError: no tensor has a name that the recipe gives.
+        ModelError: the file is quantised already.
     """
     for pattern, name in recipe.types:
         known = any(re.search(pattern, tensor) for tensor in tensors)
@@ -124,11 +151,10 @@ def check_tensors(path: Path, tensors: Mapping[str, str], recipe: Recipe, requan
 
 
 def check_drop(path: Path, drop: Sequence[int]) -> None:
-    """Refuse to leave out layers that are not there, or that have places of their own.
-
+    """
     Raises:
-        UsageError: there is no such layer.
-        ModelError: the layers of this model are not alike.
+        UsageError: there is no such layer, or none would be left.
+        ModelError: the layers of this model are not alike, so each must keep its number.
     """
     if not drop:
         return
@@ -154,8 +180,8 @@ def quantise(
     Args:
         source: of a split one, any part.
         out: must not exist.
-        recipe: how.
-        requantise: also where weights are quantised already.
+        recipe: types of the new weights, and layers to leave out.
+        requantise: allow weights that are quantised already.
         rehearse: only find the size.
         progress: called with the phase, the steps done and in all.
 
@@ -211,7 +237,10 @@ def _matrix(source: Path, asked: str, partial: Path, report: Progress) -> tuple[
 
 
 def check_out(out: Path) -> None:
-    """Raises UsageError: it exists, or its folder does not."""
+    """
+    Raises:
+        UsageError: the file exists, or its folder does not.
+    """
     if out.exists() or out.is_symlink():
         raise UsageError(f"{out}: exists already; name a file that does not")
     if not out.absolute().parent.is_dir():
@@ -234,7 +263,10 @@ def appearing(out: Path) -> Iterator[Path]:
 
 
 def _child(module: str, job: Mapping[str, Any], progress: Any) -> dict[str, Any]:
-    """Raises ModelError with what it says."""
+    """
+    Raises:
+        ModelError: the child process failed, with its message.
+    """
     command = [sys.executable, "-m", f"edgespec.backends.llamacpp.tools.{module}", json.dumps(job)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     line: dict[str, Any] = {"error": "it gave no reason"}
@@ -247,7 +279,7 @@ def _child(module: str, job: Mapping[str, Any], progress: Any) -> dict[str, Any]
                 if "done" in line:
                     progress(line)
         except BaseException:
-            process.stdin.close()  # it removes what it wrote, and ends
+            process.stdin.close()  # the child then removes its files and ends
             process.wait(10)
             raise
         process.stdin.close()

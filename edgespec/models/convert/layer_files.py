@@ -1,7 +1,7 @@
 """A model folder with every layer in a file of its own, whose tensors begin on a page of memory.
 
-A layer is then one run of bytes: engines that stream it read whole pages, in large pieces, straight to its place.
-Safetensors allows no gaps between tensors, but a header may be padded: hence the files.
+An engine that streams a layer then reads one run of whole pages, straight to its place. Each layer needs a file, since
+safetensors allows padding only in the header, not between tensors.
 """
 
 import json
@@ -17,9 +17,9 @@ LAYER = re.compile(r"(?:\w+\.)*?layers\.(\d+)\.")
 
 
 def write_layer_files(folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Split a folder's model*.safetensors again: first weights without a layer, then the layers, in order.
+    """Replace a folder's model*.safetensors: one file for the weights outside layers, then one for each layer.
 
-    Needs as much room on the disk as the weights take. The old files go when all new ones are complete.
+    The old files go when all new ones are complete, so the disk needs room for a second copy of the weights.
 
     Args:
         folder: changed in place.

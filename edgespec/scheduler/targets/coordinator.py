@@ -1,10 +1,7 @@
 """Algorithm 1 of "Distributed Speculative Inference" (arXiv 2405.14105), with one draft.
 
-After each `lookahead` draft tokens, a free copy of the target verifies all since the last accepted one, so the next
-answer contains every late or lost one. The first rejected token stops the tasks built on it. One copy always works on
-the next token, so this is no slower than plain decoding while a copy is free.
-
-All state belongs to the thread that drives the request; workers only queue events.
+After each `lookahead` draft tokens, a free copy of the target verifies all draft tokens since the last accepted one, so
+each answer contains all earlier ones. All state belongs to the thread of the request; other threads only queue events.
 """
 
 import math
@@ -29,14 +26,14 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import Source, chain_of
 from edgespec.scheduler.requests import Event, Handle, Reading, Request
-from edgespec.scheduler.targets.guesser import Guesser
 from edgespec.scheduler.targets.places import Place
+from edgespec.scheduler.targets.proposer import Proposer
 from edgespec.scheduler.targets.verifier import Described, Spec, Task, verify
 
-MOST_GUESSES = 64
-LONG_PROMPT = 64  # tokens from which on all copies prefill at once
-REMEMBERED = 16
-PATIENCE = 3  # pass times after which another copy is asked
+MOST_DRAFT_TOKENS = 64
+LONG_PROMPT = 64  # tokens; longer prompts are prefilled by all copies at once
+REMEMBERED = 16  # last pass times of target and draft that count
+PATIENCE = 3  # pass times after which another copy gets the task, too
 LEAST_PATIENCE = 0.2  # seconds
 
 Answer = tuple[Task, list[int]] | None
@@ -47,9 +44,9 @@ class Running:
     place: Place
     task: Task
     started: float
-    measures: bool  # has no prompt, so that its time is a pass time
+    measures: bool  # no prefill is in its time
     wanted: bool = True
-    told: bool = False
+    stop_sent: bool = False
 
 
 class Targets:
@@ -61,27 +58,27 @@ class Targets:
         described: Described,
         spec: Spec,
         places: Sequence[Place],
-        guesser: Guesser,
+        proposer: Proposer,
         *,
         lookahead: int | None = None,
-        most_guesses: int = MOST_GUESSES,
+        most_draft_tokens: int = MOST_DRAFT_TOKENS,
         stop_ids: frozenset[int] | None = None,
     ) -> None:
         """
         Args:
             vocab: the target's.
-            described: any of the copies.
+            described: of any copy.
             spec: how a place loads its copy.
             places: where the copies are; closed with this.
-            guesser: the draft; closed with this.
+            proposer: the draft; closed with this.
             lookahead: draft tokens per task; default: the fewest for which the copies suffice.
-            most_guesses: draft tokens ahead of the accepted sequence.
+            most_draft_tokens: draft tokens ahead of the accepted sequence.
             stop_ids: tokens that end a sequence; default: the vocabulary's.
         """
         self._vocab, self._described, self._spec = vocab, described, spec
-        self._places, self._guesser = list(places), guesser
+        self._places, self._proposer = list(places), proposer
         self._idle = list(places)  # the last one answered last, and so lacks the fewest tokens
-        self._fixed, self._most = lookahead, most_guesses
+        self._fixed, self._most = lookahead, most_draft_tokens
         self._stop_ids = vocab.eog_ids if stop_ids is None else stop_ids
         self._owner = uuid.uuid4().hex
         self._numbers = count(1)
@@ -91,20 +88,19 @@ class Targets:
         self._turn = threading.Lock()
         self._passes, self._drafts = deque[float](maxlen=REMEMBERED), deque[float](maxlen=REMEMBERED)
         self._failures = 0
-        self._text, self._guesses, self._prompt_length = list[int](), list[int](), 0
+        self._text, self._draft_tokens, self._prompt_length = list[int](), list[int](), 0
         self._sampling = SamplingParams()
         self._version = 0  # changes when the draft must continue another sequence
-        self._speechless = -1  # the version for which the draft has no more tokens
-        self._guessing = False
+        self._exhausted = -1  # the version for which the draft has no more tokens
+        self._proposing = False
         self._closed = False
         self.thread: threading.Thread | None = None
         self.at_close: Callable[[], None] = lambda: None
 
     def submit(self, request: Request, emit: Callable[[Event], None], stats: GenerationStats | None = None) -> Handle:
-        """As `Scheduler.submit`. A thread decodes the request after those before it, until it is cancelled.
+        """As `Scheduler.submit`; requests are decoded one after the other.
 
-        It ends with an EdgespecError if no copy can do its tasks, and with ContextFull if the prompt does not fit into
-        the draft's context.
+        A request ends with EdgespecError if no copy can do its tasks, ContextFull if the draft has no room for it.
 
         Raises:
             UsageError: the request has a grammar or wants log-probabilities, which stay with the logits.
@@ -135,7 +131,7 @@ class Targets:
         handle.tell_end()
 
     def close(self) -> None:
-        """Free all copies and the draft. Safe to call twice."""
+        """Free all copies and the draft; safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -143,7 +139,7 @@ class Targets:
         with self._turn:
             self._call_off()
         self._drafting.shutdown()
-        self._guesser.close()
+        self._proposer.close()
         for place in self._places:
             place.close()
         self.at_close()
@@ -155,9 +151,9 @@ class Targets:
         stats.planner, stats.backend = "dsi", f"{len(self._places)} x {self._described.name}"
         stats.exact = limits.exact.name if limits.exact else ""
         stats.seed, stats.prompt_tokens = request.sampling.seed, len(prompt)
-        self._text, self._guesses, self._prompt_length = list(prompt), [], len(prompt)
+        self._text, self._draft_tokens, self._prompt_length = list(prompt), [], len(prompt)
         self._sampling, self._failures = request.sampling, 0
-        self._drafting.submit(self._guesser.begin, prompt, request.sampling).result()
+        self._drafting.submit(self._proposer.begin, prompt, request.sampling).result()
         if len(prompt) > LONG_PROMPT:
             while len(self._idle) > 1:
                 self._submit([], only_read=True)
@@ -165,7 +161,7 @@ class Targets:
         while not (self._closed or handle.cancelled):
             room = limit - len(self._text) - 1  # a deeper draft would leave no room for the bonus token
             while self._idle and self._due():
-                self._submit(self._guesses)
+                self._submit(self._draft_tokens)
             self._draft(min(self._most, room))
             if (answer := self._wait()) is None:
                 continue
@@ -176,7 +172,7 @@ class Targets:
             output, finished = until_stop(tokens[known:], self._stop_ids, limit - len(self._text))
             sources = [Source.DRAFT] * (len(tokens) - known - 1) + [Source.TARGET]
             del sources[len(output) :]
-            tree = chain_of([self._text[-1], *task.guesses[known:].tolist()])
+            tree = chain_of([self._text[-1], *task.draft_tokens[known:].tolist()])
             self._advance(output)
             stats.count(sources, drafted=len(tree) - 1)
             stats.finish_reason = finished
@@ -192,39 +188,39 @@ class Targets:
 
     def _advance(self, tokens: list[int]) -> None:
         self._text += tokens
-        if self._guesses[: len(tokens)] == tokens:
-            del self._guesses[: len(tokens)]
+        if self._draft_tokens[: len(tokens)] == tokens:
+            del self._draft_tokens[: len(tokens)]
         else:
-            self._forget_guesses()
+            self._forget_draft_tokens()
         for running in self._running.values():
             running.wanted = running.wanted and self._helps(running.task)
         self._stop_unwanted()
 
-    def _forget_guesses(self) -> None:
-        self._guesses = []
+    def _forget_draft_tokens(self) -> None:
+        self._draft_tokens = []
         self._version += 1
-        self._guesser.stop()
+        self._proposer.stop()
 
     def _helps(self, task: Task) -> bool:
         later = self._text[len(task.token_ids) :]
-        return len(later) <= len(task.guesses) and later == task.guesses[: len(later)].tolist()
+        return len(later) <= len(task.draft_tokens) and later == task.draft_tokens[: len(later)].tolist()
 
     def _stop_unwanted(self) -> None:
-        """Draft tokens are only appended until one is rejected, so the older tasks are the unwanted ones."""
+        """Stop tasks older than all wanted ones: draft tokens are only appended until one is rejected."""
         oldest = min((number for number, running in self._running.items() if running.wanted), default=math.inf)
         unwanted = {number: running for number, running in self._running.items() if number < oldest}
         for running in unwanted.values():
-            if not running.told:
-                running.told = True
+            if not running.stop_sent:
+                running.stop_sent = True
                 running.place.stop(self._owner, max(unwanted))
 
     def _due(self) -> bool:
         wanted = [running for running in self._running.values() if running.wanted and not running.task.only_read]
         if not wanted:
-            return True  # no copy is working on the next token
+            return True  # no copy works on the next token, and without that plain decoding would be faster
         if self._passes and perf_counter() - max(running.started for running in wanted) > self._patience():
             return True
-        ahead = len(self._text) + len(self._guesses) - max(running.task.end for running in wanted)
+        ahead = len(self._text) + len(self._draft_tokens) - max(running.task.end for running in wanted)
         return ahead >= self._lookahead()
 
     def _patience(self) -> float:
@@ -238,10 +234,10 @@ class Targets:
             return 1
         return max(1, math.ceil(median(self._passes) / (len(self._places) * median(self._drafts))))
 
-    def _submit(self, guesses: Sequence[int], only_read: bool = False) -> None:
+    def _submit(self, draft_tokens: Sequence[int], only_read: bool = False) -> None:
         place, number = self._idle.pop(), next(self._numbers)
-        text, judged = np.array(self._text, np.int32), np.array(guesses, np.int32)
-        task = Task(self._owner, number, text, self._prompt_length, judged, self._sampling, only_read)
+        text, draft_ids = np.array(self._text, np.int32), np.array(draft_tokens, np.int32)
+        task = Task(self._owner, number, text, self._prompt_length, draft_ids, self._sampling, only_read)
         measures = len(self._text) > self._prompt_length
         self._running[number] = Running(place, task, perf_counter(), measures)
         try:
@@ -275,34 +271,34 @@ class Targets:
             raise EdgespecError(f"no copy of the target does its tasks: {error or type(error).__name__}") from error
 
     def _draft(self, most: int) -> None:
-        if self._guessing or self._version == self._speechless or len(self._guesses) >= most:
+        if self._proposing or self._version == self._exhausted or len(self._draft_tokens) >= most:
             return
-        version, text = self._version, [*self._text, *self._guesses]
-        self._guessing = True
-        future = self._drafting.submit(self._guess, version, text, most - len(self._guesses))
-        future.add_done_callback(lambda done: self._events.put(lambda: self._guessed_all(version, done)))
+        version, text = self._version, [*self._text, *self._draft_tokens]
+        self._proposing = True
+        future = self._drafting.submit(self._propose, version, text, most - len(self._draft_tokens))
+        future.add_done_callback(lambda done: self._events.put(lambda: self._proposed_all(version, done)))
 
-    def _guess(self, version: int, text: list[int], most: int) -> bool:
+    def _propose(self, version: int, text: list[int], most: int) -> bool:
         """In the draft's thread: propose tokens for that version; True if more may follow."""
         began = perf_counter()
-        for number, token in enumerate(self._guesser.after(text), 1):
-            self._events.put(partial(self._guessed, version, token, perf_counter() - began))
+        for number, token in enumerate(self._proposer.after(text), 1):
+            self._events.put(partial(self._proposed, version, token, perf_counter() - began))
             if number == most or version != self._version:
                 return True
             began = perf_counter()
         return version != self._version
 
-    def _guessed(self, version: int, token: int, seconds: float) -> Answer:
+    def _proposed(self, version: int, token: int, seconds: float) -> Answer:
         if version == self._version:
-            self._guesses.append(token)
-            if len(self._text) + len(self._guesses) > self._prompt_length + 1:
+            self._draft_tokens.append(token)
+            if len(self._text) + len(self._draft_tokens) > self._prompt_length + 1:
                 self._drafts.append(seconds)
         return None
 
-    def _guessed_all(self, version: int, done: "Future[bool]") -> Answer:
-        self._guessing = False
+    def _proposed_all(self, version: int, done: "Future[bool]") -> Answer:
+        self._proposing = False
         if not done.result():
-            self._speechless = version
+            self._exhausted = version
         return None
 
     def _wait(self) -> Answer:
@@ -319,4 +315,4 @@ class Targets:
         for running in self._running.values():
             running.wanted = False
         self._stop_unwanted()
-        self._forget_guesses()
+        self._forget_draft_tokens()

@@ -1,4 +1,4 @@
-"""Places of the copies of the target: each has one copy and one worker of a `concurrent.futures.Executor`."""
+"""Places where copies of the target run: each has one copy and one worker of a `concurrent.futures.Executor`."""
 
 import multiprocessing
 import os
@@ -83,10 +83,7 @@ def _begin_process(orders: Connection, environment: dict[str, str]) -> None:
 
 
 class ClusterPlace:
-    """Room for one task on any worker of a Dask cluster.
-
-    A task that is bound to a worker, even loosely, is never done when that worker is lost (distributed 2026.8).
-    """
+    """Room for one task on any worker of a Dask cluster; bound to one it would be lost with it (distributed 2026.8)."""
 
     def __init__(self, client: Any, messenger: Executor) -> None:
         self._client, self._messenger = client, messenger
@@ -95,7 +92,7 @@ class ClusterPlace:
     def renew(self) -> None: ...
 
     def stop(self, owner: str, number: int) -> None:
-        """Dask runs it on all workers' event loops while their tasks run."""
+        """Stop tasks on all workers: Dask calls `stop_up_to` in their event loops, while tasks run."""
 
         def tell() -> None:
             self._client.run(stop_up_to, owner, number, on_error="ignore")

@@ -1,7 +1,7 @@
 """A copy of the target: prefill, verify draft tokens, answer with tokens.
 
-Sampling happens here, so that no logits travel: with a vocabulary of 152,000 tokens a node's are 608 kB. A copy belongs
-to one thread, which keeps it between calls: an executor only has to run `verify`.
+Sampling happens here, so that no logits travel: of 152,000 tokens, a node's take 608 kB. A thread keeps its copy
+between calls of `verify`.
 """
 
 import threading
@@ -22,21 +22,25 @@ from edgespec.loop.verify import walk
 
 
 class Spec(Hashable, Protocol):
-    """The way to load a copy, picklable and equal to its own copies."""
+    """The way to load a copy; it can be pickled, and equals what is unpickled."""
 
     def open(self) -> Backend:
-        """Raises EdgespecError."""
+        """
+        Raises:
+            EdgespecError: it cannot be loaded.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Draft tokens to verify. Every copy gives the same answer, whatever its session holds.
+    """Draft tokens to verify; all copies give the same answer.
 
     Attributes:
-        owner: one of the programs that share a cluster.
-        number: grows.
+        owner: name of the program that asks; several may share a cluster.
+        number: serial number of the owner's task.
         token_ids: the accepted sequence; the last token is the root.
-        guesses: draft tokens after it.
+        prompt_length: number of these that are the prompt.
+        draft_tokens: draft tokens after it.
         only_read: prefill; nothing is verified.
     """
 
@@ -44,13 +48,13 @@ class Task:
     number: int
     token_ids: IntArray
     prompt_length: int
-    guesses: IntArray
+    draft_tokens: IntArray
     sampling: SamplingParams
     only_read: bool = False
 
     @property
     def end(self) -> int:
-        return len(self.token_ids) + len(self.guesses)
+        return len(self.token_ids) + len(self.draft_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +72,14 @@ class Verifier:
         self._session = target.open()
         self._prompt: list[int] = []
 
-    def judge(self, task: Task) -> list[int]:
+    def verify(self, task: Task) -> list[int]:
         """The accepted draft tokens, then the target's own next one; `read` comes first.
 
         Raises:
-            Interrupted: in between, perhaps because the task is no longer wanted.
+            Interrupted: a pass was interrupted, or the task is no longer wanted.
         """
         tokens = task.token_ids.tolist()
-        chain, root, output = tokens + task.guesses.tolist(), len(tokens) - 1, list[int]()
+        chain, root, output = tokens + task.draft_tokens.tolist(), len(tokens) - 1, list[int]()
         noise = Noise(task.sampling.seed, self.target.vocab.size)
 
         def token_after(logits: Logits, first: int, node: int, accepted: list[int]) -> int:
@@ -103,13 +107,13 @@ class Verifier:
         raise Interrupted("nobody wants the answer")
 
     def read(self, task: Task) -> None:
-        """Prefill the prompt in prompts' row class; generated tokens stay for `judge`, as in plain decoding."""
+        """Prefill the prompt, and nothing more: generated tokens are of trees' row class, as in plain decoding."""
         tokens, session = task.token_ids.tolist(), self._session
         prompt = tokens[: task.prompt_length - 1]
         if prompt == self._prompt and common_prefix(session.token_ids, prompt) == len(prompt):
             session.rewind(common_prefix(session.token_ids, tokens[:-1]))
         else:
-            self._prompt = []  # an interrupted prefill may be of another row class
+            self._prompt = []  # until all is read: an interrupt may come first
             prefill(self.target, session, prompt)
             self._prompt = prompt
 
@@ -142,7 +146,7 @@ def close_own() -> None:
 
 
 def describe(spec: Spec) -> Described:
-    """Load this thread's copy; raises EdgespecError."""
+    """Load this thread's copy; errors as for `Spec.open`."""
     target = verifier_of(spec).target
     return Described(
         target.name, target.build, target.capabilities, tuple(sorted(target.computing.items())), tuple(target.notes)
@@ -150,7 +154,7 @@ def describe(spec: Spec) -> Described:
 
 
 def verify(spec: Spec, task: Task) -> list[int] | None:
-    """Do a task with this thread's copy: the target's tokens, or None, if it was stopped.
+    """Do a task with this thread's copy; return the target's tokens, or None if the task was stopped or has none.
 
     Raises:
         EdgespecError: it could not be done.
@@ -161,15 +165,15 @@ def verify(spec: Spec, task: Task) -> list[int] | None:
             verifier.read(task)  # not interrupted: later tasks need it, too
             if task.only_read or not is_wanted(task):
                 return None
-            with _judging(verifier.target, task):
-                return verifier.judge(task)
+            with _interruptible(verifier.target, task):
+                return verifier.verify(task)
         except Interrupted:  # or it was meant for a task that had just ended
             if not task.only_read and not is_wanted(task):
                 return None
 
 
 @contextmanager
-def _judging(target: Backend, task: Task) -> Iterator[None]:
+def _interruptible(target: Backend, task: Task) -> Iterator[None]:
     with _work.lock:
         _work.running[task.owner, task.number] = target
     try:

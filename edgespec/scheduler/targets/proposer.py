@@ -8,11 +8,15 @@ from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.planners.drafting import ChildScores, Drafter
 
 
-class Guesser(Protocol):
+class Proposer(Protocol):
     """Proposes draft tokens; one thread calls all but `stop`."""
 
     def begin(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Begin a request; raises ContextFull if it does not fit."""
+        """Begin a request.
+
+        Raises:
+            ContextFull: it does not fit into the draft's context.
+        """
 
     def after(self, token_ids: Sequence[int]) -> Iterator[int]:
         """Likely next tokens, one by one, until it is stopped or the context is full."""
@@ -23,7 +27,7 @@ class Guesser(Protocol):
     def close(self) -> None: ...
 
 
-class DraftGuesser:
+class DraftProposer:
     """A draft model's best tokens, coupled to the target's Gumbel noise as in `planners/specexec.py`."""
 
     def __init__(self, draft: Backend, vocab_size: int, tau: float | None = None, coupling: bool = True) -> None:
