@@ -20,14 +20,14 @@ from edgespec.backends.llamacpp.engine import engine, load
 from edgespec.backends.llamacpp.ggml.files import llama_cpp, without_amx
 from edgespec.backends.llamacpp.memory import attention
 
-from edgespec.errors import UsageError
+from edgespec.errors import ContextFull, Interrupted, UsageError
 from edgespec.loading.exact import FEW, apply_row_class, usable
 from edgespec.loading.row_classes import MANY, find
 from edgespec.loop.backend import Work
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.generate import Generation
-from edgespec.loop.passes import prefill, start_of
+from edgespec.loop.passes import Prefill, prefill, start_of
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
@@ -384,6 +384,52 @@ def test_a_prompt_goes_on_within_a_tile(weights, monkeypatch):
                 target.forward([tree])
                 sessions[i % 3].commit([1])
         assert len(moves) > len(prompts)
+
+
+def test_prompts_of_one_pass_are_read_as_if_alone(weights):
+    """Also in an empty cache: each begins where a tile does. One that cannot go on in its tile is refused."""
+    texts = [[7 + 3 * i for i in range(70)], [9 + 4 * i for i in range(100)]]
+    with loaded(weights("made up"), "narrow", sessions=2, context_length=512) as target:
+        sessions, expected = [target.open(), target.open()], []
+        works = [Prefill(target, *about, want_last=True).work() for about in zip(sessions, texts, strict=True)]
+        for work, text in zip(works, texts, strict=True):
+            expected.append(target.forward([work])[0].row(len(text) - 1))
+            work.session.rewind(0)
+        together = target.forward(works)
+        for logits, text, row in zip(together, texts, expected, strict=True):
+            assert np.array_equal(logits.row(len(text) - 1), row)
+        for session in sessions:
+            session.rewind(0)
+        prefill(target, sessions[1], texts[1][:90])
+        nodes = np.arange(10, dtype=np.int32)
+        rest = Work(sessions[1], nodes + 5, nodes - 1, nodes[-1:], prompt=True)
+        with pytest.raises(ContextFull, match="another of the same forward comes before it"):
+            target.forward([works[0], rest])
+        assert sessions[1].token_ids == texts[1][:90]
+
+
+def test_nodes_of_an_interrupted_session_leave_no_holes(weights):
+    """Their cells lie below those of another session's nodes, whose next ones would be put there, out of order."""
+    number = np.arange(1, dtype=np.int32)
+
+    def grow(session, first):
+        """A chain of three more nodes, one a pass."""
+        chain = [Work(session, number + 20 + i, number + i - 1, number + i) for i in range(first, first + 3)]
+        return [target.forward([work])[0].row(first + i) for i, work in enumerate(chain)]
+
+    with loaded(weights("made up"), "narrow", sessions=2, context_length=512) as target:
+        session, other = target.open(), target.open()
+        prefill(target, session, [7 + 3 * i for i in range(70)])
+        prefill(target, other, [9 + 4 * i for i in range(100)])
+        expected = grow(other, 0) + grow(other, 3)
+        other.commit([])
+        grow(session, 0)
+        found = grow(other, 0)
+        target.interrupt()
+        with pytest.raises(Interrupted):
+            grow(session, 3)
+        assert (session.nodes, session.token_ids[-1]) == (0, 7 + 3 * 69)
+        assert np.array_equal(found + grow(other, 3), expected)
 
 
 class CtrlC:

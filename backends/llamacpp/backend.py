@@ -152,7 +152,7 @@ class LlamaBackend:
             self.make_room(most + sessions[0].tail(batch[0]))
         between = paddings(sessions, batch, self.cells, self._open)
         logits: list[Logits] = []
-        rows, end = Rows([], [], [], []), None if any(session.has_nodes for session in sessions) else self.cells.end
+        rows, end = Rows([], [], [], []), self.cells.end
         for session, placement, padding in zip(sessions, placements, between, strict=True):
             rows.pad(padding, self.cells.padding_id)
             start, unread = len(rows.tokens), session.unread_committed
@@ -169,12 +169,11 @@ class LlamaBackend:
         try:
             self.compute(rows, prompt=any(work.prompt for work in batch), padding=len(rows.tokens) - count)
         except BaseException as error:
-            for session in sessions:
-                session.give_up()
+            self.cells.end = end
+            for session, placement in zip(sessions, placements, strict=True):
+                session.give_up(placement)
             self.cells.drop_padding(0)
-            if isinstance(error, Interrupted) and end is not None:
-                self.cells.end = end
-            else:
+            if not isinstance(error, Interrupted):
                 self.cells.uncertain = True
             raise
         finally:

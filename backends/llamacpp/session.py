@@ -204,7 +204,14 @@ class LlamaSession(NodeSession):
             self.marks += self._backend.cells.new_marks(len(self.token_ids) - self.cached)
             self.cached, self._edge = len(self.token_ids), self._base
 
-    def give_up(self) -> None:
+    def give_up(self, placement: Placement) -> None:
+        """Drop all nodes after a failed pass, which filled the cells of `placement` or did not."""
+        if placement.first:  # cells of earlier nodes may have others behind them
+            for position, below in zip(placement.positions, placement.below, strict=True):
+                for seq in below:
+                    llama_cpp.llama_memory_seq_rm(self._memory, seq, position, -1)
+            self.rewind(len(self.token_ids))
+            return
         for seq in self.seq_ids:
             llama_cpp.llama_memory_seq_rm(self._memory, seq, self.cached, -1)
         self._forget_nodes()
@@ -284,7 +291,7 @@ class LlamaSession(NodeSession):
 
     def _continues(self, length: int, end: int) -> bool:
         """True if tokens after `length`, in cells from `end` on, get the tiles of an empty cache."""
-        if self._backend.alone(self):
+        if self._backend.alone(self) and end == self._backend.cells.end:  # not behind another work's cells
             return True
         if length == 0:
             return end % TILE == 0

@@ -144,10 +144,12 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> BatchInvari
     trees = _shape(chosen, most)
     if mixture:  # only equal blocks have equal bits
         return BatchInvariance(name, trees, RowClass(1, min(BLOCK, limits.max_nodes)), blocks=True)
-    if chosen is found[-1]:
+    # A pass is padded with wanted rows, too.
+    prompts = [group for group in found if group.least <= limits.max_wanted][-1]
+    if chosen is prompts:
         return BatchInvariance(name, trees, trees)
-    short = _shape(wide, most) if wide and wide is not found[-1] else None
-    return BatchInvariance(name, trees, _shape(found[-1], limits.max_nodes), short)
+    short = _shape(wide, most) if wide and wide is not prompts else None
+    return BatchInvariance(name, trees, _shape(prompts, limits.max_nodes), short)
 
 
 def _costs_little(wide: Group, narrow: Group, limits: Capabilities) -> bool:

@@ -99,7 +99,7 @@ def find(
 def _about(name: str, build: str, computing: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {
         "kind": "exact", "engine": name, "build": build, "machine": machine(), "target": identity(path),
-        "sizes": f"{SIZES} {MULTIPLES}, timed without logits, a layer, from the beginning", **computing,
+        "sizes": f"{SIZES} {MULTIPLES}, timed without logits, a layer of each type, from the beginning", **computing,
     }  # fmt: skip
 
 

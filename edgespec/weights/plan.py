@@ -43,12 +43,14 @@ class Tensor:
         file: index of its file.
         start: its first byte in the file.
         size: in bytes.
+        type: of its numbers, `ggml_type` in ggml.h; 0 where an engine does not say.
     """
 
     name: str
     file: int
     start: int
     size: int
+    type: int = 0
 
 
 Ends = dict[int, list[int]]  # file -> ends of its tensors, sorted

@@ -126,6 +126,7 @@ def read_tensors(path: str, file: int = 0) -> list[Tensor]:
                 file,
                 base + library.gguf_get_tensor_offset(table, i),
                 library.gguf_get_tensor_size(table, i),
+                library.gguf_get_tensor_type(table, i),
             )
             for i in range(library.gguf_get_n_tensors(table))
         ]
@@ -206,6 +207,7 @@ def ggml_base() -> Any:
         ("gguf_get_tensor_name", text, [pointer, number]),
         ("gguf_get_tensor_offset", ctypes.c_size_t, [pointer, number]),
         ("gguf_get_tensor_size", ctypes.c_size_t, [pointer, number]),
+        ("gguf_get_tensor_type", ctypes.c_int, [pointer, number]),
     ]:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

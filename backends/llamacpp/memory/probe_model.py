@@ -28,12 +28,12 @@ REPACKED: dict[str, str | int | None] = {"repacked": True}
 
 
 def kinds(tensors: list[Tensor]) -> list[int]:
-    """One layer of each kind, by tensor names and sizes; at least `LEAST_LAYERS`, if the model has them."""
-    layers: dict[int, list[tuple[str, int]]] = {}
+    """One layer of each kind, by tensor names, sizes and types; at least `LEAST_LAYERS`, if the model has them."""
+    layers: dict[int, list[tuple[str, int, int]]] = {}
     for tensor in tensors:
         if (layer := layer_of(tensor)) >= 0:
-            layers.setdefault(layer, []).append((tensor.name.split(".", 2)[2], tensor.size))
-    first: dict[tuple[tuple[str, int], ...], int] = {}
+            layers.setdefault(layer, []).append((tensor.name.split(".", 2)[2], tensor.size, tensor.type))
+    first: dict[tuple[tuple[str, int, int], ...], int] = {}
     for index, found in sorted(layers.items()):
         first.setdefault(tuple(sorted(found)), index)
     chosen = set(first.values())
