@@ -1,11 +1,13 @@
 """`bench-offload`: what it is told, and its tables."""
 
 import sys
+from mmap import PROT_READ, mmap
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.memory_group import evict
 from benchmarks.offload import CONTEXT, interleaved, parse_models, weight_bytes
 from benchmarks.offload_report import make_report, tables
 from benchmarks.offload_worker import MLX_LM, Task, measure
@@ -37,6 +39,15 @@ def test_what_is_none(text: str, folders: tuple[str, str]) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux reports what is in its page cache")
+def test_what_stays_in_the_page_cache_is_told(folders: tuple[str, str]) -> None:
+    weights = Path(folders[0]) / "model.safetensors"
+    weights.write_bytes(bytes(1 << 20))
+    with weights.open("rb") as file, mmap(file.fileno(), 0, prot=PROT_READ) as view:
+        assert not any(view.read())  # pages that are mapped and touched stay
+        assert evict(folders[0]) == 1.0
+
+
 def passes(one: float, many: float) -> dict[str, dict[str, float]]:
     return {"1": {"seconds": one}, "64": {"seconds": many}}
 
@@ -47,7 +58,7 @@ def texts(seconds: float, passes: int) -> dict[str, object]:
 
 
 def test_the_tables_compare_with_what_is_possible() -> None:
-    about = {"limit": 1 << 30, "peak": 1 << 29, "bandwidth": 1e9, "streamed": 800_000_000}
+    about = {"limit": 1 << 30, "peak": 1 << 29, "stayed_in_cache": 0.0, "bandwidth": 1e9, "streamed": 800_000_000}
     killed = {"failed": "it was killed: out of memory", "bandwidth": 1e9}
     report = make_report(
         Task("big", backend="mlx"), 1 << 30,
@@ -90,7 +101,9 @@ def test_what_mlx_lm_does_alone_can_be_summed_up(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setitem(sys.modules, "mlx_lm", fake)
     result = measure(Task("folder", backend=MLX_LM, prompts=["one", "two"], max_tokens=3))
-    report = make_report(Task("folder"), 1, {}, {"alone": [result | {"peak": 5, "limit": 1, "bandwidth": 1.0}]})
+    about = {"peak": 5, "stayed_in_cache": 0.25, "limit": 1, "bandwidth": 1.0}
+    report = make_report(Task("folder"), 1, {}, {"alone": [result | about]})
     found = report["texts"]["alone"]
     assert (found["tokens"], found["passes"], found["peak"]) == (4, 4, 5)  # the first comes with the prompt
+    assert found["stayed_in_cache"] == 0.25
     assert found["user_seconds"] >= 0 <= found["system_seconds"]

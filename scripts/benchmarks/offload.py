@@ -45,8 +45,7 @@ def parse_models(text: str) -> Task:
 
 def run(task: Task, group: Group | None) -> dict[str, Any]:
     """Run a task in a process of its own, inside its limit, with its files evicted."""
-    for model in filter(None, (task.target, task.draft)):
-        evict(model)
+    stayed = max(evict(model) for model in (task.target, task.draft) if model)
     if group:
         group.limit(task.limit or NO_LIMIT)
     done = subprocess.run(
@@ -58,7 +57,7 @@ def run(task: Task, group: Group | None) -> dict[str, Any]:
         why = "it was killed: out of memory" if done.returncode == -9 else (done.stderr.strip() or "?").splitlines()[-1]
         return {"failed": why}
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result | {"limit": task.limit, "peak": group.peak() if group else 0}
+    return result | {"limit": task.limit, "peak": group.peak() if group else 0, "stayed_in_cache": stayed}
 
 
 def interleaved(tasks: Mapping[str, Task], rounds: int, group: Group, say: Say) -> dict[str, list[dict[str, Any]]]:

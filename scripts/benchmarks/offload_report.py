@@ -42,8 +42,8 @@ def _both(results: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict
     """Results of processes that did not fail; and what is said of passes and texts alike."""
     good = [result for result in results if "failed" not in result]
     about: dict[str, Any] = {name: good[0][name] for name in ("limit", "streamed", "notes") if good and name in good[0]}
-    peak = max((result["peak"] for result in good), default=0)
-    return good, {"failed": [result["failed"] for result in results if "failed" in result], "peak": peak, **about}
+    most = {name: max((result[name] for result in good), default=0) for name in ("peak", "stayed_in_cache")}
+    return good, {"failed": [result["failed"] for result in results if "failed" in result], **most, **about}
 
 
 def _passes(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
