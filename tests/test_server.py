@@ -50,6 +50,21 @@ def served(slots=2, service=(), sampling=None, context=400, template=None, **gua
             yield client
 
 
+@contextmanager
+def served_and_shown(**options):
+    """As `served`; `client.shown` has all that is tokenised, such as prompts, in the order of the requests."""
+    with served(**options) as client:
+        vocab = client.model.target.vocab
+        client.shown, usual = [], vocab.encode
+
+        def encode(text, **more):
+            client.shown.append(text)
+            return usual(text, **more)
+
+        vocab.encode = encode
+        yield client
+
+
 @pytest.fixture(scope="module")
 def client():
     with served() as client:

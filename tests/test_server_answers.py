@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
-from test_server import HELLO, served, stream
+from test_server import HELLO, served, served_and_shown, stream
 from test_server_forced import Vocabulary, fits
 from test_server_tools import TEMPLATE, TIME, TOOLS, WEATHER
 
@@ -21,15 +21,7 @@ from edgespec.server.wire import SamplingFields, sse
 
 @pytest.fixture(scope="module")
 def client():
-    with served(context=1000, template=TEMPLATE) as client:
-        client.shown = []
-        render = client.model.target.vocab.encode
-
-        def encode(text, **options):
-            client.shown.append(text)
-            return render(text, **options)
-
-        client.model.target.vocab.encode = encode
+    with served_and_shown(context=1000, template=TEMPLATE) as client:
         yield client
 
 

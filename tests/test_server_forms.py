@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
-from test_server import HELLO, served, stream
+from test_server import HELLO, served, served_and_shown, stream
 from test_server_tools import TEMPLATE
 
 from edgespec.loop.grammar import Compiler, json_schema, lark, regex
@@ -225,15 +225,7 @@ def thinker():
         TEMPLATE + "{% for m in messages %}{{ m.reasoning_content or '' }}{% endfor %}"
         "{{ '<think>\n' if enable_thinking is not defined or enable_thinking else '<think></think>' }}"
     )
-    with served(context=1500, template=template) as client:
-        vocab = client.model.target.vocab
-        client.shown, render = [], vocab.encode
-
-        def encode(text, **options):
-            client.shown.append(text)
-            return render(text, **options)
-
-        vocab.encode = encode
+    with served_and_shown(context=1500, template=template) as client:
         yield client
 
 

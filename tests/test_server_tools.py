@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
-from test_server import HELLO, served, stream
+from test_server import HELLO, served_and_shown, stream
 
 from edgespec.server.call_formats import HERMES
 from edgespec.server.parse_output import OutputParser, calls_of
@@ -37,15 +37,7 @@ TOOLS = [{"type": "function", "function": function} for function in (WEATHER, TI
 
 @pytest.fixture(scope="module")
 def client():
-    with served(context=1000, template=TEMPLATE) as client:
-        client.shown = []
-        render = client.model.target.vocab.encode
-
-        def encode(text, **options):
-            client.shown.append(text)
-            return render(text, **options)
-
-        client.model.target.vocab.encode = encode
+    with served_and_shown(context=1000, template=TEMPLATE) as client:
         yield client
 
 

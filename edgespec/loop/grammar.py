@@ -161,7 +161,7 @@ class Forced:
     encoded: int = 0
 
     def after(self, token: int, text: bytes) -> "Forced":
-        """What is known to be forced behind a token with this text."""
+        """The rest that is forced once a token with these bytes was accepted; `NOT_KNOWN` if it was another."""
         if not text or not self.text.startswith(text):
             return NOT_KNOWN
         rest = self.text[len(text) :]

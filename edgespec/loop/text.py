@@ -192,8 +192,8 @@ def chat_text(
 def _with_fewer_systems(messages: Sequence[Message], kept: int) -> Sequence[Message]:
     """Messages whose system messages, but those among the first `kept` messages, are parts of their neighbours.
 
-    Many templates know system messages at the beginning only. The turn before takes the text, or the turn after, if
-    that one is not the assistant's; so the rendered beginning of a conversation stays as it was.
+    Many templates know system messages at the beginning only. The message before takes the text, so that the rendered
+    beginning of a conversation stays as it was. If the assistant wrote that one, the message after takes it.
     """
     found, waiting = list[Message](), list[str]()
     for number, message in enumerate(messages):
