@@ -38,6 +38,16 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+def test_an_old_python_is_refused_before_anything_is_installed(
+    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 9, 6))
+    monkeypatch.setenv("CC", "no-compiler")
+    with pytest.raises(SystemExit, match=r"edgespec needs 3\.11"):
+        install.main()
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_pip_wrote_last_is_shown_where_it_fails(
     install: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
