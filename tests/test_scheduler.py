@@ -188,7 +188,7 @@ def play(scheduler, schedule, slots):
 def test_random_schedules_change_no_text(name, shape, slots, leaves, schedule):
     target, pace = backend(shape, sessions=slots, leaves=leaves), new_auto_state(False)
     guessing = planners(name, slots, pace)
-    scheduler = Scheduler(target, guessing, budget=12, cost=pace.target if name == "auto" else None)
+    scheduler = Scheduler(target, guessing, budget=12, pace=pace if name == "auto" else None)
     play(scheduler, schedule, slots)
     scheduler.close()
     assert target.open_sessions == 0

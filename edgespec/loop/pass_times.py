@@ -14,7 +14,6 @@ from edgespec.loop.shapes import TILE
 from edgespec.loop.tree import FloatArray
 
 KEPT = 8  # last passes that count, of about one size: times change with load
-RECALLED = 1  # passes that a remembered time counts for: a few new ones outweigh it
 NEAR = 3  # least ratio of two sizes that shows the slope
 STEEP, FLAT = 0.5, 0.01  # plain passes that a further node costs, until it is measured: weights in memory, streamed
 NOVELTY = 0.75  # random choices of experts that a further node equals: 0.78 in passes over two nodes of GLM-4.7-Flash
@@ -113,6 +112,7 @@ class PassTimes:
         self._passes: dict[int, dict[int, deque[tuple[float, float]]]] = {}
         self._usual: dict[int, dict[int, tuple[float, float]]] = {}  # as `_passes` -> (mean nodes, median seconds)
         self._curves: dict[int, Curve] = {}
+        self._remembered = set[tuple[int, int]]()  # keys of `_passes` without a pass of this run
 
     def add(self, nodes: float, seconds: float, length: int = 0) -> None:
         """Record a pass.
@@ -128,6 +128,12 @@ class PassTimes:
         passes.append((nodes, max(seconds, 1e-9)))
         sizes, times = zip(*passes, strict=True)
         self._usual.setdefault(at, {})[bits] = fmean(sizes), median(times)
+        self._remembered.discard((at, bits))
+        for other, (size, took) in list(self._usual[at].items()):
+            contradicts = (size - nodes) * (took - seconds) < 0 and (size < TILE) == (nodes < TILE)
+            if contradicts and (at, other) in self._remembered:  # a larger pass takes longer: what is known is old
+                self._remembered.discard((at, other))
+                del self._passes[at][other], self._usual[at][other]
         self._curves.pop(at, None)
 
     def at(self, length: int) -> Curve | None:
@@ -166,10 +172,10 @@ class PassTimes:
         return [[at, nodes, min(one[2] for one in rows if _takes_as_long(one, at, nodes))] for at, nodes, _ in rows]
 
     def recall(self, rows: Iterable[Sequence[float]]) -> None:
-        """Start from the rows of `as_list`."""
+        """Start from the rows of `as_list`, each of which counts as one pass."""
         for at, nodes, seconds in rows:
-            for _ in range(RECALLED):
-                self.add(nodes, seconds, _length(int(at)))
+            self.add(nodes, seconds, _length(int(at)))
+        self._remembered = {(at, bits) for at, sizes in self._passes.items() for bits in sizes}
 
 
 def _takes_as_long(row: Sequence[float], at: float, nodes: float) -> bool:

@@ -20,6 +20,7 @@ REST_OF_NEW = 64  # most tokens of a rest that a new sequence begins with: texts
 FARTHEST = 32  # most steps with draft tokens from one plain pass to the next
 COMPARED = 3  # last passes that count
 JUMP = 2.0  # ratio of two plain passes that shows another load of the machine
+SOONER = 4  # ratio of distances: at the end of a sequence and at the next one's beginning; where much was gained
 SURE = 8  # least distance of plain passes at which these are well known
 SLOW = 1.5  # the usual plain pass takes at most this multiple of the fastest: the others were held up
 
@@ -33,6 +34,7 @@ class Account:
         resting: tokens left of this rest.
         tried: tokens since the last rest, at most `rest`.
         before: `lost` when these began.
+        is_trial: these began after a long time without a step of this way.
         idle: tokens since the last step of this way.
     """
 
@@ -42,22 +44,24 @@ class Account:
     tried: float = 0.0
     before: float = 0.0
     idle: float = 0.0
+    is_trial: bool = False
 
     def use(self, tokens: float) -> None:
-        """Count a step of this way; one after a long time was a trial, and the next trial comes later if it lost."""
-        if self.idle >= self.rest and self.lost > 0:
-            self.rest = min(2 * self.rest, LONGEST_REST)
+        """Count a step of this way; one after a long time is a trial."""
+        self.is_trial = self.is_trial or self.idle >= self.rest
         self.idle, self.tried = 0.0, self.tried + tokens
 
     def settle(self, allowed: float) -> None:
-        """Begin a rest if the way has lost too much; else shorten the next one if it has gained."""
-        if self.lost > max(self.before, allowed) and not self.resting:
-            self.resting, self.rest = self.rest, min(2 * self.rest, LONGEST_REST)
+        """Begin a rest if the way has lost too much; a trial that lost lengthens the next one, a gain shortens it."""
+        exceeded = self.lost > max(self.before, allowed)
+        if exceeded or (self.is_trial and self.lost > max(self.before, 0.0)):
+            self.resting = self.rest if exceeded else self.resting
+            self.rest = min(2 * self.rest, LONGEST_REST)
         elif self.tried < self.rest:
             return
-        elif self.lost < self.before:
+        elif self.lost < self.before or self.lost == -MOST_GAINED:
             self.rest = max(self.rest // 2, FIRST_REST)
-        self.tried, self.before = 0, self.lost
+        self.tried, self.before, self.is_trial = 0.0, self.lost, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,8 @@ class Ledger:
         self._usual = self.plain
         self._plain.clear()
         self._more.clear()
-        self.taken, self._seen, self.since, self.distance, self._last = 0.0, 0, 0, 1, []
+        self.taken, self._seen, self.since, self._last = 0.0, 0, 0, []
+        self.distance = max(1, self.distance // SOONER)
         for one in self.accounts.values():
             one.lost = one.before = max(min(one.lost, 0.0), -CARRIED)
             one.resting, one.tried = min(one.resting, REST_OF_NEW), 0
@@ -197,7 +202,8 @@ class Ledger:
             if slow:
                 self._plain.clear()
         elif self.since and self._seen >= self.first:
-            self.distance = min(2 * self.distance, FARTHEST)
+            sure = any(one.lost == -MOST_GAINED for one in self.accounts.values())
+            self.distance = min((SOONER if sure else 2) * self.distance, FARTHEST)
         for one in self.accounts.values():
             one.settle(self._allowed)
         self._plain.append(seconds)
@@ -211,7 +217,7 @@ class Ledger:
     def as_dict(self) -> dict[str, Any]:
         """For JSON: what the next run begins with."""
         accounts = {name: [one.lost, one.rest, one.resting, one.idle] for name, one in self.accounts.items()}
-        return {"plain": self.plain, "accounts": accounts}
+        return {"plain": self.plain, "distance": self.distance, "accounts": accounts}
 
     def recall(self, known: dict[str, Any]) -> None:
         """Begin with the values of `as_dict`.
@@ -219,7 +225,7 @@ class Ledger:
         Raises:
             KeyError, TypeError, ValueError: `known` does not have them.
         """
-        self._usual = float(known["plain"])
+        self._usual, self.distance = float(known["plain"]), max(1, min(FARTHEST, int(known["distance"])))
         for name, (lost, rest, resting, idle) in known["accounts"].items():
             one = Account(float(lost), min(LONGEST_REST, max(FIRST_REST, int(rest))), max(0.0, float(resting)))
             one.idle = float(idle)
