@@ -25,7 +25,7 @@ def test_weights_are_repacked_for_narrow_passes_only(wide, smollm2, monkeypatch)
         raise ModelError("enough was seen")
 
     monkeypatch.setattr(engine, "load_model", stop)
-    monkeypatch.setattr(engine.MemoryPlanner, "plenty", True)
+    monkeypatch.setattr(engine.MemoryPlanner, "plenty", lambda self, size: True)
     monkeypatch.setattr(engine, "without_amx", lambda info: {})
     with pytest.raises(ModelError, match="enough"):
         engine.load(str(smollm2), wide=wide)

@@ -113,9 +113,13 @@ load = loader(engine)
 
 def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any = None) -> LlamaPlan:
     planner = MemoryPlanner(path, options, machine, borrowed)
-    plenty = planner.plenty
-    share = options.share if options.share is not None else 1.0 if plenty or options.resident else SHARE
+    share = options.share if options.share is not None else 1.0
     size = ContextSize(options.context_length, options.budget, options.sessions, MIN_NODES, options.kv_type, share)
+    plenty = planner.plenty(size)
+    if options.resident:
+        planner.check_buffers(size)
+    elif options.share is None and not plenty:
+        size = replace(size, share=SHARE)
     gpu_layers, notes, weights = options.gpu_layers, list[str](), None
     if gpu_layers is None:
         gpu_layers = planner.choose_gpu_layers(size)

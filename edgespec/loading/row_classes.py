@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.errors import ModelError
+from edgespec.errors import ModelError, NoRoom
 from edgespec.loop.backend import Backend, Session, Work
 from edgespec.loop.engines import Computing, find_engine
 from edgespec.loop.passes import prefill
@@ -88,7 +88,7 @@ def find(
     try:
         with tried as backend:
             found = probe(backend)
-    except ModelError:
+    except (ModelError, NoRoom):
         if loaded is None:
             return []
         found = probe(loaded)
