@@ -1,5 +1,7 @@
 """Where llama.cpp's sessions put their cells: the bookkeeping, which rounding alone does not always show."""
 
+import sys
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,11 +10,12 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from contract import check_session, loaded, random_tokens, work
+from edgespec.backends.llamacpp import cells as module
 from edgespec.backends.llamacpp.cells import with_sources
 from edgespec.backends.llamacpp.session import LlamaSession, depth_first
 from test_contract import llamacpp_factory
 
-from edgespec.errors import ContextFull
+from edgespec.errors import ContextFull, ModelError
 from edgespec.loop.backend import Work
 from edgespec.loop.passes import prefill
 from edgespec.loop.shapes import TILE, BatchInvariance, RowClass
@@ -47,6 +50,52 @@ def test_texts_share_whole_tiles_with_the_one_that_has_most_of_them():
     texts.append(SimpleNamespace(marks=[9, *range(1, 200)]))
     found = [(texts.index(source), shared) for _, source, shared in with_sources(texts)]
     assert found == [(0, 0), (0, TILE), (1, 2 * TILE), (0, 0)]
+
+
+def peak_of(do) -> int:
+    """Bytes that Python's objects take at most."""
+    tracemalloc.start()
+    do()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_where_memory_is_short_cells_are_put_in_order_without_a_copy_of_all_texts(smollm2_tiny):
+    with loaded(llamacpp_factory(smollm2_tiny), sessions=3, context_length=1024) as backend:
+        texts, known = [random_tokens(backend, 700, seed) for seed in (1, 2)], {}
+        sessions = [backend.open() for _ in texts]
+        for session, text in zip(sessions, texts, strict=True):
+            prefill(backend, session, text)
+            check_session(backend, session, text, known)
+        peaks = []
+        for spare in (sys.maxsize, 1 << 20):
+            backend.cells.spare = spare
+            peaks.append(peak_of(lambda: backend.cells.put_in_order(sessions)))
+            for session, text in zip(sessions, texts, strict=True):
+                check_session(backend, session, text, known)
+        assert peaks[1] < peaks[0] / 4
+
+
+def test_a_disk_that_fails_leaves_cells_as_they_are(smollm2_tiny, monkeypatch):
+    def full(needed):
+        raise ModelError("no disk has room")
+
+    def fails(file, parts):
+        raise OSError("no space left on device")
+
+    with loaded(llamacpp_factory(smollm2_tiny), sessions=2, context_length=256) as backend:
+        session, text, known = backend.open(), random_tokens(backend, 100, 1), {}
+        prefill(backend, session, text)
+        backend.cells.spare = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "write_parts", fails)
+            with pytest.raises(ModelError, match="cells cannot be put in order: no space left"):
+                backend.cells.put_in_order([session])
+            check_session(backend, session, text, known)
+        monkeypatch.setattr(module, "folder_with_room", full)
+        backend.cells.put_in_order([session])
+        check_session(backend, session, text, known)
 
 
 def test_what_is_committed_behind_a_gap_is_owed(smollm2_tiny):

@@ -15,6 +15,7 @@ from edgespec.backends.llamacpp.memory.probe_model import kinds, probe_file
 from gguf_files import gguf
 
 from edgespec.errors import ModelError
+from edgespec.machine import disk
 from edgespec.weights.plan import Tensor
 
 
@@ -66,13 +67,13 @@ def test_a_model_of_one_kind_and_two_layers_is_its_own(smollm2: Path, tmp_path: 
 
 
 def test_no_room(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HEADROOM", 1 << 60)
+    monkeypatch.setattr(disk, "HEADROOM", 1 << 60)
     with pytest.raises(ModelError, match="no disk has room for"), probe_file(str(smollm2)):
         pass
 
 
 def test_memory_is_no_place_for_it(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "file_system", lambda place: "tmpfs")
+    monkeypatch.setattr(disk, "file_system", lambda place: "tmpfs")
     with pytest.raises(ModelError, match="no disk has room for"), probe_file(str(smollm2)):
         pass
 

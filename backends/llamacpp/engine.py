@@ -7,7 +7,7 @@ from edgespec.errors import ModelError, UsageError
 from edgespec.loop.backend import Backend, Capabilities, Vocab
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress, check_sizes
 from edgespec.machine.this_machine import Gpu, this_machine
-from edgespec.weights.plan import Plan
+from edgespec.weights.plan import MARGIN, Plan
 
 from ..common.loader import loader
 from .backend import LlamaBackend
@@ -46,6 +46,7 @@ class LlamaPlan(LoadPlan):
         experts_here: all experts stay on the CPU.
         weights: the part of the weights that stays in memory; None: all.
         machine: that was planned for.
+        plenty: memory holds copies, too.
         borrowed: as from `lending.rpc.borrow`, or None.
     """
 
@@ -54,6 +55,7 @@ class LlamaPlan(LoadPlan):
     experts_here: bool
     weights: Plan | None
     machine: Machine
+    plenty: bool
     borrowed: Any = None
 
 
@@ -146,7 +148,7 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
     return LlamaPlan(
         path=path, options=options, build=engine_build(), ways=ways, fills_memory=streams and bool(kept), notes=notes,
         size=size, gpu_layers=gpu_layers, experts_here=experts_here, weights=weights, machine=machine,
-        borrowed=borrowed,
+        plenty=plenty, borrowed=borrowed,
     )  # fmt: skip
 
 
@@ -225,6 +227,8 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
     )  # fmt: skip
     if processors:
         backend.row_hook = row_hook(processors[0])
+    if not plan.plenty:
+        backend.cells.spare = MARGIN // 4
     backend.notes, backend.plan, backend.files = notes, weights, parts(path)
     return backend
 

@@ -3,10 +3,13 @@
 import os
 from dataclasses import asdict, dataclass
 from itertools import product
+from shutil import disk_usage
 from statistics import median
+from tempfile import gettempdir
 
 import edgespec.machine.measurements as remembered
-from edgespec.machine.memory import disk_bandwidth, disk_name
+from edgespec.errors import ModelError
+from edgespec.machine.memory import disk_bandwidth, disk_name, file_system, format_size
 from edgespec.machine.system import BLOCK, READ_SIZE, READ_THREADS
 
 THREADS, SIZES = (2, 4, 8, 16), (1 << 20, 4 << 20, 16 << 20)
@@ -14,6 +17,8 @@ SECONDS = 10.0
 FINALISTS, ROUNDS = 3, 3
 BETTER = 1.05  # speed-up from which on another way replaces the usual one
 MEASURE = 0.3  # seconds
+IN_MEMORY = ("tmpfs", "ramfs")
+HEADROOM = 1 << 28  # bytes that stay free on a disk
 MOST_THREADS, LARGEST = max(THREADS), max(SIZES)
 
 
@@ -91,6 +96,19 @@ def remember_reading(path: str, reading: Reading) -> bool:
 def disk_speed(path: str) -> float:
     """Bytes per second of direct reads, remembered or measured now; errors as for `find_reading`."""
     return recall_reading(path).speed or disk_bandwidth(path, MEASURE)
+
+
+def folder_with_room(needed: int) -> str:
+    """The temporary folder, or else the home folder, with disk space for `needed` bytes.
+
+    Raises:
+        ModelError: neither has room.
+    """
+    for place in (gettempdir(), os.path.expanduser("~")):
+        usable = os.path.isdir(place) and os.access(place, os.W_OK) and file_system(place) not in IN_MEMORY
+        if usable and disk_usage(place).free > needed + HEADROOM:
+            return place
+    raise ModelError(f"no disk has room for {format_size(needed)}")
 
 
 def _about(path: str) -> dict[str, str]:

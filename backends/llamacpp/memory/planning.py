@@ -315,7 +315,7 @@ def rehearse(path: str, sizes: Sequence[ContextSize], free: int) -> tuple[int, l
     buffers = []
     try:
         tokenizer = max(0, process.private_memory() - before)
-        for size in sizes:
+        for size in [size.of(model) for size in sizes]:
             if (least := CELL * size.tokens(model)) > free:
                 raise NoRoom(
                     f"{format_size(free)} of memory are too little for a context of {size.length(model)} tokens for "

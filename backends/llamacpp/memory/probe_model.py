@@ -9,21 +9,18 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from shutil import disk_usage
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from edgespec.errors import ModelError
 from edgespec.loop.engines import Computing, LoadOptions
-from edgespec.machine.memory import file_system, format_size
+from edgespec.machine.disk import folder_with_room
 from edgespec.weights.plan import Tensor, count_layers, layer_of
 
 from ..ggml.files import all_tensors, keep_log, last_log, llama_cpp
 from .attention import ALIKE
 
 LEAST_LAYERS = 2
-IN_MEMORY = ("tmpfs", "ramfs")
-HEADROOM = 1 << 28  # bytes that stay free on the disk
 REPACKED: dict[str, str | int | None] = {"repacked": True}
 
 
@@ -39,19 +36,6 @@ def kinds(tensors: list[Tensor]) -> list[int]:
     chosen = set(first.values())
     others = sorted(layers.keys() - chosen)
     return sorted([*chosen, *others[: max(0, LEAST_LAYERS - len(chosen))]])
-
-
-def _place(needed: int) -> str:
-    """The temporary folder, or else the home folder, with disk space for `needed` bytes.
-
-    Raises:
-        ModelError: neither has room.
-    """
-    for place in (gettempdir(), str(Path.home())):
-        usable = os.path.isdir(place) and os.access(place, os.W_OK) and file_system(place) not in IN_MEMORY
-        if usable and disk_usage(place).free > needed + HEADROOM:
-            return place
-    raise ModelError(f"no disk has room for {format_size(needed)}")
 
 
 @contextmanager
@@ -71,7 +55,7 @@ def probe_file(path: str) -> Iterator[str]:
     params.prune_layers = (ctypes.c_int32 * (len(left_out) + 1))(*left_out, -1)
     keep_log()
     needed = sum(tensor.size for tensor in tensors if layer_of(tensor) not in left_out)
-    with TemporaryDirectory(prefix="edgespec-", dir=_place(needed)) as folder:
+    with TemporaryDirectory(prefix="edgespec-", dir=folder_with_room(needed)) as folder:
         copy = Path(folder) / "probe.gguf"
         if llama_cpp.llama_model_quantize(os.fsencode(path), bytes(copy), ctypes.byref(params)) != 0:
             raise ModelError(f"{path}: no probe model of it can be made: {last_log()}")
