@@ -1,7 +1,9 @@
 """A small copy of a model that computes alike."""
 
 import ctypes
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from conftest import quantised
+from edgespec.backends.llamacpp.engine import engine
 from edgespec.backends.llamacpp.ggml.files import read_tensors
 from edgespec.backends.llamacpp.memory import probe_model as module
 from edgespec.backends.llamacpp.memory.probe_model import kinds, probe_file
@@ -57,6 +60,48 @@ def test_the_copy_is_small_and_goes(smollm2: Path) -> None:
         assert "token_embd.weight" in copied
         assert Path(path).stat().st_size < smollm2.stat().st_size / 2
     assert not Path(path).exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a file without a name is Linux's")
+def test_nothing_stays_of_it_if_the_process_is_killed_while_it_is_made(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    really, seen = module.llama_cpp.llama_model_quantize, list[Path]()
+
+    def look(*arguments):
+        done = really(*arguments)
+        seen.extend(tmp_path.iterdir())
+        return done
+
+    monkeypatch.setattr(module.llama_cpp, "llama_model_quantize", look)
+    with probe_file(str(smollm2)) as path:
+        assert read_tensors(path)
+    assert not seen
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows keeps the name of a mapped file")
+def test_a_mac_removes_its_name_once_it_is_loaded(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(module, "sys", SimpleNamespace(platform="darwin"))
+    with probe_file(str(smollm2)) as path:
+        assert list(tmp_path.iterdir()) == [Path(path)]
+    assert not list(tmp_path.iterdir())
+    with engine.probe_model(str(smollm2), {"threads": 1, "gpu_layers": 0, "kv_type": "f16"}) as backend:
+        assert not list(tmp_path.iterdir())
+        backend.open().close()
+
+
+def test_many_kinds_of_layers_need_few_of_them() -> None:
+    """Types vary from weight to weight: two layers show both types of all."""
+    mixed = [Tensor(f"blk.{i}.{j}", 0, 0, 10, i >> j & 1) for i in range(64) for j in range(6)]
+    assert len(kinds(mixed)) == 2
+
+
+def test_a_model_of_too_many_kinds_of_layers_is_not_copied_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "all_tensors", lambda path: [tensor(i, "a", i) for i in range(40)])
+    with pytest.raises(ModelError, match="has layers of 40 kinds, too many"), probe_file("model.gguf"):
+        pass
 
 
 def test_a_model_of_one_kind_and_two_layers_is_its_own(smollm2: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from .memory.planning import (
     mappings_of,
     start_streaming,
 )
-from .memory.probe_model import REPACKED, probe_file, probe_options
+from .memory.probe_model import REPACKED, probe_file, probe_options, remove_name
 from .memory.skip_padding import SkipPadding, has_experts
 from .memory.threads import crowd
 from .memory.tolerance import tolerance
@@ -105,6 +105,8 @@ class LlamaEngine(Engine):
             if way is None:
                 raise ModelError(f"{path}: there is no memory for a probe model of it with weights repacked")
             with closing(load_here(plan, way, lambda done, total: None)) as backend:
+                if copy != path:
+                    remove_name(copy)
                 backend.state_width = llama_cpp.llama_model_n_embd(backend.model)
                 yield backend
 

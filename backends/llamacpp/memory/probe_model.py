@@ -6,10 +6,12 @@ shows the row classes of a large model in seconds.
 
 import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Any
 
 from edgespec.errors import ModelError
@@ -20,22 +22,57 @@ from edgespec.weights.plan import Tensor, count_layers, layer_of
 from ..ggml.files import all_tensors, keep_log, last_log, llama_cpp
 from .attention import ALIKE
 
-LEAST_LAYERS = 2
+LEAST_LAYERS, MOST_LAYERS = 2, 16
+Weight = tuple[str, int, int]  # its name in a layer, size and type
 REPACKED: dict[str, str | int | None] = {"repacked": True}
 
 
 def kinds(tensors: list[Tensor]) -> list[int]:
     """One layer of each kind, by tensor names, sizes and types; at least `LEAST_LAYERS`, if the model has them."""
-    layers: dict[int, list[tuple[str, int, int]]] = {}
+    layers: dict[int, list[Weight]] = {}
     for tensor in tensors:
         if (layer := layer_of(tensor)) >= 0:
             layers.setdefault(layer, []).append((tensor.name.split(".", 2)[2], tensor.size, tensor.type))
-    first: dict[tuple[tuple[str, int, int], ...], int] = {}
+    first: dict[tuple[Weight, ...], int] = {}
     for index, found in sorted(layers.items()):
         first.setdefault(tuple(sorted(found)), index)
     chosen = set(first.values())
+    if len(chosen) > MOST_LAYERS:
+        chosen = _cover(layers)
     others = sorted(layers.keys() - chosen)
     return sorted([*chosen, *others[: max(0, LEAST_LAYERS - len(chosen))]])
+
+
+def _cover(layers: dict[int, list[Weight]]) -> set[int]:
+    """Few layers that have all weights of different name, size or type."""
+    chosen, missing = set[int](), set(chain(*layers.values()))
+    while missing:
+        best = max(layers, key=lambda layer: len(missing.intersection(layers[layer])))
+        chosen.add(best)
+        missing.difference_update(layers[best])
+    return chosen
+
+
+@contextmanager
+def _new_file(needed: int) -> Iterator[str]:
+    """Path of an empty file. On Linux it has no name, so nothing stays if the process is killed."""
+    place = folder_with_room(needed)
+    if sys.platform == "linux":
+        with TemporaryFile(dir=place) as file:
+            yield f"/proc/self/fd/{file.fileno()}"
+        return
+    with NamedTemporaryFile(prefix="edgespec-", suffix=".gguf", dir=place, delete=False) as file:
+        pass
+    try:
+        yield file.name
+    finally:
+        Path(file.name).unlink(missing_ok=True)
+
+
+def remove_name(copy: str) -> None:
+    """Remove the file of a loaded probe model, if the system keeps what is mapped."""
+    if sys.platform == "darwin":
+        Path(copy).unlink()
 
 
 @contextmanager
@@ -46,7 +83,10 @@ def probe_file(path: str) -> Iterator[str]:
         ModelError: it cannot be made.
     """
     tensors = all_tensors(path)
-    left_out = sorted(set(range(count_layers(tensors))) - set(kinds(tensors)))
+    chosen = kinds(tensors)
+    if len(chosen) > MOST_LAYERS:
+        raise ModelError(f"{path}: has layers of {len(chosen)} kinds, too many for a probe model")
+    left_out = sorted(set(range(count_layers(tensors))) - set(chosen))
     if not left_out:
         yield path
         return
@@ -55,11 +95,10 @@ def probe_file(path: str) -> Iterator[str]:
     params.prune_layers = (ctypes.c_int32 * (len(left_out) + 1))(*left_out, -1)
     keep_log()
     needed = sum(tensor.size for tensor in tensors if layer_of(tensor) not in left_out)
-    with TemporaryDirectory(prefix="edgespec-", dir=folder_with_room(needed)) as folder:
-        copy = Path(folder) / "probe.gguf"
-        if llama_cpp.llama_model_quantize(os.fsencode(path), bytes(copy), ctypes.byref(params)) != 0:
+    with _new_file(needed) as copy:
+        if llama_cpp.llama_model_quantize(os.fsencode(path), os.fsencode(copy), ctypes.byref(params)) != 0:
             raise ModelError(f"{path}: no probe model of it can be made: {last_log()}")
-        yield str(copy)
+        yield copy
 
 
 def probe_options(path: str, computing: Computing) -> LoadOptions:
