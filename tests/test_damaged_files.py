@@ -44,6 +44,19 @@ def test_a_name_or_template_that_is_no_utf_8_is_one_line(name, more, what, whole
     assert what in said[-1]
 
 
+@pytest.mark.parametrize("more", [[], ["--memory", "1G"]])
+@pytest.mark.parametrize("length", [4, 20, 30, 1000, 0.5])
+def test_of_a_file_that_is_cut_in_its_header_llama_cpps_reason_is_shown(length, more, whole, tmp_path, capfd) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(whole)
+    header = min(tensor.start for tensor in all_tensors(str(path)))
+    path.write_bytes(whole[: length if length > 1 else int(length * header)])
+    assert run(path, *more) == 1
+    said = capfd.readouterr().err.strip().splitlines()
+    assert len(said) == 1
+    assert "gave no reason" not in said[0]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_no_damaged_header_ends_in_a_traceback(seed, whole, tmp_path) -> None:
     path, chance, changed = tmp_path / "model.gguf", random.Random(seed), bytearray(whole)

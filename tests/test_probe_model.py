@@ -83,7 +83,7 @@ def test_nothing_stays_of_it_if_the_process_is_killed_while_it_is_made(
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows keeps the name of a mapped file")
 def test_a_mac_removes_its_name_once_it_is_loaded(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(module, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(disk, "sys", SimpleNamespace(platform="darwin"))
     with probe_file(str(smollm2)) as path:
         assert list(tmp_path.iterdir()) == [Path(path)]
     assert not list(tmp_path.iterdir())

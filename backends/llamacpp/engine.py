@@ -6,6 +6,7 @@ from typing import Any
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.backend import Backend, Capabilities, Vocab
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress, check_sizes
+from edgespec.machine.disk import remove_name
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.weights.plan import MARGIN, Plan
 
@@ -26,7 +27,7 @@ from .memory.planning import (
     mappings_of,
     start_streaming,
 )
-from .memory.probe_model import REPACKED, probe_file, probe_options, remove_name
+from .memory.probe_model import REPACKED, probe_file, probe_options
 from .memory.skip_padding import SkipPadding, has_experts
 from .memory.threads import crowd
 from .memory.tolerance import tolerance

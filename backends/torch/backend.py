@@ -210,12 +210,14 @@ class TorchPlan(LoadPlan):
         gpu: the device, if it has memory of its own.
         memory: host memory that may be used.
         used: host memory that this program uses now.
+        cores: of the machine.
     """
 
     device: str
     gpu: Gpu | None
     memory: int
     used: int
+    cores: int
 
 
 class TorchEngine(Engine):
@@ -250,7 +252,9 @@ class TorchEngine(Engine):
         if memory is not None and device == "mps":
             raise UsageError("memory is for the devices cuda and cpu; on a Mac's GPU the backend mlx streams from disk")
         most = memory or int(machine.free * (1 - SAFETY))
-        return TorchPlan(path=path, options=options, device=device, gpu=gpu, memory=most, used=machine.used)
+        return TorchPlan(
+            path=path, options=options, device=device, gpu=gpu, memory=most, used=machine.used, cores=machine.cores
+        )
 
     def load(self, plan: TorchPlan, way: Computing | None = None, progress: Progress | None = None) -> TorchBackend:
         return load_folder(plan)
@@ -284,8 +288,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
     """
     path, options, gpu, device = plan.path, plan.options, plan.gpu, torch.device(plan.device)
     there, dtype, before = in_bytes(options.gpu_memory), options.dtype, process.private_memory()
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads or min(torch.get_num_threads(), plan.cores))
     vocab = load_vocab(path)
     with _named(path), _out_of_memory("the model"):
         folder = check_folder(path)

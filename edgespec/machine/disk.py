@@ -1,11 +1,15 @@
-"""The fastest way to read a disk: how many reads in flight, and of which size."""
+"""Disks: the fastest way to read one (how many reads in flight, and of which size), and room for temporary files."""
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
+from pathlib import Path
 from shutil import disk_usage
 from statistics import median
-from tempfile import gettempdir
+from tempfile import NamedTemporaryFile, TemporaryFile, gettempdir
 
 import edgespec.machine.measurements as remembered
 from edgespec.errors import ModelError
@@ -109,6 +113,34 @@ def folder_with_room(needed: int) -> str:
         if usable and disk_usage(place).free > needed + HEADROOM:
             return place
     raise ModelError(f"no disk has room for {format_size(needed)}")
+
+
+@contextmanager
+def new_file(needed: int) -> Iterator[str]:
+    """Path of an empty file, which is removed after the `with`.
+
+    On Linux it has no name, so nothing stays of it if the process is killed.
+
+    Raises:
+        ModelError: as for `folder_with_room`.
+    """
+    place = folder_with_room(needed)
+    if sys.platform == "linux":
+        with TemporaryFile(dir=place) as file:
+            yield f"/proc/self/fd/{file.fileno()}"
+        return
+    with NamedTemporaryFile(prefix="edgespec-", dir=place, delete=False) as file:
+        pass
+    try:
+        yield file.name
+    finally:
+        Path(file.name).unlink(missing_ok=True)
+
+
+def remove_name(path: str) -> None:
+    """Remove a file of `new_file` that is mapped, if the system keeps the mapping."""
+    if sys.platform == "darwin":
+        Path(path).unlink()
 
 
 def _about(path: str) -> dict[str, str]:

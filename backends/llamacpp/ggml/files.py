@@ -164,6 +164,7 @@ def loaded_tensors(path: str) -> list[Tensor]:
 @contextmanager
 def _table(path: str) -> Iterator[Any]:
     check_magic(path)
+    keep_log()
     table = ggml_base().gguf_init_from_file(os.fsencode(path), GgufInit(no_alloc=True))
     if not table:
         raise ModelError(f"{path}: is a damaged GGUF file: {last_log()}")

@@ -6,17 +6,14 @@ shows the row classes of a large model in seconds.
 
 import ctypes
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Any
 
 from edgespec.errors import ModelError
 from edgespec.loop.engines import Computing, LoadOptions
-from edgespec.machine.disk import folder_with_room
+from edgespec.machine.disk import new_file
 from edgespec.weights.plan import Tensor, count_layers, layer_of
 
 from ..ggml.files import all_tensors, keep_log, last_log, llama_cpp
@@ -54,28 +51,6 @@ def _cover(layers: dict[int, list[Weight]]) -> set[int]:
 
 
 @contextmanager
-def _new_file(needed: int) -> Iterator[str]:
-    """Path of an empty file. On Linux it has no name, so nothing stays if the process is killed."""
-    place = folder_with_room(needed)
-    if sys.platform == "linux":
-        with TemporaryFile(dir=place) as file:
-            yield f"/proc/self/fd/{file.fileno()}"
-        return
-    with NamedTemporaryFile(prefix="edgespec-", suffix=".gguf", dir=place, delete=False) as file:
-        pass
-    try:
-        yield file.name
-    finally:
-        Path(file.name).unlink(missing_ok=True)
-
-
-def remove_name(copy: str) -> None:
-    """Remove the file of a loaded probe model, if the system keeps what is mapped."""
-    if sys.platform == "darwin":
-        Path(copy).unlink()
-
-
-@contextmanager
 def probe_file(path: str) -> Iterator[str]:
     """Path of a probe model's file, which is removed after the `with`.
 
@@ -95,7 +70,7 @@ def probe_file(path: str) -> Iterator[str]:
     params.prune_layers = (ctypes.c_int32 * (len(left_out) + 1))(*left_out, -1)
     keep_log()
     needed = sum(tensor.size for tensor in tensors if layer_of(tensor) not in left_out)
-    with _new_file(needed) as copy:
+    with new_file(needed) as copy:
         if llama_cpp.llama_model_quantize(os.fsencode(path), os.fsencode(copy), ctypes.byref(params)) != 0:
             raise ModelError(f"{path}: no probe model of it can be made: {last_log()}")
         yield copy
