@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from time import monotonic
 from typing import Any, cast
@@ -60,6 +59,7 @@ class LlamaBackend:
         self.notes: Sequence[str] = ()
         self.plan: Plan | None = None
         self._watch = watch
+        self.signals = Signals()
         self._yielding = yielding  # threads of a pass that gives way to other programs; 0: it keeps its threads
         self._slow = SlowPasses()
         self.build = engine_build()
@@ -203,7 +203,7 @@ class LlamaBackend:
             threads = threads_for(self._yielding, others, fewer, total, self._most_cells)
             llama_cpp.llama_set_n_threads(self.context, threads, threads)
         self.row_hook(total)
-        with watch.signals.held() if watch else nullcontext():
+        with (watch or self).signals.held():
             status = llama_cpp.llama_decode(self.context, self._batch.struct)
             llama_cpp.llama_synchronize(self.context)
             if watch:

@@ -19,6 +19,8 @@ from edgespec.models.gguf_header import header_values, own_values
 from edgespec.models.gguf_model import check_magic
 from edgespec.weights.plan import Tensor, count_layers, layer_of
 
+from .signals import Signals
+
 try:
     import llama_cpp as llama_cpp  # other modules import it from here, and so get this error
 except ImportError as error:
@@ -70,7 +72,14 @@ def load_model(path: str, **params: Any) -> Any:
     model_params = llama_cpp.llama_model_default_params()
     for name, value in (params | without_amx(llama_cpp.llama_print_system_info())).items():
         setattr(model_params, name, value)
-    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
+    signals = Signals()
+    go_on = llama_cpp.llama_progress_callback(lambda share, user_data: not signals.came)
+    model_params.progress_callback = go_on
+    with signals.held():
+        model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
+        if model and signals.came:
+            llama_cpp.llama_model_free(model)
+            model = None
     if not model:
         raise ModelError(f"{path}: cannot be loaded: {last_log()}")
     try:
@@ -165,13 +174,14 @@ def loaded_tensors(path: str) -> list[Tensor]:
 def _table(path: str) -> Iterator[Any]:
     check_magic(path)
     keep_log()
-    table = ggml_base().gguf_init_from_file(os.fsencode(path), GgufInit(no_alloc=True))
-    if not table:
-        raise ModelError(f"{path}: is a damaged GGUF file: {last_log()}")
-    try:
-        yield table
-    finally:
-        ggml_base().gguf_free(table)
+    with Signals().held():
+        table = ggml_base().gguf_init_from_file(os.fsencode(path), GgufInit(no_alloc=True))
+        if not table:
+            raise ModelError(f"{path}: is a damaged GGUF file: {last_log()}")
+        try:
+            yield table
+        finally:
+            ggml_base().gguf_free(table)
 
 
 class GgufInit(ctypes.Structure):

@@ -10,6 +10,11 @@ class Signals:
         self._came: dict[int, Any] = {}
         self._handlers: dict[int, Any] = {}
 
+    @property
+    def came(self) -> bool:
+        """True if a signal was deferred."""
+        return bool(self._came)
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Defer SIGINT and SIGTERM until `obey` or the end of the `with`.

@@ -41,10 +41,9 @@ from edgespec.weights.plan import (
 from edgespec.weights.preload import Progress
 from edgespec.weights.ring import Streamer, can_stream, measure_disk, open_store
 
-from ..context import ContextSize
+from ..context import ContextSize, make_context
 from ..ggml.files import (
     file_size,
-    last_log,
     llama_cpp,
     load_header,
     loaded_tensors,
@@ -323,10 +322,7 @@ def rehearse(path: str, sizes: Sequence[ContextSize], free: int) -> tuple[int, l
                 )
             size_lines.clear()
             params = size.params(model)
-            context = llama_cpp.llama_init_from_model(model, params)
-            if not context:
-                raise ModelError(f"{path}: no context of {size.context_length} tokens can be made: {last_log()}")
-            llama_cpp.llama_free(context)
+            llama_cpp.llama_free(make_context(path, model, size, params))
             # "llama_kv_cache: size = 126.00 MiB (" is the total; "KV buffer size = " is zero without allocation.
             kinds = r"(?:cache: |recurrent: |(?:compute|output) buffer )size = +([\d.]+) MiB"
             found = [re.search(kinds, line) for line in size_lines]

@@ -17,6 +17,7 @@ from edgespec.machine.disk import new_file
 from edgespec.weights.plan import Tensor, count_layers, layer_of
 
 from ..ggml.files import all_tensors, keep_log, last_log, llama_cpp
+from ..ggml.signals import Signals
 from .attention import ALIKE
 
 LEAST_LAYERS, MOST_LAYERS = 2, 16
@@ -71,7 +72,9 @@ def probe_file(path: str) -> Iterator[str]:
     keep_log()
     needed = sum(tensor.size for tensor in tensors if layer_of(tensor) not in left_out)
     with new_file(needed) as copy:
-        if llama_cpp.llama_model_quantize(os.fsencode(path), os.fsencode(copy), ctypes.byref(params)) != 0:
+        with Signals().held():
+            status = llama_cpp.llama_model_quantize(os.fsencode(path), os.fsencode(copy), ctypes.byref(params))
+        if status != 0:
             raise ModelError(f"{path}: no probe model of it can be made: {last_log()}")
         yield copy
 
