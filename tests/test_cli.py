@@ -58,6 +58,35 @@ def other_vocab_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+INTERRUPTED = """
+import os, signal, sys
+import edgespec_start
+signal.signal(signal.SIGINT, signal.{handler})
+class Interrupts:
+    def find_spec(self, name, *more):
+        if name == "edgespec.model":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+sys.argv = ["edgespec", "--version"]
+edgespec_start.main()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT for one process")
+@pytest.mark.parametrize(("handler", "code"), [("default_int_handler", 130), ("SIG_IGN", 0)])
+def test_ctrl_c_while_the_program_starts_is_no_traceback(handler: str, code: int) -> None:
+    command = [sys.executable, "-c", INTERRUPTED.format(handler=handler)]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert ("version" in done.stdout) == (code == 0)  # a program that ignores Ctrl-C, as under nohup, goes on
+
+
+def test_after_the_start_ctrl_c_is_an_exception_again() -> None:
+    code = "import signal, edgespec_start as s, edgespec.cli.commands as c; c.main = lambda: print(signal.getsignal(2));"
+    done = subprocess.run([sys.executable, "-c", code + "s.main()"], capture_output=True, text=True, check=False)
+    assert "default_int_handler" in done.stdout
+
+
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own; `run`, which is not, is much faster."""
     return subprocess.run(

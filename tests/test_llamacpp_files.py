@@ -96,7 +96,9 @@ def test_ctrl_c_is_not_lost_in_a_callback_of_llama_cpp(work, while_it_logs, smol
         files.keep_log()
 
 
-def test_ctrl_c_ends_the_load_of_weights(smollm2, monkeypatch) -> None:
+@pytest.fixture
+def shares(monkeypatch) -> list[float]:
+    """Of the weights, as llama.cpp reports them during a load; with the third comes a Ctrl-C."""
     shares, make = list[float](), llama_cpp.llama_progress_callback
 
     def watched(go_on):
@@ -109,6 +111,21 @@ def test_ctrl_c_ends_the_load_of_weights(smollm2, monkeypatch) -> None:
         return make(ask)
 
     monkeypatch.setattr(llama_cpp, "llama_progress_callback", watched)
+    return shares
+
+
+def test_ctrl_c_ends_the_load_of_weights(shares, smollm2) -> None:
     with pytest.raises(KeyboardInterrupt):
         load_model(str(smollm2))
     assert len(shares) == 3
+
+
+def test_a_load_goes_on_if_the_programs_own_handler_does(shares, smollm2) -> None:
+    came = list[int]()
+    usual = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        llama_cpp.llama_model_free(load_model(str(smollm2)))
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert came == [signal.SIGINT]
+    assert shares[-1] == 1

@@ -124,7 +124,7 @@ def make_context(path: str, model: Any, size: ContextSize, params: Any) -> Any:
     signals = Signals()
     with signals.held():
         context = llama_cpp.llama_init_from_model(model, params)
-        if context and signals.came:
+        if context and signals.stop():
             llama_cpp.llama_free(context)
             context = None
     if not context:

@@ -73,11 +73,11 @@ def load_model(path: str, **params: Any) -> Any:
     for name, value in (params | without_amx(llama_cpp.llama_print_system_info())).items():
         setattr(model_params, name, value)
     signals = Signals()
-    go_on = llama_cpp.llama_progress_callback(lambda share, user_data: not signals.came)
+    go_on = llama_cpp.llama_progress_callback(lambda share, user_data: not signals.stop())
     model_params.progress_callback = go_on
     with signals.held():
         model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
-        if model and signals.came:
+        if model and signals.stop():
             llama_cpp.llama_model_free(model)
             model = None
     if not model:
