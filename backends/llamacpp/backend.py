@@ -12,7 +12,7 @@ from edgespec.errors import Closed, Interrupted, ModelError, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array
-from edgespec.loop.session_files import content_of, identity_of
+from edgespec.loop.session_files import identity_of
 from edgespec.loop.shapes import TILE, BatchInvariance
 from edgespec.weights.plan import Plan
 from edgespec.weights.ring import Streamer
@@ -71,7 +71,7 @@ class LlamaBackend:
         self.context = context
         window = llama_cpp.llama_model_n_swa(model)
         self.copies = not window and "lenders" not in computing
-        self.files: Sequence[str] = ()
+        self.content = ""
         self.row_hook: Callable[[int], None] = lambda rows: None
         self._ids = SeqIds(sessions, ids, ids // sessions if capabilities.paths else IN_WINDOWS if window else 1)
         self.cells = Cells(context, ids, window)
@@ -227,7 +227,7 @@ class LlamaBackend:
 
     @property
     def identity(self) -> dict[str, Any]:
-        return identity_of(self, content_of(*self.files))
+        return identity_of(self, self.content)
 
     def close(self) -> None:
         if self.context is not None:

@@ -6,6 +6,7 @@ from typing import Any
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.backend import Backend, Capabilities, Vocab
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress, check_sizes
+from edgespec.loop.session_files import content_of
 from edgespec.machine.disk import remove_name
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.weights.plan import MARGIN, Plan
@@ -170,6 +171,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
     watch: LayerHooks | SkipPadding | None = None
     context = None
     try:
+        content = content_of(*parts(path))
         if is_recurrent(model):
             if reason := why_not(model):
                 raise ModelError(f"{path}: {reason}; use another model")
@@ -232,7 +234,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         backend.row_hook = row_hook(processors[0])
     if not plan.plenty:
         backend.cells.spare = MARGIN // 4
-    backend.notes, backend.plan, backend.files = notes, weights, parts(path)
+    backend.notes, backend.plan, backend.content = notes, weights, content
     return backend
 
 

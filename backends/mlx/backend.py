@@ -168,7 +168,7 @@ class MlxBackend:
         self._windows = windows
         self._kinds = kinds  # as for `MlxRecurrentSession`
         self._max_sessions = sessions
-        self._files: Sequence[str] = ()
+        self.content = ""
         self._interrupted = sweep.interrupted if sweep else Event()
         self._sessions: list[MlxSession] = []
         self._rows: Any = None  # rows whose final states the head gets; None: all
@@ -226,7 +226,7 @@ class MlxBackend:
 
     @property
     def identity(self) -> dict[str, Any]:
-        return identity_of(self, content_of(*self._files))
+        return identity_of(self, self.content)
 
     def _compute(self, sessions: Sequence[MlxSession], graphs: Sequence[Callable[[], Any]]) -> list[Any]:
         """
@@ -386,7 +386,7 @@ def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:
     )
     kinds = make_prompt_cache(model) if recurrent else ()
     backend = MlxBackend(model, plan.vocab, capabilities, plan.lazy.windows, size.sessions, sweep, notes, kinds)
-    backend._files = weight_files(path)
+    backend.content = content_of(*weight_files(path))
     try:
         _check_tree(backend, path, plan.lazy.config["model_type"])
     except BaseException:

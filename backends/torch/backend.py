@@ -129,6 +129,7 @@ class TorchBackend:
         self.streamer = streamer
         self.interrupted = Event()
         self._files: Sequence[str] = ()
+        self.content = ""
 
     def open(self) -> TorchSession:
         if not self._free:
@@ -181,7 +182,7 @@ class TorchBackend:
 
     @property
     def identity(self) -> dict[str, Any]:
-        return identity_of(self, content_of(*self._files))
+        return identity_of(self, self.content)
 
     def _part(self, session: TorchSession, placement: Placement, rows: slice) -> Part:
         length = len(session.token_ids)
@@ -309,6 +310,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
             form=nf4_form(device) if dtype == NF4 else PLAIN,
         )  # fmt: skip
     backend._files = weight_files(path)
+    backend.content = content_of(*backend._files)
     if options.gpu_layers and not gpu:
         backend.notes = [*backend.notes, f"the device is {device.type}, so --gpu-layers changes nothing"]
     if dtype == NF4:

@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
@@ -232,11 +231,10 @@ def identity_of(backend: Loaded, weights: str) -> dict[str, Any]:
     return about | dict(backend.computing)
 
 
-@cache
 def content_of(*paths: str) -> str:
     """
     Returns:
-        A hash of files' sizes and of samples of their bytes.
+        A hash of files' sizes and of samples of their bytes; a backend takes it when it loads them.
 
     Raises:
         SessionFileError: a file cannot be read.

@@ -62,7 +62,7 @@ class ChildBackend:
 
     def __init__(self, path: str, child: "Child", facts: Facts) -> None:
         self.vocab: Vocab = load_vocab(path)
-        self._path = path
+        self._content = content_of(*parts(path))
         self.child = child
         self.capabilities, self.build, self.computing = facts.capabilities, facts.build, facts.computing
         self.notes: Sequence[str] = facts.notes
@@ -89,7 +89,7 @@ class ChildBackend:
 
     @property
     def identity(self) -> dict[str, Any]:
-        return identity_of(self, content_of(*parts(self._path)))
+        return identity_of(self, self._content)
 
     def close(self) -> None:
         self.child.end()
