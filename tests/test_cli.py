@@ -82,7 +82,9 @@ def test_ctrl_c_while_the_program_starts_is_no_traceback(handler: str, code: int
 
 
 def test_after_the_start_ctrl_c_is_an_exception_again() -> None:
-    code = "import signal, edgespec_start as s, edgespec.cli.commands as c; c.main = lambda: print(signal.getsignal(2));"
+    code = (
+        "import signal, edgespec_start as s, edgespec.cli.commands as c; c.main = lambda: print(signal.getsignal(2));"
+    )
     done = subprocess.run([sys.executable, "-c", code + "s.main()"], capture_output=True, text=True, check=False)
     assert "default_int_handler" in done.stdout
 

@@ -687,7 +687,7 @@ def test_caches_are_counted_where_weights_have_plenty_of_room(
 ) -> None:
     """The draft of a target on another engine is resident, and no plan of the target counts it."""
     machine = Machine(platform="linux", processors=8, cores=8, memory=4 << 30, free=3 << 30)
-    with pytest.raises(NoRoom, match="needs (at least )?[0-9.]+ GiB"):
+    with pytest.raises(NoRoom, match=r"needs (at least )?[0-9.]+ GiB"):
         engine.plan(str(tiny), LoadOptions(**options, **more), machine)
 
 

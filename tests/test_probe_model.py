@@ -81,7 +81,9 @@ def test_nothing_stays_of_it_if_the_process_is_killed_while_it_is_made(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows keeps the name of a mapped file")
-def test_a_mac_removes_its_name_once_it_is_loaded(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mac_removes_its_name_once_it_is_loaded(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(disk, "sys", SimpleNamespace(platform="darwin"))
     with probe_file(str(smollm2)) as path:
@@ -98,7 +100,9 @@ def test_many_kinds_of_layers_need_few_of_them() -> None:
     assert len(kinds(mixed)) == 2
 
 
-def test_a_model_of_too_many_kinds_of_layers_is_not_copied_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_too_many_kinds_of_layers_is_not_copied_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "all_tensors", lambda path: [tensor(i, "a", i) for i in range(40)])
     with pytest.raises(ModelError, match="has layers of 40 kinds, too many"), probe_file("model.gguf"):
         pass

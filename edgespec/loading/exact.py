@@ -7,7 +7,7 @@ from decode's, generated tokens are prefilled again in the next turn of a chat, 
 from collections.abc import Callable
 
 from edgespec.errors import UsageError
-from edgespec.loading.row_classes import MANY, Found, Group, find, is_open_ended, is_timed
+from edgespec.loading.row_classes import MANY, Found, Group, find, is_timed
 from edgespec.loop.backend import Backend, Capabilities
 from edgespec.loop.engines import Computing, LoadPlan
 from edgespec.loop.shapes import BatchInvariance, RowClass
@@ -170,7 +170,7 @@ def usable(found: Found) -> list[Group]:
 
 
 def _shape(group: Group, most: int) -> RowClass:
-    most = most if is_open_ended(group) else min(group.most, most)
+    most = min(group.most, most)
     return RowClass(group.least, most - most % group.step, group.step)
 
 
@@ -194,7 +194,7 @@ def line(found: Found, exact: BatchInvariance | None, paths: bool = False) -> st
 
 
 def _name(group: Group) -> str:
-    if group.least == group.most and not is_open_ended(group):
+    if group.least == group.most:
         return str(group.least)
-    sizes = f"{group.least} and more" if is_open_ended(group) else f"{group.least} to {group.most}"
+    sizes = f"{group.least} to {group.most}"
     return sizes if group.step == 1 else f"{sizes} in multiples of {group.step}"

@@ -88,4 +88,4 @@ def probe_options(path: str, computing: Computing) -> LoadOptions:
     if computing.get("gpu_layers") not in (0, -1) or "lenders" in computing:
         raise ModelError(f"{path}: a copy with fewer layers would have others on the GPU, or none lent")
     given: dict[str, Any] = {name: value for name, value in computing.items() if name not in ALIKE | REPACKED}
-    return LoadOptions(context_length=1024, budget=128, resident=True, exact="wide", **given)
+    return LoadOptions(context_length=2048, budget=128, resident=True, exact="wide", **given)
