@@ -43,12 +43,21 @@ def _keep_log(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
         del size_lines[:-100]
 
 
+def _give_up(message: bytes) -> None:
+    """Called before ggml ends the process: the user reads one line, not the calls that led there."""
+    where, _, what = message.partition(b": ")
+    os.write(2, b"edgespec: llama.cpp cannot go on: " + what + b" (" + where.rpartition(b"/")[2] + b")\n")
+    os._exit(1)
+
+
+_abort_callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_give_up)
 _log_callback = llama_cpp.llama_log_callback(_keep_log)  # must live as long as llama.cpp, which has only its address
 
 
 def keep_log() -> None:
     _log_lines.clear()
     llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
+    ggml_base().ggml_set_abort_callback(_abort_callback)
 
 
 def last_log() -> str:
