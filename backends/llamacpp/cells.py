@@ -7,8 +7,8 @@ session's cells, so there are no gaps:
     waste                 unused cells with ids of their own, so that llama.cpp does not reuse them
     cells from end on     free
 
-`Cells.make_room` saves all sequences at the end of the cache, clears it, and loads them without gaps. Where memory is
-short, they are saved on a disk.
+`Cells.make_room` saves all sequences at the end of the cache (on a disk, where memory is short), clears it, and loads
+them without gaps.
 
 Attention over long prompts adds up tiles of `TILE` cells. A token must have the same place in its tile as in an empty
 cache, so a partial tile is copied to the end before a prompt continues in it.
