@@ -719,6 +719,16 @@ def test_sequence_ids_of_cells_are_counted(tiny: Path) -> None:
     assert many - few > 95 * (1 << 16) * 48
 
 
+@pytest.mark.parametrize("options", [["--ctx", "1048576"], ["--ctx", "16777216", "--parallel", "32"]])
+def test_a_server_that_memory_cannot_hold_is_one_line(
+    run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    monkeypatch.setattr("edgespec.machine.memory.available_memory", lambda: 5 << 29)
+    code, out, err = run("serve", str(tiny), "--port", "0", *options)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "of memory are too little for" in err
+
+
 def test_more_memory_than_there_is_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, free=1 << 30)
     backend = load(str(tiny), memory=4 << 30, **OPTIONS)
