@@ -777,7 +777,7 @@ def test_where_nothing_can_be_streamed_the_draft_counts(tiny: Path, monkeypatch:
 def test_a_draft_takes_its_part(tiny: Path, smollm2: Path) -> None:
     alone = least_memory(tiny, **OPTIONS)
     beside = least_memory(tiny, draft_files=[str(smollm2)], **OPTIONS)
-    assert beside - alone > smollm2.stat().st_size
+    assert beside - alone > smollm2.stat().st_size + 4 * MIB  # caches and buffers
 
 
 def test_a_drafts_per_layer_embeddings_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
