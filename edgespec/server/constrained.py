@@ -18,7 +18,7 @@ from edgespec.server.tool_calls import Tool
 MARKER = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")
 PLACE = re.compile(r"\{(line|name|quoted|number|id|arguments|braces|pairs|key|value)\}")
 # Spaces after commas and colons, as templates show them.
-SPACED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANYWHERE = {"number": "/[0-9]{1,3}/", "id": "/[a-zA-Z0-9]{9}/", "line": '"\\n"?'}
 ANY_TEXT = r"/(.|\n)*/"
 KEY = r"/[^:,{}\[\]<>\s]+/"
@@ -106,7 +106,8 @@ class Rules:
             raise too_long()
 
     def json(self, schema: Schema) -> str:
-        return self.add(f"%json {json.dumps({**schema.json, **SPACED})}")
+        guidance = {**SPACED, "lenient": not schema.strict}
+        return self.add(f"%json {json.dumps({**schema.json, 'x-guidance': guidance})}")
 
     def filled(self, text: str, places: Mapping[str, str]) -> str:
         pieces = PLACE.split(text)
