@@ -272,6 +272,20 @@ def test_masks_of_long_forced_text_take_no_longer(monkeypatch):
     assert 0 < sum(lengths) < len(text)
 
 
+def test_a_schema_that_is_too_long_is_not_written_to_its_end():
+    read = []
+
+    class Noted(dict):
+        def items(self):
+            for item in super().items():
+                read.append(item)
+                yield item
+
+    with pytest.raises(UsageError, match="longer than 65536 bytes"):
+        json_schema({"properties": Noted((f"key{i}", {"type": "string"}) for i in range(50_000))})
+    assert len(read) < 5_000
+
+
 def number(*multiples):
     return {"allOf": [{"type": "number", "multipleOf": multiple} for multiple in multiples]}
 

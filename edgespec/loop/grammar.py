@@ -53,6 +53,17 @@ def too_long() -> UsageError:
     return UsageError(f"the grammar is longer than {MOST_BYTES} bytes")
 
 
+def json_text(value: Any) -> str:
+    """`value` in JSON. Raises UsageError as soon as it is longer than a grammar may be."""
+    parts, room = list[str](), MOST_BYTES
+    for part in json.JSONEncoder().iterencode(value):
+        room -= len(part)
+        if room < 0:
+            raise too_long()
+        parts.append(part)
+    return "".join(parts)
+
+
 def json_schema(schema: Mapping[str, Any] | str, *, strict: bool = True) -> Grammar:
     """JSON by a schema, without free white space, which models may repeat for ever.
 
@@ -65,7 +76,7 @@ def json_schema(schema: Mapping[str, Any] | str, *, strict: bool = True) -> Gram
     """
     try:
         found = json.loads(schema) if isinstance(schema, str) else dict(schema)
-        text = json.dumps({**found, "x-guidance": {"whitespace_flexible": False, "lenient": not strict}})
+        text = json_text({**found, "x-guidance": {"whitespace_flexible": False, "lenient": not strict}})
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the JSON schema is not a JSON object: {error}") from error
     return Grammar("json_schema", text)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Vocab
-from edgespec.loop.grammar import MOST_BYTES, Grammar, lark, too_long
+from edgespec.loop.grammar import MOST_BYTES, Grammar, json_text, lark, too_long
 from edgespec.server.call_formats import QUOTE, CallFormat
 from edgespec.server.schema import Schema, spelled
 from edgespec.server.tool_calls import Tool
@@ -107,7 +107,7 @@ class Rules:
 
     def json(self, schema: Schema) -> str:
         guidance = {**SPACED, "lenient": not schema.strict}
-        return self.add(f"%json {json.dumps({**schema.json, 'x-guidance': guidance})}")
+        return self.add(f"%json {json_text({**schema.json, 'x-guidance': guidance})}")
 
     def filled(self, text: str, places: Mapping[str, str]) -> str:
         pieces = PLACE.split(text)
