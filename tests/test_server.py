@@ -20,6 +20,7 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
+from edgespec.loop import grammar
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.tree import Source
 from edgespec.model import Model
@@ -712,6 +713,17 @@ def test_large_bodies_do_not_hold_up_other_clients(method, path, module, monkeyp
         assert client.request(method, path, json=HELLO | {"max_tokens": 3}).status_code == 200
     assert len(in_loop) >= 2
     assert not any(in_loop)
+
+
+def test_the_first_grammar_does_not_stop_the_server(monkeypatch):
+    """llguidance reads the vocabulary with Python's lock held: a server does it before it has clients."""
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
+    read, inner = [], grammar.Tokenizer
+    monkeypatch.setattr(grammar, "Tokenizer", lambda vocab: read.append(vocab) or inner(vocab))
+    with served() as client:
+        assert len(read) == 1
+        assert client.post("/v1/chat/completions", json=HELLO | {"response_format": SLOW}).status_code == 200
+    assert len(read) == 1
 
 
 def test_requests_that_wait_for_a_grammar_count_as_waiting(monkeypatch):
