@@ -247,7 +247,7 @@ def test_making_room_changes_no_bit(kind, request, monkeypatch) -> None:
         busy.append(others)
         return tree_bits(model, session, tree), used[-1]
 
-    for length in (SPLIT_CELLS - 1, SPLIT_CELLS, 600):
+    for length in (SPLIT_CELLS - 1, SPLIT_CELLS, 600, 100):  # what a longer text held is free again
         for tree in ([-1], [-1, 0, 0, 1, 1, 2], [*range(-1, 64)]):
             bits, threads = zip(*(read(length, tree, others) for others in (0.0, 1.0, 5.0, -1.0)), strict=True)
             assert threads == ((3,) * 4 if len(tree) == 1 and length >= SPLIT_CELLS else (3, 2, 2, 2))

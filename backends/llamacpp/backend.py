@@ -197,7 +197,10 @@ class LlamaBackend:
     def _decode(self, total: int) -> None:
         watch = self._watch
         if self._yielding:
-            self._most_cells = max(self._most_cells, self.cells.end, sum(session.size for session in self._open))
+            held = sum(session.size for session in self._open)
+            # Paths leave holes, and a pass that failed leaves cells, so there what was held before counts, too.
+            before = self._most_cells if self.capabilities.paths or self.cells.uncertain else 0
+            self._most_cells = max(before, self.cells.end, held)
             others, began = crowd().others(monotonic()), monotonic()
             fewer = self._slow.fewer(began)
             threads = threads_for(self._yielding, others, fewer, total, self._most_cells)

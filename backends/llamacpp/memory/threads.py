@@ -110,7 +110,7 @@ def threads_for(threads: int, others: float, fewer: int, nodes: int, cells: int)
         others: CPUs that other programs use.
         fewer: threads that slow passes have given up.
         nodes: tokens in the pass.
-        cells: maximum number of cells in use.
+        cells: in use, or a bound above them.
 
     Returns:
         Threads for the pass.
