@@ -366,6 +366,12 @@ BAD = [
     (HELLO | {"stop": ["a"] * 17}, "17 stop strings"),
     (HELLO | {"logit_bias": {"a": 1}}, "logit_bias"),
     (HELLO | {"logit_bias": {"-1": 1}}, "logit_bias"),
+    (
+        HELLO | {"repetition_penalty": 1e39, "logprobs": True},
+        "repetition_penalty is 1e",
+    ),  # log-probabilities: no number
+    (HELLO | {"repetition_penalty": 1e-39, "logprobs": True}, "repetition_penalty is 1e"),
+    (HELLO | {"presence_penalty": -1e39}, "presence_penalty is -1e"),
     (HELLO | {"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21"),
     (HELLO | {"tools": [{"type": "function"}]}, "a function has no name"),
     (HELLO | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "calls are not known here"),
