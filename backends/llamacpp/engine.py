@@ -220,7 +220,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         computing=computing,
     )  # fmt: skip
     if processors:
-        backend.row_hook = row_hook(processors[0])
+        backend.row_hook, backend.splits_cells = row_hook(processors[0]), False
     backend.notes, backend.plan, backend.files = notes, weights, parts(path)
     return backend
 
