@@ -5,8 +5,9 @@ import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib import import_module
 from threading import Event, Semaphore
 from typing import ClassVar
 
@@ -19,6 +20,7 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
+from edgespec.loop import grammar
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.tree import Source
 from edgespec.model import Model
@@ -364,6 +366,12 @@ BAD = [
     (HELLO | {"stop": ["a"] * 17}, "17 stop strings"),
     (HELLO | {"logit_bias": {"a": 1}}, "logit_bias"),
     (HELLO | {"logit_bias": {"-1": 1}}, "logit_bias"),
+    (
+        HELLO | {"repetition_penalty": 1e39, "logprobs": True},
+        "repetition_penalty is 1e",
+    ),  # log-probabilities: no number
+    (HELLO | {"repetition_penalty": 1e-39, "logprobs": True}, "repetition_penalty is 1e"),
+    (HELLO | {"presence_penalty": -1e39}, "presence_penalty is -1e"),
     (HELLO | {"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21"),
     (HELLO | {"tools": [{"type": "function"}]}, "a function has no name"),
     (HELLO | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "calls are not known here"),
@@ -373,6 +381,11 @@ BAD = [
     (HELLO | {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "schema of type object"),
     (HELLO | {"response_format": {"type": "json_schema", "schema": {"type": "cat"}}}, "json_schema cannot be used"),
     (HELLO | {"response_format": {"type": "json_schema", "schema": {"enum": ["a" * 70000]}}}, "longer than 65536"),
+    (HELLO | {"response_format": {"type": "json_schema", "schema": {"multipleOf": 99991}}}, "multipleOf is 99991"),
+    (
+        HELLO | {"response_format": {"type": "json_schema", "schema": {"uniqueItems": True}, "strict": True}},
+        "uniqueItems",
+    ),
     (HELLO | {"edgespec": {"regex": "("}}, "regex cannot be used"),
     (HELLO | {"edgespec": {"lark": "start: nothing"}}, "lark cannot be used"),
     ({"messages": [{"role": "user", "content": "a" * 600}]}, "holds 400"),
@@ -677,6 +690,46 @@ def test_a_slow_schema_stops_no_other_request(slow, monkeypatch):
         finally:
             go_on.set()
         assert {one.result().status_code for one in waiting} == {200}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "module"),
+    [
+        ("POST", "/v1/chat/completions", "chat"),
+        ("POST", "/v1/messages/count_tokens", "messages"),
+        ("PUT", "/edgespec/draft-prompt", "chat"),
+    ],
+)
+def test_large_bodies_do_not_hold_up_other_clients(method, path, module, monkeypatch):
+    """JSON of megabytes is parsed, and conversations are made of it, outside the server's loop."""
+    in_loop = []
+
+    def noted(inner):
+        def wrapper(*given):
+            with suppress(RuntimeError):
+                in_loop.append(asyncio.get_running_loop())
+            in_loop.append(None)
+            return inner(*given)
+
+        return wrapper
+
+    for owner, name in ((wire, "_depth"), (import_module(f"edgespec.server.dialects.{module}"), "text_of")):
+        monkeypatch.setattr(owner, name, noted(getattr(owner, name)))
+    with served() as client:
+        assert client.request(method, path, json=HELLO | {"max_tokens": 3}).status_code == 200
+    assert len(in_loop) >= 2
+    assert not any(in_loop)
+
+
+def test_the_first_grammar_does_not_stop_the_server(monkeypatch):
+    """llguidance reads the vocabulary with Python's lock held: a server does it before it has clients."""
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
+    read, inner = [], grammar.Tokenizer
+    monkeypatch.setattr(grammar, "Tokenizer", lambda vocab: read.append(vocab) or inner(vocab))
+    with served() as client:
+        assert len(read) == 1
+        assert client.post("/v1/chat/completions", json=HELLO | {"response_format": SLOW}).status_code == 200
+    assert len(read) == 1
 
 
 def test_requests_that_wait_for_a_grammar_count_as_waiting(monkeypatch):

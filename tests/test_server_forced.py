@@ -302,6 +302,29 @@ def test_json_within_markup_keeps_what_its_references_mean():
             assert fits(vocab, grammar, text) == (value is good), text
 
 
+@pytest.mark.parametrize(("name", "draft"), [("$id", "draft-07/schema#"), ("id", "draft-04/schema#")])
+def test_parameters_with_an_id_may_refer_to_themselves(name, draft):
+    properties = {"all": {"type": "array", "items": {"$ref": "#"}}, "n": {"$ref": "#/$defs/n"}}
+    about = {"$schema": f"http://json-schema.org/{draft}", name: "https://example.org/f.json"}
+    parameters = {**about, "properties": properties, "$defs": {"n": {"type": "integer"}}}
+    vocab = Vocabulary()
+    grammar = call_grammar(vocab, form_named("<arg_key>"), [{"name": "f", "parameters": parameters}])
+    text = '<tool_call>f<arg_key>all</arg_key><arg_value>[{"n": 5}]</arg_value></tool_call>'
+    assert fits(vocab, grammar, text)
+    assert not fits(vocab, grammar, text.replace("5", "true"))
+
+
+@pytest.mark.parametrize("seen", ["<arg_key>", "<tool_call>"])
+def test_tools_whose_parameters_have_more_keywords_can_be_forced(seen):
+    """As sets, addresses and unions of types have them; with `strict`, all must be enforced, so these are refused."""
+    tags = {"type": "array", "items": {"type": "string", "format": "uri-reference"}, "uniqueItems": True}
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"tags": tags}}}
+    compiler = Compiler(Vocabulary())
+    compiler.compiled(call_grammar(Vocabulary(), form_named(seen), [function]))
+    with pytest.raises(UsageError, match="cannot be used"):
+        compiler.compiled(call_grammar(Vocabulary(), form_named(seen), [function | {"strict": True}]))
+
+
 def test_a_grammar_with_an_unclosed_string_is_searched_once():
     for mark in '"/':
         assert len(LARK_START.findall(mark + f"\\{mark}" * 50)) == 1

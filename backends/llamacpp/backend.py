@@ -65,6 +65,7 @@ class LlamaBackend:
         self.build = engine_build()
         self.computing = computing
         self.tiles = has_kernels(str(computing["kv_type"]))
+        self.splits_cells = self.tiles  # in passes of one node over many cells, among the threads
         self.state_width = 0  # floats of a row's hidden state; 0: states are not kept
         self.memory: Any = llama_cpp.llama_get_memory(context)
         self.model = model
@@ -197,10 +198,14 @@ class LlamaBackend:
     def _decode(self, total: int) -> None:
         watch = self._watch
         if self._yielding:
-            self._most_cells = max(self._most_cells, self.cells.end, sum(session.size for session in self._open))
+            held = sum(session.size for session in self._open)
+            # Paths leave holes, and a pass that failed leaves cells, so there what was held before counts, too.
+            before = self._most_cells if self.capabilities.paths or self.cells.uncertain else 0
+            self._most_cells = max(before, self.cells.end, held)
             others, began = crowd().others(monotonic()), monotonic()
             fewer = self._slow.fewer(began)
-            threads = threads_for(self._yielding, others, fewer, total, self._most_cells)
+            cells = self._most_cells if self.splits_cells else 0
+            threads = threads_for(self._yielding, others, fewer, total, cells)
             llama_cpp.llama_set_n_threads(self.context, threads, threads)
         self.row_hook(total)
         with (watch or self).signals.held():

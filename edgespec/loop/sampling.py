@@ -57,14 +57,15 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        above = f"above {1 / MOST_BIAS:g} and below {MOST_BIAS:g}"
         checks = [
             ("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "at least 0"),
             ("top_k", self.top_k >= 0, "at least 0 (0 keeps all)"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0 (1 is off)"),
-            ("presence_penalty", math.isfinite(self.presence_penalty), "a finite number"),
-            ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
+            ("repetition_penalty", 1 / MOST_BIAS < self.repetition_penalty < MOST_BIAS, f"{above} (1 is off)"),
+            ("presence_penalty", abs(self.presence_penalty) < MOST_BIAS, f"a number below {MOST_BIAS:g}"),
+            ("frequency_penalty", abs(self.frequency_penalty) < MOST_BIAS, f"a number below {MOST_BIAS:g}"),
             ("seed", 0 <= self.seed < 2**64, "from 0 to 2**64 - 1"),
         ]
         for name, good, right in checks:

@@ -175,14 +175,14 @@ def chat_text(
     later, without = _with_fewer_systems(messages, 1), _with_fewer_systems(messages, 0)
     if without == messages:
         return _rendered(vocab, messages, variables)
-    refused: UsageError | None = None
+    refused: UsageError | ModelError | None = None
     text: str | None = None
     for one in (messages, later, without):
         try:
             text = _rendered(vocab, one, variables)
-            if later == messages or _shows_systems(vocab, one, variables):
+            if _shows_systems(vocab, one, variables):
                 return text
-        except UsageError as error:
+        except (UsageError, ModelError) as error:
             refused = refused or error
     if text is None and refused:
         raise refused
@@ -232,8 +232,9 @@ def _rendered(vocab: Vocab, messages: Sequence[Message], variables: Mapping[str,
     assert vocab.chat_template is not None
     bos, eos = ("" if token is None else vocab.token_text(token) for token in (vocab.bos_id, vocab.eos_id))
     try:
+        firefunction = {"functions": "", "datetime": _now("%d %B %Y")}
         text: str = _compiled(vocab.chat_template).render(
-            {**variables, "messages": messages, "bos_token": bos, "eos_token": eos}
+            {**firefunction, **variables, "messages": messages, "bos_token": bos, "eos_token": eos}
         )
         return text
     except TemplateError as error:

@@ -24,6 +24,7 @@ class Schema:
         self.items: Schema | None = None
         self.node: dict[str, Any] = {}  # its JSON
         self.root: dict[str, Any] = {}  # which references of `node` point into
+        self.strict = False  # keywords that cannot be enforced are refused
 
     @classmethod
     def anything(cls) -> "Schema":
@@ -49,7 +50,7 @@ class Schema:
                     target = followed(self.root, node["$ref"])
                     if id(target) not in names:
                         names[id(target)] = name = f"d{len(names)}"
-                        definitions[name] = copied(target)
+                        definitions[name] = copied(_without_id(target) if target is self.root else target)
                     copy["$ref"] = f"#/$defs/{names[id(target)]}"
             return copy
 
@@ -87,7 +88,7 @@ def spelled(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def resolve(root: Any, name: str = "") -> Schema:
+def resolve(root: Any, name: str = "", *, strict: bool = False) -> Schema:
     """Resolve the parameters of the tool `name`.
 
     Raises:
@@ -96,14 +97,14 @@ def resolve(root: Any, name: str = "") -> Schema:
     if not isinstance(root, dict) or root.get("type", "object") != "object":
         raise UsageError(f"tools: the parameters of {name!r} are no object's schema")
     try:
-        return _Resolver({"type": "object", **root}).schema_of(None)
+        return _Resolver({"type": "object", **root}, strict).schema_of(None)
     except (*NOWHERE, RecursionError) as error:
         raise UsageError(f"tools: the parameters are no JSON schema: {error!r}") from error
 
 
 class _Resolver:
-    def __init__(self, root: dict[str, Any]) -> None:
-        self._root = root
+    def __init__(self, root: dict[str, Any], strict: bool) -> None:
+        self._root, self._strict = root, strict
         self._known: dict[int, Schema] = {}
 
     def schema_of(self, node: Any) -> Schema:
@@ -125,7 +126,7 @@ class _Resolver:
         return node
 
     def _fill(self, schema: Schema, node: dict[str, Any]) -> None:
-        schema.node, schema.root = node, self._root
+        schema.node, schema.root, schema.strict = node, self._root, self._strict
         schema.values = self._values(node)
         schema.properties = {key: self.schema_of(value) for key, value in node.get("properties", {}).items()}
         schema.required = [key for key in node.get("required", ()) if key in schema.properties]
@@ -155,6 +156,11 @@ class _Resolver:
         if schema.properties or schema.items:
             return frozenset(["object" if schema.properties else "array"])
         return None
+
+
+def _without_id(root: dict[str, Any]) -> dict[str, Any]:
+    """Within another schema, an id would make references be looked up in `root` itself."""
+    return {key: value for key, value in root.items() if key not in ("$id", "id")}
 
 
 def is_reference(node: Any) -> bool:
