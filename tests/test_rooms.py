@@ -101,8 +101,8 @@ ASKS = {
     "uname",
 }
 MAY_ASK = {
-    "edgespec/machine/measurements.py", "edgespec/machine/memory.py", "edgespec/machine/system.py",
-    "edgespec/machine/this_machine.py",
+    "edgespec/machine/files.py", "edgespec/machine/measurements.py", "edgespec/machine/memory.py",
+    "edgespec/machine/system.py", "edgespec/machine/this_machine.py",
     "backends/llamacpp/ggml/files.py", "backends/llamacpp/ggml/stop.py",  # names of libraries
     "backends/llamacpp/memory/threads.py",  # the load of other programs while a pass computes
 }  # fmt: skip

@@ -47,7 +47,7 @@ def _place(needed: int) -> str:
     Raises:
         ModelError: neither has room.
     """
-    for place in (gettempdir(), str(Path.home())):
+    for place in (gettempdir(), os.path.expanduser("~")):
         usable = os.path.isdir(place) and os.access(place, os.W_OK) and file_system(place) not in IN_MEMORY
         if usable and disk_usage(place).free > needed + HEADROOM:
             return place
