@@ -195,6 +195,27 @@ def test_not_a_gguf(run: Run, tmp_path: Path) -> None:
     refused(run, "run", str(path), "hi", code=1, says="is not a GGUF file")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes")
+def test_a_model_that_is_no_model_is_one_line(run: Run, tmp_path: Path) -> None:
+    pipe, text, gone = tmp_path / "pipe.gguf", tmp_path / "notes.txt", tmp_path / "gone.gguf"
+    os.mkfifo(pipe)
+    text.write_text("# Tides")
+    for path, says in [
+        (pipe, "is a pipe or a device, not a GGUF file"), (text, "is not a GGUF file"), (gone, "there is no such file"),
+    ]:  # fmt: skip
+        for command in ("run", "models", "doctor"):
+            refused(run, command, str(path), *(["hi"] if command == "run" else []), code=1, says=f"{path}: {says}")
+
+
+def test_python_runs_the_package_as_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "edgespec", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"edgespec, version {edgespec.__version__}\n"
+
+
+def test_a_grace_below_zero_is_refused(run: Run) -> None:
+    refused(run, "serve", "x.gguf", "--grace", "-1", code=2, says="--grace")
+
+
 def test_a_broken_models_file_is_named_with_its_line(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "models.yaml"
     path.write_text("models:\n  - name: a\n    goal: file:a\n")
@@ -334,7 +355,7 @@ def test_bench_compares_planners_and_finds_nothing_wrong(run: Run, smollm2_tiny:
     )
     model = str(smollm2_tiny)
     arguments = ["bench", str(prompts), "--model", model, "--draft", model, "-n", "12", "--budget", "8"]
-    status, out, err = run(*arguments, "--planners", "specexec,sssd,chain", "--json")
+    status, out, err = run(*arguments, "--planners", "specexec, sssd,chain ", "--json")
     assert status == 0, err
     report = json.loads(out)
     assert list(report["planners"]) == ["none", "specexec", "sssd", "chain"]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgespec.cli.commands import NAMED
 from edgespec.errors import DatastoreError, UsageError
 from edgespec.loop.hint_texts import END
 from edgespec.planners.datastore import HEADER_SIZE, START, build, open_datastore, read_texts
@@ -307,6 +308,31 @@ def test_a_folder_is_read_in_order_and_bad_files_are_counted(tmp_path):
     skipped = list[Path]()
     assert list(read_texts([tmp_path], skipped.append)) == ["z.py", "sub/a.txt", "sub/b.txt"]
     assert sorted(path.name for path in skipped) == sorted(BAD_FILES)
+
+
+def test_left_out_files_are_named(run, tmp_path):
+    from gguf_files import small_llama
+
+    model, notes = small_llama(tmp_path / "tiny.gguf", layers=1), tmp_path / "notes"
+    notes.mkdir()
+    (notes / "good.txt").write_text("some text")
+    for i in range(NAMED + 1):
+        (notes / f"{i}.bin").write_bytes(b"\0")
+        code, out, err = run("datastore", "build", str(tmp_path / "x"), str(notes), "--model", str(model))
+        assert code == 0
+        assert out.endswith("tokens of 1 documents\n")
+        assert f"note: {i + 1} files are no text and are left out: {notes / '0.bin'}" in err
+        assert err.count(".bin") == min(i + 1, NAMED)
+    assert err.endswith(", …\n")
+
+
+def test_a_pipe_is_refused_and_not_waited_for(run, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(DatastoreError, match="is a pipe or a device, not a file"):
+            list(read_texts([path]))
+        with pytest.raises(DatastoreError, match="is a pipe or a device, not a datastore"):
+            open_datastore(path, LetterVocab())
 
 
 def test_half_a_character_in_json_does_not_stop_the_build(tmp_path):

@@ -370,6 +370,10 @@ def test_what_is_not_there_is_one_line(fake: FakeHub, monkeypatch: pytest.Monkey
         "neither a folder here nor a repository on the hub that you may read",
         "no such folder here, and it cannot be fetched from the hub",
     ]
+    assert "the hub cannot be reached; is this machine online?" in messages[-1]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE forbids"):
+        local_path("hf:owner/more")
     assert not any("\n" in message for message in messages)
 
 
@@ -416,7 +420,12 @@ def test_what_is_not_as_models_yaml_says_is_refused(
     [
         (["pull"], 2, "Missing argument"),
         (["pull", "no-such-name"], 2, "there is no model 'no-such-name'"),
-        (["pull", "./model.gguf"], 2, "there is nothing to fetch"),
+        (["pull", "./model.gguf"], 2, "there is no such file here; for one on the hub write hf:OWNER/REPOSITORY/FILE"),
+        (["pull", "a/b/c.gguf"], 2, "there is no such file here; for one on the hub write hf:OWNER/REPOSITORY/FILE"),
+        (["pull", __file__], 2, "is a path on this machine; there is nothing to fetch"),
+        (["pull", "https://hub.example/a/b"], 2, "is a web address; for a model on the hub write hf:a/b, else fetch"),
+        (["run", "https://x.example/a/b/resolve/main/c.gguf?x=1", "hi"], 2, "write hf:a/b/c.gguf, else fetch"),
+        (["pull", "https://x.example"], 2, "write hf:OWNER/REPOSITORY, else fetch"),
         (["pull", "smollm2-135m"], 2, "comes in a Python package"),
         (["pull", "hf:owner/other/model.gguf"], 1, "neither a folder here nor a repository on the hub"),
         (["pull", "owner/repo:Q3_K_M"], 1, "has no GGUF file of the type Q3_K_M"),

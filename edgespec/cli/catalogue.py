@@ -94,7 +94,12 @@ def pull(names: tuple[str, ...], draft: bool, dry_run: bool, models_file: str | 
     entries = [find_model(name, models_file) for name in names]
     for name, entry in zip(names, entries, strict=True):
         if entry.target.startswith("file:"):
-            raise UsageError(f"{name}: is a path on this machine; there is nothing to fetch")
+            path = entry.target[5:]
+            if Path(path).exists():
+                raise UsageError(f"{name}: is a path on this machine; there is nothing to fetch")
+            raise UsageError(
+                f"{name}: there is no such file here; for one on the hub write hf:OWNER/REPOSITORY/FILE.gguf"
+            )
     sources = sources_of(entries, draft)
     if not sources:
         raise UsageError(f"{', '.join(names)}: comes in a Python package; there is nothing to fetch")

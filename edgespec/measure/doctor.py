@@ -31,6 +31,7 @@ from edgespec.machine.disk import Reading, find_reading, recall_reading, remembe
 from edgespec.machine.measurements import can_remember, everything, identity
 from edgespec.machine.memory import disk_bandwidth, file_system, format_size, in_bytes
 from edgespec.machine.this_machine import this_machine
+from edgespec.models.gguf_model import check_magic
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.planners.path_cost import note
 from edgespec.weights.plan import REMEDY, SAFETY, SLOW, Plan, two_digits
@@ -188,12 +189,14 @@ def _weight_files(path: str) -> dict[str, int]:
         Bytes of each file of a model's weights.
 
     Raises:
-        ModelError: a file is missing.
+        ModelError: a file is missing, or is not a GGUF.
     """
     if Path(path).is_dir():
         files = sorted(map(str, Path(path).glob("model*.safetensors")))
     else:
         files = import_module("edgespec.backends.llamacpp.ggml.files").parts(path)
+        for file in files:
+            check_magic(file)
     if not files:
         raise ModelError(f"{path}: has no weights: there is no file model*.safetensors")
     try:

@@ -25,6 +25,7 @@ BESIDE = re.compile(r"(^|/)(mmproj|mtp-|eagle3-|dflash-|dspark-)|imatrix", re.IG
 TYPE = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
 WEIGHTS = "model*.safetensors"
 FOLDER_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", WEIGHTS)
+UNREACHABLE = ("TransportError", "ConnectionError")  # of the HTTP clients that huggingface_hub has used
 SPARE = 10**9  # bytes of the disk that stay free
 
 
@@ -353,6 +354,7 @@ def _errors(source: HubSource) -> Iterator[None]:
         EntryNotFoundError,
         GatedRepoError,
         LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -376,8 +378,13 @@ def _errors(source: HubSource) -> Iterator[None]:
     except EntryNotFoundError as error:
         raise ModelError(f"{name}: cannot be fetched: there is no such file") from error
     except Exception as error:
+        why = _first(error)
+        if isinstance(error, OfflineModeIsEnabled):
+            why = "HF_HUB_OFFLINE forbids to ask the hub"
+        elif any(kind.__name__ in UNREACHABLE for kind in type(error).__mro__):
+            why = f"the hub cannot be reached; is this machine online? ({why})"
         what = "no such folder here, and it cannot be fetched from the hub" if source.is_folder else "cannot be fetched"
-        raise ModelError(f"{name}: {what}: {_first(error)}") from error
+        raise ModelError(f"{name}: {what}: {why}") from error
 
 
 def _first(error: BaseException) -> str:
