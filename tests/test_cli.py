@@ -124,7 +124,7 @@ def test_models_lists_the_demo_model(run: Run) -> None:
         (["x.gguf", "hi", "--max-tokens", "0"], 2, "max tokens is 0"),
         (["x.gguf", "hi", "--raw", "--system", "be brief"], 2, "--raw"),
         (["hf:owner/file.gguf", "hi"], 2, "OWNER/REPOSITORY/FILE"),
-        (["package:no_such_package/x.gguf", "hi"], 1, "pip install no-such-package"),
+        (["package:no_such_package/x.gguf", "hi"], 1, "-m pip install no-such-package"),
     ],
 )
 def test_bad_input_is_one_line(run: Run, arguments: list[str], code: int, says: str) -> None:

