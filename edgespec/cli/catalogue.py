@@ -63,9 +63,9 @@ def models(
         card = model_card(find_model(model, models_file))
         click.echo(json.dumps(card, ensure_ascii=False) if as_json else card_text(card))
         return
-    size = parse_size(memory) if memory else 0
-    kept = min(KEPT, size // 2)
-    room = int(((size - kept) or available_memory()) * (1 - SAFETY))
+    given = parse_size(memory) if memory else 0
+    kept = min(KEPT, given // 2)
+    room = int(((given - kept) or available_memory()) * (1 - SAFETY))
     cache = next(place for place in (_cache(), *_cache().parents) if place.exists())
     disk, disk_speed = shutil.disk_usage(cache).free, recall_reading(str(cache)).speed or DISK_SPEED
     fits = [fit(entry, room, disk, disk_speed) for entry in all_models(models_file)]
@@ -140,7 +140,7 @@ def delete_model(name: str, models_file: str | None, yes: bool) -> None:
 
 
 def _of(source: str, found: Sequence[pulled.Pulled]) -> list[pulled.Pulled]:
-    """What was fetched of a source."""
+    """Files of a source that edgespec fetched."""
     if not source.startswith("hf:"):
         return []
     wanted = hub.parse(source[3:])

@@ -40,18 +40,19 @@ class SectionedCommand(click.Command):
                     formatter.write_dl(found)
 
 
-class Text(click.ParamType):
+class Text(click.types.StringParamType):
     """Text for a model, which is UTF-8 in every locale; click takes any bytes, since a path may have them."""
 
     name = "text"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(super().convert(value, param, ctx))
         try:
-            value.encode()
-            return value
+            text.encode()
+            return text
         except UnicodeEncodeError:  # bytes that this locale does not know
             try:
-                return os.fsencode(value).decode("utf-8")
+                return os.fsencode(text).decode("utf-8")
             except UnicodeError:
                 self.fail("is not UTF-8 text", param, ctx)
 

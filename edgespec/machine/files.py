@@ -12,7 +12,7 @@ PNG = b"\x89PNG"
 
 
 def cache_folder() -> Path:
-    """Where measurements, sessions and recordings are kept; without a home folder, one that goes with this process."""
+    """The folder of measurements, sessions and recordings; without a home folder, a temporary one of this process."""
     return (_cache_base() or Path(_of_this_process().name)) / "edgespec"
 
 
@@ -21,7 +21,7 @@ def cache_lasts() -> bool:
 
 
 def config_folder() -> Path | None:
-    """Where the user's models.yaml is; None: there is no home folder."""
+    """The folder of the user's models.yaml; None: there is no home folder."""
     base = _base("XDG_CONFIG_HOME", "~/.config")
     return base / "edgespec" if base else None
 

@@ -1,7 +1,8 @@
 """Files of JSON lines, one for each object of a dataclass: an interrupted program goes on where it stopped."""
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ def resume(path: Path, kind: type[Line]) -> list[Line]:
         whole = [line for line in lines if line.endswith("\n")]
         found = [kind(**json.loads(line)) for line in whole]
         if whole != lines:
-            start = f'{{"{fields(kind)[0].name}": '
+            start = f'{{"{next(iter(signature(kind).parameters))}": '
             if lines[-1][: len(start)] != start[: len(lines[-1])]:
                 raise ValueError("the last line is no part of such a line")
             path.write_text("".join(whole), "utf-8")

@@ -1,4 +1,4 @@
-"""What edgespec itself fetched into the hub's cache, and deleting it.
+"""List and delete files that edgespec itself fetched into the hub's cache.
 
 Other programs share the cache, so each repository's folder has a record of the files that edgespec fetched.
 """
