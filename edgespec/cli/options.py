@@ -92,6 +92,8 @@ def _gpu_layers(context: click.Context, option: click.Parameter, value: str | No
     if value in (None, "auto"):
         return None
     try:
+        if int(value) < -1:
+            raise ValueError
         return int(value)
     except ValueError as error:
         raise UsageError(f"--gpu-layers is {value!r}, but must be a number, -1 for all layers, or auto") from error
