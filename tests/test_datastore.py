@@ -321,7 +321,7 @@ def test_left_out_files_are_named(run, tmp_path):
         code, out, err = run("datastore", "build", str(tmp_path / "x"), str(notes), "--model", str(model))
         assert code == 0
         assert out.endswith("tokens of 1 documents\n")
-        assert f"note: {i + 1} files are no text and are left out: {notes / '0.bin'}" in err
+        assert f"note: left out, since they are no text ({i + 1}): {notes / '0.bin'}" in err
         assert err.count(".bin") == min(i + 1, NAMED)
     assert err.endswith(", …\n")
 

@@ -386,3 +386,11 @@ def test_the_same_tokenizer(floats: Path, tmp_path: Path) -> None:
     source, copy = load_vocab("llamacpp", str(floats)), load_vocab("llamacpp", str(tmp_path / "a.gguf"))
     assert source.fingerprint == copy.fingerprint
     assert source.chat_template == copy.chat_template
+
+
+def test_a_file_that_appears_during_the_work_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out.gguf"
+    with pytest.raises(UsageError, match="exists already"), appearing(out) as partial:
+        partial.write_text("made")
+        out.write_text("mine")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out.gguf", "mine")]

@@ -13,6 +13,7 @@ from urllib.request import Request, urlopen
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
+from edgespec.errors import SessionFileError
 from edgespec.loop.passes import prefill
 from edgespec.scheduler.disk_cache import DiskCache
 
@@ -180,3 +181,14 @@ def test_a_folder_of_saved_sessions_loses_no_other_file(tmp_path):
     assert cache.put(session)
     assert [path for path in tmp_path.iterdir() if path not in others] == []  # more than fits
     assert all(other.exists() for other in others)
+
+
+def test_saving_a_session_replaces_no_other_file(tmp_path):
+    target, notes = ReferenceBackend(random_model(2, vocab_size=258)), tmp_path / "notes.md"
+    session = target.open()
+    prefill(target, session, list(range(10)))
+    for content in ("", "mine", "# a text that is longer"):
+        notes.write_text(content)
+        with pytest.raises(SessionFileError, match="it is not replaced"):
+            session.save(notes)
+        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("notes.md", content)]

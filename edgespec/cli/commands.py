@@ -418,4 +418,4 @@ def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: s
     click.echo(f"{out}: {header.tokens} tokens of {header.documents} documents")
     if skipped:
         names = ", ".join(map(str, skipped[:NAMED])) + (", …" if skipped[NAMED:] else "")
-        click.echo(f"note: {len(skipped)} files are no text and are left out: {names}", err=True)
+        click.echo(f"note: left out, since they are no text ({len(skipped)}): {names}", err=True)
