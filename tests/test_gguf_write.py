@@ -390,7 +390,12 @@ def test_the_same_tokenizer(floats: Path, tmp_path: Path) -> None:
 
 def test_a_file_that_appears_during_the_work_stays(tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
-    with pytest.raises(UsageError, match="exists already"), appearing(out) as partial:
-        partial.write_text("made")
-        out.write_text("mine")
+
+    def work() -> None:
+        with appearing(out) as partial:
+            partial.write_text("made")
+            out.write_text("mine")
+
+    with pytest.raises(UsageError, match="exists already"):
+        work()
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out.gguf", "mine")]
