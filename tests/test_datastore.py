@@ -1,3 +1,4 @@
+import errno
 import gzip
 import json
 import os
@@ -229,6 +230,16 @@ def test_a_folder_that_does_not_exist_is_found_before_any_work(tmp_path):
 
     with pytest.raises(DatastoreError, match="cannot be written"):
         build(tmp_path / "no" / "x", texts(), LetterVocab())
+
+
+def test_a_disk_that_is_read_only_is_one_line(tmp_path, monkeypatch):
+    def refuse(self, *_, **__):
+        raise OSError(errno.EROFS, "Read-only file system", str(self))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(DatastoreError, match="x: cannot be written: Read-only file system"):
+        build(tmp_path / "x", ["abc"], LetterVocab())
 
 
 def test_progress(tmp_path):

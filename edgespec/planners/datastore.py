@@ -15,6 +15,7 @@ import os
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
@@ -241,11 +242,10 @@ def build(out: str | Path, texts: Iterable[str], vocab: Vocab, progress: Progres
             report("writing", len(tokens), len(tokens))
         part.replace(out)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise DatastoreError(f"{out}: cannot be written: {error.strerror or error}") from error
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    finally:
+        with suppress(OSError):  # a disk that is read-only
+            part.unlink()
     return header
 
 
