@@ -1,5 +1,9 @@
 """Typed errors; each message is a sentence that a user can act on."""
 
+import os
+import shlex
+import sys
+
 
 class EdgespecError(Exception):
     """Something went wrong outside the user's command line: exit code 1."""
@@ -52,6 +56,12 @@ class RegistryError(EdgespecError):
     """models.yaml is missing, broken, or does not have the name asked for."""
 
 
+def pip_install(*what: str) -> str:
+    """The command that installs packages for the Python that runs this."""
+    here = os.path.join(os.getcwd(), "")
+    return shlex.join([sys.executable.removeprefix(here), "-m", "pip", "install", *what])
+
+
 class MissingPackage(EdgespecError):
     """A package is not installed; the message has the pip command.
 
@@ -63,7 +73,7 @@ class MissingPackage(EdgespecError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         what = f"edgespec[{extra}]" if extra else package
-        super().__init__(f"{purpose} needs the package {package!r}: pip install '{what}'")
+        super().__init__(f"{purpose} needs the package {package!r}: {pip_install(what)}")
         self._given = package, extra, purpose
 
     def __reduce__(self) -> "tuple[type[MissingPackage], tuple[str, str, str]]":

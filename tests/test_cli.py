@@ -143,6 +143,8 @@ def test_models_lists_the_demo_model(run: Run) -> None:
         (["x.gguf", ""], 2, "prompt is empty"),
         (["x.gguf", "  \n"], 2, "prompt is empty"),
         (["x.gguf", "hi", "--budget", "0"], 2, "budget is 0"),
+        (["x.gguf", "hi", "--gpu-layers", "-2"], 2, "--gpu-layers is '-2', but must be a number, -1 for all layers"),
+        (["x.gguf", "hi", "--threads", "0"], 2, "threads is 0, but must be from 1 to 1024"),
         (["x.gguf", "hi", "--budget", "many"], 2, "many"),
         (["x.gguf", "hi", "--temperature", "-1"], 2, "temperature is -1.0"),
         (["x.gguf", "hi", "--temperature", "nan"], 2, "temperature is nan"),
@@ -155,7 +157,7 @@ def test_models_lists_the_demo_model(run: Run) -> None:
         (["x.gguf", "hi", "--max-tokens", "0"], 2, "max tokens is 0"),
         (["x.gguf", "hi", "--raw", "--system", "be brief"], 2, "--raw"),
         (["hf:owner/file.gguf", "hi"], 2, "OWNER/REPOSITORY/FILE"),
-        (["package:no_such_package/x.gguf", "hi"], 1, "pip install no-such-package"),
+        (["package:no_such_package/x.gguf", "hi"], 1, "-m pip install no-such-package"),
     ],
 )
 def test_bad_input_is_one_line(run: Run, arguments: list[str], code: int, says: str) -> None:
@@ -224,6 +226,27 @@ def test_not_a_gguf(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "text.gguf"
     path.write_text("hello")
     refused(run, "run", str(path), "hi", code=1, says="is not a GGUF file")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes")
+def test_a_model_that_is_no_model_is_one_line(run: Run, tmp_path: Path) -> None:
+    pipe, text, gone = tmp_path / "pipe.gguf", tmp_path / "notes.txt", tmp_path / "gone.gguf"
+    os.mkfifo(pipe)
+    text.write_text("# Tides")
+    for path, says in [
+        (pipe, "is a pipe or a device, not a GGUF file"), (text, "is not a GGUF file"), (gone, "there is no such file"),
+    ]:  # fmt: skip
+        for command in ("run", "models", "doctor"):
+            refused(run, command, str(path), *(["hi"] if command == "run" else []), code=1, says=f"{path}: {says}")
+
+
+def test_python_runs_the_package_as_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "edgespec", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"edgespec, version {edgespec.__version__}\n"
+
+
+def test_a_grace_below_zero_is_refused(run: Run) -> None:
+    refused(run, "serve", "x.gguf", "--grace", "-1", code=2, says="--grace")
 
 
 def test_a_broken_models_file_is_named_with_its_line(run: Run, tmp_path: Path) -> None:
@@ -365,7 +388,7 @@ def test_bench_compares_planners_and_finds_nothing_wrong(run: Run, smollm2_tiny:
     )
     model = str(smollm2_tiny)
     arguments = ["bench", str(prompts), "--model", model, "--draft", model, "-n", "12", "--budget", "8"]
-    status, out, err = run(*arguments, "--planners", "specexec,sssd,chain", "--json")
+    status, out, err = run(*arguments, "--planners", "specexec, sssd,chain ", "--json")
     assert status == 0, err
     report = json.loads(out)
     assert list(report["planners"]) == ["none", "specexec", "sssd", "chain"]

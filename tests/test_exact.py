@@ -310,8 +310,15 @@ def test_padding_that_costs_is_said() -> None:
     assert price([group(1, 7), group(8, 512)], choose([group(1, 7)], LIMITS, None), streams=False) == []
 
 
+def test_any_is_a_class_that_can_be_asked_for() -> None:
+    all_agree = [group(1, 128)]
+    assert choose(all_agree, LIMITS, "any") == choose(all_agree, LIMITS, None)
+    with pytest.raises(UsageError, match="--exact any: here only passes of at most 7 rows agree"):
+        choose([group(1, 7), group(8, 128)], LIMITS, "any")
+
+
 def test_a_wrong_name() -> None:
-    with pytest.raises(UsageError, match="exact is 'both', but must be one of narrow, wide, off"):
+    with pytest.raises(UsageError, match="exact is 'both', but must be one of narrow, wide, any, off"):
         choose(LLAMA, LIMITS, "both")
 
 
@@ -561,7 +568,7 @@ def test_the_command_line(run: Run, smollm2_tiny, tmp_path) -> None:
     """Good and bad values; a bench counts what is equal."""
     status, out, err = run("run", str(smollm2_tiny), "hi", "--exact", "never")
     assert (status, out) == (2, "")
-    assert err == "edgespec: exact is 'never', but must be one of narrow, wide, off\n"
+    assert err == "edgespec: exact is 'never', but must be one of narrow, wide, any, off\n"
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Count to ten."}\n')
     options = ["--model", str(smollm2_tiny), "--planners", "sssd", "-n", "12", "--ctx", "256"]

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec.errors import UsageError
+from edgespec.errors import UsageError, pip_install
 from edgespec.loop.grammar import MOST_BYTES, Compiler, Constraint, json_object, json_schema, lark, regex
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import Noise, SamplingParams, sample
@@ -236,7 +236,7 @@ def test_without_the_package_the_command_is_named():
         "try: Compiler(ReferenceVocab(64))\nexcept MissingPackage as error: print(error)"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert found.strip() == "a grammar needs the package 'llguidance': pip install 'edgespec[server]'"
+    assert found.strip() == f"a grammar needs the package 'llguidance': {pip_install('edgespec[server]')}"
 
 
 def test_long_forced_text_is_encoded_once(monkeypatch):

@@ -77,7 +77,7 @@ def test_a_package_is_found_without_running_it(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_missing_package_names_the_pip_command() -> None:
-    with pytest.raises(ModelError, match="pip install no-such-package"):
+    with pytest.raises(ModelError, match="-m pip install no-such-package"):
         local_path("package:no_such_package/a.gguf")
 
 
@@ -122,3 +122,13 @@ def test_without_the_hub_package_the_pip_command_is_given(monkeypatch: pytest.Mo
     with pytest.raises(MissingPackage, match=r"pip install 'edgespec\[hub\]'") as caught:
         local_path("hf:owner/repo/model.gguf")
     assert isinstance(caught.value, EdgespecError)
+
+
+def test_a_missing_package_is_installed_where_the_program_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for python, says in [
+        (str(tmp_path / ".venv" / "bin" / "python"), ".venv/bin/python -m pip install 'edgespec[hub]'"),
+        ("/opt/my programs/python", "'/opt/my programs/python' -m pip install 'edgespec[hub]'"),
+    ]:
+        monkeypatch.setattr(sys, "executable", python)
+        assert str(MissingPackage("huggingface_hub", "hub", "fetching")).endswith(f": {says}")

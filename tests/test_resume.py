@@ -11,7 +11,11 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import pytest
-from edgespec.backends.reference.backend import random_model
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
+
+from edgespec.errors import SessionFileError
+from edgespec.loop.passes import prefill
+from edgespec.scheduler.disk_cache import DiskCache
 
 TEXT = "the keeper wrote down the weather every morning and every evening he read it out "
 
@@ -69,6 +73,16 @@ def test_bad_files_are_one_line_and_stay(run, tiny, tmp_path):
         assert err.count("\n") == 1
         assert says in err
         assert file.read_bytes() == content
+    os.mkfifo(tmp_path / "pipe")
+    for content, name in [(b"hello", "text.session"), (b"# my draft", "text.session.draft"), (None, "pipe")]:
+        file.unlink(missing_ok=True)
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        code, out, err = run("run", tiny, "hello", "--backend", "reference", "--raw", "--resume",
+                             str(tmp_path / name.removesuffix(".draft")))  # fmt: skip
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert f"{name}: is not a saved session, or its end is missing; it is not replaced" in err
+        assert content is None or (tmp_path / name).read_bytes() == content
     for name, says in [(str(tmp_path / "nowhere" / "x"), "there is no folder"), (str(tmp_path), "is a folder")]:
         code, out, err = run("run", tiny, "hello", "--backend", "reference", "--resume", name)
         assert (code, out, err.count("\n")) == (2, "", 1)
@@ -153,3 +167,28 @@ def test_kept_prompts_outlive_a_kill(tiny, tmp_path):
     assert caches[1] >= len(long) - 1
     assert found[0] == found[1]
     assert [file.suffix for file in folder.iterdir()] == [".kept"]
+
+
+def test_a_folder_of_saved_sessions_loses_no_other_file(tmp_path):
+    target = ReferenceBackend(random_model(2, vocab_size=258))
+    others = [tmp_path / "letters.kept", tmp_path / ".letters.kept-1.new"]
+    for other in others:
+        other.write_text("mine" * 1000)
+        os.utime(other, (0, 0))
+    cache = DiskCache(tmp_path, target, 1, least=4)
+    session = target.open()
+    prefill(target, session, list(range(100)))
+    assert cache.put(session)
+    assert [path for path in tmp_path.iterdir() if path not in others] == []  # more than fits
+    assert all(other.exists() for other in others)
+
+
+def test_saving_a_session_replaces_no_other_file(tmp_path):
+    target, notes = ReferenceBackend(random_model(2, vocab_size=258)), tmp_path / "notes.md"
+    session = target.open()
+    prefill(target, session, list(range(10)))
+    for content in ("", "mine", "# a text that is longer"):
+        notes.write_text(content)
+        with pytest.raises(SessionFileError, match="it is not replaced"):
+            session.save(notes)
+        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("notes.md", content)]

@@ -4,10 +4,12 @@ import io
 import re
 import sys
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 
 import pytest
 
-from edgespec.cli.terminal import LONG_PROMPT, LoadingBar, write_answer
+from edgespec.cli import terminal
+from edgespec.cli.terminal import LONG_PROMPT, Bars, LoadingBar, write_answer
 from edgespec.loop.tree import Source
 from edgespec.model import GenerationResult
 from edgespec.scheduler.requests import Chunk
@@ -37,6 +39,30 @@ def test_a_spinner_and_then_bytes_and_their_speed(monkeypatch: pytest.MonkeyPatc
 
 def test_nothing_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(monkeypatch, io.StringIO()) == ""
+
+
+def test_long_work_without_a_terminal_tells_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = SimpleQueue[str]()
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.001)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(terminal.click, "echo", lambda text, err: lines.put(text))
+
+    def next_line(start: str) -> str:
+        return next(line for line in iter(lambda: lines.get(timeout=60), "") if line.startswith(start))
+
+    with LoadingBar("big.gguf") as bar:
+        assert re.fullmatch(r"loading big\.gguf, \d+ s", next_line("loading"))
+        bar.say("finding passes, once")
+        assert next_line("finding") == "finding passes, once"  # at once
+        assert re.fullmatch(r"finding passes, once, \d+ s", next_line("finding"))
+        bar.say("finding passes, twice")
+        assert re.fullmatch(r"finding passes, twice, \d+ s", next_line("finding passes, twice"))
+        bar.update(1 << 30, 4 << 30)
+        assert re.fullmatch(r"reading big\.gguf: 25 %, \d+ s", next_line("reading"))
+    with Bars() as bars:
+        bars.update("fetching a", 1, 3)
+        bars.update("fetching b", 2, 4)
+        assert re.fullmatch(r"fetching b: 50 %, \d+ s", next_line("fetching b"))
 
 
 def test_a_model_that_is_not_streamed_has_a_spinner_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,15 +231,10 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         computing=computing,
     )  # fmt: skip
     if processors:
-<<<<<<< HEAD
-        backend.row_hook = row_hook(processors[0])
+        backend.row_hook, backend.splits_cells = row_hook(processors[0]), False
     if not plan.plenty:
         backend.cells.spare = MARGIN // 4
     backend.notes, backend.plan, backend.content = notes, weights, content
-=======
-        backend.row_hook, backend.splits_cells = row_hook(processors[0]), False
-    backend.notes, backend.plan, backend.files = notes, weights, parts(path)
->>>>>>> pg
     return backend
 
 

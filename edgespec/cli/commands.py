@@ -22,16 +22,18 @@ from edgespec.cli.options import (
     PLANNER_OPTION,
     SAMPLING_OPTIONS,
     TARGETS_OPTIONS,
+    TEXT,
     YES_OPTION,
     SectionedCommand,
     model_option,
     outdated,
 )
 from edgespec.cli.pairs import pair
-from edgespec.cli.terminal import Bars, LoadingBar, read_grammar, write_answer
+from edgespec.cli.terminal import Bars, LoadingBar, give_up_output, open_streams, read_grammar, write_answer
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.loop.engines import choose_backend, find_engine, load_vocab
 from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.session_files import check_replaceable, draft_file
 from edgespec.loop.text import user_messages
 from edgespec.machine import measurements as remembered
 from edgespec.machine.memory import parse_size
@@ -49,16 +51,31 @@ def main(command: click.Command | None = None, arguments: list[str] | None = Non
         arguments: of the command line. Default: those of the process.
     """
     try:
+        open_streams()
         (command or cli).main(arguments, prog_name=None if command else "edgespec", standalone_mode=False)
+        sys.stdout.flush()  # a full disk may show only here
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except EdgespecError as error:
         click.echo(f"edgespec: {error}", err=True)
         sys.exit(error.exit_code)
+    except UnicodeEncodeError as error:
+        near = error.object[max(0, error.start - 20) : error.end + 20]
+        click.echo(f"edgespec: a text has half a character, which UTF-8 cannot spell: {near!r}", err=True)
+        sys.exit(2)
+    except OSError as error:
+        give_up_output()
+        if not isinstance(error, BrokenPipeError):
+            where = error.filename or "writing or reading failed"
+            click.echo(f"edgespec: {where}: {error.strerror or error}", err=True)
+        sys.exit(1)
     except (KeyboardInterrupt, click.Abort):
         click.echo("", err=True)
         sys.exit(130)
+
+
+NAMED = 5  # most skipped files whose names are shown
 
 
 class Program(click.Group):
@@ -84,17 +101,17 @@ Examples:
   edgespec run big.gguf --raw "Once upon a time" --temperature 0.8 --seed 7"""
 )
 @click.argument("model", default=DEFAULT_MODEL, shell_complete=complete_model)
-@click.argument("prompt", required=False)
+@click.argument("prompt", required=False, type=TEXT)
 @PLANNER_OPTION
 @MODEL_OPTIONS
 @NO_MEMORY_OPTION
 @TARGETS_OPTIONS
 @click.option("--max-tokens", "-n", type=int, default=512, show_default=True, help="Most tokens to generate.")
 @SAMPLING_OPTIONS
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before this string; repeatable.")
+@click.option("--stop", multiple=True, type=TEXT, help="End before this string; repeatable.")
 @click.option("--json-schema", metavar="FILE", help="Answer in JSON by the schema in FILE.")
 @click.option("--grammar", metavar="FILE", help="Answer by the Lark grammar in FILE.")
-@click.option("--system", help="System message.")
+@click.option("--system", type=TEXT, help="System message.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option("--resume", metavar="FILE", help="Continue the session in FILE, if it exists, and save it there.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text, tokens and statistics.")
@@ -165,12 +182,15 @@ def _session_file(name: str) -> Path:
     """
     Raises:
         UsageError: no file can have this name.
+        SessionFileError: a file with this name is not a saved session.
     """
     path = Path(name)
     if not path.parent.is_dir():
         raise UsageError(f"--resume {name}: there is no folder {path.parent}")
     if path.is_dir():
         raise UsageError(f"--resume {name}: is a folder; give the name of a file")
+    for file in (path, draft_file(path)):
+        check_replaceable(file)
     return path
 
 
@@ -246,7 +266,9 @@ Examples:
 @click.option("--no-key", is_flag=True, help="Serve every client that reaches --host.")
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Answer also for this name; repeatable.")
 @click.option("--allow-origin", "origins", multiple=True, metavar="URL", help="Serve pages of this origin; repeatable.")
-@click.option("--grace", type=int, default=30, show_default=True, help="Seconds for running requests at the end.")
+@click.option(
+    "--grace", type=click.IntRange(0), default=30, show_default=True, help="Seconds for running requests at the end."
+)
 @click.option(
     "--keep-on-disk",
     "keep",
@@ -341,7 +363,7 @@ Example:
 @click.option("--max-tokens", "-n", type=int, default=96, show_default=True, help="Most tokens per prompt.")
 @click.option("--limit", type=int, help="Use this many prompts, evenly spaced over the file. [default: all]")
 @click.option("--raw", is_flag=True, help="Continue prompts as they are, without the chat template.")
-@click.option("--system", help="System message.")
+@click.option("--system", type=TEXT, help="System message.")
 @SAMPLING_OPTIONS
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench(prompts: str, model: str, planners: str, as_json: bool, **options: Any) -> None:
@@ -353,11 +375,11 @@ def bench(prompts: str, model: str, planners: str, as_json: bool, **options: Any
     """
     from edgespec.measure.texts import bench_table, read_prompts, run_bench
 
-    sampling = _sampling(options)
+    sampling, names = _sampling(options), [name.strip() for name in planners.split(",")]
     chosen, questions = _planner_options(options), read_prompts(Path(prompts), options.pop("limit"))
     with LoadingBar(model) as bar:
         report = run_bench(
-            model, questions, planners.split(","), sampling, chosen, progress=sys.stderr.isatty(), say=bar.say,
+            model, questions, names, sampling, chosen, progress=sys.stderr.isatty(), say=bar.say,
             ready=bar.stop, **options,
         )  # fmt: skip
     click.echo(json.dumps(report) if as_json else bench_table(report))
@@ -393,5 +415,7 @@ def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: s
     skipped = list[Path]()
     with Bars() as bars:
         header = build(out, read_texts(texts, skipped.append), vocab, bars.update)
-    left_out = f", {len(skipped)} files that are no text left out" if skipped else ""
-    click.echo(f"{out}: {header.tokens} tokens of {header.documents} documents{left_out}")
+    click.echo(f"{out}: {header.tokens} tokens of {header.documents} documents")
+    if skipped:
+        names = ", ".join(map(str, skipped[:NAMED])) + (", …" if skipped[NAMED:] else "")
+        click.echo(f"note: left out, since they are no text ({len(skipped)}): {names}", err=True)

@@ -276,7 +276,7 @@ def check_sizes(options: LoadOptions, most_sessions: int) -> None:
         ("context length", options.context_length, 0, 2**24),
         ("budget", options.budget, 1, 2**15),
         ("sessions", options.sessions, 1, most_sessions),
-        ("threads", options.threads or 1, 1, 1024),
+        ("threads", 1 if options.threads is None else options.threads, 1, 1024),
     ]:
         if not low <= value <= high:
             raise UsageError(f"{name} is {value}, but must be from {low} to {high}")

@@ -11,15 +11,16 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from edgespec.errors import ModelError, RegistryError, UsageError
+from edgespec.errors import ModelError, RegistryError, UsageError, pip_install
+from edgespec.machine.files import config_folder
 from edgespec.models import hub
 
 BUILT_IN = Path(__file__).parent.parent / "models.yaml"
-OWN = Path("~/.config/edgespec/models.yaml")
 SCHEMES = ("package:", "file:", "hf:")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w.-]+)?(:[\w.-]+)?")  # OWNER/REPOSITORY[@REVISION][:TYPE]
-
+# With OWNER, REPOSITORY and FILE where it may be a page of the hub.
+WEB_ADDRESS = re.compile(r"https?://(?:[^/]+/([\w.-]+)/([\w.-]+)(?:/(?:resolve|blob)/[^/]+/([^?#]+\.gguf))?)?")
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
@@ -125,6 +126,12 @@ def _absolute(source: str, models_file: Path) -> str:
     return f"file:{models_file.absolute().parent / os.path.expanduser(source.removeprefix('file:'))}"
 
 
+def own_models_file() -> Path | None:
+    """The user's own models.yaml, which need not exist; None: there is no home folder."""
+    folder = config_folder()
+    return folder / "models.yaml" if folder else None
+
+
 def all_models(models_file: str | None = None) -> list[Entry]:
     """Entries of the file given, of the user's own, and the built-in ones; a name counts where it comes first.
 
@@ -132,7 +139,7 @@ def all_models(models_file: str | None = None) -> list[Entry]:
         RegistryError: one of the files is broken, or the one given is missing.
     """
     paths = [Path(models_file)] if models_file else []
-    paths += [path for path in (Path(os.path.expanduser(OWN)),) if path.exists()]
+    paths += [own] if (own := own_models_file()) and own.exists() else []
     found = dict[str, Entry]()
     for path in [*paths, BUILT_IN]:
         for entry in read_models(path):
@@ -149,6 +156,11 @@ def find_model(model: str, models_file: str | None = None) -> Entry:
     """
     if model.startswith(SCHEMES):
         return Entry(name=model, target=model)
+    if address := WEB_ADDRESS.match(model):
+        source = "/".join(filter(None, address.groups())) or "OWNER/REPOSITORY"
+        raise UsageError(
+            f"{model}: is a web address; for a model on the hub write hf:{source}, else fetch the file first"
+        )
     entries = {entry.name: entry for entry in all_models(models_file)}
     if model in entries:
         return entries[model]
@@ -212,6 +224,6 @@ def _package_file(rest: str) -> str:
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
             f"the model is in the Python package {package.replace('_', '-')!r}, which is not installed: "
-            f"pip install {package.replace('_', '-')}"
+            f"{pip_install(package.replace('_', '-'))}"
         )
     return str(Path(spec.submodule_search_locations[0]) / inside)
