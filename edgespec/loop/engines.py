@@ -134,8 +134,7 @@ class LoadOptions:
 
 
 _RANGES = (
-    ("context_length", 0, 2**24), ("budget", 1, 2**15), ("sessions", 1, None), ("threads", 1, 1024),
-    ("gpu_layers", -1, None),
+    ("context_length", 0, 2**24), ("budget", 1, 2**15), ("threads", 1, 1024), ("gpu_layers", -1, None),
 )  # fmt: skip
 
 

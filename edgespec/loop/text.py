@@ -238,5 +238,11 @@ def _rendered(vocab: Vocab, messages: Sequence[Message], variables: Mapping[str,
         return text
     except TemplateError as error:
         raise ModelError(f"the model's chat template does not work: {error}") from error
-    except (TypeError, ValueError, AttributeError, KeyError) as error:  # the template's own, on odd messages
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        KeyError,
+        RecursionError,
+    ) as error:  # the template's own, on odd messages
         raise UsageError(f"the model's chat template cannot show these messages: {error}") from error

@@ -127,13 +127,16 @@ def as_braces(text: str, parameters: Parameters) -> list[Call]:
 def _as_json(found: re.Match[str]) -> str:
     if found["text"] is not None:
         return json.dumps(found["text"])
-    return json.dumps(found["key"]) if found["key"] is not None else found["json"] or ""
+    if found["key"] is not None:
+        return json.dumps(found["key"])
+    return "null" if found["none"] else found["json"] or ""
 
 
 QUOTE = '<|"|>'
 BRACED = re.compile(
     r"""<\|"\|>(?P<text>.*?)<\|"\|>
       | (?P<json>"(?:\\.|[^"\\])*")
+      | (?P<none>\bNone\b(?!\s*:))  # for null, as its template writes it
       | (?P<key>[^\s{}\[\],:"][^{}\[\],:"]*?)\s*(?=:)
       | ,\s*(?=[}\]])  # a comma behind the last item, which JSON forbids
     """,
