@@ -1,4 +1,4 @@
-"""Run language models too big for your machine, with exactly the text they would write alone.
+"""Run language models too big for your machine, with exactly the output of the model itself.
 
     import edgespec
 

@@ -161,7 +161,7 @@ class Model:
         progress: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> Iterator[Chunk]:
-        """Continue a text, token by token; `stream_chat` answers.
+        """Continue the prompt, token by token; `stream_chat` answers.
 
         Args:
             prompt: raw text, or messages for the model's chat template.
@@ -294,7 +294,7 @@ class Model:
         return Compiler(self.target.vocab)
 
     def generate(self, prompt: Prompt, **options: Any) -> GenerationResult:
-        """Continue a text and return everything at once; arguments as for `stream`. `chat` answers."""
+        """Continue the prompt and return everything at once; arguments as for `stream`. `chat` answers."""
         stats = options.pop("stats", None)
         result = GenerationResult(stats=GenerationStats() if stats is None else stats)
         for chunk in self.stream(prompt, stats=result.stats, **options):
@@ -547,7 +547,7 @@ def _note_on_budget(budget: int, exact: BatchInvariance | None) -> list[str]:
 
 
 def new_seed() -> int:
-    """A random seed, for a caller who gives none."""
+    """A random seed, where none is given."""
     return secrets.randbits(32)
 
 

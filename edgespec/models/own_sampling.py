@@ -94,7 +94,7 @@ def _of_folder(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _number(name: str, value: Any) -> Any:
-    """A number that is written as a text or, for top_k, as 20.0; anything else as it is."""
+    """The number that a string, or for top_k 20.0, stands for; anything else as it is."""
     try:
         number = float(value) if isinstance(value, str) else value
     except ValueError:
