@@ -25,6 +25,7 @@ async def all_of(chunks):
 
 CALLS = {  # of every public method, as a user makes them
     "astream": [lambda model: asyncio.run(all_of(model.astream("hello", **SHORT)))],
+    "astream_chat": [lambda model: asyncio.run(all_of(model.astream_chat("hello", **SHORT)))],
     "branch": [lambda model: model.branch("hello", 2, **SHORT)],
     "chat": [lambda model: model.chat("hello", **SHORT), lambda model: model.chat(MESSAGES, **SHORT)],
     "compile": [lambda model: model.compile(edgespec.regex("a"))],
@@ -33,6 +34,7 @@ CALLS = {  # of every public method, as a user makes them
     "generate": [lambda model: model.generate("hello", **SHORT), lambda model: model.generate(MESSAGES, **SHORT)],
     "request": [lambda model: model.request("hello"), lambda model: model.request(MESSAGES)],
     "stream": [lambda model: list(model.stream("hello", **SHORT))],
+    "stream_chat": [lambda model: list(model.stream_chat("hello", **SHORT))],
     "__enter__": [lambda model: model.__enter__()],
 }
 HARMLESS = {"close", "notes"}  # what says nothing of the engine

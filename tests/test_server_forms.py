@@ -163,6 +163,13 @@ def test_braces_may_hold_spaces_and_strings_of_json():
     assert pieces(OutputParser(format_of("<|tool_call>call:")), text) == [("f", {"a": {}, "b": [1, "c:d", "e:f}"]})]
 
 
+def test_none_in_braces_is_null_as_in_the_template_of_gemma_4():
+    text = '<|tool_call>call:f{a:None,b:[None],None:<|"|>None<|"|>}<tool_call|>'
+    assert pieces(OutputParser(format_of("<|tool_call>call:")), text) == [
+        ("f", {"a": None, "b": [None], "None": "None"})
+    ]
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(list(WRITTEN)), st.data())
 def test_what_is_cut_or_broken_is_content(seen, data):

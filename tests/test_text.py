@@ -223,3 +223,10 @@ def test_templates_may_mark_what_is_trained_on() -> None:
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}!{% endfor %}"
     _, *text = render_chat(ByteVocab(template), [{"role": "user", "content": "x"}] * 2)
     assert bytes(text) == b"x!x!"
+
+
+def test_a_template_without_an_end_refuses_the_messages() -> None:
+    """Hermes 2 Pro's describes the type of a tool's parameter by itself, where the schema gives none."""
+    vocab = ByteVocab("{% macro kind(of) %}{{ kind(of) }}{% endmacro %}{{ kind(messages) }}")
+    with pytest.raises(UsageError, match=r"^the model's chat template cannot show these messages: .*recursion"):
+        render_chat(vocab, [{"role": "user", "content": "hello"}])

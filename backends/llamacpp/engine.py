@@ -3,9 +3,9 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import ModelError, UsageError, check_whole
 from edgespec.loop.backend import Backend, Capabilities, Vocab
-from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress, check_sizes
+from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.session_files import content_of
 from edgespec.machine.disk import remove_name
 from edgespec.machine.this_machine import Gpu, this_machine
@@ -83,7 +83,7 @@ class LlamaEngine(Engine):
         return find_gpus()
 
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> LoadPlan:
-        check_sizes(options, LLAMA_MAX_SEQ)
+        check_whole("sessions", options.sessions, 1, LLAMA_MAX_SEQ)
         return LoadPlan(path=path, options=options) if options.lenders else plan_here(path, options, machine)
 
     def load(

@@ -22,9 +22,9 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from edgespec.errors import Interrupted, ModelError, UsageError
+from edgespec.errors import Interrupted, ModelError, UsageError, check_whole
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
-from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress, check_sizes
+from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.loop.session_files import content_of, identity_of
@@ -333,8 +333,8 @@ class MlxEngine(Engine):
         Raises:
             ModelError: also for a folder that mlx-lm has to convert before it can be streamed.
         """
-        check_sizes(options, MOST_SESSIONS)
-        memory, before = in_bytes(options.memory), process.private_memory()
+        check_whole("sessions", options.sessions, 1, MOST_SESSIONS)
+        memory, before = in_bytes("memory", options.memory), process.private_memory()
         lazy, vocab = open_model(path), load_vocab(path)
         used = machine.used + max(0, process.private_memory() - before)
         context_length = options.context_length or lazy.text_config.get("max_position_embeddings") or DEFAULT_CONTEXT

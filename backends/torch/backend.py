@@ -21,9 +21,9 @@ from weakref import WeakSet
 
 import torch
 
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import ModelError, UsageError, check_whole
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
-from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress, check_sizes
+from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import BatchInvariance, also_wanted
@@ -240,7 +240,7 @@ class TorchEngine(Engine):
 
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> TorchPlan:
         """See `Engine.plan`; `choose_placement` decides at load which layers stay."""
-        check_sizes(options, MOST_SESSIONS)
+        check_whole("sessions", options.sessions, 1, MOST_SESSIONS)
         if options.dtype is not None and options.dtype not in (*TOLERANCE, NF4):
             raise UsageError(f"dtype is {options.dtype!r}, but must be one of {', '.join((*TOLERANCE, NF4))}")
         device = find_device(options.device, machine.gpus)
@@ -249,7 +249,7 @@ class TorchEngine(Engine):
             raise UsageError(f"gpu_memory is for GPUs with memory of their own (cuda), but the device is {device}")
         if options.gpu_memory is not None and options.gpu_layers is not None:
             raise UsageError("gpu_layers and gpu_memory both say how many layers go to the GPU: give one of them")
-        memory = in_bytes(options.memory)
+        memory = in_bytes("memory", options.memory)
         if memory is not None and device == "mps":
             raise UsageError("memory is for the devices cuda and cpu; on a Mac's GPU the backend mlx streams from disk")
         most = memory or int(machine.free * (1 - SAFETY))
@@ -288,7 +288,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
         MissingPackage: nf4 needs bitsandbytes.
     """
     path, options, gpu, device = plan.path, plan.options, plan.gpu, torch.device(plan.device)
-    there, dtype, before = in_bytes(options.gpu_memory), options.dtype, process.private_memory()
+    there, dtype, before = in_bytes("gpu_memory", options.gpu_memory), options.dtype, process.private_memory()
     torch.set_num_threads(options.threads or min(torch.get_num_threads(), plan.cores))
     vocab = load_vocab(path)
     with _named(path), _out_of_memory("the model"):

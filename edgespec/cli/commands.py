@@ -1,5 +1,4 @@
 import json
-import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +37,7 @@ from edgespec.loop.text import user_messages
 from edgespec.machine import measurements as remembered
 from edgespec.machine.memory import parse_size
 from edgespec.machine.this_machine import this_machine
-from edgespec.model import GenerationResult, Model, load
+from edgespec.model import GenerationResult, Model, load, new_seed
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.planners.choice import USE_DRAFT
 
@@ -135,7 +134,7 @@ def run(
     Sampling options that are not given come from models.yaml, else from the model's own file, else sampling is
     greedy: `edgespec models MODEL` shows it.
     """
-    sampling = {"seed": secrets.randbits(32), **_sampling(options)}
+    sampling = {"seed": new_seed(), **_sampling(options)}
     text = _prompt(prompt)
     if text is not None and not text.strip():
         raise UsageError("the prompt is empty: give at least one word")

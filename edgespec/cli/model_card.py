@@ -36,7 +36,7 @@ def model_card(entry: Entry) -> dict[str, Any]:
         own, notes = own_sampling(path)
         if path.endswith(".gguf") and has_states(path):
             notes = [*notes, note()]
-    program: dict[str, Any] = {"planner": "auto", "budget": None, "ctx": DEFAULT_CONTEXT, "system": None}
+    program: dict[str, Any] = {"planner": "auto", "budget": None, "context_length": DEFAULT_CONTEXT, "system": None}
     program |= {name: getattr(SamplingParams(), name) for name in SAMPLING}
     given = entry.defaults.model_dump(exclude_none=True)
     sources = [(PROGRAM, program), (OWN, own), (FILE, given)]  # later ones override

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import MissingPackage, ModelError, UsageError
+from edgespec.errors import MissingPackage, ModelError, UsageError, check_text, must_be
 from edgespec.loop.backend import Vocab
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.tree import DraftTree, Source, make_tree
@@ -44,7 +44,7 @@ class Grammar:
     text: str
 
     def __post_init__(self) -> None:
-        if len(self.text.encode("utf-8", "replace")) > MOST_BYTES:
+        if len(check_text(f"the {self.kind}", self.text).encode("utf-8", "replace")) > MOST_BYTES:
             raise too_long()
 
 
@@ -74,6 +74,8 @@ def json_schema(schema: Mapping[str, Any] | str, *, strict: bool = True) -> Gram
     Raises:
         UsageError: it is not a JSON object.
     """
+    if not isinstance(schema, str | Mapping):
+        raise must_be("the JSON schema", schema, "a mapping, or its JSON text")
     try:
         found = json.loads(schema) if isinstance(schema, str) else dict(schema)
         text = json_text({**found, "x-guidance": {"whitespace_flexible": False, "lenient": not strict}})

@@ -186,7 +186,7 @@ def read(path: str | Path, backend: Loaded) -> Saved:
     if len(saved.token_ids) > backend.capabilities.context_length:
         raise SessionFileError(
             f"{path}: the session has {len(saved.token_ids)} tokens, but the context holds "
-            f"{backend.capabilities.context_length}: use a larger one (--ctx)"
+            f"{backend.capabilities.context_length}: use a larger one (--ctx, context_length=…)"
         )
     try:
         checksum = checksum_of(Path(path), saved.size)

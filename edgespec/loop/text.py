@@ -7,7 +7,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import ModelError, UsageError, check_text
 from edgespec.loop.backend import Vocab
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "Hi"}
@@ -137,7 +137,7 @@ def render_chat(
     Returns:
         Token ids of a conversation, ready for the assistant's answer; arguments and errors as for `chat_text`.
     """
-    text = chat_text(vocab, messages, answer=True, tools=tools, more=more)
+    text = check_text("a message", chat_text(vocab, messages, answer=True, tools=tools, more=more))
     has_bos = vocab.bos_id is not None and text.startswith(vocab.token_text(vocab.bos_id))
     return vocab.encode(text, add_bos=not has_bos, parse_special=True)
 
@@ -239,5 +239,11 @@ def _rendered(vocab: Vocab, messages: Sequence[Message], variables: Mapping[str,
         return text
     except TemplateError as error:
         raise ModelError(f"the model's chat template does not work: {error}") from error
-    except (TypeError, ValueError, AttributeError, KeyError) as error:  # the template's own, on odd messages
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        KeyError,
+        RecursionError,
+    ) as error:  # the template's own, on odd messages
         raise UsageError(f"the model's chat template cannot show these messages: {error}") from error

@@ -47,12 +47,15 @@ def parse_size(text: str) -> int:
 
 
 @overload
-def in_bytes(size: int | str) -> int: ...
+def in_bytes(name: str, size: int | str) -> int: ...
 @overload
-def in_bytes(size: int | str | None) -> int | None: ...
-def in_bytes(size: int | str | None) -> int | None:
-    """An option's size in bytes; errors as for `parse_size`."""
-    return parse_size(size) if isinstance(size, str) else size
+def in_bytes(name: str, size: int | str | None) -> int | None: ...
+def in_bytes(name: str, size: int | str | None) -> int | None:
+    """The size in bytes that the option `name` gives; errors as for `parse_size`."""
+    try:
+        return parse_size(size) if isinstance(size, str) else size
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from error
 
 
 def left_of(name: str, memory: int | str, taken: int) -> int:
@@ -68,7 +71,7 @@ def left_of(name: str, memory: int | str, taken: int) -> int:
     Raises:
         UsageError: it leaves nothing.
     """
-    given = in_bytes(memory)
+    given = in_bytes(name, memory)
     if taken >= given:
         raise UsageError(
             f"{name} is {format_size(given)}, but the draft takes {format_size(taken, up=True)}: give more"

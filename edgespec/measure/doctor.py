@@ -149,7 +149,7 @@ def diagnose(
     )  # fmt: skip
     check_supported([engine], options)
     paths = list(map(local_path, sources))
-    room = in_bytes(memory)
+    room = in_bytes("memory", memory)
     sizes = [_weight_files(path) for path in paths]
     say("disk")
     disk = _read_disk(max(sizes[0], key=lambda file: sizes[0][file]))

@@ -1,17 +1,16 @@
 """models.yaml: models by name, and where their files are."""
 
-import difflib
 import importlib.util
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from edgespec.errors import ModelError, RegistryError, UsageError, pip_install
+from edgespec.errors import ModelError, RegistryError, UsageError, no_such, pip_install
 from edgespec.machine.files import config_folder
 from edgespec.models import hub
 
@@ -30,13 +29,19 @@ class Defaults(BaseModel):
 
     planner: str | None = None
     budget: int | None = Field(default=None, ge=1)
-    ctx: int | None = Field(default=None, ge=0)
+    context_length: int | None = Field(default=None, ge=0)
+    ctx: int | None = Field(default=None, ge=0, exclude=True)  # the outdated name of `context_length`
     system: str | None = None
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     top_k: int | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
     min_p: float | None = Field(default=None, ge=0, lt=1)
     repetition_penalty: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _renamed(self) -> Self:
+        self.context_length = self.ctx if self.context_length is None else self.context_length
+        return self
 
     def sampling(self) -> dict[str, Any]:
         return {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
@@ -164,14 +169,13 @@ def find_model(model: str, models_file: str | None = None) -> Entry:
     entries = {entry.name: entry for entry in all_models(models_file)}
     if model in entries:
         return entries[model]
-    is_path = model.endswith(".gguf") or Path(os.path.expanduser(model)).exists()
+    is_path = model.endswith(".gguf") or (model != "" and Path(os.path.expanduser(model)).exists())
     if HUB_NAME.fullmatch(model) and not is_path:
         return Entry(name=model, target=f"hf:{model}")
     if "/" in model or is_path:
         return Entry(name=model, target=f"file:{Path(os.path.expanduser(model))}")
-    near = difflib.get_close_matches(model, entries, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(entries)}"
-    raise UsageError(f"there is no model {model!r}; {hint} A path must end in .gguf or contain a slash.")
+    hint = no_such("model", model, entries, cutoff=0.4)
+    raise UsageError(f"{hint} A path must end in .gguf or contain a slash.")
 
 
 def is_folder(source: str) -> bool:

@@ -129,7 +129,10 @@ def as_braces(text: str, parameters: Parameters) -> list[Call]:
 def _as_json(found: re.Match[str]) -> str:
     if found["text"] is not None:
         return json.dumps(found["text"])
-    return json.dumps(found["word"].rstrip()) + ":" if found["colon"] else found["json"] or found["word"] or ""
+    word = (found["word"] or "").rstrip()
+    if found["colon"]:
+        return json.dumps(word) + ":"
+    return "null" if word == "None" else found["json"] or word  # as Gemma's template writes it
 
 
 QUOTE = '<|"|>'

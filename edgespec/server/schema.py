@@ -1,6 +1,7 @@
 """JSON schemas of tools' parameters, resolved once for grammars and parsers."""
 
 import json
+from ast import literal_eval
 from contextlib import suppress
 from typing import Any
 
@@ -70,8 +71,8 @@ class Schema:
         if self.types is None or self.types == {"string"}:
             return text
         try:
-            found = strict_json(text)
-        except (ValueError, RecursionError):
+            found = json_or_literal(text)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             return text
         fits = not isinstance(found, str) and not self.types.isdisjoint(TYPES[type(found)])
         return found if fits or "string" not in self.types else text
@@ -82,6 +83,20 @@ def strict_json(text: str) -> Any:
     found = json.loads(text)
     json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no 1e999, no half a surrogate pair
     return found
+
+
+def json_or_literal(text: str) -> Any:
+    """A value in JSON, or as Python writes it: so the templates of Qwen3-Coder and Seed-OSS show None, True and lists.
+
+    Raises:
+        ValueError, TypeError, SyntaxError, MemoryError, RecursionError: it is neither.
+    """
+    try:
+        return strict_json(text)
+    except ValueError:
+        if text not in ("None", "True", "False") and not text.startswith(("[", "{")):
+            raise
+        return strict_json(json.dumps(literal_eval(text)))
 
 
 def spelled(value: Any) -> str:

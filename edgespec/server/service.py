@@ -1,5 +1,4 @@
 import asyncio
-import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.passes import check_room
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import TextStream
-from edgespec.model import Model
+from edgespec.model import Model, new_seed
 from edgespec.scheduler.requests import Handle, Request
 from edgespec.server.answers import Answer, Answers, Emit
 from edgespec.server.conversation import Question
@@ -81,7 +80,7 @@ class Service:
                 grammar = await loop.run_in_executor(self._grammars, self._grammar, question, form, inside)
         limit = self.model.target.capabilities.context_length
         most = limit if question.max_tokens is None or question.max_tokens == UNLIMITED else question.max_tokens
-        drawn = {"seed": secrets.randbits(32), **question.sampling}
+        drawn = {"seed": new_seed(), **question.sampling}
         sampling = replace(self.defaults, **drawn | {"seed": drawn["seed"] % 2**64})
         return [
             Answer(

@@ -79,7 +79,7 @@ class MemoryPlanner:
 
     def __init__(self, path: str, options: LoadOptions, machine: Machine, borrowed: Any = None) -> None:
         self.path, self.options, self.machine, self.borrowed = path, options, machine, borrowed
-        self.memory = in_bytes(options.memory)
+        self.memory = in_bytes("memory", options.memory)
         self.room = self.memory if self.memory is not None else int(machine.free * (1 - SAFETY))
         self._tokenizers: dict[str, int] = {}  # measured once, because a later load may reuse freed memory
         self._buffers: dict[tuple[str, ContextSize], int] = {}
@@ -144,7 +144,7 @@ class MemoryPlanner:
             needed = self.needs([size])[0] + self._drafts(size)
             lent = memory_of_lenders(self.borrowed)
             return choose_lent(self.tensors, self.room, needed, buffers, lent, len(self.borrowed) - 1)
-        most = in_bytes(self.options.gpu_memory)
+        most = in_bytes("gpu_memory", self.options.gpu_memory)
         found = list(self.machine.gpus)
         if most is not None:
             found = [replace(gpu, free=min(gpu.free, max(0, most - gpu.used))) for gpu in found]
