@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, RegistryError, UsageError
-from edgespec.models.registry import all_models, find_model, is_folder, local_path, read_models
+from edgespec.models.registry import BUILT_IN, all_models, find_model, is_folder, local_path, read_models
 
 
 def write(folder: Path, text: str) -> Path:
@@ -122,3 +122,10 @@ def test_without_the_hub_package_the_pip_command_is_given(monkeypatch: pytest.Mo
     with pytest.raises(MissingPackage, match=r"pip install 'edgespec\[hub\]'") as caught:
         local_path("hf:owner/repo/model.gguf")
     assert isinstance(caught.value, EdgespecError)
+
+
+def test_the_catalogue_is_a_file_of_the_package_and_samples_as_its_publishers_do() -> None:
+    assert not BUILT_IN.is_symlink()  # a link breaks in a checkout on Windows
+    found = {entry.name: entry.defaults.sampling() for entry in read_models(BUILT_IN)}
+    assert found["qwen3-32b"] == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    assert [name for name, sampling in found.items() if not sampling] == ["qwen2.5-coder-1.5b", "qwen2.5-72b"]
