@@ -428,6 +428,20 @@ def test_a_silent_pipe_is_not_waited_for_for_ever(tiny: str, run: Run) -> None:
     assert "for standard input, an open pipe" in done.stderr
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_closed_terminal_ends_no_run_under_nohup(tiny: str) -> None:
+    ignoring = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); {EDGESPEC[-1]}"
+    arguments = ["run", tiny, "hello", *REFERENCE, "-n", "400", "--ctx", "900", "--raw"]
+    with subprocess.Popen(
+        [sys.executable, "-c", ignoring, *arguments], stdout=PIPE, stderr=PIPE, stdin=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout
+        process.stdout.read(10)
+        process.send_signal(signal.SIGHUP)
+        process.stdout.read()
+        assert process.wait(60) == 0
+
+
 @pytest.mark.parametrize("question", ["Why is the sky blue", "Why?", "Is 1/2 = 0.5?", "Hello there\nfriend"])
 def test_a_question_without_a_model(run: Run, question: str) -> None:
     refused(run, "run", question, code=2, says="the model comes first: edgespec run smollm2-135m ")

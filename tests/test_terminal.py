@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from edgespec.cli.terminal import LONG_PROMPT, Lines, LoadingBar, cells_of, write_answer
+from edgespec.cli.terminal import LONG_PROMPT, LoadingBar, WordWrap, cells_of, write_answer
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import Source
 from edgespec.model import GenerationResult
@@ -103,7 +103,7 @@ def test_words_stay_whole_at_the_edge(width: int, piece: int, monkeypatch: pytes
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(width))
-    lines, screen = Lines(), Screen(width)
+    lines, screen = WordWrap(), Screen(width)
     for start in range(0, len(PROSE), piece):
         screen.write(lines.broken(PROSE[start : start + piece]))
     assert max(len(line) for line in screen.lines) <= width
@@ -118,7 +118,7 @@ def test_wide_characters_break_anywhere(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "11")
     screen = Screen(11)
-    screen.write(Lines().broken("a 灯台守は毎朝天気を書いた"))
+    screen.write(WordWrap().broken("a 灯台守は毎朝天気を書いた"))
     assert screen.lines == ["a 灯台守は", "毎朝天気を", "書いた"]
 
 
@@ -127,8 +127,10 @@ def test_code_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "20")
     code = "  ```python\nprint('a long line of code', 1, 2, 3, 4)\n  ```\n"
-    assert Lines().broken(code) == code
-    assert Lines().broken(code + "and prose that is long enough").removeprefix(code) != "and prose that is long enough"
+    assert WordWrap().broken(code) == code
+    assert (
+        WordWrap().broken(code + "and prose that is long enough").removeprefix(code) != "and prose that is long enough"
+    )
 
 
 @pytest.mark.parametrize(("stream", "term"), [(io.StringIO(), "xterm"), (Terminal(), "dumb")])
@@ -138,7 +140,7 @@ def test_text_is_not_broken_for_files_and_dumb_terminals(
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setenv("TERM", term)
     monkeypatch.setenv("COLUMNS", "12")
-    assert Lines().broken(PROSE) == PROSE
+    assert WordWrap().broken(PROSE) == PROSE
 
 
 @pytest.mark.parametrize(

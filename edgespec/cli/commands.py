@@ -181,14 +181,17 @@ def _ended_by_signals() -> Iterator[None]:
     def end(number: int, frame: Any) -> None:
         for one in found:
             signal.signal(one, signal.SIG_IGN)
-        if number != signal.SIGTERM:  # nobody reads what is still written
+        if number != signal.SIGTERM:  # writing to the terminal would fail
             nowhere = os.open(os.devnull, os.O_RDWR)
-            for stream in (0, 1, 2):
+            for stream in terminals:
                 os.dup2(nowhere, stream)
         sys.exit(128 + number)
 
-    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    found = {number: signal.signal(number, end) for number in (getattr(signal, name) for name in names)}
+    terminals = [stream for stream in (0, 1, 2) if os.isatty(stream)]
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    found = {number: handler for number in numbers if (handler := signal.getsignal(number)) != signal.SIG_IGN}  # nohup
+    for number in found:
+        signal.signal(number, end)
     try:
         yield
     finally:

@@ -1,3 +1,4 @@
+import os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from edgespec.loop.session_files import look
 from edgespec.loop.text import SYSTEM, Message
 from edgespec.model import GenerationResult, Model
 from edgespec.models.own_sampling import choose_seed
+from edgespec.scheduler.scheduler import Scheduler
 
 UNLIMITED = -1  # max_tokens, as llama.cpp's
 NUMBERS: dict[str, Any] = {  # name -> type
@@ -91,7 +93,7 @@ class Conversation:
         Raises:
             UsageError, SessionFileError: the file cannot be written, or is there and is no session.
         """
-        path = session_file(name, "/save")
+        path = self._session_file("/save", name)
         if path.exists():
             look(path)
         self.model.scheduler.save(path, self.messages)
@@ -102,11 +104,16 @@ class Conversation:
         Raises:
             UsageError, SessionFileError: the file has no conversation with this model.
         """
-        path = session_file(name, "/load")
+        path = self._session_file("/load", name)
         messages = self.model.scheduler.load(path)
         if not messages:
             raise UsageError(f"{path}: has no messages")
         self.messages, self._left_out = messages, 0
+
+    def _session_file(self, command: str, name: str) -> Path:
+        if not isinstance(self.model.scheduler, Scheduler):
+            raise UsageError(f"{command} does not go with --targets and --cluster: each copy has a session of its own")
+        return session_file(name, command)
 
     def clear(self) -> None:
         self.messages, self._left_out = self.system, 0
@@ -127,7 +134,7 @@ class Conversation:
         if name not in kinds:
             raise UsageError(f"there is no setting {name!r}; there are: {', '.join(kinds)}, system")
         try:
-            number = kinds[name](value)
+            number: Any = kinds[name](value)
         except ValueError as error:
             kind = "a whole number" if kinds[name] is int else "a number"
             raise UsageError(f"{name} is {value!r}, but must be {kind}") from error
@@ -200,7 +207,7 @@ def session_file(name: str, option: str) -> Path:
     Raises:
         UsageError: no file can have this name; the message begins with `option`.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if not path.parent.is_dir():
         raise UsageError(f"{option} {name}: there is no folder {path.parent}")
     if path.is_dir():

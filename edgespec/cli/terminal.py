@@ -30,7 +30,7 @@ def write_answer(
     tint: bool = False,
 ) -> None:
     """Stream an answer to the terminal and into `result`; Ctrl-C ends it."""
-    lines = Lines()
+    lines = WordWrap()
     with Bars(transient=True) as bar:
 
         def prefilled(done: int, total: int) -> None:
@@ -52,7 +52,7 @@ def write_answer(
 
 
 def last_lines(result: GenerationResult, max_tokens: int) -> str:
-    """Lines after an answer: the cut, if there was one, and its figures."""
+    """WordWrap after an answer: the cut, if there was one, and its figures."""
     if result.finish_reason != "length":
         return result.stats.summary()
     limit = f" at {max_tokens} tokens (-n)" if result.stats.tokens == max_tokens else ": the context is full (--ctx)"
@@ -61,11 +61,11 @@ def last_lines(result: GenerationResult, max_tokens: int) -> str:
 
 def show(text: str, *, dim: bool = False, err: bool = False) -> None:
     """Print whole lines."""
-    lines = Lines(sys.stderr if err else sys.stdout).broken(text)
+    lines = WordWrap(sys.stderr if err else sys.stdout).broken(text)
     click.echo(click.style(lines, dim=True) if dim else lines, err=err)
 
 
-class Lines:
+class WordWrap:
     """Breaks text between words at a terminal's edge, while it is written; lines of fenced code stay whole."""
 
     def __init__(self, stream: Any = None) -> None:
