@@ -64,6 +64,21 @@ def test_a_chat_outlives_its_context(capsys: pytest.CaptureFixture[str]) -> None
         assert capsys.readouterr().err.count("the oldest messages are left out") == 1
 
 
+def test_a_long_last_answer_stays_if_it_fits() -> None:
+    with tiny_model(400) as model:
+        conversation = conversation_with(model, max_tokens=60)
+        conversation.ask("first")
+        conversation.set("max_tokens", "120")  # characters that are none take three tokens in a prompt
+        second = conversation.ask("second").text
+        conversation.set("max_tokens", "9")
+        third = conversation.ask("third").text
+        asked = [*conversation.messages[2:4], {"role": "user", "content": "third"}]
+        assert asked[1]["content"] == second
+        assert len(model.encode(conversation.messages[:-1])) > 300
+        assert 200 < len(model.encode(asked)) <= 300
+        assert third == model.chat(asked, max_tokens=9, seed=3, temperature=0.9).text
+
+
 def test_a_message_beyond_the_context_changes_nothing() -> None:
     with tiny_model(300) as model:
         conversation = conversation_with(model, max_tokens=20)
@@ -191,7 +206,8 @@ def test_what_is_typed_during_an_answer_is_the_next_message(chat: Chat, tmp_path
         person.type("first\r")
         person.until("first")
         person.see_more(20)
-        person.type("SECOND message\r\x1b[200~THIRD message\nof two lines\x1b[201~")
+        person.type("SECOND message\r")
+        person.paste("THIRD message\nof two lines")
         person.see_more(200)
         assert b"SECOND" not in person.seen
         assert "SECOND" not in person.until("tokens/s")

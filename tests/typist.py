@@ -23,6 +23,11 @@ class Typist:
     def type(self, text: str) -> None:
         os.write(self.terminal, text.encode())
 
+    def paste(self, text: str) -> None:
+        """As a terminal does: with marks, if the program wants them."""
+        marked = self.raw.rfind("\x1b[?2004h") > self.raw.rfind("\x1b[?2004l")
+        self.type(f"\x1b[200~{text}\x1b[201~" if marked else text.replace("\n", "\r"))
+
     def until(self, what: str) -> str:
         """What is on the terminal before `what`, which must appear."""
         deadline, wanted = time.monotonic() + SECONDS, what.encode()
