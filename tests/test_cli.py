@@ -442,7 +442,9 @@ def test_a_closed_terminal_ends_no_run_under_nohup(tiny: str) -> None:
         assert process.wait(60) == 0
 
 
-@pytest.mark.parametrize("question", ["Why is the sky blue", "Why?", "Is 1/2 = 0.5?", "Hello there\nfriend"])
+@pytest.mark.parametrize(
+    "question", ["Why is the sky blue", "Why?", "Is 1/2 = 0.5?", "Hello there\nfriend", "word " * 99]
+)
 def test_a_question_without_a_model(run: Run, question: str) -> None:
     refused(run, "run", question, code=2, says="the model comes first: edgespec run smollm2-135m ")
 

@@ -124,6 +124,11 @@ def test_without_the_hub_package_the_pip_command_is_given(monkeypatch: pytest.Mo
     assert isinstance(caught.value, EdgespecError)
 
 
+def test_a_name_longer_than_a_path_may_be_is_no_model() -> None:
+    with pytest.raises(UsageError, match="there is no model 'xxx"):
+        find_model("x" * 5000)
+
+
 def test_the_catalogue_is_a_file_of_the_package_and_samples_as_its_publishers_do() -> None:
     assert not BUILT_IN.is_symlink()  # a link breaks in a checkout on Windows
     found = {entry.name: entry.defaults.sampling() for entry in read_models(BUILT_IN)}

@@ -130,7 +130,7 @@ def run(
     greedy: `edgespec models MODEL` shows it.
     """
     sampling = {"seed": choose_seed(None), **_sampling(options)}
-    if prompt is None and re.search(r"\s|\?$", model) and not Path(model).exists() and not model.endswith(".gguf"):
+    if prompt is None and re.search(r"\s|\?$", model) and not os.path.exists(model) and not model.endswith(".gguf"):
         raise UsageError(f"the model comes first: edgespec run {DEFAULT_MODEL} {model!r}")
     text = _prompt(prompt)
     if text is not None and not text.strip():
@@ -147,7 +147,7 @@ def run(
     file = session_file(resume, "--resume") if resume else None
     _pull(model, options, yes)
     with held_input() if text is None else nullcontext(), _loaded(model, options) as loaded, _ended_by_signals():
-        earlier = loaded.scheduler.load(file) if file and file.exists() else None
+        earlier = loaded.scheduler.load(file) if file and os.path.exists(file) else None
         loaded.scheduler.start()  # in a thread of its own, so that Ctrl-C can end a pass early
         if system and earlier:
             raise UsageError(f"--system: the chat in {resume} goes on with the one that it began with; leave it out")

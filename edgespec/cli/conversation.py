@@ -78,7 +78,7 @@ class Conversation:
         return self._answer(self.messages[:-1])
 
     def continue_text(self, text: str) -> GenerationResult:
-        """Continue a text without the chat template."""
+        """Write what follows a text, without the chat template."""
         try:
             return self._write(text)
         finally:
@@ -94,7 +94,7 @@ class Conversation:
             UsageError, SessionFileError: the file cannot be written, or is there and is no session.
         """
         path = self._session_file("/save", name)
-        if path.exists():
+        if os.path.exists(path):
             look(path)
         self.model.scheduler.save(path, self.messages)
 
@@ -208,8 +208,8 @@ def session_file(name: str, option: str) -> Path:
         UsageError: no file can have this name; the message begins with `option`.
     """
     path = Path(os.path.expanduser(name))
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):  # unlike `is_dir`, also for a name that is too long
         raise UsageError(f"{option} {name}: there is no folder {path.parent}")
-    if path.is_dir():
+    if os.path.isdir(path):
         raise UsageError(f"{option} {name}: is a folder; give the name of a file")
     return path

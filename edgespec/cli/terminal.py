@@ -71,7 +71,7 @@ class WordWrap:
     def __init__(self, stream: Any = None) -> None:
         """
         Args:
-            stream: file or terminal that gets the text, from the first column on. Default: standard output.
+            stream: standard stream that gets the text, from the first column on. Default: standard output.
         """
         self._plain = not (stream or sys.stdout).isatty() or is_dumb()
         self._column = self._start = 0  # of the cursor, and of the word that it is in

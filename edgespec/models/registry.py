@@ -152,7 +152,7 @@ def find_model(model: str, models_file: str | None = None) -> Entry:
     entries = {entry.name: entry for entry in all_models(models_file)}
     if model in entries:
         return entries[model]
-    is_path = model.endswith(".gguf") or Path(os.path.expanduser(model)).exists()
+    is_path = model.endswith(".gguf") or os.path.exists(os.path.expanduser(model))  # False also for a name too long
     if HUB_NAME.fullmatch(model) and not is_path:
         return Entry(name=model, target=f"hf:{model}")
     if "/" in model or is_path:
