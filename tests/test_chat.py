@@ -13,7 +13,7 @@ from typist import Typist, typing_to
 
 from edgespec.cli.chat import _obey
 from edgespec.cli.conversation import UNLIMITED, Conversation
-from edgespec.errors import ContextFull, UsageError
+from edgespec.errors import ContextFull, SessionFileError, UsageError
 from edgespec.loop.session_files import look
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
@@ -167,6 +167,8 @@ def test_save_and_load(tmp_path: Path) -> None:
             with pytest.raises(Exception, match="is not a saved session"):
                 refused(str(tmp_path / "notes"))
         assert (tmp_path / "notes").read_text() == "mine"
+        with pytest.raises(SessionFileError, match="cannot be saved"):
+            later.save_to(str(tmp_path / ("x" * 300)))
         assert later.turns[0]["content"] == "hello"
 
 
