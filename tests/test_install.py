@@ -1,0 +1,61 @@
+"""`make run` on a machine where it cannot install: one line, and where to read more."""
+
+import shutil
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_without_a_compiler_one_line_says_what_to_install(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "scripts/install"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    make = shutil.which("make") or pytest.skip("there is no make")
+    command = [make, "--no-print-directory", "run", f"PYTHON={sys.executable}"]
+    done = subprocess.run(command, cwd=tmp_path, env={"PATH": ""}, capture_output=True, text=True)
+    said, stopped = done.stderr.splitlines()
+    assert "no compiler cc" in said
+    assert {"apt", "dnf", "xcode-select"} < set(said.split())
+    assert stopped.startswith("make: ***")
+    assert not done.stdout
+    assert not (tmp_path / ".venv").exists()
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    loader = SourceFileLoader("install", str(ROOT / "scripts" / "install"))
+    module = module_from_spec(ModuleSpec("install", loader))
+    loader.exec_module(module)
+    monkeypatch.setattr(module, "VENV", tmp_path)
+    monkeypatch.setattr(module, "LOG", tmp_path / "install.log")
+    return module
+
+
+def test_an_old_python_is_refused_before_anything_is_installed(
+    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 9, 6))
+    monkeypatch.setenv("CC", "no-compiler")
+    with pytest.raises(SystemExit, match=r"edgespec needs 3\.11"):
+        install.main()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_pip_wrote_last_is_shown_where_it_fails(
+    install: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pip = tmp_path / "bin" / "pip"
+    pip.parent.mkdir()
+    pip.write_text("#!/bin/sh\nseq 100; echo 'llama.cpp: error' >&2; exit 1\n")
+    pip.chmod(0o755)
+    with pytest.raises(SystemExit, match=str(tmp_path / "install.log")):
+        install.pip("edgespec")
+    assert capsys.readouterr().out.splitlines() == [*map(str, range(87, 101)), "llama.cpp: error"]
+    assert len((tmp_path / "install.log").read_text().splitlines()) == 101
