@@ -1,7 +1,6 @@
 """The Python API: a target, perhaps a draft, and a planner, loaded together."""
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -36,7 +35,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import BatchInvariance
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import Message, TextStream, render_chat, user_messages
-from edgespec.models.own_sampling import choose_sampling
+from edgespec.models.own_sampling import choose_sampling, choose_seed
 from edgespec.models.registry import Entry, find_model, local_path
 from edgespec.planners.auto import AutoState, new_auto_state
 from edgespec.planners.choice import CHECKS, USE_DRAFT, check_planner, make_planner
@@ -243,7 +242,7 @@ class Model:
             raise _unknown(name, *_keywords(Model.request), *_keywords(Model.stream), *fields)
         sampling = {name: value for name, value in sampling.items() if value is not None or name == "seed"}
         if sampling.get("seed", 0) is None:
-            sampling["seed"] = new_seed()
+            sampling["seed"] = choose_seed(None)
         params, stops = replace(self.sampling, **sampling), check_texts("stop", stop)
         if max_tokens is not None:
             max_tokens = check_whole("max_tokens", max_tokens, 1)
@@ -544,11 +543,6 @@ def _note_on_budget(budget: int, exact: BatchInvariance | None) -> list[str]:
         f"trees have at most {exact.trees.most - 1} draft tokens, not {budget}: rows are bit-identical "
         f"in passes up to this size ({exact.name}); --exact wide or off allows more"
     ]
-
-
-def new_seed() -> int:
-    """A random seed, where none is given."""
-    return secrets.randbits(32)
 
 
 def _check_reports(stats: Any, progress: Any) -> None:

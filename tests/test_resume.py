@@ -12,20 +12,15 @@ from urllib.request import Request, urlopen
 
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from typist import typing_to
 
+import edgespec
 from edgespec.errors import SessionFileError
 from edgespec.loop.passes import prefill
+from edgespec.loop.session_files import look
 from edgespec.scheduler.disk_cache import DiskCache
 
 TEXT = "the keeper wrote down the weather every morning and every evening he read it out "
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    model = random_model(2, vocab_size=258)
-    model.unembedding[1] = 0  # texts seldom end early
-    model.save(str(tmp_path / "tiny.npz"))
-    return str(tmp_path / "tiny.npz")
 
 
 def answer(run, tiny, text, *more):
@@ -90,35 +85,68 @@ def test_bad_files_are_one_line_and_stay(run, tiny, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_a_chat_goes_on_where_it_was_left(tiny, tmp_path):
-    import pty
+class TestChat:
+    @pytest.fixture
+    def chat(self, tiny, tmp_path):
+        home = {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+        arguments = ["run", tiny, "--backend", "reference", "-n", "8", "--resume", str(tmp_path / "chat.session")]
+        return lambda *more: typing_to(*arguments, *more, environment=home)
 
-    program = "from edgespec.cli.commands import main; main()"
-    arguments = ["run", tiny, "--backend", "reference", "-n", "8", "--resume", str(tmp_path / "chat.session")]
+    def test_it_goes_on_where_it_was_left_and_shows_the_last_turns(self, chat):
+        with chat() as person:
+            person.until("/help")
+            person.type("hello you\r")
+            person.until("tokens/s")
+            person.type("/exit\r")
+            assert person.ends() == 0
+        with chat() as person:
+            assert "> hello you" in person.until("2 messages from before")
+            for message in ("and now", "again"):
+                person.type(f"{message}\r")
+                person.until("tokens/s")
+            person.type("/stats\r")
+            cached = re.findall(r"(\d+) of them", person.until("from the cache"))
+            assert int(cached[-1]) > 40  # both earlier exchanges
+            person.type("/exit\r")
+            assert person.ends() == 0
 
-    def talk(*exchanges):
-        child, terminal = pty.fork()
-        if child == 0:
-            os.environ |= {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
-            os.execv(sys.executable, [sys.executable, "-c", program, *arguments])
-        seen = b""
-        for sends, waits in exchanges:
-            os.write(terminal, sends) if sends else None
-            deadline = time.monotonic() + 120
-            while waits not in seen:
-                assert time.monotonic() < deadline, seen.decode("utf-8", "replace")
-                seen += os.read(terminal, 4096)
-            before, seen = seen.split(waits, 1)
-        os.write(terminal, b"/exit\r")
-        _, status = os.waitpid(child, 0)
-        os.close(terminal)
-        assert os.waitstatus_to_exitcode(status) == 0
-        return before
+    @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+    def test_a_kill_loses_no_answer(self, chat, end):
+        with chat() as person:
+            person.until("/help")
+            person.type("hello you\r")
+            person.until("tokens/s")
+            person.type("typed and not sent")
+            person.until("not sent")  # the prompt is there again, so the answer is saved
+            person.kill(end)
+            assert person.ends() == (-end if end == signal.SIGKILL else 128 + end)
+        with chat() as person:
+            person.until("2 messages from before")
 
-    talk((b"", b"/help"), (b"hello you\r", b"tokens/s"))
-    talk((b"", b"2 messages from before"), (b"and now\r", b"tokens/s"), (b"/stats\r", b"from the cache"))
-    found = talk((b"", b"4 messages from before"), (b"again\r", b"tokens/s"), (b"/stats\r", b"from the cache"))
-    assert int(re.findall(rb"(\d+) of them", found)[-1]) > 40  # both earlier exchanges
+    @pytest.mark.parametrize("end", [signal.SIGTERM, "closed terminal"])
+    def test_a_kill_keeps_what_was_written_of_an_answer(self, chat, end):
+        with chat("-n", "-1", "--ctx", "20000") as person:
+            person.until("/help")
+            person.type("hello you\r")
+            person.until("hello you")
+            person.see_more(100)
+            person.hang_up() if end == "closed terminal" else person.kill(end)
+            assert person.ends() == 128 + (signal.SIGHUP if end == "closed terminal" else end)
+        with chat() as person:
+            person.until("2 messages from before")
+
+
+def test_a_second_question_knows_the_first(run, tiny, tmp_path):
+    file = str(tmp_path / "talk.session")
+    for question, cached in [("hello you", 0), ("and now", 20)]:
+        code, out, err = run("run", tiny, question, "--backend", "reference", "--resume", file, "-n", "8", "--json")
+        assert code == 0, err
+        assert json.loads(out)["stats"]["cached_tokens"] >= cached
+    contents = [message["content"] for message in look(file).note]
+    assert contents[::2] == ["hello you", "and now"]
+    assert json.loads(out)["text"] == contents[3]
+    with edgespec.load(tiny, backend="reference") as model:
+        assert model.chat(look(file).note[:3], max_tokens=8).text == contents[3]
 
 
 def ask(port, prompt, *, stream=False):

@@ -122,16 +122,19 @@ class TestChat:
         assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
     def test_a_seed_is_drawn_and_told(self, client):
-        first = client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 20}).json()
-        second = client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 20}).json()
+        body = HELLO | {"max_tokens": 20, "temperature": 1.0}
+        first = client.post("/v1/chat/completions", json=body).json()
+        second = client.post("/v1/chat/completions", json=body | {"seed": -1}).json()
         seeds = [answer["edgespec"]["seed"] for answer in (first, second)]
         assert seeds[0] != seeds[1]
-        again = client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 20, "seed": seeds[0]}).json()
+        assert min(seeds) >= 0
+        assert max(seeds) < 2**32  # -1 is drawn, too
+        again = client.post("/v1/chat/completions", json=body | {"seed": seeds[0]}).json()
         assert again["choices"] == first["choices"] != second["choices"]
         assert again["system_fingerprint"] == first["system_fingerprint"]
 
     def test_choices_have_the_seeds_that_follow(self, client):
-        body = HELLO | {"max_tokens": 12, "seed": 2**64 - 1, "n": 3}
+        body = HELLO | {"max_tokens": 12, "seed": 2**64 - 1, "n": 3, "temperature": 1.0}
         answer = client.post("/v1/chat/completions", json=body).json()
         texts = [choice["message"]["content"] for choice in answer["choices"]]
         assert texts == [
@@ -217,6 +220,13 @@ class TestChat:
             assert len(tree["path"]) == len(trace["tokens"])
         assert "edgespec" not in json.loads(stream(client, "/v1/chat/completions", HELLO | {"max_tokens": 3})[1])
 
+    @pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=0.5, top_p=0.9)])
+    def test_without_sampling_an_answer_is_the_one_of_run(self, sampling):
+        with served(sampling=sampling) as client:
+            answer = client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 15, "seed": 3}).json()
+            expected = client.model.chat("hello", max_tokens=15, seed=3)
+            assert answer["choices"][0]["message"]["content"] == expected.text
+
     def test_what_the_model_proposes_is_the_default(self):
         with served(sampling=SamplingParams(temperature=0.5, top_k=3)) as client:
             answer = client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 15, "seed": 3}).json()
@@ -229,11 +239,11 @@ class TestCompletions:
         ids = client.model.target.vocab.encode("to be", add_bos=True, parse_special=False)
         expected = alone(client, "to be", max_tokens=9, temperature=1.0, seed=1)
         for prompt in ("to be", ["to be"], ids, [ids]):
-            body = {"prompt": prompt, "max_tokens": 9, "seed": 1}
+            body = {"prompt": prompt, "max_tokens": 9, "seed": 1, "temperature": 1.0}
             answer = client.post("/v1/completions", json=body).json()
             assert answer["choices"][0]["text"] == expected
             assert answer["object"] == "text_completion"
-        body = {"prompt": ["to be", "or not"], "max_tokens": 9, "seed": 1, "n": 2, "logprobs": 2}
+        body = {"prompt": ["to be", "or not"], "max_tokens": 9, "seed": 1, "n": 2, "logprobs": 2, "temperature": 1.0}
         answer = client.post("/v1/completions", json=body).json()
         assert [choice["text"] for choice in answer["choices"]] == [
             alone(client, prompt, max_tokens=9, temperature=1.0, seed=seed)

@@ -188,7 +188,5 @@ SAMPLING_OPTIONS = _options(
     _in_python("--presence-penalty", "generate(…, presence_penalty=…)", type=float),
     _in_python("--frequency-penalty", "generate(…, frequency_penalty=…)", type=float),
     _in_python("--logit-bias", "generate(…, logit_bias={ID: BIAS})", multiple=True, metavar="ID=BIAS"),
-    click.option(
-        "--seed", type=int, help="Same seed, same text. [default: run: a new one, see --json or /stats; bench: 0]"
-    ),
+    click.option("--seed", type=int, help="Same seed, same text; -1 = a new one. [default: run: a new one, bench: 0]"),
 )

@@ -1,8 +1,9 @@
 import os
 import re
+import shutil
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
 from threading import Event, Thread
@@ -63,8 +64,9 @@ def write_answer(
     *,
     quiet: bool = False,
     tint: bool = False,
-) -> bool:
-    """Stream an answer to the terminal and into `result`; true if Ctrl-C ended it."""
+) -> None:
+    """Stream an answer to the terminal and into `result`; Ctrl-C ends it."""
+    lines = WordWrap()
     with Bars(transient=True) as bar:
 
         def prefilled(done: int, total: int) -> None:
@@ -76,15 +78,124 @@ def write_answer(
                 bar.stop()
                 result.add(chunk)
                 if not quiet:
-                    click.echo(click.style(chunk.text, fg=COLOURS.get(chunk.source)) if tint else chunk.text, nl=False)
-                    sys.stdout.flush()
+                    colour = COLOURS.get(chunk.source) if tint else None
+                    click.echo(lines.broken(chunk.text, colour), nl=False)
         except KeyboardInterrupt:
             result.stats.finish_reason = "interrupted"
-            return True
         finally:
             if not quiet and result.text and not result.text.endswith("\n"):
                 click.echo()
-    return False
+
+
+def last_lines(result: GenerationResult, max_tokens: int) -> str:
+    """WordWrap after an answer: the cut, if there was one, and its figures."""
+    if result.finish_reason != "length":
+        return result.stats.summary()
+    limit = f" at {max_tokens} tokens (-n)" if result.stats.tokens == max_tokens else ": the context is full (--ctx)"
+    return f"cut{limit}\n{result.stats.summary()}"
+
+
+def show(text: str, *, dim: bool = False, err: bool = False) -> None:
+    """Print whole lines."""
+    lines = WordWrap(sys.stderr if err else sys.stdout).broken(text)
+    click.echo(click.style(lines, dim=True) if dim else lines, err=err)
+
+
+class WordWrap:
+    """Breaks text between words at a terminal's edge, while it is written; lines of fenced code stay whole."""
+
+    def __init__(self, stream: Any = None) -> None:
+        """
+        Args:
+            stream: standard stream that gets the text, from the first column on. Default: standard output.
+        """
+        self._plain = not (stream or sys.stdout).isatty() or is_dumb()
+        self._column = self._start = 0  # of the cursor, and of the word that it is in
+        self._word = list[str]()  # as it is shown
+        self._line = ""  # its first characters
+        self._code = False
+
+    def broken(self, text: str, colour: str | None = None) -> str:
+        """
+        Returns:
+            Text for the terminal, which may take back the beginning of a word to write it into the next line.
+        """
+        if self._plain:
+            return click.style(text, fg=colour) if colour else text
+        width = shutil.get_terminal_size().columns
+        return "".join(self._shown(one, click.style(one, fg=colour) if colour else one, width) for one in text)
+
+    def _shown(self, one: str, shown: str, width: int) -> str:
+        if one == "\n":
+            self._code ^= self._line.startswith("```")
+            self._column, self._line = 0, ""
+        elif one == "\t":
+            self._column += 8 - self._column % 8
+        else:
+            self._line = (self._line + one).lstrip()[:3]
+            cells = cells_of(one)
+            if self._column + cells >= width and not self._code:  # the last column stays empty, so \b is exact
+                return self._at_the_edge(one, shown, cells, width)
+            self._column += cells
+        if one.isspace() or cells_of(one) > 1:
+            self._start, self._word = self._column, []
+        else:
+            self._word.append(shown)
+        return shown
+
+    def _at_the_edge(self, one: str, shown: str, cells: int, width: int) -> str:
+        if one == " ":  # none begins a line
+            room = self._column < width
+            self._column = self._start = width
+            self._word = []
+            return " " if room else ""
+        back, word = self._column - self._start, self._word
+        if not self._start:  # a word longer than a line: the terminal wraps it, so that it can be copied whole
+            self._column = cells if self._column + cells > width else self._column + cells
+            return shown
+        self._column, self._start, self._word = back + cells, 0, [*word, shown]
+        return "\b" * back + " " * back + "\n" + "".join(self._word)
+
+
+def cells_of(one: str) -> int:
+    """Columns that a character takes; a wide one, such as a Chinese, is a word of its own."""
+    from prompt_toolkit.utils import get_cwidth
+
+    return get_cwidth(one)
+
+
+def is_dumb() -> bool:
+    return os.environ.get("TERM") == "dumb"
+
+
+@contextmanager
+def held_input() -> Iterator[None]:
+    """Keep what is typed meanwhile for the next prompt, unseen; Ctrl-C still interrupts."""
+    try:
+        import termios
+    except ImportError:  # Windows
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    held = termios.tcgetattr(terminal)
+    held[0] &= ~termios.ICRNL  # Enter as the prompt expects it
+    held[3] = held[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH  # so that nothing typed is dropped
+    termios.tcsetattr(terminal, termios.TCSANOW, held)
+    mark_pastes(True)
+    try:
+        yield
+    finally:
+        mark_pastes(False)
+        with suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
+def mark_pastes(on: bool) -> None:
+    """Let the terminal mark pasted text, so that it is one message; a prompt ends with the marks off."""
+    if sys.stdout.isatty() and not is_dumb():
+        sys.stdout.write(f"\x1b[?2004{'h' if on else 'l'}")
+        sys.stdout.flush()
 
 
 def read_grammar(schema_file: str | None, lark_file: str | None) -> Grammar | None:

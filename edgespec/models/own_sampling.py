@@ -5,6 +5,7 @@ unknown are left out with a note: a user cannot edit another author's model.
 """
 
 import json
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,11 @@ def choose_sampling(defaults: Defaults, path: str) -> tuple[SamplingParams, list
     """
     own, notes = own_sampling(path)
     return SamplingParams(**(own | defaults.sampling())), notes
+
+
+def choose_seed(seed: int | None) -> int:
+    """A seed as it is given; drawn if there is none or, as in llama.cpp, a negative one."""
+    return secrets.randbits(32) if seed is None or seed < 0 else seed
 
 
 def own_sampling(path: str) -> tuple[dict[str, Any], list[str]]:

@@ -169,7 +169,7 @@ def find_model(model: str, models_file: str | None = None) -> Entry:
     entries = {entry.name: entry for entry in all_models(models_file)}
     if model in entries:
         return entries[model]
-    is_path = model.endswith(".gguf") or (model != "" and Path(os.path.expanduser(model)).exists())
+    is_path = model.endswith(".gguf") or (model != "" and os.path.exists(os.path.expanduser(model)))
     if HUB_NAME.fullmatch(model) and not is_path:
         return Entry(name=model, target=f"hf:{model}")
     if "/" in model or is_path:
