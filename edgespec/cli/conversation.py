@@ -7,7 +7,7 @@ from edgespec.cli.terminal import show, write_answer
 from edgespec.errors import UsageError
 from edgespec.loop.passes import check_room
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.session_files import check_replaceable, draft_file, look
+from edgespec.loop.session_files import check_replaceable, draft_file
 from edgespec.loop.text import SYSTEM, Message
 from edgespec.model import GenerationResult, Model
 from edgespec.models.own_sampling import choose_seed
