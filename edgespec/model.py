@@ -199,8 +199,8 @@ class Model:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         handle = self.scheduler.submit(request, emit, stats)
-        self.scheduler.start()
         try:
+            self.scheduler.start()
             event: Event | None = None
             while not isinstance(event, Ended):
                 event = await events.get()

@@ -87,4 +87,4 @@ def test_half_a_character_is_one_line(run: Run, tiny: str, tmp_path: Path) -> No
     models.write_text(f'models:\n  - name: mine\n    target: "file:{tiny}"\n    defaults: {{system: "a\\ud800b"}}\n')
     code, out, err = run("run", "mine", "hello", "--backend", "reference", "--models", str(models))
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "a text has half a character, which UTF-8 cannot spell" in err
+    assert "a message has half a surrogate pair, which no UTF-8 text can have" in err

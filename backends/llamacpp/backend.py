@@ -154,21 +154,26 @@ class LlamaBackend:
         between = paddings(sessions, batch, self.cells, self._open)
         logits: list[Logits] = []
         rows, end = Rows([], [], [], []), self.cells.end
-        for session, placement, padding in zip(sessions, placements, between, strict=True):
-            rows.pad(padding, self.cells.padding_id)
-            start, unread = len(rows.tokens), session.unread_committed
-            rows.add(*session.add(placement, self.cells.end + start))
-            index = {placement.first + node: start + unread + i for i, node in enumerate(placement.order)}
-            logits.append(LlamaLogits(self.context, self.vocab.size, self.state_width, index))
-            rows.wanted.extend(index[node] for node in placement.work.wanted.tolist())
-        self.cells.end += len(rows.tokens)
-        count = len(rows.tokens)
-        if shape := shape_of(self.capabilities, batch):
-            rows.fill(shape, self.cells.padding_id)
-        if self.state_width:
-            llama_cpp.llama_set_embeddings(self.context, len(rows.wanted) == len(rows.tokens))
         try:
+            for session, placement, padding in zip(sessions, placements, between, strict=True):
+                rows.pad(padding, self.cells.padding_id)
+                start, unread = len(rows.tokens), session.unread_committed
+                rows.add(*session.add(placement, self.cells.end + start))
+                index = {placement.first + node: start + unread + i for i, node in enumerate(placement.order)}
+                logits.append(LlamaLogits(self.context, self.vocab.size, self.state_width, index))
+                rows.wanted.extend(index[node] for node in placement.work.wanted.tolist())
+            self.cells.end += len(rows.tokens)
+            count = len(rows.tokens)
+            if shape := shape_of(self.capabilities, batch):
+                rows.fill(shape, self.cells.padding_id)
+            if self.state_width:
+                llama_cpp.llama_set_embeddings(self.context, len(rows.wanted) == len(rows.tokens))
             self.compute(rows, prompt=any(work.prompt for work in batch), padding=len(rows.tokens) - count)
+            with Signals().held():
+                if rows.padding:
+                    self.cells.drop_padding(sum(between))
+                for session in sessions:
+                    session.evaluated()
         except BaseException as error:
             self.cells.end = end
             for session, placement in zip(sessions, placements, strict=True):
@@ -179,11 +184,6 @@ class LlamaBackend:
             raise
         finally:
             self.stop.clear()
-        with Signals().held():
-            if rows.padding:
-                self.cells.drop_padding(sum(between))
-            for session in sessions:
-                session.evaluated()
         return logits
 
     def compute(self, rows: Rows, *, prompt: bool, padding: int) -> None:
@@ -235,10 +235,10 @@ class LlamaBackend:
         return identity_of(self, self.content)
 
     def close(self) -> None:
-        if self.context is not None:
-            self.memory = None
-            llama_cpp.llama_free(self.context)
+        context, self.context = self.context, None  # at once: another thread may close it, too
+        self.model = self.memory = None
+        if context is not None:
+            llama_cpp.llama_free(context)
             if self._watch:
                 self._watch.close()
             self._vocab.close()
-            self.context = self.model = None

@@ -22,7 +22,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from edgespec.errors import Interrupted, ModelError, UsageError, check_whole
+from edgespec.errors import Closed, Interrupted, ModelError, UsageError, check_whole
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
@@ -174,7 +174,12 @@ class MlxBackend:
         self._rows: Any = None  # rows whose final states the head gets; None: all
         self._cuts_rows = cut_rows(model, lambda: self._rows)
 
+    def _check_open(self) -> None:
+        if self._model is None:
+            raise Closed
+
     def open(self) -> MlxSession:
+        self._check_open()
         if len(self._sessions) == self._max_sessions:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
         capacity = self.capabilities.context_length + self.capabilities.max_nodes
@@ -204,6 +209,7 @@ class MlxBackend:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        self._check_open()
         check_batch(batch, self.capabilities)
         sessions = [cast(MlxSession, work.session) for work in batch]
         positions = [session.check(work) for work, session in zip(batch, sessions, strict=True)]

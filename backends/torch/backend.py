@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 import torch
 
-from edgespec.errors import ModelError, UsageError, check_whole
+from edgespec.errors import Closed, ModelError, UsageError, check_whole
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
@@ -131,7 +131,12 @@ class TorchBackend:
         self._files: Sequence[str] = ()
         self.content = ""
 
+    def _check_open(self) -> None:
+        if self.model is None:
+            raise Closed
+
     def open(self) -> TorchSession:
+        self._check_open()
         if not self._free:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
         if self.capabilities.paths:
@@ -149,6 +154,7 @@ class TorchBackend:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        self._check_open()
         if self.capabilities.paths:
             with torch.inference_mode(), _out_of_memory("a pass"):
                 return forward_recurrent(cast(RecurrentOwner, self), batch)

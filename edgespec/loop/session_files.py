@@ -143,7 +143,7 @@ def look(path: str | Path) -> Saved:
     Raises:
         SessionFileError: the file cannot be read, is no session's file, or is damaged.
     """
-    if Path(path).exists() and not Path(path).is_file():  # opening a pipe may wait for ever
+    if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe may wait for ever
         raise SessionFileError(f"{path}: is not a file, so it is not a saved session")
     try:
         with Path(path).open("rb") as file:
