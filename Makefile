@@ -15,7 +15,7 @@ pair: .venv/pair build/draft.gguf
 	$(BIN)/edgespec pair smollm2-135m build/draft.gguf --memory 400M --ctx 1024 --questions 1 -n 48 --budget 8 --png build/pair.png
 
 # Four layers from its middle are left out.
-build/draft.gguf: .venv/pair
+build/draft.gguf: .venv/run
 	mkdir -p build
 	rm -f $@
 	$(BIN)/edgespec convert smollm2-135m $@ --to gguf --quant Q4_0 --requantise --drop-layers $(DROP)
@@ -40,7 +40,7 @@ lint: .venv/test
 	touch $@
 
 .venv/pair: .venv/run
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[bench,convert]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[bench]"
 	touch $@
 
 .venv/test: .venv/run Makefile

@@ -1,4 +1,17 @@
-"""Typed errors; each message is a sentence that a user can act on."""
+"""Typed errors, and the checks of a caller's values; each message is a sentence that a user can act on."""
+
+import math
+import os
+import shlex
+import sys
+from collections.abc import Callable, Collection, Sequence
+from difflib import get_close_matches
+from numbers import Real
+from operator import index
+from os import PathLike, fsencode, fspath
+from typing import Any
+
+MOST_SHOWN = 80  # characters of a wrong value in a message
 
 
 class EdgespecError(Exception):
@@ -52,6 +65,12 @@ class RegistryError(EdgespecError):
     """models.yaml is missing, broken, or does not have the name asked for."""
 
 
+def pip_install(*what: str) -> str:
+    """The command that installs packages for the Python that runs this."""
+    here = os.path.join(os.getcwd(), "")
+    return shlex.join([sys.executable.removeprefix(here), "-m", "pip", "install", *what])
+
+
 class MissingPackage(EdgespecError):
     """A package is not installed; the message has the pip command.
 
@@ -63,8 +82,111 @@ class MissingPackage(EdgespecError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         what = f"edgespec[{extra}]" if extra else package
-        super().__init__(f"{purpose} needs the package {package!r}: pip install '{what}'")
+        super().__init__(f"{purpose} needs the package {package!r}: {pip_install(what)}")
         self._given = package, extra, purpose
 
     def __reduce__(self) -> "tuple[type[MissingPackage], tuple[str, str, str]]":
         return MissingPackage, self._given  # pickled by another process
+
+
+def must_be(name: str, value: object, right: str) -> UsageError:
+    """The error for an argument with a wrong value."""
+    try:
+        shown = " ".join(repr(value).split())
+    except ValueError:  # of an integer with thousands of digits
+        shown = f"of {type(value).__name__}"
+    shown = shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}…"
+    return UsageError(f"{name} is {shown}, but must be {right}")
+
+
+def check_whole(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """A whole number, also one of numpy.
+
+    Raises:
+        UsageError: `value` is no whole number from `low` to `high`.
+    """
+    right = f"at least {low}" if high is None else f"from {low} to {high}"
+    try:
+        number = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise must_be(name, value, f"a whole number, {right}")
+    if number < low or (high is not None and number > high):
+        raise must_be(name, value, right)
+    return number
+
+
+def check_number(name: str, value: Any, good: Callable[[float], bool], right: str) -> float:
+    """A number, also one of numpy.
+
+    Raises:
+        UsageError: `value` is no number, or not `good`, which `right` describes.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise must_be(name, value, f"a number, {right}")
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf
+    if not good(found):
+        raise must_be(name, value, right)
+    return found
+
+
+def check_text(name: str, value: Any) -> str:
+    """
+    Raises:
+        UsageError: `value` is no text, or none that UTF-8 can hold.
+    """
+    if not isinstance(value, str):
+        raise must_be(name, value, "a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{name} has half a surrogate pair, which no UTF-8 text can have") from error
+    return value
+
+
+def check_path(name: str, value: "str | PathLike[str]") -> str:
+    """
+    Raises:
+        UsageError: `value` is no text and no path, or no file can have this name.
+    """
+    found = fspath(value) if isinstance(value, PathLike) else value
+    try:
+        if isinstance(found, str) and b"\0" not in fsencode(found):
+            return found
+    except UnicodeEncodeError:
+        pass
+    raise must_be(name, value, "a name or a path")
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """
+    Raises:
+        UsageError: `value` is neither True nor False.
+    """
+    if not isinstance(value, bool):
+        raise must_be(name, value, "True or False")
+    return value
+
+
+def check_texts(name: str, value: Any) -> tuple[str, ...]:
+    """Texts of which a caller gives one, several, or None for none.
+
+    Raises:
+        UsageError: `value` is nothing of these.
+    """
+    if value is None or isinstance(value, str):
+        return (check_text(name, value),) if value is not None else ()
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise must_be(name, value, "a text or a list of texts")
+    return tuple(check_text(f"one of {name}", one) for one in value)
+
+
+def no_such(kind: str, name: str, known: Collection[str], cutoff: float = 0.6) -> UsageError:
+    """The error for a name that does not exist; it says which similar names do, else all."""
+    near = get_close_matches(name, known, cutoff=cutoff)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(known)}"
+    return UsageError(f"there is no {kind} {name!r}; {hint}")

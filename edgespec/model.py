@@ -1,20 +1,27 @@
-"""The Python API: a target, perhaps a draft, and a planner, loaded together.
-
-import edgespec
-with edgespec.load("smollm2-135m") as model:
-    print(model.chat("Why is the sky blue?", max_tokens=100).text)
-"""
+"""The Python API: a target, perhaps a draft, and a planner, loaded together."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from inspect import signature
+from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 from warnings import warn
 
-from edgespec.errors import Closed, UsageError
+from edgespec.errors import (
+    Closed,
+    UsageError,
+    check_flag,
+    check_path,
+    check_text,
+    check_texts,
+    check_whole,
+    must_be,
+    no_such,
+)
 from edgespec.loading.draft_or_memory import open_pair
 from edgespec.loading.pair import DEFAULT_BUDGET, WIDE, choose_budget, choose_context, close_all, recall_auto_state
 from edgespec.loading.targets import check_targets, open_targets
@@ -28,22 +35,30 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import BatchInvariance
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import Message, TextStream, render_chat, user_messages
-from edgespec.models.own_sampling import choose_sampling
+from edgespec.models.own_sampling import choose_sampling, choose_seed
 from edgespec.models.registry import Entry, find_model, local_path
 from edgespec.planners.auto import AutoState, new_auto_state
-from edgespec.planners.choice import USE_DRAFT, check_planner, make_planner
+from edgespec.planners.choice import CHECKS, USE_DRAFT, check_planner, make_planner
 from edgespec.scheduler import drive
 from edgespec.scheduler.requests import Chunk, Ended, Event, Request
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.scheduler.targets.coordinator import Targets
 
 MOST_PARALLEL = 32
+MOST_BRANCHES = 1024
 CHARACTERS = 16  # of a token at most: a prediction is cut to this times the context's length, then tokenized
 
+OTHER_NAMES = {  # in other programs -> here
+    "ctx": "context_length", "n_ctx": "context_length", "num_ctx": "context_length", "max_model_len": "context_length",
+    "model": "target", "model_path": "target", "n": "the method branch", "response_format": "grammar",
+    "stream": "the method stream_chat",
+}  # fmt: skip
+
 Prompt = str | Sequence[Message]
+Path = str | PathLike[str]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class GenerationResult:
     """A finished generation."""
 
@@ -61,6 +76,10 @@ class GenerationResult:
     def finish_reason(self) -> str:
         """One of stop, length, and interrupted."""
         return self.stats.finish_reason
+
+    def __repr__(self) -> str:
+        about = f"{self.finish_reason or 'unfinished'}, {self.stats.summary()}, seed {self.stats.seed}"
+        return f"<GenerationResult {self.text!r}: {about}>"
 
 
 class Model:
@@ -82,6 +101,7 @@ class Model:
         targets: Targets | None = None,
         notes: Sequence[str] = (),
         owned: Sequence[Backend] = (),
+        names: Sequence[str] = (),
         at_close: Callable[[], None] = lambda: None,
     ) -> None:
         """
@@ -95,10 +115,10 @@ class Model:
             targets: several targets, which are used instead of a scheduler with `target` and the planners.
             notes: for a user, in addition to the target's.
             owned: engines that `close` closes.
+            names: of the target and the draft, for `repr`.
             at_close: called once, by the first `close`.
         """
-        if budget < 1:
-            raise UsageError(f"budget is {budget}, but must be at least 1")
+        budget = check_whole("budget", budget, 1)
         self.target = target
         self.planners = [planner] if isinstance(planner, Planner) else list(planner)
         self.budget = budget
@@ -106,7 +126,14 @@ class Model:
         self.system = system
         self.scheduler: Any = targets or Scheduler(target, self.planners, budget=budget, pace=pace)
         self._closed = False
-        self._notes, self._owned, self._at_close = notes, owned, at_close
+        self._notes, self._owned, self._names, self._at_close = notes, owned, names, at_close
+
+    def __repr__(self) -> str:
+        name, draft = [*self._names, "", ""][:2]
+        about = [f"draft {draft}" if draft else "no draft"]
+        about += [f"planner {self.planners[0].name}"] if self.planners else []
+        about += [f"context {self.target.capabilities.context_length}", *(["closed"] if self._closed else [])]
+        return f"<Model {name or 'without a name'} on {self.target.name}, {', '.join(about)}>"
 
     def _check_open(self) -> None:
         """
@@ -132,7 +159,7 @@ class Model:
         progress: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> Iterator[Chunk]:
-        """Generate, token by token.
+        """Continue the prompt, token by token; `stream_chat` answers.
 
         Args:
             prompt: raw text, or messages for the model's chat template.
@@ -140,6 +167,7 @@ class Model:
             progress: called with (prompt tokens prefilled, prompt tokens in all).
             options: as for `request`, and errors as there.
         """
+        _check_reports(stats, progress)
         return self._stream(self.request(prompt, **options), stats, progress)
 
     def _stream(
@@ -162,6 +190,7 @@ class Model:
         A task that is cancelled ends its request after the pass under way. To leave early, wrap the iterator in
         `contextlib.aclosing`.
         """
+        _check_reports(stats, progress)
         request = await asyncio.to_thread(self.request, prompt, **options)  # it tokenises, and compiles a grammar
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
@@ -169,8 +198,8 @@ class Model:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         handle = self.scheduler.submit(request, emit, stats)
-        self.scheduler.start()
         try:
+            self.scheduler.start()
             event: Event | None = None
             while not isinstance(event, Ended):
                 event = await events.get()
@@ -183,40 +212,50 @@ class Model:
         self,
         prompt: Prompt,
         *,
-        max_tokens: int = 512,
-        stop: Sequence[str] = (),
+        max_tokens: int | None = 512,
+        stop: str | Sequence[str] | None = None,
         grammar: Grammar | None = None,
-        prediction: str = "",
+        prediction: str | None = None,
         **sampling: Any,
     ) -> Request:
         """The request that `stream` submits.
 
         Args:
             prompt: as for `stream`.
-            max_tokens: most tokens to generate.
-            stop: strings that end the output; not part of it.
-            grammar: what the output must match: of `edgespec.json_schema`, `regex` or `lark`.
+            max_tokens: most tokens to generate; None: until the end, or until the context is full.
+            stop: one string or several that end the output; not part of it.
+            grammar: what the output must match: of `edgespec.json_schema`, `json_object`, `regex` or `lark`.
             prediction: likely output, such as a file that is to be edited, from which the planners auto and sssd draft;
                 cut to the context's length. It changes no output.
-            sampling: fields of `SamplingParams` to change for this call.
+            sampling: fields of `SamplingParams` to change for this call; None: the model's; for `seed`: a new one,
+                which `stats.seed` reports.
 
         Raises:
-            UsageError: empty prompt, or a value out of range.
+            UsageError: empty prompt, an unknown argument, or a value of a wrong type or out of range.
             ContextFull: the prompt does not fit into the context.
             Closed: the model was closed.
         """
         self._check_open()
-        params = replace(self.sampling, **_known(sampling))
-        if max_tokens < 1:
-            raise UsageError(f"max_tokens is {max_tokens}, but must be at least 1")
+        fields = SamplingParams.__dataclass_fields__
+        for name in sampling.keys() - fields:
+            raise _unknown(name, *_keywords(Model.request), *_keywords(Model.stream), *fields)
+        sampling = {name: value for name, value in sampling.items() if value is not None or name == "seed"}
+        if sampling.get("seed", 0) is None:
+            sampling["seed"] = choose_seed(None)
+        params, stops = replace(self.sampling, **sampling), check_texts("stop", stop)
+        if max_tokens is not None:
+            max_tokens = check_whole("max_tokens", max_tokens, 1)
         prompt_ids = self.encode(prompt)
         check_room(self.target, len(prompt_ids))
-        compiled = self.compile(grammar) if grammar else None
+        compiled = self.compile(grammar) if grammar is not None else None
         hint_texts = self.hint_texts(prompt_ids, prediction)
-        TextStream(self.target.vocab, stop)  # refuses an empty string in `stop`
-        return Request(prompt_ids, params, max_tokens, tuple(stop), grammar=compiled, hint_texts=hint_texts)
+        TextStream(self.target.vocab, stops)  # refuses an empty string in `stop`
+        most = self.target.capabilities.context_length if max_tokens is None else max_tokens
+        return Request(prompt_ids, params, most, stops, grammar=compiled, hint_texts=hint_texts)
 
-    def hint_texts(self, prompt_ids: Sequence[int], prediction: str = "", sequences: int = 1) -> HintTexts | None:
+    def hint_texts(
+        self, prompt_ids: Sequence[int], prediction: str | None = None, sequences: int = 1
+    ) -> HintTexts | None:
         """
         Args:
             prompt_ids: the prompt.
@@ -227,7 +266,10 @@ class Model:
             Texts from which the sequences copy draft tokens; None without a prediction and with a single sequence.
         """
         self._check_open()
-        if not prediction and sequences == 1:
+        prediction = "" if prediction is None else check_text("prediction", prediction)
+        if not isinstance(prompt_ids, Sequence):
+            raise must_be("prompt_ids", prompt_ids, "a list of token ids")
+        if check_whole("sequences", sequences, 1) == 1 and not prediction:
             return None
         most = self.target.capabilities.context_length
         prediction = prediction[: most * CHARACTERS]
@@ -241,6 +283,8 @@ class Model:
             MissingPackage: llguidance is not installed.
         """
         self._check_open()
+        if not isinstance(grammar, Grammar):
+            raise must_be("grammar", grammar, "made by edgespec.json_schema, json_object, regex or lark")
         return self._compiler.compiled(grammar)
 
     @cached_property
@@ -248,8 +292,9 @@ class Model:
         return Compiler(self.target.vocab)
 
     def generate(self, prompt: Prompt, **options: Any) -> GenerationResult:
-        """Generate and return everything at once; arguments as for `stream`."""
-        result = GenerationResult(stats=options.pop("stats", None) or GenerationStats())
+        """Continue the prompt and return everything at once; arguments as for `stream`. `chat` answers."""
+        stats = options.pop("stats", None)
+        result = GenerationResult(stats=GenerationStats() if stats is None else stats)
         for chunk in self.stream(prompt, stats=result.stats, **options):
             result.add(chunk)
         return result
@@ -262,17 +307,16 @@ class Model:
 
         Args:
             prompt: as for `stream`.
-            k: number of sequences; at least 1.
+            k: number of sequences; from 1 to 1024.
             options: as for `stream`, but for `stats` and `progress`.
 
         Raises:
             UsageError, ContextFull: as for `stream`.
         """
         self._check_open()
-        if k < 1:
-            raise UsageError(f"k is {k}, but must be at least 1")
+        k = check_whole("k", k, 1, MOST_BRANCHES)
         first = self.request(prompt, **options)
-        hint_texts, seed = self.hint_texts(first.prompt_ids, options.get("prediction", ""), k), first.sampling.seed
+        hint_texts, seed = self.hint_texts(first.prompt_ids, options.get("prediction"), k), first.sampling.seed
         requests = [
             replace(first, sampling=replace(first.sampling, seed=(seed + i) % 2**64), hint_texts=hint_texts)
             for i in range(k)
@@ -285,10 +329,24 @@ class Model:
         return results
 
     def chat(self, messages: Prompt, **options: Any) -> GenerationResult:
-        """Answer a user's message, or a conversation, through the model's chat template; arguments as for `stream`."""
-        if isinstance(messages, str):
-            messages = user_messages(messages, self.system)
-        return self.generate(messages, **options)
+        """Answer a user's message, or a conversation, through the model's chat template.
+
+        Args:
+            messages: the user's text, or messages such as {"role": "user", "content": "Hi"}.
+            options: as for `stream`, and errors as there.
+        """
+        return self.generate(self._conversation(messages), **options)
+
+    def stream_chat(self, messages: Prompt, **options: Any) -> Iterator[Chunk]:
+        """As `chat`, token by token."""
+        return self.stream(self._conversation(messages), **options)
+
+    def astream_chat(self, messages: Prompt, **options: Any) -> AsyncIterator[Chunk]:
+        """As `stream_chat`, for asyncio: see `astream`."""
+        return self.astream(self._conversation(messages), **options)
+
+    def _conversation(self, messages: Prompt) -> Prompt:
+        return user_messages(messages, self.system) if isinstance(messages, str) and messages else messages
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: text with the start token, or messages by the chat template.
@@ -297,10 +355,14 @@ class Model:
             UsageError: the prompt is empty, or the model has no chat template.
         """
         self._check_open()
-        if isinstance(prompt, str):
-            token_ids = self.target.vocab.encode(prompt, add_bos=True, parse_special=True) if prompt else []
-        else:
-            token_ids = render_chat(self.target.vocab, prompt) if prompt else []
+        if not isinstance(prompt, Sequence):
+            raise must_be("the prompt", prompt, "a text, or a list of messages like {'role': 'user', 'content': 'Hi'}")
+        token_ids = list[int]()
+        if isinstance(prompt, str) and prompt:
+            text = check_text("the prompt", prompt)
+            token_ids = self.target.vocab.encode(text, add_bos=True, parse_special=True)
+        elif prompt:
+            token_ids = render_chat(self.target.vocab, prompt)
         if not token_ids:
             raise UsageError("the prompt is empty: give at least one word")
         return token_ids
@@ -322,19 +384,19 @@ class Model:
 
 
 def load(
-    target: str,
+    target: Path,
     *,
-    draft: str | None = None,
+    draft: Path | None = None,
     planner: str | None = None,
     budget: int | None = None,
-    datastore: str | None = None,
+    datastore: Path | None = None,
     context_length: int | None = None,
     backend: str | None = None,
     threads: int | None = None,
     gpu_layers: int | None = None,
     memory: int | str | None = None,
     kv_type: str | None = None,
-    lenders: Sequence[str] | None = None,
+    lenders: str | Sequence[str] | None = None,
     device: str | None = None,
     dtype: str | None = None,
     gpu_memory: int | str | None = None,
@@ -343,10 +405,10 @@ def load(
     ahead: bool | None = None,
     targets: int | None = None,
     cluster: str | None = None,
-    models_file: str | None = None,
+    models_file: Path | None = None,
     remember: bool = True,
     progress: Callable[[int, int], None] | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    say: Callable[[str], None] | None = None,
     **planner_options: Any,
 ) -> Model:
     """Load a target, perhaps a draft, and planners.
@@ -397,8 +459,21 @@ def load(
     """
     if planner_options.pop("first_come", None) is not None:
         warn("first_come goes with the next version: requests are always served as they came", stacklevel=2)
-    if not 1 <= parallel <= MOST_PARALLEL:
-        raise UsageError(f"parallel is {parallel}, but must be from 1 to {MOST_PARALLEL}")
+    for option in planner_options.keys() - CHECKS:
+        raise _unknown(option, "target", *_keywords(load), *CHECKS)
+    planner_options = {option: value for option, value in planner_options.items() if value is not None}
+    target = check_path("target", target)
+    draft, datastore, models_file = (
+        check_path(name, value) if value is not None else None
+        for name, value in (("draft", draft), ("datastore", datastore), ("models_file", models_file))
+    )
+    parallel, remember = check_whole("parallel", parallel, 1, MOST_PARALLEL), check_flag("remember", remember)
+    for name, text in (("planner", planner), ("cluster", cluster)):
+        check_text(name, text if text is not None else "")
+    check_flag("ahead", ahead if ahead is not None else False)
+    for name, call in (("progress", progress), ("say", say)):
+        _check_call(name, call)
+    say = say or (lambda text: None)
     entry = find_model(target, models_file)
     planner = planner or entry.defaults.planner or "auto"
     draft = (draft or entry.draft) if planner in USE_DRAFT else draft
@@ -409,7 +484,7 @@ def load(
     options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=budget, sessions=parallel,
         wide=fixed and budget >= WIDE and drafted, exact=exact, backend=backend, threads=threads,
-        gpu_layers=gpu_layers, memory=memory, kv_type=kv_type, lenders=tuple(lenders or ()), device=device,
+        gpu_layers=gpu_layers, memory=memory, kv_type=kv_type, lenders=check_texts("lenders", lenders), device=device,
         dtype=dtype, gpu_memory=gpu_memory,
     )  # fmt: skip
     if targets is not None or cluster is not None:
@@ -419,7 +494,7 @@ def load(
             target, entry, draft or "", models_file, replace(options, wide=False), count=targets, cluster=cluster,
             remember=remember, say=say, **planner_options,
         )  # fmt: skip
-        return Model(remote, [], budget=budget, targets=writer, **_defaults(entry))
+        return Model(remote, [], budget=budget, targets=writer, names=(target, draft or ""), **_defaults(entry))
     draft = draft if planner in USE_DRAFT else None
     if ahead and not draft:
         raise UsageError("--ahead is for a draft model, which then runs ahead: name one with --draft (draft=…)")
@@ -440,7 +515,10 @@ def load(
         if pace and planner != "none" and remember:
             sources = [entry.target, *([find_model(draft, models_file).target] if draft and backends[1:] else [])]
             at_close = recall_auto_state(pace, sources, backends[0], options)
-        return Model(backends[0], planners, budget=budget, pace=pace, owned=backends, at_close=at_close, **defaults)
+        names = (target, draft or "" if backends[1:] else "")
+        return Model(
+            backends[0], planners, budget=budget, pace=pace, owned=backends, names=names, at_close=at_close, **defaults
+        )
     except BaseException:
         close_all(backends)
         raise
@@ -452,6 +530,8 @@ def _defaults(entry: Entry) -> dict[str, Any]:
         Arguments of `Model` that models.yaml and the model's own file give.
     """
     sampling, notes = choose_sampling(entry.defaults, local_path(entry.target, fetch=False))
+    if entry.defaults.ctx is not None:
+        notes = [*notes, "models.yaml: ctx goes with the next version; write context_length"]
     return {"sampling": sampling, "system": entry.defaults.system, "notes": notes}
 
 
@@ -464,9 +544,22 @@ def _note_on_budget(budget: int, exact: BatchInvariance | None) -> list[str]:
     ]
 
 
-def _known(sampling: dict[str, Any]) -> dict[str, Any]:
-    known = SamplingParams.__dataclass_fields__
-    for name in sampling:
-        if name not in known:
-            raise UsageError(f"there is no option {name!r}; sampling has: {', '.join(known)}")
-    return sampling
+def _check_reports(stats: Any, progress: Any) -> None:
+    if not isinstance(stats, GenerationStats | None):
+        raise must_be("stats", stats, "a GenerationStats")
+    _check_call("progress", progress)
+
+
+def _check_call(name: str, value: Any) -> None:
+    if value is not None and not callable(value):
+        raise must_be(name, value, "a function")
+
+
+def _keywords(call: Callable[..., Any]) -> Sequence[str]:
+    return [one.name for one in signature(call).parameters.values() if one.kind is one.KEYWORD_ONLY]
+
+
+def _unknown(name: str, *known: str) -> UsageError:
+    if name in OTHER_NAMES:
+        return UsageError(f"there is no argument {name!r}; did you mean {OTHER_NAMES[name]}?")
+    return no_such("argument", name, known)

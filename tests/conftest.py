@@ -153,6 +153,18 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
     return call
 
 
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random model for the reference backend that seldom ends early."""
+    from edgespec.backends.reference.backend import random_model
+
+    path = tmp_path_factory.mktemp("tiny") / "tiny.npz"
+    model = random_model(2, vocab_size=258)
+    model.unembedding[1] = 0
+    model.save(str(path))
+    return str(path)
+
+
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Quantising and importance matrices, each in a process of its own elsewhere, take longer to start than to do."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.errors import ContextFull, Interrupted, SessionFileError, UsageError
+from edgespec.errors import Closed, ContextFull, Interrupted, SessionFileError, UsageError
 from edgespec.loop.backend import Backend, KeepsNodes, Logits, Session, Work
 from edgespec.loop.passes import prefill
 from edgespec.loop.tree import nodes_below, parents_among, path_to
@@ -465,7 +465,10 @@ def closed_sessions_come_back(factory: Factory) -> None:
             check_session(backend, three, [])
             three.close()
         survivor = backend.open()
-    backend.close()
+    for _ in range(2):
+        backend.close()
+        raises(Closed, backend.open)
+        raises(Closed, lambda: backend.forward([work(survivor, [5], [-1])]))
     survivor.close()
 
 

@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts as GGUF files, with random weights of 8 bits."""
+"""Tiny mixtures of experts as GGUF files, with random weights of 8 bits or in float32."""
 
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,17 @@ KINDS = {  # architecture, experts used, width of an expert
 }
 
 
-def write_mixture(path: Path, kind: str, seed: int = 0) -> Path:
-    """A model that llama.cpp loads."""
-    architecture, used, inner = KINDS[kind]
+def write_mixture(path: Path, kind: str, seed: int = 0, *, bits: int = 8, used: int | None = None) -> Path:
+    """A model that llama.cpp loads, with matrices of 8 or of 32 bits.
+
+    Args:
+        path: of the file.
+        kind: of `KINDS`.
+        seed: of the weights.
+        bits: of the matrices: 8 or 32.
+        used: number of experts that a row chooses; None: that of `kind`.
+    """
+    architecture, chosen, inner = KINDS[kind]
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(LAYERS)
@@ -33,16 +41,16 @@ def write_mixture(path: Path, kind: str, seed: int = 0) -> Path:
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_expert_count(EXPERTS)
-    writer.add_expert_used_count(used)
+    writer.add_expert_used_count(used or chosen)
     writer.add_vocab_size(VOCAB)
-    writer.add_file_type(7)
+    writer.add_file_type(7 if bits == 8 else 0)
     if kind == "gpt-oss":
         writer.add_sliding_window(128)
     byte_level_vocab(writer)
 
     def matrix(name: str, *sizes: int) -> None:
         values = (rng.normal(size=sizes) / np.sqrt(sizes[-1])).astype(np.float32)
-        kind = gguf.GGMLQuantizationType.Q8_0
+        kind = gguf.GGMLQuantizationType.Q8_0 if bits == 8 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
 
     def floats(name: str, *sizes: int, around: float = 0.0) -> None:

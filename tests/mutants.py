@@ -846,9 +846,30 @@ MUTANTS = [
     mutant(
         "gpu-draft-without-buffers",
         "llamacpp/memory.py",
-        " + tokenizer + buffers[0]",
+        " + self._tokenizers[path] + buffers",
         "",
         "test_offload_llamacpp.py::test_a_draft_takes_its_part",
+    ),
+    mutant(
+        "memory-caches-where-weights-have-room",
+        "memory/planning.py",
+        "return weights + self.needs([size])[0] + self._drafts(size) <= self.room",
+        "return True",
+        "test_offload_llamacpp.py::test_many_sessions_share_cells_where_each_cannot_have_a_whole_context",
+    ),
+    mutant(
+        "cells-all-copied-at-once",
+        "cells.py",
+        "step, seq = min(self.window or TILE, TILE), self.padding_id",
+        "step, seq = self.window or max(1, stop), self.padding_id",
+        "test_cells.py::test_where_memory_is_short_cells_are_put_in_order_without_a_copy_of_all_texts",
+    ),
+    mutant(
+        "class-beyond-what-was-tried",
+        "loading/exact.py",
+        "    most = min(group.most, most)\n",
+        "",
+        "test_exact.py::test_a_class_reaches_no_further_than_was_tried",
     ),
     mutant(
         "memory-pools-take-all",

@@ -55,9 +55,11 @@ def test_the_same_file_has_the_same_facts_everywhere() -> None:
     ],
 )
 def test_what_fits(memory: int, disk: int, streamed: int, says: str) -> None:
-    found = fit(entry(), memory * GB, disk * GB)
+    found = fit(entry(), memory * GB, disk * GB, disk_speed=5.0 * GB)
     assert (found.streamed, found.verdict) == (streamed, says)
     assert (found.target, found.draft, found.missing) == (40 * GB, GB, 41 * GB)
+    seconds = {0: 40 / 20, 22.5: streamed / GB / 5}.get(round(streamed / GB, 1), 0) if "too" not in says else 0
+    assert found.tokens_per_second == (pytest.approx(1 / seconds) if seconds else 0)
 
 
 def test_what_is_here_needs_no_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -82,7 +84,8 @@ def test_models_sorted_by_how_they_fit(run: Run) -> None:
     assert status == 0
     assert out.index("qwen2.5-14b") < out.index("llama-3.3-70b")
     assert "llama3.3" in out
-    assert "assumed: 25.8 GB of memory" in err
+    assert "assumed: 20.4 GB of memory (4.3 more for the system and other programs)" in err
+    assert "stays in memory, about 2.2 tokens/s" in out  # 9.0 GB at 20 GB/s
     status, out, err = run("models", "--memory", "much")
     assert (status, out) == (2, "")
     assert err.count("\n") == 1

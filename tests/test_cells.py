@@ -1,6 +1,10 @@
 """Where llama.cpp's sessions put their cells: the bookkeeping, which rounding alone does not always show."""
 
+import sys
+import tracemalloc
+from contextlib import suppress
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -8,14 +12,17 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from contract import check_session, loaded, random_tokens, work
+from edgespec.backends.llamacpp import cells as module
 from edgespec.backends.llamacpp.cells import with_sources
+from edgespec.backends.llamacpp.recurrent import LlamaRecurrentSession
 from edgespec.backends.llamacpp.session import LlamaSession, depth_first
-from test_contract import llamacpp_factory
+from test_contract import hybrid_factory, llamacpp_factory
 
-from edgespec.errors import ContextFull
+from edgespec.errors import ContextFull, ModelError
 from edgespec.loop.backend import Work
 from edgespec.loop.passes import prefill
 from edgespec.loop.shapes import TILE, BatchInvariance, RowClass
+from edgespec.planners.path_cost import KEPT_STATES
 
 
 def test_the_first_children_come_first():
@@ -49,6 +56,70 @@ def test_texts_share_whole_tiles_with_the_one_that_has_most_of_them():
     assert found == [(0, 0), (0, TILE), (1, 2 * TILE), (0, 0)]
 
 
+def peak_of(do) -> int:
+    """Bytes that Python's objects take at most."""
+    tracemalloc.start()
+    do()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_where_memory_is_short_cells_are_put_in_order_without_a_copy_of_all_texts(smollm2_tiny):
+    with loaded(llamacpp_factory(smollm2_tiny), sessions=3, context_length=1024) as backend:
+        texts, known = [random_tokens(backend, 700, seed) for seed in (1, 2)], {}
+        sessions = [backend.open() for _ in texts]
+        for session, text in zip(sessions, texts, strict=True):
+            prefill(backend, session, text)
+            check_session(backend, session, text, known)
+        peaks = []
+        for spare in (sys.maxsize, 1 << 20):
+            backend.cells.spare = spare
+            peaks.append(peak_of(lambda: backend.cells.put_in_order(sessions)))
+            for session, text in zip(sessions, texts, strict=True):
+                check_session(backend, session, text, known)
+        assert peaks[1] < peaks[0] / 4
+
+
+def test_a_disk_that_fails_leaves_cells_as_they_are(smollm2_tiny, monkeypatch):
+    def full(needed):
+        raise ModelError("no disk has room")
+
+    def fails(file, parts):
+        raise OSError("no space left on device")
+
+    with loaded(llamacpp_factory(smollm2_tiny), sessions=2, context_length=256) as backend:
+        session, text, known = backend.open(), random_tokens(backend, 100, 1), {}
+        prefill(backend, session, text)
+        backend.cells.spare = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "write_parts", fails)
+            with pytest.raises(ModelError, match="cells cannot be put in order: no space left"):
+                backend.cells.put_in_order([session])
+            check_session(backend, session, text, known)
+        monkeypatch.setattr(module, "folder_with_room", full)
+        backend.cells.put_in_order([session])
+        check_session(backend, session, text, known)
+
+
+def test_a_pass_that_ctrl_c_ends_after_its_computation_leaves_no_cells(smollm2_tiny, monkeypatch):
+    """Neither of the nodes, nor of padding, nor of committed tokens that it read."""
+    with loaded(llamacpp_factory(smollm2_tiny)) as backend:
+        backend.keep_to(BatchInvariance("wide", RowClass(8, 63), RowClass(8, 63)))
+        text, session = random_tokens(backend, 7, 1), backend.open()
+        prefill(backend, session, text)
+        backend.forward([work(session, [5, 6, 7, 8], [-1, 0, 0, 2])])
+        session.commit([0, 2, 3])
+        text = [*text, 5, 7, 8]
+        assert session.unread_committed == 2
+        with monkeypatch.context() as patch:
+            patch.setattr(session, "evaluated", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                backend.forward([work(session, [9], [-1])])
+        session.rewind(len(text))
+        check_session(backend, session, text)
+
+
 def test_what_is_committed_behind_a_gap_is_owed(smollm2_tiny):
     with loaded(llamacpp_factory(smollm2_tiny)) as backend:
         text, tokens = random_tokens(backend, 7, 1), random_tokens(backend, 4, 2)
@@ -66,3 +137,24 @@ def test_what_is_committed_behind_a_gap_is_owed(smollm2_tiny):
             assert backend.cells.end == len(text) + len(path) - owed
             check_session(backend, session, [*text, *(tokens[node] for node in path)])
             session.close()
+
+
+@pytest.mark.parametrize("call", ["evaluated", "_keep"])
+def test_a_pass_or_commit_that_ctrl_c_ends_parts_no_states(call, tmp_path, monkeypatch):
+    """Afterwards the session, and the next one with its sequence ids, read their texts as before."""
+    with loaded(hybrid_factory(tmp_path)) as backend:
+        text, session = random_tokens(backend, 9, 1), backend.open()
+        prefill(backend, session, text)
+        interrupted = Mock(side_effect=KeyboardInterrupt)
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(LlamaRecurrentSession, call, interrupted)
+            backend.forward([work(session, [5, 6, 7], [-1, 0, 0])])
+            session.commit([0, 1])
+        interrupted.assert_called_once()
+        session.rewind(len(text))
+        assert len(session._lanes) == len(set(session._lanes)) == len(session.seq_ids) - KEPT_STATES - 2
+        check_session(backend, session, text)
+        session.close()
+        other = backend.open()
+        prefill(backend, other, text[2:])
+        check_session(backend, other, text[2:])

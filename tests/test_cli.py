@@ -6,14 +6,15 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from subprocess import PIPE
+from typing import Any
 
 import click
 import numpy as np
 import pytest
 from conftest import Run
+from typist import typing_to
 
 import edgespec
 from edgespec.cli.commands import cli
@@ -24,6 +25,7 @@ from edgespec.planners.choice import check_planner
 
 # What is not about passes that agree to the bit does without them: to find them takes longer than most tests.
 ANY_PASSES = ["--exact", "off"]
+REFERENCE = ["--backend", "reference"]
 EDGESPEC = [sys.executable, "-c", "from edgespec.cli.commands import main; main()"]
 
 
@@ -56,6 +58,37 @@ def other_vocab_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+INTERRUPTED = """
+import os, signal, sys
+import edgespec_start
+signal.signal(signal.SIGINT, signal.{handler})
+class Interrupts:
+    def find_spec(self, name, *more):
+        if name == "edgespec.model":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+sys.argv = ["edgespec", "--version"]
+edgespec_start.main()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT for one process")
+@pytest.mark.parametrize(("handler", "code"), [("default_int_handler", 130), ("SIG_IGN", 0)])
+def test_ctrl_c_while_the_program_starts_is_no_traceback(handler: str, code: int) -> None:
+    command = [sys.executable, "-c", INTERRUPTED.format(handler=handler)]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert ("version" in done.stdout) == (code == 0)  # a program that ignores Ctrl-C, as under nohup, goes on
+
+
+def test_after_the_start_ctrl_c_is_an_exception_again() -> None:
+    code = (
+        "import signal, edgespec_start as s, edgespec.cli.commands as c; c.main = lambda: print(signal.getsignal(2));"
+    )
+    done = subprocess.run([sys.executable, "-c", code + "s.main()"], capture_output=True, text=True, check=False)
+    assert "default_int_handler" in done.stdout
 
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -112,6 +145,8 @@ def test_models_lists_the_demo_model(run: Run) -> None:
         (["x.gguf", ""], 2, "prompt is empty"),
         (["x.gguf", "  \n"], 2, "prompt is empty"),
         (["x.gguf", "hi", "--budget", "0"], 2, "budget is 0"),
+        (["x.gguf", "hi", "--gpu-layers", "-2"], 2, "--gpu-layers is '-2', but must be a number, -1 for all layers"),
+        (["x.gguf", "hi", "--threads", "0"], 2, "threads is 0, but must be from 1 to 1024"),
         (["x.gguf", "hi", "--budget", "many"], 2, "many"),
         (["x.gguf", "hi", "--temperature", "-1"], 2, "temperature is -1.0"),
         (["x.gguf", "hi", "--temperature", "nan"], 2, "temperature is nan"),
@@ -124,7 +159,7 @@ def test_models_lists_the_demo_model(run: Run) -> None:
         (["x.gguf", "hi", "--max-tokens", "0"], 2, "max tokens is 0"),
         (["x.gguf", "hi", "--raw", "--system", "be brief"], 2, "--raw"),
         (["hf:owner/file.gguf", "hi"], 2, "OWNER/REPOSITORY/FILE"),
-        (["package:no_such_package/x.gguf", "hi"], 1, "pip install no-such-package"),
+        (["package:no_such_package/x.gguf", "hi"], 1, "-m pip install no-such-package"),
     ],
 )
 def test_bad_input_is_one_line(run: Run, arguments: list[str], code: int, says: str) -> None:
@@ -193,6 +228,27 @@ def test_not_a_gguf(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "text.gguf"
     path.write_text("hello")
     refused(run, "run", str(path), "hi", code=1, says="is not a GGUF file")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes")
+def test_a_model_that_is_no_model_is_one_line(run: Run, tmp_path: Path) -> None:
+    pipe, text, gone = tmp_path / "pipe.gguf", tmp_path / "notes.txt", tmp_path / "gone.gguf"
+    os.mkfifo(pipe)
+    text.write_text("# Tides")
+    for path, says in [
+        (pipe, "is a pipe or a device, not a GGUF file"), (text, "is not a GGUF file"), (gone, "there is no such file"),
+    ]:  # fmt: skip
+        for command in ("run", "models", "doctor"):
+            refused(run, command, str(path), *(["hi"] if command == "run" else []), code=1, says=f"{path}: {says}")
+
+
+def test_python_runs_the_package_as_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "edgespec", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"edgespec, version {edgespec.__version__}\n"
+
+
+def test_a_grace_below_zero_is_refused(run: Run) -> None:
+    refused(run, "serve", "x.gguf", "--grace", "-1", code=2, says="--grace")
 
 
 def test_a_broken_models_file_is_named_with_its_line(run: Run, tmp_path: Path) -> None:
@@ -334,7 +390,7 @@ def test_bench_compares_planners_and_finds_nothing_wrong(run: Run, smollm2_tiny:
     )
     model = str(smollm2_tiny)
     arguments = ["bench", str(prompts), "--model", model, "--draft", model, "-n", "12", "--budget", "8"]
-    status, out, err = run(*arguments, "--planners", "specexec,sssd,chain", "--json")
+    status, out, err = run(*arguments, "--planners", "specexec, sssd,chain ", "--json")
     assert status == 0, err
     report = json.loads(out)
     assert list(report["planners"]) == ["none", "specexec", "sssd", "chain"]
@@ -347,36 +403,117 @@ def test_bench_compares_planners_and_finds_nothing_wrong(run: Run, smollm2_tiny:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_a_chat_on_a_terminal_remembers_and_obeys_its_commands(smollm2: Path) -> None:
-    import pty
+def test_a_chat_on_a_terminal_remembers_and_obeys_its_commands(smollm2: Path, tmp_path: Path) -> None:
+    arguments = ["run", str(smollm2), "-n", "30", "--planner", "none", *ANY_PASSES]
+    with typing_to(*arguments, environment={"XDG_CACHE_HOME": str(tmp_path)}) as person:
+        person.until("/help")
+        person.type("/stats\r")
+        person.until("No answer yet")
+        person.type("My name is Ann.\x1b\rSay hi.\r")
+        person.until("tokens/s")
+        person.type("/stats\r")
+        person.until("tokens by source")
+        person.type("/clear\r")
+        person.until("Forgotten")
+        person.type("/exit\r")
+        assert person.ends() == 0
 
-    child, terminal = pty.fork()
-    if child == 0:
-        os.environ |= {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}  # nobody tells where the cursor is
-        os.execv(sys.executable, [*EDGESPEC, "run", str(smollm2), "-n", "30", "--planner", "none", *ANY_PASSES])
-    seen = b""
 
-    def until(what: bytes) -> None:
-        nonlocal seen
-        deadline = time.monotonic() + 120
-        while what not in seen:
-            assert time.monotonic() < deadline, seen.decode("utf-8", "replace")
-            seen += os.read(terminal, 4096)
-        seen = seen.split(what, 1)[1]
+def test_an_answer_that_was_cut_says_so(run: Run, tiny: str) -> None:
+    _, out, err = run("run", tiny, "hello", *REFERENCE, "-n", "7")
+    assert err.startswith("cut at 7 tokens (-n)\n7 tokens, ")
+    assert "cut" not in out
+    assert run("run", tiny, "hello", *REFERENCE, "--ctx", "60")[2].startswith("cut: the context is full (--ctx)\n")
+    unlimited = run("run", tiny, "hello", *REFERENCE, "--ctx", "900", "-n", "-1")[2]
+    assert unlimited.startswith("cut: the context is full (--ctx)\n")
+    assert int(re.findall(r"(\d+) tokens,", unlimited)[0]) > 512
+    whole = run("run", tiny, "hello", *REFERENCE, "-t", "0", "-n", "7")[1]
+    stopped = run("run", tiny, "hello", *REFERENCE, "-t", "0", "-n", "7", "--stop", whole[3:5])[2]
+    assert "cut" not in stopped
 
-    until(b"/help")
-    os.write(terminal, b"/stats\r")
-    until(b"No answer yet")
-    os.write(terminal, b"My name is Ann.\x1b\rSay hi.\r")
-    until(b"tokens/s")
-    os.write(terminal, b"/stats\r")
-    until(b"tokens by source")
-    os.write(terminal, b"/clear\r")
-    until(b"Forgotten")
-    os.write(terminal, b"/exit\r")
-    _, status = os.waitpid(child, 0)
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(status) == 0
+
+def test_the_last_line_has_the_seed_that_writes_the_text_again(run: Run, tiny: str) -> None:
+    arguments = ["run", tiny, "hello", *REFERENCE, "-n", "12", "-t", "1"]
+    (_, first, err), (_, second, _) = run(*arguments, "--seed", "-1"), run(*arguments)
+    seed = re.search(r"seed (\d+)$", err.splitlines()[-1])
+    assert seed
+    assert run(*arguments, "--seed", seed[1])[1] == first != second
+
+
+def test_text_on_standard_input_stands_above_the_prompt(run: Run, tiny: str, tmp_path: Path) -> None:
+    arguments = ["run", tiny, "What is above?", *REFERENCE, "--raw", "-n", "9", "--seed", "1"]
+    expected = run(*arguments[:2], "a fox\n\nWhat is above?", *arguments[3:])[1]
+    status, out, err = run(*arguments, stdin="a fox\n")
+    assert (status, out) == (0, expected)
+    assert err.startswith("6 characters of standard input stand above the prompt\n")
+    alone = run(*arguments)[1]
+    assert alone != expected
+    file = tmp_path / "fox.txt"
+    file.write_text("a fox\n")
+    with file.open() as stdin:
+        assert piped(arguments, stdin) == expected
+    for text, is_ in [("a fox\n", expected), ("", alone)]:
+        reader, writer = os.pipe()
+        os.write(writer, text.encode())
+        os.close(writer)
+        with open(reader) as stdin:
+            assert piped(arguments, stdin) == is_
+    assert piped(arguments, None) == alone  # closed
+
+
+def piped(arguments: list[str], stdin: Any) -> str:
+    close = (lambda: os.close(0)) if stdin is None else None
+    return subprocess.run(
+        [*EDGESPEC, *arguments], stdin=stdin, preexec_fn=close, capture_output=True, text=True, check=True
+    ).stdout
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes")
+def test_a_silent_pipe_is_not_waited_for_for_ever(tiny: str, run: Run) -> None:
+    arguments = ["run", tiny, "What is above?", *REFERENCE, "--raw", "-n", "9", "--seed", "1"]
+    expected = run(*arguments)[1]
+    patient = f"import edgespec.cli.commands as c; c.PATIENCE = 0.1; {EDGESPEC[-1]}"
+    reader, writer = os.pipe()
+    with open(reader) as stdin, open(writer):
+        done = subprocess.run(
+            [sys.executable, "-c", patient, *arguments], stdin=stdin, capture_output=True, text=True, check=True
+        )
+    assert done.stdout == expected
+    assert "for standard input, an open pipe" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_closed_terminal_ends_no_run_under_nohup(tiny: str) -> None:
+    ignoring = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); {EDGESPEC[-1]}"
+    arguments = ["run", tiny, "hello", *REFERENCE, "-n", "400", "--ctx", "900", "--raw"]
+    with subprocess.Popen(
+        [sys.executable, "-c", ignoring, *arguments], stdout=PIPE, stderr=PIPE, stdin=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout
+        process.stdout.read(10)
+        process.send_signal(signal.SIGHUP)
+        process.stdout.read()
+        assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    "question", ["Why is the sky blue", "Why?", "Is 1/2 = 0.5?", "Hello there\nfriend", "word " * 99]
+)
+def test_a_question_without_a_model(run: Run, question: str) -> None:
+    refused(run, "run", question, code=2, says="the model comes first: edgespec run smollm2-135m ")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize(
+    ("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
+)
+def test_no_colours_where_none_are_wanted(tiny: str, environment: dict[str, str], coloured: bool) -> None:
+    with typing_to("run", tiny, "hello", *REFERENCE, "-n", "5", environment=environment) as person:
+        person.until("cut at 5")
+        assert person.ends() == 0
+        assert ("\x1b[2m" in person.raw) == coloured
+        if environment.get("TERM") == "dumb":
+            assert "\x1b" not in person.raw
 
 
 def test_costs_are_kept_from_run_to_run_unless_told_otherwise(

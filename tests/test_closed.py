@@ -5,15 +5,18 @@ import threading
 
 import numpy as np
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, ReferenceVocab, random_model
 from gguf_files import small_llama
 
 import edgespec
 from edgespec.errors import EdgespecError
 from edgespec.loop.backend import Work
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
 from edgespec.planners.none import NonePlanner
-from edgespec.scheduler.requests import Request
+from edgespec.scheduler.requests import Ended, Handle, Request
+from edgespec.scheduler.scheduler import Scheduler
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SHORT = {"max_tokens": 2}
@@ -25,6 +28,7 @@ async def all_of(chunks):
 
 CALLS = {  # of every public method, as a user makes them
     "astream": [lambda model: asyncio.run(all_of(model.astream("hello", **SHORT)))],
+    "astream_chat": [lambda model: asyncio.run(all_of(model.astream_chat("hello", **SHORT)))],
     "branch": [lambda model: model.branch("hello", 2, **SHORT)],
     "chat": [lambda model: model.chat("hello", **SHORT), lambda model: model.chat(MESSAGES, **SHORT)],
     "compile": [lambda model: model.compile(edgespec.regex("a"))],
@@ -33,6 +37,7 @@ CALLS = {  # of every public method, as a user makes them
     "generate": [lambda model: model.generate("hello", **SHORT), lambda model: model.generate(MESSAGES, **SHORT)],
     "request": [lambda model: model.request("hello"), lambda model: model.request(MESSAGES)],
     "stream": [lambda model: list(model.stream("hello", **SHORT))],
+    "stream_chat": [lambda model: list(model.stream_chat("hello", **SHORT))],
     "__enter__": [lambda model: model.__enter__()],
 }
 HARMLESS = {"close", "notes"}  # what says nothing of the engine
@@ -79,20 +84,109 @@ def test_every_public_method_says_that_the_model_was_closed(model, name):
     assert model.notes is not None
 
 
+REQUEST = Request([3], SamplingParams(), 1)
+
+
+def submit(scheduler, path):
+    ended = threading.Event()
+    scheduler.submit(REQUEST, lambda event: ended.set() if isinstance(event, Ended) else None)
+    scheduler.start()
+    assert ended.wait(60)
+
+
+OF_SCHEDULER = {  # calls of every public method of `Model.scheduler`
+    "submit": submit,
+    "save": lambda scheduler, path: scheduler.save(path, "note"),
+    "load": lambda scheduler, path: scheduler.load(path),
+    "forget": lambda scheduler, path: scheduler.forget(),
+}
+WITHOUT_ENGINE = {  # calls that may come late, and then do nothing
+    "start": lambda scheduler, path: scheduler.start(),
+    "step": lambda scheduler, path: scheduler.step(),
+    "end_cancelled": lambda scheduler, path: scheduler.end_cancelled(),
+    "promote": lambda scheduler, path: scheduler.promote(
+        Handle(REQUEST, print, GenerationStats(), ReferenceVocab(9), lambda: None, idle_limit=0)
+    ),
+    "close": lambda scheduler, path: scheduler.close(),
+    **{
+        name: lambda scheduler, path, name=name: getattr(scheduler, name)
+        for name in ("thread", "waiting", "active", "kept_tokens")
+    },
+}
+
+
+def test_every_public_method_of_a_scheduler_is_in_the_tables():
+    assert {name for name in dir(Scheduler) if not name.startswith("_")} == OF_SCHEDULER.keys() | WITHOUT_ENGINE.keys()
+
+
 def test_sessions_are_neither_saved_nor_loaded_nor_emptied(model, tmp_path):
     model.generate("hello", **SHORT)
-    model.scheduler.save(tmp_path / "a.session")
-    before = (tmp_path / "a.session").read_bytes()
+    path = tmp_path / "a.session"
+    model.scheduler.save(path)
+    before = path.read_bytes()
     model.close()
-    for call in (
-        lambda: model.scheduler.save(tmp_path / "a.session", "note"),
-        lambda: model.scheduler.load(tmp_path / "a.session"),
-        lambda: model.scheduler.forget(),
-        lambda: model.scheduler.submit(Request([3], model.sampling, 1), print),
-    ):
+    for call in OF_SCHEDULER.values():
         with pytest.raises(edgespec.Closed):
+            call(model.scheduler, path)
+    for call in WITHOUT_ENGINE.values():
+        call(model.scheduler, path)
+    assert path.read_bytes() == before
+
+
+def until_closed(call, begun, found):
+    """Call again and again; the model is closed meanwhile."""
+    try:
+        while True:
             call()
-    assert (tmp_path / "a.session").read_bytes() == before
+            begun.set()
+    except BaseException as error:
+        found.append(error)
+    finally:
+        begun.set()
+
+
+@pytest.mark.parametrize("name", [*CALLS, *OF_SCHEDULER])
+def test_a_model_that_is_closed_while_other_threads_use_it_says_so_in_each(model, name, tmp_path):
+    if name == "compile":
+        pytest.importorskip("llguidance")
+    if name in CALLS:
+        calls = [lambda: CALLS[name][0](model)]
+    else:
+        model.scheduler.save(tmp_path / "0")
+        calls = [lambda: OF_SCHEDULER[name](model.scheduler, tmp_path / "0")]
+    calls.append(lambda: list(model.stream("hello", max_tokens=100)))  # passes are under way, too
+    found, begun = [], [threading.Event() for _ in calls]
+    threads = [threading.Thread(target=until_closed, args=(*one, found)) for one in zip(calls, begun, strict=True)]
+    threads += [threading.Thread(target=model.close) for _ in range(2)]
+    for thread in threads[: len(calls)]:
+        thread.start()
+    for event in begun:
+        assert event.wait(60)
+    for thread in threads[len(calls) :]:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert [type(error) for error in found] == [edgespec.Closed] * len(calls)
+
+
+def test_two_threads_that_close_a_model_free_it_once(gguf, monkeypatch):
+    from edgespec.backends.llamacpp import backend, engine
+
+    target, freed = engine.load(gguf, context_length=256), []
+    free = backend.llama_cpp.llama_free
+
+    def slowly(context):
+        freed.append(context)
+        if len(freed) == 1:
+            second.start()
+            second.join()
+            free(context)
+
+    second = threading.Thread(target=target.close)
+    monkeypatch.setattr(backend.llama_cpp, "llama_free", slowly)
+    target.close()
+    assert len(freed) == 1
 
 
 def test_what_llama_cpp_has_freed_is_not_asked(gguf):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gguf_files import VOCAB, gguf, write_gguf
 
-from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
+from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError, pip_install
 from edgespec.loading.by_name import load_backend
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import load_vocab
@@ -491,7 +491,7 @@ def test_ctrl_c_leaves_nothing(llama: Tiny, tmp_path: Path) -> None:
 @pytest.mark.parametrize("package", ["gguf", "safetensors", "tokenizers", "ml_dtypes"])
 def test_a_missing_package_is_named(llama: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    refused(llama.gguf, tmp_path / "out", MissingPackage, f"{package!r}: pip install 'edgespec[convert]'")
+    refused(llama.gguf, tmp_path / "out", MissingPackage, f"{package!r}: {pip_install('edgespec[convert]')}")
 
 
 def script(*arguments: Any) -> subprocess.CompletedProcess[str]:

@@ -1,3 +1,4 @@
+import errno
 import gzip
 import json
 import os
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgespec.cli.commands import NAMED
 from edgespec.errors import DatastoreError, UsageError
 from edgespec.loop.hint_texts import END
 from edgespec.planners.datastore import HEADER_SIZE, START, build, open_datastore, read_texts
@@ -230,6 +232,16 @@ def test_a_folder_that_does_not_exist_is_found_before_any_work(tmp_path):
         build(tmp_path / "no" / "x", texts(), LetterVocab())
 
 
+def test_a_disk_that_is_read_only_is_one_line(tmp_path, monkeypatch):
+    def refuse(self, *_, **__):
+        raise OSError(errno.EROFS, "Read-only file system", str(self))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(DatastoreError, match="x: cannot be written: Read-only file system"):
+        build(tmp_path / "x", ["abc"], LetterVocab())
+
+
 def test_progress(tmp_path):
     calls = []
     build(tmp_path / "x", ["abc", "de"], LetterVocab(), lambda *call: calls.append(call))
@@ -307,6 +319,31 @@ def test_a_folder_is_read_in_order_and_bad_files_are_counted(tmp_path):
     skipped = list[Path]()
     assert list(read_texts([tmp_path], skipped.append)) == ["z.py", "sub/a.txt", "sub/b.txt"]
     assert sorted(path.name for path in skipped) == sorted(BAD_FILES)
+
+
+def test_left_out_files_are_named(run, tmp_path):
+    from gguf_files import small_llama
+
+    model, notes = small_llama(tmp_path / "tiny.gguf", layers=1), tmp_path / "notes"
+    notes.mkdir()
+    (notes / "good.txt").write_text("some text")
+    for i in range(NAMED + 1):
+        (notes / f"{i}.bin").write_bytes(b"\0")
+        code, out, err = run("datastore", "build", str(tmp_path / "x"), str(notes), "--model", str(model))
+        assert code == 0
+        assert out.endswith("tokens of 1 documents\n")
+        assert f"note: left out, since they are no text ({i + 1}): {notes / '0.bin'}" in err
+        assert err.count(".bin") == min(i + 1, NAMED)
+    assert err.endswith(", …\n")
+
+
+def test_a_pipe_is_refused_and_not_waited_for(run, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(DatastoreError, match="is a pipe or a device, not a file"):
+            list(read_texts([path]))
+        with pytest.raises(DatastoreError, match="is a pipe or a device, not a datastore"):
+            open_datastore(path, LetterVocab())
 
 
 def test_half_a_character_in_json_does_not_stop_the_build(tmp_path):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from edgespec.measure.doctor import Diagnosis, Pass, as_dict, report
+from edgespec.measure.doctor import Diagnosis, Pass, as_dict, report, tokens_per_second
 from edgespec.weights.plan import Extent, Layer, Plan
 
 GB = 10**9
@@ -46,6 +46,34 @@ def test_a_mixture_says_what_its_passes_read() -> None:
     assert "experts 9.31 GiB; 6 of 16 of each layer stay, in 4.00 GiB; others are read as they are chosen" in text
     assert "experts 9.0 of a layer, 4.5 times those of one token; 40 % were in memory, 3.73 GiB read" in text
     assert "predicted 2.00 s: 1.00 s of computing, 2.00 s of reading" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "draft", "says"),
+    [
+        ((0.0115, 0.018, 0.54), 0, "none about 87, sssd about 89, auto about 89"),  # in memory
+        ((0.0115, 0.1, 0.54), 0, "none about 87, sssd about 16, auto about 87"),
+        ((2.0, 2.1, 2.5), 0, "none about 0.50, sssd about 0.80, auto about 0.80"),  # streamed
+        ((2.0, 2.1, 2.5), 1.0, "none about 0.50, sssd about 0.80, specexec about 2.0, auto about 2.0"),
+        ((2.0, 2.1, 2.5), 40.0, "none about 0.50, sssd about 0.80, specexec about 0.56, auto about 0.80"),
+    ],
+)
+def test_each_planner_is_predicted_with_the_tree_that_pays_most(
+    seconds: tuple[float, ...], draft: float, says: str
+) -> None:
+    passes = [Pass(nodes, time, 0.0) for nodes, time in zip((1, 8, 65), seconds, strict=True)]
+    found = replace(diagnosis(None, *passes), draft_size=1 if draft else 0, draft_seconds=draft)
+    assert next(line for line in report(found).splitlines() if line.startswith("tokens/s")).split(maxsplit=1)[1] == says
+    only_one = {"none": pytest.approx(1 / seconds[0]), "auto": pytest.approx(1 / seconds[0])}
+    assert tokens_per_second(replace(found, passes=passes[:1])) == only_one
+
+
+def test_what_limits_a_pass_is_what_its_parts_say() -> None:
+    layers = (Layer(0, (Extent(0, 0, GB),)),)
+    found = diagnosis(Plan(24 << 30, GB, (), layers, (), 2, 20), Pass(1, 3.0, 0.0), Pass(65, 3.0, 2.0))
+    text = " ".join(report(found).split())
+    assert "pass, 1 token 3.00 s; computing limits it predicted 3.00 s: 3.00 s of computing, 0.50 s of reading" in text
+    assert "pass, 65 nodes 3.00 s; disk limits it predicted 1.00 s" in text
 
 
 def test_an_engine_that_streams_without_a_plan_of_bytes() -> None:

@@ -11,12 +11,12 @@ from dsi_models import Slow, SlowSpec
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 
 from benchmarks.dsi_wall import SIZE, Recorded, open_places, plain_text
-from edgespec.errors import EdgespecError, MissingPackage, UsageError
+from edgespec.errors import Closed, EdgespecError, MissingPackage, UsageError
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
 from edgespec.scheduler import drive
-from edgespec.scheduler.requests import Request, Wrote
+from edgespec.scheduler.requests import Event, Request, Wrote
 from edgespec.scheduler.targets.coordinator import Targets
 from edgespec.scheduler.targets.places import Place, check_address, processes, threads
 from edgespec.scheduler.targets.proposer import DraftProposer, Proposer
@@ -301,3 +301,17 @@ def test_log_probabilities_are_refused() -> None:
     request = Request(PROMPT, SamplingParams(), 4, log_probs=0)
     with targets(SlowSpec(), threads(1), Recorded([], 1.0)) as made, pytest.raises(UsageError, match="several targets"):
         next(drive.events(made, request))
+
+
+def test_a_request_that_a_close_ends_says_so_and_no_other_is_taken() -> None:
+    request, events = Request(PROMPT, SamplingParams(), 40), list[Event]()
+    with targets(SlowSpec(0.01), threads(2), Recorded([], 1.0)) as made:
+        begun = drive.events(made, request)
+        while not isinstance(next(begun), Wrote):
+            pass
+        made.close()
+        with pytest.raises(Closed):
+            list(map(drive.chunks_in, begun))
+        with pytest.raises(Closed):
+            made.submit(request, events.append)
+    assert not events

@@ -43,8 +43,10 @@ class Shifted:
 class Switching(ReferenceBackend):
     """Rounds by how many rows a pass has, with switches at some numbers, and otherwise as it is told."""
 
-    def __init__(self, switches: Sequence[int] = (), *, gaps_from: int = 999, copies_from: int = 999) -> None:
-        super().__init__(random_model(0), context_length=300, max_nodes=140, max_leaves=140)
+    def __init__(
+        self, switches: Sequence[int] = (), *, gaps_from: int = 999, copies_from: int = 999, **limits: int
+    ) -> None:
+        super().__init__(random_model(0), **{"context_length": 300, "max_nodes": 140, "max_leaves": 140} | limits)
         self._switches, self._gaps_from, self._copies_from = switches, gaps_from, copies_from
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
@@ -118,14 +120,30 @@ def test_kernels_that_take_four_rows_together() -> None:
     found = probe(Together())
     assert [(group.least, group.most, group.step) for group in found] == [(1, 3, 1), (4, 128, 4)]
     assert all(group.trees and group.row_independent for group in found)
-    assert choose(found, LIMITS, None) == BatchInvariance("narrow", RowClass(1, 3), RowClass(4, 512, 4))
+    assert choose(found, LIMITS, None) == BatchInvariance("narrow", RowClass(1, 3), RowClass(4, 128, 4))
     limits = replace(LIMITS, max_nodes=150, max_wanted=70)
     assert choose(found, limits, "wide") == BatchInvariance("wide", RowClass(4, 68, 4), RowClass(4, 68, 4))
-    assert "1 to 3, 4 and more in multiples of 4" in line(found, None)
+    assert "1 to 3, 4 to 128 in multiples of 4" in line(found, None)
 
 
 def test_a_switch_at_the_largest_passes_is_none_of_these() -> None:
     assert groups(Switching([128])) == [(1, 65, True, True), (128, 128, True, True)]
+
+
+@pytest.mark.parametrize(("switch", "most"), [(129, 128), (200, 128), (300, 256), (512, 256), (513, 512)])
+def test_a_class_reaches_no_further_than_was_tried(switch: int, most: int) -> None:
+    """Else prompts that are cut at other tokens would have other bits."""
+    found = probe(Switching([switch], context_length=1200, max_nodes=1100))
+    assert [(group.least, group.most) for group in found] == [(1, most)]
+    exact = choose(found, replace(LIMITS, max_nodes=4096), None)
+    assert exact is not None
+    assert exact.prompts.most == min(most, 200)
+
+
+def test_prompts_are_read_in_the_largest_passes_that_were_tried() -> None:
+    exact = choose([group(1, 7), group(8, 63), group(64, 512)], replace(LIMITS, max_nodes=4096), None)
+    assert exact is not None
+    assert exact.prompts == RowClass(64, 512)
 
 
 def test_passes_are_padded_to_multiples() -> None:
@@ -170,7 +188,7 @@ def test_a_comb_has_gaps_and_a_path() -> None:
     assert len(nodes) == len(parents) == 8
 
 
-LLAMA = [group(1, 1), group(2, 7), group(8, 63, seconds=2.0), group(64, 128, trees=False)]
+LLAMA = [group(1, 1), group(2, 7), group(8, 63, seconds=2.0), group(64, 512, trees=False)]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +210,7 @@ def test_the_choice(
 
 def test_prompts_are_read_in_a_class_whose_rows_can_be_wanted() -> None:
     """Passes are padded with wanted rows; more of them than an engine takes would end the process."""
-    found = [group(1, 17), group(32, 65), group(128, 128)]
+    found = [group(1, 17), group(32, 65), group(128, 512)]
     for most, prompts in ((128, (128, 512)), (127, (32, 65)), (64, (32, 65)), (31, (1, 17))):
         exact = choose(found, replace(LIMITS, max_wanted=most), "narrow")
         assert exact is not None
@@ -210,7 +228,7 @@ def test_prompts_are_read_in_a_class_whose_rows_can_be_wanted() -> None:
     ],
 )
 def test_wide_where_weights_are_waited_for_long_enough(read: float, name: str) -> None:
-    groups = [group(1, 7, seconds=0.002), group(8, 63, seconds=0.012), group(64, 128, trees=False)]
+    groups = [group(1, 7, seconds=0.002), group(8, 63, seconds=0.012), group(64, 512, trees=False)]
     limits = Capabilities(1000, 512, 200, 200, logit_tolerance=1.0, streams=True, read_seconds=read, layers=20)
     found = choose(groups, limits, None)
     assert found is not None
@@ -228,16 +246,16 @@ def test_wide_costs_nothing() -> None:
 
 
 def test_any_number_of_rows() -> None:
-    """The largest passes tried stand for larger ones: as many nodes as the backend takes logits of."""
-    assert choose([group(1, 128)], LIMITS, None) == BatchInvariance("any", RowClass(1, 200), RowClass(1, 200))
-    assert choose([group(1, 7), group(8, 128)], LIMITS, "wide") == BatchInvariance(
+    """As many nodes as the backend takes logits of."""
+    assert choose([group(1, 512)], LIMITS, None) == BatchInvariance("any", RowClass(1, 200), RowClass(1, 200))
+    assert choose([group(1, 7), group(8, 512)], LIMITS, "wide") == BatchInvariance(
         "wide", RowClass(8, 200), RowClass(8, 200)
     )
 
 
 def test_a_mixture_has_no_wide_class() -> None:
     """And where rows depend on each other, prompts are read in equal blocks."""
-    found = [group(1, 7), group(8, 127, independent=False), group(128, 128)]
+    found = [group(1, 7), group(8, 127, independent=False), group(128, 512)]
     narrow = BatchInvariance("narrow", RowClass(1, 7), RowClass(1, 512), blocks=True)
     assert choose(found, LIMITS, None) == narrow
     with pytest.raises(UsageError, match="only passes of at most 7 rows agree"):
@@ -268,32 +286,39 @@ def test_blocks_of_a_prompt() -> None:
 
 
 def test_a_class_without_room_for_a_tree_is_none() -> None:
-    assert choose([group(1, 2), group(3, 128, independent=False)], LIMITS, None) is None
+    assert choose([group(1, 2), group(3, 512, independent=False)], LIMITS, None) is None
 
 
 def test_what_is_found_is_said() -> None:
     assert line(LLAMA, choose(LLAMA, LIMITS, None)) == (
         "passes of these numbers of rows agree to the bit: 2 to 7, 8 to 63; used: narrow, at least 2"
     )
-    assert "1 and more" in line([group(1, 128)], None)
-    assert "bit: 1 to 3, 4, 8 and more in multiples of 4" in line(
-        [group(1, 3), *(replace(one, step=4) for one in (group(4, 4), group(8, 128)))], None
+    assert "1 to 512" in line([group(1, 512)], None)
+    assert "bit: 1 to 3, 4, 8 to 512 in multiples of 4" in line(
+        [group(1, 3), *(replace(one, step=4) for one in (group(4, 4), group(8, 512)))], None
     )
 
 
 def test_padding_that_costs_is_said() -> None:
-    found = [group(1, 1, seconds=1.0), group(2, 7, seconds=1.5), group(8, 128, seconds=4.0)]
+    found = [group(1, 1, seconds=1.0), group(2, 7, seconds=1.5), group(8, 512, seconds=4.0)]
     narrow = choose(found, LIMITS, "narrow")
     assert (
         "padded to 2 rows, so that they agree to the bit, and take 1.5 times as long" in price(found, narrow, False)[0]
     )
     assert price(found, narrow, streams=True) == []  # the disk is waited for anyway
     assert price(found, None, streams=False) == []
-    assert price([group(1, 7), group(8, 128)], choose([group(1, 7)], LIMITS, None), streams=False) == []
+    assert price([group(1, 7), group(8, 512)], choose([group(1, 7)], LIMITS, None), streams=False) == []
+
+
+def test_any_is_a_class_that_can_be_asked_for() -> None:
+    all_agree = [group(1, 128)]
+    assert choose(all_agree, LIMITS, "any") == choose(all_agree, LIMITS, None)
+    with pytest.raises(UsageError, match="--exact any: here only passes of at most 7 rows agree"):
+        choose([group(1, 7), group(8, 128)], LIMITS, "any")
 
 
 def test_a_wrong_name() -> None:
-    with pytest.raises(UsageError, match="exact is 'both', but must be one of narrow, wide, off"):
+    with pytest.raises(UsageError, match="exact is 'both', but must be one of narrow, wide, any, off"):
         choose(LLAMA, LIMITS, "both")
 
 
@@ -362,19 +387,19 @@ def test_times_of_a_busy_machine_tell_nothing(remembered: None, tmp_path, monkey
     assert len(said) == (1 if busy else 2)
 
 
-REPACKED = [group(1, 3, seconds=1.0), replace(group(8, 128, seconds=3.0), step=4)]
+REPACKED = [group(1, 3, seconds=1.0), replace(group(8, 512, seconds=3.0), step=4)]
 
 
 @pytest.mark.parametrize(
     ("repacked", "otherwise", "asked", "better"),
     [
-        (REPACKED, [group(1, 7, seconds=1.3), group(8, 128)], None, True),
-        (REPACKED, [group(1, 7, seconds=1.02), group(8, 128)], None, False),  # as quick, and room for more guesses
-        (REPACKED, [group(1, 128, seconds=1.3)], None, False),  # room for any number
-        (REPACKED, [group(1, 128, trees=False, seconds=1.0)], "narrow", True),  # otherwise there is none
+        (REPACKED, [group(1, 7, seconds=1.3), group(8, 512)], None, True),
+        (REPACKED, [group(1, 7, seconds=1.02), group(8, 512)], None, False),  # as quick, and room for more guesses
+        (REPACKED, [group(1, 512, seconds=1.3)], None, False),  # room for any number
+        (REPACKED, [group(1, 512, trees=False, seconds=1.0)], "narrow", True),  # otherwise there is none
         ([group(1, 3, trees=False)], [group(1, 7, seconds=9.0)], None, False),
-        (REPACKED, [group(1, 7, seconds=1.0), group(8, 128, seconds=4.0)], "wide", True),
-        (REPACKED, [group(1, 7, seconds=9.0), group(8, 128, seconds=3.0)], "wide", False),
+        (REPACKED, [group(1, 7, seconds=1.0), group(8, 512, seconds=4.0)], "wide", True),
+        (REPACKED, [group(1, 7, seconds=9.0), group(8, 512, seconds=3.0)], "wide", False),
         (REPACKED[:1], [group(1, 7)], "wide", False),
     ],
 )
@@ -543,7 +568,7 @@ def test_the_command_line(run: Run, smollm2_tiny, tmp_path) -> None:
     """Good and bad values; a bench counts what is equal."""
     status, out, err = run("run", str(smollm2_tiny), "hi", "--exact", "never")
     assert (status, out) == (2, "")
-    assert err == "edgespec: exact is 'never', but must be one of narrow, wide, off\n"
+    assert err == "edgespec: exact is 'never', but must be one of narrow, wide, any, off\n"
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Count to ten."}\n')
     options = ["--model", str(smollm2_tiny), "--planners", "sssd", "-n", "12", "--ctx", "256"]

@@ -319,7 +319,7 @@ def test_bad_folders(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="converter refuses it: NotImplementedError: BPE pre-tokenizer was not"):
         convert_folder(folder, tmp_path / "a", script=tmp_path / "stub.py", **options)  # type: ignore[arg-type]
     (tmp_path / "missing.py").write_text("import no_such_package")
-    with pytest.raises(MissingPackage, match=r"'no_such_package': pip install 'edgespec\[torch,convert\]'"):
+    with pytest.raises(MissingPackage, match=r"'no_such_package': .* -m pip install 'edgespec\[torch,convert\]'"):
         convert_folder(folder, tmp_path / "b", script=tmp_path / "missing.py", **options)  # type: ignore[arg-type]
     (folder / "config.json").write_text('{"auto_map": {"AutoModel": "modeling.A"}}')
     with pytest.raises(ModelError, match="wants to run programs of its own"):
@@ -386,3 +386,16 @@ def test_the_same_tokenizer(floats: Path, tmp_path: Path) -> None:
     source, copy = load_vocab("llamacpp", str(floats)), load_vocab("llamacpp", str(tmp_path / "a.gguf"))
     assert source.fingerprint == copy.fingerprint
     assert source.chat_template == copy.chat_template
+
+
+def test_a_file_that_appears_during_the_work_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out.gguf"
+
+    def work() -> None:
+        with appearing(out) as partial:
+            partial.write_text("made")
+            out.write_text("mine")
+
+    with pytest.raises(UsageError, match="exists already"):
+        work()
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out.gguf", "mine")]

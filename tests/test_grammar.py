@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec.errors import UsageError
+from edgespec.errors import UsageError, pip_install
 from edgespec.loop.grammar import MOST_BYTES, Compiler, Constraint, json_object, json_schema, lark, regex
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import Noise, SamplingParams, sample
@@ -236,7 +236,7 @@ def test_without_the_package_the_command_is_named():
         "try: Compiler(ReferenceVocab(64))\nexcept MissingPackage as error: print(error)"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert found.strip() == "a grammar needs the package 'llguidance': pip install 'edgespec[server]'"
+    assert found.strip() == f"a grammar needs the package 'llguidance': {pip_install('edgespec[server]')}"
 
 
 def test_long_forced_text_is_encoded_once(monkeypatch):
@@ -256,6 +256,61 @@ def test_long_forced_text_is_encoded_once(monkeypatch):
         for token in ids[at + 1 : at + 21]:
             constraint.accept(token)
     assert sum(lengths) < 4 * 6000
+
+
+def test_masks_of_long_forced_text_take_no_longer(monkeypatch):
+    """Each of them needs one token, and the text itself was found when the grammar was compiled."""
+    text = "The tide comes in. " * 2000
+    lengths, encode = [], type(TARGET.vocab).encode
+    monkeypatch.setattr(
+        type(TARGET.vocab), "encode", lambda self, text, **more: lengths.append(len(text)) or encode(self, text, **more)
+    )
+    constraint = COMPILER.compiled(json_schema({"const": text})).start()
+    for token in encode(TARGET.vocab, json.dumps(text)[:30], add_bos=False, parse_special=False):
+        assert constraint.masked(np.zeros(TARGET.vocab.size, np.float32)).argmax() == token
+        constraint.accept(token)
+    assert 0 < sum(lengths) < len(text)
+
+
+def test_a_schema_that_is_too_long_is_not_written_to_its_end():
+    read = []
+
+    class Noted(dict):
+        def items(self):
+            for item in super().items():
+                read.append(item)
+                yield item
+
+    with pytest.raises(UsageError, match="longer than 65536 bytes"):
+        json_schema({"properties": Noted((f"key{i}", {"type": "string"}) for i in range(50_000))})
+    assert len(read) < 5_000
+
+
+def number(*multiples):
+    return {"allOf": [{"type": "number", "multipleOf": multiple} for multiple in multiples]}
+
+
+@pytest.mark.parametrize("multiples", [(99_991,), (86_400, 0.0097), (9973, 9967), (1.234567e-05,), (2**30,)])
+def test_multiples_that_would_take_all_time_and_memory_are_refused(multiples):
+    """llguidance computes a state for each remainder: for 9973 and 9967 together these are 99 million."""
+    with pytest.raises(UsageError, match=r"multipleOf is .*: these numbers have a least common multiple of more"):
+        COMPILER.compiled(json_schema(number(*multiples)))
+
+
+@pytest.mark.parametrize("multiples", [(0.01, 0.5), (86_400,), (64, 1024), (10**9,), (0.25, 15)])
+def test_ordinary_multiples_can_be_had(multiples):
+    COMPILER.compiled(json_schema(number(*multiples)))
+
+
+def test_what_cannot_be_enforced_is_refused_only_where_it_must_be():
+    for schema in (
+        {"type": "array", "uniqueItems": True},
+        {"type": "string", "format": "cat"},
+        {"not": {"type": "null"}},
+    ):
+        with pytest.raises(UsageError, match="json_schema cannot be used"):
+            COMPILER.compiled(json_schema(schema))
+        COMPILER.compiled(json_schema(schema, strict=False))
 
 
 def test_remembered_forced_text_is_what_would_be_computed_again():

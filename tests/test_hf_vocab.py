@@ -14,7 +14,7 @@ from edgespec.backends.common.hf_vocab import HfVocab, experts_of, load_vocab
 from hf_models import VOCAB_SIZE, byte_tokenizer, piece_tokenizer, transformers
 from tokenizers import Tokenizer, decoders, models
 
-from edgespec.errors import ModelError, VocabMismatch
+from edgespec.errors import ModelError, VocabMismatch, pip_install
 from edgespec.loop.same_vocab import MAX_PADDING, check_same_vocab
 
 TEXTS = ["to be or not to be", " two  spaces\n\ttab", "žluťoučký kůň, 日本語, 🎉", "a</s>b<|im_end|>", ""]
@@ -169,7 +169,7 @@ def test_where_a_package_is_missing_the_extra_of_the_engine_is_named(engine, lib
         "    sys.modules[package] = there"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert [line.endswith(f": pip install 'edgespec[{engine}]'") for line in found.splitlines()] == [True, True]
+    assert [line.endswith(f": {pip_install(f'edgespec[{engine}]')}") for line in found.splitlines()] == [True, True]
 
 
 def test_smollm2_is_the_same_as_in_llama_cpp(smollm2, smollm2_hf):

@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE
+from types import SimpleNamespace
 
 import pytest
 from conftest import Run
@@ -22,8 +24,9 @@ pytest.importorskip("huggingface_hub", reason="the extra `hub` is not installed"
 import huggingface_hub
 import huggingface_hub.constants
 
+from edgespec.cli import catalogue as catalogue_commands
 from edgespec.errors import EdgespecError, ModelError, UsageError
-from edgespec.models import download, hub
+from edgespec.models import download, hub, pulled
 from edgespec.models.hub import choose_file, parse
 from edgespec.models.registry import find_model, local_path
 
@@ -370,6 +373,10 @@ def test_what_is_not_there_is_one_line(fake: FakeHub, monkeypatch: pytest.Monkey
         "neither a folder here nor a repository on the hub that you may read",
         "no such folder here, and it cannot be fetched from the hub",
     ]
+    assert "the hub cannot be reached; is this machine online?" in messages[-1]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE forbids"):
+        local_path("hf:owner/more")
     assert not any("\n" in message for message in messages)
 
 
@@ -416,7 +423,12 @@ def test_what_is_not_as_models_yaml_says_is_refused(
     [
         (["pull"], 2, "Missing argument"),
         (["pull", "no-such-name"], 2, "there is no model 'no-such-name'"),
-        (["pull", "./model.gguf"], 2, "there is nothing to fetch"),
+        (["pull", "./model.gguf"], 2, "there is no such file here; for one on the hub write hf:OWNER/REPOSITORY/FILE"),
+        (["pull", "a/b/c.gguf"], 2, "there is no such file here; for one on the hub write hf:OWNER/REPOSITORY/FILE"),
+        (["pull", __file__], 2, "is a path on this machine; there is nothing to fetch"),
+        (["pull", "https://hub.example/a/b"], 2, "is a web address; for a model on the hub write hf:a/b, else fetch"),
+        (["run", "https://x.example/a/b/resolve/main/c.gguf?x=1", "hi"], 2, "write hf:a/b/c.gguf, else fetch"),
+        (["pull", "https://x.example"], 2, "write hf:OWNER/REPOSITORY, else fetch"),
         (["pull", "smollm2-135m"], 2, "comes in a Python package"),
         (["pull", "hf:owner/other/model.gguf"], 1, "neither a folder here nor a repository on the hub"),
         (["pull", "owner/repo:Q3_K_M"], 1, "has no GGUF file of the type Q3_K_M"),
@@ -439,3 +451,97 @@ def test_run_fetches_when_told_to(fake: FakeHub, run: Run, smollm2_tiny: Path, m
     assert status == 0, err
     assert out.strip()
     assert "snapshots" not in out  # only the answer
+
+
+def everything_in(cache: Path) -> set[str]:
+    return {str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file() and ".locks" not in path.parts}
+
+
+def test_models_that_were_fetched_are_listed_and_deleted_and_nothing_else(
+    fake: FakeHub, run: Run, tmp_path: Path
+) -> None:
+    cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
+    fake.files["owner/repo/theirs.gguf"] = b"GGUF by another program"
+    huggingface_hub.hf_hub_download("owner/repo", "theirs.gguf")
+    (cache / "models--owner--repo" / "notes.txt").write_text("mine")
+    before = everything_in(cache)
+    path = Path(run("pull", "mine", "--models", catalogue(tmp_path))[1].splitlines()[-1])
+    run("pull", "hf:owner/repo/theirs.gguf")  # is here already
+    (row,) = json.loads(run("models", "--installed", "--json")[1])
+    assert row | {"when": 0} == {"name": "owner/repo/model.gguf", "bytes": SIZE, "path": str(path), "when": 0}
+    assert abs(row["when"] - time.time()) < 600
+    out = run("models", "--installed")[1]
+    assert str(path) in out
+    assert "theirs" not in out
+    status, out, err = run("models", "--delete", "owner/repo/model.gguf")
+    assert (status, out) == (2, "")
+    assert "no terminal to ask at" in err
+    assert path.exists()
+    for name in ("owner/repo/theirs.gguf", "smollm2-135m", str(path)):
+        assert run("models", "--delete", name, "--yes")[0] != 0
+    status, out, _ = run("models", "--delete", "mine", "--models", catalogue(tmp_path), "--yes")
+    assert (status, out) == (0, "owner/repo/model.gguf is deleted\n")
+    assert everything_in(cache) == before
+    assert run("models", "--installed")[1] == ""
+
+
+def test_a_question_is_asked_before_a_model_is_deleted(
+    fake: FakeHub, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(run("pull", SOURCE)[1].splitlines()[-1])
+    terminal = SimpleNamespace(isatty=lambda: True)
+    monkeypatch.setattr(catalogue_commands, "sys", SimpleNamespace(stdin=terminal, stderr=terminal))
+    for answer, code, left in [("n\n", 130, True), ("", 130, True), ("y\n", 0, False)]:
+        assert run("models", "--delete", "owner/repo/model.gguf", stdin=answer)[0] == code
+        assert path.exists() == left
+
+
+def test_a_fetch_that_was_cut_can_be_deleted(fake: FakeHub, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
+    monkeypatch.setattr(download, "RETRIES", 0)
+    fake.cut = lambda length: 10 if fake.sent < 100 else 0
+    assert run("pull", SOURCE)[0] == 1
+    assert any(name.endswith(".edgespec-partial") for name in everything_in(cache))
+    assert "incomplete" in run("models", "--installed")[1]
+    assert run("models", "--delete", "owner/repo/model.gguf", "--yes")[0] == 0
+    assert everything_in(cache) == set()
+
+
+def test_bytes_that_another_revision_shares_stay(fake: FakeHub, run: Run) -> None:
+    path = Path(run("pull", SOURCE)[1].splitlines()[-1])
+    other = path.parents[1] / "another" / path.name
+    other.parent.mkdir()
+    other.symlink_to(path.resolve())
+    assert run("models", "--delete", "owner/repo/model.gguf", "--yes")[0] == 0
+    assert not path.exists()
+    assert other.read_bytes() == CONTENT
+
+
+def test_a_draft_that_another_model_uses_stays(fake: FakeHub, run: Run, tmp_path: Path) -> None:
+    models = tmp_path / "models.yaml"
+    names = {"big": "a", "huge": "b"}
+    models.write_text("models:\n" + "".join(
+        f"  - {{name: {name}, target: 'hf:owner/{name}/{file}.gguf', draft: 'hf:owner/small/c.gguf'}}\n"
+        for name, file in names.items()
+    ))  # fmt: skip
+    fake.files |= {f"owner/{name}/{file}.gguf": b"GGUF" + name.encode() for name, file in names.items()}
+    fake.files["owner/small/c.gguf"] = b"GGUF small"
+    options = ["--models", str(models)]
+    assert run("pull", *names, *options)[0] == 0
+    assert run("models", "--delete", "big", "--yes", *options)[1] == "owner/big/a.gguf is deleted\n"
+    out = run("models", "--delete", "huge", "--yes", *options)[1]
+    assert out == "owner/huge/b.gguf is deleted\nowner/small/c.gguf is deleted\n"
+
+
+def test_a_record_leads_to_no_other_file(fake: FakeHub, run: Run, tmp_path: Path) -> None:
+    folder = Path(huggingface_hub.constants.HF_HUB_CACHE) / "models--owner--repo"
+    (folder / "snapshots").mkdir(parents=True)
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("mine")
+    (folder / "snapshots" / "link").symlink_to(tmp_path / "a")
+    files = [["snapshots/link", ""], [os.path.relpath(tmp_path / "b", folder), ""], ["x", str(tmp_path / "b")]]
+    (folder / pulled.RECORD).write_text(json.dumps({"owner/repo/x.gguf": [1, files]}))
+    run("models", "--delete", "owner/repo/x.gguf", "--yes")
+    assert [(tmp_path / name).read_text() for name in ("a", "b")] == ["mine", "mine"]
+    (folder / pulled.RECORD).write_text("[1, 2]")
+    assert run("models", "--installed")[0] == 0

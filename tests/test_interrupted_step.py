@@ -1,17 +1,24 @@
 """A step that an exception ends, wherever it falls: all other requests go on with the tokens of plain decoding."""
 
+import asyncio
+import signal
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import replace
+from datetime import date
 from linecache import getline
 from pathlib import Path
 from threading import Thread
 from unittest.mock import Mock
 
+import edgespec.backends
 import pytest
+from conftest import Q4_1, quantised
 from edgespec.backends.reference.backend import ReferenceBackend, ReferenceSession
+from gguf_files import small_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_scheduler import PROMPTS, Reader, Recording, alone, backend, planners, run
+from test_scheduler import CONTEXT, PROMPTS, Reader, Recording, alone, backend, planners, run
 
 import edgespec
 from edgespec.errors import UsageError
@@ -20,18 +27,21 @@ from edgespec.loop.hint_texts import NgramIndex
 from edgespec.loop.passes import Prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
+from edgespec.model import Model
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler import drive
 from edgespec.scheduler.queue import Queue
-from edgespec.scheduler.requests import Ended, Handle, Request, Status, Wrote
+from edgespec.scheduler.requests import Cancelled, Ended, Handle, Request, Status, Wrote
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.scheduler.session_pool import Lane, SessionPool
 
 SOURCES = Path(edgespec.__file__).parent
-INTERRUPTED = [str(SOURCES / room) for room in ("scheduler", "loop", "planners")]
-STEPS = (Scheduler.step, Scheduler.end_cancelled)
+ENGINES = [Path(folder) / kind for folder in edgespec.backends.__path__ for kind in ("common", "reference", "llamacpp")]
+INTERRUPTED = tuple(map(str, [*(SOURCES / room for room in ("scheduler", "loop", "planners")), *ENGINES]))
+LAYERS = str(ENGINES[1] / "model.py")  # of the reference backend: the same lines for each token
+CODES = {Scheduler.step.__code__, Scheduler.end_cancelled.__code__}
 KINDS = ["none", "sssd", "specexec"]
 
 
@@ -43,19 +53,25 @@ class Interrupts:
         self._inside = 0
 
     def __call__(self, frame, event, argument):
-        if event == "call" and frame.f_code in [step.__code__ for step in STEPS]:
+        if event == "line":
+            self._line(frame)
+            return self
+        is_step = frame.f_code in CODES
+        if event == "call" and is_step:
             self._inside += 1
-        if not self._inside or not frame.f_code.co_filename.startswith(tuple(INTERRUPTED)):
-            return None
-        if event == "return" and frame.f_code in [step.__code__ for step in STEPS]:
+        name = frame.f_code.co_filename
+        traced = self._inside and name.startswith(INTERRUPTED) and name != LAYERS
+        if event == "return" and is_step:
             self._inside -= 1
+        return self if traced else None
+
+    def _line(self, frame):
         # CPython looks for signals after it has released a lock, and the tracer before: that line is left out.
-        if event == "line" and not getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+        if self._inside and not getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
             self.left -= 1
             if self.left == 0:
-                self.told = frame.f_code is Handle.tell.__code__
-                raise KeyboardInterrupt
-        return self
+                self.told = Handle.tell.__code__ in (frame.f_code, frame.f_back and frame.f_back.f_code)
+                signal.raise_signal(signal.SIGINT)  # an engine may hold it for a moment
 
 
 def write(name, at, shape="two classes"):
@@ -93,6 +109,103 @@ def test_an_interrupt_at_any_line_changes_no_tokens(name, at):
     for reader in readers:
         reader.events = once(reader.events)
         reader.check()
+
+
+LINES, BEGUN = 2000, 6000  # lines of steps; of texts that have begun, three times as many: drafting takes thousands
+SAMPLED, ON_LLAMACPP = 23, 50
+TEXTS = [(1, 0.7), (0, 0.0), (2, 0.7)]  # prompts and temperatures
+
+
+def ask(model, number):
+    prompt, temperature = TEXTS[number]
+    options = {"max_tokens": 10, "temperature": temperature, "seed": number}
+    return model._stream(replace(model.request("x", **options), prompt_ids=PROMPTS[prompt]), None, None)
+
+
+def interrupted_at(model, at, texts, second, begun):
+    """Ask, also for a second text, with Ctrl-C at one line of the steps; then go on, and ask again.
+
+    Args:
+        model: any.
+        at: number of the line, counted from the first step, or, if `begun`, from when all texts have a token.
+        texts: what plain decoding writes.
+        second: there is a second text.
+        begun: see `at`.
+
+    Returns:
+        False: the texts ended before that line.
+    """
+    model.scheduler.forget()
+    chunks = {number: ask(model, number) for number in range(1 + second)}
+    found = {number: [next(chunks[number]).token_id] if begun else [] for number in chunks}
+    done, fell = set(), False
+    interrupts = Interrupts(at)
+    sys.settrace(interrupts)
+    try:
+        while chunks.keys() - done:
+            for number in sorted(chunks.keys() - done):
+                try:
+                    found[number].append(next(chunks[number]).token_id)
+                except StopIteration:
+                    done.add(number)
+                except KeyboardInterrupt:
+                    fell = True
+                    del chunks[number]
+                except Cancelled:  # it is not known whether the reader has the tokens that were being reported
+                    assert interrupts.told
+                    assert found[number] == texts[number][: len(found[number])]
+                    del chunks[number]
+    finally:
+        sys.settrace(None)
+    for number in chunks:
+        assert found[number] == texts[number], f"line {at}: text {number} goes on"
+    for number in (0, 2, 1):
+        assert [chunk.token_id for chunk in ask(model, number)] == texts[number], f"line {at}: text {number} afterwards"
+    assert (model.scheduler.active, model.scheduler.waiting) == (0, 0)
+    return fell
+
+
+def try_lines(model, plain, lines, second, begun):
+    texts = [[chunk.token_id for chunk in ask(plain, number)] for number in range(3)]
+    with closing(plain), closing(model):
+        fell = [interrupted_at(model, at, texts, second, begun) for at in lines]
+    assert sum(fell) > 0.9 * len(fell)
+
+
+def lines_of(begun, every):
+    """Each day other ones, unless every line is wanted."""
+    lines = range(1, BEGUN + 1, 3) if begun else range(1, LINES + 1)
+    return lines[date.today().toordinal() % every :: every]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("begun", [False, True], ids=["from the first step", "between two tokens"])
+@pytest.mark.parametrize("second", [False, True], ids=["one text", "a second text"])
+@pytest.mark.parametrize("name", ["auto", "sssd", "specexec"])
+def test_what_is_written_after_ctrl_c_is_what_plain_decoding_writes(name, second, begun, whole_grid):
+    plain = Model(backend("two classes", sessions=1), NonePlanner(), budget=8)
+    model = Model(backend("two classes", sessions=1 + second), planners(name, 1 + second), budget=8)
+    try_lines(model, plain, lines_of(begun, 1 if whole_grid else SAMPLED), second, begun)
+
+
+def on_llamacpp(name, parallel, folder):
+    """Models of 4 bits, whose passes are kept to row classes: one that decodes plainly, and one with a planner."""
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    draft = small_llama(Path(folder) / "draft.gguf", layers=2)
+    target = str(quantised(draft, Path(folder) / "target.gguf", Q4_1))
+    options = {"context_length": CONTEXT, "threads": 1, "remember": False, "exact": "narrow"}
+    drafted = {"draft": str(draft)} if name != "sssd" else {}
+    plain = edgespec.load(target, planner="none", **options)
+    return plain, edgespec.load(target, planner=name, parallel=parallel, **drafted, **options)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("begun", [False, True], ids=["from the first step", "between two tokens"])
+@pytest.mark.parametrize("second", [False, True], ids=["one text", "a second text"])
+@pytest.mark.parametrize("name", ["auto", "sssd", "specexec"])
+def test_what_llama_cpp_writes_after_ctrl_c_is_what_plain_decoding_writes(name, second, begun, tmp_path, whole_grid):
+    plain, model = on_llamacpp(name, 1 + second, tmp_path)
+    try_lines(model, plain, lines_of(begun, ON_LLAMACPP if whole_grid else 10 * SAMPLED), second, begun)
 
 
 PLANNERS = {"none": NonePlanner, "sssd": SssdPlanner, "specexec": SpecExecPlanner}
@@ -289,12 +402,19 @@ class TestDrive:
         def fails(self):
             raise RuntimeError("can't start new thread")
 
-        scheduler = Scheduler(backend(sessions=1), planners("none", 1), budget=4)
+        model = Model(backend(sessions=1), planners("none", 1), budget=4)
+        scheduler = model.scheduler
         with monkeypatch.context() as patch:
             patch.setattr(Thread, "start", fails)
             with pytest.raises(RuntimeError):
                 scheduler.start()
         assert scheduler.thread is None
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler, "start", lambda: fails(None))
+            with pytest.raises(RuntimeError):
+                asyncio.run(anext(model.astream("a")))
+        scheduler.step()
+        assert (scheduler.active, scheduler.waiting) == (0, 0)
         request = Request(PROMPTS[1], SamplingParams(temperature=0.7, seed=1), 12)
         found = [event for event in drive.events(scheduler, request) if isinstance(event, Wrote)]
         assert [chunk.token_id for event in found for chunk in event.chunks] == alone(1, 0.7, 1, 12)

@@ -62,6 +62,11 @@ def write(path: Path, header: bytes, data: bytes = b"") -> Path:
     [
         (b"{", "header is damaged"),
         (b"[]", "header is damaged"),
+        (b"[" * 100_000, "header is damaged"),
+        (b'{"a": {"dtype": "F4", "shape": [2], "data_offsets": [4, 0]}}', "header is damaged"),
+        (b'{"a": {"dtype": "F4", "shape": [2], "data_offsets": [-8, 0]}}', "header is damaged"),
+        (b'{"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 0.5]}}', "header is damaged"),
+        (b'{"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}', "header is damaged"),
         (b'{"a": 1}', "header is damaged"),
         (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "header is damaged"),
         (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', "is cut off"),

@@ -1,12 +1,20 @@
 """What is asked of llama.cpp when a file is loaded."""
 
+import ctypes
+import signal
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from edgespec.backends.llamacpp import engine
-from edgespec.backends.llamacpp.ggml.files import loaded_tensors, without_amx
+from edgespec.backends.llamacpp.context import ContextSize
+from edgespec.backends.llamacpp.ggml import files
+from edgespec.backends.llamacpp.ggml.files import llama_cpp, load_model, loaded_tensors, read_tensors, without_amx
+from edgespec.backends.llamacpp.memory.planning import rehearse
+from edgespec.backends.llamacpp.memory.probe_model import probe_file
 
 from edgespec.errors import ModelError
 
@@ -25,7 +33,7 @@ def test_weights_are_repacked_for_narrow_passes_only(wide, smollm2, monkeypatch)
         raise ModelError("enough was seen")
 
     monkeypatch.setattr(engine, "load_model", stop)
-    monkeypatch.setattr(engine.MemoryPlanner, "plenty", True)
+    monkeypatch.setattr(engine.MemoryPlanner, "plenty", lambda self, size: True)
     monkeypatch.setattr(engine, "without_amx", lambda info: {})
     with pytest.raises(ModelError, match="enough"):
         engine.load(str(smollm2), wide=wide)
@@ -44,3 +52,80 @@ def test_a_head_is_not_loaded_where_llama_cpp_skips_it(arch, sizes, tmp_path) ->
     writer.write_tensors_to_file()
     writer.close()
     assert [tensor.size for tensor in loaded_tensors(str(tmp_path / "model.gguf"))] == sizes
+
+
+def _make_context(path: str) -> None:
+    rehearse(path, [ContextSize(64, 8, 1, 64)], 1 << 40)
+
+
+def _cut(path: str) -> None:
+    cut = Path(path).with_name("cut.gguf")
+    cut.write_bytes(Path(path).read_bytes()[:1000])
+    try:
+        read_tensors(str(cut))
+    finally:
+        cut.unlink()
+
+
+def _copy(path: str) -> None:
+    with probe_file(path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("work", "while_it_logs"),
+    [(load_model, "load"), (_make_context, "llama_context: "), (_cut, "gguf_init"), (_copy, "blk.29.")],
+)
+def test_ctrl_c_is_not_lost_in_a_callback_of_llama_cpp(work, while_it_logs, smollm2, monkeypatch) -> None:
+    came = list[int]()
+
+    def log(level, text, data):
+        if not came and while_it_logs.encode() in text:
+            came.append(1)
+            signal.raise_signal(signal.SIGINT)
+
+    callback = llama_cpp.llama_log_callback(log)
+    monkeypatch.setattr(files, "keep_log", lambda: llama_cpp.llama_log_set(callback, ctypes.c_void_p(0)))
+    monkeypatch.setattr("edgespec.backends.llamacpp.memory.probe_model.keep_log", files.keep_log)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work(str(smollm2))
+        assert came
+    finally:
+        monkeypatch.undo()
+        files.keep_log()
+
+
+@pytest.fixture
+def shares(monkeypatch) -> list[float]:
+    """Of the weights, as llama.cpp reports them during a load; with the third comes a Ctrl-C."""
+    shares, make = list[float](), llama_cpp.llama_progress_callback
+
+    def watched(go_on):
+        def ask(share, data):
+            shares.append(share)
+            if len(shares) == 3:
+                signal.raise_signal(signal.SIGINT)
+            return go_on(share, data)
+
+        return make(ask)
+
+    monkeypatch.setattr(llama_cpp, "llama_progress_callback", watched)
+    return shares
+
+
+def test_ctrl_c_ends_the_load_of_weights(shares, smollm2) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        load_model(str(smollm2))
+    assert len(shares) == 3
+
+
+def test_a_load_goes_on_if_the_programs_own_handler_does(shares, smollm2) -> None:
+    came = list[int]()
+    usual = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        llama_cpp.llama_model_free(load_model(str(smollm2)))
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert came == [signal.SIGINT]
+    assert shares[-1] == 1

@@ -28,7 +28,7 @@ from edgespec.machine.memory import (
     parse_size,
     private_memory,
 )
-from edgespec.machine.system import HUGE, READ_SIZE, open_direct, read_buffer
+from edgespec.machine.system import HUGE, READ_SIZE, open_direct, own_processors, read_buffer
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -130,6 +130,44 @@ def group2(
         (folder / "memory.high").write_text(f"{high}\n")
     (folder / "memory.current").write_text(f"{used}\n")
     (folder / "memory.stat").write_text(f"anon 7\nfile 9\nactive_file {active}\ninactive_file {inactive}\n")
+
+
+def quota(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / f"cpu.{name}").write_text(f"{text}\n")
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "inner", "outer", "processors"),
+    [
+        ("0::/a/b\n", {"max": "200000 100000"}, {"max": "max 100000"}, 2),
+        ("0::/a/b\n", {"max": "max 100000"}, {"max": "150000 100000"}, 2),  # one and a half
+        ("0::/a/b\n", {"max": "900000 100000"}, {"max": "10000 100000"}, 1),
+        ("0::/a/b\n", {"max": "max 100000"}, {"max": "max 100000"}, 16),
+        ("0::/a/b\n", {"max": "6400000 100000"}, {}, 16),
+        ("3:cpu,cpuacct:/a/b\n0::/\n", {"cfs_quota_us": "300000", "cfs_period_us": "100000"}, {}, 3),
+        ("3:cpu,cpuacct:/a/b\n0::/\n", {"cfs_quota_us": "-1", "cfs_period_us": "100000"}, {}, 16),
+        ("3:cpu:/a/b\n", {"cfs_quota_us": "nonsense", "cfs_period_us": "0"}, {}, 16),
+        (None, {}, {}, 16),
+    ],
+)
+def test_a_quota_of_processors_bounds_the_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str | None, inner: Any, outer: Any, processors: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(16)), raising=False)
+    root = system(tmp_path, free=1, cgroup=cgroup)
+    base = root / "sys/fs/cgroup" / ("cpu" if "cpu" in (cgroup or "") else "")
+    quota(base / "a", **outer)
+    quota(base / "a/b", **inner)
+    assert own_processors(root) == processors
+
+
+def test_in_a_container_the_quota_of_the_mounted_root_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(16)), raising=False)
+    root = system(tmp_path, free=1, cgroup="0::/../elsewhere\n")
+    quota(root / "sys/fs/cgroup", max="400000 100000")
+    assert own_processors(root) == 4
 
 
 V1 = "5:cpu:/other\n4:memory:/box/inner\n1:name=systemd:/\n0::/\n"
@@ -342,10 +380,11 @@ def test_odd_names_of_mount_points(tmp_path: Path) -> None:
     assert file_system("/a\tb\\c/file", mounts) == "nfs"
 
 
-def test_names_that_are_no_utf_8(tmp_path: Path) -> None:
+@pytest.mark.parametrize("odd", [b"\xe9", "\u2028".encode(), "\u00a0".encode(), b"\r"])
+def test_names_of_any_characters(tmp_path: Path, odd: bytes) -> None:
     mounts = tmp_path / "mountinfo"
-    mounts.write_bytes(b"30 1 8:0 / /m\xe9 rw - nfs host rw\n31 1 8:1 / / rw - ext4 /dev/x1 rw\n")
-    assert file_system(os.fsdecode(b"/m\xe9/file"), mounts) == "nfs"
+    mounts.write_bytes(b"30 1 8:0 / /m" + odd + b" rw - nfs host rw\n31 1 8:1 / / rw - ext4 /dev/x1 rw\n")
+    assert file_system(os.fsdecode(b"/m" + odd + b"/file"), mounts) == "nfs"
     assert file_system("/other", mounts) == "ext4"
 
 

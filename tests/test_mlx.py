@@ -23,7 +23,7 @@ from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 from mlx_models import FAMILIES, SHARED, write_model
 
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import ModelError, UsageError, pip_install
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import top_of_rows
 
@@ -358,4 +358,4 @@ def test_without_mlx():
         "except MissingPackage as error: print(error)"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert found.strip() == "running models on MLX needs the package 'mlx-lm': pip install 'edgespec[mlx]'"
+    assert found.strip() == f"running models on MLX needs the package 'mlx-lm': {pip_install('edgespec[mlx]')}"

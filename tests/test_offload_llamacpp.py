@@ -31,10 +31,10 @@ from edgespec.backends.llamacpp.backend import LlamaBackend
 from edgespec.backends.llamacpp.context import ContextSize
 from edgespec.backends.llamacpp.engine import engine, load
 from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
-from edgespec.backends.llamacpp.memory.planning import MIN_NODES
+from edgespec.backends.llamacpp.memory.planning import MIN_NODES, SHARE
 from hybrid_files import write_with_head
 
-from edgespec.errors import Interrupted, ModelError, UsageError
+from edgespec.errors import Interrupted, ModelError, NoRoom, UsageError
 from edgespec.loading import row_classes
 from edgespec.loading.pair import open_backends
 from edgespec.loop.backend import Work
@@ -680,6 +680,55 @@ def test_a_plan_for_another_machine(tiny: Path, monkeypatch: pytest.MonkeyPatch)
     assert plans[1].ways == plans[0].ways[-1:]
 
 
+@pytest.mark.parametrize("options", [{"context_length": 1 << 20}, {"context_length": 1 << 17, "sessions": 32}])
+@pytest.mark.parametrize("more", [{}, {"resident": True}])
+def test_caches_are_counted_where_weights_have_plenty_of_room(
+    tiny: Path, options: dict[str, int], more: dict[str, bool]
+) -> None:
+    """The draft of a target on another engine is resident, and no plan of the target counts it."""
+    machine = Machine(platform="linux", processors=8, cores=8, memory=4 << 30, free=3 << 30)
+    with pytest.raises(NoRoom, match=r"needs (at least )?[0-9.]+ GiB"):
+        engine.plan(str(tiny), LoadOptions(**options, **more), machine)
+
+
+def test_many_sessions_share_cells_where_each_cannot_have_a_whole_context(tiny: Path) -> None:
+    rich = Machine(platform="linux", processors=8, cores=8, memory=64 << 30, free=64 << 30)
+    plans = [
+        engine.plan(str(tiny), LoadOptions(context_length=8192, sessions=32), machine)
+        for machine in (rich, replace(rich, free=5 << 29))
+    ]
+    assert [plan.size.share for plan in plans] == [1, SHARE]
+
+
+def test_cells_that_memory_cannot_hold_are_refused_before_llama_cpp_makes_them(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp, "llama_init_from_model", lambda *_: pytest.fail("cells are made"))
+    machine = Machine(platform="linux", processors=8, cores=8, memory=64 << 30, free=16 << 30)
+    for memory in (None, 8 << 30):
+        with pytest.raises(NoRoom, match="context of 16777216 tokens for 200 texts at once: it needs at least"):
+            engine.plan(str(tiny), LoadOptions(context_length=1 << 24, sessions=200, memory=memory), machine)
+
+
+def test_sequence_ids_of_cells_are_counted(tiny: Path) -> None:
+    """Each token of a text has a node in a map for each leaf of the widest tree."""
+    few, many = (
+        llamacpp_memory.memory_needs(str(tiny), ContextSize(1 << 16, budget, 1, 512), this_machine())
+        for budget in (32, 128)
+    )
+    assert many - few > 95 * (1 << 16) * 48
+
+
+@pytest.mark.parametrize("options", [["--ctx", "1048576"], ["--ctx", "16777216", "--parallel", "32"]])
+def test_a_server_that_memory_cannot_hold_is_one_line(
+    run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    monkeypatch.setattr("edgespec.machine.memory.available_memory", lambda: 5 << 29)
+    code, out, err = run("serve", str(tiny), "--port", "0", *options)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "of memory are too little for" in err
+
+
 def test_more_memory_than_there_is_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, free=1 << 30)
     backend = load(str(tiny), memory=4 << 30, **OPTIONS)
@@ -728,14 +777,14 @@ def test_where_nothing_can_be_streamed_the_draft_counts(tiny: Path, monkeypatch:
 def test_a_draft_takes_its_part(tiny: Path, smollm2: Path) -> None:
     alone = least_memory(tiny, **OPTIONS)
     beside = least_memory(tiny, draft_files=[str(smollm2)], **OPTIONS)
-    assert beside - alone > smollm2.stat().st_size
+    assert beside - alone > smollm2.stat().st_size + 4 * MIB  # caches and buffers
 
 
 def test_a_drafts_per_layer_embeddings_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row for each token is read of them; the system may take back the others."""
     tensors = [Tensor("blk.0.w", 0, 0, 5), Tensor("per_layer_token_embd.weight", 0, 5, 1000)]
     monkeypatch.setattr(llamacpp_memory, "loaded_tensors", lambda path: tensors)
-    monkeypatch.setattr(llamacpp_memory, "rehearse", lambda path, sizes: (0, [0] * len(sizes)))
+    monkeypatch.setattr(llamacpp_memory, "rehearse", lambda path, sizes, free: (0, [0] * len(sizes)))
     planner = llamacpp_memory.MemoryPlanner("", LoadOptions(draft_files=("draft",)), this_machine())
     assert planner._drafts(ContextSize(64, 8, 1, MIN_NODES)) == 5
 

@@ -46,7 +46,9 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     with (tmp_path / "model.gguf").open("wb") as file:
         file.truncate(start)  # no byte of it is written
     monkeypatch.setattr(planning, "loaded_tensors", lambda path: tensors)
-    monkeypatch.setattr(planning, "rehearse", lambda path, sizes: (30 * MIB, [BUFFERS + one.chunk for one in sizes]))
+    monkeypatch.setattr(
+        planning, "rehearse", lambda path, sizes, free: (30 * MIB, [BUFFERS + one.chunk for one in sizes])
+    )
     path = str(tmp_path / "model.gguf")
     return lambda machine, **options: engine.plan(path, LoadOptions(exact="off", **options), machine)
 

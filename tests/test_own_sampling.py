@@ -219,7 +219,7 @@ class TestModelCard:
         yaml = tmp_path / "models.yaml"
         yaml.write_text(
             f"models:\n  - name: a\n    target: 'file:{path}'\n"
-            "    defaults: {planner: sssd, ctx: 0, top_k: 0, system: Hi.}\n"
+            "    defaults: {planner: sssd, context_length: 0, top_k: 0, system: Hi.}\n"
         )
         status, out, err = run("models", "a", "--models", str(yaml), "--json")
         assert status == 0, err
@@ -227,7 +227,7 @@ class TestModelCard:
         assert {name: (setting["value"], setting["from"]) for name, setting in card["settings"].items()} == {
             "planner": ("sssd", "models.yaml"),
             "budget": (None, "edgespec"),
-            "ctx": (0, "models.yaml"),
+            "context_length": (0, "models.yaml"),
             "system": ("Hi.", "models.yaml"),
             "temperature": (0.7, "the model's own"),
             "top_k": (0, "models.yaml"),

@@ -267,7 +267,9 @@ def test_tables_and_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'edgespec[bench]'")
     picture(found, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(EdgespecError, match="cannot be written"):
+    picture(found, tmp_path / "a.png")  # a picture is replaced
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["a.png"]
+    with pytest.raises(EdgespecError, match="there is no folder"):
         picture(found, tmp_path / "missing" / "a.png")
 
 
@@ -275,8 +277,13 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
     smollm2_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.setattr("edgespec.measure.pair.measure_pair", lambda *_, **__: pytest.fail("began to measure"))
-    missing = str(tmp_path / "missing" / "a.png")
-    for there, path, code, says in ((object(), missing, 2, "there is no folder"), (None, "a.png", 1, "[bench]")):
+    missing, notes = str(tmp_path / "missing" / "a.png"), tmp_path / "notes.png"
+    notes.write_text("# no picture")
+    for there, path, code, says in (
+        (object(), missing, 2, "there is no folder"), (None, "a.png", 1, "[bench]"),
+        (object(), str(notes), 2, "exists and is not a PNG picture, so it is not replaced"),
+        (object(), "notes.md", 2, "the picture is a PNG, but notes.md does not end in .png"),
+    ):  # fmt: skip
         monkeypatch.setattr("edgespec.measure.pair_report.find_spec", lambda _, there=there: there)
         status, out, err = run("pair", str(smollm2_tiny), "--png", path)
         assert (status, out, err.count("\n")) == (code, "", 1)

@@ -1,7 +1,9 @@
 """A small copy of a model that computes alike."""
 
 import ctypes
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,12 +11,14 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from conftest import quantised
+from edgespec.backends.llamacpp.engine import engine
 from edgespec.backends.llamacpp.ggml.files import read_tensors
 from edgespec.backends.llamacpp.memory import probe_model as module
 from edgespec.backends.llamacpp.memory.probe_model import kinds, probe_file
 from gguf_files import gguf
 
 from edgespec.errors import ModelError
+from edgespec.machine import disk
 from edgespec.weights.plan import Tensor
 
 
@@ -58,6 +62,52 @@ def test_the_copy_is_small_and_goes(smollm2: Path) -> None:
     assert not Path(path).exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a file without a name is Linux's")
+def test_nothing_stays_of_it_if_the_process_is_killed_while_it_is_made(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    really, seen = module.llama_cpp.llama_model_quantize, list[Path]()
+
+    def look(*arguments):
+        done = really(*arguments)
+        seen.extend(tmp_path.iterdir())
+        return done
+
+    monkeypatch.setattr(module.llama_cpp, "llama_model_quantize", look)
+    with probe_file(str(smollm2)) as path:
+        assert read_tensors(path)
+    assert not seen
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows keeps the name of a mapped file")
+def test_a_mac_removes_its_name_once_it_is_loaded(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(disk, "sys", SimpleNamespace(platform="darwin"))
+    with probe_file(str(smollm2)) as path:
+        assert list(tmp_path.iterdir()) == [Path(path)]
+    assert not list(tmp_path.iterdir())
+    with engine.probe_model(str(smollm2), {"threads": 1, "gpu_layers": 0, "kv_type": "f16"}) as backend:
+        assert not list(tmp_path.iterdir())
+        backend.open().close()
+
+
+def test_many_kinds_of_layers_need_few_of_them() -> None:
+    """Types vary from weight to weight: two layers show both types of all."""
+    mixed = [Tensor(f"blk.{i}.{j}", 0, 0, 10, i >> j & 1) for i in range(64) for j in range(6)]
+    assert len(kinds(mixed)) == 2
+
+
+def test_a_model_of_too_many_kinds_of_layers_is_not_copied_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "all_tensors", lambda path: [tensor(i, "a", i) for i in range(40)])
+    with pytest.raises(ModelError, match="has layers of 40 kinds, too many"), probe_file("model.gguf"):
+        pass
+
+
 def test_a_model_of_one_kind_and_two_layers_is_its_own(smollm2: Path, tmp_path: Path) -> None:
     small = quantised(smollm2, tmp_path / "small.gguf", 3, tuple(range(2, 30)))
     with probe_file(str(small)) as path:
@@ -66,13 +116,13 @@ def test_a_model_of_one_kind_and_two_layers_is_its_own(smollm2: Path, tmp_path: 
 
 
 def test_no_room(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HEADROOM", 1 << 60)
+    monkeypatch.setattr(disk, "HEADROOM", 1 << 60)
     with pytest.raises(ModelError, match="no disk has room for"), probe_file(str(smollm2)):
         pass
 
 
 def test_memory_is_no_place_for_it(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "file_system", lambda place: "tmpfs")
+    monkeypatch.setattr(disk, "file_system", lambda place: "tmpfs")
     with pytest.raises(ModelError, match="no disk has room for"), probe_file(str(smollm2)):
         pass
 

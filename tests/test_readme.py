@@ -2,16 +2,19 @@
 
 import re
 from pathlib import Path
+from textwrap import dedent
 
 import click
 import pytest
 from options_page import PAGE, all_commands, page
 
+import edgespec
 from edgespec.models import registry
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = (ROOT / "README.md").read_text()
+PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
 def test_readme_is_short() -> None:
@@ -22,9 +25,23 @@ def test_the_python_example_runs(
     smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(registry, "_package_file", lambda name: str(smollm2_tiny))
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (example,) = PYTHON.findall(README)
     exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
     assert "tokens per pass" in capsys.readouterr().out
+
+
+def test_the_python_examples_of_the_pages_and_of_help_run(
+    smollm2_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("big.gguf", "small.gguf"):
+        (tmp_path / name).symlink_to(smollm2_tiny)
+    monkeypatch.chdir(tmp_path)
+    examples = [example for path in PAGES if "docs" in path.parts for example in PYTHON.findall(path.read_text())]
+    assert len(examples) > 1
+    assert not any(re.search(r"^ {4}import edgespec", path.read_text(), re.MULTILINE) for path in PAGES)
+    for example in (*examples, dedent(re.findall(r"\n\n( +import.*?)\n\n\S", edgespec.__doc__, re.DOTALL)[0])):
+        exec(compile(example, "example", "exec"), {"__name__": "__main__"})
+        assert capsys.readouterr().out, example
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

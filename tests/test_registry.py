@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, RegistryError, UsageError
-from edgespec.models.registry import all_models, find_model, is_folder, local_path, read_models
+from edgespec.models.registry import BUILT_IN, all_models, find_model, is_folder, local_path, read_models
 
 
 def write(folder: Path, text: str) -> Path:
@@ -77,7 +77,7 @@ def test_a_package_is_found_without_running_it(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_missing_package_names_the_pip_command() -> None:
-    with pytest.raises(ModelError, match="pip install no-such-package"):
+    with pytest.raises(ModelError, match="-m pip install no-such-package"):
         local_path("package:no_such_package/a.gguf")
 
 
@@ -122,3 +122,25 @@ def test_without_the_hub_package_the_pip_command_is_given(monkeypatch: pytest.Mo
     with pytest.raises(MissingPackage, match=r"pip install 'edgespec\[hub\]'") as caught:
         local_path("hf:owner/repo/model.gguf")
     assert isinstance(caught.value, EdgespecError)
+
+
+def test_a_missing_package_is_installed_where_the_program_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for python, says in [
+        (str(tmp_path / ".venv" / "bin" / "python"), ".venv/bin/python -m pip install 'edgespec[hub]'"),
+        ("/opt/my programs/python", "'/opt/my programs/python' -m pip install 'edgespec[hub]'"),
+    ]:
+        monkeypatch.setattr(sys, "executable", python)
+        assert str(MissingPackage("huggingface_hub", "hub", "fetching")).endswith(f": {says}")
+
+
+def test_a_name_longer_than_a_path_may_be_is_no_model() -> None:
+    with pytest.raises(UsageError, match="there is no model 'xxx"):
+        find_model("x" * 5000)
+
+
+def test_the_catalogue_is_a_file_of_the_package_and_samples_as_its_publishers_do() -> None:
+    assert not BUILT_IN.is_symlink()  # a link breaks in a checkout on Windows
+    found = {entry.name: entry.defaults.sampling() for entry in read_models(BUILT_IN)}
+    assert found["qwen3-32b"] == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    assert [name for name, sampling in found.items() if not sampling] == ["qwen2.5-coder-1.5b", "qwen2.5-72b"]

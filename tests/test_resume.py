@@ -11,17 +11,16 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import pytest
-from edgespec.backends.reference.backend import random_model
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from typist import typing_to
+
+import edgespec
+from edgespec.errors import SessionFileError
+from edgespec.loop.passes import prefill
+from edgespec.loop.session_files import look
+from edgespec.scheduler.disk_cache import DiskCache
 
 TEXT = "the keeper wrote down the weather every morning and every evening he read it out "
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    model = random_model(2, vocab_size=258)
-    model.unembedding[1] = 0  # texts seldom end early
-    model.save(str(tmp_path / "tiny.npz"))
-    return str(tmp_path / "tiny.npz")
 
 
 def answer(run, tiny, text, *more):
@@ -69,6 +68,16 @@ def test_bad_files_are_one_line_and_stay(run, tiny, tmp_path):
         assert err.count("\n") == 1
         assert says in err
         assert file.read_bytes() == content
+    os.mkfifo(tmp_path / "pipe")
+    for content, name in [(b"hello", "text.session"), (b"# my draft", "text.session.draft"), (None, "pipe")]:
+        file.unlink(missing_ok=True)
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        code, out, err = run("run", tiny, "hello", "--backend", "reference", "--raw", "--resume",
+                             str(tmp_path / name.removesuffix(".draft")))  # fmt: skip
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert f"{name}: is not a saved session, or its end is missing; it is not replaced" in err
+        assert content is None or (tmp_path / name).read_bytes() == content
     for name, says in [(str(tmp_path / "nowhere" / "x"), "there is no folder"), (str(tmp_path), "is a folder")]:
         code, out, err = run("run", tiny, "hello", "--backend", "reference", "--resume", name)
         assert (code, out, err.count("\n")) == (2, "", 1)
@@ -76,35 +85,68 @@ def test_bad_files_are_one_line_and_stay(run, tiny, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_a_chat_goes_on_where_it_was_left(tiny, tmp_path):
-    import pty
+class TestChat:
+    @pytest.fixture
+    def chat(self, tiny, tmp_path):
+        home = {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+        arguments = ["run", tiny, "--backend", "reference", "-n", "8", "--resume", str(tmp_path / "chat.session")]
+        return lambda *more: typing_to(*arguments, *more, environment=home)
 
-    program = "from edgespec.cli.commands import main; main()"
-    arguments = ["run", tiny, "--backend", "reference", "-n", "8", "--resume", str(tmp_path / "chat.session")]
+    def test_it_goes_on_where_it_was_left_and_shows_the_last_turns(self, chat):
+        with chat() as person:
+            person.until("/help")
+            person.type("hello you\r")
+            person.until("tokens/s")
+            person.type("/exit\r")
+            assert person.ends() == 0
+        with chat() as person:
+            assert "> hello you" in person.until("2 messages from before")
+            for message in ("and now", "again"):
+                person.type(f"{message}\r")
+                person.until("tokens/s")
+            person.type("/stats\r")
+            cached = re.findall(r"(\d+) of them", person.until("from the cache"))
+            assert int(cached[-1]) > 40  # both earlier exchanges
+            person.type("/exit\r")
+            assert person.ends() == 0
 
-    def talk(*exchanges):
-        child, terminal = pty.fork()
-        if child == 0:
-            os.environ |= {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
-            os.execv(sys.executable, [sys.executable, "-c", program, *arguments])
-        seen = b""
-        for sends, waits in exchanges:
-            os.write(terminal, sends) if sends else None
-            deadline = time.monotonic() + 120
-            while waits not in seen:
-                assert time.monotonic() < deadline, seen.decode("utf-8", "replace")
-                seen += os.read(terminal, 4096)
-            before, seen = seen.split(waits, 1)
-        os.write(terminal, b"/exit\r")
-        _, status = os.waitpid(child, 0)
-        os.close(terminal)
-        assert os.waitstatus_to_exitcode(status) == 0
-        return before
+    @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+    def test_a_kill_loses_no_answer(self, chat, end):
+        with chat() as person:
+            person.until("/help")
+            person.type("hello you\r")
+            person.until("tokens/s")
+            person.type("typed and not sent")
+            person.until("not sent")  # the prompt is there again, so the answer is saved
+            person.kill(end)
+            assert person.ends() == (-end if end == signal.SIGKILL else 128 + end)
+        with chat() as person:
+            person.until("2 messages from before")
 
-    talk((b"", b"/help"), (b"hello you\r", b"tokens/s"))
-    talk((b"", b"2 messages from before"), (b"and now\r", b"tokens/s"), (b"/stats\r", b"from the cache"))
-    found = talk((b"", b"4 messages from before"), (b"again\r", b"tokens/s"), (b"/stats\r", b"from the cache"))
-    assert int(re.findall(rb"(\d+) of them", found)[-1]) > 40  # both earlier exchanges
+    @pytest.mark.parametrize("end", [signal.SIGTERM, "closed terminal"])
+    def test_a_kill_keeps_what_was_written_of_an_answer(self, chat, end):
+        with chat("-n", "-1", "--ctx", "20000") as person:
+            person.until("/help")
+            person.type("hello you\r")
+            person.until("hello you")
+            person.see_more(100)
+            person.hang_up() if end == "closed terminal" else person.kill(end)
+            assert person.ends() == 128 + (signal.SIGHUP if end == "closed terminal" else end)
+        with chat() as person:
+            person.until("2 messages from before")
+
+
+def test_a_second_question_knows_the_first(run, tiny, tmp_path):
+    file = str(tmp_path / "talk.session")
+    for question, cached in [("hello you", 0), ("and now", 20)]:
+        code, out, err = run("run", tiny, question, "--backend", "reference", "--resume", file, "-n", "8", "--json")
+        assert code == 0, err
+        assert json.loads(out)["stats"]["cached_tokens"] >= cached
+    contents = [message["content"] for message in look(file).note]
+    assert contents[::2] == ["hello you", "and now"]
+    assert json.loads(out)["text"] == contents[3]
+    with edgespec.load(tiny, backend="reference") as model:
+        assert model.chat(look(file).note[:3], max_tokens=8).text == contents[3]
 
 
 def ask(port, prompt, *, stream=False):
@@ -153,3 +195,28 @@ def test_kept_prompts_outlive_a_kill(tiny, tmp_path):
     assert caches[1] >= len(long) - 1
     assert found[0] == found[1]
     assert [file.suffix for file in folder.iterdir()] == [".kept"]
+
+
+def test_a_folder_of_saved_sessions_loses_no_other_file(tmp_path):
+    target = ReferenceBackend(random_model(2, vocab_size=258))
+    others = [tmp_path / "letters.kept", tmp_path / ".letters.kept-1.new"]
+    for other in others:
+        other.write_text("mine" * 1000)
+        os.utime(other, (0, 0))
+    cache = DiskCache(tmp_path, target, 1, least=4)
+    session = target.open()
+    prefill(target, session, list(range(100)))
+    assert cache.put(session)
+    assert [path for path in tmp_path.iterdir() if path not in others] == []  # more than fits
+    assert all(other.exists() for other in others)
+
+
+def test_saving_a_session_replaces_no_other_file(tmp_path):
+    target, notes = ReferenceBackend(random_model(2, vocab_size=258)), tmp_path / "notes.md"
+    session = target.open()
+    prefill(target, session, list(range(10)))
+    for content in ("", "mine", "# a text that is longer"):
+        notes.write_text(content)
+        with pytest.raises(SessionFileError, match="it is not replaced"):
+            session.save(notes)
+        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("notes.md", content)]

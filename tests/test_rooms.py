@@ -101,8 +101,9 @@ ASKS = {
     "uname",
 }
 MAY_ASK = {
-    "edgespec/machine/measurements.py", "edgespec/machine/memory.py", "edgespec/machine/system.py",
-    "edgespec/machine/this_machine.py",
+    "edgespec/machine/disk.py", "edgespec/machine/files.py", "edgespec/machine/measurements.py",
+    "edgespec/machine/memory.py",
+    "edgespec/machine/system.py", "edgespec/machine/this_machine.py",
     "backends/llamacpp/ggml/files.py", "backends/llamacpp/ggml/stop.py",  # names of libraries
     "backends/llamacpp/memory/threads.py",  # the load of other programs while a pass computes
 }  # fmt: skip
@@ -158,4 +159,4 @@ def test_a_missing_engine_is_named_with_its_command() -> None:
         "try: load_backend('llamacpp', 'model.gguf')\nexcept MissingPackage as error: print(error)"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert found.strip().endswith("needs the package 'llama-cpp-python': pip install 'llama-cpp-python'")
+    assert found.strip().endswith("-m pip install llama-cpp-python")

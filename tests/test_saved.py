@@ -2,12 +2,14 @@
 
 import os
 import re
+import shutil
 from pathlib import Path
 from time import time
 
 import pytest
-from contract import check_session, random_tokens
+from contract import check_session, loaded, random_tokens
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
+from test_contract import llamacpp_factory, mlx_factory, torch_factory
 
 from edgespec.errors import SessionFileError
 from edgespec.loop import session_files as saved
@@ -115,6 +117,37 @@ class TestFiles:
         assert len(set(found)) == 3
         with pytest.raises(SessionFileError, match="cannot be read"):
             saved.content_of(str(tmp_path / "e"))
+
+
+@pytest.mark.parametrize("engine", ["smollm2_tiny", "torch", "mlx"])
+def test_a_model_whose_file_is_replaced_is_still_the_one_that_was_loaded(engine, tmp_path, request):
+    """In one process, under one path: sessions of the old model are not those of the new one."""
+    if engine == "smollm2_tiny":
+        pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+        weights = tmp_path / "model.gguf"
+        shutil.copy(request.getfixturevalue(engine), weights)
+        load = llamacpp_factory(weights)
+    else:
+        load = {"torch": torch_factory, "mlx": mlx_factory}[engine](tmp_path / "folder")
+        weights = next((tmp_path / "folder").rglob("*.safetensors"))
+    with loaded(load, sessions=1, context_length=64) as old:
+        text = random_tokens(old, 20, 1)
+        session = old.open()
+        prefill(old, session, text)
+        session.save(tmp_path / "old.session")
+        changed = bytearray(weights.read_bytes())
+        changed[-100] ^= 1
+        weights.with_name("new").write_bytes(changed)
+        weights.with_name("new").replace(weights)
+        with loaded(load, sessions=1, context_length=64) as new:
+            other = new.open()
+            with pytest.raises(SessionFileError, match="it is another model's"):
+                other.load(tmp_path / "old.session")
+            session.save(tmp_path / "later.session")
+            with pytest.raises(SessionFileError, match="it is another model's"):
+                other.load(tmp_path / "later.session")
+        session.load(tmp_path / "old.session")
+        assert session.token_ids == text
 
 
 class TestShelf:

@@ -5,8 +5,9 @@ import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib import import_module
 from threading import Event, Semaphore
 from typing import ClassVar
 
@@ -19,6 +20,7 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
+from edgespec.loop import grammar
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.tree import Source
 from edgespec.model import Model
@@ -120,16 +122,19 @@ class TestChat:
         assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
     def test_a_seed_is_drawn_and_told(self, client):
-        first = client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 20}).json()
-        second = client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 20}).json()
+        body = HELLO | {"max_tokens": 20, "temperature": 1.0}
+        first = client.post("/v1/chat/completions", json=body).json()
+        second = client.post("/v1/chat/completions", json=body | {"seed": -1}).json()
         seeds = [answer["edgespec"]["seed"] for answer in (first, second)]
         assert seeds[0] != seeds[1]
-        again = client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 20, "seed": seeds[0]}).json()
+        assert min(seeds) >= 0
+        assert max(seeds) < 2**32  # -1 is drawn, too
+        again = client.post("/v1/chat/completions", json=body | {"seed": seeds[0]}).json()
         assert again["choices"] == first["choices"] != second["choices"]
         assert again["system_fingerprint"] == first["system_fingerprint"]
 
     def test_choices_have_the_seeds_that_follow(self, client):
-        body = HELLO | {"max_tokens": 12, "seed": 2**64 - 1, "n": 3}
+        body = HELLO | {"max_tokens": 12, "seed": 2**64 - 1, "n": 3, "temperature": 1.0}
         answer = client.post("/v1/chat/completions", json=body).json()
         texts = [choice["message"]["content"] for choice in answer["choices"]]
         assert texts == [
@@ -215,6 +220,13 @@ class TestChat:
             assert len(tree["path"]) == len(trace["tokens"])
         assert "edgespec" not in json.loads(stream(client, "/v1/chat/completions", HELLO | {"max_tokens": 3})[1])
 
+    @pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=0.5, top_p=0.9)])
+    def test_without_sampling_an_answer_is_the_one_of_run(self, sampling):
+        with served(sampling=sampling) as client:
+            answer = client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 15, "seed": 3}).json()
+            expected = client.model.chat("hello", max_tokens=15, seed=3)
+            assert answer["choices"][0]["message"]["content"] == expected.text
+
     def test_what_the_model_proposes_is_the_default(self):
         with served(sampling=SamplingParams(temperature=0.5, top_k=3)) as client:
             answer = client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 15, "seed": 3}).json()
@@ -227,11 +239,11 @@ class TestCompletions:
         ids = client.model.target.vocab.encode("to be", add_bos=True, parse_special=False)
         expected = alone(client, "to be", max_tokens=9, temperature=1.0, seed=1)
         for prompt in ("to be", ["to be"], ids, [ids]):
-            body = {"prompt": prompt, "max_tokens": 9, "seed": 1}
+            body = {"prompt": prompt, "max_tokens": 9, "seed": 1, "temperature": 1.0}
             answer = client.post("/v1/completions", json=body).json()
             assert answer["choices"][0]["text"] == expected
             assert answer["object"] == "text_completion"
-        body = {"prompt": ["to be", "or not"], "max_tokens": 9, "seed": 1, "n": 2, "logprobs": 2}
+        body = {"prompt": ["to be", "or not"], "max_tokens": 9, "seed": 1, "n": 2, "logprobs": 2, "temperature": 1.0}
         answer = client.post("/v1/completions", json=body).json()
         assert [choice["text"] for choice in answer["choices"]] == [
             alone(client, prompt, max_tokens=9, temperature=1.0, seed=seed)
@@ -364,6 +376,12 @@ BAD = [
     (HELLO | {"stop": ["a"] * 17}, "17 stop strings"),
     (HELLO | {"logit_bias": {"a": 1}}, "logit_bias"),
     (HELLO | {"logit_bias": {"-1": 1}}, "logit_bias"),
+    (
+        HELLO | {"repetition_penalty": 1e39, "logprobs": True},
+        "repetition_penalty is 1e",
+    ),  # log-probabilities: no number
+    (HELLO | {"repetition_penalty": 1e-39, "logprobs": True}, "repetition_penalty is 1e"),
+    (HELLO | {"presence_penalty": -1e39}, "presence_penalty is -1e"),
     (HELLO | {"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21"),
     (HELLO | {"tools": [{"type": "function"}]}, "a function has no name"),
     (HELLO | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "calls are not known here"),
@@ -373,6 +391,11 @@ BAD = [
     (HELLO | {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "schema of type object"),
     (HELLO | {"response_format": {"type": "json_schema", "schema": {"type": "cat"}}}, "json_schema cannot be used"),
     (HELLO | {"response_format": {"type": "json_schema", "schema": {"enum": ["a" * 70000]}}}, "longer than 65536"),
+    (HELLO | {"response_format": {"type": "json_schema", "schema": {"multipleOf": 99991}}}, "multipleOf is 99991"),
+    (
+        HELLO | {"response_format": {"type": "json_schema", "schema": {"uniqueItems": True}, "strict": True}},
+        "uniqueItems",
+    ),
     (HELLO | {"edgespec": {"regex": "("}}, "regex cannot be used"),
     (HELLO | {"edgespec": {"lark": "start: nothing"}}, "lark cannot be used"),
     ({"messages": [{"role": "user", "content": "a" * 600}]}, "holds 400"),
@@ -677,6 +700,46 @@ def test_a_slow_schema_stops_no_other_request(slow, monkeypatch):
         finally:
             go_on.set()
         assert {one.result().status_code for one in waiting} == {200}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "module"),
+    [
+        ("POST", "/v1/chat/completions", "chat"),
+        ("POST", "/v1/messages/count_tokens", "messages"),
+        ("PUT", "/edgespec/draft-prompt", "chat"),
+    ],
+)
+def test_large_bodies_do_not_hold_up_other_clients(method, path, module, monkeypatch):
+    """JSON of megabytes is parsed, and conversations are made of it, outside the server's loop."""
+    in_loop = []
+
+    def noted(inner):
+        def wrapper(*given):
+            with suppress(RuntimeError):
+                in_loop.append(asyncio.get_running_loop())
+            in_loop.append(None)
+            return inner(*given)
+
+        return wrapper
+
+    for owner, name in ((wire, "_depth"), (import_module(f"edgespec.server.dialects.{module}"), "text_of")):
+        monkeypatch.setattr(owner, name, noted(getattr(owner, name)))
+    with served() as client:
+        assert client.request(method, path, json=HELLO | {"max_tokens": 3}).status_code == 200
+    assert len(in_loop) >= 2
+    assert not any(in_loop)
+
+
+def test_the_first_grammar_does_not_stop_the_server(monkeypatch):
+    """llguidance reads the vocabulary with Python's lock held: a server does it before it has clients."""
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
+    read, inner = [], grammar.Tokenizer
+    monkeypatch.setattr(grammar, "Tokenizer", lambda vocab: read.append(vocab) or inner(vocab))
+    with served() as client:
+        assert len(read) == 1
+        assert client.post("/v1/chat/completions", json=HELLO | {"response_format": SLOW}).status_code == 200
+    assert len(read) == 1
 
 
 def test_requests_that_wait_for_a_grammar_count_as_waiting(monkeypatch):

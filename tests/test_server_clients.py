@@ -172,6 +172,7 @@ def test_many_clients_at_once():
             with httpx.Client(base_url=f"http://localhost:{port}") as http:
                 for turn in range(3):
                     body = {"messages": HELLO, "max_tokens": 6 + turn, "seed": number, "n": 1 + turn % 2}
+                    body["temperature"] = 1.0
                     answer = http.post("/v1/chat/completions", json=body).json()
                     found[number, turn] = [choice["message"]["content"] for choice in answer["choices"]]
 

@@ -1,20 +1,23 @@
 """Calls that must be: the grammar of every form, markers being text or control tokens; and gpt-oss's channels."""
 
+import json
 import re
 
+import numpy as np
 import pytest
-from edgespec.backends.reference.backend import ReferenceVocab
+from edgespec.backends.reference.backend import CHAT_TEMPLATE, ReferenceVocab
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
-from test_server import HELLO, served
+from test_server import HELLO, served, stream
 from test_server_forms import SCHEMA, pieces
 from test_server_tools import TEMPLATE, TOOLS, check
 
 from edgespec.errors import UsageError
+from edgespec.loop import generate
 from edgespec.loop.grammar import Compiler, json_schema
 from edgespec.server import constrained
 from edgespec.server.call_formats import FORMATS
@@ -205,7 +208,16 @@ DEFINITIONS = {"n": {"type": "integer"}, "t": {"type": ["string", "null"]}}
         (True, True, {'{"a": 1}': '{"a": 1}'}),
         ({"description": "a zip"}, True, {"12345": "12345"}),
         ({"type": "string"}, True, {'"a"': '"a"', "[1]": "[1]"}),
-        (TEXT, True, {"12345": "12345", '{"a": 1}': '{"a": 1}', "null": None}),
+        (TEXT, True, {"12345": "12345", '{"a": 1}': '{"a": 1}', "null": None, "None": None, "True": "True"}),
+        # As the templates of Qwen3-Coder, Nemotron 3 and Seed-OSS write values that are no strings.
+        ({"type": "boolean"}, False, {"True": True, "False": False, "true": True, "yes": "yes"}),
+        ({"type": ["integer", "null"]}, False, {"None": None, "7": 7, "0x7": "0x7", "1_0": "1_0"}),
+        ({"type": "array"}, False, {"['a', None]": ["a", None], "[1,": "[1,", "{1, 2}": "{1, 2}"}),
+        (
+            {"type": "object"},
+            False,
+            {"{'a': True}": {"a": True}, "{'a': b'b'}": "{'a': b'b'}", "{'a': 1e999}": "{'a': 1e999}"},
+        ),
         ({"anyOf": [NUMBER, TEXT]}, True, {"12345": 12345, "1.5": "1.5", '"a"': '"a"', "a": "a"}),
         ({"anyOf": [NUMBER, {}]}, True, {"5": "5"}),
         (NUMBER, False, {"5": 5, "five": "five"}),
@@ -300,6 +312,29 @@ def test_json_within_markup_keeps_what_its_references_mean():
         for value in (good, bad):
             text = f"<tool_call>f<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>"
             assert fits(vocab, grammar, text) == (value is good), text
+
+
+@pytest.mark.parametrize(("name", "draft"), [("$id", "draft-07/schema#"), ("id", "draft-04/schema#")])
+def test_parameters_with_an_id_may_refer_to_themselves(name, draft):
+    properties = {"all": {"type": "array", "items": {"$ref": "#"}}, "n": {"$ref": "#/$defs/n"}}
+    about = {"$schema": f"http://json-schema.org/{draft}", name: "https://example.org/f.json"}
+    parameters = {**about, "properties": properties, "$defs": {"n": {"type": "integer"}}}
+    vocab = Vocabulary()
+    grammar = call_grammar(vocab, form_named("<arg_key>"), [{"name": "f", "parameters": parameters}])
+    text = '<tool_call>f<arg_key>all</arg_key><arg_value>[{"n": 5}]</arg_value></tool_call>'
+    assert fits(vocab, grammar, text)
+    assert not fits(vocab, grammar, text.replace("5", "true"))
+
+
+@pytest.mark.parametrize("seen", ["<arg_key>", "<tool_call>"])
+def test_tools_whose_parameters_have_more_keywords_can_be_forced(seen):
+    """As sets, addresses and unions of types have them; with `strict`, all must be enforced, so these are refused."""
+    tags = {"type": "array", "items": {"type": "string", "format": "uri-reference"}, "uniqueItems": True}
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"tags": tags}}}
+    compiler = Compiler(Vocabulary())
+    compiler.compiled(call_grammar(Vocabulary(), form_named(seen), [function]))
+    with pytest.raises(UsageError, match="cannot be used"):
+        compiler.compiled(call_grammar(Vocabulary(), form_named(seen), [function | {"strict": True}]))
 
 
 def test_a_grammar_with_an_unclosed_string_is_searched_once():
@@ -452,3 +487,81 @@ def test_thoughts_by_the_name_that_gpt_oss_has_for_them():
     assert said["thinking"] == "why"
     assert said["content"] == ""
     assert "reasoning_content" not in said
+
+
+PLACE = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "at": {"$ref": "#/$defs/few"}},
+    "required": ["name"],
+}
+EVERY_KIND = {  # required and by reference; then optional: enum, nullable, nested, of a list, and one that is left out
+    "type": "object",
+    "properties": {
+        "word": {"type": "string"}, "times": {"$ref": "#/$defs/few"}, "how": {"enum": ["fast", "well", 3]},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "place": {"$ref": "#/$defs/place"},
+        "where": {"type": "array", "items": {"type": "string"}}, "always": {"type": "boolean"},
+    },
+    "required": ["word", "times"],
+    "$defs": {"few": {"type": "integer"}, "place": PLACE},
+}  # fmt: skip
+GIVEN = {
+    "word": "12345", "times": 2, "how": "well", "note": None, "place": {"name": "{}", "at": 1}, "where": ["here", "5"],
+}  # fmt: skip
+
+
+def in_braces(value):
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{in_braces(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(map(in_braces, value))}]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+
+def call_in(form, arguments):
+    """A call of look_up as the family's template writes it: `SPELLED` compares `form.call` with these."""
+    values = [value if isinstance(value, str) else json.dumps(value) for value in arguments.values()]
+    pairs = [
+        form.pair.replace("{key}", key).replace("{value}", value) for key, value in zip(arguments, values, strict=True)
+    ]
+    parts = {
+        "braces": in_braces(arguments), "arguments": json.dumps(arguments), "quoted": '"look_up"', "name": "look_up",
+        "line": "\n", "number": "0", "id": "abcdefgh1",
+    }  # fmt: skip
+    return re.sub(r"\{(\w+)\}", lambda found: parts[found[1]], form.call.replace("{pairs}", "".join(pairs)))
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("seen", SPELLED)
+@pytest.mark.parametrize("asked", ["auto", "auto, with response_format", "required"])
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_a_client_gets_the_arguments_that_the_model_wrote(seen, asked, streamed, monkeypatch):
+    form = form_named(seen)
+    says = call_in(form.marked() if "response_format" in asked else form, GIVEN)
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": EVERY_KIND}}
+    body = HELLO | {"tools": [tool], "tool_choice": asked.partition(",")[0], "max_tokens": 900}
+    if "response_format" in asked:
+        body["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"schema": PLACE | {"$defs": EVERY_KIND["$defs"]}},
+        }
+    template = f"{{% if tools %}}{{% endif %}}{{# {seen} #}}{CHAT_TEMPLATE}"
+    with served(context=2000, template=template) as client:
+        vocab = client.model.target.vocab
+        ids = [*vocab.encode(says, add_bos=False, parse_special=False), vocab.eos_id]
+
+        def scripted(logits, position, params, noise, prompt_ids, output_ids):
+            token = ids[len(output_ids)]
+            assert np.isfinite(logits[token]), f"the grammar forbids {says[len(output_ids) :]!r}"
+            return token
+
+        monkeypatch.setattr(generate, "sample", scripted)
+        if streamed:
+            parts = [json.loads(data)["choices"] for data in stream(client, "/v1/chat/completions", body)[:-1]]
+            calls = [call for (part,) in filter(None, parts) for call in part["delta"].get("tool_calls", ())]
+            name = "".join(call["function"].get("name", "") for call in calls)
+            arguments = "".join(call["function"].get("arguments", "") for call in calls)
+        else:
+            answer = client.post("/v1/chat/completions", json=body).json()
+            (call,) = answer["choices"][0]["message"]["tool_calls"]
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+    assert (name, json.loads(arguments)) == ("look_up", GIVEN)

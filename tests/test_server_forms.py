@@ -16,9 +16,10 @@ from test_server_tools import TEMPLATE
 from edgespec.loop.grammar import Compiler, json_schema, lark, regex
 from edgespec.loop.text import TextStream
 from edgespec.server.call_formats import FORMATS, HERMES
+from edgespec.server.channels import BEGINNINGS, MARKERS, ChannelParser
 from edgespec.server.constrained import ThoughtFirst, control_tokens
 from edgespec.server.conversation import Thought
-from edgespec.server.output_format import call_format_of, thinking_of
+from edgespec.server.output_format import THINKING, call_format_of, thinking_of
 from edgespec.server.parse_output import OutputParser
 from edgespec.server.tool_calls import Call, Tool, Tools
 
@@ -162,6 +163,13 @@ def test_braces_may_hold_spaces_and_strings_of_json():
     assert pieces(OutputParser(format_of("<|tool_call>call:")), text) == [("f", {"a": {}, "b": [1, "c:d", "e:f}"]})]
 
 
+def test_none_in_braces_is_null_as_in_the_template_of_gemma_4():
+    text = '<|tool_call>call:f{a:None,b:[None],None:<|"|>None<|"|>}<tool_call|>'
+    assert pieces(OutputParser(format_of("<|tool_call>call:")), text) == [
+        ("f", {"a": None, "b": [None], "None": "None"})
+    ]
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(list(WRITTEN)), st.data())
 def test_what_is_cut_or_broken_is_content(seen, data):
@@ -170,6 +178,64 @@ def test_what_is_cut_or_broken_is_content(seen, data):
     start, end = sorted((data.draw(st.integers(0, len(text))), data.draw(st.integers(0, len(text)))))
     found = pieces(OutputParser(format_of(seen)), text[:start] + text[end:], data)
     assert all(isinstance(piece, str) or isinstance(piece[0], str) for piece in found)
+
+
+JUNK = (
+    *'{}[]",:\\\n\t é�\u2028<5', '"name": "f"', '"arguments": ', '{"name":"f","parameters":{', "\\ud800", "NaN",
+    "f", "city", "days", "[[[[" * 600, '{"a":' * 1500, "call:", "functions.", "to=", "analysis", "final", "<|",
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([*WRITTEN, "channels"]), st.sampled_from([None, *THINKING]), st.booleans(), st.data())
+def test_whatever_a_model_writes_is_parsed_alike_however_it_comes(seen, thinking, inside, data):
+    """Markers in any order and half of them, broken JSON, deep nesting: nothing raises, and no text is lost."""
+    form = None if seen == "channels" else format_of(seen)
+    markers = [*form.markers, *(thinking or ())] if form else [*MARKERS, *BEGINNINGS]
+    text = "".join(data.draw(st.lists(st.sampled_from([*markers, *JUNK]), max_size=14)))
+
+    def parser():
+        if not form:
+            return ChannelParser(HERMES)
+        return OutputParser(form, thinking, inside=inside, parameters=TOOLS.parameters)
+
+    whole = pieces(parser(), text)
+    assert pieces(parser(), text, data) == whole
+    if form and not any(isinstance(piece, tuple) for piece in whole):
+        shown = "".join(piece.text if isinstance(piece, Thought) else piece for piece in whole)
+        for marker in (*(thinking or ()), *" \t\n\u2028"):
+            shown, text = shown.replace(marker, ""), text.replace(marker, "")
+        assert shown == text
+
+
+@pytest.mark.parametrize("seen", [seen for seen in WRITTEN if "[TOOL_CALLS]" in seen])
+def test_a_marker_without_a_call_is_content(seen):
+    assert pieces(OutputParser(format_of(seen)), "Yes.[TOOL_CALLS]") == ["Yes.[TOOL_CALLS]"]
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_an_answer_without_a_channel_is_content_however_it_comes(cut):
+    parser, text = ChannelParser(), "<|message|>Yes."
+    found = [*parser.push(text[:cut]), *parser.push(text[cut:]), *parser.finish()]
+    assert "".join(found) == text
+
+
+@pytest.mark.parametrize(
+    ("seen", "text"),
+    [
+        ("<|tool_call>call:", "call:f{a:" + "ab c\n" * 60_000),
+        ("<arg_key>", "f\n" + "<arg_key>a</arg_key><arg_value>" * 1_000),
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>f<|tool_call_argument_begin|>" * 1_000),
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>" * 1_000),
+    ],
+)
+def test_a_call_that_repeats_itself_does_not_hold_up_the_server(seen, text):
+    """Small models do so: if each beginning were tried with each end, this would take minutes."""
+    found = pieces(OutputParser(format_of(seen), parameters=TOOLS.parameters), text.join(MARKED[seen]))
+    assert found in ([text.join(MARKED[seen])], [("f", {})])
+
+
+MARKED = {seen: (form.open[0], form.close) for form in FORMATS if form.close for seen in ["".join(form.seen)]}
 
 
 @pytest.mark.parametrize("seen", WRITTEN)

@@ -719,10 +719,11 @@ def test_mappings_of_a_file_by_device_and_number_or_by_path(tmp_path: Path) -> N
 
 
 @linux_only
-def test_a_mapped_path_that_is_no_utf_8_hinders_no_other(tmp_path: Path) -> None:
-    path, maps = tmp_path / os.fsdecode(b"mod\xffel"), tmp_path / "maps"
+@pytest.mark.parametrize("odd", [b"\xff", "\u2028".encode(), b"\r", b"\x0b", "\u0085".encode()])
+def test_no_character_of_a_mapped_path_hinders_another(tmp_path: Path, odd: bytes) -> None:
+    path, maps = tmp_path / os.fsdecode(b"mod" + odd + b"el"), tmp_path / "maps"
     path.write_bytes(b"x")
-    lines = "7f0-7f1 r--s 0 ff:1f 77 " + str(path.resolve()), "7f2-7f3 r--s 0 ff:1f 77 /other\udcff"
+    lines = [f"7f{i}-7f{i + 1} r--s 0 ff:1f 77 {name}" for i, name in ((0, path.resolve()), (2, f"/a{path.name}"))]
     maps.write_bytes(os.fsencode("\n".join(lines)))
     assert mappings(str(path), maps) == [Mapping(0x7F0, 0x7F1, 0)]
 

@@ -1,13 +1,16 @@
-"""What a person sees while a model loads."""
+"""What a person sees while a model loads and writes."""
 
 import io
 import re
 import sys
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 
 import pytest
 
-from edgespec.cli.terminal import LONG_PROMPT, LoadingBar, write_answer
+from edgespec.cli import terminal
+from edgespec.cli.terminal import LONG_PROMPT, Bars, LoadingBar, WordWrap, cells_of, write_answer
+from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import Source
 from edgespec.model import GenerationResult
 from edgespec.scheduler.requests import Chunk
@@ -39,6 +42,30 @@ def test_nothing_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(monkeypatch, io.StringIO()) == ""
 
 
+def test_long_work_without_a_terminal_tells_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = SimpleQueue[str]()
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.001)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(terminal.click, "echo", lambda text, err: lines.put(text))
+
+    def next_line(start: str) -> str:
+        return next(line for line in iter(lambda: lines.get(timeout=60), "") if line.startswith(start))
+
+    with LoadingBar("big.gguf") as bar:
+        assert re.fullmatch(r"loading big\.gguf, \d+ s", next_line("loading"))
+        bar.say("finding passes, once")
+        assert next_line("finding") == "finding passes, once"  # at once
+        assert re.fullmatch(r"finding passes, once, \d+ s", next_line("finding"))
+        bar.say("finding passes, twice")
+        assert re.fullmatch(r"finding passes, twice, \d+ s", next_line("finding passes, twice"))
+        bar.update(1 << 30, 4 << 30)
+        assert re.fullmatch(r"reading big\.gguf: 25 %, \d+ s", next_line("reading"))
+    with Bars() as bars:
+        bars.update("fetching a", 1, 3)
+        bars.update("fetching b", 2, 4)
+        assert re.fullmatch(r"fetching b: 50 %, \d+ s", next_line("fetching b"))
+
+
 def test_a_model_that_is_not_streamed_has_a_spinner_only(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
@@ -66,6 +93,105 @@ def test_the_prefill_of_a_long_prompt_has_a_bar(length: int, monkeypatch: pytest
     stream, result = Terminal(), GenerationResult()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
-    assert not write_answer(Reader(length), "prompt", result, {}, quiet=True)  # type: ignore[arg-type]
+    write_answer(Reader(length), "prompt", result, {}, quiet=True)  # type: ignore[arg-type]
     assert result.text == "word"
     assert ("prefill" in stream.getvalue()) == (length == LONG_PROMPT)
+
+
+class Screen:
+    """What a terminal shows: it wraps where text reaches its edge."""
+
+    def __init__(self, width: int) -> None:
+        self.width, self.lines, self.column = width, [""], 0
+
+    def write(self, text: str) -> None:
+        for one in text:
+            if one == "\n":
+                self.lines.append("")
+                self.column = 0
+            elif one == "\b":
+                self.column = max(0, min(self.column, self.width - 1) - 1)
+            else:
+                cells = cells_of(one)
+                if self.column + cells > self.width:
+                    self.write("\n")
+                line = self.lines[-1]
+                self.lines[-1] = line[: self.column] + one + line[self.column + 1 :]
+                self.column += cells
+
+
+PROSE = "The lighthouse keeper's donkey, unimpressed by storms, chewed  its hay: http://example.org/a/very/long/path. "
+
+
+@pytest.mark.parametrize("width", [12, 20, 33, 80])
+@pytest.mark.parametrize("piece", [1, 3, 1000])
+def test_words_stay_whole_at_the_edge(width: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines, screen = WordWrap(), Screen(width)
+    for start in range(0, len(PROSE), piece):
+        screen.write(lines.broken(PROSE[start : start + piece]))
+    assert max(len(line) for line in screen.lines) <= width
+    words = [word for word in PROSE.split() if len(word) < width]
+    assert [word for line in screen.lines for word in line.split() if word in words] == words
+    assert "".join(screen.lines).replace(" ", "") == PROSE.replace(" ", "")
+    assert not any(line.startswith(" ") for line in screen.lines)
+
+
+def test_wide_characters_break_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "11")
+    screen = Screen(11)
+    screen.write(WordWrap().broken("a 灯台守は毎朝天気を書いた"))
+    assert screen.lines == ["a 灯台守は", "毎朝天気を", "書いた"]
+
+
+def test_code_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "20")
+    code = "  ```python\nprint('a long line of code', 1, 2, 3, 4)\n  ```\n"
+    assert WordWrap().broken(code) == code
+    assert (
+        WordWrap().broken(code + "and prose that is long enough").removeprefix(code) != "and prose that is long enough"
+    )
+
+
+@pytest.mark.parametrize(("stream", "term"), [(io.StringIO(), "xterm"), (Terminal(), "dumb")])
+def test_text_is_not_broken_for_files_and_dumb_terminals(
+    stream: io.StringIO, term: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("COLUMNS", "12")
+    assert WordWrap().broken(PROSE) == PROSE
+
+
+@pytest.mark.parametrize(
+    ("tokens", "passes", "drafted", "plain_seconds", "planner", "has", "lacks"),
+    [
+        (60, 60, 0, 0.0, "auto", "nothing drafted: it promised no gain", "did not pay"),
+        (60, 60, 0, 10.6, "auto", "acceptance length 1.00", "x plain"),  # a figure that cannot be
+        (
+            60,
+            50,
+            20,
+            0.9,
+            "specexec",
+            "(0.90 x plain), acceptance length 1.20, 50 passes, drafting did not pay",
+            "nothing",
+        ),
+        (60, 30, 60, 1.8, "specexec", "(1.80 x plain)", "pay"),
+        (60, 30, 60, 2.5, "specexec", "acceptance length 2.00", "x plain"),
+        (60, 60, 0, 0.0, "none", "seed 7", "drafted"),
+    ],
+)
+def test_the_last_line_says_whether_drafting_paid(
+    tokens: int, passes: int, drafted: int, plain_seconds: float, planner: str, has: str, lacks: str
+) -> None:
+    stats = GenerationStats(planner=planner, seed=7, tokens=tokens, passes=passes, drafted=drafted)
+    stats.target_seconds, stats.plain_seconds = 1.0, plain_seconds
+    assert has in stats.summary()
+    assert lacks not in stats.summary()

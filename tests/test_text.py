@@ -1,6 +1,9 @@
 """Streaming text: whole characters only, stop strings never shown, chat templates in a sandbox."""
 
+import os
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -150,6 +153,8 @@ ALL = "{% set known = ['system', 'user', 'assistant', 'tool'] %}"
         (TURNS + STRICT + LOOP, "suasu", "u:0\n\n1;a:2;u:3\n\n4;"),  # it refuses all, as Gemma 2's
         (TURNS + STRICT + LOOP, "su", "u:0\n\n1;"),
         (FIRST + TURNS + LOOP, "dud", "u:0\n\n1\n\n2;"),
+        (TURNS + LOOP, "su", "u:0\n\n1;"),  # it drops all
+        (FIRST + TURNS + LOOP + "{{ messages[-1].role[:0] }}", "s", "u:0;"),  # it needs one more, as Nemotron's
     ],
 )
 def test_no_system_message_is_dropped_or_refused(template: str, roles: str, expected: str) -> None:
@@ -158,6 +163,26 @@ def test_no_system_message_is_dropped_or_refused(template: str, roles: str, expe
     messages = [{"role": names[role], "content": str(i)} for i, role in enumerate(roles)]
     assert chat_text(ByteVocab(template), messages) == expected
     assert [message["content"] for message in messages] == list(map(str, range(len(roles))))
+
+
+TEMPLATES = sorted(Path(os.environ.get("EDGESPEC_TEMPLATES", "nowhere")).glob("*.jinja"))
+
+
+@pytest.mark.skipif(not TEMPLATES, reason="EDGESPEC_TEMPLATES is no folder of chat templates")
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("roles", ["su", "s", "ssu", "uas", "suasu", "dusadu", "uassu", "usau", "sus"])
+def test_published_templates_drop_and_refuse_no_system_message(path: Path, roles: str) -> None:
+    """Each message is there once. Some templates show all system messages at the beginning."""
+    names = {"s": "system", "u": "user", "a": "assistant", "d": "developer"}
+    messages = [{"role": names[role], "content": f"message-{i}."} for i, role in enumerate(roles)]
+    text = chat_text(ByteVocab(path.read_text("utf-8")), messages, answer=True)
+    assert sorted(re.findall(r"message-(\d)\.", text)) == list(map(str, range(len(roles))))
+
+
+def test_a_template_knows_the_date() -> None:
+    """Firefunction's cannot do without."""
+    text = chat_text(ByteVocab("{{ 'Today is ' + datetime + '.' + functions }}"), [{"role": "user", "content": "x"}])
+    assert re.fullmatch(r"Today is \d\d [A-Z][a-z]+ \d{4}\.", text)
 
 
 def test_what_was_rendered_stays_the_beginning() -> None:
@@ -198,3 +223,10 @@ def test_templates_may_mark_what_is_trained_on() -> None:
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}!{% endfor %}"
     _, *text = render_chat(ByteVocab(template), [{"role": "user", "content": "x"}] * 2)
     assert bytes(text) == b"x!x!"
+
+
+def test_a_template_without_an_end_refuses_the_messages() -> None:
+    """Hermes 2 Pro's describes the type of a tool's parameter by itself, where the schema gives none."""
+    vocab = ByteVocab("{% macro kind(of) %}{{ kind(of) }}{% endmacro %}{{ kind(messages) }}")
+    with pytest.raises(UsageError, match=r"^the model's chat template cannot show these messages: .*recursion"):
+        render_chat(vocab, [{"role": "user", "content": "hello"}])

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
@@ -27,7 +28,7 @@ from contract import (
     work,
 )
 from edgespec.backends.torch.attention import build_mask
-from edgespec.backends.torch.backend import load
+from edgespec.backends.torch.backend import engine, load
 from edgespec.backends.torch.loading import work_bytes
 from edgespec.backends.torch.logits import top_on_device
 from edgespec.backends.torch.offload import (
@@ -41,9 +42,11 @@ from hf_models import FAMILIES, SMALL, save, tiny_model, torch, transformers
 
 from edgespec.errors import Interrupted, MissingPackage, ModelError, UsageError
 from edgespec.loading.by_name import load_backend
+from edgespec.loop.engines import load_at_once
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import top_of_rows
 from edgespec.loop.tree import ancestor_mask, depths
+from edgespec.machine.this_machine import this_machine
 
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None,
@@ -62,6 +65,17 @@ def llama(tmp_path_factory):
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
     return save(tiny_model(request.param), tmp_path_factory.mktemp("family"))
+
+
+def test_a_quota_of_processors_bounds_pytorchs_threads(llama):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for machine_cores, used in ((2, 2), (64, 2)):  # more than PyTorch has chosen itself are not taken
+            load_at_once(engine, str(llama), replace(this_machine(), cores=machine_cores)).close()
+            assert torch.get_num_threads() == used
+    finally:
+        torch.set_num_threads(before)
 
 
 class TestFamilies:

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from window_files import ARCHITECTURES, WINDOW, write_windowed
 
-import edgespec
 from edgespec.errors import ModelError, SessionFileError, UsageError
 from edgespec.loop.backend import Work
 from edgespec.loop.passes import prefill
@@ -124,31 +123,6 @@ def test_whatever_sessions_do_their_logits_are_those_of_a_fresh_one(path, agains
         at = int(rng.integers(len(sessions)))
         against.check(backend, sessions[at], texts[at])
     backend.close()
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("parallel", [1, 2])
-def test_chats_that_take_turns_go_on_as_if_alone(path, tmp_path, parallel):
-    """Each answer, from what is kept, from a file or from a cache put in order, is that of a model that reads all."""
-    rng, options = np.random.default_rng(1), {"planner": "none", "threads": 1, "remember": False, "context_length": 900}
-    chats = ["".join(map(chr, rng.integers(97, 122, 300))) for _ in range(2)]
-    with edgespec.load(path, **options) as alone, edgespec.load(path, parallel=parallel, **options) as model:
-        for turn in range(24):
-            chat = turn // 3 % 2
-            if turn % 5 == 4:
-                model.scheduler.save(tmp_path / "a.session")
-                model.scheduler.forget()
-                model.scheduler.load(tmp_path / "a.session")
-            if turn % 7 == 6:
-                model.target.cells.put_in_order(model.target.sessions)
-            cut = len(chats[chat]) - int(rng.integers(100))  # its last words are written differently
-            chats[chat] = chats[chat][:cut] + "".join(map(chr, rng.integers(97, 122, 40)))
-            alone.scheduler.forget()
-            found, wanted = (
-                one.generate(chats[chat], max_tokens=12, temperature=1.0, seed=turn).token_ids for one in (model, alone)
-            )
-            assert found == wanted, turn
-            chats[chat] += "the next words "
 
 
 def test_a_file_that_lacks_what_had_left_the_window_is_refused(path, tmp_path, monkeypatch):

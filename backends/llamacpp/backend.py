@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from time import monotonic
 from typing import Any, cast
@@ -13,7 +12,7 @@ from edgespec.errors import Closed, Interrupted, ModelError, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array
-from edgespec.loop.session_files import content_of, identity_of
+from edgespec.loop.session_files import identity_of
 from edgespec.loop.shapes import TILE, BatchInvariance
 from edgespec.weights.plan import Plan
 from edgespec.weights.ring import Streamer
@@ -60,18 +59,20 @@ class LlamaBackend:
         self.notes: Sequence[str] = ()
         self.plan: Plan | None = None
         self._watch = watch
+        self.signals = Signals()
         self._yielding = yielding  # threads of a pass that gives way to other programs; 0: it keeps its threads
         self._slow = SlowPasses()
         self.build = engine_build()
         self.computing = computing
         self.tiles = has_kernels(str(computing["kv_type"]))
+        self.splits_cells = self.tiles  # in passes of one node over many cells, among the threads
         self.state_width = 0  # floats of a row's hidden state; 0: states are not kept
         self.memory: Any = llama_cpp.llama_get_memory(context)
         self.model = model
         self.context = context
         window = llama_cpp.llama_model_n_swa(model)
         self.copies = not window and "lenders" not in computing
-        self.files: Sequence[str] = ()
+        self.content = ""
         self.row_hook: Callable[[int], None] = lambda rows: None
         self._ids = SeqIds(sessions, ids, ids // sessions if capabilities.paths else IN_WINDOWS if window else 1)
         self.cells = Cells(context, ids, window)
@@ -153,21 +154,26 @@ class LlamaBackend:
         between = paddings(sessions, batch, self.cells, self._open)
         logits: list[Logits] = []
         rows, end = Rows([], [], [], []), self.cells.end
-        for session, placement, padding in zip(sessions, placements, between, strict=True):
-            rows.pad(padding, self.cells.padding_id)
-            start, unread = len(rows.tokens), session.unread_committed
-            rows.add(*session.add(placement, self.cells.end + start))
-            index = {placement.first + node: start + unread + i for i, node in enumerate(placement.order)}
-            logits.append(LlamaLogits(self.context, self.vocab.size, self.state_width, index))
-            rows.wanted.extend(index[node] for node in placement.work.wanted.tolist())
-        self.cells.end += len(rows.tokens)
-        count = len(rows.tokens)
-        if shape := shape_of(self.capabilities, batch):
-            rows.fill(shape, self.cells.padding_id)
-        if self.state_width:
-            llama_cpp.llama_set_embeddings(self.context, len(rows.wanted) == len(rows.tokens))
         try:
+            for session, placement, padding in zip(sessions, placements, between, strict=True):
+                rows.pad(padding, self.cells.padding_id)
+                start, unread = len(rows.tokens), session.unread_committed
+                rows.add(*session.add(placement, self.cells.end + start))
+                index = {placement.first + node: start + unread + i for i, node in enumerate(placement.order)}
+                logits.append(LlamaLogits(self.context, self.vocab.size, self.state_width, index))
+                rows.wanted.extend(index[node] for node in placement.work.wanted.tolist())
+            self.cells.end += len(rows.tokens)
+            count = len(rows.tokens)
+            if shape := shape_of(self.capabilities, batch):
+                rows.fill(shape, self.cells.padding_id)
+            if self.state_width:
+                llama_cpp.llama_set_embeddings(self.context, len(rows.wanted) == len(rows.tokens))
             self.compute(rows, prompt=any(work.prompt for work in batch), padding=len(rows.tokens) - count)
+            with Signals().held():
+                if rows.padding:
+                    self.cells.drop_padding(sum(between))
+                for session in sessions:
+                    session.evaluated()
         except BaseException as error:
             self.cells.end = end
             for session, placement in zip(sessions, placements, strict=True):
@@ -178,11 +184,6 @@ class LlamaBackend:
             raise
         finally:
             self.stop.clear()
-        with Signals().held():
-            if rows.padding:
-                self.cells.drop_padding(sum(between))
-            for session in sessions:
-                session.evaluated()
         return logits
 
     def compute(self, rows: Rows, *, prompt: bool, padding: int) -> None:
@@ -197,13 +198,17 @@ class LlamaBackend:
     def _decode(self, total: int) -> None:
         watch = self._watch
         if self._yielding:
-            self._most_cells = max(self._most_cells, self.cells.end, sum(session.size for session in self._open))
+            held = sum(session.size for session in self._open)
+            # Paths leave holes, and a pass that failed leaves cells, so there what was held before counts, too.
+            before = self._most_cells if self.capabilities.paths or self.cells.uncertain else 0
+            self._most_cells = max(before, self.cells.end, held)
             others, began = crowd().others(monotonic()), monotonic()
             fewer = self._slow.fewer(began)
-            threads = threads_for(self._yielding, others, fewer, total, self._most_cells)
+            cells = self._most_cells if self.splits_cells else 0
+            threads = threads_for(self._yielding, others, fewer, total, cells)
             llama_cpp.llama_set_n_threads(self.context, threads, threads)
         self.row_hook(total)
-        with watch.signals.held() if watch else nullcontext():
+        with (watch or self).signals.held():
             status = llama_cpp.llama_decode(self.context, self._batch.struct)
             llama_cpp.llama_synchronize(self.context)
             if watch:
@@ -227,13 +232,13 @@ class LlamaBackend:
 
     @property
     def identity(self) -> dict[str, Any]:
-        return identity_of(self, content_of(*self.files))
+        return identity_of(self, self.content)
 
     def close(self) -> None:
-        if self.context is not None:
-            self.memory = None
-            llama_cpp.llama_free(self.context)
+        context, self.context = self.context, None  # at once: another thread may close it, too
+        self.model = self.memory = None
+        if context is not None:
+            llama_cpp.llama_free(context)
             if self._watch:
                 self._watch.close()
             self._vocab.close()
-            self.context = self.model = None

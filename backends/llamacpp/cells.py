@@ -7,25 +7,32 @@ session's cells, so there are no gaps:
     waste                 unused cells with ids of their own, so that llama.cpp does not reuse them
     cells from end on     free
 
-`Cells.make_room` saves all sequences at the end of the cache, clears it, and loads them without gaps.
+`Cells.make_room` saves all sequences at the end of the cache (on a disk, where memory is short), clears it, and loads
+them without gaps.
 
 Attention over long prompts adds up tiles of `TILE` cells. A token must have the same place in its tile as in an empty
 cache, so a partial tile is copied to the end before a prompt continues in it.
 """
 
 import ctypes
+import struct
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import pairwise
-from typing import Any, Protocol
+from tempfile import TemporaryFile
+from typing import IO, Any, Protocol
 
 from edgespec.errors import ContextFull, ModelError
 from edgespec.loop.passes import common_prefix
 from edgespec.loop.shapes import TILE, RowClass, also_wanted, whole_tiles
+from edgespec.machine.disk import folder_with_room
 
 from .ggml.files import llama_cpp
 from .ggml.signals import Signals
+from .ggml.state_files import read_parts, write_parts
 
 EXTRA_IDS = 2  # sequence ids for waste and for padding
 IN_WINDOWS = 2  # ids of a cell: with one, find_slot of llama-kv-cache.cpp reuses it behind a sliding window
@@ -110,6 +117,7 @@ class Cells:
         self.padding_id = ids
         self._waste_ids = range(ids + 1, ids + 1 + (IN_WINDOWS if window else 1))
         self.window = window
+        self.spare = sys.maxsize  # bytes for copies of cells
         self._marks = 0
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
@@ -188,15 +196,33 @@ class Cells:
             self._put_in_order([session for session in holders if session.cached])
 
     def _put_in_order(self, loaded: list[Holder]) -> None:
-        saved = [(*found, list(self.parts(found[0], found[2], found[0].cached))) for found in with_sources(loaded)]
+        needed = sum(llama_cpp.llama_state_seq_get_size(self._context, session.first_id) for session in loaded)
+        try:
+            with self._room_for(needed) as file:
+                self._move_all(loaded, file)
+        except OSError as error:
+            raise ModelError(f"cells cannot be put in order: {error}") from error
+
+    def _room_for(self, needed: int) -> IO[bytes]:
+        if needed > self.spare:
+            with suppress(ModelError, OSError):
+                return TemporaryFile(dir=folder_with_room(needed))
+        return BytesIO()
+
+    def _move_all(self, loaded: Sequence[Holder], file: IO[bytes]) -> None:
+        saved = list[tuple[Holder, Holder, int, int]]()
+        for session, source, shared in with_sources(loaded):
+            write_parts(file, self.parts(session, shared, session.cached))
+            saved.append((session, source, shared, file.tell()))
+        file.seek(0)
         llama_cpp.llama_memory_clear(self._memory, False)
         self.end, self.wasted, self.uncertain = 0, False, False
-        for session, source, shared, parts in saved:
+        for session, source, shared, stop in saved:
             own = session.own_ids
             if shared:
                 for seq in own:
                     llama_cpp.llama_memory_seq_cp(self._memory, source.first_id, seq, 0, shared)
-            if not all(self.put(data, own) for data in parts):
+            if not self._put_all(file, stop, own):
                 for other in loaded:
                     other.lost()
                 self.uncertain = True
@@ -206,13 +232,18 @@ class Cells:
             self.end += session.cached - shared
             session.moved(self.end, aligned)
 
+    def _put_all(self, file: IO[bytes], stop: int, ids: Sequence[int]) -> bool:
+        with suppress(OSError, ValueError, struct.error):
+            return all(self.put(data, ids) for data in read_parts(file, stop))
+        return False
+
     def parts(self, session: Holder, start: int, stop: int) -> Iterator[Any]:
         """
         Yields:
-            Serialised cells of a session at positions from `start` to `stop`. No part is longer than a sliding window:
-            llama.cpp omits cells that have left the window at a part's end, but a rewind needs them.
+            Serialised cells of a session at positions from `start` to `stop`, a tile at once. No part is longer than a
+            sliding window: llama.cpp omits cells that have left the window at a part's end, but a rewind needs them.
         """
-        step, seq = self.window or max(1, stop), self.padding_id
+        step, seq = min(self.window or TILE, TILE), self.padding_id
         edges = [start, *range(start - start % step + step, stop, step), stop] if start < stop else []
         for first, last in pairwise(edges):
             llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)

@@ -9,6 +9,7 @@ from edgespec.planners.path_cost import MOST_UNREAD
 
 from .cells import EXTRA_IDS, IN_WINDOWS
 from .ggml.files import FILE_TYPE_F32, LLAMA_MAX_SEQ, last_log, llama_cpp, load_header, metadata
+from .ggml.signals import Signals
 from .recurrent import ids_of_session, is_recurrent, most_paths
 
 # Types of keys and values in the cache: `kv_cache_types` in llama.cpp's common/arg.cpp, `ggml_type` in ggml.h.
@@ -120,7 +121,12 @@ class ContextSize:
 
 
 def make_context(path: str, model: Any, size: ContextSize, params: Any) -> Any:
-    context = llama_cpp.llama_init_from_model(model, params)
+    signals = Signals()
+    with signals.held():
+        context = llama_cpp.llama_init_from_model(model, params)
+        if context and signals.stop():
+            llama_cpp.llama_free(context)
+            context = None
     if not context:
         raise ModelError(f"{path}: no context of {size.context_length} tokens can be made: {last_log()}")
     return context

@@ -3,11 +3,13 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import ModelError, UsageError, check_whole
 from edgespec.loop.backend import Backend, Capabilities, Vocab
-from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress, check_sizes
+from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
+from edgespec.loop.session_files import content_of
+from edgespec.machine.disk import remove_name
 from edgespec.machine.this_machine import Gpu, this_machine
-from edgespec.weights.plan import Plan
+from edgespec.weights.plan import MARGIN, Plan
 
 from ..common.loader import loader
 from .backend import LlamaBackend
@@ -46,6 +48,7 @@ class LlamaPlan(LoadPlan):
         experts_here: all experts stay on the CPU.
         weights: the part of the weights that stays in memory; None: all.
         machine: that was planned for.
+        plenty: memory holds copies, too.
         borrowed: as from `lending.rpc.borrow`, or None.
     """
 
@@ -54,6 +57,7 @@ class LlamaPlan(LoadPlan):
     experts_here: bool
     weights: Plan | None
     machine: Machine
+    plenty: bool
     borrowed: Any = None
 
 
@@ -79,7 +83,7 @@ class LlamaEngine(Engine):
         return find_gpus()
 
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> LoadPlan:
-        check_sizes(options, LLAMA_MAX_SEQ)
+        check_whole("sessions", options.sessions, 1, LLAMA_MAX_SEQ)
         return LoadPlan(path=path, options=options) if options.lenders else plan_here(path, options, machine)
 
     def load(
@@ -103,6 +107,8 @@ class LlamaEngine(Engine):
             if way is None:
                 raise ModelError(f"{path}: there is no memory for a probe model of it with weights repacked")
             with closing(load_here(plan, way, lambda done, total: None)) as backend:
+                if copy != path:
+                    remove_name(copy)
                 backend.state_width = llama_cpp.llama_model_n_embd(backend.model)
                 yield backend
 
@@ -113,9 +119,13 @@ load = loader(engine)
 
 def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any = None) -> LlamaPlan:
     planner = MemoryPlanner(path, options, machine, borrowed)
-    plenty = planner.plenty
-    share = options.share if options.share is not None else 1.0 if plenty or options.resident else SHARE
+    share = options.share if options.share is not None else 1.0
     size = ContextSize(options.context_length, options.budget, options.sessions, MIN_NODES, options.kv_type, share)
+    plenty = planner.plenty(size)
+    if options.resident:
+        planner.check_buffers(size)
+    elif options.share is None and not plenty:
+        size = replace(size, share=SHARE)
     gpu_layers, notes, weights = options.gpu_layers, list[str](), None
     if gpu_layers is None:
         gpu_layers = planner.choose_gpu_layers(size)
@@ -142,7 +152,7 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
     return LlamaPlan(
         path=path, options=options, build=engine_build(), ways=ways, fills_memory=streams and bool(kept), notes=notes,
         size=size, gpu_layers=gpu_layers, experts_here=experts_here, weights=weights, machine=machine,
-        borrowed=borrowed,
+        plenty=plenty, borrowed=borrowed,
     )  # fmt: skip
 
 
@@ -161,6 +171,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
     watch: LayerHooks | SkipPadding | None = None
     context = None
     try:
+        content = content_of(*parts(path))
         if is_recurrent(model):
             if reason := why_not(model):
                 raise ModelError(f"{path}: {reason}; use another model")
@@ -220,8 +231,10 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         computing=computing,
     )  # fmt: skip
     if processors:
-        backend.row_hook = row_hook(processors[0])
-    backend.notes, backend.plan, backend.files = notes, weights, parts(path)
+        backend.row_hook, backend.splits_cells = row_hook(processors[0]), False
+    if not plan.plenty:
+        backend.cells.spare = MARGIN // 4
+    backend.notes, backend.plan, backend.content = notes, weights, content
     return backend
 
 

@@ -271,7 +271,7 @@ class LlamaRecurrentSession(NodeSession):
             self._remove(seq)
 
     def give_up(self) -> None:
-        """Drop all states, because a failed pass may have lost their contents."""
+        """Drop all cells and states: a failed pass may have lost their contents, an interrupted commit parted them."""
         self.drop_nodes()
         for seq in self.seq_ids:
             self._remove(seq)
@@ -297,7 +297,11 @@ class LlamaRecurrentSession(NodeSession):
         self._after_prompt = self._prompt.reading
         for i in range(len(path) - 1, -1, -1):
             if path[i] in self._tips and (path[i] == self._in_place or not self._backend.in_order):
-                self._go_on(self._tips[path[i]], length + i + 1)
+                try:
+                    self._go_on(self._tips[path[i]], length + i + 1)
+                except BaseException:
+                    self.give_up()
+                    raise
                 break
 
     def rewind(self, length: int) -> None:
@@ -337,6 +341,7 @@ class LlamaRecurrentSession(NodeSession):
 
     def close(self) -> None:
         if self.seq_ids and self._backend.memory is not None:
+            self.give_up()
             self.rewind(0)
             self._backend.release(self)
         self.seq_ids = []
@@ -370,6 +375,8 @@ def forward_recurrent(backend: Owner, batch: Sequence[Work], most_rows: int) -> 
             for start in range(0, len(group), max(1, most_rows // rows)):
                 part = group[start : start + max(1, most_rows // rows)]
                 _compute(backend, part, rows, prompt=reading)
+        for session, mine in zip(sessions, lanes, strict=True):
+            session.evaluated(mine)
     except Between:
         for session in sessions:
             session.drop_nodes()
@@ -378,8 +385,6 @@ def forward_recurrent(backend: Owner, batch: Sequence[Work], most_rows: int) -> 
         for one in backend.sessions:
             one.give_up()
         raise
-    for session, mine in zip(sessions, lanes, strict=True):
-        session.evaluated(mine)
     return list(found)
 
 

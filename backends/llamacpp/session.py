@@ -25,7 +25,7 @@ from ..common import nodes
 from ..common.nodes import NodeSession
 from .cells import Cells
 from .ggml.files import last_log, llama_cpp
-from .ggml.state_files import load_parts, load_sequence, save_parts, save_sequence
+from .ggml.state_files import load_parts, load_sequence, save_sequence, write_parts
 
 
 class Owner(nodes.Owner, Protocol):
@@ -387,7 +387,8 @@ class LlamaSession(NodeSession):
 
         def put(new: Path) -> None:
             if cells.window:
-                save_parts(new, cells.parts(self, 0, self.cached))
+                with new.open("wb") as file:
+                    write_parts(file, cells.parts(self, 0, self.cached))
                 return
             seq = cells.padding_id
             llama_cpp.llama_memory_seq_cp(self._memory, self.seq_ids[0], seq, 0, self.cached)

@@ -22,9 +22,9 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from edgespec.errors import Interrupted, ModelError, UsageError
+from edgespec.errors import Closed, Interrupted, ModelError, UsageError, check_whole
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
-from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress, check_sizes
+from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.loop.session_files import content_of, identity_of
@@ -168,13 +168,18 @@ class MlxBackend:
         self._windows = windows
         self._kinds = kinds  # as for `MlxRecurrentSession`
         self._max_sessions = sessions
-        self._files: Sequence[str] = ()
+        self.content = ""
         self._interrupted = sweep.interrupted if sweep else Event()
         self._sessions: list[MlxSession] = []
         self._rows: Any = None  # rows whose final states the head gets; None: all
         self._cuts_rows = cut_rows(model, lambda: self._rows)
 
+    def _check_open(self) -> None:
+        if self._model is None:
+            raise Closed
+
     def open(self) -> MlxSession:
+        self._check_open()
         if len(self._sessions) == self._max_sessions:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
         capacity = self.capabilities.context_length + self.capabilities.max_nodes
@@ -204,6 +209,7 @@ class MlxBackend:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        self._check_open()
         check_batch(batch, self.capabilities)
         sessions = [cast(MlxSession, work.session) for work in batch]
         positions = [session.check(work) for work, session in zip(batch, sessions, strict=True)]
@@ -226,7 +232,7 @@ class MlxBackend:
 
     @property
     def identity(self) -> dict[str, Any]:
-        return identity_of(self, content_of(*self._files))
+        return identity_of(self, self.content)
 
     def _compute(self, sessions: Sequence[MlxSession], graphs: Sequence[Callable[[], Any]]) -> list[Any]:
         """
@@ -333,8 +339,8 @@ class MlxEngine(Engine):
         Raises:
             ModelError: also for a folder that mlx-lm has to convert before it can be streamed.
         """
-        check_sizes(options, MOST_SESSIONS)
-        memory, before = in_bytes(options.memory), process.private_memory()
+        check_whole("sessions", options.sessions, 1, MOST_SESSIONS)
+        memory, before = in_bytes("memory", options.memory), process.private_memory()
         lazy, vocab = open_model(path), load_vocab(path)
         used = machine.used + max(0, process.private_memory() - before)
         context_length = options.context_length or lazy.text_config.get("max_position_embeddings") or DEFAULT_CONTEXT
@@ -386,7 +392,7 @@ def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:
     )
     kinds = make_prompt_cache(model) if recurrent else ()
     backend = MlxBackend(model, plan.vocab, capabilities, plan.lazy.windows, size.sessions, sweep, notes, kinds)
-    backend._files = weight_files(path)
+    backend.content = content_of(*weight_files(path))
     try:
         _check_tree(backend, path, plan.lazy.config["model_type"])
     except BaseException:

@@ -16,7 +16,7 @@ from typing import Any, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import ContextFull, Interrupted, ModelError, UsageError
+from edgespec.errors import Closed, ContextFull, Interrupted, ModelError, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadPlan, Progress
 from edgespec.loop.passes import check_batch
@@ -257,7 +257,7 @@ class ReferenceBackend:
         )
         self.opened = list[ReferenceSession]()
         self.interrupted = Event()
-        self._sessions = sessions
+        self._sessions, self._closed = sessions, False
         self.name = "reference"
         self.build = f"numpy {np.__version__}"
         self.computing: Computing = {}
@@ -265,6 +265,7 @@ class ReferenceBackend:
         self.wait_seconds = 0.0
 
     def open(self) -> ReferenceSession:
+        self._check_open()
         if self.open_sessions == self._sessions:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
         self.opened.append(RecurrentSession(self) if self.capabilities.paths else ReferenceSession(self))
@@ -278,6 +279,7 @@ class ReferenceBackend:
         self.capabilities = replace(self.capabilities, exact=exact)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        self._check_open()
         check_batch(batch, self.capabilities)
         sessions = [cast(ReferenceSession, work.session) for work in batch]
         positions = [session.check(work) for work, session in zip(batch, sessions, strict=True)]
@@ -313,7 +315,12 @@ class ReferenceBackend:
             found.update(b"" if array is None else array.tobytes())
         return found.hexdigest()[:32]
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed
 
 
 class ReferenceEngine(Engine):

@@ -21,9 +21,9 @@ from weakref import WeakSet
 
 import torch
 
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import Closed, ModelError, UsageError, check_whole
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
-from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress, check_sizes
+from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import BatchInvariance, also_wanted
@@ -129,8 +129,14 @@ class TorchBackend:
         self.streamer = streamer
         self.interrupted = Event()
         self._files: Sequence[str] = ()
+        self.content = ""
+
+    def _check_open(self) -> None:
+        if self.model is None:
+            raise Closed
 
     def open(self) -> TorchSession:
+        self._check_open()
         if not self._free:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
         if self.capabilities.paths:
@@ -148,6 +154,7 @@ class TorchBackend:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        self._check_open()
         if self.capabilities.paths:
             with torch.inference_mode(), _out_of_memory("a pass"):
                 return forward_recurrent(cast(RecurrentOwner, self), batch)
@@ -181,7 +188,7 @@ class TorchBackend:
 
     @property
     def identity(self) -> dict[str, Any]:
-        return identity_of(self, content_of(*self._files))
+        return identity_of(self, self.content)
 
     def _part(self, session: TorchSession, placement: Placement, rows: slice) -> Part:
         length = len(session.token_ids)
@@ -210,12 +217,14 @@ class TorchPlan(LoadPlan):
         gpu: the device, if it has memory of its own.
         memory: host memory that may be used.
         used: host memory that this program uses now.
+        cores: of the machine.
     """
 
     device: str
     gpu: Gpu | None
     memory: int
     used: int
+    cores: int
 
 
 class TorchEngine(Engine):
@@ -237,7 +246,7 @@ class TorchEngine(Engine):
 
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> TorchPlan:
         """See `Engine.plan`; `choose_placement` decides at load which layers stay."""
-        check_sizes(options, MOST_SESSIONS)
+        check_whole("sessions", options.sessions, 1, MOST_SESSIONS)
         if options.dtype is not None and options.dtype not in (*TOLERANCE, NF4):
             raise UsageError(f"dtype is {options.dtype!r}, but must be one of {', '.join((*TOLERANCE, NF4))}")
         device = find_device(options.device, machine.gpus)
@@ -246,11 +255,13 @@ class TorchEngine(Engine):
             raise UsageError(f"gpu_memory is for GPUs with memory of their own (cuda), but the device is {device}")
         if options.gpu_memory is not None and options.gpu_layers is not None:
             raise UsageError("gpu_layers and gpu_memory both say how many layers go to the GPU: give one of them")
-        memory = in_bytes(options.memory)
+        memory = in_bytes("memory", options.memory)
         if memory is not None and device == "mps":
             raise UsageError("memory is for the devices cuda and cpu; on a Mac's GPU the backend mlx streams from disk")
         most = memory or int(machine.free * (1 - SAFETY))
-        return TorchPlan(path=path, options=options, device=device, gpu=gpu, memory=most, used=machine.used)
+        return TorchPlan(
+            path=path, options=options, device=device, gpu=gpu, memory=most, used=machine.used, cores=machine.cores
+        )
 
     def load(self, plan: TorchPlan, way: Computing | None = None, progress: Progress | None = None) -> TorchBackend:
         return load_folder(plan)
@@ -283,9 +294,8 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
         MissingPackage: nf4 needs bitsandbytes.
     """
     path, options, gpu, device = plan.path, plan.options, plan.gpu, torch.device(plan.device)
-    there, dtype, before = in_bytes(options.gpu_memory), options.dtype, process.private_memory()
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    there, dtype, before = in_bytes("gpu_memory", options.gpu_memory), options.dtype, process.private_memory()
+    torch.set_num_threads(options.threads or min(torch.get_num_threads(), plan.cores))
     vocab = load_vocab(path)
     with _named(path), _out_of_memory("the model"):
         folder = check_folder(path)
@@ -306,6 +316,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
             form=nf4_form(device) if dtype == NF4 else PLAIN,
         )  # fmt: skip
     backend._files = weight_files(path)
+    backend.content = content_of(*backend._files)
     if options.gpu_layers and not gpu:
         backend.notes = [*backend.notes, f"the device is {device.type}, so --gpu-layers changes nothing"]
     if dtype == NF4:

@@ -1,7 +1,9 @@
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 import click
@@ -10,8 +12,13 @@ from edgespec.cli.completion import complete_model
 from edgespec.cli.options import MODELS_OPTION
 from edgespec.cli.terminal import Bars
 from edgespec.errors import EdgespecError, UsageError
-from edgespec.models import hub
+from edgespec.machine.disk import recall_reading
+from edgespec.machine.memory import available_memory, format_size, parse_size
+from edgespec.models import hub, pulled
+from edgespec.models.fit import DISK_SPEED, KEPT, MEMORY_SPEED, fit
+from edgespec.models.gguf_header import part_names
 from edgespec.models.registry import Entry, all_models, find_model
+from edgespec.weights.plan import SAFETY, two_digits
 
 
 @click.command(
@@ -19,35 +26,53 @@ from edgespec.models.registry import Entry, all_models, find_model
 Examples:
   edgespec models --fit                        what this machine can run, the best first
   edgespec models --fit --memory 16G           a machine with this much memory
-  edgespec models qwen3-32b                    the settings of one model"""
+  edgespec models qwen3-32b                    the settings of one model
+  edgespec models --installed                  what edgespec fetched, and where it is
+  edgespec models --delete qwen3-32b           delete what edgespec fetched of it"""
 )
 @click.argument("model", required=False, shell_complete=complete_model)
 @MODELS_OPTION
 @click.option("--fit", "by_fit", is_flag=True, help="Sort by how well models fit this machine.")
-@click.option("--memory", metavar="SIZE", help="Memory to assume, such as 16G. [default: what is free]")
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    help=f"Memory of a machine, such as 16G, of which its system keeps {format_size(KEPT)}. [default: what is free]",
+)
+@click.option("--installed", is_flag=True, help="List what edgespec fetched: bytes, date, path.")
+@click.option("--delete", "delete", metavar="NAME", help="Delete what edgespec fetched of a model, no other file.")
+@click.option("--yes", "-y", is_flag=True, help="Delete without asking.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list; with MODEL, one JSON object.")
-def models(model: str | None, models_file: str | None, by_fit: bool, memory: str | None, as_json: bool) -> None:
+def models(
+    model: str | None, models_file: str | None, by_fit: bool, memory: str | None, installed: bool, delete: str | None,
+    yes: bool, as_json: bool,
+) -> None:  # fmt: skip
     """List models by name: size, licence, and how they would run on this machine.
 
     With MODEL, a name or a path as for `edgespec run`: its default settings, and the origin of each. Weights are not
     loaded, and nothing is fetched.
     """
     from edgespec.cli.model_card import card_text, model_card
-    from edgespec.machine.memory import available_memory, parse_size
-    from edgespec.models.fit import fit
-    from edgespec.weights.plan import SAFETY
 
+    if delete:
+        delete_model(delete, models_file, yes)
+        return
+    if installed:
+        list_installed(as_json)
+        return
     if model:
         card = model_card(find_model(model, models_file))
         click.echo(json.dumps(card, ensure_ascii=False) if as_json else card_text(card))
         return
-    room = parse_size(memory) if memory else int(available_memory() * (1 - SAFETY))
-    disk = shutil.disk_usage(next(place for place in (_cache(), *_cache().parents) if place.exists())).free
-    fits = [fit(entry, room, disk) for entry in all_models(models_file)]
+    given = parse_size(memory) if memory else 0
+    kept = min(KEPT, given // 2)
+    room = int(((given - kept) or available_memory()) * (1 - SAFETY))
+    cache = next(place for place in (_cache(), *_cache().parents) if place.exists())
+    disk, disk_speed = shutil.disk_usage(cache).free, recall_reading(str(cache)).speed or DISK_SPEED
+    fits = [fit(entry, room, disk, disk_speed) for entry in all_models(models_file)]
     if by_fit:
         fits.sort(key=lambda one: one.order)
     if as_json:
-        facts = ("missing", "streamed", "verdict")
+        facts = ("missing", "streamed", "verdict", "tokens_per_second")
         sizes = [{"bytes": {"target": one.target, "draft": one.draft}} for one in fits]
         rows = [{name: getattr(one, name) for name in facts} | size for one, size in zip(fits, sizes, strict=True)]
         click.echo(json.dumps([one.entry.model_dump() | row for one, row in zip(fits, rows, strict=True)]))
@@ -58,19 +83,80 @@ def models(model: str | None, models_file: str | None, by_fit: bool, memory: str
         here = "" if one.missing else "; is here"
         what = ", ".join(filter(None, [entry.description, entry.license]))
         click.echo(f"{click.style(entry.name, bold=True)}  {what}")
-        click.echo(f"    {size if one.target else ''}{', ' if one.target else ''}{one.verdict}{here}")
+        speed = f", about {two_digits(one.tokens_per_second)} tokens/s" if one.tokens_per_second else ""
+        click.echo(f"    {size if one.target else ''}{', ' if one.target else ''}{one.verdict}{speed}{here}")
         click.echo(f"    target  {entry.target}")
         if entry.draft:
             click.echo(f"    draft   {entry.draft}")
-    click.echo(f"assumed: {room / 1e9:.1f} GB of memory and {disk / 1e9:.0f} GB of disk", err=True)
+    system = f" ({kept / 1e9:.1f} more for the system and other programs)" if kept else ""
+    click.echo(
+        f"assumed: {room / 1e9:.1f} GB of memory{system} and {disk / 1e9:.0f} GB of disk; plain decoding at "
+        f"{MEMORY_SPEED / 1e9:.0f} GB/s of memory and {disk_speed / 1e9:.1f} GB/s of disk (mixtures of experts are "
+        "faster); edgespec doctor measures them",
+        err=True,
+    )
+
+
+def list_installed(as_json: bool) -> None:
+    found = pulled.installed(hub.cache_of_hub())
+    if as_json:
+        rows = [{"name": one.source, "bytes": one.bytes, "when": one.when, "path": str(one.path)} for one in found]
+        click.echo(json.dumps(rows))
+        return
+    for one in found:
+        when = f"{datetime.fromtimestamp(one.when):%Y-%m-%d}" if one.when else "incomplete"
+        click.echo(f"{click.style(one.source, bold=True)}\n    {one.bytes / 1e9:.2f} GB, {when}, {one.path}")
+    click.echo(f"{sum(one.bytes for one in found) / 1e9:.2f} GB in all, fetched by edgespec", err=True)
+
+
+def delete_model(name: str, models_file: str | None, yes: bool) -> None:
+    """
+    Raises:
+        UsageError: edgespec fetched nothing of it, or there is no terminal to ask at.
+        EdgespecError: a file cannot be deleted.
+    """
+    found = pulled.installed(hub.cache_of_hub())
+    chosen = [one for one in found if one.source == name]
+    if not chosen:
+        entry = find_model(name, models_file)
+        others = [other for other in all_models(models_file) if other.name != name and _of(other.target, found)]
+        shared = {source for other in others for source in (other.target, other.draft)}
+        sources = [entry.target, *({entry.draft} - shared)]
+        chosen = [one for source in sources if source for one in _of(source, found)]
+    if not chosen:
+        raise UsageError(f"{name}: edgespec fetched nothing of it; edgespec models --installed lists what it fetched")
+    for one in chosen:
+        click.echo(f"{one.bytes / 1e9:8.2f} GB  {one.source}", err=True)
+    if not yes:
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise UsageError("there is no terminal to ask at: say --yes to delete")
+        click.confirm("Delete?", abort=True, err=True)
+    for one in chosen:
+        try:
+            pulled.delete(one)
+        except OSError as error:
+            raise EdgespecError(f"{error.filename}: cannot be deleted: {error.strerror or error}") from error
+        click.echo(f"{one.source} is deleted")
+
+
+def _of(source: str, found: Sequence[pulled.Pulled]) -> list[pulled.Pulled]:
+    """Files of a source that edgespec fetched."""
+    if not source.startswith("hf:"):
+        return []
+    wanted = hub.parse(source[3:])
+    if wanted.is_folder:
+        return [one for one in found if one.source == wanted.repository]
+    inside = {one.source.removeprefix(f"{wanted.repository}/"): one for one in found}
+    names = [name for name, one in inside.items() if name != one.source]
+    file = part_names(wanted.file)[0] if wanted.file else hub.choose_file(names, wanted.type or "")
+    return [inside[file]] if file in names else []
 
 
 def _cache() -> Path:
     try:
-        from huggingface_hub import constants
-    except ImportError:
-        return Path.home()
-    return Path(constants.HF_HUB_CACHE)
+        return hub.cache_of_hub()
+    except EdgespecError:
+        return Path(os.path.expanduser("~"))
 
 
 @click.command(
@@ -94,7 +180,12 @@ def pull(names: tuple[str, ...], draft: bool, dry_run: bool, models_file: str | 
     entries = [find_model(name, models_file) for name in names]
     for name, entry in zip(names, entries, strict=True):
         if entry.target.startswith("file:"):
-            raise UsageError(f"{name}: is a path on this machine; there is nothing to fetch")
+            path = entry.target[5:]
+            if Path(path).exists():
+                raise UsageError(f"{name}: is a path on this machine; there is nothing to fetch")
+            raise UsageError(
+                f"{name}: there is no such file here; for one on the hub write hf:OWNER/REPOSITORY/FILE.gguf"
+            )
     sources = sources_of(entries, draft)
     if not sources:
         raise UsageError(f"{', '.join(names)}: comes in a Python package; there is nothing to fetch")

@@ -1,69 +1,106 @@
-from typing import Any
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
 
-import click
 from prompt_toolkit import PromptSession
-from prompt_toolkit.history import InMemoryHistory
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from edgespec.cli.terminal import write_answer
-from edgespec.errors import EdgespecError
-from edgespec.model import GenerationResult, Model
+from edgespec.cli.conversation import Conversation
+from edgespec.cli.terminal import last_lines, mark_pastes, show
+from edgespec.errors import EdgespecError, UsageError
+from edgespec.loop.text import Message
+from edgespec.machine.measurements import cache_folder
+from edgespec.model import GenerationResult
 
 HELP = """\
 Enter sends; Alt+Enter (or Esc, then Enter) starts a new line; the arrow keys bring earlier messages back.
-/stats   figures of the last answer
-/clear   forget the conversation
-/exit    leave (also Ctrl-D)
-Ctrl-C stops an answer and keeps what was written."""
+/retry           answer the last message again, with another seed
+/set             show the settings
+/set NAME VALUE  change one
+/save FILE       save the conversation, for /load and --resume
+/load FILE       go on with a saved conversation
+/stats           figures of the last answer
+/clear           forget the conversation
+/exit            leave (also exit, quit and Ctrl-D)
+Ctrl-C stops an answer and keeps what was written. What is typed during an answer waits for the next prompt."""
+LEAVE = ("/exit", "/quit", "exit", "quit")
+SHOWN = 4  # messages of an earlier conversation
 
 
-def chat(
-    model: Model,
-    system: str | None,
-    show_drafts: bool,
-    options: dict[str, Any],
-    earlier: list[dict[str, Any]] | None = None,
-) -> list[dict[str, Any]]:
-    """Chat until /exit or end of input, and return all messages.
-
-    Args:
-        model: answers.
-        system: its system message.
-        show_drafts: tint accepted tokens by source.
-        options: of every answer, as for `Model.stream`.
-        earlier: messages of a resumed chat.
-    """
-    start = [{"role": "system", "content": system}] if system else []
-    messages = earlier or list(start)
-    last: GenerationResult | None = None
-    session: PromptSession[str] = PromptSession(history=InMemoryHistory(), key_bindings=_keys(), multiline=True)
-    click.echo(f"{len(messages)} messages from before. /help" if earlier else "Type a message, or /help.")
+def chat(conversation: Conversation) -> None:
+    """Chat until /exit or end of input."""
+    session: PromptSession[str] = PromptSession(history=_history(), key_bindings=_keys(), multiline=True)
+    if conversation.turns:
+        _show(conversation.turns)
+    else:
+        show("Type a message, or /help.")
     while True:
         try:
             line = session.prompt("> ", prompt_continuation="… ").strip()
+            mark_pastes(True)
+            if line in LEAVE:
+                return
+            if line:
+                _obey(conversation, line)
         except KeyboardInterrupt:
             continue
         except EOFError:
-            return messages
-        if line in ("/exit", "/quit"):
-            return messages
-        if line == "/clear":
-            messages = list(start)
-            click.echo("Forgotten.")
-        elif line == "/stats":
-            click.echo(stats_text(last) if last else "No answer yet.")
-        elif line.startswith("/"):
-            click.echo(HELP)
-        elif line:
-            last = GenerationResult()
-            asked = [*messages, {"role": "user", "content": line}]
-            try:
-                write_answer(model, asked, last, options, tint=show_drafts)
-            except EdgespecError as error:
-                click.echo(f"edgespec: {error}", err=True)
-                continue
-            click.echo(click.style(last.stats.summary(), dim=True))
-            messages = [*asked, {"role": "assistant", "content": last.text}]
+            return
+        except EdgespecError as error:
+            show(f"edgespec: {error}", err=True)
+
+
+def _obey(conversation: Conversation, line: str) -> None:
+    """Do what a line asks for: a command, else a message.
+
+    Raises:
+        EdgespecError: it cannot be done.
+    """
+    command, _, argument = line.partition(" ")
+    argument = argument.strip()
+    match command:
+        case "/help" | "/stats" | "/clear" | "/retry" if argument:
+            raise UsageError(f"{command} has nothing after it")
+        case "/save" | "/load" if not argument:
+            raise UsageError(f"{command} needs the name of a file")
+        case "/help":
+            show(HELP)
+        case "/stats":
+            show(stats_text(conversation.last) if conversation.last else "No answer yet.")
+        case "/clear":
+            conversation.clear()
+            show("Forgotten.")
+        case "/save":
+            conversation.save_to(argument)
+            show(f"Saved in {argument}.")
+        case "/load":
+            conversation.load(argument)
+            _show(conversation.turns)
+        case "/set" if not argument:
+            show(conversation.settings())
+        case "/set":
+            name, _, value = argument.partition(" ")
+            conversation.set(name, value.strip())
+            show(f"{name} is {value.strip()}")
+        case "/retry":
+            _show_figures(conversation, conversation.retry())
+        case _ if re.fullmatch(r"/\w+", line):
+            raise UsageError(f"there is no command {line}; /help lists them")
+        case _:
+            _show_figures(conversation, conversation.ask(line))
+
+
+def _show(turns: list[Message]) -> None:
+    for message in turns[-SHOWN:]:
+        text = f"> {message['content']}" if message["role"] == "user" else str(message["content"])
+        show(text)
+    show(f"{len(turns)} messages from before. /help")
+
+
+def _show_figures(conversation: Conversation, answer: GenerationResult) -> None:
+    show(last_lines(answer, conversation.options["max_tokens"]), dim=True)
 
 
 def stats_text(result: GenerationResult) -> str:
@@ -73,10 +110,34 @@ def stats_text(result: GenerationResult) -> str:
         f"{stats.summary()}\n"
         f"prompt: {stats.prompt_tokens} tokens, {stats.cached_tokens} of them from the cache, "
         f"prefilled in {stats.prefill_seconds:.2f} s\n"
-        f"tokens by source: {sources}; seed {stats.seed}\n"
+        f"tokens by source: {sources}\n"
         f"time: draft {stats.draft_seconds:.2f} s, target {stats.target_seconds:.2f} s, "
         f"planning and sampling {stats.plan_seconds:.2f} s"
     )
+
+
+class _FileHistory(FileHistory):
+    """Ignores a file that becomes unreadable or full."""
+
+    def load_history_strings(self) -> Iterable[str]:
+        with suppress(OSError):
+            return super().load_history_strings()
+        return ()
+
+    def store_string(self, string: str) -> None:
+        with suppress(OSError):
+            super().store_string(string)
+
+
+def _history() -> History:
+    """Messages of earlier chats, in a file that only its owner can read."""
+    path = cache_folder() / "chat-history"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    except OSError:
+        return InMemoryHistory()
+    return _FileHistory(path)
 
 
 def _keys() -> KeyBindings:

@@ -1,8 +1,12 @@
 import json
-import secrets
+import os
+import re
+import select
+import signal
+import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import click
 from edgespec import __version__
 from edgespec.cli.catalogue import models, pull, pull_what_is_missing
 from edgespec.cli.completion import complete_model
+from edgespec.cli.conversation import UNLIMITED, Conversation, check_max_tokens, session_file
 from edgespec.cli.convert import convert
 from edgespec.cli.lend import lend
 from edgespec.cli.options import (
@@ -22,21 +27,32 @@ from edgespec.cli.options import (
     PLANNER_OPTION,
     SAMPLING_OPTIONS,
     TARGETS_OPTIONS,
+    TEXT,
     YES_OPTION,
     SectionedCommand,
     model_option,
     outdated,
 )
 from edgespec.cli.pairs import pair
-from edgespec.cli.terminal import Bars, LoadingBar, read_grammar, write_answer
+from edgespec.cli.terminal import (
+    Bars,
+    LoadingBar,
+    give_up_output,
+    held_input,
+    is_dumb,
+    last_lines,
+    open_streams,
+    read_grammar,
+    show,
+)
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.loop.engines import choose_backend, find_engine, load_vocab
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.text import user_messages
 from edgespec.machine import measurements as remembered
 from edgespec.machine.memory import parse_size
 from edgespec.machine.this_machine import this_machine
-from edgespec.model import GenerationResult, Model, load
+from edgespec.model import Model, load
+from edgespec.models.own_sampling import choose_seed
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.planners.choice import USE_DRAFT
 
@@ -48,17 +64,34 @@ def main(command: click.Command | None = None, arguments: list[str] | None = Non
         command: a script's own command.
         arguments: of the command line. Default: those of the process.
     """
+    colour = False if os.environ.get("NO_COLOR") or is_dumb() else None
+    name = None if command else "edgespec"
     try:
-        (command or cli).main(arguments, prog_name=None if command else "edgespec", standalone_mode=False)
+        open_streams()
+        (command or cli).main(arguments, prog_name=name, standalone_mode=False, color=colour)
+        sys.stdout.flush()  # a full disk may show only here
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except EdgespecError as error:
         click.echo(f"edgespec: {error}", err=True)
         sys.exit(error.exit_code)
+    except UnicodeEncodeError as error:
+        near = error.object[max(0, error.start - 20) : error.end + 20]
+        click.echo(f"edgespec: a text has half a character, which UTF-8 cannot spell: {near!r}", err=True)
+        sys.exit(2)
+    except OSError as error:
+        give_up_output()
+        if not isinstance(error, BrokenPipeError):
+            where = error.filename or "writing or reading failed"
+            click.echo(f"edgespec: {where}: {error.strerror or error}", err=True)
+        sys.exit(1)
     except (KeyboardInterrupt, click.Abort):
         click.echo("", err=True)
         sys.exit(130)
+
+
+NAMED = 5  # most skipped files whose names are shown
 
 
 class Program(click.Group):
@@ -79,22 +112,25 @@ Examples:
   edgespec run ~/models/qwen3-32b --gpu-memory 10G "Why is the sky blue?"
   edgespec run mlx-community/Qwen3-0.6B-4bit          a repository on the hub
   edgespec run bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M --yes
+  edgespec run big.gguf "Summarise the text above." < report.txt
   cat question.txt | edgespec run big.gguf - --json
   edgespec run big.gguf --resume talk.session         a chat that goes on where it was left
   edgespec run big.gguf --raw "Once upon a time" --temperature 0.8 --seed 7"""
 )
 @click.argument("model", default=DEFAULT_MODEL, shell_complete=complete_model)
-@click.argument("prompt", required=False)
+@click.argument("prompt", required=False, type=TEXT)
 @PLANNER_OPTION
 @MODEL_OPTIONS
 @NO_MEMORY_OPTION
 @TARGETS_OPTIONS
-@click.option("--max-tokens", "-n", type=int, default=512, show_default=True, help="Most tokens to generate.")
+@click.option(
+    "--max-tokens", "-n", type=int, help="Most tokens to generate, -1 = no limit. [default: 512, chat: no limit]"
+)
 @SAMPLING_OPTIONS
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before this string; repeatable.")
+@click.option("--stop", multiple=True, type=TEXT, help="End before this string; repeatable.")
 @click.option("--json-schema", metavar="FILE", help="Answer in JSON by the schema in FILE.")
 @click.option("--grammar", metavar="FILE", help="Answer by the Lark grammar in FILE.")
-@click.option("--system", help="System message.")
+@click.option("--system", type=TEXT, help="System message.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option("--resume", metavar="FILE", help="Continue the session in FILE, if it exists, and save it there.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text, tokens and statistics.")
@@ -106,19 +142,22 @@ Examples:
 )
 def run(
     model: str, prompt: str | None, system: str | None, raw: bool, as_json: bool, yes: bool, show_drafts: bool,
-    max_tokens: int, stop: tuple[str, ...], json_schema: str | None, grammar: str | None, resume: str | None,
+    max_tokens: int | None, stop: tuple[str, ...], json_schema: str | None, grammar: str | None, resume: str | None,
     **options: Any,
 ) -> None:  # fmt: skip
     """Answer PROMPT with MODEL: a name from `edgespec models`, a GGUF file, a model folder, or one of the hub.
 
     Files run on llama.cpp; folders on MLX on a Mac with Apple silicon, on PyTorch elsewhere.
 
-    PROMPT `-` reads standard input; without PROMPT on a terminal, a chat starts.
+    PROMPT `-` reads standard input; without PROMPT on a terminal, a chat starts. Text that is piped to a command with
+    PROMPT stands above it.
 
     Sampling options that are not given come from models.yaml, else from the model's own file, else sampling is
     greedy: `edgespec models MODEL` shows it.
     """
-    sampling = {"seed": secrets.randbits(32), **_sampling(options)}
+    sampling = {"seed": choose_seed(None), **_sampling(options)}
+    if prompt is None and re.search(r"\s|\?$", model) and not os.path.exists(model) and not model.endswith(".gguf"):
+        raise UsageError(f"the model comes first: edgespec run {DEFAULT_MODEL} {model!r}")
     text = _prompt(prompt)
     if text is not None and not text.strip():
         raise UsageError("the prompt is empty: give at least one word")
@@ -126,61 +165,105 @@ def run(
         raise UsageError("--system has no meaning with --raw: write it into the prompt")
     if text is None and (raw or as_json):
         raise UsageError("--raw and --json need a prompt: give one, or - to read standard input")
-    if max_tokens < 1:
-        raise UsageError(f"max tokens is {max_tokens}, but must be at least 1")
+    most = max_tokens if max_tokens is not None else UNLIMITED if text is None else 512
+    check_max_tokens(most)
     form = read_grammar(json_schema, grammar)
     if resume and (options["targets"] or options["cluster"]):
         raise UsageError("--resume does not go with --targets and --cluster: each copy has a session of its own")
-    session = _session_file(resume) if resume else None
+    file = session_file(resume, "--resume") if resume else None
     _pull(model, options, yes)
-    with _loaded(model, options) as loaded:
-        earlier = loaded.scheduler.load(session) if session and session.exists() else None
+    with held_input() if text is None else nullcontext(), _loaded(model, options) as loaded, _ended_by_signals():
+        earlier = loaded.scheduler.load(file) if file and os.path.exists(file) else None
         loaded.scheduler.start()  # in a thread of its own, so that Ctrl-C can end a pass early
-        if system and earlier and text is None:
+        if system and earlier:
             raise UsageError(f"--system: the chat in {resume} goes on with the one that it began with; leave it out")
-        system = system or loaded.system
-        answer_options = {"max_tokens": max_tokens, "stop": stop, "grammar": form, **sampling}
+        system = None if raw else system or loaded.system
+        conversation = Conversation(
+            loaded, {"max_tokens": most, "stop": stop, "grammar": form, **sampling},
+            earlier or ([{"role": "system", "content": system}] if system else []), file, as_json, show_drafts,
+        )  # fmt: skip
         if text is None:
             from edgespec.cli.chat import chat
 
-            messages = chat(loaded, system, show_drafts, answer_options, earlier)
-            if session:
-                loaded.scheduler.save(session, messages)
+            try:
+                chat(conversation)
+            finally:
+                conversation.save()
             return
-        question = text if raw else user_messages(text, system)
-        result = GenerationResult()
-        interrupted = write_answer(loaded, question, result, answer_options, quiet=as_json, tint=show_drafts)
+        result = conversation.continue_text(text) if raw else conversation.ask(text)
         if as_json:
             payload = {"text": result.text, "tokens": result.token_ids, "stats": result.stats.as_dict()}
             click.echo(json.dumps(payload, ensure_ascii=False))
         else:
-            click.echo(click.style(result.stats.summary(), dim=True), err=True)
-        if session:
-            loaded.scheduler.save(session, earlier)
-    if interrupted:
+            show(last_lines(result, most), dim=True, err=True)
+    if result.finish_reason == "interrupted":
         sys.exit(130)
 
 
-def _session_file(name: str) -> Path:
-    """
-    Raises:
-        UsageError: no file can have this name.
-    """
-    path = Path(name)
-    if not path.parent.is_dir():
-        raise UsageError(f"--resume {name}: there is no folder {path.parent}")
-    if path.is_dir():
-        raise UsageError(f"--resume {name}: is a folder; give the name of a file")
-    return path
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP (a closed terminal) end the program in order, so that what was written is saved."""
+
+    def end(number: int, frame: Any) -> None:
+        for one in found:
+            signal.signal(one, signal.SIG_IGN)
+        if number != signal.SIGTERM:  # writing to the terminal would fail
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for stream in terminals:
+                os.dup2(nowhere, stream)
+        sys.exit(128 + number)
+
+    terminals = [stream for stream in (0, 1, 2) if os.isatty(stream)]
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    found = {number: handler for number in numbers if (handler := signal.getsignal(number)) != signal.SIG_IGN}  # nohup
+    for number in found:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in found.items():
+            signal.signal(number, handler)
+
+
+PATIENCE = 10  # seconds for the first text from an open pipe
 
 
 def _prompt(prompt: str | None) -> str | None:
-    if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
-        try:
-            return sys.stdin.read()
-        except UnicodeDecodeError as error:
-            raise UsageError("standard input is not UTF-8 text") from error
-    return prompt
+    """The prompt, below what standard input has; None for a chat."""
+    if prompt is None and sys.stdin and sys.stdin.isatty():
+        return None
+    if prompt not in (None, "-") and not _has_text():
+        return prompt
+    try:
+        text = sys.stdin.read() if sys.stdin else ""
+    except UnicodeDecodeError as error:
+        raise UsageError("standard input is not UTF-8 text") from error
+    if prompt in (None, "-"):
+        return text
+    if not text.strip():
+        return prompt
+    show(f"{len(text)} characters of standard input stand above the prompt", dim=True, err=True)
+    return f"{text.rstrip()}\n\n{prompt}"
+
+
+def _has_text() -> bool:
+    """True if standard input is a file or a pipe with text; an open pipe without any has `PATIENCE` seconds."""
+    if not sys.stdin or sys.stdin.isatty():
+        return False
+    try:
+        number = sys.stdin.fileno()
+    except OSError:  # no stream of the system
+        return True
+    mode = os.fstat(number).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+        return stat.S_ISREG(mode)
+    try:
+        if select.select([number], [], [], 1)[0]:
+            return True
+        show(f"waiting {PATIENCE} s for standard input, an open pipe; `< /dev/null` avoids it", dim=True, err=True)
+        return bool(select.select([number], [], [], PATIENCE)[0])
+    except OSError:  # Windows waits for sockets only
+        return True
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
@@ -192,6 +275,8 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
             sampling["logit_bias"] = {int(i): float(v) for i, v in (item.split("=") for item in bias)}
         except ValueError as error:
             raise UsageError(f"--logit-bias must be ID=BIAS, for example 42=-5; got {', '.join(bias)}") from error
+    if "seed" in sampling:
+        sampling["seed"] = choose_seed(sampling["seed"])
     SamplingParams(**sampling)  # refuse bad values before a model is loaded
     return sampling
 
@@ -223,7 +308,7 @@ def _loaded(model: str, options: dict[str, Any]) -> Iterator[Model]:
         loaded = load(model, progress=bar.update, say=bar.say, **options, **extra)
     with loaded:
         for note in loaded.notes:
-            click.echo(click.style(note, dim=True), err=True)
+            show(note, dim=True, err=True)
         yield loaded
 
 
@@ -246,7 +331,9 @@ Examples:
 @click.option("--no-key", is_flag=True, help="Serve every client that reaches --host.")
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Answer also for this name; repeatable.")
 @click.option("--allow-origin", "origins", multiple=True, metavar="URL", help="Serve pages of this origin; repeatable.")
-@click.option("--grace", type=int, default=30, show_default=True, help="Seconds for running requests at the end.")
+@click.option(
+    "--grace", type=click.IntRange(0), default=30, show_default=True, help="Seconds for running requests at the end."
+)
 @click.option(
     "--keep-on-disk",
     "keep",
@@ -341,7 +428,7 @@ Example:
 @click.option("--max-tokens", "-n", type=int, default=96, show_default=True, help="Most tokens per prompt.")
 @click.option("--limit", type=int, help="Use this many prompts, evenly spaced over the file. [default: all]")
 @click.option("--raw", is_flag=True, help="Continue prompts as they are, without the chat template.")
-@click.option("--system", help="System message.")
+@click.option("--system", type=TEXT, help="System message.")
 @SAMPLING_OPTIONS
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench(prompts: str, model: str, planners: str, as_json: bool, **options: Any) -> None:
@@ -353,11 +440,11 @@ def bench(prompts: str, model: str, planners: str, as_json: bool, **options: Any
     """
     from edgespec.measure.texts import bench_table, read_prompts, run_bench
 
-    sampling = _sampling(options)
+    sampling, names = _sampling(options), [name.strip() for name in planners.split(",")]
     chosen, questions = _planner_options(options), read_prompts(Path(prompts), options.pop("limit"))
     with LoadingBar(model) as bar:
         report = run_bench(
-            model, questions, planners.split(","), sampling, chosen, progress=sys.stderr.isatty(), say=bar.say,
+            model, questions, names, sampling, chosen, progress=sys.stderr.isatty(), say=bar.say,
             ready=bar.stop, **options,
         )  # fmt: skip
     click.echo(json.dumps(report) if as_json else bench_table(report))
@@ -393,5 +480,7 @@ def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: s
     skipped = list[Path]()
     with Bars() as bars:
         header = build(out, read_texts(texts, skipped.append), vocab, bars.update)
-    left_out = f", {len(skipped)} files that are no text left out" if skipped else ""
-    click.echo(f"{out}: {header.tokens} tokens of {header.documents} documents{left_out}")
+    click.echo(f"{out}: {header.tokens} tokens of {header.documents} documents")
+    if skipped:
+        names = ", ".join(map(str, skipped[:NAMED])) + (", …" if skipped[NAMED:] else "")
+        click.echo(f"note: left out, since they are no text ({len(skipped)}): {names}", err=True)

@@ -4,7 +4,7 @@ from importlib import import_module
 import click
 
 from edgespec.errors import EdgespecError, UsageError
-from edgespec.machine.measurements import cache_folder
+from edgespec.machine.files import cache_folder
 from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import this_machine
 from edgespec.scheduler.targets.places import is_loopback

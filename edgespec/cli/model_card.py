@@ -1,11 +1,13 @@
 """The default settings of a model, and the origin of each."""
 
+from pathlib import Path
 from typing import Any
 
 from edgespec.errors import MissingPackage, ModelError
 from edgespec.loading.pair import DEFAULT_BUDGET, DEFAULT_CONTEXT
 from edgespec.loop.sampling import SamplingParams
 from edgespec.models.gguf_header import has_states
+from edgespec.models.gguf_model import check_magic
 from edgespec.models.own_sampling import own_sampling
 from edgespec.models.registry import SAMPLING, Entry, local_path
 from edgespec.planners.path_cost import note
@@ -21,7 +23,7 @@ def model_card(entry: Entry) -> dict[str, Any]:
     """Sources, settings (name -> value and origin) and notes of a model, as JSON.
 
     Raises:
-        ModelError: the file is missing or damaged.
+        ModelError: the file is missing, damaged, or not a GGUF.
     """
     own, notes = dict[str, Any](), list[str]()
     try:
@@ -29,10 +31,12 @@ def model_card(entry: Entry) -> dict[str, Any]:
     except (ModelError, MissingPackage) as error:  # the model or its engine is not installed: show the rest
         notes.append(str(error))
     else:
+        if not Path(path).is_dir():
+            check_magic(path)
         own, notes = own_sampling(path)
         if path.endswith(".gguf") and has_states(path):
             notes = [*notes, note()]
-    program: dict[str, Any] = {"planner": "auto", "budget": None, "ctx": DEFAULT_CONTEXT, "system": None}
+    program: dict[str, Any] = {"planner": "auto", "budget": None, "context_length": DEFAULT_CONTEXT, "system": None}
     program |= {name: getattr(SamplingParams(), name) for name in SAMPLING}
     given = entry.defaults.model_dump(exclude_none=True)
     sources = [(PROGRAM, program), (OWN, own), (FILE, given)]  # later ones override

@@ -1,5 +1,6 @@
 """Options that several commands have, and the sections in which --help lists them."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,26 @@ class SectionedCommand(click.Command):
                     formatter.write_dl(found)
 
 
+class Text(click.types.StringParamType):
+    """Text for a model, which is UTF-8 in every locale; click takes any bytes, since a path may have them."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(super().convert(value, param, ctx))
+        try:
+            text.encode()
+            return text
+        except UnicodeEncodeError:  # bytes that this locale does not know
+            try:
+                return os.fsencode(text).decode("utf-8")
+            except UnicodeError:
+                self.fail("is not UTF-8 text", param, ctx)
+
+
+TEXT = Text()
+
+
 def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def decorate(command: Any) -> Any:
         for option in reversed(options):
@@ -71,6 +92,8 @@ def _gpu_layers(context: click.Context, option: click.Parameter, value: str | No
     if value in (None, "auto"):
         return None
     try:
+        if int(value) < -1:
+            raise ValueError
         return int(value)
     except ValueError as error:
         raise UsageError(f"--gpu-layers is {value!r}, but must be a number, -1 for all layers, or auto") from error
@@ -87,7 +110,9 @@ LENDER_OPTION = click.option(
 GPU_LAYERS_HELP = "llamacpp, torch: layers on the GPU; -1 = all. [default: auto, as many as --gpu-memory takes]"
 GPU_MEMORY_HELP = "llamacpp, torch: GPU memory to use, such as 10G. [default: what is free]"
 KV_TYPE_HELP = "llamacpp: type of keys and values, such as f16, q8_0 or f16/q8_0. [default: f16]"
-EXACT_HELP = "Row class of all passes: narrow (few draft tokens), wide (many), off. [default: what suits]"
+EXACT_HELP = (
+    "Row class of all passes: narrow (few draft tokens), wide (many), any (all sizes agree), off. [default: what suits]"
+)
 MEMORY_HELP = "Memory to use, such as 12G; what does not fit is read from disk. [default: what is free]"
 DRAFT_OPTION = click.option(
     "--draft",
@@ -163,7 +188,5 @@ SAMPLING_OPTIONS = _options(
     _in_python("--presence-penalty", "generate(…, presence_penalty=…)", type=float),
     _in_python("--frequency-penalty", "generate(…, frequency_penalty=…)", type=float),
     _in_python("--logit-bias", "generate(…, logit_bias={ID: BIAS})", multiple=True, metavar="ID=BIAS"),
-    click.option(
-        "--seed", type=int, help="Same seed, same text. [default: run: a new one, see --json or /stats; bench: 0]"
-    ),
+    click.option("--seed", type=int, help="Same seed, same text; -1 = a new one. [default: run: a new one, bench: 0]"),
 )

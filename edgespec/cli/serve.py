@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from edgespec.errors import MissingPackage, UsageError
-from edgespec.machine.measurements import cache_folder
+from edgespec.machine.files import cache_folder
 from edgespec.model import Model
 from edgespec.scheduler.disk_cache import DiskCache
 from edgespec.scheduler.targets.places import is_loopback

@@ -1,10 +1,18 @@
+import os
+import re
+import shutil
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
+from threading import Event, Thread
+from time import perf_counter
 from typing import Any
 
 import click
 
-from edgespec.errors import UsageError
+from edgespec.errors import EdgespecError, UsageError
 from edgespec.loop.grammar import Grammar, json_schema, lark
 from edgespec.loop.tree import Source
 from edgespec.model import GenerationResult, Model
@@ -13,7 +21,39 @@ COLOURS = {
     Source.DRAFT: "green", Source.INPUT: "cyan", Source.DATASTORE: "magenta", Source.GRAMMAR: "yellow",
     Source.PREDICTION: "blue",
 }  # fmt: skip
+LINE_SECONDS = 10.0  # between lines that tell of long work
 LONG_PROMPT = 256  # tokens, from which on the prefill gets a bar
+
+
+def open_streams() -> None:
+    """Make the standard streams fit for a program of texts, before anything is opened.
+
+    Text is UTF-8 in every locale; a character that a terminal does not have becomes a question mark.
+
+    Raises:
+        EdgespecError: standard output is closed.
+    """
+    for number in range(3):  # else the next file that is opened, such as a model, gets the number
+        with suppress(OSError):
+            os.fstat(number)
+            continue
+        os.open(os.devnull, os.O_RDWR)
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        raise EdgespecError("standard output is closed: send it to a file or to /dev/null")
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def give_up_output() -> None:
+    """If standard output has failed, drop what waits for it, which Python would try to write at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def write_answer(
@@ -24,8 +64,9 @@ def write_answer(
     *,
     quiet: bool = False,
     tint: bool = False,
-) -> bool:
-    """Stream an answer to the terminal and into `result`; true if Ctrl-C ended it."""
+) -> None:
+    """Stream an answer to the terminal and into `result`; Ctrl-C ends it."""
+    lines = WordWrap()
     with Bars(transient=True) as bar:
 
         def prefilled(done: int, total: int) -> None:
@@ -37,15 +78,124 @@ def write_answer(
                 bar.stop()
                 result.add(chunk)
                 if not quiet:
-                    click.echo(click.style(chunk.text, fg=COLOURS.get(chunk.source)) if tint else chunk.text, nl=False)
-                    sys.stdout.flush()
+                    colour = COLOURS.get(chunk.source) if tint else None
+                    click.echo(lines.broken(chunk.text, colour), nl=False)
         except KeyboardInterrupt:
             result.stats.finish_reason = "interrupted"
-            return True
         finally:
             if not quiet and result.text and not result.text.endswith("\n"):
                 click.echo()
-    return False
+
+
+def last_lines(result: GenerationResult, max_tokens: int) -> str:
+    """WordWrap after an answer: the cut, if there was one, and its figures."""
+    if result.finish_reason != "length":
+        return result.stats.summary()
+    limit = f" at {max_tokens} tokens (-n)" if result.stats.tokens == max_tokens else ": the context is full (--ctx)"
+    return f"cut{limit}\n{result.stats.summary()}"
+
+
+def show(text: str, *, dim: bool = False, err: bool = False) -> None:
+    """Print whole lines."""
+    lines = WordWrap(sys.stderr if err else sys.stdout).broken(text)
+    click.echo(click.style(lines, dim=True) if dim else lines, err=err)
+
+
+class WordWrap:
+    """Breaks text between words at a terminal's edge, while it is written; lines of fenced code stay whole."""
+
+    def __init__(self, stream: Any = None) -> None:
+        """
+        Args:
+            stream: standard stream that gets the text, from the first column on. Default: standard output.
+        """
+        self._plain = not (stream or sys.stdout).isatty() or is_dumb()
+        self._column = self._start = 0  # of the cursor, and of the word that it is in
+        self._word = list[str]()  # as it is shown
+        self._line = ""  # its first characters
+        self._code = False
+
+    def broken(self, text: str, colour: str | None = None) -> str:
+        """
+        Returns:
+            Text for the terminal, which may take back the beginning of a word to write it into the next line.
+        """
+        if self._plain:
+            return click.style(text, fg=colour) if colour else text
+        width = shutil.get_terminal_size().columns
+        return "".join(self._shown(one, click.style(one, fg=colour) if colour else one, width) for one in text)
+
+    def _shown(self, one: str, shown: str, width: int) -> str:
+        if one == "\n":
+            self._code ^= self._line.startswith("```")
+            self._column, self._line = 0, ""
+        elif one == "\t":
+            self._column += 8 - self._column % 8
+        else:
+            self._line = (self._line + one).lstrip()[:3]
+            cells = cells_of(one)
+            if self._column + cells >= width and not self._code:  # the last column stays empty, so \b is exact
+                return self._at_the_edge(one, shown, cells, width)
+            self._column += cells
+        if one.isspace() or cells_of(one) > 1:
+            self._start, self._word = self._column, []
+        else:
+            self._word.append(shown)
+        return shown
+
+    def _at_the_edge(self, one: str, shown: str, cells: int, width: int) -> str:
+        if one == " ":  # none begins a line
+            room = self._column < width
+            self._column = self._start = width
+            self._word = []
+            return " " if room else ""
+        back, word = self._column - self._start, self._word
+        if not self._start:  # a word longer than a line: the terminal wraps it, so that it can be copied whole
+            self._column = cells if self._column + cells > width else self._column + cells
+            return shown
+        self._column, self._start, self._word = back + cells, 0, [*word, shown]
+        return "\b" * back + " " * back + "\n" + "".join(self._word)
+
+
+def cells_of(one: str) -> int:
+    """Columns that a character takes; a wide one, such as a Chinese, is a word of its own."""
+    from prompt_toolkit.utils import get_cwidth
+
+    return get_cwidth(one)
+
+
+def is_dumb() -> bool:
+    return os.environ.get("TERM") == "dumb"
+
+
+@contextmanager
+def held_input() -> Iterator[None]:
+    """Keep what is typed meanwhile for the next prompt, unseen; Ctrl-C still interrupts."""
+    try:
+        import termios
+    except ImportError:  # Windows
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    held = termios.tcgetattr(terminal)
+    held[0] &= ~termios.ICRNL  # Enter as the prompt expects it
+    held[3] = held[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH  # so that nothing typed is dropped
+    termios.tcsetattr(terminal, termios.TCSANOW, held)
+    mark_pastes(True)
+    try:
+        yield
+    finally:
+        mark_pastes(False)
+        with suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
+def mark_pastes(on: bool) -> None:
+    """Let the terminal mark pasted text, so that it is one message; a prompt ends with the marks off."""
+    if sys.stdout.isatty() and not is_dumb():
+        sys.stdout.write(f"\x1b[?2004{'h' if on else 'l'}")
+        sys.stdout.flush()
 
 
 def read_grammar(schema_file: str | None, lark_file: str | None) -> Grammar | None:
@@ -65,8 +215,25 @@ def read_grammar(schema_file: str | None, lark_file: str | None) -> Grammar | No
     return json_schema(text) if schema_file else lark(text)
 
 
+class Lines:
+    """A line on standard error every few seconds, with the time so far."""
+
+    def __init__(self, tell: Callable[[], str]) -> None:
+        self._tell, self._started, self._ended = tell, perf_counter(), Event()
+        self._thread = Thread(target=self._repeat, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _repeat(self) -> None:
+        while not self._ended.wait(LINE_SECONDS):
+            click.echo(f"{self._tell()}, {perf_counter() - self._started:.0f} s", err=True)
+
+
 class Bars:
-    """Progress bars on standard error, one for each task, from the first update; none without a terminal."""
+    """Progress bars on standard error, one for each task, from the first update; without a terminal lines."""
 
     def __init__(self, *more: Any, transient: bool = False) -> None:
         """
@@ -77,12 +244,15 @@ class Bars:
         from rich.console import Console
         from rich.progress import Progress
 
-        columns, hidden = (*Progress.get_default_columns(), *more), not sys.stderr.isatty()
-        self._bars = Progress(*columns, console=Console(stderr=True), disable=hidden, transient=transient)
+        columns, self.hidden = (*Progress.get_default_columns(), *more), not sys.stderr.isatty()
+        self._bars = Progress(*columns, console=Console(stderr=True), disable=self.hidden, transient=transient)
         self._tasks: dict[str, Any] = {}
+        self._lines: Lines | None = None
 
     def update(self, what: str, done: int, total: int | None) -> None:
         self._bars.start()
+        if self.hidden and not self._lines:
+            self._lines = Lines(self._line)
         if what not in self._tasks:
             self._tasks[what] = self._bars.add_task(what, total=total or None, completed=done)
         self._bars.update(self._tasks[what], completed=done, total=total or None)
@@ -93,13 +263,24 @@ class Bars:
         self._bars.advance(self._tasks[what], steps)
 
     def say(self, what: str) -> None:
-        """Show a task without a known end."""
-        if what not in self._tasks:
-            self.update(what, 0, None)
+        """Show a task without a known end; what follows a comma or semicolon is how far it is."""
+        task = re.split("[,;]", what)[0]
+        if task not in self._tasks:
+            self.update(task, 0, None)
+            if self.hidden:
+                click.echo(what, err=True)
+        self._bars.update(self._tasks[task], description=what)
+
+    def _line(self) -> str:
+        task = self._bars.tasks[-1]
+        return f"{task.description}{f': {task.percentage:.0f} %' if task.total else ''}"
 
     def stop(self) -> None:
         if self._bars.live.is_started:
             self._bars.stop()
+        if self._lines:
+            self._lines.stop()
+        self._lines = None
 
     def __enter__(self) -> "Bars":
         return self
@@ -109,7 +290,7 @@ class Bars:
 
 
 class LoadingBar:
-    """A spinner while a model loads, and a bar once `update` is called; nothing without a terminal."""
+    """A spinner while a model loads, and a bar once `update` is called; without a terminal lines, if it takes long."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -125,7 +306,9 @@ class LoadingBar:
             self._shown.update(f"reading {self._model}", done, total)
 
     def say(self, what: str) -> None:
-        if isinstance(self._shown, Bars):
+        if isinstance(self._shown, Bars) and self._shown.hidden:
+            self._shown.say(what)
+        elif isinstance(self._shown, Bars):
             self._shown.stop()
             self._spin(what)
         elif self._shown:
@@ -145,6 +328,9 @@ class LoadingBar:
     def __enter__(self) -> "LoadingBar":
         if sys.stderr.isatty():
             self._spin(f"loading {self._model}")
+        else:
+            self._shown = Bars()
+            self._shown.update(f"loading {self._model}", 0, None)
         return self
 
     def __exit__(self, *_: object) -> None:

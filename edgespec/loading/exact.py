@@ -7,12 +7,13 @@ from decode's, generated tokens are prefilled again in the next turn of a chat, 
 from collections.abc import Callable
 
 from edgespec.errors import UsageError
-from edgespec.loading.row_classes import MANY, Found, Group, find, is_open_ended, is_timed
+from edgespec.loading.row_classes import MANY, Found, Group, find, is_timed
 from edgespec.loop.backend import Backend, Capabilities
 from edgespec.loop.engines import Computing, LoadPlan
 from edgespec.loop.shapes import BatchInvariance, RowClass
+from edgespec.machine.measurements import why_not_kept
 
-CHOICES = ("narrow", "wide", "off")
+CHOICES = ("narrow", "wide", "any", "off")
 FEW = 3  # rows: a class that reaches no further has no room for a tree
 BLOCK = 512
 FASTER = 1.1  # speed-up of single rows that is worth passes of fewer rows
@@ -37,7 +38,7 @@ def choose_way(
     *better, usual = plan.ways
     if plan.options.exact == "off":
         return usual
-    least = MANY if plan.options.exact == "wide" else FEW
+    least = MANY if plan.options.exact in ("wide", "any") else FEW
 
     def class_of(way: Computing) -> Group | None:
         found = find(engine, plan.build, way, plan.path, keep=keep, say=say)
@@ -88,7 +89,8 @@ def apply_row_class(
     exact = choose(found, backend.capabilities, asked)
     if exact:
         backend.keep_to(exact)
-    backend.notes = [*backend.notes, *price(found, exact, backend.capabilities.streams)]
+    lost = why_not_kept() if found and keep else ""
+    backend.notes = [*backend.notes, *price(found, exact, backend.capabilities.streams), *filter(None, [lost])]
     return found
 
 
@@ -138,6 +140,8 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> BatchInvari
     wide = narrow if narrow.most >= MANY else next(iter(others), None)
     if asked == "wide" and wide is None:
         raise UsageError(f"--exact wide: here only passes of at most {narrow.most} rows agree; use --exact narrow")
+    if asked == "any" and wide is not narrow:
+        raise UsageError(f"--exact any: here only passes of at most {narrow.most} rows agree; leave it out")
     cheap = wide is not None and _costs_little(wide, narrow, limits)
     chosen = wide if wide and (asked == "wide" or (asked is None and cheap)) else narrow
     name = "any" if narrow.most >= MANY else "wide" if chosen is wide else "narrow"
@@ -170,7 +174,7 @@ def usable(found: Found) -> list[Group]:
 
 
 def _shape(group: Group, most: int) -> RowClass:
-    most = most if is_open_ended(group) else min(group.most, most)
+    most = min(group.most, most)
     return RowClass(group.least, most - most % group.step, group.step)
 
 
@@ -194,7 +198,7 @@ def line(found: Found, exact: BatchInvariance | None, paths: bool = False) -> st
 
 
 def _name(group: Group) -> str:
-    if group.least == group.most and not is_open_ended(group):
+    if group.least == group.most:
         return str(group.least)
-    sizes = f"{group.least} and more" if is_open_ended(group) else f"{group.least} to {group.most}"
+    sizes = f"{group.least} to {group.most}"
     return sizes if group.step == 1 else f"{sizes} in multiples of {group.step}"

@@ -1,7 +1,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from edgespec.errors import UsageError
+from edgespec.errors import check_whole
 from edgespec.loading.exact import apply_row_class, check_choice, choose_way
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import (
@@ -33,14 +33,12 @@ def choose_budget(budget: int | None, entry: Entry) -> int:
     Raises:
         UsageError: it is below 1.
     """
-    budget = budget if budget is not None else entry.defaults.budget or DEFAULT_BUDGET
-    if budget < 1:
-        raise UsageError(f"budget is {budget}, but must be at least 1")
-    return budget
+    return check_whole("budget", budget if budget is not None else entry.defaults.budget or DEFAULT_BUDGET, 1)
 
 
 def choose_context(context_length: int | None, entry: Entry) -> int:
-    return context_length if context_length is not None else entry.defaults.ctx or DEFAULT_CONTEXT
+    known = (context_length, entry.defaults.context_length, DEFAULT_CONTEXT)
+    return next(length for length in known if length is not None)
 
 
 def open_backends(

@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.errors import ModelError
-from edgespec.loop.backend import Backend, Session, Work
+from edgespec.errors import ModelError, NoRoom
+from edgespec.loop.backend import Backend, Capabilities, Logits, Session, Work
 from edgespec.loop.engines import Computing, find_engine
 from edgespec.loop.passes import prefill
 from edgespec.machine.measurements import identity, machine, recall, remember
 from edgespec.machine.system import all_processors
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 128)
+LARGER = (256, 512)  # of prompts; a class reaches no further
 CONTEXTS = (24, 650)  # tokens, no multiples of a tile; from 512 cells on llama.cpp splits the cache among threads
 SMALL = 3  # nodes of a tree with gaps: fewer than any kernel takes together
 TOGETHER = 4  # rows that one call of some kernels takes (llama.cpp, repacked weights); another kernel takes the rest
@@ -88,18 +89,19 @@ def find(
     try:
         with tried as backend:
             found = probe(backend)
-    except ModelError:
+    except (ModelError, NoRoom):
         if loaded is None:
             return []
-        found = probe(loaded)
-    _keep(about, found, keep)
+        small, found = None, probe(loaded)
+    _keep(about, found, keep and (small is not None or loaded is None or _sizes(loaded.capabilities)[1] == [*LARGER]))
     return found
 
 
 def _about(name: str, build: str, computing: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {
         "kind": "exact", "engine": name, "build": build, "machine": machine(), "target": identity(path),
-        "sizes": f"{SIZES} {MULTIPLES}, timed without logits, a layer of each type, from the beginning", **computing,
+        "sizes": f"{SIZES} {MULTIPLES} {LARGER}, timed without logits, a layer of each type, from the beginning",
+        **computing,
     }  # fmt: skip
 
 
@@ -124,16 +126,24 @@ def machine_is_busy() -> bool:
 
 def _keep(about: dict[str, Any], found: list[Group], keep: bool) -> None:
     _known[json.dumps(about, sort_keys=True)] = found
-    if keep and (not found or is_open_ended(found[-1])):
+    if keep and (not found or found[-1].most >= SIZES[-1]):
         remember(about, [asdict(group) for group in found])
+
+
+def _sizes(limits: Capabilities) -> tuple[list[int], list[int]]:
+    """Sizes of `SIZES` and, if it has all of these, of `LARGER` that an engine can try."""
+    room = max(limits.context_length // 2, limits.context_length - CONTEXTS[-1] - 1)
+    few = min(limits.max_nodes, limits.max_wanted, limits.max_leaves, room)
+    most = min(limits.max_nodes, limits.context_length - CONTEXTS[0] - 1) if few >= SIZES[-1] else 0
+    return [size for size in SIZES if size <= few], [size for size in LARGER if size <= most]
 
 
 def probe(backend: Backend) -> list[Group]:
     limits = backend.capabilities
-    most = min(limits.max_nodes, limits.max_wanted, limits.max_leaves, limits.context_length // 2)
-    sizes = [size for size in SIZES if size <= most]
+    sizes, larger = _sizes(limits)
     contexts = sorted({min(length, limits.context_length - sizes[-1] - 1) for length in CONTEXTS})
-    chains = [(prompt, tokens(backend, sizes[-1], 2)) for prompt in (tokens(backend, n, 1) for n in contexts)]
+    longest = max(sizes + larger)
+    chains = [(prompt, tokens(backend, longest, 2)) for prompt in (tokens(backend, n, 1) for n in contexts)]
     session = backend.open()
     try:
         prompt, chain = chains[-1]
@@ -152,6 +162,10 @@ def probe(backend: Backend) -> list[Group]:
             groups = [_after(group, backend, session, chain) for group in groups]
         if not all(_goes_on(group, backend, session, chain) for group in groups if group.most >= MANY):
             return []
+        if larger:
+            prompt, chain = chains[0]
+            prefill(backend, session, prompt)
+            groups[-1] = replace(groups[-1], most=_reach(groups[-1].most, backend, session, chain, larger))
         return [replace(group, seconds=took) for group, took in zip(groups, seconds, strict=True)]
     finally:
         session.close()
@@ -194,6 +208,17 @@ def _goes_on(group: Group, backend: Backend, session: Session, chain: list[int])
     return np.array_equal(_rows(backend, session, chain[first:size]), whole[first:])
 
 
+def _reach(most: int, backend: Backend, session: Session, chain: list[int], larger: Sequence[int]) -> int:
+    """The largest size up to which the first rows of a chain agree."""
+    count = most
+    before = _first_rows(backend, session, chain[:count], count)
+    for size in larger:
+        if not np.array_equal(_first_rows(backend, session, chain[:size], count), before):
+            break
+        most = size
+    return most
+
+
 def _seconds(backend: Backend, session: Session, chain: Sequence[int], sizes: Sequence[int]) -> list[float]:
     """The best time of a pass of each size, interleaved; 0: other programs took the processors meanwhile."""
     started, used = perf_counter(), process_time()
@@ -208,7 +233,7 @@ def _seconds(backend: Backend, session: Session, chain: Sequence[int], sizes: Se
 def _one(backend: Backend, session: Session, chain: Sequence[int]) -> float:
     numbers = np.arange(len(chain), dtype=np.int32)
     started = perf_counter()
-    backend.forward([Work(session, np.array(chain, np.int32), numbers - 1, numbers[:0])])
+    _evaluate(backend, session, chain, numbers - 1, numbers[:0])
     took = perf_counter() - started
     session.commit([])
     return took
@@ -246,12 +271,21 @@ def tokens(backend: Backend, count: int, seed: int) -> list[int]:
 def _rows(backend: Backend, session: Session, nodes: Sequence[int], parents: Sequence[int] | None = None) -> Any:
     """Logits and states [nodes, vocabulary + state] of one pass over a tree or chain, which is dropped again."""
     numbers = np.arange(len(nodes), dtype=np.int32)
-    above = numbers - 1 if parents is None else np.array(parents, np.int32)
-    logits = backend.forward([Work(session, np.array(nodes, np.int32), above, numbers)])[0]
+    logits = _evaluate(backend, session, nodes, numbers - 1 if parents is None else parents, numbers)
     rows = np.stack([np.concatenate([logits.row(node), logits.state(node)]) for node in range(len(nodes))])
     session.commit([])
     return rows
 
 
-def is_open_ended(group: Group) -> bool:
-    return group.most == SIZES[-1]
+def _first_rows(backend: Backend, session: Session, chain: Sequence[int], count: int) -> Any:
+    """Logits of the first rows of a pass over a chain."""
+    numbers = np.arange(len(chain), dtype=np.int32)
+    logits = _evaluate(backend, session, chain, numbers - 1, numbers[:count])
+    rows = np.stack([logits.row(node) for node in range(count)])
+    session.commit([])
+    return rows
+
+
+def _evaluate(backend: Backend, session: Session, nodes: Sequence[int], parents: Any, wanted: Any) -> Logits:
+    work = Work(session, np.array(nodes, np.int32), np.array(parents, np.int32), wanted)
+    return backend.forward([work])[0]

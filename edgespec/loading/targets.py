@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import ModelError, UsageError, check_whole
 from edgespec.loading.pair import open_backends, open_draft
 from edgespec.loop.backend import Backend, Vocab
 from edgespec.loop.engines import LoadOptions, choose_backend, load_vocab
@@ -44,6 +44,10 @@ class Remote:
     def capabilities(self) -> Any:
         return self.described.capabilities
 
+    @property
+    def name(self) -> str:
+        return self.described.name
+
     def close(self) -> None: ...
 
 
@@ -53,8 +57,8 @@ def check_targets(
     """Raises UsageError for what does not go with several targets."""
     if count is not None and cluster is not None:
         raise UsageError("give --targets or --cluster, not both: a cluster has as many targets as workers")
-    if count is not None and not 1 <= count <= MOST_TARGETS:
-        raise UsageError(f"targets is {count}, but must be from 1 to {MOST_TARGETS}")
+    if count is not None:
+        check_whole("targets", count, 1, MOST_TARGETS)
     if not draft:
         raise UsageError(
             "several targets need a draft model, which proposes for all of them: give one with --draft (draft=…)"
@@ -141,7 +145,7 @@ def share_of(count: int, options: LoadOptions, folder: bool) -> LoadOptions:
     options = replace(options, threads=options.threads or max(1, machine.processors // count))
     if folder:
         return options
-    memory = in_bytes(options.memory)
+    memory = in_bytes("memory", options.memory)
     return replace(options, memory=(memory if memory is not None else int(machine.free * (1 - SAFETY))) // count)
 
 

@@ -33,9 +33,7 @@ class Pass:
 
     @property
     def limit(self) -> str:
-        if self.waited > 0.25 * self.seconds:
-            return "disk"
-        return "memory" if self.nodes == 1 else "compute"
+        return "disk" if self.waited > 0.25 * self.seconds else "computing"
 
 
 def time_pass(backend: Backend, nodes: int) -> Pass:

@@ -261,4 +261,4 @@ class Backend(Protocol):
         """
 
     def close(self) -> None:
-        """Free the model and every session; safe to call twice."""
+        """Free the model and every session; safe to call twice. `open` and `forward` then raise Closed."""

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Protocol, Self, runtime_checkable
 
-from edgespec.errors import MissingPackage, UsageError
+from edgespec.errors import MissingPackage, UsageError, check_text, check_texts, check_whole, no_such
 from edgespec.loop.backend import Backend, Vocab
 
 # Name -> module with an `engine`; others are in the entry-point group edgespec.backends.
@@ -108,6 +108,22 @@ class LoadOptions:
     in_order: bool = True
     share: float | None = None
 
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            UsageError: an option has a wrong type, or a number is out of range.
+        """
+        for name, low, high in _RANGES:
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check_whole(name, value, low, high))
+        for name in ("memory", "gpu_memory"):
+            if not isinstance(value := getattr(self, name), str | None):
+                object.__setattr__(self, name, check_whole(name, value, 1))
+        for name in ("exact", "backend", "kv_type", "device", "dtype"):
+            if (value := getattr(self, name)) is not None:
+                check_text(name, value)
+        object.__setattr__(self, "lenders", check_texts("lenders", self.lenders))
+
     def for_draft(self) -> Self:
         """Options of a draft, which stays in memory, and uses the GPU unless `gpu_layers` is 0."""
         gpu_layers = 0 if self.gpu_layers == 0 else None
@@ -115,6 +131,11 @@ class LoadOptions:
             self, exact="off", memory=None, gpu_memory=None, gpu_layers=gpu_layers, lenders=(), draft_files=(),
             resident=True, in_order=False,
         )  # fmt: skip
+
+
+_RANGES = (
+    ("context_length", 0, 2**24), ("budget", 1, 2**15), ("threads", 1, 1024), ("gpu_layers", -1, None),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +249,7 @@ def find_engine(name: str) -> Engine:
     others = {point.name: point.value for point in entry_points(group="edgespec.backends")}
     known = others | BUILT_IN
     if name not in known:
-        raise UsageError(f"there is no backend {name!r}; there are: {', '.join(sorted(known))}")
+        raise no_such("backend", name, sorted(known))
     engine: Engine = import_module(known[name]).engine
     return engine
 
@@ -265,21 +286,6 @@ def check_supported(names: Sequence[str], options: LoadOptions) -> None:
             engines = " and ".join(dict.fromkeys(names))
             others = ", ".join(name for name in ENGINE_OPTIONS if name in supported) or "none"
             raise UsageError(f"the backend {engines} has no option {option!r}; its options: {others}")
-
-
-def check_sizes(options: LoadOptions, most_sessions: int) -> None:
-    """
-    Raises:
-        UsageError: a number is out of range.
-    """
-    for name, value, low, high in [
-        ("context length", options.context_length, 0, 2**24),
-        ("budget", options.budget, 1, 2**15),
-        ("sessions", options.sessions, 1, most_sessions),
-        ("threads", options.threads or 1, 1, 1024),
-    ]:
-        if not low <= value <= high:
-            raise UsageError(f"{name} is {value}, but must be from {low} to {high}")
 
 
 def choose_backend(folder: bool, machine: Machine) -> str:

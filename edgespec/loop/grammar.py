@@ -4,17 +4,18 @@ The mask depends on earlier tokens only, so drafts change nothing.
 """
 
 import json
+import re
 from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import log
+from math import lcm, log
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import MissingPackage, ModelError, UsageError
+from edgespec.errors import MissingPackage, ModelError, UsageError, check_text, must_be
 from edgespec.loop.backend import Vocab
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.tree import DraftTree, Source, make_tree
@@ -25,6 +26,10 @@ SEEN = 3  # tokens before forced text that are encoded with it: it may begin wit
 SURE = log(0.98)  # log-probability of a token within forced text
 LAST = log(0.5)  # log-probability of its last token, which may reach beyond it
 PIECE = 4096  # bytes of forced text that are encoded at a time
+FIRST = 512  # characters of forced text whose first token a mask needs
+# llguidance computes a state for each remainder, without a limit; zeros at the end and the decimal point are free.
+MOST_REMAINDERS = 10_000
+MULTIPLE = re.compile(r'"multipleOf"\s*:\s*(\d+(?:\.\d+)?)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class Grammar:
     text: str
 
     def __post_init__(self) -> None:
-        if len(self.text.encode("utf-8", "replace")) > MOST_BYTES:
+        if len(check_text(f"the {self.kind}", self.text).encode("utf-8", "replace")) > MOST_BYTES:
             raise too_long()
 
 
@@ -48,15 +53,32 @@ def too_long() -> UsageError:
     return UsageError(f"the grammar is longer than {MOST_BYTES} bytes")
 
 
-def json_schema(schema: Mapping[str, Any] | str) -> Grammar:
+def json_text(value: Any) -> str:
+    """`value` in JSON. Raises UsageError as soon as it is longer than a grammar may be."""
+    parts, room = list[str](), MOST_BYTES
+    for part in json.JSONEncoder().iterencode(value):
+        room -= len(part)
+        if room < 0:
+            raise too_long()
+        parts.append(part)
+    return "".join(parts)
+
+
+def json_schema(schema: Mapping[str, Any] | str, *, strict: bool = True) -> Grammar:
     """JSON by a schema, without free white space, which models may repeat for ever.
+
+    Args:
+        schema: a JSON object, or its text.
+        strict: refuse keywords and formats that cannot be enforced, instead of leaving them out.
 
     Raises:
         UsageError: it is not a JSON object.
     """
+    if not isinstance(schema, str | Mapping):
+        raise must_be("the JSON schema", schema, "a mapping, or its JSON text")
     try:
         found = json.loads(schema) if isinstance(schema, str) else dict(schema)
-        text = json.dumps({**found, "x-guidance": {"whitespace_flexible": False}})
+        text = json_text({**found, "x-guidance": {"whitespace_flexible": False, "lenient": not strict}})
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the JSON schema is not a JSON object: {error}") from error
     return Grammar("json_schema", text)
@@ -89,9 +111,9 @@ class Tokenizer:
         self.special_token_ids = [i for i, token in enumerate(self.tokens) if token[:1] == SPECIAL]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Token ids of `text`."""
+        """Token ids of the beginning of `text`: a mask needs the first token of forced text."""
         known = text if isinstance(text, str) else text.decode("utf-8", "replace")
-        return self._vocab.encode(known, add_bos=False, parse_special=False)
+        return self._vocab.encode(known[:FIRST], add_bos=False, parse_special=False)
 
 
 class Compiler:
@@ -120,6 +142,7 @@ class Compiler:
         Raises:
             UsageError: it is wrong, or needs what llguidance lacks.
         """
+        _check_multiples(grammar.text)
         matcher = self._engine.LLMatcher
         make = {
             "json_schema": matcher.grammar_from_json_schema,
@@ -133,7 +156,17 @@ class Compiler:
             raise UsageError(f"the {grammar.kind} cannot be used: {_line(str(error))}") from error
         if failed:
             raise UsageError(f"the {grammar.kind} cannot be used: {_line(' '.join(messages))}")
-        return Compiled(matcher(self._tokenizer, source, log_level=0), self._vocab)
+        made = matcher(self._tokenizer, source, log_level=0)
+        made.compute_ff_bytes()  # its copies remember the text
+        return Compiled(made, self._vocab)
+
+
+def _check_multiples(text: str) -> None:
+    found = dict.fromkeys(MULTIPLE.findall(text))
+    digits = [one.replace(".", "").strip("0")[:9] for one in found]
+    if lcm(*(int(one or 1) for one in digits)) > MOST_REMAINDERS:
+        says = f"a least common multiple of more than {MOST_REMAINDERS}, without zeros at its end"
+        raise UsageError(f"multipleOf is {_line(', '.join(found))}: these numbers have {says}")
 
 
 def _line(text: str) -> str:

@@ -269,5 +269,5 @@ def check_room(backend: Backend, prompt_length: int) -> None:
     if prompt_length >= limit:
         raise ContextFull(
             f"the prompt has {prompt_length} tokens, but the context holds {limit}: "
-            f"shorten the prompt or use a larger context (--ctx)"
+            f"shorten the prompt or use a larger context (--ctx, context_length=…)"
         )

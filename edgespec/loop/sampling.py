@@ -9,13 +9,13 @@ Nothing else in the program draws random numbers, so the output cannot depend on
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgespec.errors import UsageError
+from edgespec.errors import check_number, check_whole, must_be
 
 Float32Array = NDArray[np.float32]
 IdArray = NDArray[np.int64]
@@ -57,22 +57,32 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        checks = [
-            ("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "at least 0"),
-            ("top_k", self.top_k >= 0, "at least 0 (0 keeps all)"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0 (1 is off)"),
-            ("presence_penalty", math.isfinite(self.presence_penalty), "a finite number"),
-            ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
-            ("seed", 0 <= self.seed < 2**64, "from 0 to 2**64 - 1"),
-        ]
-        for name, good, right in checks:
-            if not good:
-                raise UsageError(f"{name} is {getattr(self, name)}, but must be {right}")
-        for token, bias in self.logit_bias.items():
-            if not 0 <= token < 2**31 or not bias < MOST_BIAS:
-                raise UsageError(f"logit_bias {token}={bias}: needs a token id from 0 and a number below {MOST_BIAS:g}")
+        for name, good, right in _RANGES:
+            object.__setattr__(self, name, check_number(name, getattr(self, name), good, right))
+        for name, high in (("top_k", None), ("seed", 2**64 - 1)):
+            object.__setattr__(self, name, check_whole(name, getattr(self, name), 0, high))
+        if not isinstance(self.logit_bias, Mapping):
+            raise must_be("logit_bias", self.logit_bias, "a mapping from token ids to numbers")
+        bias = {
+            check_whole("a token id in logit_bias", token, 0, 2**31 - 1): check_number(
+                f"logit_bias of {token}", value, lambda bias: bias < MOST_BIAS, f"below {MOST_BIAS:g}"
+            )
+            for token, value in self.logit_bias.items()
+        }
+        object.__setattr__(self, "logit_bias", bias)
+
+
+_RANGES: Sequence[tuple[str, Callable[[float], bool], str]] = [
+    ("temperature", lambda value: 0 <= value < math.inf, "at least 0"),
+    ("top_p", lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    ("min_p", lambda value: 0 <= value < 1, "at least 0 and below 1"),
+    (
+        "repetition_penalty", lambda value: 1 / MOST_BIAS < value < MOST_BIAS,
+        f"above {1 / MOST_BIAS:g} and below {MOST_BIAS:g} (1 is off)",
+    ),
+    ("presence_penalty", lambda value: abs(value) < MOST_BIAS, f"a number below {MOST_BIAS:g}"),
+    ("frequency_penalty", lambda value: abs(value) < MOST_BIAS, f"a number below {MOST_BIAS:g}"),
+]  # fmt: skip
 
 
 class Noise:

@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
@@ -94,9 +93,10 @@ def write(
         note: a JSON value that `load` returns.
 
     Raises:
-        SessionFileError: the file cannot be written; an earlier one stays.
+        SessionFileError: `path` is something else than a session, or cannot be written; an earlier session stays.
     """
     path = Path(path)
+    check_replaceable(path)
     try:
         with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", suffix=".new", delete=False) as file:
             new = Path(file.name)
@@ -118,12 +118,33 @@ def write(
         raise SessionFileError(f"{path}: the session cannot be saved: {error.strerror or error}") from error
 
 
+def check_replaceable(path: str | Path) -> None:
+    """
+    Raises:
+        SessionFileError: `path` is there, but is not a saved session.
+    """
+    path = Path(path)
+    try:
+        if not os.path.lexists(path):
+            return
+        if path.is_file():  # opening a pipe may wait for ever
+            with path.open("rb") as file:
+                file.seek(-min(len(MARK), file.seek(0, os.SEEK_END)), os.SEEK_END)
+                if file.read() == MARK:
+                    return
+    except OSError as error:
+        raise SessionFileError(f"{path}: cannot be read, so it is not replaced: {error.strerror or error}") from error
+    raise SessionFileError(f"{path}: is not a saved session, or its end is missing; it is not replaced")
+
+
 def look(path: str | Path) -> Saved:
     """Read a session's description, without the engine's bytes.
 
     Raises:
         SessionFileError: the file cannot be read, is no session's file, or is damaged.
     """
+    if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe may wait for ever
+        raise SessionFileError(f"{path}: is not a file, so it is not a saved session")
     try:
         with Path(path).open("rb") as file:
             whole = file.seek(0, os.SEEK_END)
@@ -165,7 +186,7 @@ def read(path: str | Path, backend: Loaded) -> Saved:
     if len(saved.token_ids) > backend.capabilities.context_length:
         raise SessionFileError(
             f"{path}: the session has {len(saved.token_ids)} tokens, but the context holds "
-            f"{backend.capabilities.context_length}: use a larger one (--ctx)"
+            f"{backend.capabilities.context_length}: use a larger one (--ctx, context_length=…)"
         )
     try:
         checksum = checksum_of(Path(path), saved.size)
@@ -232,11 +253,10 @@ def identity_of(backend: Loaded, weights: str) -> dict[str, Any]:
     return about | dict(backend.computing)
 
 
-@cache
 def content_of(*paths: str) -> str:
     """
     Returns:
-        A hash of files' sizes and of samples of their bytes.
+        A hash of files' sizes and of samples of their bytes; a backend takes it when it loads them.
 
     Raises:
         SessionFileError: a file cannot be read.

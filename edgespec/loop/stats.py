@@ -99,10 +99,15 @@ class GenerationStats:
 
     def summary(self) -> str:
         """One line for a person."""
-        hidden = f", {self.hidden_seconds:.1f} s of drafting hidden" if self.hidden_seconds else ""
-        gain = f" ({self.times_plain:.2f} x plain)" if self.times_plain else ""
+        remarks = f", {self.hidden_seconds:.1f} s of drafting hidden" if self.hidden_seconds else ""
+        measured = self.drafted and 0 < self.times_plain <= self.acceptance_length  # above it only for measuring errors
+        gain = f" ({self.times_plain:.2f} x plain)" if measured else ""
+        if measured and round(self.times_plain, 2) < 1:
+            remarks += ", drafting did not pay"
+        elif self.passes and not self.drafted and self.planner != "none":
+            remarks += ", nothing drafted: it promised no gain"
         return (
             f"{self.tokens} tokens, {self.tokens_per_second:.1f} tokens/s{gain}, "
-            f"acceptance length {self.acceptance_length:.2f}, {self.passes} passes{hidden} "
-            f"({self.planner} on {self.backend})"
+            f"acceptance length {self.acceptance_length:.2f}, {self.passes} passes{remarks} "
+            f"({self.planner} on {self.backend}), seed {self.seed}"
         )

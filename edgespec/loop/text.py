@@ -7,7 +7,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import ModelError, UsageError, check_text
 from edgespec.loop.backend import Vocab
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "Hi"}
@@ -137,7 +137,7 @@ def render_chat(
     Returns:
         Token ids of a conversation, ready for the assistant's answer; arguments and errors as for `chat_text`.
     """
-    text = chat_text(vocab, messages, answer=True, tools=tools, more=more)
+    text = check_text("a message", chat_text(vocab, messages, answer=True, tools=tools, more=more))
     has_bos = vocab.bos_id is not None and text.startswith(vocab.token_text(vocab.bos_id))
     return vocab.encode(text, add_bos=not has_bos, parse_special=True)
 
@@ -175,14 +175,14 @@ def chat_text(
     later, without = _with_fewer_systems(messages, 1), _with_fewer_systems(messages, 0)
     if without == messages:
         return _rendered(vocab, messages, variables)
-    refused: UsageError | None = None
+    refused: UsageError | ModelError | None = None
     text: str | None = None
     for one in (messages, later, without):
         try:
             text = _rendered(vocab, one, variables)
-            if later == messages or _shows_systems(vocab, one, variables):
+            if _shows_systems(vocab, one, variables):
                 return text
-        except UsageError as error:
+        except (UsageError, ModelError) as error:
             refused = refused or error
     if text is None and refused:
         raise refused
@@ -232,11 +232,18 @@ def _rendered(vocab: Vocab, messages: Sequence[Message], variables: Mapping[str,
     assert vocab.chat_template is not None
     bos, eos = ("" if token is None else vocab.token_text(token) for token in (vocab.bos_id, vocab.eos_id))
     try:
+        firefunction = {"functions": "", "datetime": _now("%d %B %Y")}
         text: str = _compiled(vocab.chat_template).render(
-            {**variables, "messages": messages, "bos_token": bos, "eos_token": eos}
+            {**firefunction, **variables, "messages": messages, "bos_token": bos, "eos_token": eos}
         )
         return text
     except TemplateError as error:
         raise ModelError(f"the model's chat template does not work: {error}") from error
-    except (TypeError, ValueError, AttributeError, KeyError) as error:  # the template's own, on odd messages
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        KeyError,
+        RecursionError,
+    ) as error:  # the template's own, on odd messages
         raise UsageError(f"the model's chat template cannot show these messages: {error}") from error

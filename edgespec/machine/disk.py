@@ -1,12 +1,19 @@
-"""The fastest way to read a disk: how many reads in flight, and of which size."""
+"""Disks: the fastest way to read one (how many reads in flight, and of which size), and room for temporary files."""
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
+from pathlib import Path
+from shutil import disk_usage
 from statistics import median
+from tempfile import NamedTemporaryFile, TemporaryFile, gettempdir
 
 import edgespec.machine.measurements as remembered
-from edgespec.machine.memory import disk_bandwidth, disk_name
+from edgespec.errors import ModelError
+from edgespec.machine.memory import disk_bandwidth, disk_name, file_system, format_size
 from edgespec.machine.system import BLOCK, READ_SIZE, READ_THREADS
 
 THREADS, SIZES = (2, 4, 8, 16), (1 << 20, 4 << 20, 16 << 20)
@@ -14,6 +21,8 @@ SECONDS = 10.0
 FINALISTS, ROUNDS = 3, 3
 BETTER = 1.05  # speed-up from which on another way replaces the usual one
 MEASURE = 0.3  # seconds
+IN_MEMORY = ("tmpfs", "ramfs")
+HEADROOM = 1 << 28  # bytes that stay free on a disk
 MOST_THREADS, LARGEST = max(THREADS), max(SIZES)
 
 
@@ -91,6 +100,47 @@ def remember_reading(path: str, reading: Reading) -> bool:
 def disk_speed(path: str) -> float:
     """Bytes per second of direct reads, remembered or measured now; errors as for `find_reading`."""
     return recall_reading(path).speed or disk_bandwidth(path, MEASURE)
+
+
+def folder_with_room(needed: int) -> str:
+    """The temporary folder, or else the home folder, with disk space for `needed` bytes.
+
+    Raises:
+        ModelError: neither has room.
+    """
+    for place in (gettempdir(), os.path.expanduser("~")):
+        usable = os.path.isdir(place) and os.access(place, os.W_OK) and file_system(place) not in IN_MEMORY
+        if usable and disk_usage(place).free > needed + HEADROOM:
+            return place
+    raise ModelError(f"no disk has room for {format_size(needed)}")
+
+
+@contextmanager
+def new_file(needed: int) -> Iterator[str]:
+    """Path of an empty file, which is removed after the `with`.
+
+    On Linux it has no name, so nothing stays of it if the process is killed.
+
+    Raises:
+        ModelError: as for `folder_with_room`.
+    """
+    place = folder_with_room(needed)
+    if sys.platform == "linux":
+        with TemporaryFile(dir=place) as file:
+            yield f"/proc/self/fd/{file.fileno()}"
+        return
+    with NamedTemporaryFile(prefix="edgespec-", dir=place, delete=False) as file:
+        pass
+    try:
+        yield file.name
+    finally:
+        Path(file.name).unlink(missing_ok=True)
+
+
+def remove_name(path: str) -> None:
+    """Remove a file of `new_file` that is mapped, if the system keeps the mapping."""
+    if sys.platform == "darwin":
+        Path(path).unlink()
 
 
 def _about(path: str) -> dict[str, str]:

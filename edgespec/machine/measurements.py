@@ -8,12 +8,12 @@ import hashlib
 import json
 import os
 import platform
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+from edgespec.machine.files import cache_folder, cache_lasts, write_whole
 from edgespec.machine.system import all_processors
 
 VERSION = 1
@@ -25,16 +25,6 @@ About = Mapping[str, str | int | float | bool | None]
 
 def folder() -> Path | None:
     return None if os.environ.get(OFF) else cache_folder() / "measured"
-
-
-def cache_folder() -> Path:
-    if sys.platform == "darwin":
-        base = Path("~/Library/Caches").expanduser()
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home())
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    return base / "edgespec"
 
 
 def recall(about: About) -> Any:
@@ -62,6 +52,14 @@ def can_remember() -> bool:
         return False
 
 
+def why_not_kept() -> str:
+    """A note for the user where measurements are lost with this process; ""."""
+    if os.environ.get(OFF) or (cache_lasts() and can_remember()):
+        return ""
+    why = f"{folder()} cannot be written" if cache_lasts() else "there is no home folder"
+    return f"measurements are not kept, because {why}, so every start takes longer; XDG_CACHE_HOME names another place"
+
+
 def remember(about: About, value: Any) -> bool:
     """Remember a JSON value; False if that fails."""
     path = _path(about)
@@ -76,18 +74,6 @@ def remember(about: About, value: Any) -> bool:
         return True
     except OSError:
         return False
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file in one step, so that no reader finds half of it; raises OSError."""
-    with NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
-        new = Path(file.name)
-        try:
-            file.write(text)
-            file.flush()
-            new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)
 
 
 def everything() -> list[dict[str, Any]]:

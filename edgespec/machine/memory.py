@@ -6,13 +6,12 @@ import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import overload
 
 from edgespec.errors import ModelError, UsageError
-from edgespec.machine.system import READ_SIZE, READ_THREADS, open_direct, read_buffer
+from edgespec.machine.system import READ_SIZE, READ_THREADS, control_groups, lines_of, open_direct, read_buffer
 
 UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
@@ -30,6 +29,7 @@ NETWORK_FILE_SYSTEMS = {
     "ceph",
     "glusterfs",
 }
+V1_CACHE, V2_CACHE = ("total_active_file", "total_inactive_file"), ("active_file", "inactive_file")
 COMPRESSING_FILE_SYSTEMS = {"btrfs", "zfs", "squashfs", "erofs"}
 
 
@@ -47,12 +47,15 @@ def parse_size(text: str) -> int:
 
 
 @overload
-def in_bytes(size: int | str) -> int: ...
+def in_bytes(name: str, size: int | str) -> int: ...
 @overload
-def in_bytes(size: int | str | None) -> int | None: ...
-def in_bytes(size: int | str | None) -> int | None:
-    """An option's size in bytes; errors as for `parse_size`."""
-    return parse_size(size) if isinstance(size, str) else size
+def in_bytes(name: str, size: int | str | None) -> int | None: ...
+def in_bytes(name: str, size: int | str | None) -> int | None:
+    """The size in bytes that the option `name` gives; errors as for `parse_size`."""
+    try:
+        return parse_size(size) if isinstance(size, str) else size
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from error
 
 
 def left_of(name: str, memory: int | str, taken: int) -> int:
@@ -68,7 +71,7 @@ def left_of(name: str, memory: int | str, taken: int) -> int:
     Raises:
         UsageError: it leaves nothing.
     """
-    given = in_bytes(memory)
+    given = in_bytes(name, memory)
     if taken >= given:
         raise UsageError(
             f"{name} is {format_size(given)}, but the draft takes {format_size(taken, up=True)}: give more"
@@ -110,23 +113,12 @@ def _group_room(root: Path) -> list[int]:
     Beyond memory.high the kernel makes a process wait, so it counts like memory.max.
     """
     rooms = []
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "memory":
-            base, limits, used = root / "sys/fs/cgroup/memory", ["memory.limit_in_bytes"], "memory.usage_in_bytes"
-            cache = ("total_active_file", "total_inactive_file")
-        elif not controllers:
-            base, limits, used = root / "sys/fs/cgroup", ["memory.max", "memory.high"], "memory.current"
-            cache = ("active_file", "inactive_file")
+    for group, version in control_groups("memory", root):
+        if version == 1:
+            limits, used, cache = ["memory.limit_in_bytes"], "memory.usage_in_bytes", V1_CACHE
         else:
-            continue
-        # In a container the path may name a group that is not mounted; then only the mounted root counts.
-        groups = [base / path.strip("/"), *(base / parent for parent in Path(path.strip("/")).parents)]
-        for group, limit in product(groups, limits):
+            limits, used, cache = ["memory.max", "memory.high"], "memory.current", V2_CACHE
+        for limit in limits:
             try:
                 most = (group / limit).read_text().strip()
                 if most == "max":
@@ -207,13 +199,13 @@ def disk_name(path: str, mounts: Path = MOUNTS) -> str:
 def _mount(path: str, mounts: Path) -> tuple[str, str, str]:
     found = ("", "", "")
     try:
-        lines = mounts.read_text("utf-8", "surrogateescape").splitlines()
+        lines = lines_of(mounts)
     except OSError:
         return found
     real = os.path.realpath(path)
     for line in lines:
         fields, kind = line.split(" - ", 1)
-        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split(" ")[4])
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(found[0]):
             found = point, kind.split()[0], kind.split()[1]

@@ -1,10 +1,12 @@
 import ctypes
+import math
 import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 READ_THREADS = 4  # direct reads in flight; with fewer a disk idles between requests
@@ -201,8 +203,50 @@ def all_processors() -> int:
     return os.cpu_count() or 1
 
 
-def own_processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else all_processors()
+def own_processors(root: Path = Path("/")) -> int:
+    """Processors that this process may use at once, by its affinity and the quotas of its control groups.
+
+    Args:
+        root: the folder of /proc and /sys; for tests.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else all_processors()
+    return min([allowed, *(max(1, math.ceil(quota)) for quota in _quotas(root))])
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Processors' time per time that each control group may take."""
+    for group, version in control_groups("cpu", root):
+        try:
+            if version == 1:
+                most, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            else:
+                most, period = (group / "cpu.max").read_text().split()
+            if most != "max" and int(most) > 0:  # -1: no limit
+                yield int(most) / int(period)
+        except (OSError, ValueError, ZeroDivisionError):
+            continue
+
+
+def lines_of(path: Path) -> list[str]:
+    """Lines of a file of the system: names in it may have all characters but line feeds."""
+    return [os.fsdecode(line) for line in path.read_bytes().split(b"\n") if line]
+
+
+def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
+    """This process' control groups and all groups around them, each with its version, 1 or 2 (Linux).
+
+    In a container the path may name a group that is not mounted; then only the mounted root exists.
+    """
+    try:
+        lines = lines_of(root / "proc/self/cgroup")
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / (controller if controllers else "")
+            for part in (Path(path.strip("/")), *Path(path.strip("/")).parents):
+                yield base / part, 1 if controllers else 2
 
 
 def compute_cores() -> int:

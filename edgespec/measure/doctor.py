@@ -31,13 +31,14 @@ from edgespec.machine.disk import Reading, find_reading, recall_reading, remembe
 from edgespec.machine.measurements import can_remember, everything, identity
 from edgespec.machine.memory import disk_bandwidth, file_system, format_size, in_bytes
 from edgespec.machine.this_machine import this_machine
+from edgespec.models.gguf_model import check_magic
 from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.planners.path_cost import note
 from edgespec.weights.plan import REMEDY, SAFETY, SLOW, Plan, two_digits
 
 # Tokens per pass in a chat, with trees of 8 and of 64 nodes: measured by this project (README).
 EXPECTED_TOKENS = {"specexec": (4.0, 7.0), "sssd": (1.6, 2.0)}
-SIZES_OF_MIXTURES = (2, 4, 8, 16)  # nodes of passes, besides one and a full tree
+SIZES, SIZES_OF_MIXTURES = (8,), (2, 4, 8, 16)  # nodes of passes, besides one and a full tree
 BEAM = 16  # nodes of a draft pass; a tree takes about twice its nodes
 
 
@@ -53,7 +54,7 @@ class Diagnosis:
         streams: True if every pass reads weights from a disk or over a bus.
         exact: the row classes that passes are kept to, in words.
         passes: over one node up to a full tree; empty if the model cannot run.
-        draft_seconds: to draft one tree.
+        draft_seconds: to draft one full tree.
         notes: messages for the user.
     """
 
@@ -84,17 +85,23 @@ def reading_seconds(diagnosis: Diagnosis, made: Pass) -> float:
 
 
 def tokens_per_second(diagnosis: Diagnosis) -> dict[str, float]:
-    """Estimated tokens per second of a chat, by planner that can be used."""
+    """Estimated tokens per second of a chat, by planner that can be used, each with the best of the timed trees."""
     if not diagnosis.passes:
         return {}
-    one, tree = diagnosis.passes[0], diagnosis.passes[-1]
-    gained = {
-        name: float(np.interp(log2(tree.nodes), (3, 6), few_and_many)) for name, few_and_many in EXPECTED_TOKENS.items()
-    }
-    expected = {"none": 1 / one.seconds, "sssd": gained["sssd"] / tree.seconds}
-    if diagnosis.draft_size:
-        expected["specexec"] = gained["specexec"] / (tree.seconds + diagnosis.draft_seconds)
-    return expected
+    one, *trees = diagnosis.passes
+    expected = {"none": 1 / one.seconds}
+    for name in ("sssd", "specexec") if trees and diagnosis.draft_size else ("sssd",) if trees else ():
+        speeds = []
+        for tree in trees:
+            tokens = float(np.interp(log2(tree.nodes), (0, 3, 6), (1.0, *EXPECTED_TOKENS[name])))
+            share = _draft_passes(tree.nodes) / _draft_passes(trees[-1].nodes) if name == "specexec" else 0
+            speeds.append(tokens / (tree.seconds + share * diagnosis.draft_seconds))
+        expected[name] = max(speeds)
+    return expected | {"auto": max(expected.values())}
+
+
+def _draft_passes(nodes: int) -> int:
+    return -(-2 * (nodes - 1) // BEAM)
 
 
 def diagnose(
@@ -142,7 +149,7 @@ def diagnose(
     )  # fmt: skip
     check_supported([engine], options)
     paths = list(map(local_path, sources))
-    room = in_bytes(memory)
+    room = in_bytes("memory", memory)
     sizes = [_weight_files(path) for path in paths]
     say("disk")
     disk = _read_disk(max(sizes[0], key=lambda file: sizes[0][file]))
@@ -188,12 +195,14 @@ def _weight_files(path: str) -> dict[str, int]:
         Bytes of each file of a model's weights.
 
     Raises:
-        ModelError: a file is missing.
+        ModelError: a file is missing, or is not a GGUF.
     """
     if Path(path).is_dir():
         files = sorted(map(str, Path(path).glob("model*.safetensors")))
     else:
         files = import_module("edgespec.backends.llamacpp.ggml.files").parts(path)
+        for file in files:
+            check_magic(file)
     if not files:
         raise ModelError(f"{path}: has no weights: there is no file model*.safetensors")
     try:
@@ -228,11 +237,11 @@ def _try(
         found.notes = [*(plan.notes or ()), *later, *([note(limits.max_leaves)] if limits.paths else ())]
         found.streams = limits.streams
         nodes = min(options.budget + 1, most_nodes(limits, 0))
-        between = [n for n in SIZES_OF_MIXTURES if 1 < n < nodes] if limits.experts else []
+        between = [n for n in (SIZES_OF_MIXTURES if limits.experts else SIZES) if n < nodes]
         passes = [time_pass(backend, n) for n in (1, *between, nodes)]
     for draft in drafts:
         with closing(load_draft(engine, draft, options.for_draft())) as backend:
-            found.draft_seconds = time_pass(backend, BEAM).seconds * -(-2 * (nodes - 1) // BEAM)
+            found.draft_seconds = time_pass(backend, BEAM).seconds * _draft_passes(nodes)
     found.passes = passes
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,9 @@ def resume(path: Path, kind: type[Line]) -> list[Line]:
         whole = [line for line in lines if line.endswith("\n")]
         found = [kind(**json.loads(line)) for line in whole]
         if whole != lines:
+            start = f'{{"{next(iter(signature(kind).parameters))}": '
+            if lines[-1][: len(start)] != start[: len(lines[-1])]:
+                raise ValueError("the last line is no part of such a line")
             path.write_text("".join(whole), "utf-8")
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Sequence
 from datetime import date
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -13,10 +14,11 @@ import yaml
 
 from edgespec import __version__
 from edgespec.errors import EdgespecError, MissingPackage, RegistryError, UsageError
+from edgespec.machine.files import PNG, check_out, write_whole
 from edgespec.machine.measurements import machine
 from edgespec.measure.pair import Measured, Row
 from edgespec.measure.tables import table
-from edgespec.models.registry import OWN, read_models
+from edgespec.models.registry import own_models_file, read_models
 
 
 def pair_table(found: Measured) -> str:
@@ -61,12 +63,13 @@ def check_picture(path: str | Path) -> None:
 
     Raises:
         MissingPackage: matplotlib is not installed.
-        UsageError: there is no such folder.
+        UsageError: `path` does not end in .png, is something else than a picture, or there is no such folder.
     """
     if find_spec("matplotlib") is None:
         raise MissingPackage("matplotlib", "bench", "the picture")
-    if not (folder := Path(path).absolute().parent).is_dir():
-        raise UsageError(f"the picture cannot be written to {path}: there is no folder {folder}")
+    if Path(path).suffix.lower() != ".png":
+        raise UsageError(f"the picture is a PNG, but {path} does not end in .png")
+    check_out(path, PNG, "a PNG picture")
 
 
 def picture(found: Measured, out: Path) -> None:
@@ -93,10 +96,12 @@ def picture(found: Measured, out: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.legend()
     figure.suptitle(Path(found.target).name + (f" + {Path(found.draft).name}" if found.draft else ""))
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png", dpi=110)
     try:
-        figure.savefig(out, dpi=110)
-    except (OSError, ValueError) as error:
-        raise EdgespecError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
+        write_whole(out, drawn.getvalue())
+    except OSError as error:
+        raise EdgespecError(f"{out}: cannot be written: {error.strerror or error}") from error
 
 
 def figures(found: Measured, memory: str | None) -> dict[str, Any]:
@@ -126,7 +131,10 @@ def check_writable(name: str, path: Path | None = None) -> Path:
         RegistryError: the file is broken.
         EdgespecError: it cannot be written.
     """
-    path = (path or OWN.expanduser()).resolve()
+    path = path or own_models_file()
+    if path is None:
+        raise EdgespecError("there is no home folder for a models.yaml: XDG_CONFIG_HOME names another place")
+    path = path.resolve()
     if path.exists() and any(entry.name == name for entry in read_models(path)):
         raise UsageError(f"{path}: has a model named {name!r} already; choose another name")
     place = next(folder for folder in (path if path.exists() else path.parent, *path.parents) if folder.exists())

@@ -15,7 +15,8 @@ from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import render_chat, user_messages
-from edgespec.machine.measurements import cache_folder, identity
+from edgespec.machine.files import cache_folder
+from edgespec.machine.measurements import identity
 from edgespec.measure.json_lines import append, resume
 from edgespec.measure.replay import Recording
 from edgespec.planners.choice import make_planner

@@ -65,8 +65,11 @@ def read_prompts(path: Path, limit: int | None = None) -> list[BenchPrompt]:
             text = record["prompt"] if "prompt" in record else record["turns"][0]
             if not isinstance(text, str) or not text.strip():
                 raise TypeError
+            text.encode()  # JSON can spell half a character, which UTF-8 cannot
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise UsageError(f"{path}, line {number}: needs a JSON object with `prompt` or `turns`") from error
+            raise UsageError(
+                f"{path}, line {number}: needs a JSON object with UTF-8 text as `prompt` or in `turns`"
+            ) from error
         prompts.append(BenchPrompt(text, str(record.get("category", ""))))
     if not prompts:
         raise UsageError(f"{path}: has no prompts")

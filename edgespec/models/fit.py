@@ -9,6 +9,8 @@ from edgespec.models.gguf_header import part_names
 from edgespec.models.registry import Entry, local_path
 
 RUNTIME = 1_500_000_000  # bytes of keys and values of 4,096 tokens, buffers and the program, from 8 B to 70 B
+KEPT = 4 << 30  # bytes of a machine's memory for its system and other programs, at most half of it: an assumption
+MEMORY_SPEED, DISK_SPEED = 20e9, 2e9  # bytes per second of a usual laptop's processor and disk: assumptions
 LEAST = 1 / 16  # share of a target that must be in memory: some layers and the output
 
 
@@ -22,6 +24,7 @@ class Fit:
         missing: still to be fetched.
         streamed: read by every pass; an upper bound for mixtures of experts.
         verdict: the result, for the user.
+        tokens_per_second: of plain decoding, a lower bound for mixtures of experts; 0 if it cannot run.
     """
 
     entry: Entry
@@ -30,6 +33,7 @@ class Fit:
     missing: int
     streamed: int
     verdict: str
+    tokens_per_second: float = 0.0
 
     @property
     def order(self) -> tuple[int, int]:
@@ -40,13 +44,14 @@ class Fit:
         return (1, self.streamed) if self.streamed else (0, -self.target)
 
 
-def fit(entry: Entry, memory: int, disk: int) -> Fit:
+def fit(entry: Entry, memory: int, disk: int, disk_speed: float = DISK_SPEED) -> Fit:
     """Estimate how a model runs here.
 
     Args:
         entry: from models.yaml.
         memory: bytes that may be used.
         disk: bytes that are free where models are kept.
+        disk_speed: bytes per second.
     """
     (target, have), (draft, have_draft) = (_size(entry, source) for source in (entry.target, entry.draft))
     missing = (0 if have else target) + (0 if have_draft else draft)
@@ -62,7 +67,9 @@ def fit(entry: Entry, memory: int, disk: int) -> Fit:
         verdict = f"streams about {streamed / 1e9:.1f} GB per pass"
     else:
         verdict = "stays in memory"
-    return Fit(entry, target, draft, missing, streamed, verdict)
+    seconds = max(streamed / disk_speed, target / MEMORY_SPEED)  # layers are read ahead of the computation
+    speed = 1 / seconds if target and "too" not in verdict else 0.0
+    return Fit(entry, target, draft, missing, streamed, verdict, speed)
 
 
 def _size(entry: Entry, source: str | None) -> tuple[int, bool]:

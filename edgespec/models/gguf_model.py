@@ -327,7 +327,8 @@ def check_magic(path: str | Path) -> None:
     """
     file = Path(path)
     if not file.is_file():
-        raise ModelError(f"{path}: {'is a folder, not a GGUF file' if file.exists() else 'there is no such file'}")
+        kind = "is a folder" if file.is_dir() else "is a pipe or a device"
+        raise ModelError(f"{path}: {f'{kind}, not a GGUF file' if file.exists() else 'there is no such file'}")
     if (magic := _magic(file)) != b"GGUF":
         raise ModelError(f"{path}: is not a GGUF file (it starts with {magic!r}, not b'GGUF')")
 

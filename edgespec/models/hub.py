@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
+from edgespec.models import pulled
 from edgespec.models.download import STALL, Progress, download
 from edgespec.models.gguf_header import part_names
 
@@ -25,6 +26,7 @@ BESIDE = re.compile(r"(^|/)(mmproj|mtp-|eagle3-|dflash-|dspark-)|imatrix", re.IG
 TYPE = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
 WEIGHTS = "model*.safetensors"
 FOLDER_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", WEIGHTS)
+UNREACHABLE = ("TransportError", "ConnectionError")  # of the HTTP clients that huggingface_hub has used
 SPARE = 10**9  # bytes of the disk that stay free
 
 
@@ -122,9 +124,7 @@ def choose_file(names: Sequence[str], type_: str) -> str | None:
 
 def cached(source: HubSource) -> str | None:
     hub = _library(source)
-    from huggingface_hub import constants
-
-    known = list(_snapshot(source, constants.HF_HUB_CACHE)) if not source.file else []
+    known = list(_snapshot(source)) if not source.file else []
     if source.is_folder:
         config = hub.try_to_load_from_cache(source.repository, "config.json", revision=source.revision)
         return str(Path(config).parent) if isinstance(config, str) and _has_weights(Path(config).parent) else None
@@ -151,8 +151,26 @@ def tokenizer_of(source: HubSource, fetch: bool) -> str:
         )
 
 
-def _snapshot(source: HubSource, cache: str) -> Iterator[str]:
-    folder = Path(cache) / f"models--{source.repository.replace('/', '--')}"
+def cache_of_hub() -> Path:
+    """
+    Raises:
+        MissingPackage: huggingface_hub is not installed.
+        UsageError: there is no home folder for the cache.
+    """
+    _library("models of the hub")
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_CACHE.startswith("~"):
+        raise UsageError("there is no home folder for models of the hub: HF_HOME names another place")
+    return Path(constants.HF_HUB_CACHE)
+
+
+def repository_folder(repository: str) -> Path:
+    return cache_of_hub() / f"models--{repository.replace('/', '--')}"
+
+
+def _snapshot(source: HubSource) -> Iterator[str]:
+    folder = repository_folder(source.repository)
     reference = folder / "refs" / source.revision
     snapshot = folder / "snapshots" / (reference.read_text() if reference.is_file() else source.revision)
     for file in snapshot.rglob("*.gguf"):
@@ -176,10 +194,9 @@ def ask(source: HubSource) -> Listing:
         ModelError: no such repository or file, or the hub does not answer.
     """
     hub = _library(source)
-    from huggingface_hub import constants
     from huggingface_hub.file_download import get_hf_file_metadata
 
-    storage = Path(constants.HF_HUB_CACHE) / f"models--{source.repository.replace('/', '--')}"
+    storage = repository_folder(source.repository)
     commit, sizes = source.revision, dict[str, tuple[int, str]]()
     with _errors(source):
         if source.file:  # mirrors may have no listing
@@ -251,10 +268,8 @@ def check_space(listings: Sequence[Listing]) -> None:
     Raises:
         EdgespecError: the disk has no room for the missing files; names both sizes.
     """
-    from huggingface_hub import constants
-
     needed = sum(file.size for listing in listings for file in listing.missing)
-    cache = Path(constants.HF_HUB_CACHE)
+    cache = cache_of_hub()
     folder = next(place for place in (cache, *cache.parents) if place.exists())
     there = sum(
         part.stat().st_blocks * 512 for listing in listings for file in listing.missing for part in _partial(file)
@@ -287,9 +302,11 @@ def fetch(
     Raises:
         EdgespecError: it cannot be fetched; what is there stays for the next try.
     """
-    hub, source = _library(listing.source), listing.source
+    hub, source, missing = _library(listing.source), listing.source, listing.missing
     check_space([listing])
-    for file in listing.missing:
+    with _errors(source):
+        _record(listing, missing, done=False)
+    for file in missing:
         if file.sha256:
             _fetch_blob(source, listing.commit, file, progress, say)
         elif file.size > 1 << 20:
@@ -297,9 +314,21 @@ def fetch(
     with _errors(source):
         for file in listing.files:  # by the requested revision, so that the cache remembers it
             path = hub.hf_hub_download(source.repository, file.name, revision=source.revision)
-        if source.is_folder:
-            return str(Path(path).parents[len(Path(file.name).parts) - 1])  # a file may lie in a folder of its own
-        return str(path if len(listing.files) == 1 else Path(path).with_name(Path(listing.files[0].name).name))
+        _record(listing, missing, done=True)
+    if source.is_folder:
+        return str(Path(path).parents[len(Path(file.name).parts) - 1])  # a file may lie in a folder of its own
+    return str(path if len(listing.files) == 1 else Path(path).with_name(Path(listing.files[0].name).name))
+
+
+def _record(listing: Listing, missing: Sequence[HubFile], done: bool) -> None:
+    folder, source = repository_folder(listing.source.repository), listing.source
+    name = source.repository if source.is_folder else f"{source.repository}/{listing.files[0].name}"
+    files = [
+        (file.path.relative_to(folder).as_posix(), file.blob.relative_to(folder).as_posix() if file.sha256 else "")
+        for file in missing
+    ]
+    if missing:
+        pulled.add(folder, name, files, done)
 
 
 def _fetch_blob(source: HubSource, commit: str, file: HubFile, progress: Progress, say: Callable[[str], None]) -> None:
@@ -339,11 +368,12 @@ def _fetch_blob(source: HubSource, commit: str, file: HubFile, progress: Progres
             lock.release()
 
 
-def _library(source: HubSource) -> Any:
+def _library(source: HubSource | str) -> Any:
     try:
         import huggingface_hub
     except ImportError as error:
-        raise MissingPackage("huggingface_hub", "hub", f"fetching hf:{source.repository}") from error
+        what = source if isinstance(source, str) else f"hf:{source.repository}"
+        raise MissingPackage("huggingface_hub", "hub", f"fetching {what}") from error
     return huggingface_hub
 
 
@@ -353,6 +383,7 @@ def _errors(source: HubSource) -> Iterator[None]:
         EntryNotFoundError,
         GatedRepoError,
         LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -376,8 +407,13 @@ def _errors(source: HubSource) -> Iterator[None]:
     except EntryNotFoundError as error:
         raise ModelError(f"{name}: cannot be fetched: there is no such file") from error
     except Exception as error:
+        why = _first(error)
+        if isinstance(error, OfflineModeIsEnabled):
+            why = "HF_HUB_OFFLINE forbids to ask the hub"
+        elif any(kind.__name__ in UNREACHABLE for kind in type(error).__mro__):
+            why = f"the hub cannot be reached; is this machine online? ({why})"
         what = "no such folder here, and it cannot be fetched from the hub" if source.is_folder else "cannot be fetched"
-        raise ModelError(f"{name}: {what}: {_first(error)}") from error
+        raise ModelError(f"{name}: {what}: {why}") from error
 
 
 def _first(error: BaseException) -> str:

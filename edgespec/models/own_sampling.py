@@ -5,6 +5,7 @@ unknown are left out with a note: a user cannot edit another author's model.
 """
 
 import json
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,11 @@ def choose_sampling(defaults: Defaults, path: str) -> tuple[SamplingParams, list
     return SamplingParams(**(own | defaults.sampling())), notes
 
 
+def choose_seed(seed: int | None) -> int:
+    """A seed as it is given; drawn if there is none or, as in llama.cpp, a negative one."""
+    return secrets.randbits(32) if seed is None or seed < 0 else seed
+
+
 def own_sampling(path: str) -> tuple[dict[str, Any], list[str]]:
     """
     Returns:
@@ -55,7 +61,7 @@ def own_sampling(path: str) -> tuple[dict[str, Any], list[str]]:
     good = dict[str, Any]()
     for name, value in found.items():
         try:
-            one: dict[str, Any] = {name: _number(name, value)}
+            one = {name: _number(name, value)}
             SamplingParams(**one)
         except UsageError as error:
             notes.append(f"left out of the model's own sampling: {error}")
@@ -93,20 +99,10 @@ def _of_folder(folder: Path) -> tuple[dict[str, Any], list[str]]:
     return found, []
 
 
-def _number(name: str, value: Any) -> float:
-    """A value as a number; GGUFs may hold it as text.
-
-    Raises:
-        UsageError: it is not a number.
-    """
+def _number(name: str, value: Any) -> Any:
+    """The number that a string, or for top_k 20.0, stands for; anything else as it is."""
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UsageError(f"{name} is {value!r}, but must be a number") from error
-    if name != "top_k":
-        return number
-    if not number.is_integer():
-        raise UsageError(f"{name} is {value!r}, but must be a whole number")
-    return int(number)
+        number = float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+    return int(number) if name == "top_k" and isinstance(number, float) and number.is_integer() else number

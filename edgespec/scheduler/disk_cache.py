@@ -15,6 +15,7 @@ from edgespec.loop.session_files import difference, draft_file, load_draft_sessi
 
 WORTH_SAVING = 256  # new tokens that are worth a file
 ABANDONED = 3600.0  # seconds after which an unfinished file is a killed program's
+OWN = "[0-9a-f]" * 32 + ".kept"  # names of its files
 PART = 8  # one in PART tokens must be new
 
 
@@ -46,10 +47,10 @@ class DiskCache:
         self._saved: dict[Path, list[int]] = {}
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for left in self._folder.glob(".*.kept*-*.new"):
+            for left in self._folder.glob(f".{OWN}*-*.new"):
                 if time() - left.stat().st_mtime > ABANDONED:
                     left.unlink(missing_ok=True)
-            for path in self._folder.glob("*.kept"):
+            for path in self._folder.glob(OWN):
                 with suppress(SessionFileError):
                     saved = look(path)
                     if not difference(saved, backend):
@@ -78,6 +79,8 @@ class DiskCache:
                 return False
             about = json.dumps([dict(self._backend.identity), tokens], sort_keys=True)
             path = self._folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.kept"
+            if path not in self._saved:
+                self._drop(path)  # one that is there is damaged
             session.save(path)
         except EdgespecError as error:
             self._say(str(error))
@@ -123,7 +126,7 @@ class DiskCache:
 
     def _make_room(self) -> None:
         found = list[tuple[float, int, Path]]()
-        for path in self._folder.glob("*.kept"):
+        for path in self._folder.glob(OWN):
             with suppress(OSError):
                 drafts = draft_file(path).stat().st_size if draft_file(path).exists() else 0
                 found.append((path.stat().st_mtime, path.stat().st_size + drafts, path))

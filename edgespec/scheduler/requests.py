@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from threading import Lock
+from threading import RLock
 from time import perf_counter
 
 from edgespec.errors import EdgespecError
@@ -221,7 +221,7 @@ class CurrentPass:
         self._closed = False
         self._model: Backend | None = None
         self._handles: list[Handle] = []
-        self._lock = Lock()
+        self._lock = RLock()  # a stream that is garbage may be collected, and ends its request, anywhere
 
     @contextmanager
     def of(self, handles: list[Handle], model: Backend) -> Iterator[None]:

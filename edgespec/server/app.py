@@ -1,5 +1,5 @@
 from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from edgespec.errors import EdgespecError
+from edgespec.errors import EdgespecError, MissingPackage
+from edgespec.loop.grammar import json_object
 from edgespec.server.access import Guard
 from edgespec.server.dialects import messages as anthropic
 from edgespec.server.dialects import openai
@@ -71,7 +72,10 @@ def make_app(
 
 @asynccontextmanager
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
-    app.state.service.model.scheduler.start()
+    model = app.state.service.model
+    with suppress(MissingPackage):
+        model.compile(json_object())  # llguidance reads the vocabulary once, for up to a second, and nothing else runs
+    model.scheduler.start()
     yield
     app.state.service.stopping = True
 

@@ -84,6 +84,8 @@ def as_mistral(text: str, parameters: Parameters) -> list[Call]:
     if text.lstrip().startswith(("[{", "{")):
         return as_object(text, parameters)
     parts = [part.partition("[ARGS]") for part in text.split("[TOOL_CALLS]") if part.strip()]
+    if not parts:
+        raise ValueError("not a call")
     return [made(name.partition("[CALL_ID]")[0].strip(), strict_json(arguments)) for name, _, arguments in parts]
 
 
@@ -127,14 +129,17 @@ def as_braces(text: str, parameters: Parameters) -> list[Call]:
 def _as_json(found: re.Match[str]) -> str:
     if found["text"] is not None:
         return json.dumps(found["text"])
-    return json.dumps(found["key"]) if found["key"] is not None else found["json"] or ""
+    word = (found["word"] or "").rstrip()
+    if found["colon"]:
+        return json.dumps(word) + ":"
+    return "null" if word == "None" else found["json"] or word  # as Gemma's template writes it
 
 
 QUOTE = '<|"|>'
 BRACED = re.compile(
     r"""<\|"\|>(?P<text>.*?)<\|"\|>
       | (?P<json>"(?:\\.|[^"\\])*")
-      | (?P<key>[^\s{}\[\],:"][^{}\[\],:"]*?)\s*(?=:)
+      | (?P<word>[^\s{}\[\],:"][^{}\[\],:"]*+)(?P<colon>:)?  # a key, or a value; never read again from its middle
       | ,\s*(?=[}\]])  # a comma behind the last item, which JSON forbids
     """,
     re.DOTALL | re.VERBOSE,
@@ -152,14 +157,14 @@ MISTRAL = CallFormat(
 )  # fmt: skip
 GLM = CallFormat(
     ("<arg_key>",), HERMES.open, HERMES.close,
-    as_pairs(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", r"^\s*([^\s<]+)(.*)$"),
+    as_pairs(r"<arg_key>(?>(.*?)</arg_key>)\s*<arg_value>(.*?)</arg_value>", r"^\s*([^\s<]+)(.*)$"),
     "<tool_call>{name}{line}{pairs}</tool_call>",
     "<arg_key>{key}</arg_key>{line}<arg_value>{value}</arg_value>{line}",
     ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )  # fmt: skip
 DEEPSEEKS = CallFormat(
     CALLS[:1], CALLS[:1], CALLS[1],
-    as_tokens(r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(.+?)(?:<｜tool▁sep｜>|\n```json)(.*?)(?:\n```)?<｜tool▁call▁end｜>"),
+    as_tokens(r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^<\n]+)(?:<｜tool▁sep｜>|\n```json)(.*?)(?:\n```)?<｜tool▁call▁end｜>"),
     f"{CALLS[0]}<｜tool▁call▁begin｜>{{name}}<｜tool▁sep｜>{{arguments}}<｜tool▁call▁end｜>{CALLS[1]}",
     inner=DEEPSEEK,
 )  # fmt: skip
@@ -184,7 +189,7 @@ FORMATS = (
     ),
     CallFormat(
         ("<|tool_calls_section_begin|>",), ("<|tool_calls_section_begin|>",), "<|tool_calls_section_end|>",
-        as_tokens(r"<\|tool_call_begin\|>\s*(?:functions\.)?(.+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>"),
+        as_tokens(r"<\|tool_call_begin\|>\s*+(?:functions\.)?([^<]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>"),
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}"
         "<|tool_call_end|><|tool_calls_section_end|>",
         inner=KIMI,

@@ -66,11 +66,11 @@ class ChannelParser:
             return False
         if self._header is None:
             header, seen, rest = self._held.partition(MESSAGE)
-            start = header.lstrip()
-            if seen:
-                self._header, self._held = header, rest
-            elif start and not any(start.startswith(b) or b.startswith(start) for b in BEGINNINGS):
+            start = self._held.lstrip()
+            if start and not any(start.startswith(b) or b.startswith(start) for b in BEGINNINGS):
                 self._free = True
+            elif seen:
+                self._header, self._held = header, rest
             return bool(seen or self._free)
         places = [(at, end) for end in ENDS if (at := self._held.find(end)) >= 0]
         if places:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Vocab
-from edgespec.loop.grammar import MOST_BYTES, Grammar, lark, too_long
+from edgespec.loop.grammar import MOST_BYTES, Grammar, json_text, lark, too_long
 from edgespec.server.call_formats import QUOTE, CallFormat
 from edgespec.server.schema import Schema, spelled
 from edgespec.server.tool_calls import Tool
@@ -18,7 +18,7 @@ from edgespec.server.tool_calls import Tool
 MARKER = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")
 PLACE = re.compile(r"\{(line|name|quoted|number|id|arguments|braces|pairs|key|value)\}")
 # Spaces after commas and colons, as templates show them.
-SPACED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANYWHERE = {"number": "/[0-9]{1,3}/", "id": "/[a-zA-Z0-9]{9}/", "line": '"\\n"?'}
 ANY_TEXT = r"/(.|\n)*/"
 KEY = r"/[^:,{}\[\]<>\s]+/"
@@ -106,7 +106,8 @@ class Rules:
             raise too_long()
 
     def json(self, schema: Schema) -> str:
-        return self.add(f"%json {json.dumps({**schema.json, **SPACED})}")
+        guidance = {**SPACED, "lenient": not schema.strict}
+        return self.add(f"%json {json_text({**schema.json, 'x-guidance': guidance})}")
 
     def filled(self, text: str, places: Mapping[str, str]) -> str:
         pieces = PLACE.split(text)

@@ -1,6 +1,7 @@
 """JSON schemas of tools' parameters, resolved once for grammars and parsers."""
 
 import json
+from ast import literal_eval
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +25,7 @@ class Schema:
         self.items: Schema | None = None
         self.node: dict[str, Any] = {}  # its JSON
         self.root: dict[str, Any] = {}  # which references of `node` point into
+        self.strict = False  # keywords that cannot be enforced are refused
 
     @classmethod
     def anything(cls) -> "Schema":
@@ -49,7 +51,7 @@ class Schema:
                     target = followed(self.root, node["$ref"])
                     if id(target) not in names:
                         names[id(target)] = name = f"d{len(names)}"
-                        definitions[name] = copied(target)
+                        definitions[name] = copied(_without_id(target) if target is self.root else target)
                     copy["$ref"] = f"#/$defs/{names[id(target)]}"
             return copy
 
@@ -69,8 +71,8 @@ class Schema:
         if self.types is None or self.types == {"string"}:
             return text
         try:
-            found = strict_json(text)
-        except (ValueError, RecursionError):
+            found = json_or_literal(text)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             return text
         fits = not isinstance(found, str) and not self.types.isdisjoint(TYPES[type(found)])
         return found if fits or "string" not in self.types else text
@@ -83,11 +85,25 @@ def strict_json(text: str) -> Any:
     return found
 
 
+def json_or_literal(text: str) -> Any:
+    """A value in JSON, or as Python writes it: so the templates of Qwen3-Coder and Seed-OSS show None, True and lists.
+
+    Raises:
+        ValueError, TypeError, SyntaxError, MemoryError, RecursionError: it is neither.
+    """
+    try:
+        return strict_json(text)
+    except ValueError:
+        if text not in ("None", "True", "False") and not text.startswith(("[", "{")):
+            raise
+        return strict_json(json.dumps(literal_eval(text)))
+
+
 def spelled(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def resolve(root: Any, name: str = "") -> Schema:
+def resolve(root: Any, name: str = "", *, strict: bool = False) -> Schema:
     """Resolve the parameters of the tool `name`.
 
     Raises:
@@ -96,14 +112,14 @@ def resolve(root: Any, name: str = "") -> Schema:
     if not isinstance(root, dict) or root.get("type", "object") != "object":
         raise UsageError(f"tools: the parameters of {name!r} are no object's schema")
     try:
-        return _Resolver({"type": "object", **root}).schema_of(None)
+        return _Resolver({"type": "object", **root}, strict).schema_of(None)
     except (*NOWHERE, RecursionError) as error:
         raise UsageError(f"tools: the parameters are no JSON schema: {error!r}") from error
 
 
 class _Resolver:
-    def __init__(self, root: dict[str, Any]) -> None:
-        self._root = root
+    def __init__(self, root: dict[str, Any], strict: bool) -> None:
+        self._root, self._strict = root, strict
         self._known: dict[int, Schema] = {}
 
     def schema_of(self, node: Any) -> Schema:
@@ -125,7 +141,7 @@ class _Resolver:
         return node
 
     def _fill(self, schema: Schema, node: dict[str, Any]) -> None:
-        schema.node, schema.root = node, self._root
+        schema.node, schema.root, schema.strict = node, self._root, self._strict
         schema.values = self._values(node)
         schema.properties = {key: self.schema_of(value) for key, value in node.get("properties", {}).items()}
         schema.required = [key for key in node.get("required", ()) if key in schema.properties]
@@ -155,6 +171,11 @@ class _Resolver:
         if schema.properties or schema.items:
             return frozenset(["object" if schema.properties else "array"])
         return None
+
+
+def _without_id(root: dict[str, Any]) -> dict[str, Any]:
+    """Within another schema, an id would make references be looked up in `root` itself."""
+    return {key: value for key, value in root.items() if key not in ("$id", "id")}
 
 
 def is_reference(node: Any) -> bool:

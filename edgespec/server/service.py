@@ -1,5 +1,4 @@
 import asyncio
-import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,9 +11,9 @@ from hashlib import sha256
 from edgespec.loop.grammar import Compiled
 from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.passes import check_room
-from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import TextStream
 from edgespec.model import Model
+from edgespec.models.own_sampling import choose_seed
 from edgespec.scheduler.requests import Handle, Request
 from edgespec.server.answers import Answer, Answers, Emit
 from edgespec.server.conversation import Question
@@ -55,12 +54,6 @@ class Service:
         about = [self.name, target.name, target.build, str(dict(target.computing)), str(exact)]
         return "fp_" + sha256("\n".join(about).encode()).hexdigest()[:16]
 
-    @cached_property
-    def defaults(self) -> SamplingParams:
-        """Sampling of fields that a request leaves out: the model's own, else a temperature of 1."""
-        known = self.model.sampling
-        return replace(known, temperature=1.0) if known == SamplingParams() else known
-
     async def start(self, question: Question) -> Answers:
         return Answers(await self.prepare(question), self.submit, self.ping_seconds)
 
@@ -81,8 +74,8 @@ class Service:
                 grammar = await loop.run_in_executor(self._grammars, self._grammar, question, form, inside)
         limit = self.model.target.capabilities.context_length
         most = limit if question.max_tokens is None or question.max_tokens == UNLIMITED else question.max_tokens
-        drawn = {"seed": secrets.randbits(32), **question.sampling}
-        sampling = replace(self.defaults, **drawn | {"seed": drawn["seed"] % 2**64})
+        seed = choose_seed(question.sampling.get("seed")) % 2**64
+        sampling = replace(self.model.sampling, **{**question.sampling, "seed": seed})
         return [
             Answer(
                 Request(

@@ -37,7 +37,7 @@ class Tool:
     @cached_property
     def schema(self) -> Schema:
         """Raises UsageError."""
-        return resolve(self.function.get("parameters") or {}, self.name)
+        return resolve(self.function.get("parameters") or {}, self.name, strict=self.function.get("strict") is True)
 
 
 @dataclass(frozen=True)

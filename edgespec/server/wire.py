@@ -83,6 +83,11 @@ async def read_body(request: HttpRequest, kind: type[Body]) -> Body:
         raise Refused(GONE, "the client left before the end of the body") from error
     except TimeoutError as error:
         raise Refused(408, f"the body did not come within {BODY_SECONDS:.0f} seconds") from error
+    return await asyncio.to_thread(parsed_body, data, kind)
+
+
+def parsed_body(data: bytes | bytearray, kind: type[Body]) -> Body:
+    """Errors as for `read_body`."""
     try:
         found = json.loads(data, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:

@@ -19,6 +19,7 @@ from edgespec.machine.system import (
     check_sizes,
     file_sizes,
     libc,
+    lines_of,
     new_memory,
     open_direct,
     read_fully,
@@ -39,7 +40,7 @@ def mappings(path: str, maps: Path = Path("/proc/self/maps")) -> list[Mapping]:
     status, real = os.stat(path), os.path.realpath(path)
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     found = []
-    for line in maps.read_text("utf-8", "surrogateescape").splitlines():
+    for line in lines_of(maps):
         fields = line.split(maxsplit=5)
         if (fields[3] == device and int(fields[4]) == status.st_ino) or fields[5:] == [real]:
             start, stop = (int(number, 16) for number in fields[0].split("-"))

@@ -3,7 +3,7 @@
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -22,11 +22,13 @@ class Streamed:
     Attributes:
         tokens: number of tokens; 0: the server reported none.
         first: seconds until the first word.
+        words: when each part of the text came, in seconds of the monotonic clock.
     """
 
     text: str
     tokens: int
     first: float
+    words: Sequence[float]
 
 
 @contextmanager
@@ -63,7 +65,7 @@ def stream_chat(port: int, body: dict[str, Any]) -> Streamed:
     Raises:
         EdgespecError: there is no answer.
     """
-    started, first, tokens, text = time.perf_counter(), 0.0, 0, ""
+    started, tokens, text, words = time.perf_counter(), 0, "", list[float]()
     sent = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}})
     with closing_connection(port) as connection:
         connection.request("POST", "/v1/chat/completions", sent, JSON)
@@ -76,7 +78,8 @@ def stream_chat(port: int, body: dict[str, Any]) -> Streamed:
             data = json.loads(line[6:])
             if "error" in data:
                 raise EdgespecError(f"the answer ended: {str(data['error'])[:200]}")
-            text += "".join(choice["delta"].get("content") or "" for choice in data["choices"])
-            first = first or (time.perf_counter() - started if text else 0.0)
+            if new := "".join(choice["delta"].get("content") or "" for choice in data["choices"]):
+                text += new
+                words.append(time.perf_counter())
             tokens = (data.get("usage") or {}).get("completion_tokens", tokens)
-    return Streamed(text, tokens, first)
+    return Streamed(text, tokens, words[0] - started if words else 0.0, words)

@@ -19,6 +19,8 @@ from edgespec.models.gguf_header import header_values, own_values
 from edgespec.models.gguf_model import check_magic
 from edgespec.weights.plan import Tensor, count_layers, layer_of
 
+from .signals import Signals
+
 try:
     import llama_cpp as llama_cpp  # other modules import it from here, and so get this error
 except ImportError as error:
@@ -41,12 +43,21 @@ def _keep_log(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
         del size_lines[:-100]
 
 
+def _give_up(message: bytes) -> None:
+    """Called before ggml ends the process: the user reads one line, not the calls that led there."""
+    where, _, what = message.partition(b": ")
+    os.write(2, b"edgespec: llama.cpp cannot go on: " + what + b" (" + where.rpartition(b"/")[2] + b")\n")
+    os._exit(1)
+
+
+_abort_callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_give_up)
 _log_callback = llama_cpp.llama_log_callback(_keep_log)  # must live as long as llama.cpp, which has only its address
 
 
 def keep_log() -> None:
     _log_lines.clear()
     llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
+    ggml_base().ggml_set_abort_callback(_abort_callback)
 
 
 def last_log() -> str:
@@ -70,7 +81,14 @@ def load_model(path: str, **params: Any) -> Any:
     model_params = llama_cpp.llama_model_default_params()
     for name, value in (params | without_amx(llama_cpp.llama_print_system_info())).items():
         setattr(model_params, name, value)
-    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
+    signals = Signals()
+    go_on = llama_cpp.llama_progress_callback(lambda share, user_data: not signals.stop())
+    model_params.progress_callback = go_on
+    with signals.held():
+        model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
+        if model and signals.stop():
+            llama_cpp.llama_model_free(model)
+            model = None
     if not model:
         raise ModelError(f"{path}: cannot be loaded: {last_log()}")
     try:
@@ -164,13 +182,15 @@ def loaded_tensors(path: str) -> list[Tensor]:
 @contextmanager
 def _table(path: str) -> Iterator[Any]:
     check_magic(path)
-    table = ggml_base().gguf_init_from_file(os.fsencode(path), GgufInit(no_alloc=True))
-    if not table:
-        raise ModelError(f"{path}: is a damaged GGUF file: {last_log()}")
-    try:
-        yield table
-    finally:
-        ggml_base().gguf_free(table)
+    keep_log()
+    with Signals().held():
+        table = ggml_base().gguf_init_from_file(os.fsencode(path), GgufInit(no_alloc=True))
+        if not table:
+            raise ModelError(f"{path}: is a damaged GGUF file: {last_log()}")
+        try:
+            yield table
+        finally:
+            ggml_base().gguf_free(table)
 
 
 class GgufInit(ctypes.Structure):

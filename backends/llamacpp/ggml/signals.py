@@ -9,6 +9,7 @@ class Signals:
     def __init__(self) -> None:
         self._came: dict[int, Any] = {}
         self._handlers: dict[int, Any] = {}
+        self._error: BaseException | None = None
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -29,6 +30,9 @@ class Signals:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
             self.obey()
+            if error := self._error:
+                self._error = None
+                raise error
 
     def obey(self) -> None:
         """Run the handlers of deferred signals.
@@ -40,3 +44,11 @@ class Signals:
         self._came.clear()
         for number in sorted(held, reverse=True):  # SIGTERM before SIGINT, whose handler raises
             self._handlers[number](number, held[number])
+
+    def stop(self) -> bool:
+        """As `obey`, in a callback: True if a handler has raised, which the end of the `with` does again."""
+        try:
+            self.obey()
+        except BaseException as error:
+            self._error = error
+        return self._error is not None

@@ -5,7 +5,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from edgespec.errors import SessionFileError
 
@@ -41,16 +41,18 @@ def load_sequence(context: Any, path: str | Path, seq: int, text: Sequence[int])
         raise SessionFileError(f"{path}: the session was replaced while it was read")
 
 
-def save_parts(path: Path, parts: Iterable[Any]) -> None:
-    """Write serialised parts of a sequence, each after its length.
+def write_parts(file: IO[bytes], parts: Iterable[Any]) -> None:
+    """Write serialised parts of a sequence, each after its length; raises OSError."""
+    for part in parts:
+        file.write(LENGTH.pack(len(part)))
+        file.write(part)
 
-    Raises:
-        OSError: the file cannot be written.
-    """
-    with path.open("wb") as file:
-        for part in parts:
-            file.write(LENGTH.pack(len(part)))
-            file.write(part)
+
+def read_parts(file: IO[bytes], stop: int) -> Iterator[Any]:
+    """Read parts up to byte `stop`; raises OSError, and ValueError or struct.error if the file ends before."""
+    while file.tell() < stop:
+        (length,) = LENGTH.unpack(file.read(LENGTH.size))
+        yield (ctypes.c_uint8 * length).from_buffer_copy(file.read(length))
 
 
 def load_parts(path: str | Path, size: int) -> Iterator[Any]:
@@ -64,8 +66,6 @@ def load_parts(path: str | Path, size: int) -> Iterator[Any]:
     """
     try:
         with Path(path).open("rb") as file:
-            while file.tell() < size:
-                (length,) = LENGTH.unpack(file.read(LENGTH.size))
-                yield (ctypes.c_uint8 * length).from_buffer_copy(file.read(length))
+            yield from read_parts(file, size)
     except (OSError, ValueError, struct.error) as error:
         raise SessionFileError(f"{path}: the session was replaced while it was read") from error

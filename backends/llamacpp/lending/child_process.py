@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import Closed, ModelError, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
 from edgespec.loop.engines import LoadOptions, Progress
 from edgespec.loop.sampling import Float32Array, IdArray, Scores
@@ -62,7 +62,7 @@ class ChildBackend:
 
     def __init__(self, path: str, child: "Child", facts: Facts) -> None:
         self.vocab: Vocab = load_vocab(path)
-        self._path = path
+        self._content = content_of(*parts(path))
         self.child = child
         self.capabilities, self.build, self.computing = facts.capabilities, facts.build, facts.computing
         self.notes: Sequence[str] = facts.notes
@@ -89,7 +89,7 @@ class ChildBackend:
 
     @property
     def identity(self) -> dict[str, Any]:
-        return identity_of(self, content_of(*parts(self._path)))
+        return identity_of(self, self._content)
 
     def close(self) -> None:
         self.child.end()
@@ -113,7 +113,7 @@ class ChildSession:
     def rewind(self, length: int) -> None:
         try:
             self._update("rewind", length)
-        except ModelError:
+        except (Closed, ModelError):
             self.token_ids, self.unread_committed = [], 0
 
     def fork(self) -> "ChildSession":
@@ -134,7 +134,7 @@ class ChildSession:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            with suppress(ModelError):
+            with suppress(Closed, ModelError):
                 self._backend.child.call("close", self.number)
         self.token_ids, self.unread_committed = [], 0
 
@@ -211,7 +211,7 @@ class Child:
                 if number == self._calls:
                     progress(*value)
         except (EOFError, OSError) as error:
-            raise ModelError(self._why()) from error
+            raise (Closed() if self._errors.closed else ModelError(self._why())) from error
         if kind == "raised":
             raise value
         return value
@@ -224,8 +224,6 @@ class Child:
             raise
 
     def _why(self) -> str:
-        if self._errors.closed:
-            return "the model was closed"
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(SECONDS_TO_END)
         self._errors.seek(0)

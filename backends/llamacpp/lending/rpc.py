@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
+from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError, pip_install
 from edgespec.machine.memory import format_size
 from edgespec.weights.plan import Tensor, count_layers, layer_of, layers_on_gpu, make_plan
 
@@ -20,14 +20,16 @@ from ..ggml.files import ggml_library, llama_cpp, loaded_tensors
 from ..memory.gpu import ggml, layers_that_fit, overrides
 
 CPU = 0  # ggml_backend_dev_type in ggml-backend.h
-BUILD = 'CMAKE_ARGS="-DGGML_RPC=on" pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python'
 SECONDS_TO_ANSWER = 5.0
 HEAD = b"^(output|token_embd)"  # stays here, because logits are much larger than the rows between layers
 
 
 class NoRpc(EdgespecError):
     def __init__(self) -> None:
-        super().__init__(f"lending layers needs a llama.cpp that was built for it: {BUILD}")
+        install = pip_install("--force-reinstall", "--no-cache-dir", "--no-deps", "llama-cpp-python")
+        super().__init__(
+            f'lending layers needs a llama.cpp that was built for it: CMAKE_ARGS="-DGGML_RPC=on" {install}'
+        )
 
 
 def has_rpc() -> bool:

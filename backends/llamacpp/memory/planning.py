@@ -41,10 +41,9 @@ from edgespec.weights.plan import (
 from edgespec.weights.preload import Progress
 from edgespec.weights.ring import Streamer, can_stream, measure_disk, open_store
 
-from ..context import ContextSize
+from ..context import ContextSize, make_context
 from ..ggml.files import (
     file_size,
-    last_log,
     llama_cpp,
     load_header,
     loaded_tensors,
@@ -60,6 +59,8 @@ SHARE = 1 / 4  # of a context, for each session after the first where memory is 
 CHUNK_SHARE = 1 / 32  # maximum relative increase of streamed bytes by the buffers of larger chunks
 RESERVED_SHARE = 1 / 32  # of memory, with a MARGIN, for pages of libraries and page tables
 ROOM_FOR_BUFFERS = 2 << 30
+# Bytes in llama-kv-cells.h, as measured: of a cell, and of a node of `used` or, for each sequence id, of `seq_pos`.
+CELL, TAG = 48, 48
 
 
 class MemoryPlanner:
@@ -78,9 +79,10 @@ class MemoryPlanner:
 
     def __init__(self, path: str, options: LoadOptions, machine: Machine, borrowed: Any = None) -> None:
         self.path, self.options, self.machine, self.borrowed = path, options, machine, borrowed
-        self.memory = in_bytes(options.memory)
+        self.memory = in_bytes("memory", options.memory)
         self.room = self.memory if self.memory is not None else int(machine.free * (1 - SAFETY))
         self._tokenizers: dict[str, int] = {}  # measured once, because a later load may reuse freed memory
+        self._buffers: dict[tuple[str, ContextSize], int] = {}
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -90,36 +92,59 @@ class MemoryPlanner:
     def file_sizes(self) -> int:
         return sum(file_size(path) for path in (self.path, *self.options.draft_files) if Path(path).is_file())
 
-    @property
-    def plenty(self) -> bool:
-        """True if the model and its drafts fit twice into free memory."""
-        return self.memory is None and 2 * self.file_sizes + ROOM_FOR_BUFFERS < self.machine.free
+    def plenty(self, size: ContextSize) -> bool:
+        """True if the model and its drafts fit twice into free memory, and their caches and buffers, too."""
+        weights = 2 * self.file_sizes
+        if self.memory is not None or weights + ROOM_FOR_BUFFERS >= self.machine.free:
+            return False
+        if self.options.gpu_layers != 0 and not all(gpu.shared for gpu in self.machine.gpus):
+            return True  # a GPU's own memory holds the caches of its layers
+        try:
+            return weights + self.needs([size])[0] + self._drafts(size) <= self.room
+        except NoRoom:
+            return False
 
-    def _rehearse(self, path: str, sizes: Sequence[ContextSize]) -> tuple[int, list[int]]:
-        tokenizer, buffers = rehearse(path, sizes)
-        return self._tokenizers.setdefault(path, tokenizer), buffers
+    def check_buffers(self, size: ContextSize) -> None:
+        """
+        Raises:
+            NoRoom: caches and buffers do not fit.
+        """
+        [needed] = self._rehearse(self.path, [size])
+        if needed > self.machine.free:
+            raise NoRoom(
+                f"{self.path}: a context of {size.context_length} tokens needs {format_size(needed, up=True)} of "
+                f"memory, but {format_size(self.machine.free)} are free"
+            )
+
+    def _rehearse(self, path: str, sizes: Sequence[ContextSize]) -> list[int]:
+        """Bytes of a model's caches and buffers for each size."""
+        if new := [size for size in sizes if (path, size) not in self._buffers]:
+            tokenizer, buffers = rehearse(path, new, self.machine.free)
+            self._tokenizers.setdefault(path, tokenizer)
+            self._buffers |= {(path, size): found for size, found in zip(new, buffers, strict=True)}
+        return [self._buffers[path, size] for size in sizes]
 
     def _drafts(self, size: ContextSize) -> int:
         total = 0
         for path in self.options.draft_files:
-            tokenizer, buffers = self._rehearse(path, [replace(size, share=1.0)])
+            [buffers] = self._rehearse(path, [replace(size, share=1.0)])
             weights = sum(tensor.size for tensor in loaded_tensors(path) if tensor.name != PER_LAYER_ROWS)
-            total += weights + tokenizer + buffers[0]
+            total += weights + self._tokenizers[path] + buffers
         return total
 
     def needs(self, sizes: Sequence[ContextSize]) -> list[int]:
         """Bytes of all but the model's weights and drafts, for each size."""
-        tokenizer, buffers = self._rehearse(self.path, sizes)
-        return [self.machine.used + MARGIN + tokenizer + one for one in buffers]
+        buffers = self._rehearse(self.path, sizes)
+        return [self.machine.used + MARGIN + self._tokenizers[self.path] + one for one in buffers]
 
     def choose_gpu_layers(self, size: ContextSize) -> int:
         """Default of `gpu_layers`, for GPUs or lenders."""
         if self.borrowed:
-            buffers = self._rehearse(self.path, [size])[1][0]
+            buffers = self._rehearse(self.path, [size])[0]
             needed = self.needs([size])[0] + self._drafts(size)
             lent = memory_of_lenders(self.borrowed)
             return choose_lent(self.tensors, self.room, needed, buffers, lent, len(self.borrowed) - 1)
-        most = in_bytes(self.options.gpu_memory)
+        most = in_bytes("gpu_memory", self.options.gpu_memory)
         found = list(self.machine.gpus)
         if most is not None:
             found = [replace(gpu, free=min(gpu.free, max(0, most - gpu.used))) for gpu in found]
@@ -131,7 +156,7 @@ class MemoryPlanner:
             )
         drafts = self._drafts(size)
         needed = self.needs([size])[0] + drafts
-        buffers = self._rehearse(self.path, [size])[1][0]
+        buffers = self._rehearse(self.path, [size])[0]
 
         def plan(kept: int) -> Plan | None:
             return None if self.options.resident else make_plan(self.tensors, self.room, needed, kept=kept)
@@ -150,7 +175,7 @@ class MemoryPlanner:
             return False
         if not any(EXPERTS.search(tensor.name) for tensor in self.tensors):
             return False
-        buffers = self._rehearse(self.path, [size])[1][0]
+        buffers = self._rehearse(self.path, [size])[0]
         return experts_too_large(self.machine.gpus, self.tensors, gpu_layers, buffers)
 
     def find_layers(self) -> list[ExpertLayer]:
@@ -270,27 +295,39 @@ def memory_needs(path: str, size: ContextSize, machine: Machine, draft_files: Se
     return planner.needs([size])[0] + planner._drafts(size)
 
 
-def rehearse(path: str, sizes: Sequence[ContextSize]) -> tuple[int, list[int]]:
+def rehearse(path: str, sizes: Sequence[ContextSize], free: int) -> tuple[int, list[int]]:
     """
+    Args:
+        path: of the model.
+        sizes: of contexts.
+        free: bytes of memory.
+
     Returns:
         Bytes of a model's tokenizer, and of its caches and buffers for each size, as llama.cpp logs them without
         allocation.
+
+    Raises:
+        NoRoom: there are more cells than `free` bytes hold, even without their keys and values.
     """
     before = process.private_memory()
     model = load_header(path)
     buffers = []
     try:
         tokenizer = max(0, process.private_memory() - before)
-        for size in sizes:
+        for size in [size.of(model) for size in sizes]:
+            if (least := CELL * size.tokens(model)) > free:
+                raise NoRoom(
+                    f"{format_size(free)} of memory are too little for a context of {size.length(model)} tokens for "
+                    f"{size.sessions} texts at once: it needs at least {format_size(least, up=True)}"
+                )
             size_lines.clear()
-            context = llama_cpp.llama_init_from_model(model, size.params(model))
-            if not context:
-                raise ModelError(f"{path}: no context of {size.context_length} tokens can be made: {last_log()}")
-            llama_cpp.llama_free(context)
+            params = size.params(model)
+            llama_cpp.llama_free(make_context(path, model, size, params))
             # "llama_kv_cache: size = 126.00 MiB (" is the total; "KV buffer size = " is zero without allocation.
             kinds = r"(?:cache: |recurrent: |(?:compute|output) buffer )size = +([\d.]+) MiB"
             found = [re.search(kinds, line) for line in size_lines]
-            buffers.append(int(sum(float(match[1]) for match in found if match) * (1 << 20)))
+            tags = TAG * (size.tokens(model) + params.n_seq_max * size.length(model))
+            buffers.append(least + tags + int(sum(float(match[1]) for match in found if match) * (1 << 20)))
         return tokenizer, buffers
     finally:
         llama_cpp.llama_model_free(model)

@@ -5,8 +5,9 @@ processor. On 2 processors with one other busy program, a pass with two threads 
 one thread at most twice as long. A program of low priority in another session or control group takes as much: there
 nice values count within the group alone.
 
-Fewer threads change no bit of the result, except in passes of one node over many cells (`SPLIT_CELLS`). These keep
-their threads, but waiting threads sleep soon, so that the system can move them to free processors.
+Fewer threads change no bit of the result, except in passes of one node over many cells (`SPLIT_CELLS`) that threads
+split (`LlamaBackend.splits_cells`). These keep their threads, but waiting threads sleep soon, so that the system can
+move them to free processors.
 """
 
 import ctypes
@@ -110,7 +111,7 @@ def threads_for(threads: int, others: float, fewer: int, nodes: int, cells: int)
         others: CPUs that other programs use.
         fewer: threads that slow passes have given up.
         nodes: tokens in the pass.
-        cells: maximum number of cells in use.
+        cells: in use, or a bound above them; 0: threads split none.
 
     Returns:
         Threads for the pass.

@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
-from edgespec.machine.measurements import cache_folder
+from edgespec.machine.files import cache_folder
 from edgespec.models.convert.folder_from_gguf import Progress
 from edgespec.models.safetensors_header import read_safetensors_header
 

@@ -254,6 +254,7 @@ def appearing(out: Path) -> Iterator[Path]:
         yield partial
         with partial.open("rb+") as file:
             os.fsync(file.fileno())
+        check_out(out)  # once more, after hours of work
         os.rename(partial, out)
     except OSError as error:
         raise EdgespecError(f"{out}: cannot be written: {error.strerror or error}") from error

@@ -19,7 +19,7 @@ from time import perf_counter
 
 import numpy as np
 
-from edgespec.errors import EdgespecError, UsageError
+from edgespec.errors import Closed, EdgespecError, UsageError
 from edgespec.loop.backend import Vocab
 from edgespec.loop.generate import Step, until_stop
 from edgespec.loop.sampling import SamplingParams
@@ -104,7 +104,9 @@ class Targets:
 
         Raises:
             UsageError: the request has a grammar or wants log-probabilities, which stay with the logits.
+            Closed: the model was closed.
         """
+        self._check_open()
         if request.grammar or request.log_probs is not None:
             raise UsageError("grammars and log-probabilities do not work with several targets")
         handle = Handle(request, emit, GenerationStats() if stats is None else stats, self._vocab, self._wake)
@@ -144,7 +146,12 @@ class Targets:
             place.close()
         self.at_close()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed
+
     def _steps(self, handle: Handle) -> Iterator[Step]:
+        self._check_open()
         request, stats, limits = handle.request, handle.stats, self._described.capabilities
         prompt = request.prompt_ids
         limit = min(len(prompt) + request.max_tokens, limits.context_length)
@@ -158,7 +165,8 @@ class Targets:
             while len(self._idle) > 1:
                 self._submit([], only_read=True)
         started, reading = perf_counter(), True
-        while not (self._closed or handle.cancelled):
+        while not handle.cancelled:
+            self._check_open()
             room = limit - len(self._text) - 1  # a deeper draft would leave no room for the bonus token
             while self._idle and self._due():
                 self._submit(self._draft_tokens)

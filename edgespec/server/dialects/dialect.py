@@ -1,3 +1,4 @@
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -72,7 +73,7 @@ class Dialect:
     async def answer(self, http: HttpRequest) -> Response:
         service: Service = http.app.state.service
         body: Any = await read_body(http, self.body)
-        answers = await service.start(self.question(body))
+        answers = await service.start(await asyncio.to_thread(self.question, body))
         with ExitStack() as left_early:
             left_early.callback(answers.cancel)
             writer = self.writer(service, body, answers)

@@ -31,7 +31,7 @@ async def draft_prompt(http: HttpRequest) -> Response:
     last = body.messages[-1] if body.messages else {}
     if not body.pause and not isinstance(last.get("content"), str):
         return JSONResponse(told)
-    question = replace(question_of(body), choices=1)
+    question = replace(await asyncio.to_thread(question_of, body), choices=1)
     assert question.conversation
     (answer,) = await service.prepare(question)
     request = answer.request

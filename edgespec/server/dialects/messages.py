@@ -41,8 +41,8 @@ class MessagesBody(CountBody):
 
 async def count_tokens(http: HttpRequest) -> Response:
     service: Service = http.app.state.service
-    conversation = conversation_of(await read_body(http, CountBody))
-    ids = await asyncio.to_thread(service.chat_format.prompt_ids, conversation)
+    body = await read_body(http, CountBody)
+    ids = await asyncio.to_thread(lambda: service.chat_format.prompt_ids(conversation_of(body)))
     return JSONResponse({"input_tokens": len(ids)})
 
 

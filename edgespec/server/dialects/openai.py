@@ -49,7 +49,7 @@ class OpenAIBody(SamplingFields):
             schema = named.get("schema") if isinstance(named, dict) else None
             if not isinstance(schema, dict):
                 raise Refused(400, f"{where}: a schema of type object is missing", param=where)
-            return json_schema(schema)
+            return json_schema(schema, strict=named.get("strict") is True)
         if kind != "text":
             says = f"{where}: there is no type {kind!r}; there are text, json_object and json_schema"
             raise Refused(400, says, param=where)

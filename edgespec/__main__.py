@@ -1,0 +1,6 @@
+"""`python -m edgespec`."""
+
+from edgespec.cli.commands import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The user's folders, by the rules of each system, and files that are written without losing others."""
+
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import NamedTemporaryFile, TemporaryDirectory
+
+from edgespec.errors import UsageError
+
+PNG = b"\x89PNG"
+
+
+def cache_folder() -> Path:
+    """The folder of measurements, sessions and recordings; without a home folder, a temporary one of this process."""
+    return (_cache_base() or Path(_of_this_process().name)) / "edgespec"
+
+
+def cache_lasts() -> bool:
+    return _cache_base() is not None
+
+
+def config_folder() -> Path | None:
+    """The folder of the user's models.yaml; None: there is no home folder."""
+    base = _base("XDG_CONFIG_HOME", "~/.config")
+    return base / "edgespec" if base else None
+
+
+def _cache_base() -> Path | None:
+    usual = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA") or "~"}
+    return _base("XDG_CACHE_HOME", usual.get(sys.platform, "~/.cache"))
+
+
+def _base(variable: str, usual: str) -> Path | None:
+    named = os.environ.get(variable, "")
+    place = named if os.path.isabs(named) else os.path.expanduser(usual)  # which changes nothing without a home
+    return Path(place) if os.path.isabs(place) else None
+
+
+@cache
+def _of_this_process() -> "TemporaryDirectory[str]":
+    return TemporaryDirectory(prefix="edgespec-")
+
+
+def may_wait(path: str | Path) -> bool:
+    """True for a pipe, socket or device: opening or reading it may take for ever."""
+    path = Path(path)
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def check_out(path: str | Path, start: bytes, kind: str, advice: str = "give another name") -> None:
+    """Check that a file can be written, and that writing it loses only a file of its own kind.
+
+    Args:
+        path: of the file; it need not exist.
+        start: first bytes of a file of this kind.
+        kind: its name, for messages.
+        advice: what to do where something else is there.
+
+    Raises:
+        UsageError: `path` is something else, cannot be read, or its folder does not exist.
+    """
+    path = Path(path)
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{path}: there is no folder {path.absolute().parent}")
+    if not os.path.lexists(path):
+        return
+    try:
+        if path.is_file():
+            with path.open("rb") as file:
+                if file.read(len(start)) == start:
+                    return
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read, so it is not replaced: {error.strerror or error}") from error
+    raise UsageError(f"{path}: exists and is not {kind}, so it is not replaced: {advice}")
+
+
+def write_whole(path: Path, data: str | bytes) -> None:
+    """Write a file in one step, so that no reader finds half of it; raises OSError."""
+    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", suffix=".new", delete=False) as file:
+        new = Path(file.name)
+        try:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)

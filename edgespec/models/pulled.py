@@ -1,0 +1,110 @@
+"""List and delete files that edgespec itself fetched into the hub's cache.
+
+Other programs share the cache, so each repository's folder has a record of the files that edgespec fetched.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import time
+
+from edgespec.machine.files import write_whole
+
+RECORD = "edgespec-pulled.json"
+LEFT_BY_A_CUT = (".edgespec-partial", ".edgespec-record")  # of `download.py`
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """
+    Attributes:
+        source: OWNER/REPOSITORY of a model folder, or OWNER/REPOSITORY/FILE of a GGUF.
+        folder: of the repository in the cache.
+        files: [(place in `folder`, place of its bytes or "" if that is not known)].
+        when: seconds since 1970 at the end of the fetch; 0: it is not complete.
+    """
+
+    source: str
+    folder: Path
+    files: tuple[tuple[str, str], ...]
+    when: float
+
+    @property
+    def path(self) -> Path:
+        """The GGUF, or the model folder."""
+        first = self.folder / self.files[0][0]
+        return first if self.source.count("/") > 1 else self.folder.joinpath(*first.relative_to(self.folder).parts[:2])
+
+    @property
+    def bytes(self) -> int:
+        return sum(path.stat().st_size for file in self.files for path in self._bytes_of(*file) if path.is_file())
+
+    def _bytes_of(self, place: str, blob: str) -> list[Path]:
+        """The files with the bytes of one file, complete or not; none of them is outside `folder`."""
+        link = self.folder / place
+        known = [link.resolve()] if link.exists() else []
+        if blob:
+            known += [self.folder / blob, *(self.folder / f"{blob}{end}" for end in LEFT_BY_A_CUT)]
+        root = self.folder.resolve()
+        return [path for path in dict.fromkeys(path.resolve() for path in known) if path.is_relative_to(root)]
+
+
+def add(folder: Path, source: str, files: Sequence[tuple[str, str]], done: bool) -> None:
+    """Add fetched files to a repository's record.
+
+    Args:
+        folder: of the repository in the cache.
+        source: as in `Pulled`.
+        files: as in `Pulled`.
+        done: the fetch is complete.
+
+    Raises:
+        OSError: the record cannot be written.
+    """
+    found = {one.source: one for one in _read(folder)}
+    known = found[source].files if source in found else ()
+    found[source] = Pulled(source, folder, tuple(dict.fromkeys([*known, *files])), time() if done else 0.0)
+    _write(folder, list(found.values()))
+
+
+def installed(cache: Path) -> list[Pulled]:
+    """Models that edgespec fetched into the hub's cache, of which something is there."""
+    found = [one for record in sorted(cache.glob(f"models--*/{RECORD}")) for one in _read(record.parent)]
+    return [one for one in found if one.bytes]
+
+
+def delete(one: Pulled) -> None:
+    """Delete what edgespec fetched of a model; bytes that files of another revision share stay.
+
+    Raises:
+        OSError: a file cannot be deleted.
+    """
+    for place, blob in one.files:
+        link, bytes_of = one.folder / place, one._bytes_of(place, blob)
+        link.unlink(missing_ok=True)
+        used = {other.resolve() for other in (one.folder / "snapshots").rglob("*")}
+        for path in bytes_of:
+            if path not in used:
+                path.unlink(missing_ok=True)
+        for parent in link.relative_to(one.folder).parents[:-1]:
+            with suppress(OSError):  # others' files are in it
+                (one.folder / parent).rmdir()
+    _write(one.folder, [other for other in _read(one.folder) if other.source != one.source])
+
+
+def _write(folder: Path, found: Sequence[Pulled]) -> None:
+    if not found:
+        (folder / RECORD).unlink(missing_ok=True)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / RECORD, json.dumps({one.source: [one.when, one.files] for one in found}, indent=1) + "\n")
+
+
+def _read(folder: Path) -> Iterator[Pulled]:
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        for source, (when, files) in json.loads((folder / RECORD).read_text("utf-8")).items():
+            places = tuple((str(place), str(blob)) for place, blob in files if ".." not in Path(place).parts)
+            if places:
+                yield Pulled(source, folder, places, float(when))

@@ -1,0 +1,15 @@
+"""The program `edgespec`, whose many imports Ctrl-C may interrupt."""
+
+import os
+import signal
+
+
+def main() -> None:
+    """Run `edgespec`; while it is imported, Ctrl-C ends it without a traceback."""
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    from edgespec.cli.commands import main as run
+
+    signal.signal(signal.SIGINT, usual)
+    run()

@@ -1,0 +1,280 @@
+"""The conversation on a terminal: commands, the context's end, what is typed meanwhile, earlier messages."""
+
+import signal
+import stat
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from typist import Typist, typing_to
+
+from edgespec.cli.chat import _obey
+from edgespec.cli.conversation import UNLIMITED, Conversation
+from edgespec.errors import ContextFull, SessionFileError, UsageError
+from edgespec.loop.session_files import look
+from edgespec.model import Model
+from edgespec.planners.sssd import SssdPlanner
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+Chat = Callable[..., AbstractContextManager[Typist]]
+
+
+def tiny_model(context: int = 400) -> Model:
+    target = ReferenceBackend(random_model(2, vocab_size=258), context_length=context)
+    target.model.unembedding[1] = 0  # texts seldom end early
+    return Model(target, SssdPlanner(), budget=8)
+
+
+def conversation_with(model: Model, system: str = "", **options: object) -> Conversation:
+    messages = [{"role": "system", "content": system}] if system else []
+    return Conversation(model, {"max_tokens": UNLIMITED, "seed": 3, "temperature": 0.9, **options}, messages)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def chat(tiny: str, tmp_path: Path) -> Chat:
+    home = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path)}
+    return lambda *more: typing_to("run", tiny, "--backend", "reference", *more, environment=home)
+
+
+def test_a_chat_outlives_its_context(capsys: pytest.CaptureFixture[str]) -> None:
+    """The system message and the newest turns stay, it is said once, and texts are those of the short conversation."""
+    with tiny_model(300) as model, tiny_model(300) as fresh:
+        conversation, known = conversation_with(model, "be good", max_tokens=30), []
+        asked, stream = list[object](), model.stream
+
+        def noting(prompt: object, **options: object) -> object:
+            asked.append(prompt)
+            return stream(prompt, **options)  # type: ignore[arg-type]
+
+        model.stream = noting  # type: ignore[method-assign, assignment]
+        for turn in range(12):
+            text = conversation.ask(f"question {turn}").text
+            known += [f"question {turn}", text]
+            (*_, prompt) = asked
+            contents = [message["content"] for message in prompt]  # type: ignore[attr-defined]
+            assert contents[0] == "be good"
+            assert contents[1:] == known[:-1][-len(contents) + 1 :]  # the newest
+            assert len(contents) >= 4 or turn == 0
+            assert text == fresh.chat(prompt, max_tokens=30, seed=3, temperature=0.9).text  # type: ignore[arg-type]
+        assert [message["content"] for message in conversation.messages] == ["be good", *known]
+        assert len(asked[-1]) < 10  # type: ignore[arg-type]
+        assert capsys.readouterr().err.count("the oldest messages are left out") == 1
+
+
+def test_a_long_last_answer_stays_if_it_fits() -> None:
+    with tiny_model(400) as model:
+        conversation = conversation_with(model, max_tokens=60)
+        conversation.ask("first")
+        conversation.set("max_tokens", "120")  # characters that are none take three tokens in a prompt
+        second = conversation.ask("second").text
+        conversation.set("max_tokens", "9")
+        third = conversation.ask("third").text
+        asked = [*conversation.messages[2:4], {"role": "user", "content": "third"}]
+        assert asked[1]["content"] == second
+        assert len(model.encode(conversation.messages[:-1])) > 300
+        assert 200 < len(model.encode(asked)) <= 300
+        assert third == model.chat(asked, max_tokens=9, seed=3, temperature=0.9).text
+
+
+def test_a_message_beyond_the_context_changes_nothing() -> None:
+    with tiny_model(300) as model:
+        conversation = conversation_with(model, max_tokens=20)
+        conversation.ask("hello")
+        before = list(conversation.messages)
+        with pytest.raises(ContextFull):
+            conversation.ask("x" * 400)
+        assert conversation.messages == before
+        conversation.ask("hello again")
+        assert [message["content"] for message in conversation.messages][0::2] == ["hello", "hello again"]
+
+
+def test_an_answer_is_unlimited_unless_told_otherwise(chat: Chat) -> None:
+    with chat("--ctx", "900") as person:
+        person.until("/help")
+        person.type("hello\r")
+        person.until("cut: the context is full (--ctx)")
+        assert int(person.until(" tokens")) > 700
+        person.type("/set max-tokens 7\r")
+        person.until("max-tokens is 7")
+        person.type("hello\r")
+        person.until("cut at 7 tokens (-n)")
+
+
+def test_retry_takes_the_next_seed_and_replaces_the_answer() -> None:
+    with tiny_model() as model:
+        conversation = conversation_with(model, max_tokens=12)
+        with pytest.raises(UsageError, match="no answer"):
+            conversation.retry()
+        first = conversation.ask("hello").text
+        second = conversation.retry().text
+        assert second != first
+        assert second == model.chat("hello", max_tokens=12, seed=4, temperature=0.9).text
+        assert [message["content"] for message in conversation.messages] == ["hello", second]
+        conversation.set("temperature", "0")
+        with pytest.raises(UsageError, match="the same answer would come"):
+            conversation.retry()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("warmth", "1", "there is no setting 'warmth'; there are: temperature, "),
+        ("temperature", "hot", "must be a number"),
+        ("temperature", "-1", "at least 0"),
+        ("top-k", "1.5", "must be a whole number"),
+        ("max-tokens", "0", "must be at least 1"),
+        ("system", "", "system is empty"),
+        ("seed", "", "must be a whole number"),
+    ],
+)
+def test_a_wrong_setting_is_refused_and_changes_nothing(name: str, value: str, says: str) -> None:
+    with tiny_model() as model:
+        conversation = conversation_with(model)
+        before = conversation.settings()
+        with pytest.raises(UsageError, match=says):
+            conversation.set(name, value)
+        assert conversation.settings() == before
+
+
+def test_settings_count_from_the_next_answer_on() -> None:
+    with tiny_model() as model:
+        conversation = conversation_with(model)
+        for name, value in [("top-k", "3"), ("max_tokens", "9"), ("seed", "8"), ("system", "be bad")]:
+            conversation.set(name, value)
+        asked = [{"role": "system", "content": "be bad"}, {"role": "user", "content": "hello"}]
+        expected = model.chat(asked, max_tokens=9, seed=8, top_k=3, temperature=0.9).text
+        assert conversation.ask("hello").text == expected
+        conversation.set("seed", "-1")  # drawn
+        assert conversation.sampling.seed >= 0
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    with tiny_model() as model, tiny_model() as other:
+        conversation, later = conversation_with(model, max_tokens=9), conversation_with(other, max_tokens=9)
+        conversation.ask("hello")
+        conversation.save_to(str(tmp_path / "talk"))
+        conversation.ask("and then")
+        conversation.save_to(str(tmp_path / "talk"))  # a session may be replaced
+        later.ask("something else")
+        later.load(str(tmp_path / "talk"))
+        assert later.messages == conversation.messages
+        assert later.ask("now").text == conversation.ask("now").text
+        (tmp_path / "notes").write_text("mine")
+        for refused in (later.save_to, later.load):
+            with pytest.raises(Exception, match="is not a saved session"):
+                refused(str(tmp_path / "notes"))
+        assert (tmp_path / "notes").read_text() == "mine"
+        with pytest.raises(SessionFileError, match="cannot be saved"):
+            later.save_to(str(tmp_path / ("x" * 300)))
+        assert later.turns[0]["content"] == "hello"
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("/foo", "there is no command /foo"),
+        ("/save", "/save needs the name of a file"),
+        ("/clear now", "/clear has nothing after it"),
+    ],
+)
+def test_a_wrong_command_is_one_line(line: str, says: str) -> None:
+    with tiny_model() as model, pytest.raises(UsageError, match=says):
+        _obey(conversation_with(model), line)
+
+
+@pytest.mark.parametrize("line", ["/etc/passwd is what?", "/etc/passwd", "/foo what is that?", "//", "exit now"])
+def test_only_commands_are_commands(line: str) -> None:
+    with tiny_model() as model:
+        conversation = conversation_with(model, max_tokens=3)
+        _obey(conversation, line)
+        assert conversation.turns[0] == {"role": "user", "content": line}
+
+
+@pytest.mark.parametrize("word", ["exit", "quit", "/exit", "/quit", "\x04"])
+def test_it_ends(chat: Chat, word: str) -> None:
+    with chat() as person:
+        person.until("/help")
+        person.type(word if word == "\x04" else f"{word}\r")
+        assert person.ends() == 0
+
+
+def test_what_is_typed_during_an_answer_is_the_next_message(chat: Chat, tmp_path: Path) -> None:
+    """It does not show before, Enter sends it, and pasted lines are one message."""
+    with chat("-n", "400", "--ctx", "200000", "--resume", str(tmp_path / "talk")) as person:
+        person.until("/help")
+        person.type("first\r")
+        person.until("first")
+        person.see_more(20)
+        person.type("SECOND message\r")
+        person.paste("THIRD message\nof two lines")
+        person.see_more(200)
+        assert b"SECOND" not in person.seen
+        assert "SECOND" not in person.until("tokens/s")
+        person.until("SECOND message")
+        assert "THIRD" not in person.until("tokens/s")
+        person.until("of two lines")
+        person.type("\r")
+        person.until("tokens/s")
+        person.type("/exit\r")
+        assert person.ends() == 0
+    questions = [message["content"] for message in look(tmp_path / "talk").note][::2]
+    assert questions == ["first", "SECOND message", "THIRD message\nof two lines"]
+
+
+def test_ctrl_c_drops_nothing_that_waits(chat: Chat) -> None:
+    with chat("--ctx", "200000") as person:
+        person.until("/help")
+        person.type("hello\r")
+        person.until("hello")
+        person.see_more(20)
+        person.type("WAITING\x03")
+        assert "WAITING" not in person.until("tokens/s")
+        person.until("WAITING")
+
+
+def test_earlier_messages_come_back_and_others_cannot_read_them(chat: Chat, tmp_path: Path) -> None:
+    for keys, message in [("a secret", "a secret"), ("\x1b[A", "a secret")]:
+        with chat("-n", "3") as person:
+            person.until("/help")
+            person.type(keys)
+            person.until(message)
+            person.type("\r")
+            person.until("tokens/s")
+            person.type("\x04")
+            assert person.ends() == 0
+    (file,) = tmp_path.rglob("chat-history")
+    assert "a secret" in file.read_text()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_chat_without_a_place_for_its_history(tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    home = {"XDG_CACHE_HOME": str(tmp_path / "file"), "HOME": str(tmp_path / "file")}
+    with typing_to("run", tiny, "--backend", "reference", "-n", "3", environment=home) as person:
+        person.until("/help")
+        person.type("hello\r")
+        person.until("tokens/s")
+        person.type("/exit\r")
+        assert person.ends() == 0
+
+
+def test_the_terminal_is_as_before(chat: Chat) -> None:
+    """Also after a kill during an answer."""
+    import termios
+
+    for end in ("exit\r", signal.SIGTERM):
+        with chat("--ctx", "200000") as person:
+            person.until("/help")
+            if end == signal.SIGTERM:
+                person.type("hello\r")
+                person.until("hello")
+                person.see_more(20)
+                person.kill(end)
+            else:
+                person.type(str(end))
+            person.ends()
+            assert person.terminal is not None
+            assert termios.tcgetattr(person.terminal)[3] & termios.ECHO

@@ -1,0 +1,37 @@
+"""Files of JSON lines: an interrupted program resumes, and no file of the user's is changed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from edgespec.errors import UsageError
+from edgespec.measure.json_lines import append, resume
+
+
+@dataclass
+class Line:
+    name: str
+    value: int
+
+
+def test_a_line_that_was_cut_short_is_removed(tmp_path: Path) -> None:
+    path, lines = tmp_path / "lines.jsonl", [Line("a", 1), Line("b", 2)]
+    assert resume(path, Line) == []
+    for line in lines:
+        append(path, line)
+    whole = path.read_text()
+    for length in range(len(whole)):
+        path.write_text(whole[:length])
+        count = whole[:length].count("\n")
+        assert resume(path, Line) == lines[:count]
+        assert path.read_text() == "".join(whole.splitlines(keepends=True)[:count])
+
+
+@pytest.mark.parametrize("content", ["# Tides", "# Tides\n", '{"other": 1}', '{"other": 1}\n', "[1]"])
+def test_a_file_of_the_user_stays(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "notes.md"
+    path.write_text(content)
+    with pytest.raises(UsageError, match="holds something else"):
+        resume(path, Line)
+    assert path.read_text() == content

@@ -1,0 +1,65 @@
+"""A file is replaced only by one of its own kind."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgespec.errors import UsageError
+from edgespec.machine.files import check_out, write_whole
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+def test_only_a_file_of_its_kind_is_replaced(tmp_path: Path) -> None:
+    for name, content in [("own", b"PIC and more"), ("other", b"# Tides"), ("empty", b""), ("short", b"PI")]:
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    names = ["other", "empty", "short", "folder", "link"]
+    if sys.platform != "win32":
+        os.mkfifo(tmp_path / "pipe")
+        names.append("pipe")
+    for name in ("own", "new"):
+        check_out(tmp_path / name, b"PIC", "a picture")
+    for name in names:
+        with pytest.raises(
+            UsageError, match=f"{name}: exists and is not a picture, so it is not replaced: give another"
+        ):
+            check_out(tmp_path / name, b"PIC", "a picture")
+    with pytest.raises(UsageError, match="there is no folder"):
+        check_out(tmp_path / "nowhere" / "x", b"PIC", "a picture")
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    write_whole(tmp_path / "x", "old")
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(tmp_path / "x", b"new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x", "old")]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench-gpu", "--json", "notes.md"],
+        ["check-server", "wire", "smollm2-135m", "--llama-server", "none", "--record", "notes.md"],
+        ["bench-offload", "texts", "m.gguf", "p.jsonl", "--room", "1G", "--json", "notes.md"],
+        ["check-exact", "m.gguf", "p.jsonl", "--out", "notes.md"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_scripts_replace_no_note_of_the_user(tmp_path: Path, arguments: list[str]) -> None:
+    for name, content in [("notes.md", "# Tides"), ("m.gguf", "GGUF"), ("p.jsonl", '{"prompt": "hi"}\n')]:
+        (tmp_path / name).write_text(content)
+    command = [sys.executable, str(SCRIPTS / arguments[0]), *arguments[1:]]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode in (1, 2)
+    assert "notes.md" in done.stderr.splitlines()[-1], done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "notes.md").read_text() == "# Tides"
