@@ -287,9 +287,7 @@ class AutoPlanner(Planner):
             budget = min(budget, int(FURTHER * times.sizes[-1] / sequences))
         self._spent = {}
         for candidate in self._candidates:
-            terms = Terms(times, budget)
-            if sequences == 1:
-                terms = self._terms(candidate, context, times, plain, budget)
+            terms = self._terms(candidate, context, times, plain, budget)
             asking = replace(context, pass_times=terms.pass_times)
             if terms.most > 0 and (terms.trial or candidate.estimate(asking, terms.most) > offer.rate):
                 if not candidate.is_ready(context.token_ids):
@@ -298,6 +296,8 @@ class AutoPlanner(Planner):
                 found = yield from candidate.propose(asking, terms.most)
                 drafted = candidate.planner.stats.draft_seconds - drafted
                 self._spent[candidate.planner.name] = max(perf_counter() - began, drafted)
+                if terms.trial and sequences > 1:  # its account is the batch's
+                    self._state.ledger(sequences).put_off(candidate.planner.name)
                 if found.rate * (terms.doubt if asked is None else 1.0) > offer.rate:
                     offer, asked = found, candidate
         self._offer, self._asked, self._length = offer, asked, length
@@ -314,15 +314,19 @@ class AutoPlanner(Planner):
             most: most draft nodes.
 
         Returns:
-            The terms for a single sequence: even if no draft token is accepted, the step loses what the ledger allows.
+            The terms: even if no draft token is accepted, a step of a single sequence loses what its ledger allows. The
+            scheduler asks the ledger of a batch.
         """
-        name, ledger, doubt = candidate.planner.name, self._ledger, 1.0
-        room = ledger.room(name)
-        if not room or most < 1 or candidate.planner.most_depth(context) < 1:
+        name, ledger, doubt = candidate.planner.name, self._state.ledger(context.sequences), 1.0
+        if most < 1 or candidate.planner.most_depth(context) < 1:
             return Terms(times, 0)
         trial = ledger.is_due(name, candidate.unread_count(context.token_ids))
         if trial:
             candidate.forget()
+        if context.sequences > 1:
+            return Terms(times, most, trial=trial)
+        if not (room := ledger.room(name)):
+            return Terms(times, 0)
         if trial or not times:
             times = self._state.proportions(1, plain)
         elif ledger.is_ahead(name):  # larger passes may take less time than predicted

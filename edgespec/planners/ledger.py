@@ -158,6 +158,11 @@ class Ledger:
         one = self._account(way)
         return one.idle >= one.rest + tokens
 
+    def put_off(self, way: str) -> None:
+        """Let the next trial of this way come later."""
+        one = self._account(way)
+        one.idle, one.rest = 0.0, min(2 * one.rest, LONGEST_REST)
+
     def _account(self, way: str) -> Account:
         return self.accounts.setdefault(way, Account())
 
