@@ -100,7 +100,7 @@ class AutoState:
             Ratio of present pass times to those measured, which other programs change alike for all sizes.
         """
         times = self.target.at(length)
-        return ledger.plain / (sequences * float(times.shared(sequences).seconds(1))) if times and ledger.plain else 1.0
+        return ledger.plain / (sequences * times.shared(sequences).plain) if times and ledger.plain else 1.0
 
     def batch(self, sequences: int) -> Ledger:
         """The ledger of batches of this size, which begins where the last one had another size."""
@@ -276,16 +276,17 @@ class AutoPlanner(Planner):
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
         length, sequences, head = len(context.token_ids), context.sequences, context.head or 0
+        self._spent = {}
+        if sequences == 1 and not any(self._ledger.room(one.planner.name) for one in self._candidates):
+            return self._chosen(Offer(Proposal(root_only(context.token_ids[-1])), 0.0), None, context)
         times = self._state.target.at(length)
         if times:
             times = times.at_pace(self._state.pace(length, self._ledger)) if sequences == 1 else times.shared(sequences)
-        plain = float((times or self._state.proportions(sequences)).seconds(1 + head))
-        if sequences == 1 and not head:
-            plain = self._ledger.plain or plain
+        plain = self._ledger.plain if sequences == 1 and not head else 0.0
+        plain = plain or float((times or self._state.proportions(sequences)).seconds(1 + head))
         offer, asked = Offer(Proposal(root_only(context.token_ids[-1])), 1 / plain), None
         if times and (context.head is None or sequences == 1):  # shared paths are not measured
             budget = min(budget, int(FURTHER * times.sizes[-1] / sequences))
-        self._spent = {}
         for candidate in self._candidates:
             terms = Terms(times, budget)
             if sequences == 1:
@@ -300,7 +301,10 @@ class AutoPlanner(Planner):
                 self._spent[candidate.planner.name] = max(perf_counter() - began, drafted)
                 if found.rate * (terms.doubt if asked is None else 1.0) > offer.rate:
                     offer, asked = found, candidate
-        self._offer, self._asked, self._length = offer, asked, length
+        return self._chosen(offer, asked, context)
+
+    def _chosen(self, offer: Offer, asked: Candidate | None, context: Context) -> Proposal:
+        self._offer, self._asked, self._length = offer, asked, len(context.token_ids)
         self._rows, self._head = _rows(offer.proposal, context.head), context.head
         return offer.proposal
 
