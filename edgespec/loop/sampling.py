@@ -76,6 +76,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
+        """True if the logits depend on the tokens so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
