@@ -82,7 +82,10 @@ class MlxLogits:
         return rows
 
     def row(self, node: int) -> Float32Array:
-        row: Float32Array = self._host[self._index[node]].copy()
+        return self.view(node).copy()
+
+    def view(self, node: int) -> Float32Array:
+        row: Float32Array = self._host[self._index[node]]
         return row
 
     def state(self, node: int) -> Float32Array:
