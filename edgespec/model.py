@@ -498,7 +498,7 @@ def load(
     draft = draft if planner in USE_DRAFT else None
     if ahead and not draft:
         raise UsageError("--ahead is for a draft model, which then runs ahead: name one with --draft (draft=…)")
-    backends = open_pair(
+    backends, learn = open_pair(
         entry, draft, models_file, options, leave_out=planner == "auto" and not fixed, remember=remember,
         progress=progress, say=say,
     )  # fmt: skip
@@ -514,7 +514,7 @@ def load(
             defaults["notes"] += _note_on_budget(budget, limits.exact)
         if pace and planner != "none" and remember:
             sources = [entry.target, *([find_model(draft, models_file).target] if draft and backends[1:] else [])]
-            at_close = recall_auto_state(pace, sources, backends[0], options)
+            at_close = recall_auto_state(pace, sources, backends[0], options, learn)
         names = (target, draft or "" if backends[1:] else "")
         return Model(
             backends[0], planners, budget=budget, pace=pace, owned=backends, names=names, at_close=at_close, **defaults

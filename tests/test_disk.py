@@ -29,6 +29,11 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "preadv"), reason="os.preadv is 
 MIB = 1 << 20
 
 
+@pytest.fixture(autouse=True)
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "machine_is_busy", lambda: False)
+
+
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where measurements are kept during the test."""
