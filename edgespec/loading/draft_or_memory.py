@@ -6,7 +6,7 @@ Where the predictions are close, both ways are tried once. Measured speeds are r
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, repeat
-from math import isfinite
+from math import inf
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,8 @@ class Ways:
     def measured(self) -> Speeds:
         """Remembered speeds."""
         known = recall(self.about())
-        if isinstance(known, list) and len(known) == 2:
-            return Speeds(*(one if type(one) in (int, float) and isfinite(one) and one > 0 else 0.0 for one in known))
-        return Speeds()
+        whole = isinstance(known, list) and len(known) == 2 and all(type(one) in (int, float) for one in known)
+        return Speeds(*known) if whole and all(0 <= one < inf for one in known) else Speeds()
 
     def keep(self, speeds: Speeds) -> None:
         keep(self.about(), [speeds.drafted, speeds.plain])
@@ -173,7 +172,8 @@ def _agreement(target: str, draft: str) -> float:
     about = {"kind": "pace", "machine": machine(), "target": identity(target), "draft": identity(draft)}
     found = next((one["value"] for one in everything() if about.items() <= one["about"].items()), None)
     try:
-        return min(1.0, max(0.0, Share(1.0, *map(float, found["agreement"])).value(AGREEMENT))) if found else AGREEMENT
+        came, hoped = map(float, found["agreement"]) if found else (0.0, 0.0)
+        return min(1.0, max(0.0, Share(1.0, came, hoped).value(AGREEMENT)))
     except (KeyError, TypeError, ValueError):
         return AGREEMENT
 

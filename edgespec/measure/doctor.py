@@ -51,7 +51,7 @@ class Diagnosis:
     Attributes:
         disk: bytes per second.
         remembered: measurements of pass times by runs of this model.
-        draft_or_memory: measured or predicted speeds of both ways; None: the draft takes no memory that the target needs.
+        draft_or_memory: speeds with the draft and without it; None: it takes no memory that the target needs.
         cannot_run: the reason, or "".
         plan: None: everything fits into memory.
         streams: True if every pass reads weights from a disk or over a bus.
