@@ -254,7 +254,7 @@ def open_pair(
     else:
         backends = loaded(speeds.drafted > speeds.plain if speeds.are_known else not ways.fits)
     if not backends[1:]:
-        figures = f": {speeds.drafted:.1f} tokens/s are predicted with it, {speeds.plain:.1f} without"
+        figures = f": about {speeds.drafted:.1f} tokens/s with it, {speeds.plain:.1f} without"
         backends[0].notes = [
             *backends[0].notes,
             f"the draft is left out: it takes the memory of {ways.missing / 1e9:.2f} GB of weights, which every pass "
