@@ -61,7 +61,8 @@ class GivenShare(Share):
 class Free(Ledger):
     """Bounds nothing: what passes take here has nothing to do with the costs that are given."""
 
-    plain = 0.0
+    def add(self, spent, way, seconds, tokens):
+        pass
 
     def room(self, way):
         return 1e18
@@ -231,6 +232,29 @@ def test_a_draft_that_pays_alone_is_left_alone_where_many_texts_share_the_pass(s
         )
         generation.read_prompt()
         assert (len(next_tree(generation, 24, texts)) > 1) == asked
+
+
+@pytest.mark.parametrize(
+    ("passes", "told"),
+    [
+        ("dpdpdpdpd", True),
+        ("dpppppd", True),
+        ("dpdpdpd", False),
+        ("dppppp", False),
+        ("pppppd", False),
+        ("ppppp", False),
+    ],
+)
+def test_a_gain_is_told_where_four_plain_passes_lay_among_steps_with_draft_tokens(passes, told):
+    """Before the first such step, and after the last, plain passes show another time of the machine."""
+    target, stats = ReferenceBackend(MODEL), GenerationStats()
+    generation = Generation(target, target.open(), NonePlanner(), PROMPT, GREEDY, max_tokens=40, budget=4, stats=stats)
+    for number, kind in enumerate(passes):
+        stats.tokens, stats.drafted = number + 1, stats.drafted + (kind == "d")
+        generation._compare(2.0 if kind == "p" else 5.0, plain=kind == "p", single=True)
+    assert stats.plain_seconds == (2.0 * len(passes) if told else 0.0)
+    generation._compare(2.0, plain=False, single=False)
+    assert stats.plain_seconds == 0.0  # other sequences shared a pass
 
 
 def test_a_draft_that_agrees_less_than_believed_is_not_blamed_twice():

@@ -133,7 +133,10 @@ def test_a_draft_whose_context_is_full_reads_no_further():
 
 @pytest.mark.parametrize("kind", ["specexec", "auto", "ahead"])
 def test_a_prompt_longer_than_the_drafts_context_is_answered_without_the_draft(kind):
-    draft, state = Draft(sessions=1, context_length=90), AutoState(GivenCost(1.0, 0.01), worth=GivenShare(1.0), ledgers={1: Free()})
+    draft, state = (
+        Draft(sessions=1, context_length=90),
+        AutoState(GivenCost(1.0, 0.01), worth=GivenShare(1.0), ledgers={1: Free()}),
+    )
     made = (AheadPlanner if kind == "ahead" else SpecExecPlanner)(draft, depth=4, cost=state.draft)
     planner = auto_planner("auto", state, draft=made) if kind == "auto" else made
     target = backend(sessions=1)
@@ -263,13 +266,13 @@ class Late(Free):
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_draft_that_is_asked_late_reads_in_chunks_too(temperature):
     ledger, draft = Late(), Draft(sessions=1)
-    state = AutoState(GivenCost(1.0, 0.5), worth=GivenShare(1.0), ledgers={1: ledger, 2: Free()})
+    state = AutoState(GivenCost(1.0, 0.5), worth=GivenShare(1.0), ledgers={1: ledger, 2: ledger})
     late = auto_planner("auto", state, draft=SpecExecPlanner(draft, depth=4, cost=state.draft), eager=False)
     scheduler = Scheduler(backend(sessions=2), [late, NonePlanner()], budget=8)
     long, other = Reader(scheduler, 3, temperature, 2, 150), Reader(scheduler, 1, temperature, 1, 200)
     while not draft.parts:
         told = len(long.tokens), len(other.tokens)
-        ledger.due = told[0] >= 10
+        ledger.due = told[0] >= 60
         scheduler.step()
     unread = len(PROMPTS[3]) - 1 + told[0]
     assert unread > 2 * CATCH_UP

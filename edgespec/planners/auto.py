@@ -89,18 +89,28 @@ class AutoState:
             self.ledgers[sequences] = Ledger(first=PLAIN_STREAMED if self.streams else PLAIN)
         return self.ledgers[sequences]
 
-    def pace(self, length: int, ledger: Ledger, sequences: int = 1) -> float:
+    def times(self, length: int, sequences: int = 1) -> Curve | None:
         """
         Args:
             length: of a sequence.
-            ledger: knows the present time of plain passes.
-            sequences: that share them.
+            sequences: that share the passes.
 
         Returns:
-            Ratio of present pass times to those measured, which other programs change alike for all sizes.
+            The target's present pass times, of which a sequence has its share: those measured, at the pace of the last
+            plain passes, since other programs change all sizes alike; None: nothing was measured.
         """
         times = self.target.at(length)
-        return ledger.plain / (sequences * float(times.shared(sequences).seconds(1))) if times and ledger.plain else 1.0
+        return times.shared(sequences).at_pace(self._pace(times, sequences)) if times else None
+
+    def add_pass(self, nodes: int, seconds: float, length: int, sequences: int = 1) -> None:
+        """Learn the time of a pass of the target."""
+        times = self.target.at(length)
+        self.target.add(nodes, seconds / self._pace(times, sequences) if times else seconds, length)
+
+    def _pace(self, times: Curve, sequences: int) -> float:
+        count = sequences if sequences in self.ledgers and self.ledgers[sequences].plain else 1
+        plain = self.ledger(count).plain
+        return plain / (times.plain if count == 1 else float(times.seconds(count))) if plain else 1.0
 
     def batch(self, sequences: int) -> Ledger:
         """The ledger of batches of this size, which begins where the last one had another size."""
@@ -116,7 +126,9 @@ class AutoState:
 
     def as_dict(self) -> dict[str, Any]:
         shares = {name: [share.came, share.hoped] for name, share in self._shares()}
-        costs = {"target": self.target.as_list(), "draft": self.draft.as_list()}
+        rows = self.target.as_list()
+        pace = self._pace(times, 1) if (times := self.target.at(0)) else 1.0
+        costs = {"target": [[at, nodes, pace * seconds] for at, nodes, seconds in rows], "draft": self.draft.as_list()}
         return {**costs, "ledgers": {str(n): one.as_dict() for n, one in self.ledgers.items()}, **shares}
 
     def recall(self, known: dict[str, Any]) -> None:
@@ -275,34 +287,44 @@ class AutoPlanner(Planner):
         return next((reading for reading in readings if reading), None)
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
-        length, sequences, head = len(context.token_ids), context.sequences, context.head or 0
-        times = self._state.target.at(length)
-        if times:
-            times = times.at_pace(self._state.pace(length, self._ledger)) if sequences == 1 else times.shared(sequences)
+        self._offer, self._asked, self._spent = Offer(Proposal(root_only(context.token_ids[-1])), 0.0), None, {}
+        self._length, self._head, self._rows = len(context.token_ids), context.head, 1 + (context.head or 0)
+        if budget > 0 and any(self._may_ask(candidate, context) for candidate in self._candidates):
+            yield from self._choose(context, budget)
+            self._rows = _rows(self._offer.proposal, context.head)
+        return self._offer.proposal
+
+    def _may_ask(self, candidate: Candidate, context: Context) -> bool:
+        """
+        Returns:
+            True if the ledger allows a step of this candidate; the scheduler asks the ledger of a batch.
+        """
+        allowed = context.sequences > 1 or self._ledger.room(candidate.planner.name) > 0
+        return allowed and candidate.planner.most_depth(context) > 0
+
+    def _choose(self, context: Context, budget: int) -> DraftSteps[None]:
+        began, sequences, head = perf_counter(), context.sequences, context.head or 0
+        times = self._state.times(self._length, sequences)
         plain = float((times or self._state.proportions(sequences)).seconds(1 + head))
-        if sequences == 1 and not head:
-            plain = self._ledger.plain or plain
-        offer, asked = Offer(Proposal(root_only(context.token_ids[-1])), 1 / plain), None
+        best = 1 / plain
         if times and (context.head is None or sequences == 1):  # shared paths are not measured
             budget = min(budget, int(FURTHER * times.sizes[-1] / sequences))
-        self._spent = {}
         for candidate in self._candidates:
-            terms = Terms(times, budget)
-            if sequences == 1:
-                terms = self._terms(candidate, context, times, plain, budget)
+            name, drafted = candidate.planner.name, candidate.planner.stats.draft_seconds
+            if not self._may_ask(candidate, context):
+                continue
+            terms = self._terms(candidate, context, times, plain, budget)
             asking = replace(context, pass_times=terms.pass_times)
-            if terms.most > 0 and (terms.trial or candidate.estimate(asking, terms.most) > offer.rate):
-                if not candidate.is_ready(context.token_ids):
-                    continue
-                began, drafted = perf_counter(), candidate.planner.stats.draft_seconds
+            wanted = terms.most > 0 and (terms.trial or candidate.estimate(asking, terms.most) > best)
+            if wanted and candidate.is_ready(context.token_ids):
                 found = yield from candidate.propose(asking, terms.most)
-                drafted = candidate.planner.stats.draft_seconds - drafted
-                self._spent[candidate.planner.name] = max(perf_counter() - began, drafted)
-                if found.rate * (terms.doubt if asked is None else 1.0) > offer.rate:
-                    offer, asked = found, candidate
-        self._offer, self._asked, self._length = offer, asked, length
-        self._rows, self._head = _rows(offer.proposal, context.head), context.head
-        return offer.proposal
+                if terms.trial and sequences > 1:  # its account is the batch's
+                    self._state.ledger(sequences).put_off(name)
+                if found.rate * (1.0 if self._asked else terms.doubt) > best:
+                    self._offer, self._asked, best = found, candidate, found.rate
+            now = perf_counter()
+            self._spent[name] = max(now - began, candidate.planner.stats.draft_seconds - drafted)
+            began = now
 
     def _terms(self, candidate: Candidate, context: Context, times: Curve | None, plain: float, most: int) -> "Terms":
         """
@@ -314,15 +336,14 @@ class AutoPlanner(Planner):
             most: most draft nodes.
 
         Returns:
-            The terms for a single sequence: even if no draft token is accepted, the step loses what the ledger allows.
+            The terms: even if no draft token is accepted, a step of a single sequence loses what its ledger allows.
         """
-        name, ledger, doubt = candidate.planner.name, self._ledger, 1.0
-        room = ledger.room(name)
-        if not room or most < 1 or candidate.planner.most_depth(context) < 1:
-            return Terms(times, 0)
+        name, ledger, doubt = candidate.planner.name, self._state.ledger(context.sequences), 1.0
         trial = ledger.is_due(name, candidate.unread_count(context.token_ids))
         if trial:
             candidate.forget()
+        if context.sequences > 1:
+            return Terms(times, most, trial=trial)
         if trial or not times:
             times = self._state.proportions(1, plain)
         elif ledger.is_ahead(name):  # larger passes may take less time than predicted
@@ -330,7 +351,7 @@ class AutoPlanner(Planner):
             times = replace(times, slope=min(times.slope, FLAT * plain))
         nodes = np.arange(1, most + 1)
         lost = times.seconds(nodes + 1) - times.plain + candidate.draft_seconds(nodes)
-        return Terms(times, int(np.searchsorted(lost, room, side="right")), doubt, trial)
+        return Terms(times, int(np.searchsorted(lost, ledger.room(name), side="right")), doubt, trial)
 
     @property
     def _ledger(self) -> Ledger:
@@ -361,7 +382,7 @@ class AutoPlanner(Planner):
                 way += AHEAD
             self._ledger.add(self._spent, way, seconds, len(tokens))
             if not went_ahead:  # a draft that runs meanwhile lengthens the pass
-                state.target.add(self._rows, seconds / state.pace(self._length, self._ledger), self._length)
+                state.add_pass(self._rows, seconds, self._length)
         self._offer.learn(tokens, seconds)
 
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:

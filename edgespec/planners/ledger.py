@@ -95,6 +95,7 @@ class Ledger:
         taken: plain passes that the steps of this sequence took as long as.
         distance: steps with draft tokens from one plain pass to the next.
         since: those since the last plain pass.
+        plain: seconds of a plain pass; 0: unknown.
     """
 
     first: int = 1
@@ -102,20 +103,12 @@ class Ledger:
     taken: float = 0.0
     distance: int = 1
     since: int = 0
+    plain: float = 0.0
     _plain: deque[float] = field(default_factory=lambda: deque(maxlen=COMPARED))
     _more: deque[float] = field(default_factory=lambda: deque(maxlen=COMPARED))  # passes with draft tokens since
     _seen: int = 0  # plain passes of this sequence
-    _usual: float = 0.0  # seconds of those before
+    _usual: float = 0.0  # `plain` of the sequence before
     _last: list[Entry] = field(default_factory=list)  # of the last step
-
-    @property
-    def plain(self) -> float:
-        """Seconds of a plain pass; 0: unknown."""
-        usual = min(median(self._plain), SLOW * min(self._plain)) if self._plain else self._usual
-        if not self._more:
-            return usual
-        # Passes with draft tokens are never faster: if they are, the plain ones are old.
-        return min(usual, median(self._more) if len(self._more) == COMPARED else max(self._more))
 
     def begin(self) -> None:
         """Start a sequence: losses are forgotten, gains and rests in part."""
@@ -158,6 +151,11 @@ class Ledger:
         one = self._account(way)
         return one.idle >= one.rest + tokens
 
+    def put_off(self, way: str) -> None:
+        """Let the next trial of this way come later."""
+        one = self._account(way)
+        one.idle, one.rest = 0.0, min(2 * one.rest, LONGEST_REST)
+
     def _account(self, way: str) -> Account:
         return self.accounts.setdefault(way, Account())
 
@@ -189,9 +187,16 @@ class Ledger:
                 one.idle += tokens
         if way:
             self._more.append(seconds)
+            self._find_plain()
             self.since += 1
         if any(entry.account.lost > self._allowed for entry in self._last):
             self.distance = 1  # a plain pass shows whether the way has lost, or all passes take longer
+
+    def _find_plain(self) -> None:
+        usual = min(median(self._plain), SLOW * min(self._plain)) if self._plain else self._usual
+        if self._more:  # passes with draft tokens are never faster: if they are, the plain ones are old
+            usual = min(usual, median(self._more) if len(self._more) == COMPARED else max(self._more))
+        self.plain = usual
 
     def _add_plain(self, seconds: float) -> None:
         lost = any(entry.account.lost > self._allowed for entry in self._last)
@@ -208,6 +213,7 @@ class Ledger:
             one.settle(self._allowed)
         self._plain.append(seconds)
         self._more.clear()
+        self._find_plain()
         self._seen, self.since = self._seen + 1, 0
 
     @property
@@ -225,7 +231,8 @@ class Ledger:
         Raises:
             KeyError, TypeError, ValueError: `known` does not have them.
         """
-        self._usual, self.distance = float(known["plain"]), max(1, min(FARTHEST, int(known["distance"])))
+        self._usual = self.plain = float(known["plain"])
+        self.distance = max(1, min(FARTHEST, int(known["distance"])))
         for name, (lost, rest, resting, idle) in known["accounts"].items():
             one = Account(float(lost), min(LONGEST_REST, max(FIRST_REST, int(rest))), max(0.0, float(resting)))
             one.idle = float(idle)

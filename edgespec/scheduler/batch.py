@@ -7,7 +7,6 @@ from time import perf_counter
 
 from edgespec.loop.backend import Capabilities
 from edgespec.loop.draft_passes import run_shared
-from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.passes import Pass, Proposed, most_nodes
 from edgespec.planners.auto import AutoState
 from edgespec.planners.cost import split
@@ -129,8 +128,7 @@ def plan_trees(
     results = list(zip(group, proposals, strict=True))
     failed = [(lane, one) for lane, one in results if isinstance(one, Exception)]
     found = [(lane, one) for lane, one in results if not isinstance(one, Exception)]
-    times = pace.target if pace else None
-    sizes = best_sizes(found, limits, room, times, seconds) if len(found) > 1 else [None] * len(found)
+    sizes = best_sizes(found, limits, room, pace, seconds) if len(found) > 1 else [None] * len(found)
     cuts = zip(found, sizes, strict=True)
     return [(lane, lane.generation.cut(one, size)) for (lane, one), size in cuts if lane.generation], failed
 
@@ -146,21 +144,22 @@ def in_turn(writing: Sequence[Lane], room: int) -> list[Lane]:
 
 
 def best_sizes(
-    found: Sequence[tuple[Lane, Proposed]], limits: Capabilities, room: int, times: PassTimes | None, seconds: float
+    found: Sequence[tuple[Lane, Proposed]], limits: Capabilities, room: int, pace: AutoState | None, seconds: float
 ) -> list[int]:
     """
     Args:
         found: a proposal of each sequence.
         limits: of the target.
         room: rows of the pass besides the roots.
-        times: of the target's passes; None: trees take all the room of a pass.
+        pace: has the target's pass times; None: trees take all the room of a pass.
         seconds: spent on drafting.
 
     Returns:
         Number of draft nodes of each tree for most expected tokens per second.
     """
     length = fmean(len(lane.session.token_ids) for lane, _ in found)
-    curve = times.at(round(length)) if times else None
+    times = pace.times(round(length), len(found)) if pace else None
+    curve = times.shared(1) if times else None
     added = roots = None
     if limits.paths:
         heads = [lane.session.unread_committed for lane, _ in found]
@@ -176,7 +175,7 @@ def learn(batch: Batch, seconds: float, limits: Capabilities, pace: AutoState | 
     chunks.learn(nodes, seconds, prompt=has_prompt)
     # Rows predict no time if trees are evaluated path by path; the planner learns from passes over one tree.
     if pace and len(batch) > 1 and not (has_prompt or limits.paths):
-        pace.target.add(nodes, seconds, round(fmean(len(work.session.token_ids) for work in trees)))
+        pace.add_pass(nodes, seconds, round(fmean(len(work.session.token_ids) for work in trees)), len(trees))
 
 
 def account(batch: Batch, drafting: float, seconds: float, tokens: int, pace: AutoState) -> None:
