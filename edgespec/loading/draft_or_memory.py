@@ -191,14 +191,12 @@ def timed(backends: list[Backend], agreement: float) -> float:
 
 def measured(pace: AutoState, *, drafted: bool) -> float:
     """Tokens per second by the passes of a run; 0: not known."""
-    ledger, times, draft = pace.ledger(), pace.target.at(0), pace.draft.at(0)
-    if not ledger.plain or not times:
+    times, draft = pace.times(0), pace.draft.at(0)
+    if not times or not pace.ledger().plain:
         return 0.0
     if not drafted:
-        return 1 / ledger.plain
-    if not draft:
-        return 0.0
-    return _speed(times.at_pace(pace.pace(0, ledger)), draft.plain, pace.agreement.value(AGREEMENT))
+        return 1 / times.plain
+    return _speed(times, draft.plain, pace.agreement.value(AGREEMENT)) if draft else 0.0
 
 
 def open_pair(
