@@ -358,32 +358,33 @@ def test_it_is_found_once(remembered: None, tmp_path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("gaps_from", "asked", "budget", "most", "lifts"),
+    ("switches", "gaps_from", "asked", "budget", "most", "lifts"),
     [
-        (999, "narrow", 64, 6, "--exact wide or off"),
-        (999, "narrow", 7, 6, "--exact wide or off"),
-        (999, "narrow", 6, None, ""),  # they fit
-        (999, "wide", 64, None, ""),
-        (999, "wide", 300, None, ""),  # the engine has no more
-        (8, "narrow", 64, 6, "--exact off"),  # trees have no class of many rows
-        (999, "off", 300, None, ""),
+        ([8], 999, "narrow", 64, 6, "--exact wide or off"),
+        ([8], 999, "narrow", 7, 6, "--exact wide or off"),
+        ([8], 999, "narrow", 6, None, ""),  # they fit
+        ([8], 999, "wide", 64, None, ""),
+        ([8], 999, "wide", 300, None, ""),  # the engine has no more
+        ([8], 8, "narrow", 64, 6, "--exact off"),  # trees have no class of many rows
+        ([8, 64], 999, "wide", 100, 62, "--exact off"),
+        ([8], 999, "off", 300, None, ""),
     ],
 )
 def test_a_budget_that_the_row_class_caps_is_told_with_what_lifts_it(
-    tmp_path, monkeypatch: pytest.MonkeyPatch, gaps_from: int, asked: str, budget: int, most: int | None,
+    tmp_path, monkeypatch: pytest.MonkeyPatch, switches: list[int], gaps_from: int, asked: str, budget: int, most: int | None,
     lifts: str,
 ) -> None:  # fmt: skip
     path = tmp_path / "model"
     path.write_bytes(b"1")
     monkeypatch.setattr(row_classes, "_known", {})
-    backend = Switching([8], gaps_from=gaps_from)
+    backend = Switching(switches, gaps_from=gaps_from)
     backend.capabilities = LIMITS
     apply_row_class(backend, str(path), asked)
     told = "".join(note_on_budget(budget, backend, str(path)))
     assert told.startswith(f"passes have at most {most} draft tokens, not {budget}: ") if most else not told
     assert told.endswith(f"; {lifts} lifts this limit") == bool(most)
     for option in lifts.removeprefix("--exact ").split(" or ") if lifts else ():
-        wider = Switching([8], gaps_from=gaps_from)
+        wider = Switching(switches, gaps_from=gaps_from)
         wider.capabilities = LIMITS
         apply_row_class(wider, str(path), option)
         assert most < most_nodes(wider.capabilities, 0) - 1

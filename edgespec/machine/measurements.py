@@ -125,7 +125,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def age(found: Mapping[str, Any]) -> str:
-    """How old one of `everything` is, in words; "": not known."""
+    """Age of one of `everything`, in words; "": not known."""
     try:
         days = (datetime.now(UTC) - datetime.fromisoformat(found["date"])).days
     except (KeyError, TypeError, ValueError):

@@ -201,7 +201,7 @@ def moves_pages(library: Any = None) -> bool:
 
 
 def machine_is_busy() -> bool:
-    """True if programs compute so much that nothing can be timed."""
+    """True if other programs, or this one, have computed so much that nothing can be timed."""
     tell = getattr(os, "getloadavg", None)
     return tell is not None and tell()[0] > LOADED * all_processors()
 

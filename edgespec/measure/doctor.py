@@ -345,7 +345,7 @@ def ways_line(speeds: Speeds) -> str:
 
 
 def learned_line(found: dict[str, Any]) -> str:
-    """What runs have measured, for a person; "": nothing that can be used."""
+    """Measurements of runs, for a person; "": none that can be used."""
     pace, state = found["value"], AutoState()
     try:
         state.recall(pace)
