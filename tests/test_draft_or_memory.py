@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from edgespec import model
 from edgespec.loading import draft_or_memory
 from edgespec.loading.draft_or_memory import CLOSE, Learn, Speeds, measured, open_pair, predict, timed
 from edgespec.loading.exact import COLD
@@ -92,7 +93,7 @@ class Machine:
         return PairPlan(["none"] * len(paths), paths, options, made)
 
     def load(self, pair: PairPlan, **options: Any) -> list[Loaded]:
-        assert not any(model.open for model in self.models)
+        assert not any(one.open for one in self.models)
         self.loads.append(len(pair.paths) > 1)
         self.models = [Loaded() for _ in pair.paths]
         return self.models
@@ -156,7 +157,7 @@ def test_ways_that_are_close_are_both_tried_once(
     backends, _ = start(machine, predicted, tried)
     assert machine.loads == [first, not first, *([first] if better == first else [])]
     assert len(backends) == 1 + better
-    assert all(model.open for model in backends)
+    assert all(one.open for one in backends)
     machine.loads.clear()
     backends, _ = start(machine, predicted, tried)
     assert machine.loads == [better]
@@ -275,3 +276,18 @@ def test_loaded_models_are_timed(smollm2_tiny: Path) -> None:
         assert timed(2 * backends, 0.7) > 0
     finally:
         close_all(backends)
+
+
+def test_a_run_is_learned_from_when_its_model_is_closed(
+    smollm2_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    monkeypatch.delenv(remembered.OFF, raising=False)
+    monkeypatch.setattr(remembered, "folder", lambda: tmp_path / "measured")
+    seen, name = list[AutoState](), str(smollm2_tiny)
+    backends = open_backends(find_model(name), None, None, LoadOptions(context_length=128, budget=4))
+    monkeypatch.setattr(model, "open_pair", lambda *args, **options: (backends, seen.append))
+    with model.load(name, context_length=128) as loaded:
+        loaded.generate("one two one two", max_tokens=8)
+        assert seen == []
+    assert [measured(pace, drafted=False) > 0 for pace in seen] == [True]

@@ -371,8 +371,8 @@ def test_it_is_found_once(remembered: None, tmp_path, monkeypatch: pytest.Monkey
     ],
 )
 def test_a_budget_that_the_row_class_caps_is_told_with_what_lifts_it(
-    tmp_path, monkeypatch: pytest.MonkeyPatch, switches: list[int], gaps_from: int, asked: str, budget: int, most: int | None,
-    lifts: str,
+    tmp_path, monkeypatch: pytest.MonkeyPatch, switches: list[int], gaps_from: int, asked: str, budget: int,
+    most: int | None, lifts: str,
 ) -> None:  # fmt: skip
     path = tmp_path / "model"
     path.write_bytes(b"1")
