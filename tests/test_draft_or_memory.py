@@ -1,6 +1,7 @@
 """A draft for whose sake the target is read from disk: loaded if that is predicted to be faster, else left out."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,19 @@ def test_what_cannot_be_predicted_is_tried_where_the_target_would_fit(start: Sta
     assert (fits.loads, len(backends)) == ([False, True, False], 1)
     backends, _ = start(reads, None, (5.0, 9.0))
     assert (reads.loads, len(backends)) == ([True], 2)
+
+
+def test_a_mixture_whose_experts_would_fit_without_the_draft_is_tried(start: Start, tmp_path: Path) -> None:
+    """How many of them a pass reads is known only when it is made."""
+    machine = Machine(tmp_path, 0.0, 0.0)
+    experts = (Extent(0, 0, GB // 2),)
+    machine.weights[True] = replace(plan(0.0), cached=experts, experts=8, slots_of_experts=6)
+    start(machine, (1.0, 9.0), (9.0, 7.0))
+    assert machine.loads == [False, True]
+    machine.weights[True] = replace(plan(0.0), cached=experts)  # left to the page cache
+    machine.loads.clear()
+    start(machine, (1.0, 9.0))
+    assert machine.loads == [True]
 
 
 @pytest.mark.parametrize(("predicted", "drafted"), [((8.0, 7.0), True), ((7.0, 8.0), False), (None, False)])

@@ -9,7 +9,7 @@ from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Mach
 from edgespec.loop.session_files import content_of
 from edgespec.machine.disk import remove_name
 from edgespec.machine.this_machine import Gpu, this_machine
-from edgespec.weights.plan import MARGIN, Plan
+from edgespec.weights.plan import MARGIN
 
 from ..common.loader import loader
 from .backend import LlamaBackend

@@ -68,7 +68,7 @@ class Ways:
     @property
     def fits(self) -> bool:
         """Without the draft nothing is read."""
-        return _streamed(self.target) == 0
+        return _read(self.target) == 0
 
     def about(self) -> dict[str, Any]:
         target, draft = self.pair.paths
@@ -98,7 +98,7 @@ class Ways:
         name, (path, draft), plan = self.pair.names[0], self.pair.paths, self.pair.plan
         assert plan
         assert self.target.plan
-        if known.are_known:
+        if known.are_known or plan.weights.cached:  # how many experts a pass reads is not known
             return known
         found = find(name, plan.build, plan.ways[-1], path, keep=remember, say=say)
         if not any(group.seconds for group in found):
@@ -118,16 +118,16 @@ def ways_of(pair: PairPlan, target: Callable[[], PairPlan]) -> Ways | None:
     Returns:
         Both; None if the draft takes no memory that the target needs.
     """
-    if not pair.paths[1:] or not _streamed(pair):
+    if not pair.paths[1:] or not _read(pair):
         return None
     other = target()
-    missing = _streamed(pair) - _streamed(other)
+    missing = _read(pair) - _read(other)
     return Ways(pair, other, missing) if missing > 0 else None
 
 
-def _streamed(pair: PairPlan) -> int:
+def _read(pair: PairPlan) -> int:
     weights = pair.plan.weights if pair.plan else None
-    return weights.streamed_bytes if weights and not weights.cached else 0
+    return weights.read_bytes if weights else 0
 
 
 def predict(
