@@ -309,7 +309,6 @@ class MlxPlan(LoadPlan):
         vocab: its tokenizer.
         size: of sessions and passes.
         layout: where weights lie; None: all stay in memory.
-        weights: the part of the weights that stays in memory; None: all.
         told: messages for the user on memory.
         machine: that was planned for.
     """
@@ -318,7 +317,6 @@ class MlxPlan(LoadPlan):
     vocab: HfVocab
     size: PassSize
     layout: Layout | None
-    weights: Plan | None
     told: Sequence[str]
     machine: Machine
 
