@@ -28,7 +28,7 @@ from edgespec.loop.passes import prefill
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.models.registry import Defaults, Entry
 from edgespec.weights import experts
-from edgespec.weights.plan import MARGIN, SAFETY, Extent, Plan, Tensor, make_plan, on_gpu, spans
+from edgespec.weights.plan import MARGIN, SAFETY, Extent, Plan, Tensor, divide, make_plan, spans
 
 MIB = 1 << 20
 LAYER, OUTPUT = 100 * MIB, 50 * MIB
@@ -52,7 +52,7 @@ def own(room: int) -> list[Gpu]:
 
 def gpu_spans(tensors: list[Tensor], layers: int) -> list[Extent]:
     """What a Mac's GPU maps that has no other tensors than those of its layers."""
-    return spans(on_gpu(tensors, layers + 1, (NO_LAYERS,))) if layers else []
+    return spans(divide(tensors, layers + 1, (NO_LAYERS,))[1]) if layers else []
 
 
 def fits(kept: int) -> Plan | None:

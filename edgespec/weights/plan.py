@@ -435,7 +435,9 @@ def places(tensors: Sequence[Tensor], count: int) -> list[tuple[int, Tensor]]:
     return found
 
 
-def on_gpu(tensors: Sequence[Tensor], gpu_layers: int, kept_off: Sequence[bytes] = ()) -> list[Tensor]:
+def divide(
+    tensors: Sequence[Tensor], gpu_layers: int, kept_off: Sequence[bytes] = ()
+) -> tuple[list[Tensor], list[Tensor]]:
     """
     Args:
         tensors: of the whole model.
@@ -443,13 +445,17 @@ def on_gpu(tensors: Sequence[Tensor], gpu_layers: int, kept_off: Sequence[bytes]
         kept_off: regular expressions of names that stay with the processor.
 
     Returns:
-        What llama.cpp gives to GPUs.
+        What llama.cpp gives to the processor, and what to GPUs; copies are in both.
     """
     count = count_layers(tensors)
     first = 0 if gpu_layers < 0 else max(0, count + 1 - gpu_layers)
     patterns = [re.compile(pattern.decode()) for pattern in kept_off]
-    found = {tensor.name: tensor for place, tensor in places(tensors, count) if place >= first and tensor.size}
-    return [tensor for name, tensor in found.items() if not any(pattern.search(name) for pattern in patterns)]
+    here, there = dict[str, Tensor](), dict[str, Tensor]()
+    for place, tensor in places(tensors, count):
+        if tensor.size:
+            on_processor = place < first or any(pattern.search(tensor.name) for pattern in patterns)
+            (here if on_processor else there)[tensor.name] = tensor
+    return list(here.values()), list(there.values())
 
 
 def spans(tensors: Iterable[Tensor]) -> list[Extent]:

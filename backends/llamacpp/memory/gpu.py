@@ -22,8 +22,8 @@ from edgespec.weights.plan import (
     Plan,
     Tensor,
     count_layers,
+    divide,
     layers_on_gpu,
-    on_gpu,
     places,
     spans,
 )
@@ -108,7 +108,7 @@ def auto_layers(
         least = plan(0)
     except NoRoom:
         return 0
-    if least is None and sum(span.size for span in spans(on_gpu(tensors, -1))) <= room:
+    if least is None and sum(span.size for span in spans(divide(tensors, -1)[1])) <= room:
         return -1
     return _layers_on_mac(tensors, room, least, plan) if platform == "darwin" else 0
 
@@ -153,7 +153,7 @@ def layers_that_fit(tensors: Sequence[Tensor], room: int, parts: int) -> int:
 def _layers_on_mac(tensors: Sequence[Tensor], room: int, least: Plan | None, plan: Callable[[int], Plan | None]) -> int:
     count = count_layers(tensors)
     for kept in range(count if least else count - 1, 0, -1):
-        found = spans(on_gpu(tensors, kept + 1, (NO_LAYERS,)))
+        found = spans(divide(tensors, kept + 1, (NO_LAYERS,))[1])
         if sum(span.size for span in found) > room:
             continue
         try:
@@ -182,7 +182,7 @@ def check_spans(plan: Plan, tensors: Sequence[Tensor], gpu_layers: int) -> None:
     Raises:
         UsageError: the GPU would keep streamed layers in a Mac's memory, for the file has them between its own.
     """
-    if gpu_layers and wired(plan, spans(on_gpu(tensors, gpu_layers, (NO_LAYERS,)))):
+    if gpu_layers and wired(plan, spans(divide(tensors, gpu_layers, (NO_LAYERS,))[1])):
         raise UsageError(
             f"with --gpu-layers {gpu_layers} the GPU would map streamed layers, and keep them in memory, for layers do "
             "not lie in order in this file; use --gpu-layers 0"
@@ -205,7 +205,7 @@ def experts_too_large(found: Sequence[Gpu], tensors: Sequence[Tensor], gpu_layer
         buffers: bytes of its caches and of a pass.
     """
     own = [gpu for gpu in found if not gpu.shared]
-    there = on_gpu(tensors, gpu_layers)
+    there = divide(tensors, gpu_layers)[1]
     with_experts = any(EXPERT.search(tensor.name) for tensor in there)
     return bool(own) and with_experts and sum(tensor.size for tensor in there) > _room(own, buffers)
 

@@ -35,9 +35,9 @@ from edgespec.weights.plan import (
     Plan,
     Tensor,
     count_layers,
+    divide,
     layers_on_gpu,
     make_plan,
-    on_gpu,
     spans,
 )
 from edgespec.weights.preload import Progress
@@ -189,7 +189,7 @@ class MemoryPlanner:
         if not gpu_layers or self.borrowed or not gpus:
             return len(sizes)
         patterns = kept_off(None, gpu_layers, count_layers(self.tensors), experts_here, platform=self.machine.platform)
-        there = on_gpu(self.tensors, gpu_layers, patterns)
+        _, there = divide(self.tensors, gpu_layers, patterns)
         mapped = self.machine.platform == "darwin"
         weights = sum(one.size for one in (spans(there) if mapped else there))
         rooms = [room_on(gpus, buffers) for buffers in self._rehearse(self.path, sizes)]
