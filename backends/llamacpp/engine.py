@@ -105,7 +105,7 @@ class LlamaEngine(Engine):
             way = next((way for way in plan.ways if (REPACKED.keys() <= way.keys()) == repacked), None)
             if way is None:
                 raise ModelError(f"{path}: there is no memory for a probe model of it with weights repacked")
-            way = way | {name: computing[name] for name in CARRIED & computing.keys()}
+            way = {**way, **{name: computing[name] for name in CARRIED & computing.keys()}}
             with closing(load_here(plan, way, lambda done, total: None)) as backend:
                 if copy != path:
                     remove_name(copy)
