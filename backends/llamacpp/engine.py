@@ -160,7 +160,7 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
 def on_gpus(
     machine: Machine, gpu_layers: int, tensors: Sequence[Tensor], weights: Plan | None, no_experts: bool
 ) -> dict[str, str | int | None]:
-    """What `Backend.computing` says where there are GPUs: those with layers, and what they do not do."""
+    """Part of `Backend.computing` where there are GPUs: names of those with layers, and what they do not do."""
     found = dict[str, str | int | None]()
     if gpu_layers:
         own = [gpu.name for gpu in machine.gpus if not gpu.shared]
