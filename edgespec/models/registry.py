@@ -52,6 +52,7 @@ class FileFacts(BaseModel):
 
     bytes: int = Field(gt=0)  # all parts of a split GGUF together
     sha256: list[Digest] = []
+    shape: dict[str, Any] = {}  # see `models/shapes.py`
 
 
 class Entry(BaseModel):

@@ -1,0 +1,286 @@
+"""Models that are not here: a published config gives all tensors, and a file that has their table but no weights.
+
+A shape is a mapping, such as `shape` of a file in models.yaml (`FileFacts.shape`; {}: not known). Its keys are those of
+a GGUF's header without the architecture's name (block_count, embedding_length, attention.head_count, expert_count; all
+of them: llama-arch.cpp), and
+
+    architecture    one of `ARCHITECTURES`, as llama.cpp calls it
+    type            of the file: one of `TYPES`
+    vocab_size      tokens
+    embedding_type  of the embedding, where it is not as the file's type makes it
+    tied            the embedding is the output, too; default: false
+    rope_freqs      there are factors of the rotary frequencies, as in Llama 3.1 to 3.3; default: false
+
+`table` returns the tensors, in the order in which llama-quantize writes them. `file_of` writes a GGUF with this table:
+a sparse file that takes some hundred kilobytes of disk, whatever its size. Engines plan for it as for any file.
+"""
+
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from edgespec.errors import ModelError, no_such
+
+Shape = Mapping[str, Any]
+Sizes = tuple[int, ...]  # the first is that of a row
+
+ALIGNMENT = 32  # GGUF_DEFAULT_ALIGNMENT of gguf.h
+# Name -> number in ggml.h, weights of a block, bytes of a block.
+BLOCKS = {
+    "F32": (0, 1, 4), "F16": (1, 1, 2), "Q4_0": (2, 32, 18), "Q5_0": (6, 32, 22), "Q8_0": (8, 32, 34),
+    "Q4_K": (12, 256, 144), "Q5_K": (13, 256, 176), "Q6_K": (14, 256, 210), "BF16": (30, 1, 2), "MXFP4": (39, 32, 17),
+}  # fmt: skip
+# Type of a file -> its number (llama_ftype of llama.h), and the type of most weights.
+TYPES = {
+    "F16": (1, "F16"), "Q4_0": (2, "Q4_0"), "Q8_0": (7, "Q8_0"), "Q4_K_M": (15, "Q4_K"), "BF16": (32, "BF16"),
+    "MXFP4_MOE": (38, "Q8_0"),
+}  # fmt: skip
+SHORTER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q8_0", "Q6_K": "Q8_0"}  # for rows that are no multiple of 256
+NOT_QUANTISED = ("norm.weight", "ffn_gate_inp.weight", "altup", "laurel", "ssm_conv1d")  # llama-quant.cpp
+ARCHITECTURES = (
+    "llama", "qwen2", "qwen3", "qwen3moe", "qwen3next", "gemma2", "gemma3", "gemma3n", "gpt-oss", "command-r",
+    "falcon-h1",
+)  # fmt: skip
+SSM = ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")
+ALTUP, LAUREL = 4, 64  # n_altup and laurel_rank of llama-hparams.h
+OWN_KEYS = ("architecture", "type", "embedding_type", "tied", "rope_freqs")  # that are not in a header
+DEFAULTS = {  # what llama.cpp asks for and no size depends on
+    "context_length": 131072, "attention.layer_norm_rms_epsilon": 1e-6, "attention.layer_norm_epsilon": 1e-5,
+    "rope.freq_base": 10000.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """
+    Attributes:
+        name: of a tensor.
+        sizes: the first is that of a row.
+        type: one of `BLOCKS`.
+        start: its first byte behind the header.
+        size: in bytes.
+    """
+
+    name: str
+    sizes: Sizes
+    type: str
+    start: int
+    size: int
+
+
+def table(shape: Shape) -> list[Row]:
+    """
+    Raises:
+        ModelError: the shape lacks something.
+        UsageError: it names an architecture or type that is not known.
+    """
+    for key, known in (("architecture", ARCHITECTURES), ("type", TYPES)):
+        if shape.get(key) not in known:
+            raise no_such(key, str(shape.get(key)), known)
+    try:
+        tensors = dict(_tensors(shape))
+    except KeyError as error:
+        raise ModelError(f"the shape of the model does not state {error.args[0]}") from error
+    rows, start = list[Row](), 0
+    for name in sorted(tensors, key=lambda name: (_layer(name), name)):
+        kind = _type(name, tensors[name], shape)
+        _, weights, block = BLOCKS[kind]
+        size = math.prod(tensors[name]) // weights * block
+        rows.append(Row(name, tensors[name], kind, start, size))
+        start += -(-size // ALIGNMENT) * ALIGNMENT
+    return rows
+
+
+@contextmanager
+def file_of(shape: Shape) -> Iterator[str]:
+    """Path of a GGUF with the header of this shape, without tokens and weights; it is removed after the `with`.
+
+    Errors as for `table`.
+    """
+    rows = table(shape)
+    keys = {f"{shape['architecture']}.{key}": value for key, value in (DEFAULTS | _header(shape)).items()}
+    keys = {"general.architecture": shape["architecture"], "general.file_type": TYPES[shape["type"]][0]} | keys
+    keys |= {"tokenizer.ggml.model": "none"}
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(rows), len(keys))
+    header += b"".join(_text(key) + _value(value) for key, value in keys.items())
+    for row in rows:
+        header += _text(row.name) + struct.pack(f"<I{len(row.sizes)}Q", len(row.sizes), *row.sizes)
+        header += struct.pack("<IQ", BLOCKS[row.type][0], row.start)
+    header += bytes(-len(header) % ALIGNMENT)
+    with TemporaryDirectory(prefix="edgespec-") as folder:
+        path = Path(folder) / "model.gguf"
+        with path.open("wb") as file:
+            file.write(header)
+            file.truncate(len(header) + rows[-1].start + -(-rows[-1].size // ALIGNMENT) * ALIGNMENT)
+        yield str(path)
+
+
+def _header(shape: Shape) -> dict[str, Any]:
+    return {key: value for key, value in shape.items() if key not in OWN_KEYS}
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def _value(value: Any) -> bytes:
+    """With the number of its type, of gguf.h."""
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _text(value)
+    if isinstance(value, list):
+        return struct.pack(f"<IIQ{len(value)}I", 9, 4, len(value), *value)
+    return struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value)
+
+
+def _layer(name: str) -> int:
+    return int(name.split(".")[1]) if name.startswith("blk.") else -1
+
+
+def _tensors(shape: Shape) -> Iterator[tuple[str, Sizes]]:
+    """As llama.cpp asks for them: src/models/*.cpp."""
+    width, layers, words = (shape[key] for key in ("embedding_length", "block_count", "vocab_size"))
+    yield "token_embd.weight", (width, words)
+    yield "output_norm.weight", (width,)
+    if not shape.get("tied"):
+        yield "output.weight", (width, words)
+    if shape.get("rope_freqs"):
+        yield "rope_freqs.weight", (_head(shape) // 2,)
+    if shape["architecture"] == "gemma3n":
+        narrow = shape["embedding_length_per_layer_input"]
+        yield "per_layer_token_embd.weight", (narrow * layers, words)
+        yield "per_layer_model_proj.weight", (width, narrow * layers)
+        yield "per_layer_proj_norm.weight", (narrow,)
+        yield "altup_proj.weight", (width, width, ALTUP - 1)
+        yield "altup_unembd_proj.weight", (width, width, ALTUP - 1)
+    for layer in range(layers):
+        tensors = _delta_net(shape) if _is_recurrent(shape, layer) else _attention(shape)
+        tensors |= _norms(shape) | (_mixture(shape) if shape.get("expert_count") else _feed_forward(shape))
+        yield from ((f"blk.{layer}.{name}", sizes) for name, sizes in tensors.items())
+
+
+def _head(shape: Shape) -> int:
+    return int(shape.get("attention.key_length") or shape["embedding_length"] // shape["attention.head_count"])
+
+
+def _is_recurrent(shape: Shape, layer: int) -> bool:
+    return shape["architecture"] == "qwen3next" and (layer + 1) % shape["full_attention_interval"] != 0
+
+
+def _attention(shape: Shape) -> dict[str, Sizes]:
+    architecture, width, head = shape["architecture"], shape["embedding_length"], _head(shape)
+    queries, keys = (head * shape[f"attention.head_count{kind}"] for kind in ("", "_kv"))
+    gates = 2 if architecture == "qwen3next" else 1
+    sizes = {"q": (width, gates * queries), "k": (width, keys), "v": (width, keys), "output": (queries, width)}
+    found: dict[str, Sizes] = {f"attn_{name}.weight": size for name, size in sizes.items()}
+    if architecture in ("qwen2", "gpt-oss"):
+        biased = sizes if architecture == "gpt-oss" else ("q", "k", "v")
+        found |= {f"attn_{name}.bias": sizes[name][1:] for name in biased}
+    if architecture in ("qwen3", "qwen3moe", "qwen3next", "gemma3", "gemma3n"):
+        found |= {"attn_q_norm.weight": (head,), "attn_k_norm.weight": (head,)}
+    if architecture == "command-r" and shape["block_count"] >= 64:
+        found |= {f"attn_{name}_norm.weight": (head, sizes[name][1] // head) for name in ("q", "k")}
+    if architecture == "gpt-oss":
+        found["attn_sinks.weight"] = (shape["attention.head_count"],)
+    return found | (_mamba2(shape) if architecture == "falcon-h1" else {})
+
+
+def _mamba2(shape: Shape) -> dict[str, Sizes]:
+    width, kernel, inner, state, heads, groups = (
+        shape[key] for key in ("embedding_length", *(f"ssm.{name}" for name in SSM))
+    )
+    mixed = inner + 2 * groups * state
+    return {
+        "ssm_in.weight": (width, inner + mixed + heads), "ssm_conv1d.weight": (kernel, mixed),
+        "ssm_conv1d.bias": (mixed,), "ssm_dt.bias": (heads,), "ssm_a": (1, heads), "ssm_d": (1, heads),
+        "ssm_out.weight": (inner, width), "ssm_norm.weight": (inner // groups, groups),
+    }  # fmt: skip
+
+
+def _delta_net(shape: Shape) -> dict[str, Sizes]:
+    width, kernel, values, state, heads, groups = (
+        shape[key] for key in ("embedding_length", *(f"ssm.{name}" for name in SSM))
+    )
+    mixed = 2 * groups * state + values
+    return {
+        "attn_qkv.weight": (width, mixed), "attn_gate.weight": (width, values), "ssm_conv1d.weight": (kernel, mixed),
+        "ssm_dt.bias": (heads,), "ssm_a": (heads,), "ssm_ba.weight": (width, 2 * heads), "ssm_norm.weight": (state,),
+        "ssm_out.weight": (values, width),
+    }  # fmt: skip
+
+
+def _norms(shape: Shape) -> dict[str, Sizes]:
+    architecture, width = shape["architecture"], (shape["embedding_length"],)
+    found = ["attn_norm.weight"]
+    if architecture in ("gpt-oss", "qwen3next"):
+        found.append("post_attention_norm.weight")
+    elif architecture != "command-r":
+        found.append("ffn_norm" if architecture == "falcon-h1" else "ffn_norm.weight")
+    if architecture.startswith("gemma"):
+        found += ["post_attention_norm.weight", "post_ffw_norm.weight"]
+    return dict.fromkeys(found, width) | (_altup(shape) if architecture == "gemma3n" else {})
+
+
+def _altup(shape: Shape) -> dict[str, Sizes]:
+    """Of Gemma 3n: alternating updates, its low-rank bypass, and the embedding of the layer."""
+    width, narrow = shape["embedding_length"], shape["embedding_length_per_layer_input"]
+    sizes = {
+        "inp_gate": (width, narrow), "proj": (narrow, width), "post_norm": (width,),
+        "altup_correct_coef": (ALTUP, ALTUP), "altup_correct_scale": (width,),
+        "altup_predict_coef": (ALTUP, ALTUP**2), "altup_router": (width, ALTUP), "altup_router_norm": (width,),
+        "laurel_l": (width, LAUREL), "laurel_r": (LAUREL, width), "laurel_post_norm": (width,),
+    }  # fmt: skip
+    return {f"{name}.weight": size for name, size in sizes.items()}
+
+
+def _feed_forward(shape: Shape) -> dict[str, Sizes]:
+    width, inner = shape["embedding_length"], shape["feed_forward_length"]
+    return {"ffn_gate.weight": (width, inner), "ffn_up.weight": (width, inner), "ffn_down.weight": (inner, width)}
+
+
+def _mixture(shape: Shape) -> dict[str, Sizes]:
+    width, count = shape["embedding_length"], shape["expert_count"]
+    inner = shape.get("expert_feed_forward_length") or shape["feed_forward_length"]
+    sizes = {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
+    found: dict[str, Sizes] = {f"ffn_{name}_exps.weight": (*size, count) for name, size in sizes.items()}
+    found["ffn_gate_inp.weight"] = (width, count)
+    if shape["architecture"] == "gpt-oss":
+        found |= {f"ffn_{name}_exps.bias": (size[1], count) for name, size in sizes.items()}
+        found["ffn_gate_inp.bias"] = (count,)
+    if shared := shape.get("expert_shared_feed_forward_length"):
+        found |= {"ffn_gate_shexp.weight": (width, shared), "ffn_up_shexp.weight": (width, shared)}
+        found |= {"ffn_down_shexp.weight": (shared, width), "ffn_gate_inp_shexp.weight": (width,)}
+    return found
+
+
+def _type(name: str, sizes: Sizes, shape: Shape) -> str:
+    """As llama-quantize chooses it without an importance matrix (llama-quant.cpp)."""
+    file, layer, count, experts = shape["type"], _layer(name), shape["block_count"], shape.get("expert_count", 0)
+    if len(sizes) < 2 or not name.endswith(".weight") or any(part in name for part in NOT_QUANTISED):
+        return "F32"
+    kind, part = TYPES[file][1], name.split(".")[-2]
+    if part == "token_embd" and "embedding_type" in shape:
+        return str(shape["embedding_type"])
+    if kind in ("F16", "BF16", "Q8_0"):
+        return "MXFP4" if file == "MXFP4_MOE" and len(sizes) == 3 else kind
+    if part == "output" or (part == "token_embd" and shape.get("tied")):
+        kind = "Q6_K"
+    elif part == "per_layer_model_proj":
+        kind = "F16"
+    elif file == "Q4_K_M":
+        more = layer < count // 8 or layer >= 7 * count // 8 or (layer - count // 8) % 3 == 2
+        if part in ("attn_v", "attn_k") and experts == 8:
+            kind = "Q8_0"
+        elif part == "attn_output" and experts == 8:
+            kind = "Q5_K"
+        elif part in ("attn_v", "ffn_down", "ffn_down_exps", "ffn_down_shexp") and more:
+            kind = "Q6_K"
+        elif part == "attn_v" and count == 80:
+            kind = "Q5_K"  # llama.cpp's LLM_TYPE_70B
+    if sizes[0] % BLOCKS[kind][1]:
+        kind = SHORTER_BLOCKS.get(kind, kind)
+    return kind if sizes[0] % BLOCKS[kind][1] == 0 else "F16"

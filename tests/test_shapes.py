@@ -1,0 +1,56 @@
+"""Tables of tensors of real models, made of their published configs."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from edgespec.errors import ModelError, UsageError
+from edgespec.models.gguf_header import own_values
+from edgespec.models.registry import BUILT_IN, read_models
+from edgespec.models.shapes import file_of, table
+
+FILES = {source: facts for entry in read_models(BUILT_IN) for source, facts in entry.files.items()}
+OTHERS: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "published_shapes.yaml").read_text())
+TOKENIZERS = 16 << 20  # bytes, at most, of tokens and merges in a header
+SMALL = OTHERS["llama-3.1-8b"]
+
+
+@pytest.mark.parametrize("source", FILES)
+def test_every_file_of_the_catalogue_has_a_shape_of_its_size(source: str) -> None:
+    rows = table(FILES[source].shape)
+    left = FILES[source].bytes - rows[-1].start - rows[-1].size
+    assert 0 < left < TOKENIZERS
+    assert all(later.start >= row.start + row.size for row, later in pairwise(rows))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_engine_takes_the_table_for_that_of_a_file(name: str) -> None:
+    """llama.cpp compares every tensor with what the header says."""
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    from edgespec.backends.llamacpp.ggml.files import llama_cpp, load_header, loaded_tensors
+
+    with file_of(OTHERS[name]) as path:
+        llama_cpp.llama_model_free(load_header(path))
+        found = [(tensor.name, tensor.size) for tensor in loaded_tensors(path)]
+        assert found == [(row.name, row.size) for row in table(OTHERS[name])]
+        assert own_values(path)["embedding_length"] == OTHERS[name]["embedding_length"]
+        assert Path(path).stat().st_blocks * 512 < 1 << 20
+    assert not Path(path).exists()
+
+
+@pytest.mark.parametrize(
+    ("shape", "error", "line"),
+    [
+        ({}, UsageError, "there is no architecture 'None'"),
+        (SMALL | {"architecture": "llamma"}, UsageError, "did you mean llama?"),
+        (SMALL | {"type": "Q9"}, UsageError, "there is no type 'Q9'"),
+        ({key: value for key, value in SMALL.items() if key != "vocab_size"}, ModelError, "does not state vocab_size"),
+    ],
+)
+def test_a_shape_that_is_not_complete(shape: Any, error: type[Exception], line: str) -> None:
+    with pytest.raises(error, match=line) as caught:
+        table(shape)
+    assert "\n" not in str(caught.value)
