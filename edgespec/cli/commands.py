@@ -21,6 +21,7 @@ from edgespec.cli.lend import lend
 from edgespec.cli.options import (
     DEFAULT_MODEL,
     DOCTOR_OPTIONS,
+    MACHINE_OPTION,
     MODEL_OPTIONS,
     MODELS_OPTION,
     NO_MEMORY_OPTION,
@@ -374,27 +375,40 @@ def serve(
 Examples:
   edgespec doctor big.gguf --draft small.gguf
   edgespec doctor big.gguf --memory 12G --json
-  edgespec doctor big-folder --backend mlx"""
+  edgespec doctor big-folder --backend mlx
+  edgespec doctor llama-3.3-70b --machine macbook-24   what it would do there; nothing is fetched or measured
+  edgespec doctor --describe > mine.yaml               this machine, for --machine mine.yaml elsewhere"""
 )
 @click.argument("model", default=DEFAULT_MODEL, shell_complete=complete_model)
 @click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: all that are installed]")
 @DOCTOR_OPTIONS
+@MACHINE_OPTION
+@click.option("--describe", is_flag=True, help="Only print this machine, in the form that --machine reads.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--forget-costs",
     is_flag=True,
     help=f"Only delete the measured pass times of all models. Runs with {remembered.OFF}=1 set measure none.",
 )
-def doctor(model: str, backend: str | None, as_json: bool, forget_costs: bool, **options: Any) -> None:
+def doctor(
+    model: str, backend: str | None, machine: str | None, describe: bool, as_json: bool, forget_costs: bool,
+    **options: Any,
+) -> None:  # fmt: skip
     """Predict how MODEL runs here: what stays in memory, what is streamed, how fast, and what limits it.
 
     Also find the row classes: batch sizes whose passes are bit-identical, so that a text does not depend on drafting.
 
     The disk is measured with direct reads of the model's file, the passes with the model itself: this takes about as
-    long as loading it.
+    long as loading it. With --machine nothing is measured: speeds are computed from those of the machine.
     """
     if forget_costs:
         click.echo(f"{remembered.forget()} measurements forgotten")
+        return
+    if describe:
+        _describe(model, options["models_file"])
+        return
+    if machine:
+        _doctor_elsewhere(model, machine, as_json, {"backend": backend, **options})
         return
     from edgespec.measure.doctor import as_dict, compare, diagnose, recommendation, report
 
@@ -407,6 +421,28 @@ def doctor(model: str, backend: str | None, as_json: bool, forget_costs: bool, *
     else:
         click.echo("\n\n".join(filter(None, [*map(report, found), recommendation(found)])))
     if found[0].cannot_run:
+        sys.exit(1)
+
+
+def _describe(model: str, models_file: str | None) -> None:
+    from edgespec.machine.described import describe
+
+    path = local_path(find_model(model, models_file).target, fetch=False)
+    gpus = find_engine(choose_backend(Path(path).is_dir(), this_machine())).gpus(None)
+    click.echo(describe(this_machine(path, gpus), path), nl=False)
+
+
+def _doctor_elsewhere(model: str, machine: str, as_json: bool, options: dict[str, Any]) -> None:
+    from edgespec.machine.described import find_machine
+    from edgespec.measure.other_machine import as_dict, predict, report
+
+    for name in ("backend", "lenders", "exact"):
+        if options.pop(name):
+            raise UsageError(f"--{name.removesuffix('s')} goes without --machine, which shows the engines that suit it")
+    called, described = find_machine(machine)
+    found = predict(model, described, called, **options)
+    click.echo(json.dumps(as_dict(found)) if as_json else report(found))
+    if found.found[0].cannot_run:
         sys.exit(1)
 
 

@@ -1,6 +1,7 @@
 """Computers as YAML: machines.yaml has common ones by name, and `edgespec doctor --describe` writes this one."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from time import perf_counter
@@ -20,6 +21,7 @@ SIZES = ("memory", "free", "used", "limit")
 MORE = ("name", "description", "sources")  # keys of an entry that `Machine` has not
 PARTS: Mapping[str, type] = {"gpus": Gpu, "disk": Reading}
 MEASURED = 1 << 28  # bytes
+ROUNDS = 5
 
 
 def find_machine(name: str) -> tuple[str, Machine]:
@@ -66,7 +68,9 @@ def _entries(path: Path) -> list[Any]:
         raise UsageError(f"{path}{where}: is not YAML: {getattr(error, 'problem', None) or error}") from error
     entries = found.get("machines") if isinstance(found, dict) else None
     if not isinstance(entries, list):
-        raise UsageError(f"{path}: must be a mapping with the key machines, a list, as edgespec doctor --describe writes it")
+        raise UsageError(
+            f"{path}: must be a mapping with the key machines, a list, as edgespec doctor --describe writes it"
+        )
     return entries
 
 
@@ -115,21 +119,19 @@ def _names(kind: Any) -> list[str]:
     return [field.name for field in fields(kind)]
 
 
-def describe(machine: Machine, path: str | None = None) -> str:
+def describe(machine: Machine, path: str) -> str:
     """
     Args:
         machine: this one.
-        path: of a large file, to measure its disk with where that is not remembered.
+        path: of a model's file, on the disk to measure where its speed is not remembered.
 
     Returns:
         It in the form of machines.yaml, with measured speeds.
     """
-    speed = machine.disk.speed
-    if not speed and path:
-        try:
-            speed = disk_speed(path)
-        except EdgespecError:  # this system cannot read past its cache
-            speed = 0.0
+    try:
+        speed = machine.disk.speed or disk_speed(path)
+    except EdgespecError:  # this system cannot read past its cache
+        speed = 0.0
     machine = replace(
         machine, disk=replace(machine.disk, speed=float(round(speed))), memory_speed=float(round(_memory_speed())),
         operations=float(round(_operations())),
@@ -148,21 +150,23 @@ def describe(machine: Machine, path: str | None = None) -> str:
 
 def _memory_speed() -> float:
     """Bytes per second in which this process reads memory, with one thread a core."""
-    from concurrent.futures import ThreadPoolExecutor
-
     cores = this_machine().cores
     parts = np.array_split(np.ones(MEASURED // 8), cores)
     with ThreadPoolExecutor(cores) as pool:
-        list(pool.map(np.max, parts))
-        started = perf_counter()
-        list(pool.map(np.max, parts))
-        return MEASURED / (perf_counter() - started)
+        return MEASURED / _shortest(lambda: list(pool.map(np.max, parts)))
 
 
 def _operations() -> float:
     """Floating-point operations per second of products of 64 rows."""
     weights, rows = np.ones((4096, 4096), np.float32), np.ones((64, 4096), np.float32)
-    rows @ weights
-    started = perf_counter()
-    rows @ weights
-    return 2 * 64 * 4096 * 4096 / (perf_counter() - started)
+    return 2 * 64 * 4096 * 4096 / _shortest(lambda: rows @ weights)
+
+
+def _shortest(work: Callable[[], Any]) -> float:
+    """Seconds of the shortest of `ROUNDS` runs: other programs only slow them."""
+    seconds = []
+    for _ in range(ROUNDS):
+        started = perf_counter()
+        work()
+        seconds.append(perf_counter() - started)
+    return min(seconds)
