@@ -426,10 +426,14 @@ def doctor(
 
 def _describe(model: str, models_file: str | None) -> None:
     from edgespec.machine.described import describe
+    from edgespec.measure.other_machine import measured_operations
 
-    path = local_path(find_model(model, models_file).target, fetch=False)
-    gpus = find_engine(choose_backend(Path(path).is_dir(), this_machine())).gpus(None)
-    click.echo(describe(this_machine(path, gpus), path), nl=False)
+    source = find_model(model, models_file).target
+    if is_folder(source):
+        raise UsageError(f"--describe measures with a pass of a GGUF file; {model} is a folder")
+    path = local_path(source, fetch=False)
+    machine = this_machine(path, find_engine("llamacpp").gpus(None))
+    click.echo(describe(machine, path, measured_operations(path)), nl=False)
 
 
 def _doctor_elsewhere(model: str, machine: str, as_json: bool, options: dict[str, Any]) -> None:

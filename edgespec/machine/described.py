@@ -119,11 +119,12 @@ def _names(kind: Any) -> list[str]:
     return [field.name for field in fields(kind)]
 
 
-def describe(machine: Machine, path: str) -> str:
+def describe(machine: Machine, path: str, operations: float) -> str:
     """
     Args:
         machine: this one.
         path: of a model's file, on the disk to measure where its speed is not remembered.
+        operations: measured floating-point operations per second.
 
     Returns:
         It in the form of machines.yaml, with measured speeds.
@@ -134,7 +135,7 @@ def describe(machine: Machine, path: str) -> str:
         speed = 0.0
     machine = replace(
         machine, disk=replace(machine.disk, speed=float(round(speed))), memory_speed=float(round(_memory_speed())),
-        operations=float(round(_operations())),
+        operations=float(round(operations)),
     )  # fmt: skip
     values: dict[str, Any] = {"name": "mine", "description": f"measured here: {machine.cores} cores"}
     values |= {name: value for name, value in asdict(machine).items() if name != "used"}
@@ -142,8 +143,8 @@ def describe(machine: Machine, path: str) -> str:
     values["gpus"] = [asdict(gpu) for gpu in machine.gpus]
     values["sources"] = {
         "memory_speed": "sums over an array, measured",
-        "operations": "products of float32 matrices, measured; with 4-bit weights it is another number",
-        "gpus": "memory_speed, operations and link_speed are not measured: 0 is not known, and then no speed is computed",
+        "operations": "a pass of MODEL over 64 tokens, measured",
+        "gpus": "memory_speed, operations and link_speed are not measured: 0 is not known",
     }
     return yaml.safe_dump({"machines": [values]}, sort_keys=False, allow_unicode=True)
 
@@ -154,12 +155,6 @@ def _memory_speed() -> float:
     parts = np.array_split(np.ones(MEASURED // 8), cores)
     with ThreadPoolExecutor(cores) as pool:
         return MEASURED / _shortest(lambda: list(pool.map(np.max, parts)))
-
-
-def _operations() -> float:
-    """Floating-point operations per second of products of 64 rows."""
-    weights, rows = np.ones((4096, 4096), np.float32), np.ones((64, 4096), np.float32)
-    return 2 * 64 * 4096 * 4096 / _shortest(lambda: rows @ weights)
 
 
 def _shortest(work: Callable[[], Any]) -> float:

@@ -5,18 +5,18 @@ memory and of its operations, device by device.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from typing import Any
 
 from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
 from edgespec.loading.pair import choose_budget, choose_context
-from edgespec.loading.timed_pass import Pass
+from edgespec.loading.timed_pass import Pass, time_pass
 from edgespec.loading.where import Where
-from edgespec.loop.engines import LoadOptions, find_engine
+from edgespec.loop.engines import LoadOptions, find_engine, load_at_once
 from edgespec.machine.memory import format_size
-from edgespec.machine.this_machine import Gpu, Machine
+from edgespec.machine.this_machine import Gpu, Machine, this_machine
 from edgespec.measure.doctor import (
     BEAM,
     SIZES,
@@ -37,6 +37,7 @@ OF_BLOCKS = {number: (weights, size) for number, weights, size in BLOCKS.values(
 FOUR_BITS = 4.5 / 8  # bytes of a weight with 4 bits in groups of 64, and scales
 WORKSPACE = 1 << 29  # bytes of a card's memory for libraries, as in the engine for PyTorch
 ROWS = 512  # tokens of a prompt in a pass
+ROWS_TIMED = 64
 FASTER = 1.1  # speed-up from which on another engine is offered
 COMPUTED = "computed, not measured"
 
@@ -197,8 +198,8 @@ def predict(
             elif _card(machine) and found[0].where.device_layers < model.layers:
                 found.append(_torch(model, small, options, machine))
     return Elsewhere(
-        target=entry.name, machine=called, described=machine, size=model.size, draft_size=sum(one.size for one in small),
-        here=local_or_none(entry) is not None, found=found,
+        target=entry.name, machine=called, described=machine, size=model.size,
+        draft_size=sum(one.size for one in small), here=local_or_none(entry) is not None, found=found,
     )  # fmt: skip
 
 
@@ -424,7 +425,8 @@ def _torch(model: Weights, small: Sequence[Weights], options: LoadOptions, machi
     kept = kept if kept == model.layers else max(0, kept - 2)  # two buffers
     made = Prediction(
         where=Where(
-            engine="torch", device=gpu.name, layers=model.layers, device_layers=model.layers, streamed=model.layers - kept
+            engine="torch", device=gpu.name, layers=model.layers, device_layers=model.layers,
+            streamed=model.layers - kept,
         ),
         why="a folder with --dtype nf4, whose layers the card computes wherever they lie",
         copied=layers - kept * layer,
@@ -492,6 +494,16 @@ def faster(found: Sequence[Prediction]) -> str:
         + (f"about {two_digits(first.best)}" if first.best else "cannot run it")
         + f" ({COMPUTED})"
     )
+
+
+def measured_operations(path: str) -> float:
+    """Floating-point operations per second of this machine's processors, in a pass of a GGUF."""
+    engine, model = find_engine("llamacpp"), Weights(path)
+    with closing(load_at_once(engine, path, this_machine(path), gpu_layers=0)) as backend:
+        made = time_pass(backend, ROWS_TIMED)
+    part = model.part(model.tensors)
+    active = model.experts[1] / model.experts[0] if model.experts else 1.0
+    return 2 * ROWS_TIMED * (part.weights + active * part.experts) / made.seconds
 
 
 def fit_elsewhere(entry: Entry, machine: Machine) -> Fit:
