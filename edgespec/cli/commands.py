@@ -194,6 +194,7 @@ def run(
         result = conversation.continue_text(text) if raw else conversation.ask(text)
         if as_json:
             payload = {"text": result.text, "tokens": result.token_ids, "stats": result.stats.as_dict()}
+            payload["where"] = loaded.where.as_dict()
             click.echo(json.dumps(payload, ensure_ascii=False))
         else:
             show(last_lines(result, most), dim=True, err=True)
@@ -308,7 +309,7 @@ def _loaded(model: str, options: dict[str, Any]) -> Iterator[Model]:
     with LoadingBar(model) as bar:
         loaded = load(model, progress=bar.update, say=bar.say, **options, **extra)
     with loaded:
-        for note in loaded.notes:
+        for note in (loaded.where.line, *loaded.notes):
             show(note, dim=True, err=True)
         yield loaded
 

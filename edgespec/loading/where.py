@@ -1,11 +1,11 @@
 """What computes where, in one wording for `run`, `doctor`, `--json` and the server."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from edgespec.errors import pip_install
-from edgespec.loop.backend import Backend
+from edgespec.loop.backend import Backend, Placed, TellsPlaced
 from edgespec.loop.engines import find_engine
 from edgespec.machine.cards import nvidia_cards
 
@@ -18,30 +18,34 @@ class Where:
     """
     Attributes:
         engine: its name.
-        device: that computes `device_layers`; "": the processor computes all.
-        layers: of the model.
-        device_layers: of these on the device.
-        streamed: of these read in every pass.
+        placed: its layers.
         exact: the text is that of plain decoding to the bit; False: up to ties within rounding.
         unused: a card that does not compute, why, and what would help; "" if there is none.
     """
 
     engine: str
-    device: str = ""
-    layers: int
-    device_layers: int = 0
-    streamed: int = 0
+    placed: Placed
     exact: bool = False
     unused: str = ""
 
     @property
     def line(self) -> str:
-        here = self.layers - self.device_layers
-        places = [f"{self.device_layers} of {self.layers} layers on {self.device}"] if self.device else []
-        places += [f"{here} of {self.layers} layers on the processor"] if here or not self.device else []
-        streamed = f"{self.streamed} of them streamed" if self.streamed else "none streamed"
+        placed = self.placed
+        shares = [(placed.on_device, placed.device), (placed.layers - placed.on_device, "the processor")]
+        places = [
+            f"all {count} layers on {device}"
+            if count == placed.layers
+            else f"{count} of {placed.layers} layers on {device}"
+            for count, device in shares
+            if count
+        ]
+        streamed = f"{placed.streamed} layers streamed" if placed.streamed else "none streamed"
         exact = "exactly the text of plain decoding" if self.exact else "the text of plain decoding up to rounding ties"
         return "; ".join([f"{self.engine}: {', '.join(places)}, {streamed}", exact, *filter(None, [self.unused])])
+
+    def as_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"engine": self.engine, **asdict(self.placed), "exact": self.exact}
+        return found | {"unused": self.unused, "line": self.line}
 
 
 def where(backend: Backend, gpu_layers: int | None = None) -> Where:
@@ -50,13 +54,10 @@ def where(backend: Backend, gpu_layers: int | None = None) -> Where:
         backend: loaded.
         gpu_layers: as asked for.
     """
-    limits, plan = backend.capabilities, getattr(backend, "plan", None)
-    device, on_device, streamed = getattr(backend, "placed", ("", 0, len(plan.streamed) if plan else 0))
-    unused = "" if device or gpu_layers == 0 else _unused(backend.name, nvidia_cards())
-    return Where(
-        engine=backend.name, device=device, layers=limits.layers, device_layers=on_device, streamed=streamed,
-        exact=limits.logit_tolerance == 0, unused=unused,
-    )  # fmt: skip
+    limits = backend.capabilities
+    placed = backend.placed if isinstance(backend, TellsPlaced) else Placed(limits.layers)
+    unused = "" if placed.device or gpu_layers == 0 else _unused(backend.name, nvidia_cards())
+    return Where(engine=backend.name, placed=placed, exact=limits.logit_tolerance == 0, unused=unused)
 
 
 def _unused(engine: str, cards: Sequence[str]) -> str:

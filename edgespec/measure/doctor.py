@@ -18,6 +18,7 @@ from edgespec.errors import ModelError, NoRoom, UsageError
 from edgespec.loading.exact import apply_row_class, check_choice, choose_way, line
 from edgespec.loading.pair import choose_budget, choose_context, load_draft
 from edgespec.loading.timed_pass import Pass, time_pass
+from edgespec.loading.where import Where, where
 from edgespec.loop.engines import (
     LoadOptions,
     TellsPlan,
@@ -53,6 +54,7 @@ class Diagnosis:
         plan: None: everything fits into memory.
         streams: True if every pass reads weights from a disk or over a bus.
         exact: the row classes that passes are kept to, in words.
+        where: what computes which layers; None if the model cannot run.
         passes: over one node up to a full tree; empty if the model cannot run.
         draft_seconds: to draft one full tree.
         notes: messages for the user.
@@ -71,6 +73,7 @@ class Diagnosis:
     plan: Plan | None = None
     streams: bool = False
     exact: str = ""
+    where: Where | None = None
     passes: Sequence[Pass] = ()
     draft_seconds: float = 0.0
     notes: Sequence[str] = ()
@@ -231,6 +234,7 @@ def _try(
         found.exact = "off" if exact == "off" else line(groups, limits.exact, limits.paths)
         if kept := backend.computing.get("kv_type"):
             found.exact += f"; keys and values: {kept}"
+        found.where = where(backend)
         found.plan = backend.plan if isinstance(backend, TellsPlan) else None
         # Only a loaded model knows if experts are left to the page cache.
         later = [one for one in backend.notes if plan.notes is None or one.startswith("experts are left")]
@@ -280,6 +284,8 @@ def report(diagnosis: Diagnosis) -> str:
     if diagnosis.cannot_run:
         lines.append(("result", f"this cannot run, because {diagnosis.cannot_run}"))
         return _aligned(lines)
+    if diagnosis.where:
+        lines.append(("computes", diagnosis.where.line))
     plan = diagnosis.plan
     if plan is None:
         fits = "everything fits into memory; nothing is streamed"
@@ -353,4 +359,5 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         asdict(one) | {"limit": one.limit, "predicted": predicted_seconds(diagnosis, one)} for one in diagnosis.passes
     ]
     found["tokens_per_second"] = tokens_per_second(diagnosis)
+    found["where"] = diagnosis.where and diagnosis.where.as_dict()
     return found

@@ -14,6 +14,7 @@ from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
 from edgespec.loading.pair import choose_budget, choose_context
 from edgespec.loading.timed_pass import Pass, time_pass
 from edgespec.loading.where import Where
+from edgespec.loop.backend import Placed
 from edgespec.loop.engines import LoadOptions, find_engine, load_at_once
 from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import Gpu, Machine, this_machine
@@ -195,7 +196,7 @@ def predict(
         if not model.experts:
             if machine.platform == "darwin" and streams:
                 found.append(_mlx(model, small, options, machine))
-            elif _card(machine) and found[0].where.device_layers < model.layers:
+            elif _card(machine) and found[0].where.placed.on_device < model.layers:
                 found.append(_torch(model, small, options, machine))
     return Elsewhere(
         target=entry.name, machine=called, described=machine, size=model.size,
@@ -330,7 +331,7 @@ def _predict(
 
 
 def _llamacpp(model: Weights, small: Sequence[Weights], options: LoadOptions, machine: Machine) -> Prediction:
-    where = Where(engine="llamacpp", layers=model.layers)
+    where = Where(engine="llamacpp", placed=Placed(model.layers))
     engine = find_engine("llamacpp")
     made = Prediction(where=where, why="the model is a GGUF file")
     try:
@@ -349,9 +350,10 @@ def _llamacpp(model: Weights, small: Sequence[Weights], options: LoadOptions, ma
     ]
     here = [tensor for tensor in model.tensors if tensor not in set(there)]
     device = next(iter(machine.gpus), None) if on_device else None
+    streamed = len(weights.streamed) if weights else 0
     made.where = Where(
-        engine="llamacpp", device=device.name if device else "", layers=model.layers, device_layers=on_device,
-        streamed=len(weights.streamed) if weights else 0, exact=not on_device and not _has_states(model),
+        engine="llamacpp", placed=Placed(model.layers, device.name if device else "", on_device, streamed),
+        exact=not on_device and not _has_states(model),
     )  # fmt: skip
     made.streamed = weights.streamed_bytes if weights else 0
     missing = 0.0
@@ -387,7 +389,7 @@ def _mlx(model: Weights, small: Sequence[Weights], options: LoadOptions, machine
     """A folder with the same weights in 4 bits: all layers are computed by the GPU, streamed or not."""
     gpu = next(iter(machine.gpus), None)
     made = Prediction(
-        where=Where(engine="mlx", device=gpu.name if gpu else "", layers=model.layers, device_layers=model.layers),
+        where=Where(engine="mlx", placed=Placed(model.layers, gpu.name if gpu else "", model.layers)),
         why="a folder in 4 bits, whose streamed layers the GPU computes, too",
     )
     if gpu is None:
@@ -403,7 +405,7 @@ def _mlx(model: Weights, small: Sequence[Weights], options: LoadOptions, machine
         made.cannot_run = str(error)
         return made
     made.streamed = plan.streamed_bytes if plan else 0
-    made.where = replace(made.where, streamed=len(plan.streamed) if plan else 0)
+    made.where = replace(made.where, placed=replace(made.where.placed, streamed=len(plan.streamed) if plan else 0))
     made.stays = sum(tensor.size for tensor in tensors) - made.streamed
     draft = [(one, one.part(one.tensors, FOUR_BITS), _gpu(gpu)) for one in small]
     parts = [(model.part(model.tensors, FOUR_BITS), _gpu(gpu))]
@@ -424,10 +426,7 @@ def _torch(model: Weights, small: Sequence[Weights], options: LoadOptions, machi
     kept = max(0, min(model.layers, int(room // layer)))
     kept = kept if kept == model.layers else max(0, kept - 2)  # two buffers
     made = Prediction(
-        where=Where(
-            engine="torch", device=gpu.name, layers=model.layers, device_layers=model.layers,
-            streamed=model.layers - kept,
-        ),
+        where=Where(engine="torch", placed=Placed(model.layers, gpu.name, model.layers, model.layers - kept)),
         why="a folder with --dtype nf4, whose layers the card computes wherever they lie",
         copied=layers - kept * layer,
     )  # fmt: skip
