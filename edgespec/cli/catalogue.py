@@ -17,7 +17,7 @@ from edgespec.machine.memory import available_memory, format_size, parse_size
 from edgespec.models import hub, pulled
 from edgespec.models.fit import DISK_SPEED, KEPT, MEMORY_SPEED, Fit, fit
 from edgespec.models.gguf_header import part_names
-from edgespec.models.registry import Entry, all_models, find_model
+from edgespec.models.registry import Entry, all_models, find_model, local_path
 from edgespec.weights.plan import SAFETY, two_digits
 
 
@@ -82,7 +82,7 @@ def models(
     for one in fits:
         entry = one.entry
         size = f"{one.target / 1e9:.1f} GB" + (f" + {one.draft / 1e9:.1f}" if one.draft else "")
-        here = "" if one.missing else "; is here"
+        here = "" if one.missing or not one.target else "; is here"
         what = ", ".join(filter(None, [entry.description, entry.license]))
         click.echo(f"{click.style(entry.name, bold=True)}  {what}")
         speed = f", about {two_digits(one.tokens_per_second)} tokens/s" if one.tokens_per_second else ""
@@ -198,6 +198,8 @@ def pull(names: tuple[str, ...], draft: bool, dry_run: bool, models_file: str | 
     """
     entries = [find_model(name, models_file) for name in names]
     for name, entry in zip(names, entries, strict=True):
+        if entry.target.startswith("shape:"):
+            local_path(entry.target)  # says why there is nothing to fetch
         if entry.target.startswith("file:"):
             path = entry.target[5:]
             if Path(path).exists():
