@@ -10,6 +10,7 @@ from edgespec.loop.engines import find_engine
 from edgespec.machine.cards import nvidia_cards
 
 LIBRARIES = {"llamacpp": "llama-cpp-python", "torch": "PyTorch"}
+EXACTLY, UP_TO_TIES = "exactly the text of plain decoding", "the text of plain decoding up to rounding ties"
 PAGE = "docs/guides/gpus.md"
 
 
@@ -18,34 +19,37 @@ class Where:
     """
     Attributes:
         engine: its name.
-        placed: its layers.
+        placed: its layers; None: the engine does not tell.
         exact: the text is that of plain decoding to the bit; False: up to ties within rounding.
         unused: a card that does not compute, why, and what would help; "" if there is none.
     """
 
     engine: str
-    placed: Placed
+    placed: Placed | None
     exact: bool = False
     unused: str = ""
 
     @property
     def line(self) -> str:
+        exactness = EXACTLY if self.exact else UP_TO_TIES
+        return "; ".join([f"{self.engine}{self._places()}", exactness, *filter(None, [self.unused])])
+
+    def _places(self) -> str:
         placed = self.placed
+        if placed is None:
+            return ""
         shares = [(placed.on_device, placed.device), (placed.layers - placed.on_device, "the processor")]
         places = [
-            f"all {count} layers on {device}"
-            if count == placed.layers
-            else f"{count} of {placed.layers} layers on {device}"
+            f"{'all' if count == placed.layers else f'{count} of'} {placed.layers} layers on {device}"
             for count, device in shares
             if count
         ]
         streamed = f"{placed.streamed} layers streamed" if placed.streamed else "none streamed"
-        exact = "exactly the text of plain decoding" if self.exact else "the text of plain decoding up to rounding ties"
-        return "; ".join([f"{self.engine}: {', '.join(places)}, {streamed}", exact, *filter(None, [self.unused])])
+        return f": {', '.join(places)}, {streamed}"
 
     def as_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"engine": self.engine, **asdict(self.placed), "exact": self.exact}
-        return found | {"unused": self.unused, "line": self.line}
+        placed = asdict(self.placed) if self.placed else {}
+        return {"engine": self.engine, **placed, "exact": self.exact, "unused": self.unused, "line": self.line}
 
 
 def where(backend: Backend, gpu_layers: int | None = None) -> Where:
@@ -54,10 +58,9 @@ def where(backend: Backend, gpu_layers: int | None = None) -> Where:
         backend: loaded.
         gpu_layers: as asked for.
     """
-    limits = backend.capabilities
-    placed = backend.placed if isinstance(backend, TellsPlaced) else Placed(limits.layers)
-    unused = "" if placed.device or gpu_layers == 0 else _unused(backend.name, nvidia_cards())
-    return Where(engine=backend.name, placed=placed, exact=limits.logit_tolerance == 0, unused=unused)
+    placed = backend.placed if isinstance(backend, TellsPlaced) else None
+    unused = _unused(backend.name, nvidia_cards()) if placed and not placed.device and gpu_layers != 0 else ""
+    return Where(engine=backend.name, placed=placed, exact=backend.capabilities.logit_tolerance == 0, unused=unused)
 
 
 def _unused(engine: str, cards: Sequence[str]) -> str:

@@ -101,6 +101,10 @@ class Prediction:
     tokens_per_second: Mapping[str, float] = ()  # type: ignore[assignment]
 
     @property
+    def on_device(self) -> int:
+        return self.where.placed.on_device if self.where.placed else 0
+
+    @property
     def best(self) -> float:
         return max(dict(self.tokens_per_second).values(), default=0.0)
 
@@ -196,7 +200,7 @@ def predict(
         if not model.experts:
             if machine.platform == "darwin" and streams:
                 found.append(_mlx(model, small, options, machine))
-            elif _card(machine) and found[0].where.placed.on_device < model.layers:
+            elif _card(machine) and found[0].on_device < model.layers:
                 found.append(_torch(model, small, options, machine))
     return Elsewhere(
         target=entry.name, machine=called, described=machine, size=model.size,
@@ -405,7 +409,9 @@ def _mlx(model: Weights, small: Sequence[Weights], options: LoadOptions, machine
         made.cannot_run = str(error)
         return made
     made.streamed = plan.streamed_bytes if plan else 0
-    made.where = replace(made.where, placed=replace(made.where.placed, streamed=len(plan.streamed) if plan else 0))
+    made.where = replace(
+        made.where, placed=Placed(model.layers, gpu.name, model.layers, len(plan.streamed) if plan else 0)
+    )
     made.stays = sum(tensor.size for tensor in tensors) - made.streamed
     draft = [(one, one.part(one.tensors, FOUR_BITS), _gpu(gpu)) for one in small]
     parts = [(model.part(model.tensors, FOUR_BITS), _gpu(gpu))]
