@@ -127,8 +127,7 @@ class Model:
         self.budget = budget
         self.sampling = sampling or SamplingParams()
         self.system = system
-        cost = pace.target if pace else None
-        self.scheduler: Any = targets or Scheduler(target, self.planners, budget=budget, cost=cost)
+        self.scheduler: Any = targets or Scheduler(target, self.planners, budget=budget, pace=pace)
         self._closed = False
         self._notes, self._owned, self._names, self._at_close = notes, owned, names, at_close
         self._gpu_layers = gpu_layers

@@ -807,9 +807,9 @@ def test_float32_caches_are_counted(tiny: Path, smollm2_tiny_f32: Path) -> None:
     ("size", "says"),
     [
         ("1M", "1 MiB of memory are too little for this model: it needs at least "),
-        ("abc", "'abc' is not a size: write for example 12G, 900M or 1.5GiB"),
-        ("0", "'0' is not a size"),
-        ("-5G", "'-5G' is not a size"),
+        ("abc", "memory: 'abc' is not a size: write for example 12G, 900M or 1.5GiB"),
+        ("0", "memory: '0' is not a size"),
+        ("-5G", "memory: '-5G' is not a size"),
     ],
 )
 def test_bad_memory_is_one_line(run: Run, tiny: Path, size: str, says: str) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from edgespec.loop.tree import Source
 
+COMPARED = 4  # least number of plain passes by which a sequence is compared with plain decoding
+
 
 @dataclass(slots=True)
 class GenerationStats:
@@ -25,7 +27,8 @@ class GenerationStats:
         target_seconds: of the target's passes.
         wait_seconds: the part of `target_seconds` in which passes waited for weights.
         plan_seconds: the rest of the steps: planning, sampling and bookkeeping.
-        plain_seconds: predicted for plain decoding of these tokens, by its measured passes; 0: none measured.
+        plain_seconds: of plain decoding of these tokens, by the plain passes that lay among steps with draft tokens; 0:
+            there were fewer than `COMPARED`.
     """
 
     planner: str = "none"
@@ -66,7 +69,7 @@ class GenerationStats:
 
     @property
     def times_plain(self) -> float:
-        """Speed relative to plain decoding, by its measured pass times; 0: not measured."""
+        """Speed relative to plain decoding, measured in this sequence; 0: not measured."""
         return self.plain_seconds / self.seconds if self.seconds else 0.0
 
     def reset(self) -> None:

@@ -336,7 +336,7 @@ def learned_line(pace: dict[str, Any]) -> str:
     agreed, asked = pace["agreement"]
     if asked:
         parts.append(f"draft right in {100 * agreed / asked:.0f} %")
-    return "; ".join([*parts, f"{pace['runs'] + 1} runs"])
+    return "; ".join(parts)
 
 
 def _aligned(lines: list[tuple[str, str]]) -> str:
