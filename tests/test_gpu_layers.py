@@ -16,7 +16,7 @@ from edgespec.backends.llamacpp.engine import load
 from edgespec.backends.llamacpp.ggml.files import load_model
 from edgespec.backends.llamacpp.memory import gpu
 from edgespec.backends.llamacpp.memory import planning as memory
-from edgespec.backends.llamacpp.memory.gpu import RESERVE, auto_layers, check_spans, find_gpus, gpu_spans, wired
+from edgespec.backends.llamacpp.memory.gpu import NO_LAYERS, RESERVE, auto_layers, check_spans, find_gpus, wired
 
 from edgespec.errors import NoRoom, UsageError
 from edgespec.loading import pair as loading
@@ -28,7 +28,7 @@ from edgespec.loop.passes import prefill
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.models.registry import Defaults, Entry
 from edgespec.weights import experts
-from edgespec.weights.plan import MARGIN, SAFETY, Plan, Tensor, make_plan
+from edgespec.weights.plan import MARGIN, SAFETY, Extent, Plan, Tensor, divide, make_plan, spans
 
 MIB = 1 << 20
 LAYER, OUTPUT = 100 * MIB, 50 * MIB
@@ -48,6 +48,11 @@ def tensors(order: list[int] | None = None, output: bool = True) -> list[Tensor]
 def own(room: int) -> list[Gpu]:
     """A GPU with so much memory for layers."""
     return [Gpu("GPU0", False, int((room + RESERVE) / 0.95) + 100)]
+
+
+def gpu_spans(tensors: list[Tensor], layers: int) -> list[Extent]:
+    """What a Mac's GPU maps that has no other tensors than those of its layers."""
+    return spans(divide(tensors, layers + 1, (NO_LAYERS,))[1]) if layers else []
 
 
 def fits(kept: int) -> Plan | None:
@@ -97,10 +102,28 @@ def plans(memory: int, order: list[int] | None = None) -> Any:
 
 
 def test_a_mac_where_everything_fits() -> None:
-    total = 10 * LAYER + 2 * OUTPUT
+    total = 10 * LAYER + OUTPUT  # the embedding is in front, and of no device
     shared = [Gpu("Metal", True, total)]
     assert auto_layers(shared, tensors(), 0, 0, plans(2 * total), platform="linux") == -1
     assert auto_layers(shared, tensors(), MIB, 0, plans(2 * total), platform="linux") == 0  # not what the GPU can hold
+
+
+def test_a_mac_whose_gpu_holds_less_than_the_memory() -> None:
+    """As many last layers as fit, with the draft; the output lies in front of all layers, so it stays here."""
+
+    def layers(limit: int, drafts: int = 0) -> int:
+        metal = [Gpu("Metal", True, limit)]
+        return auto_layers(metal, tensors(), 0, drafts, plans(100 * LAYER), platform="darwin")
+
+    total = 10 * LAYER + OUTPUT
+    assert layers(total) == -1
+    assert layers(total - MIB) == 10
+    assert layers(4 * LAYER) == 5
+    assert layers(4 * LAYER, LAYER) == 4
+    assert layers(LAYER - MIB) == 0
+    assert gpu.kept_off(None, 10, 10, platform="darwin") == (NO_LAYERS,)
+    assert gpu.kept_off(None, -1, 10, platform="darwin") == ()
+    assert gpu.kept_off(None, 10, 10, platform="linux") == ()
 
 
 def test_a_mac_that_streams() -> None:
@@ -155,11 +178,9 @@ def test_experts_stay_here() -> None:
     assert plan is not None
     assert plan.cached_bytes == 21 * LAYER
     chosen = replace(plan, slots_of_experts=2)
-    assert gpu.kept_off(chosen, 0, platform="linux") == {}
+    assert gpu.kept_off(chosen, 0, 10, platform="linux") == ()
     assert next(iter(gpu.overrides(gpu.EXPERTS))).pattern == gpu.EXPERTS
-    assert gpu.kept_off(chosen, 4, platform="linux") == {
-        "tensor_buft_overrides": ctypes.addressof(gpu.overrides(gpu.EXPERTS))
-    }
+    assert gpu.kept_off(chosen, 4, 10, platform="linux") == (gpu.EXPERTS,)
 
 
 def with_experts() -> list[Tensor]:
@@ -182,9 +203,7 @@ def test_experts_that_a_gpu_cannot_hold() -> None:
     output = Tensor("output.weight", 0, 1 << 40, 2 * LAYER)
     assert gpu.experts_too_large(own(4 * LAYER), [*with_experts(), output], 4, 0)
     assert not gpu.experts_too_large(own(2 * LAYER), tensors(), -1, 0)  # no experts
-    assert gpu.kept_off(None, -1, no_experts=True, platform="linux") == {
-        "tensor_buft_overrides": ctypes.addressof(gpu.overrides(gpu.EXPERTS))
-    }
+    assert gpu.kept_off(None, -1, 10, no_experts=True, platform="linux") == (gpu.EXPERTS,)
 
 
 def test_of_so_many_layers_the_output_is_one() -> None:
@@ -228,15 +247,20 @@ def test_pools_leave_room_for_libraries_also_where_memory_is_tightest() -> None:
     assert more.slots_of_experts > 0
 
 
-def test_a_mac_would_keep_all_experts() -> None:
-    """Between the first and the last weight of a layer lie its experts, whoever computes them."""
+def test_a_mac_keeps_the_experts_of_the_layers_on_its_gpu() -> None:
+    """Between the first and the last weight of a layer lie its experts, which the GPU maps, too."""
     plan = make_plan(with_experts(), 6 * LAYER, 0, kept=2)
     assert plan is not None
     assert plan.streamed == ()
-    assert 2 * LAYER > wired(plan, gpu_spans(with_experts(), 2)) > LAYER
-    with pytest.raises(UsageError, match="with --gpu-layers 3 the GPU would map experts, and keep all of them"):
-        check_spans(plan, with_experts(), 3)
-    check_spans(plan, with_experts(), 0)
+    assert wired(plan, gpu_spans(with_experts(), 2)) == 0
+    check_spans(plan, with_experts(), 3)
+    with pytest.raises(UsageError, match="with --gpu-layers 4 the GPU would map streamed layers"):
+        check_spans(plan, with_experts(), 4)
+    metal = [Gpu("Metal", True, 20 * LAYER)]
+    few = auto_layers(
+        metal, with_experts(), 0, 0, lambda kept: make_plan(with_experts(), 6 * LAYER, 0, kept=kept), platform="darwin"
+    )
+    assert few == 5  # four layers with their experts; the others take a quarter of a layer each
 
 
 def logits(backend: Any) -> np.ndarray:
@@ -249,14 +273,12 @@ def logits(backend: Any) -> np.ndarray:
 def test_the_override_is_llamacpps(smollm2_tiny: Path) -> None:
     """llama.cpp takes the structure as it is made here."""
     plan = plans(9 * LAYER)(2)
-    assert gpu.kept_off(plan, 3, platform="linux") == {}
-    assert gpu.kept_off(None, 3, platform="linux") == {}
-    assert gpu.overrides(gpu.OUTPUT) is gpu.overrides(gpu.OUTPUT)  # made once
+    assert gpu.kept_off(plan, 3, 10, platform="linux") == gpu.kept_off(plan, 0, 10, platform="darwin") == ()
+    assert gpu.kept_off(plan, -1, 10, platform="darwin") == (NO_LAYERS,)
+    assert gpu.overrides(NO_LAYERS) is gpu.overrides(NO_LAYERS)  # made once
     gpu.ggml()  # found by its name on this system
-    assert gpu.kept_off(plan, 0, platform="darwin") == {}
-    options = gpu.kept_off(plan, 3, platform="darwin")
-    assert options["tensor_buft_overrides"]
-    model = load_model(str(smollm2_tiny), **options, n_gpu_layers=3)
+    options = {"tensor_buft_overrides": ctypes.addressof(gpu.overrides(NO_LAYERS)), "n_gpu_layers": 3}
+    model = load_model(str(smollm2_tiny), **options)
     assert model
     memory.llama_cpp.llama_model_free(model)
 

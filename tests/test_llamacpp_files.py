@@ -68,7 +68,7 @@ def _cut(path: str) -> None:
 
 
 def _copy(path: str) -> None:
-    with probe_file(path):
+    with probe_file(path, {}):
         pass
 
 

@@ -53,7 +53,7 @@ def test_layers_of_equal_size_and_other_types_are_of_other_kinds(tmp_path: Path)
 
 
 def test_the_copy_is_small_and_goes(smollm2: Path) -> None:
-    with probe_file(str(smollm2)) as path:
+    with probe_file(str(smollm2), {}) as path:
         copied = {one.name for one in read_tensors(path)}
         whole = {one.name for one in read_tensors(str(smollm2))}
         assert copied < whole
@@ -75,7 +75,7 @@ def test_nothing_stays_of_it_if_the_process_is_killed_while_it_is_made(
         return done
 
     monkeypatch.setattr(module.llama_cpp, "llama_model_quantize", look)
-    with probe_file(str(smollm2)) as path:
+    with probe_file(str(smollm2), {}) as path:
         assert read_tensors(path)
     assert not seen
 
@@ -86,7 +86,7 @@ def test_a_mac_removes_its_name_once_it_is_loaded(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(disk, "sys", SimpleNamespace(platform="darwin"))
-    with probe_file(str(smollm2)) as path:
+    with probe_file(str(smollm2), {}) as path:
         assert list(tmp_path.iterdir()) == [Path(path)]
     assert not list(tmp_path.iterdir())
     with engine.probe_model(str(smollm2), {"threads": 1, "gpu_layers": 0, "kv_type": "f16"}) as backend:
@@ -104,30 +104,30 @@ def test_a_model_of_too_many_kinds_of_layers_is_not_copied_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "all_tensors", lambda path: [tensor(i, "a", i) for i in range(40)])
-    with pytest.raises(ModelError, match="has layers of 40 kinds, too many"), probe_file("model.gguf"):
+    with pytest.raises(ModelError, match="has layers of 40 kinds, too many"), probe_file("model.gguf", {}):
         pass
 
 
 def test_a_model_of_one_kind_and_two_layers_is_its_own(smollm2: Path, tmp_path: Path) -> None:
     small = quantised(smollm2, tmp_path / "small.gguf", 3, tuple(range(2, 30)))
-    with probe_file(str(small)) as path:
+    with probe_file(str(small), {}) as path:
         assert path == str(small)
     assert small.exists()
 
 
 def test_no_room(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "HEADROOM", 1 << 60)
-    with pytest.raises(ModelError, match="no disk has room for"), probe_file(str(smollm2)):
+    with pytest.raises(ModelError, match="no disk has room for"), probe_file(str(smollm2), {}):
         pass
 
 
 def test_memory_is_no_place_for_it(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "file_system", lambda place: "tmpfs")
-    with pytest.raises(ModelError, match="no disk has room for"), probe_file(str(smollm2)):
+    with pytest.raises(ModelError, match="no disk has room for"), probe_file(str(smollm2), {}):
         pass
 
 
 def test_a_copy_that_cannot_be_made(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.llama_cpp, "llama_model_quantize", lambda *arguments: ctypes.c_int(1).value)
-    with pytest.raises(ModelError, match="no probe model of it can be made"), probe_file(str(smollm2)):
+    with pytest.raises(ModelError, match="no probe model of it can be made"), probe_file(str(smollm2), {}):
         pass

@@ -1,4 +1,5 @@
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +10,7 @@ from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Mach
 from edgespec.loop.session_files import content_of
 from edgespec.machine.disk import remove_name
 from edgespec.machine.this_machine import Gpu, this_machine
-from edgespec.weights.plan import MARGIN, Plan, layers_on_gpu
+from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, layers_on_gpu
 
 from ..common.loader import loader
 from .backend import LlamaBackend
@@ -18,7 +19,7 @@ from .ggml.files import LLAMA_MAX_SEQ, engine_build, llama_cpp, load_model, meta
 from .lending.child_process import ChildBackend, load_in_child
 from .lending.rpc import lent_line, lent_options
 from .memory.attention import ALIKE, can_be_alike, capture_cpu_backend, row_hook
-from .memory.gpu import find_gpus, kept_off
+from .memory.gpu import find_gpus, kept_off, overrides
 from .memory.layer_hooks import LayerHooks
 from .memory.mixture import open_mixture
 from .memory.planning import (
@@ -28,7 +29,7 @@ from .memory.planning import (
     mappings_of,
     start_streaming,
 )
-from .memory.probe_model import REPACKED, probe_file, probe_options
+from .memory.probe_model import CARRIED, REPACKED, probe_file, probe_options
 from .memory.skip_padding import SkipPadding, has_experts
 from .memory.threads import crowd
 from .memory.tolerance import tolerance
@@ -45,7 +46,6 @@ class LlamaPlan(LoadPlan):
     Attributes:
         size: of the context.
         gpu_layers: layers on GPUs or lenders; -1 = all.
-        experts_here: all experts stay on the CPU.
         weights: the part of the weights that stays in memory; None: all.
         machine: that was planned for.
         plenty: memory holds copies, too.
@@ -54,7 +54,6 @@ class LlamaPlan(LoadPlan):
 
     size: ContextSize
     gpu_layers: int
-    experts_here: bool
     weights: Plan | None
     machine: Machine
     plenty: bool
@@ -100,12 +99,13 @@ class LlamaEngine(Engine):
     @contextmanager
     def probe_model(self, path: str, computing: Computing) -> Iterator[Backend]:
         options = probe_options(path, computing)
-        with probe_file(path) as copy:
+        with probe_file(path, computing) as copy:
             plan = plan_here(copy, options, this_machine(copy, self.gpus(None)))
             repacked = REPACKED.keys() <= computing.keys()
             way = next((way for way in plan.ways if (REPACKED.keys() <= way.keys()) == repacked), None)
             if way is None:
                 raise ModelError(f"{path}: there is no memory for a probe model of it with weights repacked")
+            way = way | {name: computing[name] for name in CARRIED & computing.keys()}
             with closing(load_here(plan, way, lambda done, total: None)) as backend:
                 if copy != path:
                     remove_name(copy)
@@ -142,6 +142,8 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
     repack = plenty and not options.wide and not without_amx(llama_cpp.llama_print_system_info())
     computing: dict[str, str | int | None] = {"threads": options.threads or machine.cores, "gpu_layers": gpu_layers}
     bitwise = _is_bitwise(options, gpu_layers, borrowed)
+    if machine.gpus and not borrowed:
+        computing |= on_gpus(machine, gpu_layers, planner.tensors, weights, experts_here)
     computing |= ALIKE if bitwise and can_be_alike(options.kv_type) else {}
     classes = options.exact != "off" and (streams or (repack and bitwise))
     kept = kept_of(path, size) if classes else ""
@@ -151,9 +153,22 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
         ways = (computing | REPACKED, *(ways if kept else ()))
     return LlamaPlan(
         path=path, options=options, build=engine_build(), ways=ways, fills_memory=streams and bool(kept), notes=notes,
-        size=size, gpu_layers=gpu_layers, experts_here=experts_here, weights=weights, machine=machine,
-        plenty=plenty, borrowed=borrowed,
+        size=size, gpu_layers=gpu_layers, weights=weights, machine=machine, plenty=plenty, borrowed=borrowed,
     )  # fmt: skip
+
+
+def on_gpus(
+    machine: Machine, gpu_layers: int, tensors: Sequence[Tensor], weights: Plan | None, no_experts: bool
+) -> dict[str, str | int | None]:
+    """What `Backend.computing` says where there are GPUs: those with layers, and what they do not do."""
+    found = dict[str, str | int | None]()
+    if gpu_layers:
+        own = [gpu.name for gpu in machine.gpus if not gpu.shared]
+        found["device"] = ", ".join(own or [machine.gpus[0].name])
+    if patterns := kept_off(weights, gpu_layers, count_layers(tensors), no_experts, platform=machine.platform):
+        found["kept_off"] = b" ".join(patterns).decode()
+    # A GPU that helps with long prompts would read weights before they are loaded.
+    return found | ({"op_offload": 0} if weights and (weights.streamed or weights.slots_of_experts >= 0) else {})
 
 
 def _is_bitwise(options: LoadOptions, gpu_layers: int, borrowed: Any) -> bool:
@@ -192,8 +207,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         elif watch and weights and weights.cached and bitwise:
             watch.skip_padding = SkipPadding()
             params.cb_eval = watch.skip_padding.callback
-        if streams or chosen or plan.borrowed:
-            params.op_offload = False  # a GPU that helps with long prompts would read weights before they are loaded
+        params.op_offload = "op_offload" not in computing and not plan.borrowed
         with capture_cpu_backend() if ALIKE.keys() <= computing.keys() else nullcontext(list[int]()) as processors:
             context = make_context(path, model, size, params)
         if watch and watch.skip_padding:
@@ -241,7 +255,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
 
 def _placed(plan: LlamaPlan, layers: int) -> Placed:
     on_device = layers_on_gpu(plan.gpu_layers, layers)
-    devices = "lenders" if plan.borrowed else ", ".join(gpu.name for gpu in plan.machine.gpus)
+    devices = "lenders" if plan.borrowed else str(plan.ways[-1].get("device", ""))
     streamed = len(plan.weights.streamed) if plan.weights else 0
     return Placed(layers, devices if on_device else "", on_device, streamed)
 
@@ -252,7 +266,9 @@ def _model_params(plan: LlamaPlan, way: Computing) -> dict[str, Any]:
         params["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
     if plan.borrowed:
         return params | lent_options(plan.borrowed)
-    return params | kept_off(plan.weights, plan.gpu_layers, plan.experts_here, platform=plan.machine.platform)
+    if patterns := str(way.get("kept_off", "")).encode().split():
+        params["tensor_buft_overrides"] = ctypes.addressof(overrides(*patterns))
+    return params
 
 
 def _capabilities(model: Any, size: ContextSize, lanes: int, most_wanted: int) -> Capabilities:

@@ -31,7 +31,19 @@ from edgespec.models.fit import Fit
 from edgespec.models.gguf_header import own_values
 from edgespec.models.registry import Entry, find_model, is_folder, local_path
 from edgespec.models.shapes import BLOCKS, file_of
-from edgespec.weights.plan import EXPERTS, MARGIN, SAFETY, Plan, Tensor, is_output, layer_of, make_plan, two_digits
+from edgespec.weights.plan import (
+    EXPERTS,
+    MARGIN,
+    SAFETY,
+    Plan,
+    Tensor,
+    divide,
+    layer_of,
+    layers_on_gpu,
+    make_plan,
+    places,
+    two_digits,
+)
 from edgespec.weights.wired import CACHE_SHARE, free_memory, gpu_limit
 
 OF_BLOCKS = {number: (weights, size) for number, weights, size in BLOCKS.values()}
@@ -229,7 +241,8 @@ class Weights:
         self.values = own_values(path)
         self.layers = 1 + max(map(layer_of, self.tensors))
         self.size = sum(tensor.size for tensor in self.tensors)
-        self.tied = not any(tensor.name == "output.weight" for tensor in self.tensors)
+        # Of others a token needs one row.
+        self.read = {tensor.name for place, tensor in places(self.tensors, self.layers) if place >= 0}
         count, used = (int(self.values.get(f"expert_{name}", 0)) for name in ("count", "used_count"))
         self.experts = (count, used) if count else None
 
@@ -237,17 +250,13 @@ class Weights:
         weights, size = OF_BLOCKS.get(tensor.type, (32, 18))
         return tensor.size / size * weights
 
-    def is_read(self, tensor: Tensor) -> bool:
-        """False: a token needs one row of it."""
-        return layer_of(tensor) >= 0 or is_output(tensor) or (self.tied and tensor.name == "token_embd.weight")
-
     def part(self, tensors: Sequence[Tensor], bits: float | None = None) -> Part:
         """
         Args:
             tensors: of these.
             bits: bytes of a weight; None: as in the file.
         """
-        read = [tensor for tensor in tensors if self.is_read(tensor)]
+        read = [tensor for tensor in tensors if tensor.name in self.read]
         sums = [0.0, 0.0, 0.0, 0.0]
         for tensor in read:
             at = 2 if EXPERTS.search(tensor.name) else 0
@@ -344,15 +353,9 @@ def _llamacpp(model: Weights, small: Sequence[Weights], options: LoadOptions, ma
         made.cannot_run = str(error)
         return made
     weights: Plan | None = plan.weights
-    on_device = (
-        0 if not plan.gpu_layers else model.layers if plan.gpu_layers < 0 else min(model.layers, plan.gpu_layers - 1)
-    )
-    streams = bool(weights and weights.streamed)
-    shared = all(gpu.shared for gpu in machine.gpus)
-    there = [
-        tensor for tensor in model.tensors if _is_there(tensor, model, on_device, plan.experts_here, shared and streams)
-    ]
-    here = [tensor for tensor in model.tensors if tensor not in set(there)]
+    on_device = layers_on_gpu(plan.gpu_layers, model.layers)
+    way = plan.ways[-1]
+    here, there = divide(model.tensors, plan.gpu_layers, str(way.get("kept_off", "")).encode().split())
     device = next(iter(machine.gpus), None) if on_device else None
     streamed = len(weights.streamed) if weights else 0
     made.where = Where(
@@ -368,21 +371,12 @@ def _llamacpp(model: Weights, small: Sequence[Weights], options: LoadOptions, ma
         missing = weights.cached_bytes * (1 - min(1.0, max(0.0, kept)))
     made.stays = model.size - made.streamed - missing - (weights.looked_up_bytes if weights else 0)
     parts = [(model.part(here), _processor(machine))] + ([(model.part(there), _gpu(device))] if device else [])
-    with_gpu = [one for one in machine.gpus[:1] if device or not shared or not streams]
+    with_gpu = [one for one in machine.gpus[:1] if device or not one.shared or not made.streamed]
     on = _gpu(with_gpu[0]) if with_gpu else _processor(machine)
     draft = [(one, one.part(one.tensors), on) for one in small]
     return _predict(
         made, model, parts, [("disk: speed", made.streamed, machine.disk.speed)], missing, draft, options.budget
     )
-
-
-def _is_there(tensor: Tensor, model: Weights, on_device: int, experts_here: bool, output_here: bool) -> bool:
-    """True if llama.cpp puts a tensor on the GPU."""
-    if not on_device or (experts_here and EXPERTS.search(tensor.name)):
-        return False
-    if layer_of(tensor) < 0:
-        return not output_here and model.is_read(tensor)
-    return layer_of(tensor) >= model.layers - on_device
 
 
 def _has_states(model: Weights) -> bool:

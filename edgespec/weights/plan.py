@@ -33,6 +33,10 @@ REMEDY = "a faster disk, more memory or a smaller model would help"
 
 PER_LAYER_ROWS = "per_layer_token_embd.weight"  # Gemma 3n and 4: for each token a row for all layers
 EXPERTS = re.compile(r"_(?:ch)?exps\.weight$")
+# Tensors of no layer that llama.cpp does not keep with the output (LLM_TENSOR_INFOS in llama-arch.cpp).
+OF_INPUT = ("token_embd.weight", "position_embd.weight", "token_types.weight", PER_LAYER_ROWS)
+OF_FIRST_LAYER = ("token_embd_norm.", "per_layer_model_proj.", "per_layer_proj_norm.")
+OF_ALL_LAYERS = ("rope_freqs.", "rope_factors_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +236,7 @@ def make_plan(
         on_device: number of last layers that, with the output, lie in a GPU's own memory and are not planned.
         output_here: the output stays in this memory all the same.
         experts_here: the experts of those layers stay in this memory all the same.
-        kept: number of last layers that must be pinned, since a GPU that shares this memory works with them.
+        kept: number of last layers that must be pinned with their experts: a GPU that shares this memory maps them.
         experts_at_once: bytes of memory to compute one layer's experts, if they do not stay.
         page: bytes of a page of memory.
         whole: a part ends where a tensor ends, for engines that do not map files; `page` is 1 then.
@@ -243,13 +247,13 @@ def make_plan(
     count = count_layers(tensors)
     tensors = [tensor for tensor in tensors if tensor.size]
     away = on_device > 0 and not output_here
-    with_experts = range(count if experts_here else count - on_device)
-    host = [
-        tensor
-        for tensor in tensors
-        if (layer_of(tensor) < count - on_device and not (away and is_output(tensor)))
-        or (experts_here and EXPERTS.search(tensor.name))
-    ]
+    with_experts = range(count if experts_here else count - on_device - kept)
+    found = {
+        tensor.name: tensor
+        for place, tensor in places(tensors, count)
+        if place < count - on_device or (place == count and not away) or (experts_here and EXPERTS.search(tensor.name))
+    }
+    host = list(found.values())
     if sum(tensor.size for tensor in host) + needed <= memory:
         return None
     others_need, needed = needed, needed + experts_at_once
@@ -402,8 +406,66 @@ def layer_of(tensor: Tensor) -> int:
     return int(match[1]) if match else -1
 
 
-def is_output(tensor: Tensor) -> bool:
-    return tensor.name.startswith("output")
+def places(tensors: Sequence[Tensor], count: int) -> list[tuple[int, Tensor]]:
+    """What llama.cpp keeps where (`load_tensors` and `create_tensor`), however many layers a GPU has.
+
+    Args:
+        tensors: of the whole model.
+        count: of its layers.
+
+    Returns:
+        Each tensor with its layer; -1: of the input, which no GPU gets; `count`: of the output, which a GPU gets first.
+        A tensor occurs once for each place that has a copy.
+    """
+    names = {tensor.name for tensor in tensors}
+    found = list[tuple[int, Tensor]]()
+    for tensor in tensors:
+        if (layer := layer_of(tensor)) >= 0:
+            found.append((layer, tensor))
+        elif tensor.name in OF_INPUT:
+            found.append((-1, tensor))
+            if tensor.name == "token_embd.weight" and "output.weight" not in names:
+                found.append((count, tensor))
+        elif tensor.name.startswith(OF_ALL_LAYERS):
+            found += ((layer, tensor) for layer in range(count))
+        elif tensor.name.startswith(OF_FIRST_LAYER) and "output_norm.weight" in names:  # else it is LFM2's output norm
+            found.append((0, tensor))
+        else:
+            found.append((count, tensor))
+    return found
+
+
+def divide(
+    tensors: Sequence[Tensor], gpu_layers: int, kept_off: Sequence[bytes] = ()
+) -> tuple[list[Tensor], list[Tensor]]:
+    """
+    Args:
+        tensors: of the whole model.
+        gpu_layers: as in `LoadOptions`.
+        kept_off: regular expressions of names that stay with the processor.
+
+    Returns:
+        What llama.cpp gives to the processor, and what to GPUs; copies are in both.
+    """
+    count = count_layers(tensors)
+    first = 0 if gpu_layers < 0 else max(0, count + 1 - gpu_layers)
+    patterns = [re.compile(pattern.decode()) for pattern in kept_off]
+    here, there = dict[str, Tensor](), dict[str, Tensor]()
+    for place, tensor in places(tensors, count):
+        if tensor.size:
+            on_processor = place < first or any(pattern.search(tensor.name) for pattern in patterns)
+            (here if on_processor else there)[tensor.name] = tensor
+    return list(here.values()), list(there.values())
+
+
+def spans(tensors: Iterable[Tensor]) -> list[Extent]:
+    """What llama.cpp maps for a device that computes in mapped memory: of a file from the first tensor to the last."""
+    found = dict[int, Extent]()
+    for tensor in tensors:
+        stop = tensor.start + tensor.size
+        last = found.get(tensor.file, Extent(tensor.file, tensor.start, stop))
+        found[tensor.file] = Extent(tensor.file, min(last.start, tensor.start), max(last.stop, stop))
+    return list(found.values())
 
 
 def count_layers(tensors: Iterable[Tensor]) -> int:

@@ -3,9 +3,9 @@
 `gpu_layers` = n + 1 is the output and the last n layers; -1 is all layers, without the embedding.
 
 A GPU with its own memory gets as many layers as fit there with caches, buffers and the draft model. A Mac's GPU shares
-the memory of the plan, and keeps the file in it from the first to the last of its weights. So it gets only layers
-without a streamed layer in between, and not the output, which is often first in the file. Experts that are read as they
-are chosen stay on the CPU, as with llama.cpp's --cpu-moe.
+the memory of the plan, and keeps the file in it from the first to the last of its weights. Where that is less than the
+whole file, it gets layers only: other tensors lie far in front of them. Experts that are read as they are chosen stay
+on the CPU, as with llama.cpp's --cpu-moe.
 """
 
 import ctypes
@@ -16,11 +16,21 @@ from typing import Any
 from edgespec.errors import NoRoom, UsageError
 from edgespec.machine.this_machine import Gpu
 from edgespec.weights.plan import EXPERTS as EXPERT
-from edgespec.weights.plan import SAFETY, Extent, Plan, Tensor, count_layers, is_output, layer_of, layers_on_gpu
+from edgespec.weights.plan import (
+    SAFETY,
+    Extent,
+    Plan,
+    Tensor,
+    count_layers,
+    divide,
+    layers_on_gpu,
+    places,
+    spans,
+)
 
 from ..ggml.files import ggml_library, llama_cpp
 
-OUTPUT, EXPERTS = b"^output", rb"_exps\."
+NO_LAYERS, EXPERTS = rb"^(?!blk\.)", rb"_(ch)?exps\."  # searched for in names: std::regex of C++, and re
 GPU, SHARED = 1, 2  # ggml_backend_dev_type in ggml-backend.h: own memory, or the host's
 RESERVE = 512 << 20  # bytes of each GPU's memory for its libraries
 MORE = 1 / 32  # maximum relative increase of streamed bytes for more layers on the GPU
@@ -89,20 +99,24 @@ def auto_layers(
     if not found:
         return 0
     own = [gpu for gpu in found if not gpu.shared]
-    weights = sum(tensor.size for tensor in tensors)
-    if not own:
-        room = found[0].free - buffers
-        try:
-            least = plan(0)
-        except NoRoom:
-            return 0
-        if least is None or not least.streamed:
-            return -1 if weights + drafts <= room else 0
-        return _layers_on_mac(tensors, room, least, plan) if platform == "darwin" else 0
-    room = _room(own, buffers)
+    room = room_on(found, buffers)
     if drafts <= room // 2:  # a small draft model makes many passes, so it comes before a few layers
         room -= drafts
-    return layers_that_fit(tensors, room, len(own))
+    if own:
+        return layers_that_fit(tensors, room, len(own))
+    try:
+        least = plan(0)
+    except NoRoom:
+        return 0
+    if least is None and sum(span.size for span in spans(divide(tensors, -1)[1])) <= room:
+        return -1
+    return _layers_on_mac(tensors, room, least, plan) if platform == "darwin" else 0
+
+
+def room_on(found: Sequence[Gpu], buffers: int) -> int:
+    """Bytes for weights on these GPUs: those with their own memory, or one that shares the machine's."""
+    own = [gpu for gpu in found if not gpu.shared]
+    return _room(own, buffers) if own else found[0].free - buffers
 
 
 def _room(own: Sequence[Gpu], buffers: int) -> int:
@@ -121,11 +135,9 @@ def layers_that_fit(tensors: Sequence[Tensor], room: int, parts: int) -> int:
     """
     count = count_layers(tensors)
     sizes = [0] * (count + 1)
-    for tensor in tensors:
-        if layer_of(tensor) >= 0 or is_output(tensor):
-            sizes[layer_of(tensor)] += tensor.size
-    if all(not tensor.name.startswith("output.") for tensor in tensors):  # the embedding is also the output
-        sizes[-1] += sum(tensor.size for tensor in tensors if layer_of(tensor) < 0)
+    for place, tensor in places(tensors, count):
+        if place >= 0:
+            sizes[place] += tensor.size
     room -= (parts - 1) * max(sizes)
     if sum(sizes) <= room:
         return -1
@@ -138,36 +150,29 @@ def layers_that_fit(tensors: Sequence[Tensor], room: int, parts: int) -> int:
     return fitting if fitting > 1 else 0
 
 
-def _layers_on_mac(tensors: Sequence[Tensor], room: int, least: Plan, plan: Callable[[int], Plan | None]) -> int:
-    for kept in range(count_layers(tensors) - 1, 0, -1):
-        spans = gpu_spans(tensors, kept)
-        if sum(span.size for span in spans) > room:
+def _layers_on_mac(tensors: Sequence[Tensor], room: int, least: Plan | None, plan: Callable[[int], Plan | None]) -> int:
+    count = count_layers(tensors)
+    for kept in range(count if least else count - 1, 0, -1):
+        found = spans(divide(tensors, kept + 1, (NO_LAYERS,))[1])
+        if sum(span.size for span in found) > room:
             continue
         try:
-            one = plan(kept)
+            one = plan(kept) if least else None
         except NoRoom:
             continue
-        if one and one.streamed_bytes <= least.streamed_bytes * (1 + MORE) and not wired(one, spans):
-            return kept + 1
+        if least and one and (one.streamed_bytes > least.streamed_bytes * (1 + MORE) or wired(one, found)):
+            continue
+        return kept + 1
     return 0
 
 
-def gpu_spans(tensors: Sequence[Tensor], layers: int) -> list[Extent]:
-    first, spans = count_layers(tensors) - layers, dict[int, Extent]()
-    for tensor in tensors:
-        if tensor.size and layer_of(tensor) >= first:
-            last = spans.get(tensor.file, Extent(tensor.file, tensor.start, tensor.start + tensor.size))
-            start, stop = min(last.start, tensor.start), max(last.stop, tensor.start + tensor.size)
-            spans[tensor.file] = Extent(tensor.file, start, stop)
-    return list(spans.values())
-
-
-def wired(plan: Plan, spans: Sequence[Extent]) -> int:
-    """Bytes of streamed layers and of cached experts in mapped ranges; the GPU would keep them in memory."""
+def wired(plan: Plan, mapped: Sequence[Extent]) -> int:
+    """Bytes in mapped ranges that do not stay in memory by the plan; the GPU would keep them there."""
+    moving = (extent for layer in plan.streamed for extent in layer.extents)
     return sum(
         max(0, min(extent.stop, span.stop) - max(extent.start, span.start))
-        for extent in (*plan.cached, *(extent for layer in plan.streamed for extent in layer.extents))
-        for span in spans
+        for extent in (*plan.cached, *plan.looked_up, *moving)
+        for span in mapped
         if extent.file == span.file
     )
 
@@ -175,15 +180,13 @@ def wired(plan: Plan, spans: Sequence[Extent]) -> int:
 def check_spans(plan: Plan, tensors: Sequence[Tensor], gpu_layers: int) -> None:
     """
     Raises:
-        UsageError: the GPU layers would keep streamed layers, or all experts, in a Mac's memory.
+        UsageError: the GPU would keep streamed layers in a Mac's memory, for the file has them between its own.
     """
-    if wired(plan, gpu_spans(tensors, layers_on_gpu(gpu_layers, count_layers(tensors)))):
-        what = (
-            "experts, and keep all of them in memory"
-            if plan.cached
-            else ("streamed layers, and keep them in memory, for layers do not lie in order in this file")
+    if gpu_layers and wired(plan, spans(divide(tensors, gpu_layers, (NO_LAYERS,))[1])):
+        raise UsageError(
+            f"with --gpu-layers {gpu_layers} the GPU would map streamed layers, and keep them in memory, for layers do "
+            "not lie in order in this file; use --gpu-layers 0"
         )
-        raise UsageError(f"with --gpu-layers {gpu_layers} the GPU would map {what}; use --gpu-layers 0")
 
 
 class Override(ctypes.Structure):
@@ -202,18 +205,31 @@ def experts_too_large(found: Sequence[Gpu], tensors: Sequence[Tensor], gpu_layer
         buffers: bytes of its caches and of a pass.
     """
     own = [gpu for gpu in found if not gpu.shared]
-    first = 0 if gpu_layers < 0 else count_layers(tensors) + 1 - gpu_layers
-    there = [tensor for tensor in tensors if layer_of(tensor) >= first or is_output(tensor)]
+    there = divide(tensors, gpu_layers)[1]
     with_experts = any(EXPERT.search(tensor.name) for tensor in there)
     return bool(own) and with_experts and sum(tensor.size for tensor in there) > _room(own, buffers)
 
 
-def kept_off(plan: Plan | None, gpu_layers: int, no_experts: bool = False, *, platform: str) -> dict[str, Any]:
+def kept_off(
+    plan: Plan | None, gpu_layers: int, count: int, no_experts: bool = False, *, platform: str
+) -> tuple[bytes, ...]:
+    """
+    Args:
+        plan: of the weights; None: all stay in memory.
+        gpu_layers: as in `LoadOptions`.
+        count: of the model's layers.
+        no_experts: GPUs get no experts.
+        platform: of the machine.
+
+    Returns:
+        Regular expressions of the tensors that no GPU gets.
+    """
     if gpu_layers == 0:
-        return {}
-    patterns = [OUTPUT] if plan and plan.streamed and platform == "darwin" else []
+        return ()
+    part = plan is not None or layers_on_gpu(gpu_layers, count) < count
+    patterns = [NO_LAYERS] if part and platform == "darwin" else []
     patterns += [EXPERTS] if no_experts or (plan and plan.slots_of_experts >= 0) else []
-    return {"tensor_buft_overrides": ctypes.addressof(overrides(*patterns))} if patterns else {}
+    return tuple(patterns)
 
 
 @cache

@@ -35,8 +35,10 @@ from edgespec.weights.plan import (
     Plan,
     Tensor,
     count_layers,
+    divide,
     layers_on_gpu,
     make_plan,
+    spans,
 )
 from edgespec.weights.preload import Progress
 from edgespec.weights.ring import Streamer, can_stream, measure_disk, open_store
@@ -51,7 +53,7 @@ from ..ggml.files import (
     size_lines,
 )
 from ..lending.rpc import choose_lent, memory_of_lenders
-from .gpu import auto_layers, check_spans, experts_too_large
+from .gpu import auto_layers, check_spans, experts_too_large, kept_off, room_on
 
 MIN_NODES = 512  # prompt tokens per pass, if all weights are in memory; llama.cpp's default for n_ubatch
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # prompt tokens per pass, where each pass reads weights again
@@ -178,6 +180,21 @@ class MemoryPlanner:
         buffers = self._rehearse(self.path, [size])[0]
         return experts_too_large(self.machine.gpus, self.tensors, gpu_layers, buffers)
 
+    def _sizes_on_gpu(self, sizes: Sequence[ContextSize], gpu_layers: int, experts_here: bool, drafts: int) -> int:
+        """
+        Returns:
+            How many of these ascending sizes have buffers for which GPUs have room; at least 1.
+        """
+        gpus = self.machine.gpus
+        if not gpu_layers or self.borrowed or not gpus:
+            return len(sizes)
+        patterns = kept_off(None, gpu_layers, count_layers(self.tensors), experts_here, platform=self.machine.platform)
+        _, there = divide(self.tensors, gpu_layers, patterns)
+        mapped = self.machine.platform == "darwin"
+        weights = sum(one.size for one in (spans(there) if mapped else there))
+        rooms = [room_on(gpus, buffers) for buffers in self._rehearse(self.path, sizes)]
+        return max(1, sum(weights <= room - (drafts if drafts <= room // 2 else 0) for room in rooms))
+
     def find_layers(self) -> list[ExpertLayer]:
         return find_layers(self.path, self.tensors) if self.machine.moves_pages else []
 
@@ -206,6 +223,7 @@ class MemoryPlanner:
         gpu |= {"experts_here": experts_here, "output_here": lent}
         sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
         drafts = self._drafts(size)
+        sizes = sizes[: self._sizes_on_gpu(sizes, gpu_layers, experts_here, drafts)]
         plans = _plans(self.tensors, self.room, [drafts + needed for needed in self.needs(sizes)], gpu, layers)
         # Each chunk of a prompt reads the streamed weights, so large chunks are better, but their buffers use memory.
         most = _bytes_read(plans[0]) * (1 + CHUNK_SHARE)

@@ -14,7 +14,7 @@ from typing import Any
 from edgespec.errors import ModelError
 from edgespec.loop.engines import Computing, LoadOptions
 from edgespec.machine.disk import new_file
-from edgespec.weights.plan import Tensor, count_layers, layer_of
+from edgespec.weights.plan import Tensor, count_layers, layer_of, layers_on_gpu
 
 from ..ggml.files import all_tensors, keep_log, last_log, llama_cpp
 from ..ggml.signals import Signals
@@ -23,6 +23,7 @@ from .attention import ALIKE
 LEAST_LAYERS, MOST_LAYERS = 2, 16
 Weight = tuple[str, int, int]  # its name in a layer, size and type
 REPACKED: dict[str, str | int | None] = {"repacked": True}
+CARRIED = {"kept_off", "op_offload"}  # parts of `computing` that a probe model takes from the whole one
 
 
 def kinds(tensors: list[Tensor]) -> list[int]:
@@ -41,6 +42,24 @@ def kinds(tensors: list[Tensor]) -> list[int]:
     return sorted([*chosen, *others[: max(0, LEAST_LAYERS - len(chosen))]])
 
 
+def chosen_layers(tensors: list[Tensor], gpu_layers: int) -> tuple[list[int], int]:
+    """
+    Args:
+        tensors: of the whole model.
+        gpu_layers: as in `LoadOptions`.
+
+    Returns:
+        Layers of each kind, on the processor and on GPUs, and `gpu_layers` of a model that has no others.
+    """
+    count = count_layers(tensors)
+    first = count - layers_on_gpu(gpu_layers, count)
+    if not 0 < first < count:
+        return kinds(tensors), gpu_layers
+    here = kinds([tensor for tensor in tensors if layer_of(tensor) < first])
+    there = kinds([tensor for tensor in tensors if layer_of(tensor) >= first])
+    return [*here, *there], len(there) + 1
+
+
 def _cover(layers: dict[int, list[Weight]]) -> set[int]:
     """Few layers that have all weights of different name, size or type."""
     chosen, missing = set[int](), set(chain(*layers.values()))
@@ -52,14 +71,18 @@ def _cover(layers: dict[int, list[Weight]]) -> set[int]:
 
 
 @contextmanager
-def probe_file(path: str) -> Iterator[str]:
+def probe_file(path: str, computing: Computing) -> Iterator[str]:
     """Path of a probe model's file, which is removed after the `with`.
+
+    Args:
+        path: of the whole model.
+        computing: `Backend.computing` of the whole model.
 
     Raises:
         ModelError: it cannot be made.
     """
     tensors = all_tensors(path)
-    chosen = kinds(tensors)
+    chosen, _ = chosen_layers(tensors, _gpu_layers(computing))
     if len(chosen) > MOST_LAYERS:
         raise ModelError(f"{path}: has layers of {len(chosen)} kinds, too many for a probe model")
     left_out = sorted(set(range(count_layers(tensors))) - set(chosen))
@@ -79,13 +102,19 @@ def probe_file(path: str) -> Iterator[str]:
         yield copy
 
 
+def _gpu_layers(computing: Computing) -> int:
+    return int(computing.get("gpu_layers") or 0)
+
+
 def probe_options(path: str, computing: Computing) -> LoadOptions:
     """Options for a probe model of a model with this `computing`.
 
     Raises:
         ModelError: a probe model would compute in another way.
     """
-    if computing.get("gpu_layers") not in (0, -1) or "lenders" in computing:
-        raise ModelError(f"{path}: a copy with fewer layers would have others on the GPU, or none lent")
-    given: dict[str, Any] = {name: value for name, value in computing.items() if name not in ALIKE | REPACKED}
+    if "lenders" in computing:
+        raise ModelError(f"{path}: a copy with fewer layers would have none lent")
+    others = ALIKE.keys() | REPACKED.keys() | CARRIED | {"device"}
+    given: dict[str, Any] = {name: value for name, value in computing.items() if name not in others}
+    given["gpu_layers"] = chosen_layers(all_tensors(path), _gpu_layers(computing))[1]
     return LoadOptions(context_length=2048, budget=128, resident=True, exact="wide", **given)
