@@ -1,6 +1,8 @@
 """A closed model says so: engines have freed what they would be asked about, and asking would end the process."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -260,3 +262,43 @@ def test_the_server_answers_that_it_is_stopping(model):
             found = client.post(path, json=asked | {"prompt": "hello", "input": "hello", "max_output_tokens": 16})
             assert found.status_code == expected, (path, found.text)
         model.close()
+
+
+UNCLOSED = """
+from edgespec.backends.llamacpp.engine import load
+from edgespec.backends.llamacpp.ggml.files import llama_cpp
+
+numbers = {}
+
+
+def told(name):
+    really = getattr(llama_cpp, name)
+
+    def free(pointer):
+        if found := numbers.get(pointer):
+            print(name, found)
+        really(pointer)
+
+    setattr(llama_cpp, name, free)
+
+
+told("llama_free")
+told("llama_model_free")
+models = [load(PATH, context_length=64) for _ in range(2)]
+for number, model in enumerate(models, 1):
+    numbers |= {model.context: number, model.model: number}
+if COLLECTED:
+    model = models = None
+    print("collected")
+"""
+
+
+@pytest.mark.parametrize("collected", [False, True])
+def test_a_program_that_ends_without_close_frees_its_models_in_order(gguf, collected):
+    """The last one first, a context before its model: Metal aborts if it is taken down before its buffers."""
+    program = UNCLOSED.replace("PATH", repr(gguf)).replace("COLLECTED", str(collected))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    freed = [f"{name} {number}" for number in (2, 1) for name in ("llama_free", "llama_model_free")]
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == sorted([*freed, *["collected"] * collected])
+    assert collected or done.stdout.splitlines() == freed

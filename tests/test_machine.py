@@ -272,6 +272,59 @@ def test_this_machine_has_memory() -> None:
     assert 16 * MIB < available_memory() < 1 << 50
 
 
+# As Macs printed them: github.com/HMCL-dev/HMCL/pull/4876 (24 GB, in use), github.com/wazuh/wazuh/issues/22113.
+IN_USE = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                                3857.
+Pages active:                            446206.
+Pages inactive:                          443760.
+Pages speculative:                         1075.
+Pages throttled:                              0.
+Pages wired down:                        181483.
+Pages purgeable:                          17340.
+"Translation faults":                8667427138.
+Pages copy-on-write:                  156847509.
+File-backed pages:                       294894.
+Anonymous pages:                         596147.
+Pages stored in compressor:             1943619.
+Pages occupied by compressor:            442179.
+"""
+FREE = """Mach Virtual Memory Statistics: (page size of 4096 bytes)
+Pages free:                             6127229.
+Pages active:                            485320.
+Pages inactive:                          628646.
+Pages speculative:                       430715.
+Pages purgeable:                          11820.
+File-backed pages:                      1080348.
+Anonymous pages:                         464333.
+"""
+
+
+def test_a_mac_with_a_browser_has_its_inactive_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = [IN_USE, FREE]
+    monkeypatch.setattr(machine, "sys", SimpleNamespace(platform="darwin", maxsize=sys.maxsize))
+    monkeypatch.setattr(
+        machine, "subprocess",
+        SimpleNamespace(run=lambda *_, **__: SimpleNamespace(stdout=printed.pop(0)), SubprocessError=OSError),
+    )  # fmt: skip
+    assert available_memory() == (3857 + 443760 + 1075) * 16384  # 6.8 GiB; 4.6 of them are free or of files
+    assert available_memory() == (6127229 + 1080348 + 11820) * 4096
+
+
+def test_a_mac_tells_what_a_process_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """proc_pid_rusage fills a struct rusage_info_v0: an id, seven numbers, the footprint, two times."""
+
+    def fill(pid: int, flavor: int, pointer: Any) -> int:
+        assert (pid, flavor, ctypes.sizeof(pointer._obj)) == (os.getpid(), 0, 96)
+        ctypes.memmove(ctypes.addressof(pointer._obj), struct.pack("16x10Q", 1, 2, 3, 4, 5, 6, 7, 3 * GIB, 8, 9), 96)
+        return 0
+
+    monkeypatch.setattr(machine, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(proc_pid_rusage=fill))
+    assert private_memory() == 3 * GIB
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(proc_pid_rusage=lambda *_: -1))
+    assert private_memory() == 0
+
+
 class Kernel32:
     """Windows' answer: GlobalMemoryStatusEx fills a MEMORYSTATUSEX (sysinfoapi.h)."""
 

@@ -19,7 +19,7 @@ from gguf_files import gguf
 
 from edgespec.errors import ModelError
 from edgespec.machine import disk
-from edgespec.weights.plan import Tensor
+from edgespec.weights.plan import Tensor, layer_of
 
 
 def tensor(layer: int, name: str, size: int) -> Tensor:
@@ -92,6 +92,21 @@ def test_a_mac_removes_its_name_once_it_is_loaded(
     with engine.probe_model(str(smollm2), {"threads": 1, "gpu_layers": 0, "kv_type": "f16"}) as backend:
         assert not list(tmp_path.iterdir())
         backend.open().close()
+
+
+def test_layers_on_a_gpu_and_others_are_of_different_kinds(smollm2: Path) -> None:
+    """The copy has layers of each kind on both, and as much of it on the GPU."""
+    mixed = [tensor(i, "a", 10 + (i >= 4)) for i in range(8)]
+    assert module.chosen_layers(mixed, 3) == ([0, 4, 6, 7], 3)
+    assert module.chosen_layers(mixed, 0) == (kinds(mixed), 0)
+    assert module.chosen_layers(mixed, -1) == (kinds(mixed), -1)
+    computing = {"threads": 1, "gpu_layers": 9, "kv_type": "f16", "device": "Metal", "kept_off": r"^(?!blk\.)"}
+    options = module.probe_options(str(smollm2), computing)
+    with probe_file(str(smollm2), computing) as path:
+        copied = {layer_of(one) for one in read_tensors(path)} - {-1}
+    assert len(copied) == 2 + options.gpu_layers - 1
+    assert 2 <= options.gpu_layers < 9
+    assert options.device is None
 
 
 def test_many_kinds_of_layers_need_few_of_them() -> None:

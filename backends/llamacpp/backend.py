@@ -3,6 +3,7 @@
 `engine.py` loads models; `memory/planning.py` streams those larger than memory.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
@@ -86,6 +87,8 @@ class LlamaBackend:
         self.stop = Stop(context, asked=here and not capabilities.paths)
         if watch:
             watch.stop = self.stop
+        # Also where a program ends without `close`: Metal aborts if it is taken down before its buffers.
+        self._free = weakref.finalize(self, free, context, watch, self._vocab)
 
     def _check_open(self) -> None:
         if self.context is None:
@@ -236,10 +239,12 @@ class LlamaBackend:
         return identity_of(self, self.content)
 
     def close(self) -> None:
-        context, self.context = self.context, None  # at once: another thread may close it, too
-        self.model = self.memory = None
-        if context is not None:
-            llama_cpp.llama_free(context)
-            if self._watch:
-                self._watch.close()
-            self._vocab.close()
+        self.context = self.model = self.memory = None  # at once: another thread may close it, too
+        self._free()
+
+
+def free(context: Any, watch: LayerHooks | SkipPadding | None, vocab: LlamaVocab) -> None:
+    llama_cpp.llama_free(context)
+    if watch:
+        watch.close()
+    vocab.close()

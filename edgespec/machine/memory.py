@@ -3,6 +3,7 @@ import math
 import mmap
 import os
 import re
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -131,15 +132,26 @@ def _group_room(root: Path) -> list[int]:
 
 
 def _available_darwin() -> int:
-    libc = ctypes.CDLL(None)
+    try:
+        return available_pages(subprocess.run(["vm_stat"], capture_output=True, text=True, check=True).stdout)
+    except (OSError, subprocess.SubprocessError):
+        return all_memory()
 
-    def value(name: bytes) -> int:
-        number, size = ctypes.c_uint64(0), ctypes.c_size_t(8)
-        libc.sysctlbyname(name, ctypes.byref(number), ctypes.byref(size), None, 0)
-        return number.value
 
-    pages = value(b"vm.page_free_count") + value(b"vm.page_pageable_external_count")
-    return pages * mmap.PAGESIZE
+def available_pages(vm_stat: str) -> int:
+    """
+    Args:
+        vm_stat: what macOS's program of this name prints.
+
+    Returns:
+        Bytes that are free, or that the system reclaims first under pressure: inactive pages, or those of files and
+        purgeable ones, whichever are more, since one page may be both.
+    """
+    pages = {name: int(number) for name, number in re.findall(r"^([\w -]+):\s+(\d+)\.$", vm_stat, re.MULTILINE)}
+    size = re.search(r"page size of (\d+) bytes", vm_stat)
+    inactive = pages["Pages inactive"] + pages["Pages speculative"]
+    reclaimed = max(inactive, pages["File-backed pages"] + pages["Pages purgeable"])
+    return (pages["Pages free"] + reclaimed) * (int(size[1]) if size else mmap.PAGESIZE)
 
 
 class MemoryStatus(ctypes.Structure):
@@ -170,12 +182,31 @@ def all_memory() -> int:
 
 def private_memory() -> int:
     """Bytes of this process without a file behind them; 0: unknown."""
+    if sys.platform == "darwin":
+        usage = Usage()
+        return (
+            int(usage.phys_footprint)
+            if ctypes.CDLL(None).proc_pid_rusage(os.getpid(), 0, ctypes.byref(usage)) == 0
+            else 0
+        )
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
         return 0
     match = re.search(r"RssAnon:\s+(\d+) kB", status)
     return int(match[1]) * 1024 if match else 0
+
+
+class Usage(ctypes.Structure):
+    """struct rusage_info_v0 of macOS's sys/resource.h."""
+
+    _fields_ = (
+        ("uuid", ctypes.c_uint8 * 16),
+        ("others", ctypes.c_uint64 * 7),  # times, wakeups, page-ins, wired and resident size
+        ("phys_footprint", ctypes.c_uint64),
+        ("start", ctypes.c_uint64),
+        ("exit", ctypes.c_uint64),
+    )
 
 
 MOUNTS = Path("/proc/self/mountinfo")

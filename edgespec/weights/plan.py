@@ -14,6 +14,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from mmap import PAGESIZE
 
 from edgespec.errors import NoRoom
@@ -402,7 +403,12 @@ def layer_of(tensor: Tensor) -> int:
     Returns:
         The layer's number; -1: the tensor is in no layer.
     """
-    match = re.match(r"blk\.(\d+)\.", tensor.name)
+    return _layer(tensor.name)
+
+
+@cache
+def _layer(name: str) -> int:
+    match = re.match(r"blk\.(\d+)\.", name)
     return int(match[1]) if match else -1
 
 

@@ -1,0 +1,138 @@
+"""Real models on real machines: every automatic plan is one that no check refuses, and within the machine's limits.
+
+Nothing is loaded: llama.cpp computes its buffers from the header of a file without weights.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from machines import MACHINES
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+
+from edgespec.backends.llamacpp.engine import engine
+from edgespec.backends.llamacpp.memory import planning
+
+from edgespec.errors import NoRoom
+from edgespec.loop.engines import LoadOptions
+from edgespec.machine.this_machine import Machine
+from edgespec.models.registry import BUILT_IN, read_models
+from edgespec.models.shapes import file_of
+from edgespec.weights.plan import SAFETY, Plan, count_layers, divide, layers_on_gpu, spans
+
+KNOWN = {entry.name: entry for entry in read_models(BUILT_IN)}
+OTHERS: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "published_shapes.yaml").read_text())
+HYBRIDS = ("qwen3-next-80b-a3b", "falcon-h1-34b")  # whose buffers take llama.cpp seconds
+MODELS = (
+    "llama-3.1-8b", "gemma-3n-e4b", "qwen3-14b", "gpt-oss-20b", "mistral-small-3.2-24b", "gemma-3-27b",
+    "qwen3-30b-a3b-2507", "command-r-35b", "mixtral-8x7b", "llama-3.3-70b", "qwen2.5-72b", "gpt-oss-120b",
+    "mistral-large-123b", *HYBRIDS,
+)  # fmt: skip
+
+
+def shape_of(name: str) -> Any:
+    return OTHERS[name] if name in OTHERS else KNOWN[name].files[KNOWN[name].target].shape
+
+
+def draft_of(name: str) -> Any:
+    entry = KNOWN[name if name in KNOWN and KNOWN[name].draft else "qwen3-14b"]
+    return entry.files[entry.draft or ""].shape
+
+
+@pytest.fixture(scope="module")
+def path_of() -> Iterator[Callable[[Any], str]]:
+    paths, stack = dict[str, str](), ExitStack()
+
+    def path_of(shape: Any) -> str:
+        key = json.dumps(shape)
+        if key not in paths:
+            paths[key] = stack.enter_context(file_of(shape))
+        return paths[key]
+
+    with stack, pytest.MonkeyPatch.context() as patch:
+        really = planning.rehearse
+        buffers = cache(lambda path, size: really(path, [size], 1 << 60)[1][0])
+        patch.setattr(planning, "loaded_tensors", cache(planning.loaded_tensors))
+        patch.setattr(
+            planning, "rehearse", lambda path, sizes, free: (30 << 20, [buffers(path, size) for size in sizes])
+        )
+        yield path_of
+
+
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_plan_is_within_the_limits(
+    name: str, draft: bool, path_of: Callable[[Any], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name in HYBRIDS:
+        monkeypatch.setattr(planning, "CHUNKS", (512,))
+    path, drafts = path_of(shape_of(name)), (path_of(draft_of(name)),) if draft else ()
+    planned = 0
+    for machine in MACHINES.values():
+        try:
+            found = engine.plan(path, LoadOptions(exact="off", draft_files=drafts, budget=16), machine)
+        except NoRoom:
+            with pytest.raises(NoRoom):  # nor without the GPU
+                engine.plan(path, LoadOptions(exact="off", draft_files=drafts, budget=16, gpu_layers=0), machine)
+            continue
+        planned += 1
+        check(found, path, machine)
+    assert planned >= 6
+
+
+def check(found: Any, path: str, machine: Machine) -> None:
+    weights: Plan | None = found.weights
+    if weights:
+        taken = weights.needed + weights.pinned_bytes + weights.slots * weights.slot_bytes + max(0, weights.pool_bytes)
+        assert taken <= int(machine.free * (1 - SAFETY))
+    way = found.ways[-1]
+    assert ("device" in way) == bool(found.gpu_layers)
+    if not found.gpu_layers:
+        return
+    tensors = planning.loaded_tensors(path)
+    _, there = divide(tensors, found.gpu_layers, str(way.get("kept_off", "")).encode().split())
+    [buffers] = planning.rehearse(path, [found.size], 0)[1]
+    if machine.platform != "darwin":
+        assert sum(tensor.size for tensor in there) + buffers <= sum(gpu.free for gpu in machine.gpus)
+        return
+    mapped = spans(there)
+    assert sum(span.size for span in mapped) + buffers <= machine.gpus[0].free
+    moving = [extent for layer in weights.streamed for extent in layer.extents] if weights else []
+    for extent in [*moving, *(weights.cached if weights else ()), *(weights.looked_up if weights else ())]:
+        for span in mapped:
+            assert extent.file != span.file or extent.stop <= span.start or extent.start >= span.stop
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "least"),
+    [
+        ("gpt-oss-20b", "macbook-24 with a browser", 6),  # a mixture that Metal could hold, and memory cannot
+        ("qwen3-30b-a3b-2507", "macbook-32 with a browser", 12),
+        ("gpt-oss-20b", "macbook-16", 10),
+        ("gemma-3-27b", "macbook-24", 20),
+        ("llama-3.1-8b", "macbook-8", 4),
+    ],
+)
+def test_a_mac_uses_its_gpu(name: str, machine: str, least: int, path_of: Callable[[Any], str]) -> None:
+    path = path_of(shape_of(name))
+    found = engine.plan(path, LoadOptions(exact="off"), MACHINES[machine])
+    count = count_layers(planning.loaded_tensors(path))
+    assert least <= layers_on_gpu(found.gpu_layers, count) < count
+
+
+def test_all_fits_into_memory_but_not_into_what_metal_allows(path_of: Callable[[Any], str]) -> None:
+    """As many last layers as Metal holds; nothing is read from disk."""
+    path, machine = path_of(shape_of("qwen2.5-72b")), MACHINES["studio-64"]
+    found = engine.plan(path, LoadOptions(exact="off"), replace(machine, free=62 << 30, gpus=machine.gpus))
+    few = replace(machine.gpus[0], free=40 << 30, limit=40 << 30)
+    part = engine.plan(path, LoadOptions(exact="off"), replace(machine, free=62 << 30, gpus=(few,)))
+    assert (found.gpu_layers, found.weights) == (-1, None)
+    assert part.weights is None
+    assert 60 < part.gpu_layers < 80
