@@ -14,6 +14,7 @@ from edgespec.cli.terminal import Bars
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.machine.disk import recall_reading
 from edgespec.machine.memory import available_memory, format_size, parse_size
+from edgespec.machine.this_machine import this_machine
 from edgespec.models import hub, pulled
 from edgespec.models.fit import DISK_SPEED, KEPT, MEMORY_SPEED, Fit, fit
 from edgespec.models.gguf_header import part_names
@@ -219,6 +220,11 @@ def pull(names: tuple[str, ...], draft: bool, dry_run: bool, models_file: str | 
         click.echo(f"{missing / 1e9:8.2f} GB  in all")
         return
     fetch_all(listings)
+    if this_machine().platform == "darwin":
+        from edgespec.measure.other_machine import offer
+
+        for line in [line for name in names for line in offer(name, models_file=models_file).lines]:
+            click.echo(line, err=True)
 
 
 def sources_of(entries: Sequence[Entry], draft: bool) -> list[str]:

@@ -5,7 +5,7 @@ import select
 import signal
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -306,12 +306,26 @@ def _loaded(model: str, options: dict[str, Any]) -> Iterator[Model]:
     """Load a model, print its notes, and close it after the `with`."""
     extra = _planner_options(options)
     options["remember"] = not options.pop("no_memory_of_costs")
+    model, offered = _for_a_mac(model, options)
     with LoadingBar(model) as bar:
         loaded = load(model, progress=bar.update, say=bar.say, **options, **extra)
     with loaded:
-        for note in (loaded.where.line, *loaded.notes):
+        for note in (loaded.where.line, *offered, *loaded.notes):
             show(note, dim=True, err=True)
         yield loaded
+
+
+def _for_a_mac(model: str, options: dict[str, Any]) -> tuple[str, Sequence[str]]:
+    """The model to run, and lines for the user, where MLX may be faster."""
+    if this_machine().platform != "darwin" or options["backend"] or options["lenders"]:
+        return model, ()
+    from edgespec.measure.other_machine import offer
+
+    names = ("draft", "budget", "context_length", "memory", "kv_type", "models_file")
+    found = offer(model, **{name: options[name] for name in names})
+    if found.folder:
+        options["draft"] = options["draft"] or find_model(model, options["models_file"]).draft
+    return found.folder or model, found.lines
 
 
 @cli.command(
@@ -420,7 +434,8 @@ def doctor(
         others = {"others": list(map(as_dict, found[1:]))} if found[1:] else {}
         click.echo(json.dumps(as_dict(found[0]) | others))
     else:
-        click.echo("\n\n".join(filter(None, [*map(report, found), recommendation(found)])))
+        lines = _for_a_mac(model, {"backend": backend, **options})[1]
+        click.echo("\n\n".join(filter(None, [*map(report, found), recommendation(found), *lines])))
     if found[0].cannot_run:
         sys.exit(1)
 

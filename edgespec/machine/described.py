@@ -18,7 +18,7 @@ from edgespec.machine.this_machine import Gpu, Machine, this_machine
 
 BUILT_IN = Path(__file__).parent.parent / "machines.yaml"
 SIZES = ("memory", "free", "used", "limit")
-MORE = ("name", "description", "sources")  # keys of an entry that `Machine` has not
+MORE = ("name", "description", "chip", "sources")  # keys of an entry that `Machine` has not
 PARTS: Mapping[str, type] = {"gpus": Gpu, "disk": Reading}
 MEASURED = 1 << 28  # bytes
 ROUNDS = 5
@@ -49,6 +49,23 @@ def find_machine(name: str) -> tuple[str, Machine]:
 
 def machine_names() -> list[str]:
     return [str(entry["name"]) for entry in _entries(BUILT_IN)]
+
+
+def with_speeds(machine: Machine, chip: str) -> Machine:
+    """A copy with the speeds of the same chip in machines.yaml where its own are not known."""
+    known = [_machine(entry, str(BUILT_IN)) for entry in _entries(BUILT_IN) if chip and entry.get("chip") == chip]
+    if not known:
+        return machine
+    like = min(known, key=lambda one: abs(one.memory - machine.memory))
+    speed = machine.disk.speed or like.disk.speed
+    gpus = [
+        replace(gpu, memory_speed=gpu.memory_speed or other.memory_speed, operations=gpu.operations or other.operations)
+        for gpu, other in zip(machine.gpus, like.gpus, strict=False)
+    ]
+    return replace(
+        machine, memory_speed=machine.memory_speed or like.memory_speed, gpus=tuple(gpus),
+        operations=machine.operations or like.operations, disk=replace(machine.disk, speed=speed),
+    )  # fmt: skip
 
 
 def _called(entry: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
@@ -16,7 +17,11 @@ from edgespec.loading.timed_pass import Pass, time_pass
 from edgespec.loading.where import Where
 from edgespec.loop.backend import Placed
 from edgespec.loop.engines import LoadOptions, find_engine, load_at_once
+from edgespec.machine.described import with_speeds
+from edgespec.machine.measurements import machine as remembered_machine
+from edgespec.machine.measurements import recall
 from edgespec.machine.memory import format_size
+from edgespec.machine.system import chip
 from edgespec.machine.this_machine import Gpu, Machine, this_machine
 from edgespec.measure.doctor import (
     BEAM,
@@ -493,6 +498,56 @@ def faster(found: Sequence[Prediction]) -> str:
         + (f"about {two_digits(first.best)}" if first.best else "cannot run it")
         + f" ({COMPUTED})"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """MLX instead of llama.cpp, for a dense model that is larger than this Mac's memory.
+
+    Attributes:
+        lines: for the user.
+        folder: of the model for MLX, if it is here and was measured to be faster; else "".
+    """
+
+    lines: Sequence[str] = ()
+    folder: str = ""
+
+
+def machine_here(path: str) -> Machine:
+    return with_speeds(this_machine(path, find_engine("llamacpp").gpus(None)), chip())
+
+
+def offer(target: str, *, draft: str | None = None, models_file: str | None = None, **options: Any) -> Offer:
+    """Compare both engines where this machine is a Mac; other arguments as for `predict`."""
+    entry = find_model(target, models_file)
+    if this_machine().platform != "darwin" or is_folder(entry.target):
+        return Offer()
+    path = local_or_none(entry)
+    if path is None:
+        return Offer()
+    machine = machine_here(path)
+    first, *others = predict(target, machine, "", draft=draft, models_file=models_file, **options).found
+    if not others or not others[0].best:
+        return Offer()
+    folder, seconds = path.removesuffix(".gguf") + "-mlx", recall(about_engines()) or {}
+    measured = seconds.get("llamacpp", 0.0) / seconds["mlx"] if seconds.get("mlx") else 0.0
+    speeds = [f"about {two_digits(one.best)}" if one.best else "cannot run it" for one in (first, others[0])]
+    lines = [
+        f"larger than memory: llamacpp, which computes streamed layers on the processor, {speeds[0]} tokens/s; mlx, on "
+        f"the GPU, {speeds[1]} ({COMPUTED})"
+    ]
+    if measured > FASTER:
+        lines.append(f"scripts/check-mac measured that streamed passes on mlx are {measured:.1f} times as fast here")
+    elif measured or not faster([first, others[0]]):
+        return Offer(lines)
+    if measured > FASTER and Path(folder, "config.json").is_file():
+        return Offer([*lines, f"so {folder} is used; --backend llamacpp takes the file"], folder)
+    return Offer([*lines, f"for mlx: edgespec convert {path} {folder} --to mlx --bits 4, then edgespec run {folder}"])
+
+
+def about_engines() -> dict[str, str]:
+    """What `scripts/check-mac` remembers: seconds of the same streamed pass, by engine."""
+    return {"kind": "engines on a Mac", "machine": remembered_machine()}
 
 
 def measured_operations(path: str) -> float:
