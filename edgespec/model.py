@@ -281,7 +281,7 @@ class Model:
 
     @property
     def where(self) -> Where:
-        """What computes which layers of the target; `line` is for a user."""
+        """Engine, devices and exactness of the target; `line` is for a user."""
         return where(self.target, self._gpu_layers)
 
     def compile(self, grammar: Grammar) -> Compiled:

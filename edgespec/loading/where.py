@@ -1,4 +1,4 @@
-"""What computes where, in one wording for `run`, `doctor`, `--json` and the server."""
+"""Engine, devices and exactness of a model, in one wording for `run`, `doctor`, `--json` and the server."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -72,7 +72,7 @@ def _unused(engine: str, cards: Sequence[str]) -> str:
 
 
 def build_line(engine: str) -> str:
-    """What replaces a build without CUDA."""
+    """The command that replaces a build without CUDA."""
     if engine == "torch":
         return f"see {PAGE}"
     name: Any = LIBRARIES[engine]

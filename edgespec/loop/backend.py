@@ -58,7 +58,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a model's layers are computed, and how many are read in every pass.
+    """Places of a model's layers.
 
     Attributes:
         layers: of the model.

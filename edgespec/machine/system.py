@@ -261,7 +261,7 @@ def compute_cores() -> int:
 
 
 def chip() -> str:
-    """What a Mac calls its processor, such as "Apple M4 Pro"; "" elsewhere."""
+    """Name of a Mac's processor, such as "Apple M4 Pro"; "" elsewhere."""
     if sys.platform != "darwin":
         return ""
     found = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False)

@@ -319,7 +319,7 @@ def _predict(
         made: without them.
         model: the target.
         parts: with the device that reads each.
-        reads: (what for, bytes of each pass, bytes per second), beside the computation.
+        reads: (name of the speed, bytes of each pass, bytes per second), while the devices compute.
         missing: bytes of all experts that are not in memory; the last of `reads` reads those used.
         draft: its parts.
         budget: most draft tokens per pass.
@@ -546,7 +546,7 @@ def offer(target: str, *, draft: str | None = None, models_file: str | None = No
 
 
 def about_engines() -> dict[str, str]:
-    """What `scripts/check-mac` remembers: seconds of the same streamed pass, by engine."""
+    """Key of the measurement of `scripts/check-mac`: seconds of the same streamed pass, by engine."""
     return {"kind": "engines on a Mac", "machine": remembered_machine()}
 
 

@@ -1,8 +1,9 @@
-"""What a Mac's GPU can hold, for MLX, which wires the memory of its weights."""
+"""Memory that a Mac's GPU can hold, for MLX, which wires the memory of its weights."""
 
 from collections.abc import Sequence
 
-from edgespec.machine.this_machine import Gpu, Machine
+from edgespec.loop.engines import Machine
+from edgespec.machine.this_machine import Gpu
 
 WIRED_SHARE = 0.9  # of what a Mac's GPU can hold, for weights; mlx-lm warns at this share
 CACHE_SHARE = 16  # 1 / CACHE_SHARE of what a GPU can hold is for freed buffers that MLX keeps
