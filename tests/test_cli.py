@@ -531,14 +531,18 @@ def test_costs_are_kept_from_run_to_run_unless_told_otherwise(
     with edgespec.load(str(smollm2_tiny), context_length=64, remember=False) as model:
         texts = [model.generate(asked[2], max_tokens=6, seed=1, temperature=0.0).text + "\n"]
     assert remembered.everything() == []
+    passes = [0]
     for _ in range(2):
         texts.append(run(*asked)[1])
         (found,) = remembered.everything()
         assert found["about"]["target"].startswith(smollm2_tiny.name)
+        passes.append(found["value"]["passes"])
         assert found["value"]["target"]
         assert found["value"]["ledgers"]["1"]["plain"] > 0
     assert texts[0] == texts[1] == texts[2]
-    assert "target's passes 1: " in learned_line(found["value"])
+    assert 0 < passes[1] < passes[2]
+    assert "target's passes 1: " in learned_line(found)
+    assert learned_line(found).endswith(f"from today, {passes[2]} passes")
     status, out, _ = run("doctor", "--forget-costs")
     assert (status, out) == (0, "1 measurements forgotten\n")
     assert remembered.everything() == []

@@ -10,6 +10,7 @@ from test_scheduler import DRAFT, LONG, PROMPTS, SHAPES, Reader, Recording, back
 
 from edgespec.errors import ContextFull, Interrupted, ModelError
 from edgespec.loop.generate import Generation
+from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import TILE
 from edgespec.loop.stats import GenerationStats
@@ -288,4 +289,22 @@ def test_a_draft_that_is_asked_late_reads_in_chunks_too(temperature):
     run(scheduler)
     long.check()
     other.check()
+    scheduler.close()
+
+
+SLOW, UNKNOWN = GivenCost(9.0, 0.5), None
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["asked to decode plainly", "no gain expected"])
+@pytest.mark.parametrize("cost", [SLOW, UNKNOWN], ids=["slow draft", "unknown draft"])
+def test_a_request_that_is_decoded_plainly_lets_the_draft_read_nothing(plain, cost):
+    draft = Draft(sessions=1)
+    state = AutoState(GivenCost(1.0, 0.5), cost or PassTimes(), worth=GivenShare(1.0), ledgers={1: Free()})
+    planner = auto_planner("auto", state, draft=SpecExecPlanner(draft, depth=4, cost=state.draft), eager=plain)
+    scheduler = Scheduler(backend(sessions=1), [planner], budget=8)
+    reader = Reader(scheduler, LONG_PROMPT, max_tokens=100, plain=plain)
+    run(scheduler)
+    reader.check()
+    assert draft.parts == []
+    assert reader.stats.draft_passes == 0
     scheduler.close()

@@ -46,7 +46,6 @@ class LlamaPlan(LoadPlan):
     Attributes:
         size: of the context.
         gpu_layers: layers on GPUs or lenders; -1 = all.
-        weights: the part of the weights that stays in memory; None: all.
         machine: that was planned for.
         plenty: memory holds copies, too.
         borrowed: as from `lending.rpc.borrow`, or None.
@@ -54,7 +53,6 @@ class LlamaPlan(LoadPlan):
 
     size: ContextSize
     gpu_layers: int
-    weights: Plan | None
     machine: Machine
     plenty: bool
     borrowed: Any = None

@@ -321,10 +321,10 @@ class Generation:
                 logits = self.target.forward([pass_.work])[0]
             yield self.accept(pass_, logits)
 
-    def _sample(self, logits: Logits, node: int, accepted: Sequence[int]) -> int:
+    def _sample(self, logits: Logits, node: int, accepted: list[int]) -> int:
         position = len(self.token_ids) + len(accepted)
-        output = self.token_ids[len(self._prompt_ids) :] + list(accepted)
-        row = logits.row(node)
+        output = self.token_ids[len(self._prompt_ids) :] + accepted if self._sampling.has_penalties else accepted
+        row = logits.view(node)
         allowed = self._grammar.masked(row) if self._grammar else row
         token = sample(allowed, position, self._sampling, self._noise, self._prompt_ids, output)
         if self._grammar:

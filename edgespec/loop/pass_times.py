@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from math import inf
 from statistics import fmean, median
 
 import numpy as np
@@ -99,7 +100,11 @@ def weight(nodes: ArrayLike, experts: tuple[int, int] | None) -> FloatArray:
 
 
 class PassTimes:
-    """Pass times by number of nodes and sequence length."""
+    """Pass times by number of nodes and sequence length.
+
+    Attributes:
+        measured: passes since the start or `recall`.
+    """
 
     def __init__(self, slope: float = STEEP, experts: tuple[int, int] | None = None) -> None:
         """Args:
@@ -108,6 +113,7 @@ class PassTimes:
         """
         self.slope = slope
         self.experts = experts
+        self.measured = 0
         # Length class -> bit length of the number of nodes -> the last passes (nodes, seconds).
         self._passes: dict[int, dict[int, deque[tuple[float, float]]]] = {}
         self._usual: dict[int, dict[int, tuple[float, float]]] = {}  # as `_passes` -> (mean nodes, median seconds)
@@ -129,6 +135,7 @@ class PassTimes:
         sizes, times = zip(*passes, strict=True)
         self._usual.setdefault(at, {})[bits] = fmean(sizes), median(times)
         self._remembered.discard((at, bits))
+        self.measured += 1
         for other, (size, took) in list(self._usual[at].items()):
             contradicts = (size - nodes) * (took - seconds) < 0 and (size < TILE) == (nodes < TILE)
             if contradicts and (at, other) in self._remembered:  # a larger pass takes longer: what is known is old
@@ -172,9 +179,17 @@ class PassTimes:
         return [[at, nodes, min(one[2] for one in rows if _takes_as_long(one, at, nodes))] for at, nodes, _ in rows]
 
     def recall(self, rows: Iterable[Sequence[float]]) -> None:
-        """Start from the rows of `as_list`, each of which counts as one pass."""
-        for at, nodes, seconds in rows:
-            self.add(nodes, seconds, _length(int(at)))
+        """Start from the rows of `as_list`, each of which counts as one pass.
+
+        Raises:
+            TypeError, ValueError: these are no such rows.
+        """
+        known = [(int(at), float(nodes), float(seconds)) for at, nodes, seconds in rows]
+        if not all(1 <= nodes < inf and 0 < seconds < inf for _, nodes, seconds in known):
+            raise ValueError
+        for at, nodes, seconds in known:
+            self.add(nodes, seconds, _length(at))
+        self.measured = 0
         self._remembered = {(at, bits) for at, sizes in self._passes.items() for bits in sizes}
 
 

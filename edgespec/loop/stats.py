@@ -69,8 +69,12 @@ class GenerationStats:
 
     @property
     def times_plain(self) -> float:
-        """Speed relative to plain decoding, measured in this sequence; 0: not measured."""
-        return self.plain_seconds / self.seconds if self.seconds else 0.0
+        """Speed relative to plain decoding, measured in this sequence; 0: not measured.
+
+        Above the acceptance length it would be an error of measurement: no pass is faster than a plain one.
+        """
+        times = self.plain_seconds / self.seconds if self.seconds and self.drafted else 0.0
+        return times if times <= self.acceptance_length else 0.0
 
     def reset(self) -> None:
         """Set all fields to their defaults."""
@@ -100,9 +104,9 @@ class GenerationStats:
     def summary(self) -> str:
         """One line for a person."""
         remarks = f", {self.hidden_seconds:.1f} s of drafting hidden" if self.hidden_seconds else ""
-        measured = self.drafted and 0 < self.times_plain <= self.acceptance_length  # above it only for measuring errors
-        gain = f" ({self.times_plain:.2f} x plain)" if measured else ""
-        if measured and round(self.times_plain, 2) < 1:
+        times = self.times_plain
+        gain = f" ({times:.2f} x plain)" if times else ""
+        if times and round(times, 2) < 1:
             remarks += ", drafting did not pay"
         elif self.passes and not self.drafted and self.planner != "none":
             remarks += ", nothing drafted: it promised no gain"

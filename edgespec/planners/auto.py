@@ -376,11 +376,13 @@ class AutoPlanner(Planner):
         state = self._state
         went_ahead, self._went_ahead = self._went_ahead, False
         if seconds:
-            way = (self._asked.planner.name if self._asked else "grammar") if self._rows > 1 else None
+            plain = 1 + (self._head or 0)  # rows without draft tokens
+            way = (self._asked.planner.name if self._asked else "grammar") if self._rows > plain else None
             if way and went_ahead:
                 self._spent[way + AHEAD] = self._spent.pop(way)
                 way += AHEAD
-            self._ledger.add(self._spent, way, seconds, len(tokens))
+            if way or plain == 1:  # with unread tokens, a pass does not show what plain decoding takes
+                self._ledger.add(self._spent, way, seconds, len(tokens))
             if not went_ahead:  # a draft that runs meanwhile lengthens the pass
                 state.add_pass(self._rows, seconds, self._length)
         self._offer.learn(tokens, seconds)
