@@ -101,13 +101,13 @@ def tokens_per_second(diagnosis: Diagnosis) -> dict[str, float]:
         speeds = []
         for tree in trees:
             tokens = float(np.interp(log2(tree.nodes), (0, 3, 6), (1.0, *EXPECTED_TOKENS[name])))
-            share = _draft_passes(tree.nodes) / _draft_passes(trees[-1].nodes) if name == "specexec" else 0
+            share = draft_passes(tree.nodes) / draft_passes(trees[-1].nodes) if name == "specexec" else 0
             speeds.append(tokens / (tree.seconds + share * diagnosis.draft_seconds))
         expected[name] = max(speeds)
     return expected | {"auto": max(expected.values())}
 
 
-def _draft_passes(nodes: int) -> int:
+def draft_passes(nodes: int) -> int:
     return -(-2 * (nodes - 1) // BEAM)
 
 
@@ -258,7 +258,7 @@ def _try(
         passes = [time_pass(backend, n) for n in (1, *between, nodes)]
     for draft in drafts:
         with closing(load_draft(engine, draft, options.for_draft())) as backend:
-            found.draft_seconds = time_pass(backend, BEAM).seconds * _draft_passes(nodes)
+            found.draft_seconds = time_pass(backend, BEAM).seconds * draft_passes(nodes)
     found.passes = passes
 
 
@@ -296,7 +296,7 @@ def report(diagnosis: Diagnosis) -> str:
         lines.insert(2, ("draft", f"{format_size(diagnosis.draft_size)}, stays in memory"))
     if diagnosis.cannot_run:
         lines.append(("result", f"this cannot run, because {diagnosis.cannot_run}"))
-        return _aligned(lines)
+        return aligned(lines)
     if diagnosis.where:
         lines.append(("computes", diagnosis.where.line))
     plan = diagnosis.plan
@@ -338,7 +338,7 @@ def report(diagnosis: Diagnosis) -> str:
         lines.append(("draft or memory", ways_line(both)))
     lines += [("remembered", text) for text in map(learned_line, diagnosis.remembered) if text]
     lines += [("note", note) for note in diagnosis.notes]
-    return _aligned(lines)
+    return aligned(lines)
 
 
 def ways_line(speeds: Speeds) -> str:
@@ -369,7 +369,7 @@ def learned_line(found: dict[str, Any]) -> str:
     return "; ".join([*parts, ", ".join(filter(None, [age(found), measured]))])
 
 
-def _aligned(lines: list[tuple[str, str]]) -> str:
+def aligned(lines: list[tuple[str, str]]) -> str:
     width = max(len(name) for name, _ in lines) + 2
     return "\n".join(f"{name:{width}}{text}" for name, text in lines)
 

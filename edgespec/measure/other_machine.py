@@ -28,8 +28,8 @@ from edgespec.measure.doctor import (
     SIZES,
     SIZES_OF_MIXTURES,
     Diagnosis,
-    _aligned,
-    _draft_passes,
+    aligned,
+    draft_passes,
     tokens_per_second,
 )
 from edgespec.models.fit import Fit
@@ -341,7 +341,7 @@ def _predict(
 
     between = SIZES_OF_MIXTURES if model.experts else SIZES
     made.passes = [timed(nodes) for nodes in (1, *(n for n in between if n <= budget), budget + 1)]
-    made.draft_seconds = sum(one.seconds(part, BEAM, speeds) for one, part, speeds in draft) * _draft_passes(budget + 1)
+    made.draft_seconds = sum(one.seconds(part, BEAM, speeds) for one, part, speeds in draft) * draft_passes(budget + 1)
     made.tokens_per_second = tokens_per_second(
         Diagnosis("", 0, "", 0, int(bool(draft)), 0.0, passes=made.passes, draft_seconds=made.draft_seconds)
     )
@@ -463,7 +463,7 @@ def report(one: Elsewhere) -> str:
         lines += _lines(made)
     if advice := faster(one.found):
         lines.append(("advice", advice))
-    return _aligned(lines)
+    return aligned(lines)
 
 
 def _lines(made: Prediction) -> list[tuple[str, str]]:
