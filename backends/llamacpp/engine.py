@@ -103,7 +103,7 @@ class LlamaEngine(Engine):
             way = next((way for way in plan.ways if (REPACKED.keys() <= way.keys()) == repacked), None)
             if way is None:
                 raise ModelError(f"{path}: there is no memory for a probe model of it with weights repacked")
-            way = way | {name: computing[name] for name in CARRIED & computing.keys()}
+            way = {**way, **{name: computing[name] for name in CARRIED & computing.keys()}}
             with closing(load_here(plan, way, lambda done, total: None)) as backend:
                 if copy != path:
                     remove_name(copy)
@@ -158,7 +158,7 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
 def on_gpus(
     machine: Machine, gpu_layers: int, tensors: Sequence[Tensor], weights: Plan | None, no_experts: bool
 ) -> dict[str, str | int | None]:
-    """What `Backend.computing` says where there are GPUs: those with layers, and what they do not do."""
+    """Part of `Backend.computing` where there are GPUs: names of those with layers, and what they do not do."""
     found = dict[str, str | int | None]()
     if gpu_layers:
         own = [gpu.name for gpu in machine.gpus if not gpu.shared]

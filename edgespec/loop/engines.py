@@ -60,6 +60,10 @@ class Machine(Protocol):
         """The way to read the model's disk, a `machine.disk.Reading`."""
 
     @property
+    def file_system(self) -> str:
+        """Of the model's disk, such as "ext4"; "": not known."""
+
+    @property
     def packages(self) -> Sequence[str]:
         """Import names of the engines' packages that are installed."""
 

@@ -144,8 +144,8 @@ def available_pages(vm_stat: str) -> int:
         vm_stat: what macOS's program of this name prints.
 
     Returns:
-        Bytes that are free, or that the system reclaims first under pressure: inactive pages, or those of files and
-        purgeable ones, whichever are more, since one page may be both.
+        Bytes that are free, and that the system reclaims first under pressure. One page may be both inactive and of a
+        file, so the larger number counts: of inactive pages, or of those of files and purgeable ones.
     """
     pages = {name: int(number) for name, number in re.findall(r"^([\w -]+):\s+(\d+)\.$", vm_stat, re.MULTILINE)}
     size = re.search(r"page size of (\d+) bytes", vm_stat)

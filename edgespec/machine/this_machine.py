@@ -50,6 +50,7 @@ class Machine:
         moves_pages: pages can be moved to another address (Linux 5.7 and later).
         gpus: as `Engine.gpus` found them.
         disk: how the model's disk is read.
+        file_system: of the model's disk, such as "ext4"; "": not known.
         packages: of `PACKAGES`, those that are installed.
         memory_speed: bytes per second in which passes read weights; 0: not known.
         operations: floating-point operations per second in products with 4-bit weights; 0: not known.
@@ -65,6 +66,7 @@ class Machine:
     moves_pages: bool = False
     gpus: tuple[Gpu, ...] = ()
     disk: Reading = USUAL
+    file_system: str = ""
     packages: tuple[str, ...] = PACKAGES
     memory_speed: float = 0.0
     operations: float = 0.0
@@ -89,5 +91,6 @@ def this_machine(path: str | None = None, gpus: Sequence[Gpu] = ()) -> Machine:
         moves_pages=moves_pages(),
         gpus=tuple(replace(gpu, shared=gpu.shared or mac) for gpu in gpus),
         disk=recall_reading(path) if path else USUAL,
+        file_system=memory.file_system(path) if path else "",
         packages=tuple(name for name in PACKAGES if find_spec(name)),
     )

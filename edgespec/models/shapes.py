@@ -168,7 +168,7 @@ def _head(shape: Shape) -> int:
 
 
 def _is_recurrent(shape: Shape, layer: int) -> bool:
-    return shape["architecture"] == "qwen3next" and (layer + 1) % shape["full_attention_interval"] != 0
+    return bool(shape["architecture"] == "qwen3next" and (layer + 1) % shape["full_attention_interval"])
 
 
 def _attention(shape: Shape) -> dict[str, Sizes]:

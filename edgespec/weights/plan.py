@@ -419,7 +419,7 @@ def _layer(name: str) -> int:
 
 
 def places(tensors: Sequence[Tensor], count: int) -> list[tuple[int, Tensor]]:
-    """What llama.cpp keeps where (`load_tensors` and `create_tensor`), however many layers a GPU has.
+    """Places of tensors in llama.cpp (`load_tensors` and `create_tensor`), for any number of layers on a GPU.
 
     Args:
         tensors: of the whole model.
@@ -471,7 +471,7 @@ def divide(
 
 
 def spans(tensors: Iterable[Tensor]) -> list[Extent]:
-    """What llama.cpp maps for a device that computes in mapped memory: of a file from the first tensor to the last."""
+    """Ranges that llama.cpp maps for a device with these tensors: of each file from the first tensor to the last."""
     found = dict[int, Extent]()
     for tensor in tensors:
         stop = tensor.start + tensor.size

@@ -18,7 +18,6 @@ from edgespec.machine import memory as process
 from edgespec.machine.memory import (
     COMPRESSING_FILE_SYSTEMS,
     NETWORK_FILE_SYSTEMS,
-    file_system,
     format_size,
     in_bytes,
 )
@@ -238,7 +237,7 @@ class MemoryPlanner:
         plan = replace(plan, draft_bytes=drafts)
         if shares:
             check_spans(plan, self.tensors, gpu_layers)
-        kind = file_system(self.path)
+        kind = self.machine.file_system
         if kind in NETWORK_FILE_SYSTEMS:
             notes.append(
                 f"{self.path} lies on a network file system ({kind}): streaming goes at the speed of the network"
