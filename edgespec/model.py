@@ -26,6 +26,7 @@ from edgespec.loading.draft_or_memory import open_pair
 from edgespec.loading.exact import note_on_budget
 from edgespec.loading.pair import DEFAULT_BUDGET, WIDE, choose_budget, choose_context, close_all, recall_auto_state
 from edgespec.loading.targets import check_targets, open_targets
+from edgespec.loading.where import Where, where
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.grammar import Compiled, Compiler, Grammar
@@ -102,6 +103,7 @@ class Model:
         notes: Sequence[str] = (),
         owned: Sequence[Backend] = (),
         names: Sequence[str] = (),
+        gpu_layers: int | None = None,
         at_close: Callable[[], None] = lambda: None,
     ) -> None:
         """
@@ -116,6 +118,7 @@ class Model:
             notes: for a user, in addition to the target's.
             owned: engines that `close` closes.
             names: of the target and the draft, for `repr`.
+            gpu_layers: as asked for.
             at_close: called once, by the first `close`.
         """
         budget = check_whole("budget", budget, 1)
@@ -127,6 +130,7 @@ class Model:
         self.scheduler: Any = targets or Scheduler(target, self.planners, budget=budget, pace=pace)
         self._closed = False
         self._notes, self._owned, self._names, self._at_close = notes, owned, names, at_close
+        self._gpu_layers = gpu_layers
 
     def __repr__(self) -> str:
         name, draft = [*self._names, "", ""][:2]
@@ -274,6 +278,11 @@ class Model:
         most = self.target.capabilities.context_length
         prediction = prediction[: most * CHARACTERS]
         return HintTexts(prompt_ids, self.target.vocab.encode(prediction, add_bos=False, parse_special=False)[:most])
+
+    @property
+    def where(self) -> Where:
+        """Engine, devices and exactness of the target; `line` is for a user."""
+        return where(self.target, self._gpu_layers)
 
     def compile(self, grammar: Grammar) -> Compiled:
         """Compile a grammar for this model; the first takes half a second.
@@ -517,8 +526,9 @@ def load(
             at_close = recall_auto_state(pace, sources, backends[0], options, learn)
         names = (target, draft or "" if backends[1:] else "")
         return Model(
-            backends[0], planners, budget=budget, pace=pace, owned=backends, names=names, at_close=at_close, **defaults
-        )
+            backends[0], planners, budget=budget, pace=pace, owned=backends, names=names, gpu_layers=gpu_layers,
+            at_close=at_close, **defaults,
+        )  # fmt: skip
     except BaseException:
         close_all(backends)
         raise

@@ -36,3 +36,23 @@ def test_a_wrong_bit_is_found(llama: Path, monkeypatch: pytest.MonkeyPatch) -> N
     found = mac.check_equality(llama, 0.6, 0.0, 3)
     assert found.good is False
     assert found.line().startswith("FAILED")
+
+
+def test_the_faster_engine_is_remembered_only_of_a_large_model(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    from edgespec.machine.measurements import OFF, recall
+    from edgespec.measure.other_machine import about_engines
+
+    monkeypatch.delenv(OFF, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = write_model(tmp_path / "model", FAMILIES["llama-3"] | {"num_hidden_layers": 7})
+    monkeypatch.setattr(residency, "SMALL", 64)
+    (found,) = mac.compare_engines(str(smollm2), folder, 0.6, nodes=8)
+    assert "llamacpp" in found.text
+    assert "not remembered" in found.text
+    assert recall(about_engines()) is None
+    monkeypatch.setattr(mac, "LARGE", 1)
+    mac.compare_engines(str(smollm2), folder, 0.6, nodes=8)
+    assert recall(about_engines()).keys() == {"llamacpp", "mlx"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MOST_ROOMS, MOST_FLOORS = 12, 8
-NO_ROOMS = {"__init__.py", "__main__.py", "__pycache__", "py.typed", "models.yaml"}
+NO_ROOMS = {"__init__.py", "__main__.py", "__pycache__", "py.typed", "machines.yaml", "models.yaml"}
 HEAVY = [
     "distributed", "gguf", "huggingface_hub", "jinja2", "llama_cpp", "llguidance", "matplotlib", "ml_dtypes", "mlx",
     "prompt_toolkit", "pydivsufsort", "safetensors", "starlette", "tokenizers", "torch", "transformers", "uvicorn",

@@ -634,6 +634,7 @@ class TestGuard:
             assert client.get("/metrics").status_code == 401
             health = client.get("/health").json()
             assert (health["status"], health["planner"], health["parallel"]) == ("ok", "sssd", 2)
+            assert health["where"]["line"] == "reference; exactly the text of plain decoding"
 
 
 class TestPage:

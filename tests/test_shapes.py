@@ -12,7 +12,7 @@ from edgespec.models.gguf_header import own_values
 from edgespec.models.registry import BUILT_IN, read_models
 from edgespec.models.shapes import file_of, table
 
-FILES = {source: facts for entry in read_models(BUILT_IN) for source, facts in entry.files.items()}
+FILES = {source: facts for entry in read_models(BUILT_IN) for source, facts in entry.files.items() if facts.bytes}
 OTHERS: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "published_shapes.yaml").read_text())
 TOKENIZERS = 16 << 20  # bytes, at most, of tokens and merges in a header
 SMALL = OTHERS["llama-3.1-8b"]

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any, cast
 
 from edgespec.errors import Closed, Interrupted, ModelError, UsageError
-from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
+from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import identity_of
@@ -59,6 +59,7 @@ class LlamaBackend:
         self.in_order = in_order
         self.notes: Sequence[str] = ()
         self.plan: Plan | None = None
+        self.placed = Placed(capabilities.layers)
         self._watch = watch
         self.signals = Signals()
         self._yielding = yielding  # threads of a pass that gives way to other programs; 0: it keeps its threads

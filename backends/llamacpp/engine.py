@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edgespec.errors import ModelError, UsageError, check_whole
-from edgespec.loop.backend import Backend, Capabilities, Vocab
+from edgespec.loop.backend import Backend, Capabilities, Placed, Vocab
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.session_files import content_of
 from edgespec.machine.disk import remove_name
 from edgespec.machine.this_machine import Gpu, this_machine
-from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers
+from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, layers_on_gpu
 
 from ..common.loader import loader
 from .backend import LlamaBackend
@@ -247,7 +247,15 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
     if not plan.plenty:
         backend.cells.spare = MARGIN // 4
     backend.notes, backend.plan, backend.content = notes, weights, content
+    backend.placed = _placed(plan, capabilities.layers)
     return backend
+
+
+def _placed(plan: LlamaPlan, layers: int) -> Placed:
+    on_device = layers_on_gpu(plan.gpu_layers, layers)
+    devices = "lenders" if plan.borrowed else str(plan.ways[-1].get("device", ""))
+    streamed = len(plan.weights.streamed) if plan.weights else 0
+    return Placed(layers, devices if on_device else "", on_device, streamed)
 
 
 def _model_params(plan: LlamaPlan, way: Computing) -> dict[str, Any]:

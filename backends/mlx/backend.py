@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from edgespec.errors import Closed, Interrupted, ModelError, UsageError, check_whole
-from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
+from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
@@ -197,6 +197,12 @@ class MlxBackend:
     @property
     def plan(self) -> Plan | None:
         return self._sweep.streamer.plan if self._sweep else None
+
+    @property
+    def placed(self) -> Placed:
+        layers, plan = len(self._model.layers), self.plan
+        device, streamed = "the GPU" if on_gpu() else "", len(plan.streamed) if plan else 0
+        return Placed(layers, device, layers if device else 0, streamed)
 
     @property
     def wait_seconds(self) -> float:

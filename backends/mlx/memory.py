@@ -21,6 +21,7 @@ from edgespec.machine.this_machine import Gpu
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
 from edgespec.weights.direct_io import ALIGNED
 from edgespec.weights.plan import MARGIN, MORE_SLOTS, SAFETY, Plan, Tensor, make_plan
+from edgespec.weights.wired import CACHE_SHARE, WIRED_SHARE, free_memory, gpu_limit
 
 from ..common.recurrent import most_paths, states_of
 from .loading import LazyModel
@@ -221,13 +222,6 @@ def _plan(layout: Layout, room: int, needed: int) -> Plan | None:
     return make_plan(layout.tensors, room, needed + MORE_SLOTS * 3 * most * ALIGNED, page=1, whole=True)
 
 
-def free_memory(machine: Machine) -> int:
-    """Free bytes; on a Mac at most what its GPU can hold."""
-    return min(machine.free, int(WIRED_SHARE * gpu_limit(machine.gpus)) or machine.free)
-
-
-WIRED_SHARE = 0.9  # of what a Mac's GPU can hold, for weights; mlx-lm warns at this share
-CACHE_SHARE = 16  # 1 / CACHE_SHARE of what a GPU can hold is for freed buffers that MLX keeps
 KEPT = 32 << 20  # bytes of freed buffers that MLX keeps on the CPU
 
 
@@ -239,11 +233,6 @@ def find_gpus() -> list[Gpu]:
     limit = int(mx.device_info().get("max_recommended_working_set_size", 0))
     used = mx.get_active_memory()
     return [Gpu("gpu", limit > 0, max(0, limit - used), used, limit)] if limit or on_gpu() else []
-
-
-def gpu_limit(gpus: Sequence[Gpu]) -> int:
-    """Bytes that a Mac's GPU can hold; 0 elsewhere."""
-    return sum(gpu.limit for gpu in gpus)
 
 
 def freed_buffers(gpus: Sequence[Gpu]) -> int:

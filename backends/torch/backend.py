@@ -22,7 +22,7 @@ from weakref import WeakSet
 import torch
 
 from edgespec.errors import Closed, ModelError, UsageError, check_whole
-from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
+from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.session_files import content_of, identity_of
@@ -127,6 +127,9 @@ class TorchBackend:
             "dtype": str(self.dtype), "threads": torch.get_num_threads(), "device": str(self.device),
         }  # fmt: skip
         self.streamer = streamer
+        layers, device = model.config.get_text_config().num_hidden_layers, "" if self.device.type == "cpu" else place
+        streamed = len(streamer.blocks) if streamer else 0
+        self.placed = Placed(layers, device, layers if device else 0, streamed)
         self.interrupted = Event()
         self._files: Sequence[str] = ()
         self.content = ""

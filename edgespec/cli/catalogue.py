@@ -9,15 +9,16 @@ from pathlib import Path
 import click
 
 from edgespec.cli.completion import complete_model
-from edgespec.cli.options import MODELS_OPTION
+from edgespec.cli.options import MACHINE_OPTION, MODELS_OPTION
 from edgespec.cli.terminal import Bars
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.machine.disk import recall_reading
 from edgespec.machine.memory import available_memory, format_size, parse_size
+from edgespec.machine.this_machine import this_machine
 from edgespec.models import hub, pulled
-from edgespec.models.fit import DISK_SPEED, KEPT, MEMORY_SPEED, fit
+from edgespec.models.fit import DISK_SPEED, KEPT, MEMORY_SPEED, Fit, fit
 from edgespec.models.gguf_header import part_names
-from edgespec.models.registry import Entry, all_models, find_model
+from edgespec.models.registry import Entry, all_models, find_model, local_path
 from edgespec.weights.plan import SAFETY, two_digits
 
 
@@ -26,6 +27,7 @@ from edgespec.weights.plan import SAFETY, two_digits
 Examples:
   edgespec models --fit                        what this machine can run, the best first
   edgespec models --fit --memory 16G           a machine with this much memory
+  edgespec models --fit --machine macbook-24   another machine
   edgespec models qwen3-32b                    the settings of one model
   edgespec models --installed                  what edgespec fetched, and where it is
   edgespec models --delete qwen3-32b           delete what edgespec fetched of it"""
@@ -38,13 +40,14 @@ Examples:
     metavar="SIZE",
     help=f"Memory of a machine, such as 16G, of which its system keeps {format_size(KEPT)}. [default: what is free]",
 )
+@MACHINE_OPTION
 @click.option("--installed", is_flag=True, help="List what edgespec fetched: bytes, date, path.")
 @click.option("--delete", "delete", metavar="NAME", help="Delete what edgespec fetched of a model, no other file.")
 @click.option("--yes", "-y", is_flag=True, help="Delete without asking.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list; with MODEL, one JSON object.")
 def models(
-    model: str | None, models_file: str | None, by_fit: bool, memory: str | None, installed: bool, delete: str | None,
-    yes: bool, as_json: bool,
+    model: str | None, models_file: str | None, by_fit: bool, memory: str | None, machine: str | None, installed: bool,
+    delete: str | None, yes: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """List models by name: size, licence, and how they would run on this machine.
 
@@ -63,12 +66,12 @@ def models(
         card = model_card(find_model(model, models_file))
         click.echo(json.dumps(card, ensure_ascii=False) if as_json else card_text(card))
         return
-    given = parse_size(memory) if memory else 0
-    kept = min(KEPT, given // 2)
-    room = int(((given - kept) or available_memory()) * (1 - SAFETY))
-    cache = next(place for place in (_cache(), *_cache().parents) if place.exists())
-    disk, disk_speed = shutil.disk_usage(cache).free, recall_reading(str(cache)).speed or DISK_SPEED
-    fits = [fit(entry, room, disk, disk_speed) for entry in all_models(models_file)]
+    if machine:
+        if memory:
+            raise UsageError("--memory goes without --machine, whose memory its description states")
+        fits, assumed = _on(machine, models_file)
+    else:
+        fits, assumed = _here(memory, models_file)
     if by_fit:
         fits.sort(key=lambda one: one.order)
     if as_json:
@@ -80,7 +83,7 @@ def models(
     for one in fits:
         entry = one.entry
         size = f"{one.target / 1e9:.1f} GB" + (f" + {one.draft / 1e9:.1f}" if one.draft else "")
-        here = "" if one.missing else "; is here"
+        here = "" if one.missing or not one.target else "; is here"
         what = ", ".join(filter(None, [entry.description, entry.license]))
         click.echo(f"{click.style(entry.name, bold=True)}  {what}")
         speed = f", about {two_digits(one.tokens_per_second)} tokens/s" if one.tokens_per_second else ""
@@ -88,13 +91,30 @@ def models(
         click.echo(f"    target  {entry.target}")
         if entry.draft:
             click.echo(f"    draft   {entry.draft}")
+    click.echo(assumed, err=True)
+
+
+def _here(memory: str | None, models_file: str | None) -> tuple[list[Fit], str]:
+    given = parse_size(memory) if memory else 0
+    kept = min(KEPT, given // 2)
+    room = int(((given - kept) or available_memory()) * (1 - SAFETY))
+    cache = next(place for place in (_cache(), *_cache().parents) if place.exists())
+    disk, disk_speed = shutil.disk_usage(cache).free, recall_reading(str(cache)).speed or DISK_SPEED
     system = f" ({kept / 1e9:.1f} more for the system and other programs)" if kept else ""
-    click.echo(
+    return [fit(entry, room, disk, disk_speed) for entry in all_models(models_file)], (
         f"assumed: {room / 1e9:.1f} GB of memory{system} and {disk / 1e9:.0f} GB of disk; plain decoding at "
         f"{MEMORY_SPEED / 1e9:.0f} GB/s of memory and {disk_speed / 1e9:.1f} GB/s of disk (mixtures of experts are "
-        "faster); edgespec doctor measures them",
-        err=True,
+        "faster); edgespec doctor measures them"
     )
+
+
+def _on(machine: str, models_file: str | None) -> tuple[list[Fit], str]:
+    from edgespec.machine.described import find_machine
+    from edgespec.measure.other_machine import COMPUTED, fit_elsewhere
+
+    called, described = find_machine(machine)
+    fits = [fit_elsewhere(entry, described) for entry in all_models(models_file)]
+    return fits, f"{called}: plain decoding, {COMPUTED}; edgespec doctor NAME --machine {machine} says more"
 
 
 def list_installed(as_json: bool) -> None:
@@ -179,6 +199,8 @@ def pull(names: tuple[str, ...], draft: bool, dry_run: bool, models_file: str | 
     """
     entries = [find_model(name, models_file) for name in names]
     for name, entry in zip(names, entries, strict=True):
+        if entry.target.startswith("shape:"):
+            local_path(entry.target)  # says why there is nothing to fetch
         if entry.target.startswith("file:"):
             path = entry.target[5:]
             if Path(path).exists():
@@ -198,6 +220,11 @@ def pull(names: tuple[str, ...], draft: bool, dry_run: bool, models_file: str | 
         click.echo(f"{missing / 1e9:8.2f} GB  in all")
         return
     fetch_all(listings)
+    if this_machine().platform == "darwin":
+        from edgespec.measure.other_machine import offer
+
+        for line in [line for name in names for line in offer(name, models_file=models_file).lines]:
+            click.echo(line, err=True)
 
 
 def sources_of(entries: Sequence[Entry], draft: bool) -> list[str]:

@@ -5,7 +5,7 @@ import select
 import signal
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from edgespec.cli.lend import lend
 from edgespec.cli.options import (
     DEFAULT_MODEL,
     DOCTOR_OPTIONS,
+    MACHINE_OPTION,
     MODEL_OPTIONS,
     MODELS_OPTION,
     NO_MEMORY_OPTION,
@@ -193,6 +194,7 @@ def run(
         result = conversation.continue_text(text) if raw else conversation.ask(text)
         if as_json:
             payload = {"text": result.text, "tokens": result.token_ids, "stats": result.stats.as_dict()}
+            payload["where"] = loaded.where.as_dict()
             click.echo(json.dumps(payload, ensure_ascii=False))
         else:
             show(last_lines(result, most), dim=True, err=True)
@@ -304,12 +306,26 @@ def _loaded(model: str, options: dict[str, Any]) -> Iterator[Model]:
     """Load a model, print its notes, and close it after the `with`."""
     extra = _planner_options(options)
     options["remember"] = not options.pop("no_memory_of_costs")
+    model, offered = _for_a_mac(model, options)
     with LoadingBar(model) as bar:
         loaded = load(model, progress=bar.update, say=bar.say, **options, **extra)
     with loaded:
-        for note in loaded.notes:
+        for note in (loaded.where.line, *offered, *loaded.notes):
             show(note, dim=True, err=True)
         yield loaded
+
+
+def _for_a_mac(model: str, options: dict[str, Any]) -> tuple[str, Sequence[str]]:
+    """The model to run, and lines for the user, where MLX may be faster."""
+    if this_machine().platform != "darwin" or options["backend"] or options["lenders"]:
+        return model, ()
+    from edgespec.measure.other_machine import offer
+
+    names = ("draft", "budget", "context_length", "memory", "kv_type", "models_file")
+    found = offer(model, **{name: options[name] for name in names})
+    if found.folder:
+        options["draft"] = options["draft"] or find_model(model, options["models_file"]).draft
+    return found.folder or model, found.lines
 
 
 @cli.command(
@@ -374,27 +390,40 @@ def serve(
 Examples:
   edgespec doctor big.gguf --draft small.gguf
   edgespec doctor big.gguf --memory 12G --json
-  edgespec doctor big-folder --backend mlx"""
+  edgespec doctor big-folder --backend mlx
+  edgespec doctor llama-3.3-70b --machine macbook-24   what it would do there; nothing is fetched or measured
+  edgespec doctor --describe > mine.yaml               this machine, for --machine mine.yaml elsewhere"""
 )
 @click.argument("model", default=DEFAULT_MODEL, shell_complete=complete_model)
 @click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: all that are installed]")
 @DOCTOR_OPTIONS
+@MACHINE_OPTION
+@click.option("--describe", is_flag=True, help="Only print this machine, in the form that --machine reads.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--forget-costs",
     is_flag=True,
     help=f"Only delete the measured pass times of all models. Runs with {remembered.OFF}=1 set measure none.",
 )
-def doctor(model: str, backend: str | None, as_json: bool, forget_costs: bool, **options: Any) -> None:
+def doctor(
+    model: str, backend: str | None, machine: str | None, describe: bool, as_json: bool, forget_costs: bool,
+    **options: Any,
+) -> None:  # fmt: skip
     """Predict how MODEL runs here: what stays in memory, what is streamed, how fast, and what limits it.
 
     Also find the row classes: batch sizes whose passes are bit-identical, so that a text does not depend on drafting.
 
     The disk is measured with direct reads of the model's file, the passes with the model itself: this takes about as
-    long as loading it.
+    long as loading it. With --machine nothing is measured: speeds are computed from those of the machine.
     """
     if forget_costs:
         click.echo(f"{remembered.forget()} measurements forgotten")
+        return
+    if describe:
+        _describe(model, options["models_file"])
+        return
+    if machine:
+        _doctor_elsewhere(model, machine, as_json, {"backend": backend, **options})
         return
     from edgespec.measure.doctor import as_dict, compare, diagnose, recommendation, report
 
@@ -405,8 +434,35 @@ def doctor(model: str, backend: str | None, as_json: bool, forget_costs: bool, *
         others = {"others": list(map(as_dict, found[1:]))} if found[1:] else {}
         click.echo(json.dumps(as_dict(found[0]) | others))
     else:
-        click.echo("\n\n".join(filter(None, [*map(report, found), recommendation(found)])))
+        lines = _for_a_mac(model, {"backend": backend, **options})[1]
+        click.echo("\n\n".join(filter(None, [*map(report, found), recommendation(found), *lines])))
     if found[0].cannot_run:
+        sys.exit(1)
+
+
+def _describe(model: str, models_file: str | None) -> None:
+    from edgespec.machine.described import describe
+    from edgespec.measure.other_machine import measured_operations
+
+    source = find_model(model, models_file).target
+    if is_folder(source):
+        raise UsageError(f"--describe measures with a pass of a GGUF file; {model} is a folder")
+    path = local_path(source, fetch=False)
+    machine = this_machine(path, find_engine("llamacpp").gpus(None))
+    click.echo(describe(machine, path, measured_operations(path)), nl=False)
+
+
+def _doctor_elsewhere(model: str, machine: str, as_json: bool, options: dict[str, Any]) -> None:
+    from edgespec.machine.described import find_machine
+    from edgespec.measure.other_machine import as_dict, predict, report
+
+    for name in ("backend", "lenders", "exact"):
+        if options.pop(name):
+            raise UsageError(f"--{name.removesuffix('s')} goes without --machine, which shows the engines that suit it")
+    called, described = find_machine(machine)
+    found = predict(model, described, called, **options)
+    click.echo(json.dumps(as_dict(found)) if as_json else report(found))
+    if found.found[0].cannot_run:
         sys.exit(1)
 
 

@@ -135,6 +135,11 @@ MODELS_OPTION = click.option("--models", "models_file", metavar="FILE", help="A 
 PLANNER_OPTION = click.option(
     "--planner", metavar="NAME", help=f"Where draft tokens come from: {', '.join(PLANNERS)}. [default: auto]"
 )
+MACHINE_OPTION = click.option(
+    "--machine",
+    metavar="NAME|FILE",
+    help="Another machine: a name of machines.yaml, such as macbook-24, or a file of `edgespec doctor --describe`.",
+)
 YES_OPTION = click.option("--yes", "-y", is_flag=True, help="Fetch missing files without asking.")
 DOCTOR_OPTIONS = _options(
     DRAFT_OPTION, MEMORY_OPTION, KV_TYPE_OPTION, EXACT_OPTION, LENDER_OPTION, BUDGET_OPTION, CONTEXT_OPTION,

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from edgespec.errors import ModelError, UsageError, check_whole
 from edgespec.loading.pair import open_backends, open_draft
-from edgespec.loop.backend import Backend, Vocab
+from edgespec.loop.backend import Backend, Placed, Vocab
 from edgespec.loop.engines import LoadOptions, choose_backend, load_vocab
 from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.machine.memory import in_bytes
@@ -47,6 +47,10 @@ class Remote:
     @property
     def name(self) -> str:
         return self.described.name
+
+    @property
+    def placed(self) -> Placed:
+        return self.described.placed or Placed(self.capabilities.layers)
 
     def close(self) -> None: ...
 

@@ -56,6 +56,33 @@ class Capabilities:
         return min(self.max_leaves, 1 + self.spare_leaves // sequences)
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Places of a model's layers.
+
+    Attributes:
+        layers: of the model.
+        device: that computes some of them; "": the processor computes all.
+        on_device: how many it computes.
+        streamed: how many do not stay where they are computed.
+    """
+
+    layers: int
+    device: str = ""
+    on_device: int = 0
+    streamed: int = 0
+
+
+@runtime_checkable
+class TellsPlaced(Protocol):
+    """
+    Attributes:
+        placed: see `Placed`.
+    """
+
+    placed: Placed
+
+
 class Vocab(Protocol):
     """A model's tokenizer.
 

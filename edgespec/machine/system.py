@@ -2,6 +2,7 @@ import ctypes
 import math
 import mmap
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -264,6 +265,14 @@ def compute_cores() -> int:
         if system.sysctlbyname(b"hw.perflevel0.physicalcpu", ctypes.byref(count), ctypes.byref(size), None, 0) == 0:
             return count.value
     return own_processors()
+
+
+def chip() -> str:
+    """Name of a Mac's processor, such as "Apple M4 Pro"; "" elsewhere."""
+    if sys.platform != "darwin":
+        return ""
+    found = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False)
+    return found.stdout.strip()
 
 
 def lower_priority() -> None:

@@ -21,6 +21,8 @@ class Gpu:
         free: memory that no program uses.
         used: memory that this program uses.
         limit: memory that it can use; 0: not known.
+        memory_speed, operations: as of a `Machine`.
+        link_speed: bytes per second from the machine's memory; 0: not known.
     """
 
     name: str
@@ -28,6 +30,9 @@ class Gpu:
     free: int
     used: int = 0
     limit: int = 0
+    memory_speed: float = 0.0
+    operations: float = 0.0
+    link_speed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,8 @@ class Machine:
         disk: how the model's disk is read.
         file_system: of the model's disk, such as "ext4"; "": not known.
         packages: of `PACKAGES`, those that are installed.
+        memory_speed: bytes per second in which passes read weights; 0: not known.
+        operations: floating-point operations per second in products with 4-bit weights; 0: not known.
     """
 
     platform: str
@@ -61,6 +68,8 @@ class Machine:
     disk: Reading = USUAL
     file_system: str = ""
     packages: tuple[str, ...] = PACKAGES
+    memory_speed: float = 0.0
+    operations: float = 0.0
 
 
 def this_machine(path: str | None = None, gpus: Sequence[Gpu] = ()) -> Machine:

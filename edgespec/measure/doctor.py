@@ -19,6 +19,7 @@ from edgespec.loading.draft_or_memory import Speeds, ways_of
 from edgespec.loading.exact import apply_row_class, check_choice, choose_way, line
 from edgespec.loading.pair import PairPlan, choose_budget, choose_context, load_draft
 from edgespec.loading.timed_pass import Pass, time_pass
+from edgespec.loading.where import Where, where
 from edgespec.loop.engines import (
     LoadOptions,
     TellsPlan,
@@ -56,6 +57,7 @@ class Diagnosis:
         plan: None: everything fits into memory.
         streams: True if every pass reads weights from a disk or over a bus.
         exact: the row classes that passes are kept to, in words.
+        where: what computes which layers; None if the model cannot run.
         passes: over one node up to a full tree; empty if the model cannot run.
         draft_seconds: to draft one full tree.
         notes: messages for the user.
@@ -75,6 +77,7 @@ class Diagnosis:
     plan: Plan | None = None
     streams: bool = False
     exact: str = ""
+    where: Where | None = None
     passes: Sequence[Pass] = ()
     draft_seconds: float = 0.0
     notes: Sequence[str] = ()
@@ -98,13 +101,13 @@ def tokens_per_second(diagnosis: Diagnosis) -> dict[str, float]:
         speeds = []
         for tree in trees:
             tokens = float(np.interp(log2(tree.nodes), (0, 3, 6), (1.0, *EXPECTED_TOKENS[name])))
-            share = _draft_passes(tree.nodes) / _draft_passes(trees[-1].nodes) if name == "specexec" else 0
+            share = draft_passes(tree.nodes) / draft_passes(trees[-1].nodes) if name == "specexec" else 0
             speeds.append(tokens / (tree.seconds + share * diagnosis.draft_seconds))
         expected[name] = max(speeds)
     return expected | {"auto": max(expected.values())}
 
 
-def _draft_passes(nodes: int) -> int:
+def draft_passes(nodes: int) -> int:
     return -(-2 * (nodes - 1) // BEAM)
 
 
@@ -244,6 +247,7 @@ def _try(
         found.exact = "off" if exact == "off" else line(groups, limits.exact, limits.paths)
         if kept := backend.computing.get("kv_type"):
             found.exact += f"; keys and values: {kept}"
+        found.where = where(backend)
         found.plan = backend.plan if isinstance(backend, TellsPlan) else None
         # Only a loaded model knows if experts are left to the page cache.
         later = [one for one in backend.notes if plan.notes is None or one.startswith("experts are left")]
@@ -254,7 +258,7 @@ def _try(
         passes = [time_pass(backend, n) for n in (1, *between, nodes)]
     for draft in drafts:
         with closing(load_draft(engine, draft, options.for_draft())) as backend:
-            found.draft_seconds = time_pass(backend, BEAM).seconds * _draft_passes(nodes)
+            found.draft_seconds = time_pass(backend, BEAM).seconds * draft_passes(nodes)
     found.passes = passes
 
 
@@ -292,7 +296,9 @@ def report(diagnosis: Diagnosis) -> str:
         lines.insert(2, ("draft", f"{format_size(diagnosis.draft_size)}, stays in memory"))
     if diagnosis.cannot_run:
         lines.append(("result", f"this cannot run, because {diagnosis.cannot_run}"))
-        return _aligned(lines)
+        return aligned(lines)
+    if diagnosis.where:
+        lines.append(("computes", diagnosis.where.line))
     plan = diagnosis.plan
     if plan is None:
         fits = "everything fits into memory; nothing is streamed"
@@ -332,7 +338,7 @@ def report(diagnosis: Diagnosis) -> str:
         lines.append(("draft or memory", ways_line(both)))
     lines += [("remembered", text) for text in map(learned_line, diagnosis.remembered) if text]
     lines += [("note", note) for note in diagnosis.notes]
-    return _aligned(lines)
+    return aligned(lines)
 
 
 def ways_line(speeds: Speeds) -> str:
@@ -363,7 +369,7 @@ def learned_line(found: dict[str, Any]) -> str:
     return "; ".join([*parts, ", ".join(filter(None, [age(found), measured]))])
 
 
-def _aligned(lines: list[tuple[str, str]]) -> str:
+def aligned(lines: list[tuple[str, str]]) -> str:
     width = max(len(name) for name, _ in lines) + 2
     return "\n".join(f"{name:{width}}{text}" for name, text in lines)
 
@@ -383,4 +389,5 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         asdict(one) | {"limit": one.limit, "predicted": predicted_seconds(diagnosis, one)} for one in diagnosis.passes
     ]
     found["tokens_per_second"] = tokens_per_second(diagnosis)
+    found["where"] = diagnosis.where and diagnosis.where.as_dict()
     return found

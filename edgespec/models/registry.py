@@ -15,7 +15,7 @@ from edgespec.machine.files import config_folder
 from edgespec.models import hub
 
 BUILT_IN = Path(__file__).parent.parent / "models.yaml"
-SCHEMES = ("package:", "file:", "hf:")
+SCHEMES = ("package:", "file:", "hf:", "shape:")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w.-]+)?(:[\w.-]+)?")  # OWNER/REPOSITORY[@REVISION][:TYPE]
 # With OWNER, REPOSITORY and FILE where it may be a page of the hub.
@@ -50,7 +50,7 @@ class Defaults(BaseModel):
 class FileFacts(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    bytes: int = Field(gt=0)  # all parts of a split GGUF together
+    bytes: int = Field(default=0, ge=0)  # all parts of a split GGUF together; 0: not known
     sha256: list[Digest] = []
     shape: dict[str, Any] = {}  # see `models/shapes.py`
 
@@ -186,6 +186,8 @@ def is_folder(source: str) -> bool:
     """
     if source.startswith("hf:"):
         return hub.parse(source.removeprefix("hf:")).is_folder
+    if source.startswith("shape:"):
+        return False
     path = Path(local_path(source))
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError(f"{path}: has no config.json, so it is not a model folder")
@@ -213,6 +215,10 @@ def local_path(
         return rest
     if scheme == "package":
         return _package_file(rest)
+    if scheme == "shape":
+        raise ModelError(
+            f"{rest}: only the shape of this model is known, for edgespec doctor --machine; to run it, name its file"
+        )
     found = hub.parse(rest)
     if found.is_folder and not weights:
         return hub.tokenizer_of(found, fetch)

@@ -130,6 +130,7 @@ async def health(http: HttpRequest) -> Response:
         "status": "stopping" if service.stopping else "ok",
         "model": service.name,
         "engine": target.name,
+        "where": service.model.where.as_dict(),
         "planner": service.model.planners[0].name,
         "exact": exact.name if exact else None,
         "streams": target.capabilities.streams,

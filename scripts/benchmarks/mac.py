@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,15 @@ from edgespec.backends.mlx.streaming import SlotStore
 
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Work
+from edgespec.loop.engines import load_at_once
+from edgespec.machine.measurements import remember
+from edgespec.machine.this_machine import this_machine
+from edgespec.measure.other_machine import about_engines
 from edgespec.weights.plan import make_plan
 
 Say = Callable[[str], None]
 NODES = (1, 16, 64)
+LARGE = 10**9  # bytes of a model whose times say something about models larger than memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,27 @@ def pass_times(folder: Path, share: float, nodes: Sequence[int]) -> list[Found]:
             text = f"{made.seconds:.3f} s, {waited}; in memory {quick[count]:.3f} s"
             found.append(Found(f"{folder.name}, pass over {count} nodes", None, text))
     return found
+
+
+def compare_engines(source: str, folder: Path, share: float, nodes: int = 64) -> list[Found]:
+    """Time a streamed pass of a GGUF and of a folder made of it; `edgespec run` offers the faster engine by it."""
+    from edgespec.backends.llamacpp.context import ContextSize
+    from edgespec.backends.llamacpp.engine import engine as llamacpp
+    from edgespec.backends.llamacpp.memory.planning import memory_needs
+
+    size, machine = Path(source).stat().st_size, this_machine(source, llamacpp.gpus(None))
+    memory = memory_needs(source, ContextSize(1024, nodes, 1, nodes + 1), machine) + int(share * size)
+    options = {"context_length": 1024, "budget": nodes, "memory": memory}
+    with closing(load_at_once(llamacpp, source, machine, **options)) as backend:
+        seconds = {"llamacpp": time_pass(backend, nodes).seconds}
+    with streamed(folder, share) as backend:
+        seconds["mlx"] = time_pass(backend, nodes).seconds
+    large = size >= LARGE
+    if large:
+        remember(about_engines(), seconds)
+    kept = "remembered" if large else f"not remembered, for the model is below {LARGE / 1e9:.0f} GB"
+    times = ", ".join(f"{name} {one:.3f} s" for name, one in seconds.items())
+    return [Found(f"streamed pass over {nodes} nodes by engine", None, f"{times}; {kept}")]
 
 
 def check_devices() -> list[Found]:

@@ -32,7 +32,7 @@ class Host:
         model.computing = {**model.computing, "lenders": self._lenders}
         self._model = model
         model.stop.lie_in(self._flag)
-        return Facts(model.capabilities, list(model.notes), model.build, model.computing, model.plan)
+        return Facts(model.capabilities, list(model.notes), model.build, model.computing, model.plan, model.placed)
 
     def open(self) -> int:
         return self._number(self._model.open())

@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 
 from edgespec.errors import Closed, ModelError, UsageError
-from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
+from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import LoadOptions, Progress
 from edgespec.loop.sampling import Float32Array, IdArray, Scores
 from edgespec.loop.session_files import content_of, identity_of
@@ -45,6 +45,7 @@ class Facts:
     build: str
     computing: Mapping[str, str | int | None]
     plan: Any
+    placed: Placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class ChildBackend:
         self.child = child
         self.capabilities, self.build, self.computing = facts.capabilities, facts.build, facts.computing
         self.notes: Sequence[str] = facts.notes
-        self.plan = facts.plan
+        self.plan, self.placed = facts.plan, facts.placed
         self.wait_seconds = 0.0
 
     def open(self) -> "ChildSession":

@@ -228,7 +228,7 @@ class MemoryPlanner:
         most = (plans[0].read_bytes if plans[0] else 0) * (1 + CHUNK_SHARE)
         best = max(i for i, plan in enumerate(plans) if plan is None or plan.read_bytes <= most)
         if not most:
-            best = min(best, sizes.index(size))
+            best = min(best, max(i for i, one in enumerate(sizes) if i == 0 or one.chunk <= size.chunk))
         plan, notes = plans[best], list[str]()
         if self.memory is not None and self.memory > free:
             notes.append(f"{format_size(self.memory)} of memory are asked for, but only {format_size(free)} are free")

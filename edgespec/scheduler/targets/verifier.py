@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from edgespec.errors import Interrupted
-from edgespec.loop.backend import Backend, Capabilities, Logits, Work
+from edgespec.loop.backend import Backend, Capabilities, Logits, Placed, TellsPlaced, Work
 from edgespec.loop.passes import common_prefix, most_nodes, prefill
 from edgespec.loop.sampling import Noise, SamplingParams, sample
 from edgespec.loop.tree import IntArray, chain_of
@@ -64,6 +64,7 @@ class Described:
     capabilities: Capabilities
     computing: tuple[tuple[str, str | int | None], ...]
     notes: tuple[str, ...]
+    placed: Placed | None = None
 
 
 class Verifier:
@@ -151,8 +152,9 @@ def describe(spec: Spec) -> Described:
     """Load this thread's copy; errors as for `Spec.open`."""
     target = verifier_of(spec).target
     return Described(
-        target.name, target.build, target.capabilities, tuple(sorted(target.computing.items())), tuple(target.notes)
-    )
+        target.name, target.build, target.capabilities, tuple(sorted(target.computing.items())), tuple(target.notes),
+        target.placed if isinstance(target, TellsPlaced) else None,
+    )  # fmt: skip
 
 
 def verify(spec: Spec, task: Task) -> list[int] | None:

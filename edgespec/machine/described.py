@@ -1,0 +1,184 @@
+"""Computers as YAML: machines.yaml has common ones by name, and `edgespec doctor --describe` writes this one."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from edgespec.errors import EdgespecError, UsageError, no_such
+from edgespec.machine.disk import Reading, disk_speed
+from edgespec.machine.memory import parse_size
+from edgespec.machine.this_machine import Gpu, Machine, this_machine
+
+BUILT_IN = Path(__file__).parent.parent / "machines.yaml"
+SIZES = ("memory", "free", "used", "limit")
+MORE = ("name", "description", "chip", "sources")  # keys of an entry that `Machine` has not
+PARTS: Mapping[str, type] = {"gpus": Gpu, "disk": Reading}
+MEASURED = 1 << 28  # bytes
+ROUNDS = 5
+
+
+def find_machine(name: str) -> tuple[str, Machine]:
+    """
+    Args:
+        name: of machines.yaml, or the path of a file of `describe`.
+
+    Returns:
+        What the machine is called, and the machine.
+
+    Raises:
+        UsageError: there is none, or the file is wrong.
+    """
+    known = {str(entry.get("name")): entry for entry in _entries(BUILT_IN)}
+    if name in known:
+        return _called(known[name]), _machine(known[name], f"{name} of machines.yaml")
+    if not Path(name).is_file():
+        hint = no_such("machine", name, sorted(known))
+        raise UsageError(f"{hint} A file of `edgespec doctor --describe` is one, too.")
+    found = _entries(Path(name))
+    if len(found) != 1:
+        raise UsageError(f"{name}: has {len(found)} machines, but must have one")
+    return _called(found[0]), _machine(found[0], name)
+
+
+def machine_names() -> list[str]:
+    return [str(entry["name"]) for entry in _entries(BUILT_IN)]
+
+
+def with_speeds(machine: Machine, chip: str) -> Machine:
+    """A copy with the speeds of the same chip in machines.yaml where its own are not known."""
+    known = [_machine(entry, str(BUILT_IN)) for entry in _entries(BUILT_IN) if chip and entry.get("chip") == chip]
+    if not known:
+        return machine
+    like = min(known, key=lambda one: abs(one.memory - machine.memory))
+    speed = machine.disk.speed or like.disk.speed
+    gpus = [
+        replace(gpu, memory_speed=gpu.memory_speed or other.memory_speed, operations=gpu.operations or other.operations)
+        for gpu, other in zip(machine.gpus, like.gpus, strict=False)
+    ]
+    return replace(
+        machine, memory_speed=machine.memory_speed or like.memory_speed, gpus=tuple(gpus),
+        operations=machine.operations or like.operations, disk=replace(machine.disk, speed=speed),
+    )  # fmt: skip
+
+
+def _called(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("description") or entry.get("name") or "a machine")
+
+
+def _entries(path: Path) -> list[Any]:
+    try:
+        found = yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: is not UTF-8 text") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise UsageError(f"{path}{where}: is not YAML: {getattr(error, 'problem', None) or error}") from error
+    entries = found.get("machines") if isinstance(found, dict) else None
+    if not isinstance(entries, list):
+        raise UsageError(
+            f"{path}: must be a mapping with the key machines, a list, as edgespec doctor --describe writes it"
+        )
+    return entries
+
+
+def _machine(entry: Any, where: str) -> Machine:
+    """
+    Raises:
+        UsageError: a key is unknown or missing, or a value is wrong; `where` is named.
+    """
+    if not isinstance(entry, dict):
+        raise UsageError(f"{where}: a machine is {entry!r}, but must be a mapping")
+    values = _checked({key: value for key, value in entry.items() if key not in MORE}, Machine, where)
+    try:
+        machine = TypeAdapter(Machine).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UsageError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    if machine.free > machine.memory:
+        raise UsageError(f"{where}: free is {machine.free}, but memory only {machine.memory}")
+    return machine
+
+
+def _checked(values: Any, kind: type, where: str) -> Any:
+    """A mapping for `kind` with sizes in bytes."""
+    if not isinstance(values, dict):
+        raise UsageError(f"{where}: {values!r} must be a mapping with keys of {', '.join(_names(kind))}")
+    found = {}
+    for key, value in values.items():
+        if key not in _names(kind):
+            raise UsageError(f"{where}: {no_such('key', str(key), _names(kind))}")
+        if key in SIZES and isinstance(value, str):
+            try:
+                value = parse_size(value)
+            except UsageError as error:
+                raise UsageError(f"{where}: {key}: {error}") from error
+        if isinstance(value, int | float) and not value >= 0:
+            raise UsageError(f"{where}: {key} is {value}, but must not be below 0")
+        if key in PARTS:
+            parts = value if key == "gpus" and isinstance(value, list) else [value]
+            parts = [_checked(part, PARTS[key], f"{where}: {key}") for part in parts]
+            value = parts if key == "gpus" else parts[0]
+        found[key] = value
+    return found
+
+
+def _names(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def describe(machine: Machine, path: str, operations: float) -> str:
+    """
+    Args:
+        machine: this one.
+        path: of a model's file, on the disk to measure where its speed is not remembered.
+        operations: measured floating-point operations per second.
+
+    Returns:
+        It in the form of machines.yaml, with measured speeds.
+    """
+    try:
+        speed = machine.disk.speed or disk_speed(path)
+    except EdgespecError:  # this system cannot read past its cache
+        speed = 0.0
+    machine = replace(
+        machine, disk=replace(machine.disk, speed=float(round(speed))), memory_speed=float(round(_memory_speed())),
+        operations=float(round(operations)),
+    )  # fmt: skip
+    values: dict[str, Any] = {"name": "mine", "description": f"measured here: {machine.cores} cores"}
+    values |= {name: value for name, value in asdict(machine).items() if name != "used"}
+    values["packages"] = list(machine.packages)
+    values["gpus"] = [asdict(gpu) for gpu in machine.gpus]
+    values["sources"] = {
+        "memory_speed": "sums over an array, measured",
+        "operations": "a pass of MODEL over 64 tokens, measured",
+        "gpus": "memory_speed, operations and link_speed are not measured: 0 is not known",
+    }
+    return yaml.safe_dump({"machines": [values]}, sort_keys=False, allow_unicode=True)
+
+
+def _memory_speed() -> float:
+    """Bytes per second in which this process reads memory, with one thread a core."""
+    cores = this_machine().cores
+    parts = np.array_split(np.ones(MEASURED // 8), cores)
+    with ThreadPoolExecutor(cores) as pool:
+        return MEASURED / _shortest(lambda: list(pool.map(np.max, parts)))
+
+
+def _shortest(work: Callable[[], Any]) -> float:
+    """Seconds of the shortest of `ROUNDS` runs: other programs only slow them."""
+    seconds = []
+    for _ in range(ROUNDS):
+        started = perf_counter()
+        work()
+        seconds.append(perf_counter() - started)
+    return min(seconds)

@@ -1,0 +1,589 @@
+"""A model on a machine that is not here: its engines' plans, and passes computed from the speeds of the machine.
+
+No pass is made. A pass takes the longer of computing and reading; computing takes the longer of reading weights from
+memory and of its operations, device by device.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
+from edgespec.loading.pair import choose_budget, choose_context
+from edgespec.loading.timed_pass import Pass, time_pass
+from edgespec.loading.where import Where
+from edgespec.loop.backend import Placed
+from edgespec.loop.engines import LoadOptions, find_engine, load_at_once
+from edgespec.machine.described import with_speeds
+from edgespec.machine.measurements import machine as remembered_machine
+from edgespec.machine.measurements import recall
+from edgespec.machine.memory import format_size
+from edgespec.machine.system import chip
+from edgespec.machine.this_machine import Gpu, Machine, this_machine
+from edgespec.measure.doctor import (
+    BEAM,
+    SIZES,
+    SIZES_OF_MIXTURES,
+    Diagnosis,
+    aligned,
+    draft_passes,
+    tokens_per_second,
+)
+from edgespec.models.fit import Fit
+from edgespec.models.gguf_header import own_values
+from edgespec.models.registry import Entry, find_model, is_folder, local_path
+from edgespec.models.shapes import BLOCKS, file_of
+from edgespec.weights.plan import (
+    EXPERTS,
+    MARGIN,
+    SAFETY,
+    Plan,
+    Tensor,
+    divide,
+    layer_of,
+    layers_on_gpu,
+    make_plan,
+    places,
+    two_digits,
+)
+from edgespec.weights.wired import CACHE_SHARE, free_memory, gpu_limit
+
+OF_BLOCKS = {number: (weights, size) for number, weights, size in BLOCKS.values()}
+FOUR_BITS = 4.5 / 8  # bytes of a weight with 4 bits in groups of 64, and scales
+WORKSPACE = 1 << 29  # bytes of a card's memory for libraries, as in the engine for PyTorch
+ROWS = 512  # tokens of a prompt in a pass
+ROWS_TIMED = 64
+FASTER = 1.1  # speed-up from which on another engine is offered
+COMPUTED = "computed, not measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Weights that one device reads in a pass, of which experts only in part.
+
+    Attributes:
+        size, experts_size: bytes.
+        weights, experts: numbers.
+    """
+
+    size: float = 0.0
+    weights: float = 0.0
+    experts_size: float = 0.0
+    experts: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """
+    Attributes:
+        name: of the device, for messages.
+        memory: bytes per second.
+        operations: per second.
+    """
+
+    name: str
+    memory: float
+    operations: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Prediction:
+    """One engine with a model on a machine; sizes in bytes.
+
+    Attributes:
+        where: what computes where.
+        why: this engine.
+        stays: bytes in the machine's memory and on its devices.
+        streamed: bytes read from disk in every pass, without experts.
+        copied: bytes copied to a card in every pass.
+        passes: computed.
+        draft_seconds: to draft one full tree.
+        cannot_run: the reason, or "".
+        unknown: speeds that the machine's description lacks.
+        tokens_per_second: by planner.
+    """
+
+    where: Where
+    why: str
+    stays: float = 0.0
+    streamed: float = 0.0
+    copied: float = 0.0
+    passes: Sequence[Pass] = ()
+    draft_seconds: float = 0.0
+    cannot_run: str = ""
+    unknown: Sequence[str] = ()
+    tokens_per_second: Mapping[str, float] = ()  # type: ignore[assignment]
+
+    @property
+    def on_device(self) -> int:
+        return self.where.placed.on_device if self.where.placed else 0
+
+    @property
+    def best(self) -> float:
+        return max(dict(self.tokens_per_second).values(), default=0.0)
+
+
+@dataclass(slots=True, kw_only=True)
+class Elsewhere:
+    """Findings of `predict`: the engine that would run first, then others.
+
+    Attributes:
+        target: what the user calls it.
+        machine: what it is called.
+        described: the machine.
+        size, draft_size: bytes of weights.
+        here: False: from the published shape.
+        found: one for each engine.
+    """
+
+    target: str
+    machine: str
+    described: Machine
+    size: int
+    draft_size: int
+    here: bool
+    found: Sequence[Prediction]
+
+
+@contextmanager
+def files_of(entry: Entry, source: str) -> Iterator[str]:
+    """Path of a GGUF: the one that is here, else one made of its published shape.
+
+    Raises:
+        UsageError: it is a folder.
+        ModelError: it is neither here nor has a shape.
+    """
+    facts = entry.files.get(source)
+    try:
+        if is_folder(source):
+            raise UsageError(f"{source.partition(':')[2]} is a folder; --machine looks at GGUF files")
+        path = local_path(source, fetch=False)
+    except UsageError:
+        raise
+    except EdgespecError as error:
+        if not (facts and facts.shape):
+            raise ModelError(f"{entry.name}: is not here, and models.yaml has no shape of it ({error})") from error
+        with file_of(facts.shape) as made:
+            yield made
+        return
+    yield path
+
+
+def predict(
+    target: str | Entry,
+    machine: Machine,
+    called: str,
+    *,
+    draft: str | None = None,
+    budget: int | None = None,
+    context_length: int | None = None,
+    memory: str | int | None = None,
+    kv_type: str | None = None,
+    models_file: str | None = None,
+) -> Elsewhere:
+    """Compute how a model would run on a machine.
+
+    Args:
+        target: as for `edgespec.load`, or its entry.
+        machine: described.
+        called: its name.
+        draft: as for `edgespec.load`.
+        budget: most draft tokens per pass.
+        context_length: most tokens of text.
+        memory: as for `edgespec.load`.
+        kv_type: as for `edgespec.load`.
+        models_file: a models.yaml besides the built-in one.
+
+    Raises:
+        EdgespecError: a file is missing or damaged, or a value out of range.
+    """
+    entry = find_model(target, models_file) if isinstance(target, str) else target
+    other = find_model(draft, models_file) if draft else entry
+    with ExitStack() as files:
+        path = files.enter_context(files_of(entry, entry.target))
+        drafts = (
+            [files.enter_context(files_of(other, source))] if (source := other.target if draft else entry.draft) else []
+        )
+        options = LoadOptions(
+            context_length=choose_context(context_length, entry), budget=choose_budget(budget, entry), memory=memory,
+            kv_type=kv_type, draft_files=tuple(drafts),
+        )  # fmt: skip
+        model, small = Weights(path), [Weights(one) for one in drafts]
+        found = [_llamacpp(model, small, options, machine)]
+        streams = found[0].streamed > 0 or found[0].cannot_run
+        if not model.experts:
+            if machine.platform == "darwin" and streams:
+                found.append(_mlx(model, small, options, machine))
+            elif _card(machine) and found[0].on_device < model.layers:
+                found.append(_torch(model, small, options, machine))
+    return Elsewhere(
+        target=entry.name, machine=called, described=machine, size=model.size,
+        draft_size=sum(one.size for one in small), here=local_or_none(entry) is not None, found=found,
+    )  # fmt: skip
+
+
+def local_or_none(entry: Entry) -> str | None:
+    try:
+        return local_path(entry.target, fetch=False)
+    except EdgespecError:
+        return None
+
+
+class Weights:
+    """Tensors of a GGUF, and what a pass reads of them."""
+
+    def __init__(self, path: str) -> None:
+        """
+        Raises:
+            ModelError: it cannot be read.
+        """
+        self.path = path
+        files = import_module("edgespec.backends.llamacpp.ggml.files")
+        self.tensors: list[Tensor] = files.loaded_tensors(path)
+        self.values = own_values(path)
+        self.layers = 1 + max(map(layer_of, self.tensors))
+        self.size = sum(tensor.size for tensor in self.tensors)
+        # Of others a token needs one row.
+        self.read = {tensor.name for place, tensor in places(self.tensors, self.layers) if place >= 0}
+        count, used = (int(self.values.get(f"expert_{name}", 0)) for name in ("count", "used_count"))
+        self.experts = (count, used) if count else None
+
+    def numbers(self, tensor: Tensor) -> float:
+        weights, size = OF_BLOCKS.get(tensor.type, (32, 18))
+        return tensor.size / size * weights
+
+    def part(self, tensors: Sequence[Tensor], bits: float | None = None) -> Part:
+        """
+        Args:
+            tensors: of these.
+            bits: bytes of a weight; None: as in the file.
+        """
+        read = [tensor for tensor in tensors if tensor.name in self.read]
+        sums = [0.0, 0.0, 0.0, 0.0]
+        for tensor in read:
+            at = 2 if EXPERTS.search(tensor.name) else 0
+            sums[at] += self.numbers(tensor) * bits if bits else tensor.size
+            sums[at + 1] += self.numbers(tensor)
+        return Part(*sums)
+
+    def cells(self, context_length: int) -> int:
+        """Bytes of keys and values of a context in 16 bits."""
+        values = self.values
+        heads = int(values.get("attention.head_count_kv") or values["attention.head_count"])
+        width = int(values["embedding_length"]) // int(values["attention.head_count"])
+        length = int(values.get("attention.key_length", width)) + int(values.get("attention.value_length", width))
+        return 2 * self.layers * heads * length * (context_length or int(values.get("context_length", 0)))
+
+    def used(self, nodes: int) -> float:
+        """Share of a layer's experts that a pass over `nodes` tokens is expected to choose."""
+        if not self.experts:
+            return 1.0
+        count, used = self.experts
+        return float(1 - (1 - used / count) ** nodes)
+
+    def seconds(self, part: Part, nodes: int, speeds: Speeds) -> float:
+        if not part.weights and not part.experts:
+            return 0.0
+        active = self.experts[1] / self.experts[0] if self.experts else 1.0
+        read = part.size + self.used(nodes) * part.experts_size
+        return max(read / speeds.memory, 2 * nodes * (part.weights + active * part.experts) / speeds.operations)
+
+
+def _processor(machine: Machine) -> Speeds:
+    return Speeds("the processor", machine.memory_speed, machine.operations)
+
+
+def _gpu(gpu: Gpu) -> Speeds:
+    return Speeds(gpu.name, gpu.memory_speed, gpu.operations)
+
+
+def _card(machine: Machine) -> Gpu | None:
+    return next((gpu for gpu in machine.gpus if not gpu.shared), None)
+
+
+def _predict(
+    made: Prediction,
+    model: Weights,
+    parts: Sequence[tuple[Part, Speeds]],
+    reads: Sequence[tuple[str, float, float]],
+    missing: float,
+    draft: Sequence[tuple[Weights, Part, Speeds]],
+    budget: int,
+) -> Prediction:
+    """Add passes and tokens per second.
+
+    Args:
+        made: without them.
+        model: the target.
+        parts: with the device that reads each.
+        reads: (name of the speed, bytes of each pass, bytes per second), while the devices compute.
+        missing: bytes of all experts that are not in memory; the last of `reads` reads those used.
+        draft: its parts.
+        budget: most draft tokens per pass.
+    """
+    needed = {
+        f"{one.name}: memory_speed and operations": one.memory * one.operations for part, one in parts if part.weights
+    }
+    needed |= {name: speed for name, size, speed in reads if size or missing}
+    made.unknown = [name for name, speed in needed.items() if not speed]
+    if made.unknown:
+        return made
+
+    def timed(nodes: int) -> Pass:
+        computing = sum(model.seconds(part, nodes, speeds) for part, speeds in parts)
+        used = model.used(nodes) * missing
+        sizes = [size + used * (i == len(reads) - 1) for i, (_, size, _) in enumerate(reads)]
+        reading = max((size / speed for size, (_, _, speed) in zip(sizes, reads, strict=True) if size), default=0.0)
+        return Pass(nodes, max(computing, reading), max(0.0, reading - computing), read=int(used))
+
+    between = SIZES_OF_MIXTURES if model.experts else SIZES
+    made.passes = [timed(nodes) for nodes in (1, *(n for n in between if n <= budget), budget + 1)]
+    made.draft_seconds = sum(one.seconds(part, BEAM, speeds) for one, part, speeds in draft) * draft_passes(budget + 1)
+    made.tokens_per_second = tokens_per_second(
+        Diagnosis("", 0, "", 0, int(bool(draft)), 0.0, passes=made.passes, draft_seconds=made.draft_seconds)
+    )
+    return made
+
+
+def _llamacpp(model: Weights, small: Sequence[Weights], options: LoadOptions, machine: Machine) -> Prediction:
+    where = Where(engine="llamacpp", placed=Placed(model.layers))
+    engine = find_engine("llamacpp")
+    made = Prediction(where=where, why="the model is a GGUF file")
+    try:
+        plan: Any = engine.plan(model.path, options, machine)
+    except NoRoom as error:
+        made.cannot_run = str(error)
+        return made
+    weights: Plan | None = plan.weights
+    on_device = layers_on_gpu(plan.gpu_layers, model.layers)
+    way = plan.ways[-1]
+    here, there = divide(model.tensors, plan.gpu_layers, str(way.get("kept_off", "")).encode().split())
+    device = next(iter(machine.gpus), None) if on_device else None
+    streamed = len(weights.streamed) if weights else 0
+    made.where = Where(
+        engine="llamacpp", placed=Placed(model.layers, device.name if device else "", on_device, streamed),
+        exact=not on_device and not _has_states(model),
+    )  # fmt: skip
+    made.streamed = weights.streamed_bytes if weights else 0
+    missing = 0.0
+    if weights and weights.cached:
+        left = weights.memory - weights.needed - weights.pinned_bytes - weights.slots * weights.slot_bytes
+        chosen = weights.experts and weights.slots_of_experts >= 0  # else the page cache has what is left
+        kept = weights.slots_of_experts / weights.experts if chosen else left / weights.cached_bytes
+        missing = weights.cached_bytes * (1 - min(1.0, max(0.0, kept)))
+    made.stays = model.size - made.streamed - missing - (weights.looked_up_bytes if weights else 0)
+    parts = [(model.part(here), _processor(machine))] + ([(model.part(there), _gpu(device))] if device else [])
+    with_gpu = [one for one in machine.gpus[:1] if device or not one.shared or not made.streamed]
+    on = _gpu(with_gpu[0]) if with_gpu else _processor(machine)
+    draft = [(one, one.part(one.tensors), on) for one in small]
+    return _predict(
+        made, model, parts, [("disk: speed", made.streamed, machine.disk.speed)], missing, draft, options.budget
+    )
+
+
+def _has_states(model: Weights) -> bool:
+    return any(name.startswith("ssm.") for name in model.values)
+
+
+def _mlx(model: Weights, small: Sequence[Weights], options: LoadOptions, machine: Machine) -> Prediction:
+    """A folder with the same weights in 4 bits: all layers are computed by the GPU, streamed or not."""
+    gpu = next(iter(machine.gpus), None)
+    made = Prediction(
+        where=Where(engine="mlx", placed=Placed(model.layers, gpu.name if gpu else "", model.layers)),
+        why="a folder in 4 bits, whose streamed layers the GPU computes, too",
+    )
+    if gpu is None:
+        made.cannot_run = "the machine's description has no GPU"
+        return made
+    tensors = [replace(tensor, size=int(model.numbers(tensor) * FOUR_BITS)) for tensor in model.tensors]
+    drafts = sum(sum(one.numbers(tensor) for tensor in one.tensors) * FOUR_BITS for one in small)
+    cells = sum(one.cells(options.context_length + ROWS) for one in (model, *small))
+    needed = int(MARGIN + drafts + cells + gpu_limit(machine.gpus) // CACHE_SHARE)
+    try:
+        plan = make_plan(tensors, int(free_memory(machine) * (1 - SAFETY)), needed, page=1, whole=True)
+    except NoRoom as error:
+        made.cannot_run = str(error)
+        return made
+    made.streamed = plan.streamed_bytes if plan else 0
+    made.where = replace(
+        made.where, placed=Placed(model.layers, gpu.name, model.layers, len(plan.streamed) if plan else 0)
+    )
+    made.stays = sum(tensor.size for tensor in tensors) - made.streamed
+    draft = [(one, one.part(one.tensors, FOUR_BITS), _gpu(gpu)) for one in small]
+    parts = [(model.part(model.tensors, FOUR_BITS), _gpu(gpu))]
+    return _predict(made, model, parts, [("disk: speed", made.streamed, machine.disk.speed)], 0, draft, options.budget)
+
+
+def _torch(model: Weights, small: Sequence[Weights], options: LoadOptions, machine: Machine) -> Prediction:
+    """A folder whose layers are brought to 4 bits (nf4): the card computes all, and gets the others in every pass."""
+    gpu = _card(machine)
+    assert gpu is not None
+    inside = [tensor for tensor in model.tensors if layer_of(tensor) >= 0]
+    outside = sum(2 * model.numbers(tensor) for tensor in model.tensors if layer_of(tensor) < 0)
+    drafts = sum(2 * sum(map(one.numbers, one.tensors)) for one in small)
+    cells = sum(one.cells(options.context_length + ROWS) for one in (model, *small))
+    layers = model.part(inside, FOUR_BITS).size
+    layer = layers / model.layers
+    room = gpu.free * (1 - SAFETY) - WORKSPACE - outside - drafts - cells
+    kept = max(0, min(model.layers, int(room // layer)))
+    kept = kept if kept == model.layers else max(0, kept - 2)  # two buffers
+    made = Prediction(
+        where=Where(engine="torch", placed=Placed(model.layers, gpu.name, model.layers, model.layers - kept)),
+        why="a folder with --dtype nf4, whose layers the card computes wherever they lie",
+        copied=layers - kept * layer,
+    )  # fmt: skip
+    if room < 2 * layer:
+        made.cannot_run = f"{gpu.name} has no room for two layers besides embeddings and draft"
+        return made
+    host = machine.free * (1 - SAFETY) - MARGIN
+    made.streamed = max(0.0, made.copied - host)
+    made.stays = layers - made.streamed + outside
+    draft = [(one, one.part(one.tensors, 2.0), _gpu(gpu)) for one in small]
+    parts = [(model.part(inside, FOUR_BITS), _gpu(gpu)), (Part(outside / 2, outside / 4), _gpu(gpu))]
+    reads = [
+        (f"{gpu.name}: link_speed", made.copied, gpu.link_speed),
+        ("disk: speed", made.streamed, machine.disk.speed),
+    ]
+    return _predict(made, model, parts, reads, 0, draft, options.budget)
+
+
+def report(one: Elsewhere) -> str:
+    machine = one.described
+    source = "" if one.here else ", by its published shape"
+    lines = [
+        ("model", f"{one.target}, {format_size(one.size)}{source}"),
+        ("machine", f"{one.machine}: {format_size(machine.free)} of {format_size(machine.memory)} are free"),
+    ]
+    if one.draft_size:
+        lines.insert(1, ("draft", f"{format_size(one.draft_size)}, stays in memory"))
+    for made in one.found:
+        lines += _lines(made)
+    if advice := faster(one.found):
+        lines.append(("advice", advice))
+    return aligned(lines)
+
+
+def _lines(made: Prediction) -> list[tuple[str, str]]:
+    lines = [("engine", f"{made.where.engine}: {made.why}")]
+    if made.cannot_run:
+        return [*lines, ("  result", f"this cannot run, because {made.cannot_run}")]
+    lines.append(("  computes", made.where.line))
+    reads = [f"{format_size(made.copied)} over the bus"] if made.copied else []
+    reads += [f"{format_size(made.streamed)} from disk"] if made.streamed else []
+    read = f"; every pass reads {' and '.join(reads)}" if reads else ""
+    lines.append(("  memory", f"{format_size(made.stays)} of weights stay{read}"))
+    if made.unknown:
+        lines.append(("  tokens/s", f"not known: the machine's description lacks {', '.join(made.unknown)}"))
+        return lines
+    for one in made.passes:
+        nodes = "1 token" if one.nodes == 1 else f"{one.nodes} nodes"
+        experts = f"; {format_size(one.read)} of experts from disk" if one.read else ""
+        limit = "computing" if one.limit == "computing" else "reading"
+        lines.append((f"  pass, {nodes}", f"{two_digits(one.seconds)} s; {limit} limits it{experts}"))
+    speeds = ", ".join(f"{name} about {two_digits(speed)}" for name, speed in made.tokens_per_second.items())
+    return [*lines, ("  tokens/s", f"{speeds} ({COMPUTED})")]
+
+
+def faster(found: Sequence[Prediction]) -> str:
+    """A line that offers another engine, if it is faster than the one that would run; ""."""
+    first, *others = found
+    best = max(others, key=lambda one: one.best, default=first)
+    if best.best <= FASTER * first.best:
+        return ""
+    return (
+        f"{best.where.engine}, {best.why}: about {two_digits(best.best)} tokens/s, {first.where.engine} "
+        + (f"about {two_digits(first.best)}" if first.best else "cannot run it")
+        + f" ({COMPUTED})"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """MLX instead of llama.cpp, for a dense model that is larger than this Mac's memory.
+
+    Attributes:
+        lines: for the user.
+        folder: of the model for MLX, if it is here and was measured to be faster; else "".
+    """
+
+    lines: Sequence[str] = ()
+    folder: str = ""
+
+
+def machine_here(path: str) -> Machine:
+    return with_speeds(this_machine(path, find_engine("llamacpp").gpus(None)), chip())
+
+
+def offer(target: str, *, draft: str | None = None, models_file: str | None = None, **options: Any) -> Offer:
+    """Compare both engines where this machine is a Mac; other arguments as for `predict`."""
+    entry = find_model(target, models_file)
+    if this_machine().platform != "darwin" or is_folder(entry.target):
+        return Offer()
+    path = local_or_none(entry)
+    if path is None:
+        return Offer()
+    machine = machine_here(path)
+    first, *others = predict(target, machine, "", draft=draft, models_file=models_file, **options).found
+    if not others or not others[0].best:
+        return Offer()
+    folder, seconds = path.removesuffix(".gguf") + "-mlx", recall(about_engines()) or {}
+    measured = seconds.get("llamacpp", 0.0) / seconds["mlx"] if seconds.get("mlx") else 0.0
+    speeds = [f"about {two_digits(one.best)}" if one.best else "cannot run it" for one in (first, others[0])]
+    lines = [
+        f"larger than memory: llamacpp, which computes streamed layers on the processor, {speeds[0]} tokens/s; mlx, on "
+        f"the GPU, {speeds[1]} ({COMPUTED})"
+    ]
+    if measured > FASTER:
+        lines.append(f"scripts/check-mac measured that streamed passes on mlx are {measured:.1f} times as fast here")
+    elif measured or not faster([first, others[0]]):
+        return Offer(lines)
+    if measured > FASTER and Path(folder, "config.json").is_file():
+        return Offer([*lines, f"so {folder} is used; --backend llamacpp takes the file"], folder)
+    return Offer([*lines, f"for mlx: edgespec convert {path} {folder} --to mlx --bits 4, then edgespec run {folder}"])
+
+
+def about_engines() -> dict[str, str]:
+    """Key of the measurement of `scripts/check-mac`: seconds of the same streamed pass, by engine."""
+    return {"kind": "engines on a Mac", "machine": remembered_machine()}
+
+
+def measured_operations(path: str) -> float:
+    """Floating-point operations per second of this machine's processors, in a pass of a GGUF."""
+    engine, model = find_engine("llamacpp"), Weights(path)
+    with closing(load_at_once(engine, path, this_machine(path), gpu_layers=0)) as backend:
+        made = time_pass(backend, ROWS_TIMED)
+    part = model.part(model.tensors)
+    active = model.experts[1] / model.experts[0] if model.experts else 1.0
+    return 2 * ROWS_TIMED * (part.weights + active * part.experts) / made.seconds
+
+
+def fit_elsewhere(entry: Entry, machine: Machine) -> Fit:
+    """As `models.fit.fit`, for another machine; a model without a shape has no size."""
+    try:
+        one = predict(entry, machine, "")
+    except ModelError:
+        return Fit(entry, 0, 0, 0, 0, "its shape is not known")
+    first = one.found[0]
+    read = int(first.streamed + (first.passes[0].read if first.passes else 0))
+    verdict = (
+        "too little memory"
+        if first.cannot_run
+        else f"reads {read / 1e9:.1f} GB per pass"
+        if read
+        else "stays in memory"
+    )
+    speed = dict(first.tokens_per_second).get("none", 0.0)
+    missing = 0 if one.here else one.size + one.draft_size
+    return Fit(entry, one.size, one.draft_size, missing, read, verdict, speed)
+
+
+def as_dict(one: Elsewhere) -> dict[str, Any]:
+    found = asdict(one)
+    found["found"] = [
+        asdict(made) | {"computed": True, "passes": [asdict(p) | {"limit": p.limit} for p in made.passes]}
+        for made in one.found
+    ]
+    return found

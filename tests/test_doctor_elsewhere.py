@@ -1,0 +1,221 @@
+"""`edgespec doctor --machine`: a model that is not here, on a machine that is not here."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from edgespec.cli.commands import cli
+from edgespec.errors import UsageError
+from edgespec.machine.described import BUILT_IN, describe, find_machine, machine_names
+from edgespec.machine.this_machine import Machine, this_machine
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+
+from edgespec.measure.other_machine import Elsewhere, faster, predict, report
+
+ENTRIES: list[dict[str, Any]] = yaml.safe_load(BUILT_IN.read_text())["machines"]
+NEEDED = {"memory_speed", "operations", "disk"}
+
+
+def on(model: str, machine: str, **changes: Any) -> Elsewhere:
+    called, described = find_machine(machine)
+    return predict(model, replace(described, **changes), called)
+
+
+def asked(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[..., str]:
+    """A file with a machine of machines.yaml, changed."""
+
+    def write(name: str, **changes: Any) -> str:
+        entry = next(one for one in ENTRIES if one["name"] == name) | changes
+        path = tmp_path / "mine.yaml"
+        path.write_text(yaml.safe_dump({"machines": [{key: value for key, value in entry.items() if value != "gone"}]}))
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["name"])
+def test_every_named_machine_has_all_speeds_and_a_source_for_each_figure(entry: dict[str, Any]) -> None:
+    _, machine = find_machine(entry["name"])
+    sources = entry["sources"]
+    assert min(machine.memory_speed, machine.operations, machine.disk.speed) > 0
+    assert sources.keys() >= NEEDED
+    for gpu in machine.gpus:
+        assert min(gpu.memory_speed, gpu.operations, gpu.limit) > 0
+        assert gpu.shared or gpu.link_speed > 0
+        assert gpu.memory_speed >= machine.memory_speed
+        assert {"gpus", "gpus.memory_speed"} & sources.keys()
+    assert machine.disk.speed < machine.memory_speed
+    assert machine.free < machine.memory
+
+
+@pytest.mark.parametrize(
+    ("machine", "layers"), [("macbook-24", "some"), ("laptop-32", "none"), ("rtx4090-64", "some"), ("studio-64", "all")]
+)
+def test_a_70b_that_is_not_here(machine: str, layers: str) -> None:
+    found = on("llama-3.3-70b", machine)
+    first = found.found[0]
+    placed, speeds = first.where.placed, first.tokens_per_second
+    assert not found.here
+    assert placed.layers == 80
+    assert {"none": 0, "all": 80}.get(layers, placed.on_device) == placed.on_device
+    assert (layers == "some") == (0 < placed.on_device < 80)
+    assert first.where.exact == (layers == "none")
+    assert speeds["none"] == pytest.approx(1 / first.passes[0].seconds)
+    assert speeds["auto"] >= speeds["none"]
+    assert first.passes[0].seconds >= first.streamed / found.described.disk.speed
+    assert "computed, not measured" in report(found)
+
+
+def test_more_memory_and_a_faster_disk_are_never_slower() -> None:
+    seconds = [on("qwen2.5-32b", "laptop-32", free=gib << 30).found[0].passes[0].seconds for gib in (8, 14, 20, 28)]
+    assert seconds == sorted(seconds, reverse=True)
+    _, laptop = find_machine("laptop-32")
+    disk = replace(laptop.disk, speed=2 * laptop.disk.speed)
+    slow, fast = (on("qwen2.5-32b", "laptop-32", free=12 << 30, disk=one).found[0] for one in (laptop.disk, disk))
+    assert fast.passes[0].seconds == pytest.approx(slow.passes[0].seconds / 2)
+
+
+def test_a_mixture_reads_only_the_experts_of_a_pass() -> None:
+    """Of a dense model of this size a pass reads all."""
+    found = on("gpt-oss-20b", "desktop-64").found[0]
+    one, *_, most = found.passes
+    assert 0.1 < one.seconds * 62.7e9 / (found.stays * 0.9) < 0.5
+    assert most.seconds > 4 * one.seconds
+    less = on("gpt-oss-20b", "laptop-32", free=8 << 30).found[0]
+    assert [made.read for made in less.passes] == sorted(made.read for made in less.passes)
+    assert less.passes[0].read > 0
+
+
+def test_a_card_that_must_copy_is_predicted_for_pytorch_too() -> None:
+    first, other = on("llama-3.3-70b", "rtx3060-32").found
+    assert (first.where.engine, other.where.engine) == ("llamacpp", "torch")
+    assert other.copied > 30e9
+    assert other.passes[0].seconds >= other.copied / 25e9
+    assert "torch" in faster([first, other])
+    assert len(on("qwen3-8b", "rtx4090-64").found) == 1  # all of it is on the card
+
+
+def test_a_model_that_is_here_is_planned_from_its_file(smollm2: Path) -> None:
+    found = on(str(smollm2), "macbook-16")
+    assert found.here
+    assert found.found[0].where.placed.on_device == found.found[0].where.placed.layers == 30
+    assert "published shape" not in report(found)
+
+
+def test_a_model_that_does_not_fit_is_one_line_and_exit_code_1(written: Callable[..., str]) -> None:
+    found = asked("doctor", "llama-3.3-70b", "--machine", written("laptop-32", memory="4G", free="2G"))
+    assert found.exit_code == 1
+    assert "this cannot run, because 1.90 GiB of memory are too little" in found.output
+
+
+def test_a_speed_that_is_not_known_is_no_speed(written: Callable[..., str]) -> None:
+    found = asked("doctor", "qwen3-8b", "--machine", written("laptop-32", memory_speed=0))
+    assert found.exit_code == 0
+    assert "not known: the machine's description lacks the processor: memory_speed and operations" in found.output
+
+
+def test_json_has_the_machine_and_every_engine() -> None:
+    found = json.loads(asked("doctor", "llama-3.3-70b", "--machine", "macbook-24", "--json").output)
+    assert found["described"]["platform"] == "darwin"
+    engines = [one["where"]["engine"] for one in found["found"]]
+    assert engines == ["llamacpp", "mlx"]
+    assert all(one["computed"] and one["passes"] for one in found["found"])
+
+
+def test_models_fit_another_machine() -> None:
+    lines = asked("models", "--fit", "--machine", "macbook-16").output.splitlines()
+    at = {line.split()[0]: lines[i + 1] for i, line in enumerate(lines[:-1]) if line and not line.startswith(" ")}
+    assert "stays in memory" in at["qwen3-8b"]
+    assert "GB per pass" in at["llama-3.3-70b"]
+    assert list(at).index("qwen3-8b") < list(at).index("llama-3.3-70b")
+    assert "computed, not measured" in lines[-1]
+
+
+def test_this_machine_is_described_in_the_form_that_is_read(smollm2: Path, tmp_path: Path) -> None:
+    machine = this_machine()
+    (tmp_path / "mine.yaml").write_text(describe(machine, str(smollm2), operations=3e11))
+    called, found = find_machine(str(tmp_path / "mine.yaml"))
+    assert "measured here" in called
+    speeds = {"memory_speed": found.memory_speed, "operations": 3e11, "disk": found.disk}
+    assert found == replace(machine, used=0, **speeds)  # type: ignore[arg-type]
+    assert found.memory_speed > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"memry": "16G"}, "there is no key 'memry'; did you mean memory"),
+        ({"memory": "16 apples"}, "memory: '16 apples' is not a size"),
+        ({"free": "99G"}, "free is 106300440576, but memory only"),
+        ({"cores": "many"}, "cores: Input should be a valid integer"),
+        ({"cores": -1}, "cores is -1, but must not be below 0"),
+        ({"memory_speed": float("nan")}, "memory_speed is nan, but must not be below 0"),
+        ({"memory": "gone"}, "memory: Field required"),
+        ({"disk": {"spd": 1}}, "disk: there is no key 'spd'; did you mean speed?"),
+        ({"gpus": [{"name": "x"}]}, "gpus.0.shared: Field required"),
+        ({"gpus": "none"}, "gpus: 'none' must be a mapping"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_one_line_and_exit_code_2(
+    changes: dict[str, Any], line: str, written: Callable[..., str]
+) -> None:
+    path = written("laptop-32", **changes)
+    with pytest.raises(UsageError) as error:
+        find_machine(path)
+    text = str(error.value)
+    assert text.startswith(path)
+    assert line in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("a: [", "line 1: is not YAML"), ("a: 1", "key machines"), ("machines: []", "has 0 machines"), ("- 1", "mapping")],
+)
+def test_a_file_of_another_form(tmp_path: Path, text: str, line: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=line) as error:
+        find_machine(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_options_that_do_not_go_together() -> None:
+    with pytest.raises(UsageError, match="did you mean macbook-24"):
+        find_machine("macbok-24")
+    for arguments in (["doctor", "--backend", "mlx"], ["doctor", "--exact", "wide"], ["models", "--memory", "16G"]):
+        found = asked(*arguments, "--machine", "macbook-24")
+        assert isinstance(found.exception, UsageError)
+
+
+def test_a_name_without_shape_or_file_is_one_line(tmp_path: Path) -> None:
+    found = asked("doctor", "hf:some/repository/x.gguf", "--machine", "macbook-24")
+    assert "models.yaml has no shape of it" in str(found.exception)
+    assert "\n" not in str(found.exception)
+
+
+def test_names_that_the_documentation_uses_exist() -> None:
+    names = {
+        "macbook-16",
+        "macbook-24",
+        "macbook-36",
+        "studio-64",
+        "laptop-32",
+        "desktop-64",
+        "rtx3060-32",
+        "rtx4090-64",
+    }
+    assert names <= set(machine_names())
+    assert isinstance(find_machine("macbook-16")[1], Machine)

@@ -1,0 +1,109 @@
+"""On a Mac, for a dense model larger than memory: both engines' predictions, and the faster one is offered."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+
+from edgespec.cli import commands
+from edgespec.machine.described import find_machine, with_speeds
+from edgespec.machine.measurements import OFF, remember
+from edgespec.machine.this_machine import Machine
+from edgespec.measure import other_machine
+from edgespec.measure.other_machine import about_engines, offer
+
+GIB = 1 << 30
+MAC = find_machine("macbook-16")[1]
+
+
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Machine]:
+    """This machine is a Mac with little memory."""
+    monkeypatch.delenv(OFF, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def become(free: int, platform: str = "darwin") -> Machine:
+        gpus = tuple(replace(gpu, free=free, limit=free) for gpu in MAC.gpus)
+        machine = replace(MAC, free=free, operations=2e9, platform=platform, gpus=gpus)  # a slow processor
+        monkeypatch.setattr(other_machine, "this_machine", lambda *about: machine)
+        monkeypatch.setattr(commands, "this_machine", lambda *about: machine)
+        monkeypatch.setattr(other_machine, "chip", lambda: "")
+        return machine
+
+    return become
+
+
+@pytest.fixture
+def large(smollm2: Path) -> Callable[[float], int]:
+    """Free memory that holds a share of the model."""
+    from edgespec.backends.llamacpp.context import ContextSize
+    from edgespec.backends.llamacpp.memory.planning import memory_needs
+
+    def room(share: float) -> int:
+        needed = memory_needs(str(smollm2), ContextSize(4096, 64, 1, 512), MAC)
+        return int((needed + share * smollm2.stat().st_size) / 0.95)
+
+    return room
+
+
+def test_the_better_engine_is_offered_by_computation(
+    smollm2: Path, mac: Callable[..., Machine], large: Callable[[float], int]
+) -> None:
+    mac(large(0.5))
+    found = offer(str(smollm2))
+    assert "larger than memory: llamacpp, which computes streamed layers on the processor, about " in found.lines[0]
+    assert "computed, not measured" in found.lines[0]
+    assert f"edgespec convert {smollm2} " in found.lines[1]
+    assert found.folder == ""
+
+
+def test_it_becomes_the_default_only_where_it_was_measured_and_its_folder_is_here(
+    smollm2: Path, mac: Callable[..., Machine], large: Callable[[float], int]
+) -> None:
+    mac(large(0.5))
+    folder = Path(str(smollm2).removesuffix(".gguf") + "-mlx")
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    try:
+        assert offer(str(smollm2)).folder == ""
+        remember(about_engines(), {"llamacpp": 3.0, "mlx": 1.0})
+        found = offer(str(smollm2))
+        assert found.folder == str(folder)
+        assert "measured that streamed passes on mlx are 3.0 times as fast here" in found.lines[1]
+        remember(about_engines(), {"llamacpp": 1.0, "mlx": 3.0})
+        assert offer(str(smollm2)).folder == ""
+        assert len(offer(str(smollm2)).lines) == 1  # measured to be slower: only the figures
+    finally:
+        (folder / "config.json").unlink()
+        folder.rmdir()
+
+
+@pytest.mark.parametrize("case", ["it fits", "no Mac"])
+def test_nothing_is_offered(
+    case: str, smollm2: Path, mac: Callable[..., Machine], large: Callable[[float], int]
+) -> None:
+    mac(*((12 * GIB,) if case == "it fits" else (large(0.5), "linux")))
+    assert offer(str(smollm2)).lines == ()
+
+
+def test_speeds_of_the_same_chip_are_taken_for_those_that_are_not_known() -> None:
+    blank = replace(
+        MAC, memory_speed=0.0, operations=0.0, disk=replace(MAC.disk, speed=1e9),
+        gpus=tuple(replace(gpu, memory_speed=0.0, operations=0.0) for gpu in MAC.gpus),
+    )  # fmt: skip
+    assert with_speeds(blank, "Apple M4") == replace(MAC, disk=blank.disk)
+    assert with_speeds(blank, "Apple M99") == blank
+    assert with_speeds(replace(blank, memory=60 * GIB), "Apple M4 Max").gpus[0].memory_speed == 437e9
+
+
+def test_run_prints_the_offer_after_the_first_line(
+    smollm2: Path, mac: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mac(12 * GIB)
+    monkeypatch.setattr(other_machine, "offer", lambda *about, **options: other_machine.Offer(["an offer"]))
+    said = CliRunner().invoke(commands.cli, ["run", str(smollm2), "Hi", "-n", "1", "--exact", "off"])
+    assert said.stderr.splitlines()[1] == "an offer"
