@@ -2,6 +2,7 @@
 
 import json
 import math
+import mmap
 import sys
 from dataclasses import replace
 from functools import partial
@@ -27,12 +28,16 @@ from contract import (
     tree_equals_chains,
     work,
 )
+from edgespec.backends.torch import attention
+from edgespec.backends.torch import backend as backend_module
+from edgespec.backends.torch import loading as loading_module
 from edgespec.backends.torch.attention import build_mask
-from edgespec.backends.torch.backend import engine, load
-from edgespec.backends.torch.loading import work_bytes
+from edgespec.backends.torch.backend import check_tree, engine, load
+from edgespec.backends.torch.loading import choose_placement, work_bytes
 from edgespec.backends.torch.logits import top_on_device
 from edgespec.backends.torch.offload import (
     BUFFERS,
+    MOST_BUFFERS,
     block_bytes,
     count_resident,
     streamed_layers,
@@ -40,19 +45,23 @@ from edgespec.backends.torch.offload import (
 from edgespec.backends.torch.session import visible
 from hf_models import FAMILIES, SMALL, save, tiny_model, torch, transformers
 
-from edgespec.errors import Interrupted, MissingPackage, ModelError, UsageError
+from edgespec.errors import Interrupted, MissingPackage, ModelError, NoRoom, UsageError
 from edgespec.loading.by_name import load_backend
+from edgespec.loop.backend import Capabilities
 from edgespec.loop.engines import load_at_once
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import top_of_rows
 from edgespec.loop.tree import ancestor_mask, depths
-from edgespec.machine.this_machine import this_machine
+from edgespec.machine.this_machine import Gpu, this_machine
 
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None,
     reason="needs bitsandbytes: pip install 'edgespec[nf4]'",
 )
 TREE_CHECKS = [tree_equals_chains, growth_layer_by_layer, commit_any_path, several_sessions_in_one_forward]
+CAPABILITIES = Capabilities(
+    context_length=CONTEXT, max_nodes=BUDGET, max_wanted=BUDGET, max_leaves=BUDGET, logit_tolerance=0.0
+)
 OPTIONS = {"context_length": CONTEXT, "budget": BUDGET, "sessions": 3, "threads": 1}
 
 
@@ -185,6 +194,25 @@ def test_top_on_a_device_is_top_on_the_host():
             assert found[finite].tolist() == right[finite].tolist()
             assert len(found) == len(right) == len(set(found.tolist()))
             np.testing.assert_allclose(some, others, atol=1e-5)
+
+
+class Cudart:
+    """CUDA's runtime that pins `allowed` blocks of memory."""
+
+    def __init__(self, allowed):
+        self.allowed = allowed
+        self.calls = 0
+        self.pinned = set()
+
+    def cudaHostRegister(self, address, size, flags):  # noqa: N802
+        self.calls += 1
+        if len(self.pinned) == self.allowed:
+            return 2
+        self.pinned.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        self.pinned.remove(address)
 
 
 class Recorder:
@@ -399,6 +427,40 @@ class TestOffload:
         assert count_resident(11 * 2**30 - 1, [2**31] * 4, 3 * 2**30) == 1
         assert count_resident(11 * 2**30, [2**31] * 4, 3 * 2**30) == 4  # no buffers, so all fit
 
+    @pytest.mark.parametrize("allowed", [0, 2, 99])
+    def test_memory_that_cuda_refuses_to_pin_is_used_as_it_is(self, llama, monkeypatch, allowed):
+        cuda = Cudart(allowed)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+        for module in (backend_module, loading_module):
+            monkeypatch.setattr(module, "needs_pinning", lambda device: True)
+        backend, _, streamed = streaming(llama, 1)
+        assert cuda.calls == min(allowed + 1, len(streamed))  # none is asked for after a refusal
+        assert len(cuda.pinned) == min(allowed, len(streamed))
+        assert all(address % mmap.PAGESIZE == 0 for address in cuda.pinned)
+        told = [note for note in backend.notes if "CUDA refuses to pin" in note]
+        assert len(told) == (allowed < len(streamed))
+        text = [5, 9, 30, 7]
+        np.testing.assert_array_equal(chain_rows(backend, text), chain_rows(load(str(llama), **OPTIONS), text))
+        backend.close()
+        assert not cuda.pinned
+
+    def test_memory_that_is_left_becomes_buffers(self):
+        layers = [100] * 20
+        assert choose_placement(layers, 1250, 50).buffers == BUFFERS  # layers stay instead
+        for gpu_layers, left in ((10, 3), (9, 4), (3, MOST_BUFFERS)):
+            placement = choose_placement(layers, 1250, 50, gpu_layers=gpu_layers)
+            assert (len(placement.streamed), placement.buffers) == (21 - gpu_layers, left)
+        assert choose_placement(layers, 10_000, 50, gpu_layers=18).buffers == 3  # as many as are streamed
+
+    @pytest.mark.parametrize("stay", [0, 1, 3, 5])
+    def test_more_buffers_change_no_bit(self, llama, stay):
+        text = [5, 9, 30, 7]
+        backend = load(str(llama), **OPTIONS, gpu_layers=stay, copies=Recorder)
+        assert len({block.size for block in backend.streamer.blocks}) == 1
+        expected = chain_rows(load(str(llama), **OPTIONS), text)
+        for _ in range(2):
+            np.testing.assert_array_equal(chain_rows(backend, text), expected)
+
     def test_streamed_layers_are_spread(self):
         assert streamed_layers(6, 6) == []
         assert streamed_layers(6, 0) == [0, 1, 2, 3, 4, 5]
@@ -409,6 +471,48 @@ class TestOffload:
                 assert len(layers) == count - resident
                 gaps = [b - a for a, b in pairwise([*layers, layers[0] + count])]  # also over the end of the pass
                 assert max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss"])
+def test_scores_that_no_kernel_computes_are_counted(family, monkeypatch):
+    """Gemma 2's are capped, gpt-oss's have sinks; all of them are in memory, in float32, too."""
+    model = tiny_model(family)
+    limits = replace(CAPABILITIES, context_length=512, max_nodes=512)
+    counted = work_bytes(model, limits, 9)
+    monkeypatch.setattr(model.config, "attn_logit_softcapping", None, raising=False)
+    for layer in model.get_decoder().layers:
+        layer.self_attn._parameters.pop("sinks", None)
+    assert counted - work_bytes(model, limits, 9) == 4 * 512 * 1024 * (4 + 8)
+
+
+class TestTreeCheck:
+    @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss"])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_right_attention(self, family, dtype, tmp_path):
+        backend = load(str(save(tiny_model(family), tmp_path)), threads=1, dtype=dtype)
+        check_tree(backend)
+        assert backend.open().token_ids == []
+
+    @pytest.mark.parametrize("wrong", ["all", "itself", "nan"])
+    def test_a_kernel_that_computes_another_attention_is_found(self, llama, monkeypatch, wrong):
+        backend = load(str(llama), **OPTIONS)
+        kernel = attention.scaled_dot_product_attention
+
+        def broken(query, key, value, attn_mask, scale, is_causal):
+            if wrong == "itself":
+                return value[..., -query.shape[-2] :, :].contiguous()
+            found = kernel(query, key, value, scale=scale)
+            return found if wrong == "all" else found * float("nan")
+
+        monkeypatch.setattr(attention, "scaled_dot_product_attention", broken)
+        with pytest.raises(ModelError, match="its attention cannot read a tree on cpu"):
+            check_tree(backend)
+
+
+def test_a_model_larger_than_a_macs_gpu(llama):
+    machine = replace(this_machine(), gpus=(Gpu("mps", True, 1 << 20, limit=1 << 20),))
+    with pytest.raises(NoRoom, match=r"takes .*, and the GPU can hold 1 MiB now: use the backend mlx"):
+        load_at_once(engine, str(llama), machine, device="mps")
 
 
 @needs_bitsandbytes

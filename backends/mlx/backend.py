@@ -453,7 +453,7 @@ def _check_tree(backend: MlxBackend, path: str, model_type: str) -> None:
     if len(rows[0]) != backend.vocab.size:
         raise ModelError(f"{path}: the tokenizer has {backend.vocab.size} tokens, the model {len(rows[0])}")
     error_of_tree, effect = (float(np.abs(row - rows[1]).max()) for row in (rows[0], rows[2]))
-    if not error_of_tree <= 0.25 * effect:
+    if not error_of_tree < 0.25 * effect:
         raise ModelError(
             f"{path}: {model_type} models cannot read a tree on MLX: a node sees more than its ancestors, or its "
             f"position is another's"
@@ -484,5 +484,5 @@ def _check_states(backend: MlxBackend, path: str, model_type: str) -> None:
     session.commit([0, 1])
     goes_on = backend.forward([work(session, [5, 3, 4], [-1, -1, 1])])[0].row(2)
     error, effect = (float(np.abs(row - at_once).max()) for row in (goes_on, lost))
-    if not error <= 0.25 * effect:
+    if not error < 0.25 * effect:
         raise ModelError(f"{path}: {model_type} models do not go on from copies of their states here; use a GGUF of it")

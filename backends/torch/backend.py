@@ -19,12 +19,14 @@ from threading import Event
 from typing import Any, cast
 from weakref import WeakSet
 
+import numpy as np
 import torch
 
-from edgespec.errors import Closed, ModelError, UsageError, check_whole
+from edgespec.errors import Closed, ModelError, NoRoom, UsageError, check_whole
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
+from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import BatchInvariance, also_wanted
 from edgespec.machine import memory as process
@@ -60,7 +62,7 @@ from .loading import (
     work_bytes,
 )
 from .logits import TorchLogits
-from .offload import CopyEngine, CudaCopies, HostCopies, Streamer
+from .offload import CopyEngine, CudaCopies, HostCopies, Streamer, needs_pinning
 from .recurrent import (
     RecurrentOwner,
     StateCache,
@@ -215,6 +217,7 @@ class TorchPlan(LoadPlan):
     Attributes:
         device: PyTorch's name of the device.
         gpu: the device, if it has memory of its own.
+        shared: bytes of this machine's memory that the device can still hold; None: no limit is known.
         memory: host memory that may be used.
         used: host memory that this program uses now.
         cores: of the machine.
@@ -222,6 +225,7 @@ class TorchPlan(LoadPlan):
 
     device: str
     gpu: Gpu | None
+    shared: int | None
     memory: int
     used: int
     cores: int
@@ -250,7 +254,9 @@ class TorchEngine(Engine):
         if options.dtype is not None and options.dtype not in (*TOLERANCE, NF4):
             raise UsageError(f"dtype is {options.dtype!r}, but must be one of {', '.join((*TOLERANCE, NF4))}")
         device = find_device(options.device, machine.gpus)
-        gpu = next((gpu for gpu in machine.gpus if gpu.name == device and not gpu.shared), None)
+        gpu = next((gpu for gpu in machine.gpus if gpu.name == device), None)
+        shared = gpu.free if gpu and gpu.shared and gpu.limit else None
+        gpu = None if gpu and gpu.shared else gpu
         if options.gpu_memory is not None and not gpu:
             raise UsageError(f"gpu_memory is for GPUs with memory of their own (cuda), but the device is {device}")
         if options.gpu_memory is not None and options.gpu_layers is not None:
@@ -260,8 +266,9 @@ class TorchEngine(Engine):
             raise UsageError("memory is for the devices cuda and cpu; on a Mac's GPU the backend mlx streams from disk")
         most = memory or int(machine.free * (1 - SAFETY))
         return TorchPlan(
-            path=path, options=options, device=device, gpu=gpu, memory=most, used=machine.used, cores=machine.cores
-        )
+            path=path, options=options, device=device, gpu=gpu, shared=shared, memory=most, used=machine.used,
+            cores=machine.cores,
+        )  # fmt: skip
 
     def load(self, plan: TorchPlan, way: Computing | None = None, progress: Progress | None = None) -> TorchBackend:
         return load_folder(plan)
@@ -309,12 +316,20 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
             weights = model.num_parameters() * model.dtype.itemsize
             if options.memory is not None or 2 * weights + needed >= plan.memory:
                 there, host = plan.memory, Host(folder, plan.memory, needed, apart=False)
+        elif plan.shared is not None:
+            there = min(plan.shared, plan.memory)
         backend = assemble(
             model, vocab, device, context_length=options.context_length, budget=options.budget,
             sessions=options.sessions, memory=there, gpu=gpu, gpu_layers=options.gpu_layers if gpu else None,
             copies=copies or (CudaCopies if device.type == "cuda" else HostCopies), host=host,
             form=nf4_form(device) if dtype == NF4 else PLAIN,
         )  # fmt: skip
+        if device.type != "cpu":
+            try:
+                check_tree(backend)
+            except BaseException:
+                backend.close()
+                raise
     backend._files = weight_files(path)
     backend.content = content_of(*backend._files)
     if options.gpu_layers and not gpu:
@@ -394,6 +409,11 @@ def assemble(
         if host and not host.apart:
             fixed -= WORKSPACE  # CUDA's
         sizes = [form.size(layer) for layer in decoder_layers(model)]
+        if device.type == "mps" and memory is not None and fixed + sum(sizes) > memory:
+            raise NoRoom(
+                f"the model takes {format_size(fixed + sum(sizes), up=True)}, and the GPU can hold "
+                f"{format_size(memory)} now: use the backend mlx, which streams layers, or a smaller context or dtype"
+            )
         placement = choose_placement(sizes, memory or sys.maxsize, fixed, host, gpu_layers)
         streamer = place_layers(model, device, sizes, placement, copies, host, form)
     if streamer is not None:
@@ -410,6 +430,30 @@ def assemble(
             streamer.close()
         raise
     return TorchBackend(model, vocab, capabilities, windows, caches, streamer, notes, cache)
+
+
+def check_tree(backend: TorchBackend) -> None:
+    """Check a device's attention by two passes.
+
+    Raises:
+        ModelError: a tree's node has not the logits of its chain of ancestors, or they depend on no ancestor.
+    """
+    session = backend.open()
+
+    def rows(tokens: list[int], parents: list[int], *nodes: int) -> list[Float32Array]:
+        wanted = np.array(nodes, np.int32)
+        work = Work(session, np.array(tokens, np.int32), np.array(parents, np.int32), wanted)
+        logits = backend.forward([work])[0]
+        session.commit([])
+        return [logits.row(node) for node in nodes]
+
+    try:
+        tree, other = rows([1, 2, 3, 3], [-1, 0, 0, 1], 2, 3)  # 1 3, and 1 2 3
+        (chain,) = rows([1, 3], [-1, 0], 1)
+    finally:
+        session.close()
+    if not np.abs(tree - chain).max() < 0.25 * np.abs(chain - other).max():
+        raise ModelError(f"its attention cannot read a tree on {backend.device}: a node sees more than its ancestors")
 
 
 def align(model: Any) -> None:
@@ -430,11 +474,13 @@ def streaming_notes(streamer: Streamer, layers: int) -> list[str]:
     size = sum(block.size for block in streamer.blocks)
     note = f"{len(streamer.blocks)} of {layers} layers are streamed: {format_size(size)} per pass"
     sources = streamer.feeder.sources if streamer.feeder else []
-    if not sources:
+    if sources:
+        from_disk, speed = sum(source.size for source in sources), disk_speed(sources[0].path)
+        seconds = from_disk / speed
+        note += f", {format_size(from_disk)} of it from disk: about {seconds:.2g} s at {speed / 1e9:.2g} GB/s"
+    if not needs_pinning(streamer.device) or streamer.pinned:
         return [note]
-    from_disk, speed = sum(source.size for source in sources), disk_speed(sources[0].path)
-    seconds = from_disk / speed
-    return [f"{note}, {format_size(from_disk)} of it from disk: about {seconds:.2g} s at {speed / 1e9:.2g} GB/s"]
+    return [note, "CUDA refuses to pin all host memory of the streamed layers, so their copies to the GPU are slower"]
 
 
 @contextmanager

@@ -23,11 +23,13 @@ from .attention import ATTENTION, Probe, run
 from .disk import STAGING, Feeder, Pack, Source, Staging, find_run, read_folder, same_bytes
 from .offload import (
     BUFFERS,
+    MOST_BUFFERS,
     Block,
     CopyEngine,
     Streamer,
     block_bytes,
     count_resident,
+    needs_pinning,
     streamed_layers,
 )
 from .recurrent import WITH_BOTH, WITHOUT_CELLS, is_recurrent, with_cells
@@ -42,12 +44,17 @@ def find_gpus(device: str | None) -> list[Gpu]:
     names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     wanted = (device if device != "cuda" else None) or next(iter(names), None)
     found = [look_at(name) if name == wanted else Gpu(name, False, 0) for name in names]
-    return [*found, *([Gpu("mps", True, 0)] if torch.backends.mps.is_available() else [])]
+    return [*found, *([look_at_mps()] if torch.backends.mps.is_available() else [])]
 
 
 def look_at(name: str) -> Gpu:
     free, total = torch.cuda.mem_get_info(name)
     return Gpu(name, False, free, torch.cuda.memory_reserved(name), total)
+
+
+def look_at_mps() -> Gpu:
+    used, limit = torch.mps.driver_allocated_memory(), torch.mps.recommended_max_memory()
+    return Gpu("mps", True, max(0, limit - used), used, limit)
 
 
 def find_device(name: str | None, gpus: Sequence[Gpu]) -> str:
@@ -179,8 +186,13 @@ def work_bytes(model: Any, capabilities: Capabilities, wanted: int) -> int:
     states = nodes * (3 * getattr(config, "intermediate_size", 0) + 8 * config.hidden_size) * item
     logits = wanted * config.vocab_size * (item + 4)
     masks = 2 * nodes * cells * item
+    # Without a kernel (`_by_definition` in attention.py) all scores are there, in two types.
+    whole = getattr(config, "attn_logit_softcapping", None) or any(
+        name.endswith("sinks") for name, _ in layers.named_parameters()
+    )
+    scores = config.num_attention_heads * nodes * cells * (item + 8) if whole else 0
     codes = max((buffer.numel() for buffer in layers.buffers() if buffer.dtype == torch.uint8), default=0)
-    return int(outside + states + logits + masks + 2 * codes * item + WORKSPACE)
+    return int(outside + states + logits + masks + scores + 2 * codes * item + WORKSPACE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,10 +252,12 @@ class Placement:
     Attributes:
         streamed: numbers of the layers that do not stay on the device.
         on_disk: those of them that host memory cannot hold.
+        buffers: on the device, for streamed layers.
     """
 
     streamed: Sequence[int]
     on_disk: Sequence[int]
+    buffers: int
 
 
 def choose_placement(
@@ -261,10 +275,17 @@ def choose_placement(
     Raises:
         NoRoom: the device cannot hold `BUFFERS` layers or `gpu_layers`, or the host cannot hold `STAGING` layers.
     """
-    if host and not host.apart:
-        count = count_resident(memory, sizes, fixed + host.needed, BUFFERS + STAGING, "memory")
+
+    def place(count: int, room: int, wait: Callable[[Sequence[int]], Sequence[int]]) -> Placement:
         streamed = streamed_layers(len(sizes), count)
-        return Placement(streamed, streamed)
+        left = room - sum(size for i, size in enumerate(sizes) if i not in streamed)
+        buffers = min(left // max(sizes), MOST_BUFFERS, len(streamed))
+        return Placement(streamed, wait(streamed), max(buffers, BUFFERS))
+
+    if host and not host.apart:
+        fixed += host.needed
+        count = count_resident(memory, sizes, fixed, BUFFERS + STAGING, "memory")
+        return place(count, memory - fixed - STAGING * max(sizes), lambda streamed: streamed)
     count = count_resident(memory, sizes, fixed)
     if gpu_layers is not None:
         asked = layers_on_gpu(gpu_layers, len(sizes))
@@ -273,8 +294,10 @@ def choose_placement(
                 f"with --gpu-layers {gpu_layers} {asked} layers stay on the GPU, but {count} of {len(sizes)} fit"
             )
         count = asked
-    streamed = streamed_layers(len(sizes), count)
-    return Placement(streamed, _beyond(streamed, [sizes[i] for i in streamed], host) if host and streamed else [])
+    return place(
+        count, memory - fixed,
+        lambda streamed: _beyond(streamed, [sizes[i] for i in streamed], host) if host and streamed else [],
+    )  # fmt: skip
 
 
 def place_layers(
@@ -303,7 +326,7 @@ def place_layers(
     layers, streamed, on_disk = list(decoder_layers(model)), placement.streamed, placement.on_disk
     runs = _runs(model, layers, on_disk, host.folder) if host and on_disk and form is PLAIN else {}
     to_pack = [i for i in on_disk if i not in runs]
-    blocks, sources, console = list[Block](), list[Source](), Console(stderr=True)
+    blocks, sources, console, pin = list[Block](), list[Source](), Console(stderr=True), needs_pinning(device)
     steps = track(
         range(len(layers)), "Placing layers", console=console, transient=True,
         disable=not console.is_terminal or not (streamed or form is not PLAIN),
@@ -327,16 +350,17 @@ def place_layers(
                 sources.append(opened.add(i, blocks[-1].host))
                 blocks[-1].host = None
             else:
-                blocks.append(Block(layers[i], pin=device.type == "cuda"))
+                blocks.append(Block(layers[i], pin))
+                pin = blocks[-1].pinned
     if not streamed:
         return None
-    engine = copies(device, BUFFERS)
+    engine = copies(device, placement.buffers)
     try:
-        staging = Staging(sources, pin=device.type == "cuda") if sources else None
+        staging = Staging(sources, needs_pinning(device)) if sources else None
     except OSError as error:
         raise ModelError(f"layers cannot be streamed from disk: {error}") from error
-    feeder = Feeder(staging, engine, BUFFERS) if staging else None
-    return Streamer([layers[i] for i in streamed], blocks, device, engine, feeder)
+    feeder = Feeder(staging, engine, placement.buffers) if staging else None
+    return Streamer([layers[i] for i in streamed], blocks, device, engine, feeder, placement.buffers)
 
 
 def _beyond(streamed: Sequence[int], sizes: Sequence[int], host: Host) -> list[int]:
