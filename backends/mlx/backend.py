@@ -384,7 +384,9 @@ def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:
         max_wanted=size.max_nodes,
         max_leaves=leaves or size.max_nodes,
         paths=recurrent,
-        gaps=recurrent,  # row classes do not apply: the rows of a pass depend on its paths
+        # Row classes do not apply: with paths the rows of a pass depend on these, and a GPU's attention adds keys by
+        # cell. With weights in memory that is tried all the same, in a moment.
+        gaps=recurrent or (sweep is not None and on_gpu()),
         logit_tolerance=tolerance,
         streams=sweep is not None,
         experts=None if sweep else experts_of(text_config),  # all experts of a layer are streamed
