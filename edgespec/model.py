@@ -401,6 +401,7 @@ def load(
     device: str | None = None,
     dtype: str | None = None,
     gpu_memory: int | str | None = None,
+    keep_packed: bool | None = None,
     exact: str | None = None,
     parallel: int = 1,
     ahead: bool | None = None,
@@ -437,6 +438,7 @@ def load(
         lenders: llamacpp: addresses "HOST:PORT" of `edgespec lend`, for layers that do not fit here.
         device: torch: "cuda", "cuda:1", "mps" or "cpu"; default: the first of these that is there.
         dtype: torch: "float32", "float16", "bfloat16" or "nf4" (4 bits); default: as in the folder.
+        keep_packed: torch: keep layers that are quantised at load (dtype nf4) in the cache folder, for the next start.
         gpu_memory: llamacpp, torch: what both models use of the GPU's memory, in bytes or as "10G"; default: what is
             free. Layers that do not fit are computed by the processor (llamacpp), or streamed from host memory (torch).
         exact: row class that passes keep to: "narrow" (few draft tokens), "wide" (many; short passes are padded),
@@ -486,7 +488,7 @@ def load(
         context_length=choose_context(context_length, entry), budget=budget, sessions=parallel,
         wide=fixed and budget >= WIDE and drafted, exact=exact, backend=backend, threads=threads,
         gpu_layers=gpu_layers, memory=memory, kv_type=kv_type, lenders=check_texts("lenders", lenders), device=device,
-        dtype=dtype, gpu_memory=gpu_memory,
+        dtype=dtype, gpu_memory=gpu_memory, keep_packed=keep_packed or None,
     )  # fmt: skip
     if targets is not None or cluster is not None:
         refused = {"datastore": datastore, "lenders": lenders or None, "ahead": ahead}

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -44,6 +45,7 @@ from edgespec.backends.torch.offload import (
 )
 from edgespec.backends.torch.session import visible
 from hf_models import FAMILIES, SMALL, save, tiny_model, torch, transformers
+from safetensors.torch import load_file, save_file
 
 from edgespec.errors import Interrupted, MissingPackage, ModelError, NoRoom, UsageError
 from edgespec.loading.by_name import load_backend
@@ -522,9 +524,9 @@ class TestNf4:
 
         torch.manual_seed(0)
         linear = torch.nn.Linear(128, 64).requires_grad_(False)
-        packed = NF4Linear(linear)
+        packed = NF4Linear.quantised(linear)
         # Every weight is one of 16 levels times the largest magnitude of its 64.
-        codes = packed.codes.flatten().to(torch.int64)
+        codes = packed.weight.flatten().to(torch.int64)
         levels = packed.levels[torch.stack([codes >> 4, codes & 15], 1).flatten()]
         weight = (levels.view(-1, 64) * linear.weight.abs().view(-1, 64).amax(1, keepdim=True)).view(64, 128)
         assert (weight - linear.weight).abs().max() < 0.16 * linear.weight.abs().max()  # half the widest gap of levels
@@ -562,6 +564,161 @@ class TestNf4:
     def test_fused_experts_are_refused(self, tmp_path):
         with pytest.raises(ModelError, match=r"experts' weights are fused \(mlp\.experts\..*: use a 16-bit dtype"):
             load(str(save(tiny_model("mixtral"), tmp_path)), dtype="nf4")
+
+
+def store_nf4(folder, nested, dtype=torch.bfloat16, group=64):
+    """Bring a folder to the form in which the hub has 4-bit folders of bitsandbytes."""
+    from bitsandbytes.functional import quantize_4bit
+
+    file, tensors = folder / "model.safetensors", {}
+    for name, tensor in load_file(file).items():
+        if tensor.ndim != 2 or "proj" not in name:
+            tensors[name] = tensor.to(dtype)
+            continue
+        codes, state = quantize_4bit(tensor.to(dtype), quant_type="nf4", blocksize=group, compress_statistics=nested)
+        tensors[name] = codes
+        tensors |= {f"{name}.{part}": value for part, value in state.as_dict(packed=True).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config["quantization_config"] = {
+        "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": nested,
+        "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False, "llm_int8_skip_modules": None,
+        "llm_int8_threshold": 6.0, "load_in_4bit": True, "load_in_8bit": False, "quant_method": "bitsandbytes",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@needs_bitsandbytes
+class TestStoredNf4:
+    """Folders that bitsandbytes has brought to 4 bits, as the hub has them."""
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        return store_nf4(save(tiny_model("llama", num_hidden_layers=6), tmp_path / "stored"), nested=False)
+
+    @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+    def test_they_are_what_is_quantised_at_load(self, family, tmp_path):
+        """Without nested scales they have the same bits."""
+        plain = save(tiny_model(family).to(torch.bfloat16), tmp_path / "plain")
+        text = [5, 9, 30, 7, 100, 50]
+        expected = np.stack(chain_rows(load(str(plain), **OPTIONS, dtype="nf4"), text))
+        backend = load(str(store_nf4(plain, nested=False)), **OPTIONS)
+        np.testing.assert_array_equal(np.stack(chain_rows(backend, text)), expected)
+        assert backend.computing["dtype"] == "nf4"
+        assert backend.dtype == torch.bfloat16
+        again = load(str(plain), **OPTIONS, dtype="nf4")
+        np.testing.assert_array_equal(np.stack(chain_rows(again, text)), expected)
+
+    @pytest.mark.parametrize("nested", [True, False])
+    @pytest.mark.parametrize("group", [64, 128])
+    def test_nested_scales_and_other_groups(self, nested, group, tmp_path):
+        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+        model = tiny_model("llama").to(torch.bfloat16)
+        stored = store_nf4(save(model, tmp_path / "stored"), nested, group=group)
+        for linear in [part for part in model.get_decoder().modules() if isinstance(part, torch.nn.Linear)]:
+            codes = quantize_4bit(linear.weight.data, quant_type="nf4", blocksize=group, compress_statistics=nested)
+            linear.weight.data = dequantize_4bit(*codes)
+        rounded = load(str(save(model, tmp_path / "rounded")), **OPTIONS)
+        text = [5, 9, 30, 7, 100, 50]
+        found, expected = (np.stack(chain_rows(one, text)) for one in (load(str(stored), **OPTIONS), rounded))
+        assert expected.std() > 1
+        np.testing.assert_allclose(found, expected, atol=0.1)
+
+    @pytest.mark.parametrize("check", TREE_CHECKS, ids=lambda check: check.__name__)
+    def test_trees_are_texts(self, folder, check):
+        check(partial(load, str(folder), threads=1))
+
+    def test_they_are_streamed(self, folder):
+        text = [5, 9, 30, 7]
+        backend, _, streamed = streaming(folder, 1)
+        np.testing.assert_array_equal(chain_rows(backend, text), chain_rows(load(str(folder), **OPTIONS), text))
+        plain = load(str(save(tiny_model("llama"), folder.parent / "plain")), **OPTIONS, dtype="bfloat16")
+        assert block_bytes(streamed[0]) < 0.6 * block_bytes(plain.model.get_decoder().layers[0])
+
+    def test_other_4_bit_formats_are_refused(self, folder):
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"]["bnb_4bit_quant_type"] = "fp4"
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelError, match="quantised already, and not as bitsandbytes' nf4"):
+            load(str(folder))
+
+    def test_nothing_is_kept_of_them(self, folder):
+        with pytest.raises(UsageError, match="this folder has 4 bits"):
+            load(str(folder), dtype="nf4", keep_packed=True)
+
+
+@needs_bitsandbytes
+class TestKeptLayers:
+    @pytest.fixture(autouse=True)
+    def cache(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        return tmp_path / "cache" / "edgespec" / "packed"
+
+    def load(self, folder, **options):
+        return load(str(folder), **OPTIONS, dtype="nf4", keep_packed=True, **options)
+
+    def test_the_next_start_quantises_nothing(self, llama, cache, monkeypatch):
+        from edgespec.backends.torch import nf4
+
+        text = [5, 9, 30, 7]
+        expected = chain_rows(load(str(llama), **OPTIONS, dtype="nf4"), text)
+        first = self.load(llama)
+        np.testing.assert_array_equal(chain_rows(first, text), expected)
+        files = sorted(cache.rglob("*"))
+        assert [file.name for file in files[1:]] == [f"layer-{i:05}.safetensors" for i in range(6)]
+        assert f" of 4-bit layers are kept in {files[0]} (--keep-packed)" in first.notes[-1]
+        monkeypatch.setattr(nf4, "quantize_4bit", None)  # a call would fail
+        np.testing.assert_array_equal(chain_rows(self.load(llama), text), expected)
+        np.testing.assert_array_equal(chain_rows(self.load(llama, gpu_layers=2, copies=Recorder), text), expected)
+
+    def test_what_was_cut_short_is_finished(self, llama, cache, monkeypatch):
+        from edgespec.backends.torch import nf4
+
+        keep, kept = nf4.KeptLayers.keep, []
+
+        def stop(self, layer):
+            if len(kept) == 3:
+                raise KeyboardInterrupt
+            keep(self, layer)
+            kept.append(layer)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(nf4.KeptLayers, "keep", stop)
+            with pytest.raises(KeyboardInterrupt):
+                self.load(llama)
+        written = {file: file.stat().st_mtime_ns for file in cache.rglob("*.safetensors")}
+        assert len(written) == 3
+        first = min(written)
+        first.write_bytes(first.read_bytes()[:100])  # as a disk that was full
+        text = [5, 9, 30, 7]
+        expected = chain_rows(load(str(llama), **OPTIONS, dtype="nf4"), text)
+        np.testing.assert_array_equal(chain_rows(self.load(llama), text), expected)
+        assert {file for file in written if file.stat().st_mtime_ns == written[file]} == written.keys() - {first}
+        assert len([*cache.rglob("*.safetensors")]) == 6
+
+    def test_another_model_under_the_same_name(self, tmp_path, cache):
+        folder = save(tiny_model("llama", num_hidden_layers=2), tmp_path / "model")
+        self.load(folder)
+        save(tiny_model("llama", num_hidden_layers=2, hidden_size=64), folder)
+        expected = chain_rows(load(str(folder), **OPTIONS, dtype="nf4"), [5, 9])
+        np.testing.assert_array_equal(chain_rows(self.load(folder), [5, 9]), expected)
+        assert len([*cache.iterdir()]) == 2
+
+    def test_a_disk_without_room(self, llama, cache, monkeypatch):
+        from edgespec.backends.torch import nf4
+
+        monkeypatch.setattr(nf4.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        with pytest.raises(ModelError, match=r"--keep-packed writes 1 MiB of layers there, but only 0 MiB are free"):
+            self.load(llama)
+        assert not [*cache.rglob("*.safetensors")]
+
+    def test_only_what_is_quantised_can_be_kept(self, llama):
+        with pytest.raises(UsageError, match=r"--keep-packed \(keep_packed\) is for the dtype nf4"):
+            load(str(llama), keep_packed=True)
 
 
 def test_nf4_without_its_package(llama, monkeypatch):
@@ -610,6 +767,8 @@ class TestRefusals:
         self.edit_config(folder, model_type="nonsense")
         self.refused(r"config\.json cannot be used: .*nonsense", folder)
         self.edit_config(folder, model_type="llama", quantization_config={"quant_method": "gptq", "bits": 4})
+        self.refused("weights are quantised already, and not as bitsandbytes' nf4", folder)
+        self.edit_config(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
         self.refused("weights are quantised already", folder)
 
     @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ from .loading import (
     decoder_layers,
     find_device,
     find_gpus,
+    has_stored_nf4_layers,
     inspect_layers,
     load_model,
     nf4_form,
@@ -241,9 +242,10 @@ class TorchEngine(Engine):
         gpu_layers: layers that stay on the GPU, and others are streamed; default: as many as `gpu_memory` holds.
         gpu_memory: bytes of the GPU's memory to use, with those of models that were loaded before.
         memory: bytes of host memory to use; layers that neither the GPU nor this memory holds are streamed from disk.
+        keep_packed: keep layers that are quantised (nf4) in the cache folder, for the next start.
     """
 
-    supported = frozenset({"threads", "gpu_layers", "memory", "device", "dtype", "gpu_memory"})
+    supported = frozenset({"threads", "gpu_layers", "memory", "device", "dtype", "gpu_memory", "keep_packed"})
 
     def gpus(self, device: str | None) -> list[Gpu]:
         return find_gpus(device)
@@ -253,6 +255,8 @@ class TorchEngine(Engine):
         check_whole("sessions", options.sessions, 1, MOST_SESSIONS)
         if options.dtype is not None and options.dtype not in (*TOLERANCE, NF4):
             raise UsageError(f"dtype is {options.dtype!r}, but must be one of {', '.join((*TOLERANCE, NF4))}")
+        if options.keep_packed and options.dtype != NF4:
+            raise UsageError(f"--keep-packed (keep_packed) is for the dtype {NF4}, which is quantised at each start")
         device = find_device(options.device, machine.gpus)
         gpu = next((gpu for gpu in machine.gpus if gpu.name == device), None)
         shared = gpu.free if gpu and gpu.shared and gpu.limit else None
@@ -313,16 +317,27 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
         if gpu:
             host = Host(folder, plan.memory, needed, apart=True)
         elif device.type == "cpu":
-            weights = model.num_parameters() * model.dtype.itemsize
+            weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
             if options.memory is not None or 2 * weights + needed >= plan.memory:
                 there, host = plan.memory, Host(folder, plan.memory, needed, apart=False)
         elif plan.shared is not None:
             there = min(plan.shared, plan.memory)
+        form, kept = PLAIN, None
+        if has_stored_nf4_layers(model):
+            if options.keep_packed:
+                raise UsageError("--keep-packed is for layers that are quantised at load, and this folder has 4 bits")
+            dtype = NF4
+        elif dtype == NF4:
+            if options.keep_packed:
+                from .nf4 import KeptLayers
+
+                kept = KeptLayers(folder, model.dtype, decoder_layers(model))
+            form = nf4_form(device, kept)
         backend = assemble(
             model, vocab, device, context_length=options.context_length, budget=options.budget,
             sessions=options.sessions, memory=there, gpu=gpu, gpu_layers=options.gpu_layers if gpu else None,
             copies=copies or (CudaCopies if device.type == "cuda" else HostCopies), host=host,
-            form=nf4_form(device) if dtype == NF4 else PLAIN,
+            form=form,
         )  # fmt: skip
         if device.type != "cpu":
             try:
@@ -332,11 +347,13 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
                 raise
     backend._files = weight_files(path)
     backend.content = content_of(*backend._files)
+    if kept:
+        backend.notes = [*backend.notes, kept.note]
     if options.gpu_layers and not gpu:
         backend.notes = [*backend.notes, f"the device is {device.type}, so --gpu-layers changes nothing"]
     if dtype == NF4:
         backend.computing = {**backend.computing, "dtype": NF4}
-    elif device.type == "cpu" and dtype is None and backend.streamer is None:
+    elif device.type == "cpu" and options.dtype is None and backend.streamer is None:
         _mapped.add(backend)
     return backend
 

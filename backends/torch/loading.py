@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -33,6 +33,9 @@ from .offload import (
     streamed_layers,
 )
 from .recurrent import WITH_BOTH, WITHOUT_CELLS, is_recurrent, with_cells
+
+if TYPE_CHECKING:
+    from .nf4 import KeptLayers
 
 WORKSPACE = 2**29  # bytes of a CUDA context, its libraries and the allocator's gaps
 NF4 = "nf4"
@@ -89,10 +92,17 @@ def load_model(folder: Path, dtype: str | None) -> Any:
     check_config(config)
     if dtype == NF4:
         dtype = "float16" if config.dtype == torch.float16 else "bfloat16"
+    stored = {}
+    if has_stored_nf4(config):
+        from .nf4 import METHOD
+
+        about = config.quantization_config
+        config.quantization_config = {"quant_method": METHOD, "skipped": about.get("llm_int8_skip_modules")}
+        stored["config"] = config
     try:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder, **LOCAL, dtype=dtype or "auto", attn_implementation=ATTENTION, use_safetensors=True,
-            output_loading_info=True,
+            output_loading_info=True, **stored,
         )  # fmt: skip
     except Exception as error:
         raise ModelError(f"cannot be loaded: {first_line(error)}") from error
@@ -107,10 +117,13 @@ def load_model(folder: Path, dtype: str | None) -> Any:
 def check_config(config: Any) -> None:
     """
     Raises:
-        ModelError: the weights are quantised, or a kind of layer is not known.
+        ModelError: the weights are quantised in another way, or a kind of layer is not known.
     """
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError("its weights are quantised already; use the original 16-bit folder, with dtype nf4 for 4 bits")
+    if getattr(config, "quantization_config", None) is not None and not has_stored_nf4(config):
+        raise ModelError(
+            "its weights are quantised already, and not as bitsandbytes' nf4; use the original 16-bit folder, with "
+            "dtype nf4 for 4 bits"
+        )
     text = config.get_text_config()
     other = set(getattr(text, "layer_types", None) or ()) - {FULL, SLIDING, *WITHOUT_CELLS, *WITH_BOTH}
     if other:
@@ -118,14 +131,24 @@ def check_config(config: Any) -> None:
         raise ModelError(f"has layers of the kind {kinds}, which cannot branch into a tree here; use a GGUF of it")
 
 
+def has_stored_nf4(config: Any) -> bool:
+    about = getattr(config, "quantization_config", None)
+    return isinstance(about, dict) and bool(about.get("load_in_4bit")) and about.get("bnb_4bit_quant_type") == NF4
+
+
+def has_stored_nf4_layers(model: Any) -> bool:
+    return bool(getattr(model, "is_quantized", False))
+
+
 def check_folder_fits(folder: Path, dtype: str | None, memory: int) -> None:
     """
     Raises:
         NoRoom: weights of another type than the file's do not fit; they are converted before they can be streamed.
     """
-    found: Any = getattr(read_config(folder).get_text_config(), "dtype", None)
+    config = read_config(folder)
+    found: Any = getattr(config.get_text_config(), "dtype", None)
     names = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-    if dtype is None or dtype == NF4 or found not in names or names[found] == dtype:
+    if dtype in (None, NF4, names.get(found)) or found not in names or has_stored_nf4(config):
         return
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     size = size * getattr(torch, dtype).itemsize // found.itemsize
@@ -217,14 +240,18 @@ def leave_alone(layer: Any) -> None:
 PLAIN = Form("", block_bytes, leave_alone)
 
 
-def nf4_form(device: Any) -> Form:
-    """Quantise layers one at a time on the device, where it is fast."""
-    from .nf4 import quantise, quantised_bytes
+def nf4_form(device: Any, kept: "KeptLayers | None" = None) -> Form:
+    """Quantise layers one at a time on the device, where it is fast, but for those that are kept."""
+    from .nf4 import linears, quantise, quantised_bytes
 
     def make(layer: Any) -> None:
+        if not any(True for _ in linears(layer)) or (kept and kept.take(layer)):
+            return
         layer.to(device)
         quantise(layer)
         layer.to("cpu")
+        if kept:
+            kept.keep(layer)
 
     return Form(NF4, quantised_bytes, make)
 
