@@ -23,7 +23,15 @@ from edgespec.errors import (
     no_such,
 )
 from edgespec.loading.draft_or_memory import open_pair
-from edgespec.loading.pair import DEFAULT_BUDGET, WIDE, choose_budget, choose_context, close_all, recall_auto_state
+from edgespec.loading.pair import (
+    DEFAULT_BUDGET,
+    WIDE,
+    WIDEST,
+    choose_budget,
+    choose_context,
+    close_all,
+    recall_auto_state,
+)
 from edgespec.loading.targets import check_targets, open_targets
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
@@ -422,7 +430,8 @@ def load(
             source such as hf:owner/repository/file.gguf.
         draft: the same for the draft model; default: that of models.yaml.
         planner: one of `PLANNERS`; default: that of models.yaml, else auto: the fastest in every step.
-        budget: most draft tokens per pass; default: by measured pass times, at most the budget of models.yaml or 64.
+        budget: most draft tokens per pass; default: by measured pass times, at most the budget of models.yaml or 64;
+            where torch or mlx stream weights, up to 1024.
             With a number no tree depends on pass times, and auto is specexec with a draft, sssd with a datastore or
             streamed weights, else none.
         datastore: a file made by `edgespec datastore build`, for the planners auto and sssd.
@@ -485,7 +494,8 @@ def load(
     # With a fixed budget passes are wide, but for `auto` without a draft or datastore, which is plain decoding.
     drafted = bool(draft or datastore) if planner == "auto" else planner != "none"
     options = LoadOptions(
-        context_length=choose_context(context_length, entry), budget=budget, sessions=parallel,
+        context_length=choose_context(context_length, entry), budget=budget,
+        widest=0 if fixed or entry.defaults.budget else WIDEST, sessions=parallel,
         wide=fixed and budget >= WIDE and drafted, exact=exact, backend=backend, threads=threads,
         gpu_layers=gpu_layers, memory=memory, kv_type=kv_type, lenders=check_texts("lenders", lenders), device=device,
         dtype=dtype, gpu_memory=gpu_memory, keep_packed=keep_packed or None,
@@ -520,7 +530,14 @@ def load(
             at_close = recall_auto_state(pace, sources, backends[0], options)
         names = (target, draft or "" if backends[1:] else "")
         return Model(
-            backends[0], planners, budget=budget, pace=pace, owned=backends, names=names, at_close=at_close, **defaults
+            backends[0],
+            planners,
+            budget=max(budget, limits.widest),
+            pace=pace,
+            owned=backends,
+            names=names,
+            at_close=at_close,
+            **defaults,
         )
     except BaseException:
         close_all(backends)

@@ -348,7 +348,7 @@ class MlxEngine(Engine):
         plan, layout, notes = None, None, list[str]()
         if not options.resident and can_stream(machine):
             drafts = sum(draft_bytes(open_model(other), size) for other in options.draft_files)
-            plan, size, layout, notes = plan_memory(lazy, size, memory, used, drafts, machine)
+            plan, size, layout, notes = plan_memory(lazy, size, memory, used, drafts, machine, options.widest)
         return MlxPlan(
             path=path, options=options, lazy=lazy, vocab=vocab, size=size, layout=layout, weights=plan, told=notes,
             machine=machine,
@@ -372,7 +372,7 @@ def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:
     """
     model, size, path, text_config = plan.lazy.model, plan.size, plan.path, plan.lazy.text_config
     recurrent, tolerance, leaves = is_recurrent(model), _tolerance(model), size.paths(model)
-    notes, sweep = list(plan.told), None
+    notes, sweep, widened = list(plan.told), None, size.budget > plan.options.budget
     if plan.weights and plan.layout and plan.weights.streamed:
         sweep, more = _stream(model, plan.layout, plan.weights, plan.machine.disk, progress, path)
         notes += more
@@ -381,7 +381,8 @@ def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:
     capabilities = Capabilities(
         context_length=size.context_length,
         max_nodes=size.max_nodes,
-        max_wanted=size.max_nodes,
+        max_wanted=size.budget + 1 if widened else size.max_nodes,
+        widest=size.budget if widened else 0,
         max_leaves=leaves or size.max_nodes,
         paths=recurrent,
         # Row classes do not apply: with paths the rows of a pass depend on these, and a GPU's attention adds keys by

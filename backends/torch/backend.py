@@ -33,7 +33,7 @@ from edgespec.machine import memory as process
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.this_machine import Gpu, this_machine
-from edgespec.weights.plan import MARGIN, SAFETY
+from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, choose_width
 
 from ..common.hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
 from ..common.interrupts import interruptible
@@ -47,6 +47,7 @@ from .loading import (
     WORKSPACE,
     Form,
     Host,
+    Placement,
     cache_shape,
     check_folder_fits,
     check_rope,
@@ -74,7 +75,8 @@ from .recurrent import (
     state_bytes,
     with_cells,
 )
-from .session import Placement, TorchSession
+from .session import Placement as NodePlacement
+from .session import TorchSession
 
 __all__ = ["TorchBackend", "TorchEngine", "engine", "load", "load_vocab"]
 
@@ -193,7 +195,7 @@ class TorchBackend:
     def identity(self) -> dict[str, Any]:
         return identity_of(self, self.content)
 
-    def _part(self, session: TorchSession, placement: Placement, rows: slice) -> Part:
+    def _part(self, session: TorchSession, placement: NodePlacement, rows: slice) -> Part:
         length = len(session.token_ids)
         everywhere = session.positions + placement.positions
         masks = {
@@ -334,7 +336,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
                 kept = KeptLayers(folder, model.dtype, decoder_layers(model))
             form = nf4_form(device, kept)
         backend = assemble(
-            model, vocab, device, context_length=options.context_length, budget=options.budget,
+            model, vocab, device, context_length=options.context_length, budget=options.budget, widest=options.widest,
             sessions=options.sessions, memory=there, gpu=gpu, gpu_layers=options.gpu_layers if gpu else None,
             copies=copies or (CudaCopies if device.type == "cuda" else HostCopies), host=host,
             form=form,
@@ -365,6 +367,7 @@ def assemble(
     *,
     context_length: int,
     budget: int,
+    widest: int = 0,
     sessions: int,
     memory: int | None,
     gpu: Gpu | None = None,
@@ -381,6 +384,7 @@ def assemble(
         device: where it computes.
         context_length: of `LoadOptions`.
         budget: of `LoadOptions`.
+        widest: of `LoadOptions`.
         sessions: of `LoadOptions`.
         memory: bytes of the device's memory to use; None: on a GPU what is free, elsewhere no limit.
         gpu: the device, if it has memory of its own.
@@ -396,22 +400,28 @@ def assemble(
     config = model.config.get_text_config()
     context_length = context_length or getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
     check_rope(config, context_length)
-    max_nodes = max(MIN_NODES_ON_GPU if device.type == "cuda" else MIN_NODES, budget + 1)
     recurrent, state = is_recurrent(config), state_bytes(model)
     weights = model.num_parameters() * model.dtype.itemsize
-    leaves = most_paths(state, weights, budget, sessions) if recurrent else max_nodes
-    capabilities = Capabilities(
-        context_length=context_length,
-        max_nodes=max_nodes,
-        max_wanted=max_nodes,
-        max_leaves=leaves,
-        paths=recurrent,
-        logit_tolerance=TOLERANCE[str(model.dtype).removeprefix("torch.")],
-        experts=experts_of(config.to_dict()),
-        gaps=True,  # in float32, rows of 6-node trees differ from those of their chains
-    )
-    shape = cache_shape(config, context_length + max_nodes)
-    held = 0
+    leaves = most_paths(state, weights, budget, sessions) if recurrent else 0
+
+    def limits(width: int) -> Capabilities:
+        max_nodes = max(MIN_NODES_ON_GPU if device.type == "cuda" else MIN_NODES, width + 1)
+        return Capabilities(
+            context_length=context_length,
+            max_nodes=max_nodes,
+            max_wanted=max_nodes if width == budget else width + 1,
+            max_leaves=leaves or max_nodes,
+            paths=recurrent,
+            logit_tolerance=TOLERANCE[str(model.dtype).removeprefix("torch.")],
+            experts=experts_of(config.to_dict()),
+            gaps=True,  # in float32, rows of 6-node trees differ from those of their chains
+            widest=0 if width == budget else width,
+        )
+
+    def cells(width: int) -> tuple[int, ...]:
+        return cache_shape(config, context_length + limits(width).max_nodes)
+
+    held, width = 0, budget
     if gpu:
         held = gpu.used  # by models that were loaded before
         free = gpu.free + held
@@ -421,18 +431,28 @@ def assemble(
     form.make(decoder_layers(model)[0])  # `work_bytes` looks for 4-bit weights in it
     streamer, notes = None, list[str]()
     if memory is not None or gpu_layers is not None or form is not PLAIN:
-        caches = sessions * (math.prod(shape) * model.dtype.itemsize + (states_of(leaves) * state if recurrent else 0))
-        fixed = held + caches + work_bytes(model, capabilities, budget + 1)
-        if host and not host.apart:
-            fixed -= WORKSPACE  # CUDA's
         sizes = [form.size(layer) for layer in decoder_layers(model)]
-        if device.type == "mps" and memory is not None and fixed + sum(sizes) > memory:
+
+        def fixed(width: int) -> int:
+            cache = math.prod(cells(width)) * model.dtype.itemsize + (states_of(leaves) * state if recurrent else 0)
+            work = work_bytes(model, limits(width), width + 1)
+            return held + sessions * cache + work - (WORKSPACE if host and not host.apart else 0)  # CUDA's
+
+        def place(width: int) -> Placement:
+            return choose_placement(sizes, memory or sys.maxsize, fixed(width), host, gpu_layers)
+
+        if device.type == "mps" and memory is not None and fixed(budget) + sum(sizes) > memory:
             raise NoRoom(
-                f"the model takes {format_size(fixed + sum(sizes), up=True)}, and the GPU can hold "
+                f"the model takes {format_size(fixed(budget) + sum(sizes), up=True)}, and the GPU can hold "
                 f"{format_size(memory)} now: use the backend mlx, which streams layers, or a smaller context or dtype"
             )
-        placement = choose_placement(sizes, memory or sys.maxsize, fixed, host, gpu_layers)
+        if place(budget).streamed and not recurrent:
+            # On a processor, neither reads nor a prompt's passes become larger.
+            most, cheap = (widest, CHEAP) if gpu else (min(widest, limits(budget).max_nodes - 1), 0.0)
+            width = choose_width(budget, most, cheap, lambda width: sum(sizes[i] for i in place(width).streamed))
+        placement = place(width)
         streamer = place_layers(model, device, sizes, placement, copies, host, form)
+    shape, capabilities = cells(width), limits(width)
     if streamer is not None:
         capabilities = replace(capabilities, streams=True, experts=None)  # all experts of a layer are streamed
         notes = streaming_notes(streamer, config.num_hidden_layers)

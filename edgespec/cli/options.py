@@ -121,7 +121,9 @@ DRAFT_OPTION = click.option(
     help="Draft model: a name, path or source like MODEL.",
 )
 BUDGET_OPTION = click.option(
-    "--budget", type=int, help="Draft tokens per pass. [default: the model's, else as many as pay, at most 64]"
+    "--budget",
+    type=int,
+    help="Draft tokens per pass. [default: the model's, else as many as pay: at most 64, streamed on torch, mlx 1024]",
 )
 CONTEXT_OPTION = click.option(
     "--ctx", "context_length", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]"

@@ -73,6 +73,7 @@ class LoadOptions:
     Attributes:
         context_length: most tokens of one sequence; 0: as many as the model was trained for.
         budget: most draft tokens of one pass.
+        widest: where weights are streamed, the engine may plan for this many instead, if that costs little memory.
         sessions: most sessions open at once.
         wide: most passes will have at least 16 nodes.
         exact: wanted row class, as for `edgespec.load`.
@@ -94,6 +95,7 @@ class LoadOptions:
 
     context_length: int = 4096
     budget: int = 64
+    widest: int = 0
     sessions: int = 1
     wide: bool = False
     exact: str | None = None
@@ -134,8 +136,8 @@ class LoadOptions:
         """Options of a draft, which stays in memory, and uses the GPU unless `gpu_layers` is 0."""
         gpu_layers = 0 if self.gpu_layers == 0 else None
         return replace(
-            self, exact="off", memory=None, gpu_memory=None, gpu_layers=gpu_layers, lenders=(), draft_files=(),
-            resident=True, in_order=False,
+            self, exact="off", widest=0, memory=None, gpu_memory=None, gpu_layers=gpu_layers, lenders=(),
+            draft_files=(), resident=True, in_order=False,
         )  # fmt: skip
 
 
