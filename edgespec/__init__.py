@@ -10,18 +10,44 @@
 All errors are `EdgespecError`, with a message of one line. More: docs/reference/api.md.
 """
 
-from edgespec.errors import Closed as Closed
-from edgespec.errors import EdgespecError as EdgespecError
-from edgespec.errors import UsageError as UsageError
-from edgespec.loop.grammar import Grammar as Grammar
-from edgespec.loop.grammar import json_object, json_schema, lark, regex
-from edgespec.loop.sampling import SamplingParams as SamplingParams
-from edgespec.loop.stats import GenerationStats as GenerationStats
-from edgespec.loop.tree import Source as Source
-from edgespec.model import GenerationResult, Model, load
-from edgespec.scheduler.requests import Chunk as Chunk
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from edgespec.errors import Closed as Closed
+    from edgespec.errors import EdgespecError as EdgespecError
+    from edgespec.errors import UsageError as UsageError
+    from edgespec.loop.grammar import Grammar as Grammar
+    from edgespec.loop.grammar import json_object, json_schema, lark, regex
+    from edgespec.loop.sampling import SamplingParams as SamplingParams
+    from edgespec.loop.stats import GenerationStats as GenerationStats
+    from edgespec.loop.tree import Source as Source
+    from edgespec.model import GenerationResult, Model, load
+    from edgespec.scheduler.requests import Chunk as Chunk
 
 __version__ = "0.1.0"
 
 # Names that `help` shows; the others are types of arguments and results.
 __all__ = ["GenerationResult", "Model", "json_object", "json_schema", "lark", "load", "regex"]
+
+# Imported when they are asked for: the program handles Ctrl-C before its many imports (`edgespec/__main__.py`).
+_MODULES = {
+    "errors": ["Closed", "EdgespecError", "UsageError"],
+    "loop.grammar": ["Grammar", "json_object", "json_schema", "lark", "regex"],
+    "loop.sampling": ["SamplingParams"],
+    "loop.stats": ["GenerationStats"],
+    "loop.tree": ["Source"],
+    "model": ["GenerationResult", "Model", "load"],
+    "scheduler.requests": ["Chunk"],
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"edgespec.{module}"), name)
+    raise AttributeError(f"module 'edgespec' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *(name for names in _MODULES.values() for name in names)})

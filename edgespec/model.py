@@ -23,6 +23,7 @@ from edgespec.errors import (
     no_such,
 )
 from edgespec.loading.draft_or_memory import open_pair
+from edgespec.loading.exact import note_on_budget
 from edgespec.loading.pair import (
     DEFAULT_BUDGET,
     WIDE,
@@ -40,7 +41,6 @@ from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.passes import check_room
 from edgespec.loop.planner import Planner
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.shapes import BatchInvariance
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import Message, TextStream, render_chat, user_messages
 from edgespec.models.own_sampling import choose_sampling, choose_seed
@@ -132,8 +132,7 @@ class Model:
         self.budget = budget
         self.sampling = sampling or SamplingParams()
         self.system = system
-        cost = pace.target if pace else None
-        self.scheduler: Any = targets or Scheduler(target, self.planners, budget=budget, cost=cost)
+        self.scheduler: Any = targets or Scheduler(target, self.planners, budget=budget, pace=pace)
         self._closed = False
         self._notes, self._owned, self._names, self._at_close = notes, owned, names, at_close
 
@@ -511,7 +510,7 @@ def load(
     draft = draft if planner in USE_DRAFT else None
     if ahead and not draft:
         raise UsageError("--ahead is for a draft model, which then runs ahead: name one with --draft (draft=…)")
-    backends = open_pair(
+    backends, learn = open_pair(
         entry, draft, models_file, options, leave_out=planner == "auto" and not fixed, remember=remember,
         progress=progress, say=say,
     )  # fmt: skip
@@ -524,10 +523,10 @@ def load(
         ]
         defaults, at_close = _defaults(entry), lambda: None
         if fixed and drafted:
-            defaults["notes"] += _note_on_budget(budget, limits.exact)
+            defaults["notes"] += note_on_budget(budget, backends[0], local_path(entry.target, fetch=False))
         if pace and planner != "none" and remember:
             sources = [entry.target, *([find_model(draft, models_file).target] if draft and backends[1:] else [])]
-            at_close = recall_auto_state(pace, sources, backends[0], options)
+            at_close = recall_auto_state(pace, sources, backends[0], options, learn)
         names = (target, draft or "" if backends[1:] else "")
         return Model(
             backends[0],
@@ -553,15 +552,6 @@ def _defaults(entry: Entry) -> dict[str, Any]:
     if entry.defaults.ctx is not None:
         notes = [*notes, "models.yaml: ctx goes with the next version; write context_length"]
     return {"sampling": sampling, "system": entry.defaults.system, "notes": notes}
-
-
-def _note_on_budget(budget: int, exact: BatchInvariance | None) -> list[str]:
-    if exact is None or budget < exact.trees.most:
-        return []
-    return [
-        f"trees have at most {exact.trees.most - 1} draft tokens, not {budget}: rows are bit-identical "
-        f"in passes up to this size ({exact.name}); --exact wide or off allows more"
-    ]
 
 
 def _check_reports(stats: Any, progress: Any) -> None:

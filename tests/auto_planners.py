@@ -11,7 +11,7 @@ def auto_planner(
     lookup: Planner | None = None,
     draft: Planner | None = None,
     *,
-    patience: int = 0,
+    eager: bool = True,
     goes_ahead: bool = False,
 ) -> AutoPlanner:
     """The planner that asks these two, either of which may be missing; arguments as for `AutoPlanner`, `Drafting`."""
@@ -19,5 +19,5 @@ def auto_planner(
     if lookup:
         candidates.append(Lookup(lookup, state))
     if draft:
-        candidates.append(Drafting(draft, state, patience=patience, goes_ahead=goes_ahead))
+        candidates.append(Drafting(draft, state, eager=eager, goes_ahead=goes_ahead))
     return AutoPlanner(name, state, candidates)

@@ -321,6 +321,7 @@ def rows_are_the_callers(factory: Factory) -> None:
         kept = row.copy()
         logits.row(1)[:] = 0
         assert np.array_equal(logits.row(1), kept)
+        assert np.array_equal(logits.view(1), kept)
         backend.forward([work(session, [7, 8, 9], [-1, 2, 3], first=2)])
         assert np.array_equal(row, kept)
 

@@ -1,12 +1,10 @@
 """A draft that goes on while the target works: the text is the same, whatever it finds, and whenever it is stopped."""
 
-import json
 import random
 import threading
 import time
 from concurrent.futures import wait
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from auto_planners import auto_planner
@@ -21,7 +19,6 @@ from edgespec.loop.tree import Proposal
 from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner, DraftThread
 from edgespec.planners.auto import AutoPlanner, AutoState
 from edgespec.planners.choice import goes_ahead, has_own_processor, make_planner
-from edgespec.planners.guard import BLOCK, REST, Guard
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -263,85 +260,6 @@ def test_what_a_draft_fails_with_is_told():
     with pytest.raises(ModelError, match="the draft is broken"):
         write(planner, SAMPLINGS[0], uneven(backend(), 1))
     planner.close()
-
-
-def turns(guard, rounds, seconds, expected=3.0, wrote=3):
-    """The ways of so many rounds, on a clock of their own, where each way's rounds take so long."""
-    now, found = 0.0, []
-    guard.pause()
-    for _ in range(rounds):
-        found.append(guard.next(expected, now))
-        guard.wrote(wrote)
-        now += seconds[found[-1]]
-    return found
-
-
-def test_the_guard_tries_both_and_leaves_alone_what_loses():
-    found = turns(Guard(), 400, {False: 1.0, True: 1.2})
-    assert sum(found) / len(found) < 0.1
-    starts = [i for i in range(1, 400) if found[i] and not found[i - 1]]
-    gaps = [right - left for left, right in pairwise(starts)]
-    assert gaps[:3] == [2 * REST + BLOCK, 4 * REST + BLOCK, 8 * REST + BLOCK]
-    assert not any(found[:REST])
-
-
-def test_the_guard_goes_on_where_that_gains():
-    found = turns(Guard(), 400, {False: 1.2, True: 1.0})
-    assert sum(found) / len(found) > 0.9
-
-
-@pytest.mark.parametrize(("gain", "least", "most"), [(0.9, 0.0, 0.1), (1.0, 0.0, 0.2), (1.4, 0.6, 1.0)])
-def test_trees_that_differ_mislead_the_guard_seldom(gain, least, most):
-    """Trees promise 1 to 9 tokens by chance; mean share of rounds in which the draft goes on, of 30 texts."""
-    shares = []
-    for seed in range(30):
-        draw, guard, now, found = random.Random(seed), Guard(), 0.0, []
-        for _ in range(500):
-            expected = 1 + 8 * draw.random() ** 2
-            found.append(guard.next(expected, now))
-            guard.wrote(round(expected))
-            now += 1 / gain if found[-1] else 1.0
-        shares.append(sum(found) / len(found))
-    assert least <= sum(shares) / len(shares) <= most
-
-
-def test_the_guard_follows_a_change():
-    guard = Guard()
-    turns(guard, 100, {False: 1.0, True: 1.2})
-    assert guard.better is False
-    turns(guard, 400, {False: 1.2, True: 1.0})
-    assert guard.better is True
-
-
-@pytest.mark.parametrize("seconds", [{False: 1.0, True: 1.2}, {False: 1.2, True: 1.0}])
-def test_the_next_run_begins_with_what_this_one_found(seconds):
-    before, after = AutoState(), AutoState()
-    assert not before.guard.better
-    turns(before.guard, 100, seconds)
-    after.recall(json.loads(json.dumps(before.as_dict())))
-    better = seconds[True] < seconds[False]
-    assert turns(after.guard, 2 * REST, seconds) == [better] * (2 * REST)
-    assert sum(turns(after.guard, 400, seconds)) / 400 == pytest.approx(float(better), abs=0.1)
-
-
-def test_what_does_not_come_true_does_not_count():
-    """Going on promises half as much again, and none of that is written."""
-    guard, now, last = Guard(), 0.0, False
-    for _ in range(600):
-        expected = 4.5 if last else 3.0
-        last = guard.next(expected, now)
-        guard.wrote(3)
-        now += 1.1 if last else 1.0
-    assert guard.better is False
-
-
-def test_a_pause_is_not_counted():
-    guard = Guard()
-    guard.next(3.0, 0.0)
-    guard.pause()
-    guard.next(3.0, 1000.0)
-    guard.next(3.0, 1001.0)
-    assert list(guard.waiting.samples) == [(3.0, 1.0)]
 
 
 def test_the_default_needs_a_processor_for_the_draft_alone():

@@ -213,3 +213,20 @@ def test_experts_make_the_first_nodes_dear_and_the_last_ones_cheap() -> None:
     assert known is not None
     assert known.seconds(8) == pytest.approx(5.0)
     assert 5.0 < known.seconds(64) < 12
+
+
+def test_figures_that_contradict_each_other_are_not_kept():
+    times = PassTimes()
+    for nodes, seconds in ((1, 38.0), (2, 20.0), (8, 30.0), (64, 9.0)):
+        times.add(nodes, seconds)
+    assert times.as_list() == [[0, 1, 20.0], [0, 2, 20.0], [0, 8, 30.0], [0, 64, 9.0]]  # 64: other kernels
+
+
+def test_what_was_remembered_goes_where_a_new_pass_contradicts_it():
+    times = PassTimes()
+    times.recall([[0, 1, 1.0], [0, 12, 3.0], [0, 40, 9.0]])
+    times.add(20, 1.1)
+    assert sorted(times.as_list()) == [[0, 1, 1.0], [0, 20, 1.1], [0, 40, 9.0]]
+    times.add(12, 3.0)  # measured now, so it stays
+    times.add(20, 1.1)
+    assert sorted(row[1] for row in times.as_list()) == [1, 12, 20, 40]

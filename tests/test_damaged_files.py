@@ -1,5 +1,6 @@
 """GGUFs with bytes that are not what they were: one line for the user, never a traceback."""
 
+import io
 import os
 import re
 import struct
@@ -21,6 +22,11 @@ from edgespec.models.convert.converter import convert_folder
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> bytes:
     return small_llama(tmp_path_factory.mktemp("whole") / "model.gguf", layers=1).read_bytes()
+
+
+@pytest.fixture(autouse=True)
+def no_input(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
 
 
 def run(path: Path, *more: str) -> int:
@@ -111,7 +117,7 @@ def test_two_equal_tokens_are_one_line(whole, tmp_path) -> None:
     first, second = (struct.pack("<Q", 1) + letter for letter in (b"a", b"b"))
     assert whole.count(first + second) == 1
     path.write_bytes(whole.replace(first + second, first + first))
-    command = [sys.executable, "-c", "import edgespec_start; edgespec_start.main()", "run", str(path), "--raw", "Hi"]
+    command = [sys.executable, "-m", "edgespec", "run", str(path), "--raw", "Hi"]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     assert done.returncode == 1
     assert re.fullmatch(r"edgespec: llama\.cpp cannot go on: GGML_ASSERT.*\n", done.stderr)

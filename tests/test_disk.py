@@ -29,6 +29,11 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "preadv"), reason="os.preadv is 
 MIB = 1 << 20
 
 
+@pytest.fixture(autouse=True)
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "machine_is_busy", lambda: False)
+
+
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where measurements are kept during the test."""
@@ -101,6 +106,8 @@ def test_it_is_remembered_for_the_disk(memory: Path) -> None:
         {"threads": 4, "size": 1000, "speed": 1e9},
         {"threads": 4, "size": 1 << 40, "speed": 1e9},
         {"threads": 4, "size": MIB, "speed": 0},
+        {"threads": 4, "size": MIB, "speed": float("inf")},
+        {"threads": 4, "size": MIB, "speed": 1.0},
         {"threads": "4", "size": MIB, "speed": 1e9},
         {"threads": 4.0, "size": MIB, "speed": 1e9},
         {"threads": 64, "size": MIB, "speed": 1e9},
@@ -175,6 +182,14 @@ def test_another_disk_of_the_same_name(memory: Path, monkeypatch: pytest.MonkeyP
     there = os.statvfs(memory)
     other = SimpleNamespace(f_blocks=2 * there.f_blocks, f_frsize=there.f_frsize)
     monkeypatch.setattr(os, "statvfs", lambda path: other)
+    assert recall_reading(str(memory)) == USUAL
+
+
+def test_a_speed_measured_while_other_programs_compute_is_not_remembered(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "machine_is_busy", lambda: True)
+    assert not remember_reading(str(memory), Reading(16, MIB, 7e9))
     assert recall_reading(str(memory)) == USUAL
 
 

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from edgespec.measure.doctor import Diagnosis, Pass, as_dict, report, tokens_per_second
+from edgespec.loading.draft_or_memory import Speeds
+from edgespec.measure.doctor import Diagnosis, Pass, as_dict, learned_line, report, tokens_per_second
+from edgespec.planners.auto import AutoState
 from edgespec.weights.plan import Extent, Layer, Plan
 
 GB = 10**9
@@ -81,3 +83,42 @@ def test_an_engine_that_streams_without_a_plan_of_bytes() -> None:
     streams = replace(diagnosis(None, Pass(1, 1.0, 0.0), Pass(65, 2.0, 0.0)), engine="torch", streams=True)
     assert "layers are streamed: see the note" in report(streams)
     assert "nothing is streamed" in report(replace(streams, streams=False))
+
+
+@pytest.mark.parametrize(
+    ("speeds", "says"),
+    [
+        (Speeds(4.85, 8.6), "with the draft about 4.8 tokens/s, without it about 8.6; auto is without it"),
+        (Speeds(6.0, 0.5), "with the draft about 6.0 tokens/s, without it about 0.50; auto is with it"),
+        (Speeds(), "the draft takes memory that the target needs: auto tries both ways, once"),
+    ],
+)
+def test_a_draft_that_takes_memory_of_its_target_is_predicted_both_ways(speeds: Speeds, says: str) -> None:
+    found = replace(diagnosis(None, Pass(1, 1.0, 0.0)), draft_or_memory=speeds)
+    assert next(line for line in report(found).splitlines() if line.startswith("draft or")).split("  ")[-1] == says
+    assert as_dict(found)["draft_or_memory"] == {"drafted": speeds.drafted, "plain": speeds.plain}
+    assert "draft or memory" not in report(replace(found, draft_or_memory=None))
+
+
+def learned() -> dict[str, object]:
+    state = AutoState()
+    state.target.add(1, 0.1)
+    state.target.add(9, 0.3)
+    state.draft.add(1, 0.02)
+    state.agreement.add(7, 10)
+    return {"date": "2020-01-01T00:00:00+00:00", "value": state.as_dict() | {"passes": 41}}
+
+
+def test_what_is_remembered_has_its_age_and_number() -> None:
+    said = learned_line(learned())
+    assert said.startswith("target's passes 1: 100 ms, 9: 300 ms; draft's passes 1: 20 ms; draft right in 70 %; ")
+    assert said.endswith(" days old, 41 passes")
+    assert " passes" in learned_line(learned() | {"date": None})
+
+
+@pytest.mark.parametrize("value", [None, [], {}, {"target": [], "draft": [], "runs": 3}, {"target": 3}])
+def test_what_no_run_can_use_is_not_shown(value: object) -> None:
+    found = learned()
+    assert learned_line(found | {"value": value}) == ""
+    assert learned_line(found | {"value": {**found["value"], "target": [[0, 1, 0.0]]}}) == ""
+    assert learned_line(found | {"value": {**found["value"], "target": [[0, 1, float("nan")]]}}) == ""

@@ -5,11 +5,12 @@ from threading import Event, Thread
 import pytest
 from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend
-from test_auto import GivenCost, GivenShare
+from test_auto import Free, GivenCost, GivenShare
 from test_scheduler import DRAFT, LONG, PROMPTS, SHAPES, Reader, Recording, backend, run
 
 from edgespec.errors import ContextFull, Interrupted, ModelError
 from edgespec.loop.generate import Generation
+from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import TILE
 from edgespec.loop.stats import GenerationStats
@@ -133,7 +134,10 @@ def test_a_draft_whose_context_is_full_reads_no_further():
 
 @pytest.mark.parametrize("kind", ["specexec", "auto", "ahead"])
 def test_a_prompt_longer_than_the_drafts_context_is_answered_without_the_draft(kind):
-    draft, state = Draft(sessions=1, context_length=90), AutoState(GivenCost(1.0, 0.01), worth=GivenShare(1.0))
+    draft, state = (
+        Draft(sessions=1, context_length=90),
+        AutoState(GivenCost(1.0, 0.01), worth=GivenShare(1.0), ledgers={1: Free()}),
+    )
     made = (AheadPlanner if kind == "ahead" else SpecExecPlanner)(draft, depth=4, cost=state.draft)
     planner = auto_planner("auto", state, draft=made) if kind == "auto" else made
     target = backend(sessions=1)
@@ -152,7 +156,7 @@ def test_a_prompt_longer_than_the_drafts_context_is_answered_without_the_draft(k
 
 def test_a_full_draft_is_not_blamed():
     """`auto` learns nothing about a draft from steps in which it could not be asked."""
-    draft, state = Draft(sessions=1, context_length=90), AutoState(GivenCost(1.0, 0.01))
+    draft, state = Draft(sessions=1, context_length=90), AutoState(GivenCost(1.0, 0.01), ledgers={1: Free()})
     planner = auto_planner("auto", state, draft=SpecExecPlanner(draft, depth=4, cost=state.draft))
     scheduler = Scheduler(backend(sessions=1), [planner], budget=8)
     reader = Reader(scheduler, 3, 0.7, 1, 200)
@@ -251,14 +255,25 @@ def test_an_interrupt_that_came_too_late_ends_nobody():
     scheduler.close()
 
 
+class Late(Free):
+    """Asks for a trial when it is told to."""
+
+    due = False
+
+    def is_due(self, way, tokens):
+        return self.due
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_draft_that_is_asked_late_reads_in_chunks_too(temperature):
-    draft, state = Draft(sessions=1), AutoState(GivenCost(1.0, 0.5), worth=GivenShare(1.0))
-    late = auto_planner("auto", state, draft=SpecExecPlanner(draft, depth=4, cost=state.draft), patience=10)
+    ledger, draft = Late(), Draft(sessions=1)
+    state = AutoState(GivenCost(1.0, 0.5), worth=GivenShare(1.0), ledgers={1: ledger, 2: ledger})
+    late = auto_planner("auto", state, draft=SpecExecPlanner(draft, depth=4, cost=state.draft), eager=False)
     scheduler = Scheduler(backend(sessions=2), [late, NonePlanner()], budget=8)
     long, other = Reader(scheduler, 3, temperature, 2, 150), Reader(scheduler, 1, temperature, 1, 200)
     while not draft.parts:
         told = len(long.tokens), len(other.tokens)
+        ledger.due = told[0] >= 60
         scheduler.step()
     unread = len(PROMPTS[3]) - 1 + told[0]
     assert unread > 2 * CATCH_UP
@@ -274,4 +289,22 @@ def test_a_draft_that_is_asked_late_reads_in_chunks_too(temperature):
     run(scheduler)
     long.check()
     other.check()
+    scheduler.close()
+
+
+SLOW, UNKNOWN = GivenCost(9.0, 0.5), None
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["asked to decode plainly", "no gain expected"])
+@pytest.mark.parametrize("cost", [SLOW, UNKNOWN], ids=["slow draft", "unknown draft"])
+def test_a_request_that_is_decoded_plainly_lets_the_draft_read_nothing(plain, cost):
+    draft = Draft(sessions=1)
+    state = AutoState(GivenCost(1.0, 0.5), cost or PassTimes(), worth=GivenShare(1.0), ledgers={1: Free()})
+    planner = auto_planner("auto", state, draft=SpecExecPlanner(draft, depth=4, cost=state.draft), eager=plain)
+    scheduler = Scheduler(backend(sessions=1), [planner], budget=8)
+    reader = Reader(scheduler, LONG_PROMPT, max_tokens=100, plain=plain)
+    run(scheduler)
+    reader.check()
+    assert draft.parts == []
+    assert reader.stats.draft_passes == 0
     scheduler.close()

@@ -12,7 +12,7 @@ from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 from edgespec.errors import UsageError
 from edgespec.loading import exact, row_classes
-from edgespec.loading.exact import apply_row_class, choose, choose_way, line, price
+from edgespec.loading.exact import apply_row_class, choose, choose_way, line, note_on_budget, price
 from edgespec.loading.row_classes import Group, comb, probe
 from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan
@@ -21,6 +21,7 @@ from edgespec.loop.passes import check_batch, most_nodes, prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import BatchInvariance, RowClass, also_wanted
 from edgespec.loop.stats import GenerationStats
+from edgespec.machine import measurements
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.sssd import SssdPlanner
 
@@ -354,6 +355,65 @@ def test_it_is_found_once(remembered: None, tmp_path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(row_classes, "_known", {})
     assert settled(keep=False) == first
     assert len(said) == 3
+
+
+@pytest.mark.parametrize(
+    ("switches", "gaps_from", "asked", "budget", "most", "lifts"),
+    [
+        ([8], 999, "narrow", 64, 6, "--exact wide or off"),
+        ([8], 999, "narrow", 7, 6, "--exact wide or off"),
+        ([8], 999, "narrow", 6, None, ""),  # they fit
+        ([8], 999, "wide", 64, None, ""),
+        ([8], 999, "wide", 300, None, ""),  # the engine has no more
+        ([8], 8, "narrow", 64, 6, "--exact off"),  # trees have no class of many rows
+        ([8, 64], 999, "wide", 100, 62, "--exact off"),
+        ([8], 999, "off", 300, None, ""),
+    ],
+)
+def test_a_budget_that_the_row_class_caps_is_told_with_what_lifts_it(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, switches: list[int], gaps_from: int, asked: str, budget: int,
+    most: int | None, lifts: str,
+) -> None:  # fmt: skip
+    path = tmp_path / "model"
+    path.write_bytes(b"1")
+    monkeypatch.setattr(row_classes, "_known", {})
+    backend = Switching(switches, gaps_from=gaps_from)
+    backend.capabilities = LIMITS
+    apply_row_class(backend, str(path), asked)
+    told = "".join(note_on_budget(budget, backend, str(path)))
+    assert told.startswith(f"passes have at most {most} draft tokens, not {budget}: ") if most else not told
+    assert told.endswith(f"; {lifts} lifts this limit") == bool(most)
+    for option in lifts.removeprefix("--exact ").split(" or ") if lifts else ():
+        wider = Switching(switches, gaps_from=gaps_from)
+        wider.capabilities = LIMITS
+        apply_row_class(wider, str(path), option)
+        assert most < most_nodes(wider.capabilities, 0) - 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [{"least": 1}],
+        [1],
+        3,
+        [{"least": 1, "most": 8, "trees": True, "row_independent": True, "seconds": -1.0}],
+        [{"least": 1, "most": 8, "trees": True, "row_independent": True, "seconds": "1"}],
+    ],
+)
+def test_row_classes_that_cannot_be_are_found_again(
+    remembered: None, tmp_path, monkeypatch: pytest.MonkeyPatch, value
+) -> None:
+    path = tmp_path / "model"
+    path.write_bytes(b"1")
+    said = list[str]()
+    for _ in range(2):
+        backend = Switching([8])
+        backend.capabilities = LIMITS
+        apply_row_class(backend, str(path), say=said.append)
+        (found,) = measurements.everything()
+        measurements.remember(found["about"], value)
+        monkeypatch.setattr(row_classes, "_known", {})
+    assert len(said) == 2
 
 
 @pytest.mark.parametrize("busy", [False, True])

@@ -387,12 +387,15 @@ def test_bad_input_is_one_line(run: Run, arguments: list[str], code: int, says: 
     assert "Traceback" not in err
 
 
-def test_a_pair_without_a_draft(smollm2_tiny: Path) -> None:
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_pair_without_a_draft(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
+    monkeypatch.setattr(pair_module, "machine_is_busy", lambda: busy)
     found = measure_pair(
         Entry(name="a", target=f"file:{smollm2_tiny}"), None, questions(["chat"], 1), max_tokens=4, budget=2,
         context_length=512,
     )  # fmt: skip
     assert [row.planner for row in found.rows] == ["none", "sssd"]
+    assert any("these figures are rough" in note for note in found.notes) == busy
 
 
 def test_plain_decoding_is_measured_without_the_draft(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

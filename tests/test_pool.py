@@ -133,8 +133,11 @@ def test_a_task_is_told_it_too(monkeypatch):
     async def both():
         with growing() as model:
             model.scheduler.turn.acquire()
-            tasks = [asyncio.create_task(write(model, seed)) for seed in range(2)]
-            await asyncio.sleep(0)
+            tasks = []
+            for seed in range(2):  # which comes first decides whose text is cut
+                tasks.append(asyncio.create_task(write(model, seed)))
+                while model.scheduler.waiting <= seed:
+                    await asyncio.sleep(0.001)
             model.scheduler.turn.release()
             return await asyncio.gather(*tasks)
 

@@ -114,9 +114,11 @@ def test_every_function_works_or_refuses_in_one_line(name, gguf, tmp_path, monke
     (tmp_path / "models.yaml").write_text("models: []")
     monkeypatch.setattr(registry, "BUILT_IN", tmp_path / "models.yaml")  # it is read by every load
     monkeypatch.setitem(ARGUMENTS, "target", gguf)
-    monkeypatch.setattr(
-        api, "open_pair", lambda *_, **__: [ReferenceBackend(random_model(2, vocab_size=258), sessions=32)]
-    )
+
+    def opened(*_, **__):
+        return [ReferenceBackend(random_model(2, vocab_size=258), sessions=32)], lambda pace: None
+
+    monkeypatch.setattr(api, "open_pair", opened)
     monkeypatch.setattr(api, "choose_sampling", lambda *_: (SamplingParams(), []))
     monkeypatch.setattr(api, "open_targets", lambda *_, **__: (_ for _ in ()).throw(EdgespecError("no copies here")))
     call = getattr(edgespec, name)

@@ -3,6 +3,7 @@
 import json
 import os
 from concurrent.futures import ProcessPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,16 @@ def test_what_was_remembered_is_recalled_for_the_same_thing_only(place: Path) ->
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"version": 0, "about": {}, "value": 1}', '{"version": 1}', "\0\xff"]
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"version": 1, "about": [], "value": 1}',
+        '{"version": 0, "about": {}, "value": 1}',
+        '{"version": 1}',
+        "\0\xff",
+    ],
 )
 def test_a_broken_file_counts_as_not_there(place: Path, content: str) -> None:
     about = {"kind": "passes"}
@@ -48,6 +58,23 @@ def test_a_hash_that_meets_another_thing_is_not_believed(place: Path) -> None:
     (file,) = place.iterdir()
     file.write_text(json.dumps({"version": remembered.VERSION, "about": {"kind": "other"}, "value": 1}))
     assert remembered.recall(about) is None
+
+
+@pytest.mark.parametrize(
+    ("days", "words"), [(0, "from today"), (-1, "from today"), (1, "1 day old"), (3.5, "3 days old"), (None, "")]
+)
+def test_a_measurement_says_how_old_it_is(place: Path, days: float | None, words: str) -> None:
+    remembered.remember({"kind": "passes"}, 1)
+    (file,) = place.iterdir()
+    content = json.loads(file.read_text())
+    written = datetime.fromisoformat(content["date"])
+    assert abs(datetime.now(UTC) - written) < timedelta(hours=1)
+    content["date"] = "yesterday" if days is None else (written - timedelta(days=days)).isoformat()
+    file.write_text(json.dumps(content))
+    (found,) = remembered.everything()
+    assert remembered.age(found) == words
+    del content["date"]
+    assert remembered.age(content) == ""
 
 
 def test_the_oldest_go(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

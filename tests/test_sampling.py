@@ -85,11 +85,14 @@ class TestNoise:
         generator.advance(-1)  # numpy counts before it draws
         assert generator.random_raw(1)[0] == 0x16554D9ECA36314C
 
-    @given(st.integers(0, 2**64 - 1), st.integers(0, 10**6), st.lists(st.integers(0, 99), min_size=1, max_size=9))
-    def test_at_is_row(self, seed, position, ids):
-        at = np.array(ids)
-        fresh = Noise(seed, 100).at(position, at)
-        noise = Noise(seed, 100)
+    @given(
+        st.integers(0, 2**64 - 1), st.integers(0, 10**6), st.lists(st.integers(0, 10**6), min_size=1, max_size=19),
+        st.sampled_from([100, 20_003]),
+    )  # fmt: skip
+    def test_at_is_row(self, seed, position, ids, size):
+        at = np.array(ids) % size
+        fresh = Noise(seed, size).at(position, at)
+        noise = Noise(seed, size)
         np.testing.assert_array_equal(noise.row(position)[at], fresh)
         np.testing.assert_array_equal(noise.at(position, at), fresh)
 

@@ -214,11 +214,12 @@ class TestShelf:
     def test_what_killed_programs_left_is_removed(self, tmp_path):
         target = backend()
         self.make(tmp_path, target)
-        for name, when in [(".abc.kept-123.new", 100), (".abd.kept-124.new", time())]:
+        old, new = (f".{letter * 32}.kept-123.new" for letter in "ab")
+        for name, when in [(old, 100), (new, time())]:
             (tmp_path / "shelf" / name).write_bytes(b"half")
             os.utime(tmp_path / "shelf" / name, (when, when))
         self.make(tmp_path, target)
-        assert self.files(tmp_path) == [".abd.kept-124.new"]  # another program may be writing it
+        assert self.files(tmp_path) == [new]  # another program may be writing it
 
     def test_a_draft_s_session_lies_beside_and_counts(self, tmp_path):
         target, draft = backend(), backend(random_model(2))

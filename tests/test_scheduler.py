@@ -29,6 +29,7 @@ from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
 from edgespec.planners.auto import PLAIN, new_auto_state
 from edgespec.planners.cost import goodput, split
+from edgespec.planners.ledger import Ledger
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -188,7 +189,7 @@ def play(scheduler, schedule, slots):
 def test_random_schedules_change_no_text(name, shape, slots, leaves, schedule):
     target, pace = backend(shape, sessions=slots, leaves=leaves), new_auto_state(False)
     guessing = planners(name, slots, pace)
-    scheduler = Scheduler(target, guessing, budget=12, cost=pace.target if name == "auto" else None)
+    scheduler = Scheduler(target, guessing, budget=12, pace=pace if name == "auto" else None)
     play(scheduler, schedule, slots)
     scheduler.close()
     assert target.open_sessions == 0
@@ -670,6 +671,28 @@ def test_a_text_can_be_written_plainly(name):
     assert plain.stats.passes == 12
     assert (usual.stats.drafted > 0) == (name != "none")
     scheduler.close()
+
+
+class Unwilling(Ledger):
+    """Allows nothing, and counts."""
+
+    def room(self, way):
+        return 0.0
+
+
+def test_a_batch_whose_draft_tokens_lose_goes_on_without_them():
+    for ledger, drafts in ((Unwilling(), False), (Ledger(first=0), True)):
+        pace = new_auto_state(True)
+        pace.ledgers[2], pace.batched = ledger, 2
+        ledger.recall({"plain": 1e9, "distance": 32, "accounts": {}})  # any step is cheap
+        scheduler = Scheduler(backend(sessions=2), planners("specexec", 2), budget=8, pace=pace)
+        readers = [Reader(scheduler, prompt, 0.7, prompt, 30) for prompt in (1, 2)]
+        run(scheduler)
+        for reader in readers:
+            reader.check()
+        scheduler.close()
+        assert (ledger.accounts.keys() >= {"batch"}) == drafts
+        assert ledger.taken > 0
 
 
 def test_the_split_is_the_best_there_is():

@@ -195,3 +195,4 @@ def test_the_last_line_says_whether_drafting_paid(
     stats.target_seconds, stats.plain_seconds = 1.0, plain_seconds
     assert has in stats.summary()
     assert lacks not in stats.summary()
+    assert bool(stats.as_dict()["times_plain"]) == ("x plain" in has)

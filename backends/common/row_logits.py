@@ -14,6 +14,9 @@ class RowLogits:
     def row(self, node: int) -> Float32Array:
         return self.rows[node].copy()
 
+    def view(self, node: int) -> Float32Array:
+        return self.rows[node]
+
     def state(self, node: int) -> Float32Array:
         return np.zeros(0, np.float32)
 

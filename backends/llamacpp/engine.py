@@ -9,7 +9,7 @@ from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Mach
 from edgespec.loop.session_files import content_of
 from edgespec.machine.disk import remove_name
 from edgespec.machine.this_machine import Gpu, this_machine
-from edgespec.weights.plan import MARGIN, Plan
+from edgespec.weights.plan import MARGIN
 
 from ..common.loader import loader
 from .backend import LlamaBackend
@@ -46,7 +46,6 @@ class LlamaPlan(LoadPlan):
         size: of the context.
         gpu_layers: layers on GPUs or lenders; -1 = all.
         experts_here: all experts stay on the CPU.
-        weights: the part of the weights that stays in memory; None: all.
         machine: that was planned for.
         plenty: memory holds copies, too.
         borrowed: as from `lending.rpc.borrow`, or None.
@@ -55,7 +54,6 @@ class LlamaPlan(LoadPlan):
     size: ContextSize
     gpu_layers: int
     experts_here: bool
-    weights: Plan | None
     machine: Machine
     plenty: bool
     borrowed: Any = None

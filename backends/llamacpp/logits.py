@@ -18,13 +18,13 @@ class LlamaLogits:
         self._width = width
         self._batch_index = batch_index
 
-    def _view(self, node: int) -> Float32Array:
+    def row(self, node: int) -> Float32Array:
+        return self.view(node).copy()
+
+    def view(self, node: int) -> Float32Array:
         pointer = llama_cpp.llama_get_logits_ith(self._context, self._batch_index[node])
         floats = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float * self._size)).contents
         return np.frombuffer(memoryview(floats), np.float32)
-
-    def row(self, node: int) -> Float32Array:
-        return self._view(node).copy()
 
     def state(self, node: int) -> Float32Array:
         if self._width == 0:
@@ -35,4 +35,4 @@ class LlamaLogits:
     def top(
         self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
     ) -> tuple[list[IdArray], list[Scores]]:
-        return top_of_rows(map(self._view, nodes), k, temperature, noise)
+        return top_of_rows(map(self.view, nodes), k, temperature, noise)

@@ -82,7 +82,10 @@ class MlxLogits:
         return rows
 
     def row(self, node: int) -> Float32Array:
-        row: Float32Array = self._host[self._index[node]].copy()
+        return self.view(node).copy()
+
+    def view(self, node: int) -> Float32Array:
+        row: Float32Array = self._host[self._index[node]]
         return row
 
     def state(self, node: int) -> Float32Array:
@@ -306,7 +309,6 @@ class MlxPlan(LoadPlan):
         vocab: its tokenizer.
         size: of sessions and passes.
         layout: where weights lie; None: all stay in memory.
-        weights: the part of the weights that stays in memory; None: all.
         told: messages for the user on memory.
         machine: that was planned for.
     """
@@ -315,7 +317,6 @@ class MlxPlan(LoadPlan):
     vocab: HfVocab
     size: PassSize
     layout: Layout | None
-    weights: Plan | None
     told: Sequence[str]
     machine: Machine
 

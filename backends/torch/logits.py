@@ -20,6 +20,10 @@ class TorchLogits:
         row: Float32Array = self._logits[self._index[node]].to(torch.float32, copy=True).cpu().numpy()
         return row
 
+    def view(self, node: int) -> Float32Array:
+        view: Float32Array = self._logits[self._index[node]].float().cpu().numpy()
+        return view
+
     def state(self, node: int) -> Float32Array:
         return np.zeros(0, np.float32)
 

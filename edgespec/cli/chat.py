@@ -11,7 +11,7 @@ from edgespec.cli.conversation import Conversation
 from edgespec.cli.terminal import last_lines, mark_pastes, show
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.loop.text import Message
-from edgespec.machine.measurements import cache_folder
+from edgespec.machine.files import cache_folder
 from edgespec.model import GenerationResult
 
 HELP = """\

@@ -123,7 +123,11 @@ DRAFT_OPTION = click.option(
 BUDGET_OPTION = click.option(
     "--budget",
     type=int,
+<<<<<<< HEAD
     help="Draft tokens per pass. [default: the model's, else as many as pay: at most 64, streamed on torch, mlx 1024]",
+=======
+    help="Draft tokens per pass, also where fewer are faster. [default: as many as pay, at most the model's or 64]",
+>>>>>>> main
 )
 CONTEXT_OPTION = click.option(
     "--ctx", "context_length", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]"
@@ -167,7 +171,7 @@ MODEL_OPTIONS = _options(
     click.option(
         "--ahead/--no-ahead",
         default=None,
-        help="Draft on while MODEL computes, if that gains. [default: only where the draft has its own processor]",
+        help="Draft on while MODEL computes. [default: only where the draft has its own processor]",
     ),
     _in_python("--min-probability", "edgespec.load(…, min_probability=…)", type=float),
     _in_python("--no-coupling", "edgespec.load(…, coupling=False)", is_flag=True),

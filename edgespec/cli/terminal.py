@@ -122,10 +122,13 @@ class WordWrap:
         """
         if self._plain:
             return click.style(text, fg=colour) if colour else text
+        if not text:
+            return ""
         width = shutil.get_terminal_size().columns
         return "".join(self._shown(one, click.style(one, fg=colour) if colour else one, width) for one in text)
 
     def _shown(self, one: str, shown: str, width: int) -> str:
+        cells = cells_of(one)
         if one == "\n":
             self._code ^= self._line.startswith("```")
             self._column, self._line = 0, ""
@@ -133,11 +136,10 @@ class WordWrap:
             self._column += 8 - self._column % 8
         else:
             self._line = (self._line + one).lstrip()[:3]
-            cells = cells_of(one)
             if self._column + cells >= width and not self._code:  # the last column stays empty, so \b is exact
                 return self._at_the_edge(one, shown, cells, width)
             self._column += cells
-        if one.isspace() or cells_of(one) > 1:
+        if one.isspace() or cells > 1:
             self._start, self._word = self._column, []
         else:
             self._word.append(shown)
@@ -159,6 +161,8 @@ class WordWrap:
 
 def cells_of(one: str) -> int:
     """Columns that a character takes; a wide one, such as a Chinese, is a word of its own."""
+    if " " <= one <= "~":
+        return 1
     from prompt_toolkit.utils import get_cwidth
 
     return get_cwidth(one)

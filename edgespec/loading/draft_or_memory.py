@@ -1,20 +1,202 @@
-"""A draft may force its target out of memory: both ways are tried once, and the result is remembered."""
+"""A draft may take memory that its target needs: the way that is faster by prediction is loaded, with it or without.
+
+Where the predictions are close, both ways are tried once. Measured speeds are remembered, and replace predictions.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import accumulate, repeat
+from math import inf
 from operator import mul
+from pathlib import Path
+from typing import Any
 
-from edgespec.loading.pair import bytes_forced_out, close_all, open_backends
+from edgespec.loading.exact import COLD
+from edgespec.loading.pair import PairPlan, close_all, load_pair, plan_pair
+from edgespec.loading.row_classes import Found, find
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions, Progress
-from edgespec.machine.measurements import identity, machine, recall
+from edgespec.loop.pass_times import Curve, PassTimes
+from edgespec.loop.passes import most_nodes
+from edgespec.machine.disk import disk_speed
+from edgespec.machine.measurements import everything, identity, machine, recall
 from edgespec.machine.measurements import remember as keep
-from edgespec.models.registry import Entry, find_model, local_path
+from edgespec.machine.system import machine_is_busy
+from edgespec.models.registry import Entry
+from edgespec.planners.auto import AutoState, Share
+from edgespec.weights.plan import Plan
 
-RIGHT = 0.75  # share of draft tokens that are accepted: high, so that a draft is seldom left out
-DEEPEST = 16
-GRAIN = 1 << 27  # bytes: smaller differences of streamed weights are one case
+AGREEMENT = 0.7  # share of draft tokens that are accepted, until it is known
+DEEPEST = 16  # draft tokens
+CLOSE = 1.25  # ratio of speeds up to which both ways are tried, and from which on a measurement contradicts another
+GRAIN = 1 << 27  # bytes: smaller differences of weights that are read are one case
+ROWS = 8  # of the larger pass that is timed
+
+Learn = Callable[[AutoState], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Tokens per second with the draft and without it; 0: not known."""
+
+    drafted: float = 0.0
+    plain: float = 0.0
+
+    @property
+    def are_known(self) -> bool:
+        return self.drafted > 0 and self.plain > 0
+
+    @property
+    def are_close(self) -> bool:
+        return max(self.drafted, self.plain) < CLOSE * min(self.drafted, self.plain)
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """Both ways to load a pair whose draft takes memory that the target needs.
+
+    Attributes:
+        pair, target: plans with the draft and without it.
+        missing: bytes that each pass reads more with the draft.
+    """
+
+    pair: PairPlan
+    target: PairPlan
+    missing: int
+
+    @property
+    def fits(self) -> bool:
+        """Without the draft nothing is read."""
+        return _read(self.target) == 0
+
+    def about(self) -> dict[str, Any]:
+        target, draft = self.pair.paths
+        return {
+            "kind": "draft or memory", "machine": machine(), "target": identity(target), "draft": identity(draft),
+            "missing": str(self.missing // GRAIN), "exact": str(self.pair.options.exact),
+        }  # fmt: skip
+
+    def measured(self) -> Speeds:
+        """Remembered speeds."""
+        known = recall(self.about())
+        whole = isinstance(known, list) and len(known) == 2 and all(type(one) in (int, float) for one in known)
+        return Speeds(*known) if whole and all(0 <= one < inf for one in known) else Speeds()
+
+    def keep(self, speeds: Speeds) -> None:
+        keep(self.about(), [speeds.drafted, speeds.plain])
+
+    def speeds(self, *, remember: bool, say: Callable[[str], None], disk: float = 0.0) -> Speeds:
+        """Remembered speeds, else predicted ones.
+
+        Args:
+            remember: as for `edgespec.load`.
+            say: as for `edgespec.load`.
+            disk: bytes per second; 0: they are measured, if they are not remembered.
+        """
+        known = self.measured() if remember else Speeds()
+        name, (path, draft), plan = self.pair.names[0], self.pair.paths, self.pair.plan
+        assert plan
+        assert self.target.plan
+        if known.are_known or plan.weights.cached:  # how many experts a pass reads is not known
+            return known
+        found = find(name, plan.build, plan.ways[-1], path, keep=remember, say=say)
+        if not any(group.seconds for group in found):
+            return known
+        agreement = _agreement(path, draft) if remember else AGREEMENT
+        draft_size = Path(draft).stat().st_size
+        speeds = predict(plan.weights, self.target.plan.weights, draft_size, found, disk or disk_speed(path), agreement)
+        return Speeds(known.drafted or speeds.drafted, known.plain or speeds.plain)
+
+
+def ways_of(pair: PairPlan, target: Callable[[], PairPlan]) -> Ways | None:
+    """
+    Args:
+        pair: the plan with a draft.
+        target: makes the plan without it.
+
+    Returns:
+        Both; None if the draft takes no memory that the target needs.
+    """
+    if not pair.paths[1:] or not _read(pair):
+        return None
+    other = target()
+    missing = _read(pair) - _read(other)
+    return Ways(pair, other, missing) if missing > 0 else None
+
+
+def _read(pair: PairPlan) -> int:
+    weights = pair.plan.weights if pair.plan else None
+    return weights.read_bytes if weights else 0
+
+
+def predict(
+    weights: Plan, without: Plan | None, draft_size: int, found: Found, disk: float, agreement: float = AGREEMENT
+) -> Speeds:
+    """
+    Args:
+        weights: what stays of the target in memory with the draft.
+        without: the same without the draft; None: all.
+        draft_size: bytes of the draft's weights.
+        found: row classes of the target, timed.
+        disk: bytes per second.
+        agreement: share of draft tokens that are accepted.
+    """
+    computing = PassTimes()
+    for group in found:
+        if group.seconds:
+            computing.add(group.least, COLD * weights.layers * group.seconds)
+    times = computing.at(0)
+    assert times
+    reading, other = (one.streamed_bytes / disk if one else 0.0 for one in (weights, without))
+    step = times.plain * draft_size / weights.total_bytes
+    return Speeds(_speed(times, step, agreement, reading), 1 / max(times.plain, other))
+
+
+def _speed(times: Curve, step: float, agreement: float, reading: float = 0.0) -> float:
+    """Tokens per second with the number of draft tokens that pays most.
+
+    Args:
+        times: of the target's passes.
+        step: seconds of a draft pass.
+        agreement: share of draft tokens that are accepted.
+        reading: seconds that each of the target's passes takes at least.
+    """
+    tokens = accumulate(accumulate(repeat(agreement, DEEPEST), mul, initial=1.0))
+    return max(
+        count / (max(float(times.seconds(1 + depth)), reading) + depth * step) for depth, count in enumerate(tokens)
+    )
+
+
+def _agreement(target: str, draft: str) -> float:
+    about = {"kind": "pace", "machine": machine(), "target": identity(target), "draft": identity(draft)}
+    found = next((one["value"] for one in everything() if about.items() <= one["about"].items()), None)
+    try:
+        came, hoped = map(float, found["agreement"]) if found else (0.0, 0.0)
+        return min(1.0, max(0.0, Share(1.0, came, hoped).value(AGREEMENT)))
+    except (KeyError, TypeError, ValueError):
+        return AGREEMENT
+
+
+def timed(backends: list[Backend], agreement: float) -> float:
+    """Tokens per second of a loaded target and its draft, if any, by passes that are timed now."""
+    target, *drafts = backends
+    times = PassTimes()
+    for rows in (1, *([min(ROWS, most_nodes(target.capabilities, 0))] if drafts else [])):
+        times.add(rows, time_pass(target, rows).seconds)
+    curve = times.at(0)
+    assert curve
+    return _speed(curve, time_pass(drafts[0], 1).seconds, agreement) if drafts else 1 / curve.plain
+
+
+def measured(pace: AutoState, *, drafted: bool) -> float:
+    """Tokens per second by the passes of a run; 0: not known."""
+    times, draft = pace.times(0), pace.draft.at(0)
+    if not times or not pace.ledger().plain:
+        return 0.0
+    if not drafted:
+        return 1 / times.plain
+    return _speed(times, draft.plain, pace.agreement.value(AGREEMENT)) if draft else 0.0
 
 
 def open_pair(
@@ -27,55 +209,97 @@ def open_pair(
     remember: bool,
     progress: Progress | None = None,
     say: Callable[[str], None],
-) -> list[Backend]:
-    """As `open_backends`, but a draft that forces its target out of memory and makes it slower is left out.
+) -> tuple[list[Backend], Learn]:
+    """As `open_backends`, but a draft that takes memory of its target and makes it slower is left out.
 
     Args:
+        entry: the target.
+        draft: as for `open_backends`.
+        models_file: as for `open_backends`.
+        options: as for `open_backends`.
         leave_out: allow that; else the draft is always loaded.
+        remember: as for `edgespec.load`.
+        progress: as for `edgespec.load`.
+        say: as for `edgespec.load`.
+
+    Returns:
+        The models, and a function that learns from what a run has measured.
     """
 
-    def opened(draft: str | None) -> list[Backend]:
-        return open_backends(entry, draft, models_file, options, remember=remember, progress=progress, say=say)
+    def planned(with_draft: bool) -> PairPlan:
+        return plan_pair(entry, draft if with_draft else None, models_file, options, say=say)
 
-    both = opened(draft)
-    if not (leave_out and draft and (missing := bytes_forced_out(both[0]))):
-        return both
-    paths = [local_path(source, fetch=False) for source in (entry.target, find_model(draft, models_file).target)]
-    about = {
-        "kind": "draft or memory", "machine": machine(), "target": identity(paths[0]), "draft": identity(paths[1]),
-        "missing": str(missing // GRAIN), "exact": str(options.exact),
-    }  # fmt: skip
-    known = recall(about) if remember else None
-    try:
-        if known is None:
-            say("the draft takes the memory that the target lacks: finding out whether it is worth that, once")
-        drafted, plain = known or (predicted_speed(*both), 0.0)
-    except BaseException:
-        close_all(both)
-        raise
-    if known and drafted >= plain:
-        return both
-    close_all(both)
-    alone = opened(None)
-    try:
-        plain = plain or 1 / time_pass(alone[0], 1).seconds
-        if known is None and remember:
-            keep(about, [drafted, plain])
-    except BaseException:
-        close_all(alone)
-        raise
-    if drafted >= plain:
-        close_all(alone)
-        return opened(draft)
-    alone[0].notes = [
-        *alone[0].notes,
-        f"the draft is left out: with it {missing / 1e9:.2f} GB would be read in every pass: {drafted:.1f} tokens/s "
-        f"are predicted, without it {plain:.1f}; --planner specexec uses it all the same",
-    ]
-    return alone
+    def loaded(with_draft: bool) -> list[Backend]:
+        plan = plans.get(with_draft) or planned(with_draft)
+        plans.clear()  # what is loaded takes memory
+        return load_pair(plan, remember=remember, progress=progress, say=say)
+
+    busy = machine_is_busy()
+    plans = {True: planned(True)}
+    ways = ways_of(plans[True], lambda: planned(False)) if leave_out else None
+    if ways is None:
+        return loaded(True), lambda pace: None
+    plans[False] = ways.target
+    known = ways.measured() if remember else Speeds()
+    speeds = ways.speeds(remember=remember, say=say)
+    open_ = speeds.are_close if speeds.are_known else ways.fits
+    if open_ and not known.are_known and not busy:
+        say("the draft takes memory that the target needs: trying both ways, once")
+        agreement = _agreement(*ways.pair.paths) if remember else AGREEMENT
+        backends, speeds = _try_both(loaded, agreement, first=speeds.drafted > speeds.plain)
+        if remember:
+            ways.keep(speeds)
+    else:
+        backends = loaded(speeds.drafted > speeds.plain if speeds.are_known else not ways.fits)
+    if not backends[1:]:
+        figures = f": about {speeds.drafted:.1f} tokens/s with it, {speeds.plain:.1f} without"
+        backends[0].notes = [
+            *backends[0].notes,
+            f"the draft is left out: it takes the memory of {ways.missing / 1e9:.2f} GB of weights, which every pass "
+            f"would read{figures if speeds.are_known else ''}; --planner specexec uses it all the same",
+        ]
+
+    def learn(pace: AutoState) -> None:
+        if remember and not busy:
+            _learn(ways, measured(pace, drafted=len(backends) > 1), drafted=len(backends) > 1)
+
+    return backends, learn
 
 
-def predicted_speed(target: Backend, draft: Backend) -> float:
-    seconds, step = (time_pass(backend, 1).seconds for backend in (target, draft))
-    tokens = accumulate(accumulate(repeat(RIGHT, DEEPEST), mul, initial=1.0))
-    return max(count / (seconds + depth * step) for depth, count in enumerate(tokens))
+def _try_both(
+    loaded: Callable[[bool], list[Backend]], agreement: float, *, first: bool
+) -> tuple[list[Backend], Speeds]:
+    """Load and time both ways.
+
+    Args:
+        loaded: loads the models, with the draft or without it.
+        agreement: share of draft tokens that are accepted.
+        first: begin with the draft.
+
+    Returns:
+        The faster way, loaded, and both speeds.
+    """
+    found = dict[bool, float]()
+    for drafted in (first, not first):
+        backends = loaded(drafted)
+        try:
+            found[drafted] = timed(backends, agreement)
+        except BaseException:
+            close_all(backends)
+            raise
+        if drafted == first or found[first] >= found[drafted]:
+            close_all(backends)
+    speeds = Speeds(found[True], found[False])
+    return loaded(first) if found[first] >= found[not first] else backends, speeds
+
+
+def _learn(ways: Ways, speed: float, *, drafted: bool) -> None:
+    """Remember the speed of a run; one that contradicts what is remembered shows that the other figure is old, too."""
+    if not speed:
+        return
+    known = ways.measured()
+    before = known.drafted if drafted else known.plain
+    if before and max(speed, before) < CLOSE * min(speed, before):
+        return
+    known = Speeds() if before else known
+    ways.keep(replace(known, drafted=speed) if drafted else replace(known, plain=speed))

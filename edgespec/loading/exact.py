@@ -5,6 +5,7 @@ from decode's, generated tokens are prefilled again in the next turn of a chat, 
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from edgespec.errors import UsageError
 from edgespec.loading.row_classes import MANY, Found, Group, find, is_timed
@@ -103,6 +104,32 @@ def price(found: Found, exact: BatchInvariance | None, streams: bool) -> list[st
     return [
         f"passes are padded to {exact.trees.least} rows, so that they agree to the bit, and take {times:.1f} times as "
         "long as one row; other values of --kv-type or --exact may do without"
+    ]
+
+
+def note_on_budget(budget: int, target: Backend, path: str) -> list[str]:
+    """
+    Args:
+        budget: draft tokens per pass that were asked for.
+        target: loaded, and kept to a row class.
+        path: of its model.
+
+    Returns:
+        A note for the user if the row class allows fewer, with what lifts this limit.
+    """
+    exact, limits = target.capabilities.exact, target.capabilities
+    if exact is None or not exact.trees.most < min(budget + 1, limits.max_nodes, limits.max_wanted):
+        return []
+    found = find(
+        target.name, target.build, target.computing, path, keep=False, say=lambda text: None, loaded=target
+    )  # fmt: skip
+    lifts = "--exact off"
+    with suppress(UsageError):
+        wide = choose(found, limits, "wide")
+        lifts = "--exact wide or off" if wide and wide.trees.most > exact.trees.most else lifts
+    return [
+        f"passes have at most {exact.trees.most - 1} draft tokens, not {budget}: more than {exact.trees.most} rows "
+        f"are not bit-identical in the row class {exact.name}; {lifts} lifts this limit"
     ]
 
 

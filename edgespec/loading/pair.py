@@ -1,5 +1,5 @@
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from edgespec.errors import check_whole
 from edgespec.loading.exact import apply_row_class, check_choice, choose_way
@@ -8,6 +8,7 @@ from edgespec.loop.engines import (
     ENGINE_OPTIONS,
     Engine,
     LoadOptions,
+    LoadPlan,
     Progress,
     TellsPlan,
     check_supported,
@@ -42,6 +43,88 @@ def choose_context(context_length: int | None, entry: Entry) -> int:
     return next(length for length in known if length is not None)
 
 
+@dataclass(frozen=True, slots=True)
+class PairPlan:
+    """A target, and perhaps its draft, that would be loaded.
+
+    Attributes:
+        names: of their engines.
+        paths: of their files or folders.
+        options: of the target; without a `backend` the two may have different engines.
+        plan: of the target; None: it is planned for the memory that the loaded draft leaves.
+    """
+
+    names: Sequence[str]
+    paths: Sequence[str]
+    options: LoadOptions
+    plan: LoadPlan | None
+
+
+def plan_pair(
+    entry: Entry,
+    draft: str | None,
+    models_file: str | None,
+    options: LoadOptions,
+    *,
+    say: Callable[[str], None] = lambda text: None,
+) -> PairPlan:
+    """Arguments and errors as for `open_backends`."""
+    check_choice(options.exact)
+    sources = [entry.target, *([find_model(draft, models_file).target] if draft else [])]
+    here = this_machine()
+    names = [options.backend or choose_backend(is_folder(source), here) for source in sources]
+    check_supported(names, options)
+    paths = [local_path(source, say=say) for source in sources]
+    if len(set(names)) == 1 and (not draft or "draft_files" in find_engine(names[0]).supported):
+        options = replace(options, draft_files=tuple(paths[1:]))
+        return PairPlan(names, paths, options, _plan(names[0], paths[0], options))
+    return PairPlan(names, paths, options, None)
+
+
+def _plan(name: str, path: str, options: LoadOptions) -> LoadPlan:
+    engine = find_engine(name)
+    return engine.plan(path, options, this_machine(path, engine.gpus(options.device)))
+
+
+def load_pair(
+    pair: PairPlan,
+    *,
+    remember: bool = True,
+    progress: Progress | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Backend]:
+    """Result, arguments and errors as for `open_backends`."""
+    options, plan, drafts = pair.options, pair.plan, pair.paths[1:]
+    engines, for_draft = [find_engine(name) for name in pair.names], options.for_draft()
+    backends: list[Backend] = []
+    try:
+        if plan is None:
+            backends += [load_draft(engines[1], path, for_draft) for path in drafts]
+            if pair.names[0] != pair.names[-1] and options.gpu_memory:
+                gpus = this_machine(gpus=engines[1].gpus(options.device)).gpus
+                taken = sum(gpu.used for gpu in gpus if not gpu.shared)
+                options = replace(options, gpu_memory=left_of("gpu_memory", options.gpu_memory, taken))
+            plan = _plan(pair.names[0], pair.paths[0], options)
+        way = choose_way(pair.names[0], plan, keep=remember, say=say)
+        backends.insert(0, engines[0].load(plan, way, progress))
+        if drafts and not backends[1:]:
+            for_draft = replace(for_draft, gpu_memory=options.gpu_memory)
+            backends.append(load_draft(engines[1], drafts[0], for_draft))
+        if drafts:
+            check_same_vocab(backends[0].vocab, backends[1].vocab)
+            if missing := bytes_forced_out(backends[0]):
+                backends[0].notes = [
+                    *backends[0].notes,
+                    f"with the draft {missing / 1e9:.2f} GB are read in every pass, without it nothing: "
+                    "edgespec pair TARGET DRAFT --memory SIZE tells what is quicker",
+                ]
+        apply_row_class(backends[0], pair.paths[0], options.exact, keep=remember, say=say)
+    except BaseException:
+        close_all(backends)
+        raise
+    return backends
+
+
 def open_backends(
     entry: Entry,
     draft: str | None,
@@ -66,45 +149,8 @@ def open_backends(
     Raises:
         EdgespecError: anything that is wrong, as one line.
     """
-    check_choice(options.exact)
-    sources = [entry.target, *([find_model(draft, models_file).target] if draft else [])]
-    here = this_machine()
-    names = [options.backend or choose_backend(is_folder(source), here) for source in sources]
-    check_supported(names, options)
-    paths = [local_path(source, say=say) for source in sources]
-    engines = [find_engine(name) for name in names]
-    for_target, for_draft = options, options.for_draft()
-    # Some engines plan for both models. Any other finds the memory that a loaded draft has left.
-    together = len(set(names)) == 1 and "draft_files" in engines[0].supported
-    backends: list[Backend] = []
-    try:
-        if together:
-            for_target = replace(options, draft_files=tuple(paths[1:]))
-            for_draft = replace(for_draft, gpu_memory=options.gpu_memory)
-        elif draft:
-            backends.append(load_draft(engines[1], paths[1], for_draft))
-            if names[0] != names[1] and options.gpu_memory:
-                gpus = this_machine(gpus=engines[1].gpus(options.device)).gpus
-                taken = sum(gpu.used for gpu in gpus if not gpu.shared)
-                for_target = replace(options, gpu_memory=left_of("gpu_memory", options.gpu_memory, taken))
-        plan = engines[0].plan(paths[0], for_target, this_machine(paths[0], engines[0].gpus(options.device)))
-        way = choose_way(names[0], plan, keep=remember, say=say)
-        backends.insert(0, engines[0].load(plan, way, progress))
-        if draft and together:
-            backends.append(load_draft(engines[1], paths[1], for_draft))
-        if draft:
-            check_same_vocab(backends[0].vocab, backends[1].vocab)
-            if missing := bytes_forced_out(backends[0]):
-                backends[0].notes = [
-                    *backends[0].notes,
-                    f"with the draft {missing / 1e9:.2f} GB are read in every pass, without it nothing: "
-                    "edgespec pair TARGET DRAFT --memory SIZE tells what is quicker",
-                ]
-        apply_row_class(backends[0], paths[0], options.exact, keep=remember, say=say)
-    except BaseException:
-        close_all(backends)
-        raise
-    return backends
+    pair = plan_pair(entry, draft, models_file, options, say=say)
+    return load_pair(pair, remember=remember, progress=progress, say=say)
 
 
 def load_draft(engine: Engine, path: str, options: LoadOptions) -> Backend:
@@ -130,8 +176,20 @@ def close_all(backends: Sequence[Backend]) -> None:
 
 
 def recall_auto_state(
-    pace: AutoState, sources: Sequence[str], target: Backend, options: LoadOptions
+    pace: AutoState, sources: Sequence[str], target: Backend, options: LoadOptions, learn: Callable[[AutoState], None]
 ) -> Callable[[], None]:
+    """Begin with what earlier runs measured.
+
+    Args:
+        pace: begins with it.
+        sources: of the models.
+        target: the loaded target.
+        options: with which it was loaded.
+        learn: called with `pace` when it is kept.
+
+    Returns:
+        A function that keeps `pace` for the next run.
+    """
     given = {name: getattr(options, name) for name in ("backend", *ENGINE_OPTIONS)}
     about = {
         "kind": "pace", "machine": machine(), "engine": target.name, "streams": target.capabilities.streams,
@@ -141,14 +199,17 @@ def recall_auto_state(
         "experts": str(target.capabilities.experts),
         **given | {"lenders": ",".join(options.lenders)},
     }  # fmt: skip
+    passes = 0
     try:
         if known := recall(about):
             pace.recall(known)
-    except (KeyError, TypeError, ValueError):
+            passes = int(known["passes"])
+    except (AttributeError, KeyError, TypeError, ValueError):
         pass
 
     def keep_it() -> None:
         if pace.target.at(0):
-            keep(about, pace.as_dict())
+            keep(about, pace.as_dict() | {"passes": passes + pace.target.measured})
+            learn(pace)
 
     return keep_it

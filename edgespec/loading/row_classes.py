@@ -6,10 +6,10 @@ many sizes, as a chain and as a tree.
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from time import perf_counter, process_time
 from typing import Any
 
@@ -20,7 +20,7 @@ from edgespec.loop.backend import Backend, Capabilities, Logits, Session, Work
 from edgespec.loop.engines import Computing, find_engine
 from edgespec.loop.passes import prefill
 from edgespec.machine.measurements import identity, machine, recall, remember
-from edgespec.machine.system import all_processors
+from edgespec.machine.system import all_processors, machine_is_busy
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 128)
 LARGER = (256, 512)  # of prompts; a class reaches no further
@@ -31,7 +31,6 @@ MULTIPLES = (4, 8, 16, 32, 60, 64, 128)  # of TOGETHER
 MANY = 32  # rows: a class from few to this many serves every pass
 REPEATED = 5
 TRYING = "finding passes that agree to the bit, once for this model on this machine"
-LOADED = 0.5  # load per processor above which passes cannot be timed
 BUSY = 0.75  # share of processor time below which other programs disturb the timing
 
 
@@ -110,18 +109,14 @@ def _recall(about: dict[str, Any], kept: bool) -> list[Group] | None:
     if key not in _known and kept and (rows := recall(about)) is not None:
         with suppress(TypeError):
             found = [Group(**row) for row in rows]
-            if is_timed(found) or machine_is_busy():
+            believed = all(0 <= group.seconds < inf and 1 <= group.least <= group.most for group in found)
+            if believed and (is_timed(found) or machine_is_busy()):
                 _known[key] = found
     return _known.get(key)
 
 
 def is_timed(found: Found) -> bool:
     return all(group.seconds for group in found)
-
-
-def machine_is_busy() -> bool:
-    tell = getattr(os, "getloadavg", None)
-    return tell is not None and tell()[0] > LOADED * all_processors()
 
 
 def _keep(about: dict[str, Any], found: list[Group], keep: bool) -> None:

@@ -190,6 +190,9 @@ class Logits(Protocol):
     def row(self, node: int) -> Float32Array:
         """One node's logits, shape [V], the caller's to keep."""
 
+    def view(self, node: int) -> Float32Array:
+        """As `row`, but the engine's: not to be written to, and valid until the backend's next forward."""
+
     def state(self, node: int) -> Float32Array:
         """
         Returns:

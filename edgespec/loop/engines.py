@@ -156,6 +156,7 @@ class LoadPlan:
         build: `Backend.build`.
         ways: `Backend.computing` of each way to compute, the best first; all but the last need a row class.
         fills_memory: there is no room for a probe model when it is loaded.
+        weights: a `weights.plan.Plan` of what stays in memory; None: all weights do, or the engine makes none.
         notes: lines for the user on what stays in memory; None: only the loaded model has them.
     """
 
@@ -164,6 +165,7 @@ class LoadPlan:
     build: str = ""
     ways: Sequence[Computing] = ({},)
     fills_memory: bool = False
+    weights: Any = None
     notes: Sequence[str] | None = None
 
 

@@ -13,6 +13,7 @@ sequences can share them; `Generation.steps` makes those of a single sequence:
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from statistics import median
 from time import perf_counter
 
 import numpy as np
@@ -24,7 +25,7 @@ from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.passes import Pass, Prefill, Proposed, check_room, fitting, most_nodes, prefill
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
-from edgespec.loop.stats import GenerationStats
+from edgespec.loop.stats import COMPARED, GenerationStats
 from edgespec.loop.tree import DraftTree, Proposal, Source, only, shallow
 from edgespec.loop.verify import walk
 
@@ -117,7 +118,11 @@ class Generation:
         self.foreseen = list[int]()
         self.target = target
         self._planner = planner
-        self._comparable = True  # with plain decoding, so far
+        self._plain_passes, self._last_plain = (
+            list[float](),
+            list[float](),
+        )  # seconds: among steps with drafts, and since
+        self._shared = False  # a pass, with other sequences
         self._prompt_ids = prompt_ids
         self.prompt = Prefill(target, session, prompt_ids[:-1])
         self._sampling = sampling
@@ -288,17 +293,23 @@ class Generation:
         stats.hidden_seconds = planner.hidden_seconds
         stats.target_seconds += passed
         stats.wait_seconds += waited
-        measured = planner.plain_seconds if single else 0.0
-        self._count_plain(passed if single and pass_.plain else len(output) * measured, measured > 0, began)
+        self._compare(passed, plain=pass_.plain, single=single)
         stats.plan_seconds += perf_counter() - pass_.started - pass_.draft_seconds - passed
         log_probs, self._step_log_probs = self._step_log_probs[: len(output)], []
         return Step(output, sources, self.finished, tree, path, log_probs)
 
-    def _count_plain(self, pass_seconds: float, known: bool, began: float) -> None:
-        if not known:
-            self._comparable = False
-        taken = perf_counter() - began
-        self.stats.plain_seconds = self.stats.plain_seconds + pass_seconds + taken if self._comparable else 0.0
+    def _compare(self, seconds: float, *, plain: bool, single: bool) -> None:
+        """Learn from a pass what plain decoding of this sequence takes; shared passes do not show it."""
+        stats, passes, last = self.stats, self._plain_passes, self._last_plain
+        if plain and single and stats.drafted:
+            last.append(seconds)
+        elif not plain and single:
+            passes += last
+            last.clear()
+        elif not single:
+            self._shared = True
+        comparable = len(passes) >= COMPARED and not self._shared
+        stats.plain_seconds = stats.tokens * median(passes) if comparable else 0.0
 
     def steps(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Step]:
         """Read the prompt and decode to the end, without sharing passes; arguments as for `read_prompt`."""
@@ -310,10 +321,10 @@ class Generation:
                 logits = self.target.forward([pass_.work])[0]
             yield self.accept(pass_, logits)
 
-    def _sample(self, logits: Logits, node: int, accepted: Sequence[int]) -> int:
+    def _sample(self, logits: Logits, node: int, accepted: list[int]) -> int:
         position = len(self.token_ids) + len(accepted)
-        output = self.token_ids[len(self._prompt_ids) :] + list(accepted)
-        row = logits.row(node)
+        output = self.token_ids[len(self._prompt_ids) :] + accepted if self._sampling.has_penalties else accepted
+        row = logits.view(node)
         allowed = self._grammar.masked(row) if self._grammar else row
         token = sample(allowed, position, self._sampling, self._noise, self._prompt_ids, output)
         if self._grammar:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from math import inf
 from statistics import fmean, median
 
 import numpy as np
@@ -14,7 +15,6 @@ from edgespec.loop.shapes import TILE
 from edgespec.loop.tree import FloatArray
 
 KEPT = 8  # last passes that count, of about one size: times change with load
-RECALLED = 2  # passes that a remembered time counts for: a few new ones outweigh it
 NEAR = 3  # least ratio of two sizes that shows the slope
 STEEP, FLAT = 0.5, 0.01  # plain passes that a further node costs, until it is measured: weights in memory, streamed
 NOVELTY = 0.75  # random choices of experts that a further node equals: 0.78 in passes over two nodes of GLM-4.7-Flash
@@ -59,6 +59,10 @@ class Curve:
             return self
         return replace(self, sequences=sequences)
 
+    def at_pace(self, pace: float) -> "Curve":
+        """The curve where each pass takes `pace` times as long."""
+        return replace(self, took=pace * self.took, slope=pace * self.slope)
+
     def seconds(self, nodes: ArrayLike) -> FloatArray:
         """Predicted seconds of passes over `nodes` nodes, in the shape of `nodes`."""
         nodes = np.asarray(nodes) * self.sequences
@@ -96,7 +100,11 @@ def weight(nodes: ArrayLike, experts: tuple[int, int] | None) -> FloatArray:
 
 
 class PassTimes:
-    """Pass times by number of nodes and sequence length."""
+    """Pass times by number of nodes and sequence length.
+
+    Attributes:
+        measured: passes since the start or `recall`.
+    """
 
     def __init__(self, slope: float = STEEP, experts: tuple[int, int] | None = None) -> None:
         """Args:
@@ -105,10 +113,12 @@ class PassTimes:
         """
         self.slope = slope
         self.experts = experts
+        self.measured = 0
         # Length class -> bit length of the number of nodes -> the last passes (nodes, seconds).
         self._passes: dict[int, dict[int, deque[tuple[float, float]]]] = {}
         self._usual: dict[int, dict[int, tuple[float, float]]] = {}  # as `_passes` -> (mean nodes, median seconds)
         self._curves: dict[int, Curve] = {}
+        self._remembered = set[tuple[int, int]]()  # keys of `_passes` without a pass of this run
 
     def add(self, nodes: float, seconds: float, length: int = 0) -> None:
         """Record a pass.
@@ -124,13 +134,14 @@ class PassTimes:
         passes.append((nodes, max(seconds, 1e-9)))
         sizes, times = zip(*passes, strict=True)
         self._usual.setdefault(at, {})[bits] = fmean(sizes), median(times)
+        self._remembered.discard((at, bits))
+        self.measured += 1
+        for other, (size, took) in list(self._usual[at].items()):
+            contradicts = (size - nodes) * (took - seconds) < 0 and (size < TILE) == (nodes < TILE)
+            if contradicts and (at, other) in self._remembered:  # a larger pass takes longer: what is known is old
+                self._remembered.discard((at, other))
+                del self._passes[at][other], self._usual[at][other]
         self._curves.pop(at, None)
-
-    def least_seen(self, sequences: int = 1) -> int:
-        """Number of passes seen of the smallest size that `sequences` can share, in the length class that has most."""
-        shared = [[size for size in sizes if size >= sequences.bit_length()] for sizes in self._passes.values()]
-        counts = [len(one[min(sizes)]) for one, sizes in zip(self._passes.values(), shared, strict=True) if sizes]
-        return max(counts, default=0)
 
     def at(self, length: int) -> Curve | None:
         """
@@ -161,15 +172,30 @@ class PassTimes:
     def as_list(self) -> list[list[float]]:
         """
         Returns:
-            [length class, mean nodes, median seconds] of each size, for JSON.
+            [length class, mean nodes, seconds] of each size, for JSON: the median, but at most that of a larger pass,
+            since a smaller one that took longer was held up.
         """
-        return [[at, *usual] for at, sizes in self._usual.items() for usual in sizes.values()]
+        rows = [[at, *usual] for at, sizes in self._usual.items() for usual in sizes.values()]
+        return [[at, nodes, min(one[2] for one in rows if _takes_as_long(one, at, nodes))] for at, nodes, _ in rows]
 
     def recall(self, rows: Iterable[Sequence[float]]) -> None:
-        """Start from the rows of `as_list`."""
-        for at, nodes, seconds in rows:
-            for _ in range(RECALLED):
-                self.add(nodes, seconds, _length(int(at)))
+        """Start from the rows of `as_list`, each of which counts as one pass.
+
+        Raises:
+            TypeError, ValueError: these are no such rows.
+        """
+        known = [(int(at), float(nodes), float(seconds)) for at, nodes, seconds in rows]
+        if not all(1 <= nodes < inf and 0 < seconds < inf for _, nodes, seconds in known):
+            raise ValueError
+        for at, nodes, seconds in known:
+            self.add(nodes, seconds, _length(at))
+        self.measured = 0
+        self._remembered = {(at, bits) for at, sizes in self._passes.items() for bits in sizes}
+
+
+def _takes_as_long(row: Sequence[float], at: float, nodes: float) -> bool:
+    """True if `row` is of as many nodes or more, at length class `at`, with the same kernels."""
+    return row[0] == at and row[1] >= nodes and (row[1] < TILE) == (nodes < TILE)
 
 
 def length_class(length: int) -> int:

@@ -66,7 +66,6 @@ class PlannerStats:
         hidden_seconds: of draft passes made while the target ran.
         went_on: number of steps that went on with the search of the step before.
         mean_batch: mean number of sequences that shared a draft pass; earlier passes fade.
-        plain_seconds: of the target's pass over one node; 0: not measured.
     """
 
     draft_passes: int = 0
@@ -74,7 +73,6 @@ class PlannerStats:
     hidden_seconds: float = 0.0
     went_on: int = 0
     mean_batch: float = 1.0
-    plain_seconds: float = 0.0
 
 
 class Planner(ABC):

@@ -11,6 +11,7 @@ Nothing else in the program draws random numbers, so the output cannot depend on
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,6 +25,8 @@ Scores = NDArray[np.float64]
 MOST_LIFT = 27.0  # range of the noise, and rounding: Gumbel samples of 32 bits lie between -3.2 and 22.9
 MOST_BIAS = 1e30  # logits with larger ones could become infinite in float32
 _BLOCKS = 64  # values of a block in `top_ids`
+_BLOCK = 8  # 32-bit numbers that Philox makes together
+_FEW = 1024  # as many numbers are drawn in the time in which one block is found
 _CACHED_POSITIONS = 64  # noise rows kept: more than a tree is deep
 
 
@@ -71,6 +74,11 @@ class SamplingParams:
         }
         object.__setattr__(self, "logit_bias", bias)
 
+    @property
+    def has_penalties(self) -> bool:
+        """True if the logits depend on the tokens so far."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
 
 _RANGES: Sequence[tuple[str, Callable[[float], bool], str]] = [
     ("temperature", lambda value: 0 <= value < math.inf, "at least 0"),
@@ -116,13 +124,28 @@ class Noise:
     def at(self, position: int, ids: IdArray) -> Float32Array:
         """`row(position)[ids]`, without the logarithms of the others."""
         row = self._rows.get(position)
-        return row[ids] if row is not None else _gumbel(self._bits(position)[ids])
+        if row is not None:
+            return row[ids]
+        few = len(ids) * _FEW < self.size
+        return _gumbel(self._bits_of_few(position, ids) if few else self._bits(position)[ids])
 
     def _bits(self, position: int) -> NDArray[np.uint32]:
-        generator = np.random.Philox(key=np.array([self.seed, position], np.uint64))
-        words: NDArray[np.uint64] = np.asarray(generator.random_raw((self.size + 1) // 2))
-        bits: NDArray[np.uint32] = words.astype("<u8", copy=False).view("<u4")  # the same on any byte order
-        return bits[: self.size]
+        return _as_bits(self._generator(position).random_raw((self.size + 1) // 2))[: self.size]
+
+    def _bits_of_few(self, position: int, ids: IdArray) -> NDArray[np.uint32]:
+        """`_bits(position)[ids]` from the blocks of the generator that have them."""
+        blocks, which = np.unique(ids // _BLOCK, return_inverse=True)
+        generator, steps = self._generator(position), np.diff(blocks, prepend=-1) - 1
+        words = [generator.advance(step).random_raw(_BLOCK // 2) for step in steps.tolist()]
+        return _as_bits(np.concatenate(words)).reshape(-1, _BLOCK)[which, ids % _BLOCK]
+
+    def _generator(self, position: int) -> np.random.Philox:
+        return np.random.Philox(key=np.array([self.seed, position], np.uint64))
+
+
+def _as_bits(words: Any) -> NDArray[np.uint32]:
+    bits: NDArray[np.uint32] = np.asarray(words, np.uint64).astype("<u8", copy=False).view("<u4")  # on any byte order
+    return bits
 
 
 def _gumbel(bits: NDArray[np.uint32]) -> Float32Array:
@@ -136,8 +159,7 @@ def adjust(
     logits: Float32Array, params: SamplingParams, prompt_ids: ArrayLike, output_ids: Sequence[int]
 ) -> Float32Array:
     """Logits with bias and penalties, shape [V]."""
-    penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-    if not params.logit_bias and not penalties:
+    if not params.logit_bias and not params.has_penalties:
         return logits
     adjusted = logits.copy()
     if params.logit_bias:

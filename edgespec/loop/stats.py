@@ -6,6 +6,8 @@ from typing import Any
 
 from edgespec.loop.tree import Source
 
+COMPARED = 4  # least number of plain passes by which a sequence is compared with plain decoding
+
 
 @dataclass(slots=True)
 class GenerationStats:
@@ -25,7 +27,8 @@ class GenerationStats:
         target_seconds: of the target's passes.
         wait_seconds: the part of `target_seconds` in which passes waited for weights.
         plan_seconds: the rest of the steps: planning, sampling and bookkeeping.
-        plain_seconds: predicted for plain decoding of these tokens, by its measured passes; 0: none measured.
+        plain_seconds: of plain decoding of these tokens, by the plain passes that lay among steps with draft tokens; 0:
+            there were fewer than `COMPARED`.
     """
 
     planner: str = "none"
@@ -66,8 +69,12 @@ class GenerationStats:
 
     @property
     def times_plain(self) -> float:
-        """Speed relative to plain decoding, by its measured pass times; 0: not measured."""
-        return self.plain_seconds / self.seconds if self.seconds else 0.0
+        """Speed relative to plain decoding, measured in this sequence; 0: not measured.
+
+        Above the acceptance length it would be an error of measurement: no pass is faster than a plain one.
+        """
+        times = self.plain_seconds / self.seconds if self.seconds and self.drafted else 0.0
+        return times if times <= self.acceptance_length else 0.0
 
     def reset(self) -> None:
         """Set all fields to their defaults."""
@@ -97,9 +104,9 @@ class GenerationStats:
     def summary(self) -> str:
         """One line for a person."""
         remarks = f", {self.hidden_seconds:.1f} s of drafting hidden" if self.hidden_seconds else ""
-        measured = self.drafted and 0 < self.times_plain <= self.acceptance_length  # above it only for measuring errors
-        gain = f" ({self.times_plain:.2f} x plain)" if measured else ""
-        if measured and round(self.times_plain, 2) < 1:
+        times = self.times_plain
+        gain = f" ({times:.2f} x plain)" if times else ""
+        if times and round(times, 2) < 1:
             remarks += ", drafting did not pay"
         elif self.passes and not self.drafted and self.planner != "none":
             remarks += ", nothing drafted: it promised no gain"

@@ -14,7 +14,7 @@ from tempfile import NamedTemporaryFile, TemporaryFile, gettempdir
 import edgespec.machine.measurements as remembered
 from edgespec.errors import ModelError
 from edgespec.machine.memory import disk_bandwidth, disk_name, file_system, format_size
-from edgespec.machine.system import BLOCK, READ_SIZE, READ_THREADS
+from edgespec.machine.system import BLOCK, READ_SIZE, READ_THREADS, machine_is_busy
 
 THREADS, SIZES = (2, 4, 8, 16), (1 << 20, 4 << 20, 16 << 20)
 SECONDS = 10.0
@@ -23,6 +23,7 @@ BETTER = 1.05  # speed-up from which on another way replaces the usual one
 MEASURE = 0.3  # seconds
 IN_MEMORY = ("tmpfs", "ramfs")
 HEADROOM = 1 << 28  # bytes that stay free on a disk
+SLOWEST, FASTEST = 1e5, 1e12  # bytes per second: other speeds are no disk's
 MOST_THREADS, LARGEST = max(THREADS), max(SIZES)
 
 
@@ -81,20 +82,21 @@ def recall_reading(path: str) -> Reading:
         found = Reading(**remembered.recall(_about(path)) or {})
         whole = type(found.threads) is type(found.size) is int
         believed = 1 <= found.threads <= MOST_THREADS and BLOCK <= found.size <= LARGEST and found.size % BLOCK == 0
+        believed &= SLOWEST <= found.speed <= FASTEST
     except (OSError, TypeError):
         return USUAL
-    return found if whole and believed and found.speed > 0 else USUAL
+    return found if whole and believed else USUAL
 
 
 def remember_reading(path: str, reading: Reading) -> bool:
     """
     Returns:
-        False if it was not measured or cannot be remembered.
+        False if it was not measured, while other programs computed, or cannot be remembered.
 
     Raises:
         OSError: the file cannot be found.
     """
-    return reading.speed > 0 and remembered.remember(_about(path), asdict(reading))
+    return reading.speed > 0 and not machine_is_busy() and remembered.remember(_about(path), asdict(reading))
 
 
 def disk_speed(path: str) -> float:

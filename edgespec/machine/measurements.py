@@ -9,6 +9,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -65,7 +66,8 @@ def remember(about: About, value: Any) -> bool:
     path = _path(about)
     if path is None:
         return False
-    text = json.dumps({"version": VERSION, "about": dict(about), "value": value})
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    text = json.dumps({"version": VERSION, "date": date, "about": dict(about), "value": value})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
@@ -118,8 +120,17 @@ def _read(path: Path) -> dict[str, Any] | None:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return None
-    whole = isinstance(found, dict) and found.get("version") == VERSION and {"about", "value"} <= found.keys()
-    return found if whole else None
+    whole = isinstance(found, dict) and found.get("version") == VERSION and "value" in found
+    return found if whole and isinstance(found.get("about"), dict) else None
+
+
+def age(found: Mapping[str, Any]) -> str:
+    """Age of one of `everything`, in words; "": not known."""
+    try:
+        days = (datetime.now(UTC) - datetime.fromisoformat(found["date"])).days
+    except (KeyError, TypeError, ValueError):
+        return ""
+    return "from today" if days < 1 else f"{days} day{'s' * (days > 1)} old"
 
 
 def _age(path: Path) -> float:

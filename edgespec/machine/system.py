@@ -14,6 +14,7 @@ READ_SIZE = 4 << 20  # bytes of a read: large enough for a disk's full speed
 BLOCK = 4096  # bytes; direct reads begin and end at multiples of a disk's block, which is no larger
 SECTOR = 512  # bytes; alignment in memory that most disks need
 HUGE = 2 << 20  # a huge page moves in one step if source and destination are equally aligned to this
+LOADED = 0.5  # load per processor above which nothing can be timed
 MAP_FAILED = (1 << 64) - 1
 MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP of linux/mman.h
 
@@ -197,6 +198,12 @@ def moves_pages(library: Any = None) -> bool:
     finally:
         for place in places:
             library.munmap(place, mmap.PAGESIZE)
+
+
+def machine_is_busy() -> bool:
+    """True if other programs, or this one, have computed so much that nothing can be timed."""
+    tell = getattr(os, "getloadavg", None)
+    return tell is not None and tell()[0] > LOADED * all_processors()
 
 
 def all_processors() -> int:

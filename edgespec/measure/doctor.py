@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import ModelError, NoRoom, UsageError
+from edgespec.loading.draft_or_memory import Speeds, ways_of
 from edgespec.loading.exact import apply_row_class, check_choice, choose_way, line
-from edgespec.loading.pair import choose_budget, choose_context, load_draft
+from edgespec.loading.pair import PairPlan, choose_budget, choose_context, load_draft
 from edgespec.loading.timed_pass import Pass, time_pass
 from edgespec.loop.engines import (
     LoadOptions,
@@ -28,11 +29,12 @@ from edgespec.loop.engines import (
 )
 from edgespec.loop.passes import most_nodes
 from edgespec.machine.disk import Reading, find_reading, recall_reading, remember_reading
-from edgespec.machine.measurements import can_remember, everything, identity
+from edgespec.machine.measurements import age, can_remember, everything, identity
 from edgespec.machine.memory import disk_bandwidth, file_system, format_size, in_bytes
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.gguf_model import check_magic
 from edgespec.models.registry import find_model, is_folder, local_path
+from edgespec.planners.auto import AutoState
 from edgespec.planners.path_cost import note
 from edgespec.weights.plan import REMEDY, SAFETY, SLOW, Plan, two_digits
 
@@ -49,6 +51,7 @@ class Diagnosis:
     Attributes:
         disk: bytes per second.
         remembered: measurements of pass times by runs of this model.
+        draft_or_memory: speeds with the draft and without it; None: it takes no memory that the target needs.
         cannot_run: the reason, or "".
         plan: None: everything fits into memory.
         streams: True if every pass reads weights from a disk or over a bus.
@@ -67,6 +70,7 @@ class Diagnosis:
     reading: str = ""
     engine: str = "llamacpp"
     remembered: Sequence[dict[str, Any]] = ()
+    draft_or_memory: Speeds | None = None
     cannot_run: str = ""
     plan: Plan | None = None
     streams: bool = False
@@ -223,7 +227,16 @@ def _try(
     engine, exact = find_engine(found.engine), options.exact
     say("memory")
     machine = replace(this_machine(gpus=engine.gpus(options.device)), disk=disk)
-    plan = engine.plan(path, replace(options, draft_files=tuple(drafts)), machine)
+
+    def planned(paths: Sequence[str]) -> PairPlan:
+        made = replace(options, draft_files=tuple(paths[1:]))
+        return PairPlan([found.engine] * len(paths), paths, made, engine.plan(path, made, machine))
+
+    pair = planned(paths)
+    if ways := ways_of(pair, lambda: planned([path])):
+        found.draft_or_memory = ways.speeds(remember=True, say=say, disk=disk.speed)
+    plan = pair.plan
+    assert plan
     say("passes")
     way = choose_way(found.engine, plan, say=say)
     with closing(engine.load(plan, way, _reading(say))) as backend:
@@ -315,22 +328,39 @@ def report(diagnosis: Diagnosis) -> str:
     lines.append(("tokens/s", ", ".join(f"{name} about {two_digits(speed)}" for name, speed in expected.items())))
     if max(expected.values()) < SLOW:
         lines.append(("warning", f"below {SLOW} tokens/s: {REMEDY}"))
-    lines += [("remembered", learned_line(one["value"])) for one in diagnosis.remembered]
+    if both := diagnosis.draft_or_memory:
+        lines.append(("draft or memory", ways_line(both)))
+    lines += [("remembered", text) for text in map(learned_line, diagnosis.remembered) if text]
     lines += [("note", note) for note in diagnosis.notes]
     return _aligned(lines)
 
 
-def learned_line(pace: dict[str, Any]) -> str:
-    took = {name: sorted(row[1:] for row in pace[name] if row[0] == 0) for name in ("target", "draft")}
+def ways_line(speeds: Speeds) -> str:
+    """Speeds of a target whose draft takes memory that it needs, for a person."""
+    if not speeds.are_known:
+        return "the draft takes memory that the target needs: auto tries both ways, once"
+    better = "with it" if speeds.drafted > speeds.plain else "without it"
+    with_it, without = map(two_digits, (speeds.drafted, speeds.plain))
+    return f"with the draft about {with_it} tokens/s, without it about {without}; auto is {better}"
+
+
+def learned_line(found: dict[str, Any]) -> str:
+    """Measurements of runs, for a person; "": none that can be used."""
+    pace, state = found["value"], AutoState()
+    try:
+        state.recall(pace)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return ""
     parts = [
         f"{name}'s passes " + ", ".join(f"{nodes:.0f}: {1000 * seconds:.0f} ms" for nodes, seconds in rows)
-        for name, rows in took.items()
-        if rows
+        for name in ("target", "draft")
+        if (rows := sorted(row[1:] for row in pace[name] if row[0] == 0))
     ]
-    agreed, asked = pace["agreement"]
-    if asked:
-        parts.append(f"draft right in {100 * agreed / asked:.0f} %")
-    return "; ".join([*parts, f"{pace['runs'] + 1} runs"])
+    if state.agreement.hoped:
+        parts.append(f"draft right in {100 * state.agreement.came / state.agreement.hoped:.0f} %")
+    passes = pace.get("passes")
+    measured = f"{passes} passes" if type(passes) is int else ""
+    return "; ".join([*parts, ", ".join(filter(None, [age(found), measured]))])
 
 
 def _aligned(lines: list[tuple[str, str]]) -> str:

@@ -18,6 +18,7 @@ from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Backend, Work
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import most_nodes
+from edgespec.machine.system import machine_is_busy
 from edgespec.measure.recording import record, recording_file
 from edgespec.measure.replay import Recording, replay
 from edgespec.models.convert.calibration import calibration_text
@@ -29,6 +30,7 @@ WORTH = 1.05  # least gain over plain decoding; less is within the error of meas
 TEACHER = 512  # tokens for `agreement`
 RANKS = (1, 2, 4, 8, 16)
 ROUNDS = 2  # times that each size of pass is timed
+ROUGH = "other programs compute, so these figures are rough"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +112,14 @@ def measure_pair(
         say: called with a line about a slow step.
     """
     options = LoadOptions(memory=memory, context_length=context_length, budget=budget)
+    busy = [ROUGH] if machine_is_busy() else []
     backends = open_backends(entry, draft, models_file, options, say=say)
     try:
-        path, limits, notes = local_path(entry.target, fetch=False), backends[0].capabilities, [*backends[0].notes]
+        path, limits, notes = (
+            local_path(entry.target, fetch=False),
+            backends[0].capabilities,
+            [*backends[0].notes, *busy],
+        )
         answers = record(
             backends[0], asked, recording_file(path, max_tokens), max_tokens,
             lambda done, total: progress("recording answers", done, total),

@@ -8,23 +8,25 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.loop.backend import Logits, Session
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import FLAT, STEEP, Curve, PassTimes
 from edgespec.loop.passes import Prefill
 from edgespec.loop.planner import Context, Planner, PlannerStats
-from edgespec.loop.tree import DraftTree, Proposal, only, root_only
-from edgespec.planners.guard import Guard
+from edgespec.loop.tree import DraftTree, FloatArray, Proposal, only, root_only
+from edgespec.planners.ledger import Ledger
 from edgespec.planners.path_cost import rows_of
 
 BELIEF = 4.0  # weight of a prior value, in expected things
 HEAVY = 0.8  # with experts, plain passes that a further unit of `weight` costs, until it is measured
+PLAIN = 5  # plain passes before a way that is not known to gain: the first ones after loading may be slow
+PLAIN_STREAMED = 1  # the same with streamed weights, where each takes seconds
+TRIED = 2  # as a multiple of the largest pass measured, the tree of a way that has gained
+DOUBT = 1.2  # ratio of rates by which a way that has gained may seem slower than plain decoding
+AHEAD = "+ahead"  # a draft that goes on while the target runs has an account of its own
 FURTHER = 16  # largest tree, as a multiple of the largest pass measured: beyond it pass times are not predictable
-PATIENCE = 64  # with weights in memory, tokens generated before a draft is first asked, besides the prompt's number
-PLAIN = 3  # plain passes measured before anything is proposed: the first after loading may take twice as long
-PLAIN_STREAMED = 1  # the same with streamed weights: the cost of nodes differs by processor
-RETRIED = 16  # runs after which a draft that did not pay is tried again: machines and texts change
 
 
 @dataclass(slots=True)
@@ -49,6 +51,9 @@ class Share:
         left = self.fading**times
         self.came, self.hoped = self.came * left, self.hoped * left
 
+    def forget(self) -> None:
+        self.came = self.hoped = 0.0
+
     def value(self, belief: float) -> float:
         return (self.came + belief * BELIEF) / (self.hoped + BELIEF)
 
@@ -63,9 +68,8 @@ class AutoState:
         copies: copied tokens that were accepted, of those expected.
         agreement: tokens that were the draft's best, of those for which it was asked.
         worth: tokens that steps with the draft gained, of those predicted.
-        guard: decides whether the draft goes on while the target runs.
-        runs: number of runs of the program.
-        written: tokens generated in all of them.
+        ledgers: bound the loss against plain decoding, by number of sequences that share the passes.
+        batched: number of sequences of the last batch.
     """
 
     target: PassTimes = field(default_factory=PassTimes)
@@ -73,38 +77,72 @@ class AutoState:
     copies: Share = field(default_factory=lambda: Share(0.99))
     agreement: Share = field(default_factory=lambda: Share(0.998))
     worth: Share = field(default_factory=lambda: Share(0.98))
-    guard: Guard = field(default_factory=Guard)
-    runs: int = 0
-    written: int = 0
+    ledgers: dict[int, Ledger] = field(default_factory=dict)
+    batched: int = 0
 
     @property
     def streams(self) -> bool:
         return self.target.slope == FLAT
 
-    def proportions(self, sequences: int) -> Curve:
-        """Pass times in plain passes, before the first pass is measured."""
-        return Curve(np.ones(1), np.ones(1), self.target.slope, self.target.experts, sequences)
+    def ledger(self, sequences: int = 1) -> Ledger:
+        if sequences not in self.ledgers:
+            self.ledgers[sequences] = Ledger(first=PLAIN_STREAMED if self.streams else PLAIN)
+        return self.ledgers[sequences]
+
+    def times(self, length: int, sequences: int = 1) -> Curve | None:
+        """
+        Args:
+            length: of a sequence.
+            sequences: that share the passes.
+
+        Returns:
+            The target's present pass times, of which a sequence has its share: those measured, at the pace of the last
+            plain passes, since other programs change all sizes alike; None: nothing was measured.
+        """
+        times = self.target.at(length)
+        return times.shared(sequences).at_pace(self._pace(times, sequences)) if times else None
+
+    def add_pass(self, nodes: int, seconds: float, length: int, sequences: int = 1) -> None:
+        """Learn the time of a pass of the target."""
+        times = self.target.at(length)
+        self.target.add(nodes, seconds / self._pace(times, sequences) if times else seconds, length)
+
+    def _pace(self, times: Curve, sequences: int) -> float:
+        count = sequences if sequences in self.ledgers and self.ledgers[sequences].plain else 1
+        plain = self.ledger(count).plain
+        return plain / (times.plain if count == 1 else float(times.seconds(count))) if plain else 1.0
+
+    def batch(self, sequences: int) -> Ledger:
+        """The ledger of batches of this size, which begins where the last one had another size."""
+        found = self.ledger(sequences)
+        if self.batched != sequences:
+            self.batched = sequences
+            found.begin()
+        return found
+
+    def proportions(self, sequences: int, plain: float = 1.0) -> Curve:
+        """Pass times as if none but plain passes of `plain` seconds had been measured."""
+        return Curve(np.ones(1), np.full(1, plain), plain * self.target.slope, self.target.experts, sequences)
 
     def as_dict(self) -> dict[str, Any]:
         shares = {name: [share.came, share.hoped] for name, share in self._shares()}
-        costs = {"target": self.target.as_list(), "draft": self.draft.as_list()}
-        return {**costs, "ahead": self.guard.as_dict(), "runs": self.runs, "written": self.written, **shares}
+        rows = self.target.as_list()
+        pace = self._pace(times, 1) if (times := self.target.at(0)) else 1.0
+        costs = {"target": [[at, nodes, pace * seconds] for at, nodes, seconds in rows], "draft": self.draft.as_list()}
+        return {**costs, "ledgers": {str(n): one.as_dict() for n, one in self.ledgers.items()}, **shares}
 
     def recall(self, known: dict[str, Any]) -> None:
-        """Begin with the values of `as_dict`, every `RETRIED` runs without those of the draft.
+        """Begin with the values of `as_dict`.
 
         Raises:
             KeyError, TypeError, ValueError: `known` does not have them.
         """
-        self.runs, self.written = int(known["runs"]) + 1, int(known["written"])
         self.target.recall(known["target"])
-        again = self.runs % RETRIED == 0
-        if not again:
-            self.draft.recall(known["draft"])
-            self.guard.recall(known["ahead"])
+        self.draft.recall(known["draft"])
+        for sequences, accounts in known["ledgers"].items():
+            self.ledger(int(sequences)).recall(accounts)
         for name, share in self._shares():
-            if name == "copies" or not again:
-                share.came, share.hoped = map(float, known[name])
+            share.came, share.hoped = map(float, known[name])
 
     def _shares(self) -> Iterable[tuple[str, Share]]:
         return [("copies", self.copies), ("agreement", self.agreement), ("worth", self.worth)]
@@ -163,6 +201,18 @@ class Candidate(ABC):
         return True
 
     @abstractmethod
+    def forget(self) -> None:
+        """Propose again as if nothing was known: texts and machines change."""
+
+    def unread_count(self, token_ids: Sequence[int]) -> int:
+        """Number of tokens that its draft must read before it can be asked."""
+        return 0
+
+    def draft_seconds(self, nodes: NDArray[np.intp]) -> FloatArray:
+        """Most seconds to expect of drafting trees with these numbers of nodes."""
+        return np.zeros(len(nodes))
+
+    @abstractmethod
     def estimate(self, context: Context, budget: int) -> float:
         """
         Returns:
@@ -175,6 +225,23 @@ class Candidate(ABC):
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
         self.planner.observe(tokens, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On which a candidate is asked.
+
+    Attributes:
+        pass_times: of the target.
+        most: most draft nodes.
+        doubt: ratio of rates by which its offer may seem slower than plain decoding.
+        trial: it is asked whatever its estimate is.
+    """
+
+    pass_times: Curve | None
+    most: int
+    doubt: float = 1.0
+    trial: bool = False
 
 
 class AutoPlanner(Planner):
@@ -191,18 +258,18 @@ class AutoPlanner(Planner):
         self._with_draft = [one for one in candidates if one.planner.draft_session]
         self._offer: Offer | None = None
         self._asked: Candidate | None = None
+        self._spent: dict[str, float] = {}  # seconds of each candidate that was asked
         self._length = 0  # of the sequence when `_offer` was made
         self._rows = 0
+        self._head: int | None = None  # as in its context
         self._went_ahead = False
 
     @property
     def stats(self) -> PlannerStats:
         known = [candidate.planner.stats for candidate in self._with_draft]
-        times = self._state.target.at(self._length) if self._offer else None
         return PlannerStats(
             sum(one.draft_passes for one in known), sum(one.draft_seconds for one in known),
             sum(one.hidden_seconds for one in known), sum(one.went_on for one in known),
-            plain_seconds=times.plain if times and times.plain_was_seen else 0.0,
         )  # fmt: skip
 
     @property
@@ -210,8 +277,8 @@ class AutoPlanner(Planner):
         return self._with_draft[0].planner.draft_session if self._with_draft else None
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        self._offer, self._went_ahead = None, False
-        self._state.guard.pause()
+        self._offer, self._asked, self._went_ahead = None, None, False
+        self._state.ledger().begin()
         for candidate in self._candidates:
             candidate.begin(prompt_ids)
 
@@ -220,40 +287,82 @@ class AutoPlanner(Planner):
         return next((reading for reading in readings if reading), None)
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
-        length, sequences, head = len(context.token_ids), context.sequences, context.head or 0
-        times = self._state.target.at(length)
-        times = times.shared(sequences) if times else None
-        rate = 1 / float((times or self._state.proportions(sequences)).seconds(1 + head))
-        offer, asked = Offer(Proposal(root_only(context.token_ids[-1])), rate), None
-        if self._may_propose(context):
-            context = replace(context, pass_times=times)
-            if times and (context.head is None or sequences == 1):  # shared paths are not measured
-                budget = min(budget, int(FURTHER * times.sizes[-1] / sequences))
-            for candidate in self._candidates:
-                if candidate.estimate(context, budget) > offer.rate and candidate.is_ready(context.token_ids):
-                    offer, asked = (yield from candidate.propose(context, budget)), candidate
-        self._offer, self._asked, self._length = offer, asked, length
-        self._rows = _rows(offer.proposal, context.head)
-        return offer.proposal
+        self._offer, self._asked, self._spent = Offer(Proposal(root_only(context.token_ids[-1])), 0.0), None, {}
+        self._length, self._head, self._rows = len(context.token_ids), context.head, 1 + (context.head or 0)
+        if budget > 0 and any(self._may_ask(candidate, context) for candidate in self._candidates):
+            yield from self._choose(context, budget)
+            self._rows = _rows(self._offer.proposal, context.head)
+        return self._offer.proposal
 
-    def _may_propose(self, context: Context) -> bool:
+    def _may_ask(self, candidate: Candidate, context: Context) -> bool:
         """
         Returns:
-            True if enough plain passes were measured; for shared passes, if there were earlier runs, or paths stream.
+            True if the ledger allows a step of this candidate; the scheduler asks the ledger of a batch.
         """
-        state = self._state
-        if context.sequences > 1 and (state.runs or (state.streams and context.head is not None)):
-            return True
-        return state.target.least_seen(context.sequences) >= (PLAIN_STREAMED if state.streams else PLAIN)
+        allowed = context.sequences > 1 or self._ledger.room(candidate.planner.name) > 0
+        return allowed and candidate.planner.most_depth(context) > 0
+
+    def _choose(self, context: Context, budget: int) -> DraftSteps[None]:
+        began, sequences, head = perf_counter(), context.sequences, context.head or 0
+        times = self._state.times(self._length, sequences)
+        plain = float((times or self._state.proportions(sequences)).seconds(1 + head))
+        best = 1 / plain
+        if times and (context.head is None or sequences == 1):  # shared paths are not measured
+            budget = min(budget, int(FURTHER * times.sizes[-1] / sequences))
+        for candidate in self._candidates:
+            name, drafted = candidate.planner.name, candidate.planner.stats.draft_seconds
+            if not self._may_ask(candidate, context):
+                continue
+            terms = self._terms(candidate, context, times, plain, budget)
+            asking = replace(context, pass_times=terms.pass_times)
+            wanted = terms.most > 0 and (terms.trial or candidate.estimate(asking, terms.most) > best)
+            if wanted and candidate.is_ready(context.token_ids):
+                found = yield from candidate.propose(asking, terms.most)
+                if terms.trial and sequences > 1:  # its account is the batch's
+                    self._state.ledger(sequences).put_off(name)
+                if found.rate * (1.0 if self._asked else terms.doubt) > best:
+                    self._offer, self._asked, best = found, candidate, found.rate
+            now = perf_counter()
+            self._spent[name] = max(now - began, candidate.planner.stats.draft_seconds - drafted)
+            began = now
+
+    def _terms(self, candidate: Candidate, context: Context, times: Curve | None, plain: float, most: int) -> "Terms":
+        """
+        Args:
+            candidate: that may be asked.
+            context: as for `propose`.
+            times: pass times of the target.
+            plain: seconds of a plain pass.
+            most: most draft nodes.
+
+        Returns:
+            The terms: even if no draft token is accepted, a step of a single sequence loses what its ledger allows.
+        """
+        name, ledger, doubt = candidate.planner.name, self._state.ledger(context.sequences), 1.0
+        trial = ledger.is_due(name, candidate.unread_count(context.token_ids))
+        if trial:
+            candidate.forget()
+        if context.sequences > 1:
+            return Terms(times, most, trial=trial)
+        if trial or not times:
+            times = self._state.proportions(1, plain)
+        elif ledger.is_ahead(name):  # larger passes may take less time than predicted
+            doubt, most = DOUBT, min(most, TRIED * round(times.sizes[-1]))
+            times = replace(times, slope=min(times.slope, FLAT * plain))
+        nodes = np.arange(1, most + 1)
+        lost = times.seconds(nodes + 1) - times.plain + candidate.draft_seconds(nodes)
+        return Terms(times, int(np.searchsorted(lost, ledger.room(name), side="right")), doubt, trial)
+
+    @property
+    def _ledger(self) -> Ledger:
+        return self._state.ledger()
 
     def while_target_runs(self, nodes: int) -> AbstractContextManager[None]:
-        guard, offer, asked = self._state.guard, self._offer, self._asked
-        self._went_ahead = False
-        if offer is None or asked is None or not asked.goes_ahead:
-            guard.pause()
-            return nullcontext()
-        self._went_ahead = guard.next(1 + offer.expected, perf_counter())
-        return asked.planner.while_target_runs(nodes) if self._went_ahead else nullcontext()
+        asked = self._asked
+        if self._head is None:  # a grammar may have cut the tree
+            self._rows = nodes
+        self._went_ahead = asked is not None and asked.goes_ahead and self._ledger.room(asked.planner.name + AHEAD) > 0
+        return asked.planner.while_target_runs(nodes) if asked and self._went_ahead else nullcontext()
 
     def saw(self, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
         for candidate in self._candidates:
@@ -265,13 +374,17 @@ class AutoPlanner(Planner):
         if self._offer is None or not tokens:
             return
         state = self._state
-        state.written += len(tokens)
         went_ahead, self._went_ahead = self._went_ahead, False
-        if not seconds:
-            state.guard.pause()
-        state.guard.wrote(len(tokens))
-        if seconds and not went_ahead:  # a draft that runs meanwhile lengthens the pass, which the guard counts
-            state.target.add(self._rows, seconds, self._length)
+        if seconds:
+            plain = 1 + (self._head or 0)  # rows without draft tokens
+            way = (self._asked.planner.name if self._asked else "grammar") if self._rows > plain else None
+            if way and went_ahead:
+                self._spent[way + AHEAD] = self._spent.pop(way)
+                way += AHEAD
+            if way or plain == 1:  # with unread tokens, a pass does not show what plain decoding takes
+                self._ledger.add(self._spent, way, seconds, len(tokens))
+            if not went_ahead:  # a draft that runs meanwhile lengthens the pass
+                state.add_pass(self._rows, seconds, self._length)
         self._offer.learn(tokens, seconds)
 
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:

@@ -6,12 +6,13 @@ from functools import partial
 from math import inf, sqrt
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.passes import Prefill
 from edgespec.loop.planner import Context, Planner
-from edgespec.loop.tree import Proposal, ranked
+from edgespec.loop.tree import FloatArray, Proposal, ranked
 from edgespec.planners.auto import AutoState, Candidate, Offer, Share
 from edgespec.planners.cost import chain_goodput
 from edgespec.planners.drafting import CATCH_UP, agreed
@@ -31,6 +32,9 @@ class Lookup(Candidate):
     def __init__(self, planner: Planner, state: AutoState) -> None:
         super().__init__(planner)
         self._state = state
+
+    def forget(self) -> None:
+        self._state.copies.forget()
 
     def estimate(self, context: Context, budget: int) -> float:
         return inf
@@ -55,28 +59,25 @@ class Lookup(Candidate):
 class Drafting(Candidate):
     """A planner with draft model; predicts a chain's gain by the share of tokens in which draft and target agree."""
 
-    def __init__(self, planner: Planner, state: AutoState, *, patience: int = 0, goes_ahead: bool = False) -> None:
+    def __init__(self, planner: Planner, state: AutoState, *, eager: bool = False, goes_ahead: bool = False) -> None:
         """
         Args:
             planner: proposes with a draft model.
             state: measurements, which it continues.
-            patience: tokens to generate before the draft is first asked, besides as many as it must read.
+            eager: a draft of which nothing is known is asked at once, not after as many tokens as it must read.
             goes_ahead: as in `Candidate`.
         """
         super().__init__(planner)
         self.goes_ahead = goes_ahead
         self._state = state
-        self._patience, self._first_asked = patience, 0
+        self._eager = eager
         self._agreement_here = Share(0.98)  # `AutoState.agreement` of this sequence
         self._wanted = 0  # tokens that the draft must read before it is asked
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         self._agreement_here, length = Share(self._agreement_here.fading), len(prompt_ids)
-        if self._patience:
-            self._first_asked = self._patience + length
-        likely = self._may_try
-        if times := self._state.target.at(length):
-            likely = self._predict(times, length, 1, self.planner.depth) > GAIN / times.plain
+        times = self._state.target.at(length)
+        likely = self._predict(times, length, 1, self.planner.depth) > GAIN / times.plain if times else self._eager
         self._wanted = length if likely else 0
         self.planner.begin(prompt_ids)
 
@@ -87,11 +88,22 @@ class Drafting(Candidate):
         self._wanted = len(token_ids)
         return self._unread(self._wanted) <= 1 + CATCH_UP
 
+    def forget(self) -> None:
+        for share in (self._state.agreement, self._state.worth, self._agreement_here):
+            share.forget()
+
+    def unread_count(self, token_ids: Sequence[int]) -> int:
+        return max(0, self._unread(len(token_ids)) - 1 - CATCH_UP)
+
+    def draft_seconds(self, nodes: NDArray[np.intp]) -> FloatArray:
+        times = self._state.draft.at(self._wanted)
+        return (times.plain if times else 0.0) * np.minimum(nodes, self.planner.depth)
+
     def estimate(self, context: Context, budget: int) -> float:
         if (depth := self._depth(context, budget)) <= 0:
             return 0.0
         if context.pass_times is None:
-            return inf if self._state.streams else 0.0
+            return inf if self._eager else 0.0
         length = len(context.token_ids)
         return self._predict(context.pass_times, length, self._unread(length), depth, context.head) / GAIN
 
@@ -127,10 +139,6 @@ class Drafting(Candidate):
     def _agreement(self) -> float:
         return self._agreement_here.value(self._state.agreement.value(AGREEMENT))
 
-    @property
-    def _may_try(self) -> bool:
-        return self._state.written >= self._first_asked
-
     def _depth(self, context: Context, budget: int) -> int:
         return min(self.planner.most_depth(context), budget)
 
@@ -145,7 +153,7 @@ class Drafting(Candidate):
     def _predict(self, times: Curve, length: int, unread: int, depth: int, head: int | None = None) -> float:
         draft_times = self._draft_times(length, times.sequences)
         if draft_times is None:
-            return inf if self._may_try else 0.0
+            return inf if self._eager else 0.0
         asked = self._agreement_here.hoped + min(self._state.agreement.hoped, MOST_EARLIER) / EARLIER
         agreement = min(0.98, self._agreement + DOUBT / sqrt(1 + asked))
         return chain_goodput(agreement, unread, depth, times, draft_times, head) * self._state.worth.value(1.0)

@@ -11,7 +11,7 @@ from edgespec.errors import UsageError, check_flag, check_number, check_whole, n
 from edgespec.loop.backend import Backend
 from edgespec.loop.planner import Planner
 from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner
-from edgespec.planners.auto import PATIENCE, AutoPlanner, AutoState
+from edgespec.planners.auto import AutoPlanner, AutoState
 from edgespec.planners.candidates import Drafting, Lookup
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.datastore import Datastore, open_datastore
@@ -153,9 +153,9 @@ def make_planner(
     made = {one: _made(one, replace(parts, options=options_of(one, options))) for one in names}
     if state is None or name == "none":
         return made[name]
-    patience = PATIENCE if name == "auto" and not target.capabilities.streams else 0
+    eager = name != "auto" or target.capabilities.streams
     return AutoPlanner(name, state, [
-        Drafting(planner, state, patience=patience, goes_ahead=goes is not None)
+        Drafting(planner, state, eager=eager, goes_ahead=goes is not None)
         if PLANNERS[one].draft
         else Lookup(planner, state)
         for one, planner in made.items()

@@ -7,14 +7,15 @@ from time import perf_counter
 
 from edgespec.loop.backend import Capabilities
 from edgespec.loop.draft_passes import run_shared
-from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.passes import Pass, Proposed, most_nodes
+from edgespec.planners.auto import AutoState
 from edgespec.planners.cost import split
 from edgespec.planners.path_cost import rows_added
 from edgespec.scheduler.prompt_chunks import PromptChunks, can_share_passes
 from edgespec.scheduler.requests import CurrentPass
 from edgespec.scheduler.session_pool import Lane
 
+BATCH = "batch"  # the account of trees that share passes
 TIMES_FAIR = 2  # equal shares of a pass that one sequence's proposal may fill
 
 Batch = list[tuple[Lane, Pass]]
@@ -66,7 +67,7 @@ def plan(
     reader: Lane | None,
     lanes: Sequence[Lane],
     limits: Capabilities,
-    times: PassTimes | None,
+    pace: AutoState | None,
     chunks: PromptChunks,
 ) -> tuple[Batch, Failed]:
     """
@@ -75,14 +76,14 @@ def plan(
         reader: a sequence to prefill; its chunk is the last part.
         lanes: all sessions; those that get no tree drop their draft nodes, which take cells of the draft.
         limits: of the target.
-        times: of its passes; None: trees take all the room of a pass.
+        pace: times of its passes, and accounts of batches; None: trees take all the room of a pass.
         chunks: sizes of prompts' chunks.
     """
     generation = reader.generation if reader else None
     room = most_nodes(limits, 0)
     if generation:
         room -= chunks.rows(generation.prompt, room)
-    batch, failed = plan_trees(writing, lanes, limits, room, times, single=reader is None)
+    batch, failed = plan_trees(writing, lanes, limits, room, pace, single=reader is None)
     if reader and generation:
         taken = sum(len(one.work.token_ids) + one.work.session.unread_committed for _, one in batch)
         gone = [lane for lane, _ in failed]
@@ -96,7 +97,7 @@ def plan_trees(
     lanes: Sequence[Lane],
     limits: Capabilities,
     room: int,
-    times: PassTimes | None,
+    pace: AutoState | None,
     *,
     single: bool,
 ) -> tuple[Batch, Failed]:
@@ -106,7 +107,7 @@ def plan_trees(
         lanes: as for `plan`.
         limits: of the target.
         room: rows of the pass.
-        times: as for `plan`.
+        pace: as for `plan`.
         single: the pass has no prompt.
 
     Returns:
@@ -119,13 +120,15 @@ def plan_trees(
             lane.generation.give_up()
     fair = -(-TIMES_FAIR * room // len(group)) if len(group) > 1 else room
     most = None if single and len(group) == 1 else min(room, fair)
+    if pace and len(group) > 1 and not pace.batch(len(group)).room(BATCH):
+        most = 0
     started = perf_counter()
     proposals = run_shared([lane.generation.propose(most, len(group)) for lane in group if lane.generation])
     seconds = perf_counter() - started
     results = list(zip(group, proposals, strict=True))
     failed = [(lane, one) for lane, one in results if isinstance(one, Exception)]
     found = [(lane, one) for lane, one in results if not isinstance(one, Exception)]
-    sizes = best_sizes(found, limits, room, times, seconds) if len(found) > 1 else [None] * len(found)
+    sizes = best_sizes(found, limits, room, pace, seconds) if len(found) > 1 else [None] * len(found)
     cuts = zip(found, sizes, strict=True)
     return [(lane, lane.generation.cut(one, size)) for (lane, one), size in cuts if lane.generation], failed
 
@@ -141,21 +144,22 @@ def in_turn(writing: Sequence[Lane], room: int) -> list[Lane]:
 
 
 def best_sizes(
-    found: Sequence[tuple[Lane, Proposed]], limits: Capabilities, room: int, times: PassTimes | None, seconds: float
+    found: Sequence[tuple[Lane, Proposed]], limits: Capabilities, room: int, pace: AutoState | None, seconds: float
 ) -> list[int]:
     """
     Args:
         found: a proposal of each sequence.
         limits: of the target.
         room: rows of the pass besides the roots.
-        times: as for `plan`.
+        pace: has the target's pass times; None: trees take all the room of a pass.
         seconds: spent on drafting.
 
     Returns:
         Number of draft nodes of each tree for most expected tokens per second.
     """
     length = fmean(len(lane.session.token_ids) for lane, _ in found)
-    curve = times.at(round(length)) if times else None
+    times = pace.times(round(length), len(found)) if pace else None
+    curve = times.shared(1) if times else None
     added = roots = None
     if limits.paths:
         heads = [lane.session.unread_committed for lane, _ in found]
@@ -164,14 +168,30 @@ def best_sizes(
     return split([one.log_probs for _, one in found], room, seconds, curve, added, roots)
 
 
-def learn(batch: Batch, seconds: float, limits: Capabilities, times: PassTimes | None, chunks: PromptChunks) -> None:
+def learn(batch: Batch, seconds: float, limits: Capabilities, pace: AutoState | None, chunks: PromptChunks) -> None:
     works = [one.work for _, one in batch]
     nodes, trees = sum(len(work.token_ids) for work in works), [work for work in works if not work.prompt]
     has_prompt = len(trees) < len(batch)
     chunks.learn(nodes, seconds, prompt=has_prompt)
     # Rows predict no time if trees are evaluated path by path; the planner learns from passes over one tree.
-    if times and len(batch) > 1 and not (has_prompt or limits.paths):
-        times.add(nodes, seconds, round(fmean(len(work.session.token_ids) for work in trees)))
+    if pace and len(batch) > 1 and not (has_prompt or limits.paths):
+        pace.add_pass(nodes, seconds, round(fmean(len(work.session.token_ids) for work in trees)), len(trees))
+
+
+def account(batch: Batch, drafting: float, seconds: float, tokens: int, pace: AutoState) -> None:
+    """Enter a pass of several trees into the batch's ledger; planners account for passes over one tree.
+
+    Args:
+        batch: the pass, of which `pace` has learned.
+        drafting: seconds before it.
+        seconds: of it.
+        tokens: that it gained.
+        pace: has the ledgers.
+    """
+    works = [one.work for _, one in batch]
+    if len(batch) > 1 and not any(work.prompt for work in works):
+        way = BATCH if any(len(work.token_ids) > 1 for work in works) else None
+        pace.batch(len(batch)).add({way: drafting} if way else {}, way, seconds, tokens / len(batch))
 
 
 def while_target_runs(batch: Batch) -> AbstractContextManager[None]:

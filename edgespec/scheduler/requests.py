@@ -262,6 +262,11 @@ class Counts:
         self.works += len(works)
         self.nodes += sum(len(work.token_ids) - 1 for work in works if not work.prompt)
 
+    @property
+    def decoded(self) -> int:
+        """Number of generated tokens."""
+        return sum(self.tokens.values())
+
     def add_tokens(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             self.tokens[chunk.source.name.lower()] += 1

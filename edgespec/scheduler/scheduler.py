@@ -12,11 +12,11 @@ from typing import Any
 
 from edgespec.errors import Closed, ContextFull, Interrupted
 from edgespec.loop.backend import Backend, Logits
-from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.passes import Pass, check_room, common_prefix
 from edgespec.loop.planner import Planner
 from edgespec.loop.stats import GenerationStats
-from edgespec.scheduler.batch import Batch, choose, learn, plan, read_draft, while_target_runs
+from edgespec.planners.auto import AutoState
+from edgespec.scheduler.batch import Batch, account, choose, learn, plan, read_draft, while_target_runs
 from edgespec.scheduler.prompt_chunks import PromptChunks
 from edgespec.scheduler.queue import Order, Queue, first_come
 from edgespec.scheduler.requests import Cancelled, Counts, CurrentPass, Event, Handle, Request
@@ -34,7 +34,7 @@ class Scheduler:
         planners: Sequence[Planner],
         *,
         budget: int,
-        cost: PassTimes | None = None,
+        pace: AutoState | None = None,
         order: Order = first_come,
     ) -> None:
         """
@@ -42,7 +42,7 @@ class Scheduler:
             target: loaded for as many sessions as there are planners.
             planners: one for each sequence of a batch.
             budget: most draft tokens of a sequence in a pass.
-            cost: times of the target's passes, which it learns; None: trees take all the room of a pass.
+            pace: times of the target's passes and accounts of batches, which it learns; None: trees fill each pass.
             order: of waiting requests, the one with the smallest value is served first, of equal ones the earliest; a
                 request with a larger value may wait for ever, unless its value falls meanwhile.
         """
@@ -51,7 +51,7 @@ class Scheduler:
         self.pool = SessionPool(target, planners)
         self.turn = Lock()
         self._budget = budget
-        self._times = cost
+        self._pace = pace
         self._chunks, self._draft_chunks = PromptChunks(), PromptChunks()
         self._queue = Queue(order)
         self._pass_now = CurrentPass()
@@ -232,8 +232,8 @@ class Scheduler:
                 read_draft(lane, self._draft_chunks, self._pass_now, single=len(lanes) == 1)
 
     def _pass(self, writing: list[Lane], reader: Lane | None) -> None:
-        limits = self.target.capabilities
-        batch, failed = plan(writing, reader, self.pool.lanes, limits, self._times, self._chunks)
+        limits, began = self.target.capabilities, perf_counter()
+        batch, failed = plan(writing, reader, self.pool.lanes, limits, self._pace, self._chunks)
         for lane, error in failed:
             if isinstance(error, Interrupted):  # it was meant for a pass that had just ended
                 lane.give_up()
@@ -243,11 +243,14 @@ class Scheduler:
         logits = self._forward(batch) if batch else []
         if logits:
             seconds = perf_counter() - started
-            learn(batch, seconds, limits, self._times, self._chunks)
+            learn(batch, seconds, limits, self._pace, self._chunks)
             self.counts.add_pass(seconds, [pass_.work for _, pass_ in batch])
             self.pool.count_pass([lane for lane, _ in batch])
+            tokens = self.counts.decoded
         for (lane, pass_), found in zip(batch, logits, strict=False):
             self._accept(lane, pass_, found, single=len(batch) == 1)
+        if logits and self._pace:
+            account(batch, started - began, seconds, self.counts.decoded - tokens, self._pace)
 
     def _forward(self, batch: Batch) -> list[Logits]:
         """

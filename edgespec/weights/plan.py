@@ -158,6 +158,12 @@ class Plan:
         return sum(extent.size for extent in self.cached)
 
     @property
+    def read_bytes(self) -> int:
+        """Most bytes that a pass reads, without what is left to the page cache."""
+        missing = 1 - self.slots_of_experts / self.experts if self.slots_of_experts >= 0 else 0
+        return self.streamed_bytes + int(missing * self.cached_bytes)
+
+    @property
     def looked_up_bytes(self) -> int:
         return sum(extent.size for extent in self.looked_up)
 

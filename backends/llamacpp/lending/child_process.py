@@ -152,6 +152,9 @@ class ChildLogits:
         found: Float32Array = self._child.call("row", self._index, node)
         return found
 
+    def view(self, node: int) -> Float32Array:
+        return self.row(node)
+
     def state(self, node: int) -> Float32Array:
         found: Float32Array = self._child.call("state", self._index, node)
         return found

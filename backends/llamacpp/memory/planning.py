@@ -208,8 +208,8 @@ class MemoryPlanner:
         drafts = self._drafts(size)
         plans = _plans(self.tensors, self.room, [drafts + needed for needed in self.needs(sizes)], gpu, layers)
         # Each chunk of a prompt reads the streamed weights, so large chunks are better, but their buffers use memory.
-        most = _bytes_read(plans[0]) * (1 + CHUNK_SHARE)
-        best = max(i for i, plan in enumerate(plans) if _bytes_read(plan) <= most)
+        most = (plans[0].read_bytes if plans[0] else 0) * (1 + CHUNK_SHARE)
+        best = max(i for i, plan in enumerate(plans) if plan is None or plan.read_bytes <= most)
         if not most:
             best = min(best, sizes.index(size))
         plan, notes = plans[best], list[str]()

@@ -157,7 +157,9 @@ async function send() {
     const whole = await ask(body, (chunk) => takeChunk(chunk, place));
     const stats = whole.stats[0];
     state.last = { body: { ...body, seed: whole.seed }, place, tokens: state.passes.flatMap((pass) => pass.tokens) };
-    notice(`done: ${stats.tokens} tokens in ${((performance.now() - started) / 1000).toFixed(1)} s, seed ${whole.seed}`);
+    const seconds = ((performance.now() - started) / 1000).toFixed(1);
+    const times = stats.times_plain ? ` (${stats.times_plain.toFixed(2)} x plain)` : "";
+    notice(`done: ${stats.tokens} tokens in ${seconds} s${times}, seed ${whole.seed}`);
   } catch (error) {
     notice(error.name === "AbortError" ? "stopped" : error.message);
   }

@@ -1,0 +1,239 @@
+"""Bounds what draft tokens may lose against plain decoding, whatever was predicted of them.
+
+Each way of drafting has an account: the time of its steps less that of plain decoding for the same tokens, in plain
+passes. The losses of all ways stay within an allowance. A way that exceeds it rests, each time twice as long. Plain
+passes between steps with draft tokens show what plain decoding takes at present. Predictions choose among the ways
+that may be used.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+ALLOWANCE = 0.015  # plain passes that may be lost for each that the sequence has taken, besides one
+MOST_GAINED = 8.0  # plain passes that an account may be ahead: a good hour does not pay for a bad one
+CARRIED = 2.0  # of these, those that the next sequence begins with
+FIRST_REST, LONGEST_REST = 16, 1024  # tokens
+REST_OF_NEW = 64  # most tokens of a rest that a new sequence begins with: texts differ
+FARTHEST = 32  # most steps with draft tokens from one plain pass to the next
+COMPARED = 3  # last passes that count
+JUMP = 2.0  # ratio of two plain passes that shows another load of the machine
+SOONER = 4  # ratio of distances: at the end of a sequence and at the next one's beginning; where much was gained
+SURE = 8  # least distance of plain passes at which these are well known
+SLOW = 1.5  # the usual plain pass takes at most this multiple of the fastest: the others were held up
+
+
+@dataclass(slots=True)
+class Account:
+    """
+    Attributes:
+        lost: plain passes lost in this sequence; negative: gained.
+        rest: tokens of the next rest.
+        resting: tokens left of this rest.
+        tried: tokens since the last rest, at most `rest`.
+        before: `lost` when these began.
+        is_trial: these began after a long time without a step of this way.
+        idle: tokens since the last step of this way.
+    """
+
+    lost: float = 0.0
+    rest: int = FIRST_REST
+    resting: float = 0.0
+    tried: float = 0.0
+    before: float = 0.0
+    idle: float = 0.0
+    is_trial: bool = False
+
+    def use(self, tokens: float) -> None:
+        """Count a step of this way; one after a long time is a trial."""
+        self.is_trial = self.is_trial or self.idle >= self.rest
+        self.idle, self.tried = 0.0, self.tried + tokens
+
+    def settle(self, allowed: float) -> None:
+        """Begin a rest if the way has lost too much; a trial that lost lengthens the next one, a gain shortens it."""
+        exceeded = self.lost > max(self.before, allowed)
+        if exceeded or (self.is_trial and self.lost > max(self.before, 0.0)):
+            self.resting = self.rest if exceeded else self.resting
+            self.rest = min(2 * self.rest, LONGEST_REST)
+        elif self.tried < self.rest:
+            return
+        elif self.lost < self.before or self.lost == -MOST_GAINED:
+            self.rest = max(self.rest // 2, FIRST_REST)
+        self.tried, self.before, self.is_trial = 0.0, self.lost, False
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a way did in one step.
+
+    Attributes:
+        account: of the way.
+        took: seconds of drafting, and of the pass if its draft tokens were in it.
+        gained: tokens.
+        before: `Account.lost` before it.
+    """
+
+    account: Account
+    took: float
+    gained: float
+    before: float
+
+    def post(self, plain: float) -> None:
+        """Enter it, in plain passes of `plain` seconds; again if it turns out that they take another time."""
+        self.account.lost = max(self.before + self.took / plain - self.gained, -MOST_GAINED)
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Accounts against plain decoding, for one sequence after the other; or for batches of equally many sequences.
+
+    Attributes:
+        first: plain passes before a way that is not known to gain: the first passes of a program may be slow.
+        accounts: by the name of the way.
+        taken: plain passes that the steps of this sequence took as long as.
+        distance: steps with draft tokens from one plain pass to the next.
+        since: those since the last plain pass.
+        plain: seconds of a plain pass; 0: unknown.
+    """
+
+    first: int = 1
+    accounts: dict[str, Account] = field(default_factory=dict)
+    taken: float = 0.0
+    distance: int = 1
+    since: int = 0
+    plain: float = 0.0
+    _plain: deque[float] = field(default_factory=lambda: deque(maxlen=COMPARED))
+    _more: deque[float] = field(default_factory=lambda: deque(maxlen=COMPARED))  # passes with draft tokens since
+    _seen: int = 0  # plain passes of this sequence
+    _usual: float = 0.0  # `plain` of the sequence before
+    _last: list[Entry] = field(default_factory=list)  # of the last step
+
+    def begin(self) -> None:
+        """Start a sequence: losses are forgotten, gains and rests in part."""
+        self._usual = self.plain
+        self._plain.clear()
+        self._more.clear()
+        self.taken, self._seen, self.since, self._last = 0.0, 0, 0, []
+        self.distance = max(1, self.distance // SOONER)
+        for one in self.accounts.values():
+            one.lost = one.before = max(min(one.lost, 0.0), -CARRIED)
+            one.resting, one.tried = min(one.resting, REST_OF_NEW), 0
+
+    def room(self, way: str) -> float:
+        """
+        Returns:
+            Seconds that the next step of this way may lose; 0 also while it rests, and where a plain pass is due.
+        """
+        one = self._account(way)
+        if one.resting or self.since >= self.distance or (self._seen < self.first and one.lost > -1.0):
+            return 0.0
+        lost = sum(max(other.lost, 0.0) for other in self.accounts.values())
+        return max(0.0, self._allowed - lost - min(one.lost, 0.0)) * self.plain
+
+    def is_ahead(self, way: str) -> bool:
+        """
+        Returns:
+            True if the way has gained enough to pay for a larger step than any that was measured.
+        """
+        return self._account(way).lost <= -1.0 and self.distance >= SURE
+
+    def is_due(self, way: str, tokens: int) -> bool:
+        """
+        Args:
+            way: a way.
+            tokens: further tokens to wait.
+
+        Returns:
+            True if the way was idle for so long that it is to be tried, whatever is predicted of it.
+        """
+        one = self._account(way)
+        return one.idle >= one.rest + tokens
+
+    def put_off(self, way: str) -> None:
+        """Let the next trial of this way come later."""
+        one = self._account(way)
+        one.idle, one.rest = 0.0, min(2 * one.rest, LONGEST_REST)
+
+    def _account(self, way: str) -> Account:
+        return self.accounts.setdefault(way, Account())
+
+    def add(self, spent: Mapping[str, float], way: str | None, seconds: float, tokens: float) -> None:
+        """Record a step.
+
+        Args:
+            spent: seconds before the pass, of each way that looked for draft tokens.
+            way: whose draft tokens were in the pass; None: it was a plain pass.
+            seconds: of the pass.
+            tokens: that it gained; of a batch, of each sequence.
+        """
+        if way is None:
+            self._add_plain(seconds)
+        if not (plain := self.plain):
+            return
+        self._last = []
+        for name, drafting in spent.items():
+            took, gained = (drafting + seconds, tokens) if name == way else (drafting, 0)
+            self._last.append(Entry(self._account(name), took, gained, self._account(name).lost))
+        for entry in self._last:
+            entry.post(plain)
+        self.taken += (sum(entry.took for entry in self._last) + (0.0 if way else seconds)) / plain
+        for name, one in self.accounts.items():
+            one.resting = max(0.0, one.resting - tokens)
+            if name == way:
+                one.use(tokens)
+            else:
+                one.idle += tokens
+        if way:
+            self._more.append(seconds)
+            self._find_plain()
+            self.since += 1
+        if any(entry.account.lost > self._allowed for entry in self._last):
+            self.distance = 1  # a plain pass shows whether the way has lost, or all passes take longer
+
+    def _find_plain(self) -> None:
+        usual = min(median(self._plain), SLOW * min(self._plain)) if self._plain else self._usual
+        if self._more:  # passes with draft tokens are never faster: if they are, the plain ones are old
+            usual = min(usual, median(self._more) if len(self._more) == COMPARED else max(self._more))
+        self.plain = usual
+
+    def _add_plain(self, seconds: float) -> None:
+        lost = any(entry.account.lost > self._allowed for entry in self._last)
+        if (slow := lost and seconds > JUMP * self.plain) or 0 < seconds * JUMP < self.plain:
+            for entry in self._last:  # other programs came or went, which the last step felt, too
+                entry.post(seconds)
+            self.distance = 1
+            if slow:
+                self._plain.clear()
+        elif self.since and self._seen >= self.first:
+            sure = any(one.lost == -MOST_GAINED for one in self.accounts.values())
+            self.distance = min((SOONER if sure else 2) * self.distance, FARTHEST)
+        for one in self.accounts.values():
+            one.settle(self._allowed)
+        self._plain.append(seconds)
+        self._more.clear()
+        self._find_plain()
+        self._seen, self.since = self._seen + 1, 0
+
+    @property
+    def _allowed(self) -> float:
+        return 1 + ALLOWANCE * self.taken
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: what the next run begins with."""
+        accounts = {name: [one.lost, one.rest, one.resting, one.idle] for name, one in self.accounts.items()}
+        return {"plain": self.plain, "distance": self.distance, "accounts": accounts}
+
+    def recall(self, known: dict[str, Any]) -> None:
+        """Begin with the values of `as_dict`.
+
+        Raises:
+            KeyError, TypeError, ValueError: `known` does not have them.
+        """
+        self._usual = self.plain = float(known["plain"])
+        self.distance = max(1, min(FARTHEST, int(known["distance"])))
+        for name, (lost, rest, resting, idle) in known["accounts"].items():
+            one = Account(float(lost), min(LONGEST_REST, max(FIRST_REST, int(rest))), max(0.0, float(resting)))
+            one.idle = float(idle)
+            self.accounts[str(name)] = one

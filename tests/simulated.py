@@ -1,0 +1,147 @@
+"""A target and its ways of drafting whose passes take given times, without a model and without a clock.
+
+The planner is the real `AutoPlanner` with its ledger. Seconds are numbers that `Run` adds up.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import exp, log
+
+import numpy as np
+
+from edgespec.loop.draft_passes import run_one
+from edgespec.loop.planner import Context, Planner, PlannerStats
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.tree import Proposal, make_tree
+from edgespec.planners.auto import AutoPlanner, AutoState, Candidate, new_auto_state
+from edgespec.planners.candidates import Drafting, Lookup
+
+BUDGET, DEPTH = 64, 16
+SLOW_PASSES, SLOW = 5, 4.0  # the first passes of a program, and how many times as long they take
+DRAFT_PASS = 0.1  # plain passes that a pass of the draft takes
+LEARNED = (1, 2, 6, 12, 40)  # nodes of the passes that are remembered
+
+Cost = Callable[[int], float]  # seconds of a pass by number of nodes
+COSTS: dict[str, Cost] = {
+    "steep": lambda nodes: 0.0096 + 0.0139 * (nodes - 1),
+    "rising": lambda nodes: 0.07 + 0.02 * (nodes - 1),
+    "step": lambda nodes: 0.04 if nodes == 1 else 0.05 if nodes < 8 else 0.1 + 0.002 * (nodes - 8),
+    "flat": lambda nodes: 1.0 + 0.002 * (nodes - 1),
+}
+
+
+class Session:
+    def __init__(self) -> None:
+        self.token_ids = list[int]()
+
+
+class Chain(Planner):
+    """Proposes a chain of tokens, each of which it takes for as probable as `claimed`."""
+
+    depth = DEPTH
+
+    def __init__(self, run: "Run", claimed: float, *, drafts: bool) -> None:
+        self.name = "draft" if drafts else "copies"
+        self.run, self.claimed = run, claimed
+        self.session = Session() if drafts else None
+        self.seconds = 0.0
+
+    @property
+    def stats(self) -> PlannerStats:
+        return PlannerStats(draft_seconds=self.seconds)
+
+    @property
+    def draft_session(self):
+        return self.session
+
+    def propose(self, context, budget):
+        yield from ()
+        values = np.cumsum(np.full(min(budget, self.depth), log(self.claimed)))
+        if self.session:
+            self.session.token_ids = list(context.token_ids)
+            for _ in values:
+                self.seconds += self.run.draft_pass
+                self.run.state.draft.add(1, self.run.draft_pass)
+        values = values[np.exp(values) >= context.least]
+        return Proposal(make_tree([0] * (len(values) + 1), range(-1, len(values)), [0.0, *values]))
+
+
+@dataclass
+class Run:
+    """Sequences of one program, one after the other.
+
+    Attributes:
+        cost: of passes.
+        agreement: probability that a draft token is right, by number of tokens so far.
+        ways: of "copies" and "draft".
+        claimed: what ways take this probability for.
+        noise: standard deviation of a pass's logarithm, as the planner sees it.
+        load: factor of all times, by number of tokens so far.
+        slow: the first passes are slow.
+        remembered: factors of what is remembered of plain and of larger passes; None: nothing is.
+    """
+
+    cost: Cost
+    agreement: Callable[[int], float]
+    ways: tuple[str, ...] = ("copies", "draft")
+    claimed: float = 0.75
+    noise: float = 0.0
+    load: Callable[[int], float] = lambda tokens: 1.0
+    slow: bool = False
+    remembered: tuple[float, float] | None = None
+    seed: int = 0
+    state: AutoState = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.passes = self.tokens = 0
+        streams = self.cost(2) < 1.1 * self.cost(1)
+        self.state = new_auto_state(streams)
+        if self.remembered:
+            rows = [[0, nodes, self.cost(nodes) * self.remembered[nodes > 1]] for nodes in LEARNED]
+            self.state.target.recall(rows)
+            self.state.ledger().recall({"plain": rows[0][2], "distance": 1, "accounts": {}})
+        made: dict[str, Candidate] = {
+            "copies": Lookup(Chain(self, self.claimed, drafts=False), self.state),
+            "draft": Drafting(Chain(self, self.claimed, drafts=True), self.state, eager=streams),
+        }
+        self.planner = AutoPlanner("auto", self.state, [made[way] for way in self.ways])
+
+    @property
+    def draft_pass(self) -> float:
+        return DRAFT_PASS * self.cost(1) * self.load(self.tokens)
+
+    def sequence(self, tokens: int) -> list[tuple[int, float, float]]:
+        """Decode.
+
+        Returns:
+            After each step: tokens so far, seconds of the steps, and seconds of plain decoding.
+        """
+        ids, found, spent, plain = [0] * 20, list[tuple[int, float, float]](), 0.0, 0.0
+        self.planner.begin(ids)
+        while len(ids) < 20 + tokens:
+            if reading := self.planner.unread(ids):
+                spent += len(reading.token_ids) * self.draft_pass / 10
+                reading.session.token_ids = list(ids)
+            room = 20 + tokens - len(ids)
+            context = Context(ids, 20, SamplingParams(), None, room - 1, 64)
+            drafted = self.planner.stats.draft_seconds
+            proposal = run_one(self.planner.propose(context, BUDGET))
+            nodes = len(proposal.tree) if proposal.nodes is None else 1 + len(proposal.nodes)
+            seconds = self.cost(nodes) * self._factor(0)
+            accepted = 0
+            while accepted < min(nodes, room) - 1 and self.random.random() < self.agreement(self.tokens):
+                accepted += 1
+            spent += self.planner.stats.draft_seconds - drafted + seconds
+            plain += sum(self.cost(1) * self._factor(i) for i in range(accepted + 1))
+            ids += [0] * (accepted + 1)
+            self.tokens, self.passes = self.tokens + accepted + 1, self.passes + 1
+            self.planner.while_target_runs(nodes)
+            self.planner.observe([0] * (accepted + 1), seconds * exp(self.random.gauss(0, self.noise)))
+            found.append((len(ids) - 20, spent, plain))
+        return found
+
+    def _factor(self, further: int) -> float:
+        slow = SLOW if self.slow and self.passes + further < SLOW_PASSES else 1.0
+        return slow * self.load(self.tokens + further)

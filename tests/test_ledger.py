@@ -1,0 +1,161 @@
+"""The ledger by itself: what it allows, by times that are given here."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.planners.ledger import ALLOWANCE, CARRIED, FARTHEST, FIRST_REST, MOST_GAINED, Ledger
+
+
+def started(plain=1.0, passes=1, **options):
+    ledger = Ledger(**options)
+    for _ in range(passes):
+        ledger.add({}, None, plain, 1)
+    return ledger
+
+
+def used(ledger, seconds, tokens, way="copies", drafting=0.0):
+    ledger.add({way: drafting}, way, seconds, tokens)
+
+
+STEPS = st.tuples(
+    st.sampled_from(["copies", "draft"]),
+    st.floats(0.0, 30.0),  # plain passes that the step is to take more than one
+    st.integers(1, 12),  # tokens that it gains
+    st.floats(1.0, 10.0),  # times as long that the further part takes
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(STEPS, min_size=1, max_size=150), st.sampled_from([0.01, 1.0, 50.0]))
+def test_losses_stay_within_the_allowance_and_what_one_step_takes_longer_than_predicted(steps, plain):
+    ledger, tokens, seconds, longer = started(plain), 1, plain, 0.0
+    for way, further, gained, factor in steps:
+        if further * plain <= ledger.room(way):
+            took = plain * (1 + factor * further)
+            used(ledger, took, gained, way)
+            longer = max(longer, took - plain * (1 + further))
+        else:
+            took, gained = plain, 1
+            ledger.add({}, None, plain, 1)
+        tokens, seconds = tokens + gained, seconds + took
+        assert seconds - tokens * plain <= plain + ALLOWANCE * seconds + longer + 1e-6 * seconds
+
+
+def test_nothing_is_allowed_before_a_plain_pass():
+    ledger = Ledger(first=3)
+    for _ in range(3):
+        assert ledger.room("copies") == 0
+        ledger.add({}, None, 2.0, 1)
+    assert ledger.room("copies") == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_step_with_draft_tokens_is_followed_by_a_plain_pass_at_growing_distances():
+    ledger, distances, steps = started(), [], 0
+    while len(distances) < 6:
+        if ledger.room("copies"):
+            used(ledger, 1.1, 1.3)
+            steps += 1
+        else:
+            ledger.add({}, None, 1.0, 1)
+            distances.append(steps)
+            steps = 0
+    assert distances[0] == 1
+    assert sorted(distances) == distances
+    assert distances[-1] > 8
+    assert ledger.distance <= FARTHEST
+
+
+def test_a_way_that_loses_rests_each_time_twice_as_long():
+    ledger, rests = started(), []
+    for _ in range(4):
+        while not ledger.room("copies"):
+            ledger.add({}, None, 1.0, 1)
+        used(ledger, 1.0 + 3 * (1 + ALLOWANCE * ledger.taken), 1)
+        ledger.add({}, None, 1.0, 1)
+        rests.append(ledger.accounts["copies"].rest)
+    assert rests == [FIRST_REST * 2**i for i in range(1, 5)]
+
+
+def test_a_rest_shortens_when_the_way_gains():
+    ledger = started()
+    ledger._account("copies").rest = 256
+    for _ in range(400):
+        if ledger.room("copies"):
+            used(ledger, 1.0, 4)
+        else:
+            ledger.add({}, None, 1.0, 1)
+    assert ledger.accounts["copies"].rest == FIRST_REST
+
+
+def test_seconds_of_looking_for_draft_tokens_count_where_none_was_used():
+    ledger = started()
+    for _ in range(200):
+        ledger.add({"copies": 0.1} if ledger.room("copies") else {}, None, 1.0, 1)
+    assert ledger.accounts["copies"].lost < 1 + ALLOWANCE * ledger.taken + 0.1
+    assert ledger.accounts["copies"].rest > FIRST_REST
+
+
+def test_all_ways_share_one_allowance():
+    ledger = started()
+    used(ledger, 1.8, 1, "copies")
+    ledger.add({}, None, 1.0, 1)
+    assert ledger.room("draft") == pytest.approx(ledger.room("copies"))
+    assert ledger.room("draft") < 0.3
+
+
+def test_gains_pay_for_few_losses_and_fewer_in_the_next_sequence():
+    ledger = started()
+    for _ in range(50):
+        if ledger.room("copies"):
+            used(ledger, 1.0, 10)
+        else:
+            ledger.add({}, None, 1.0, 1)
+    assert ledger.accounts["copies"].lost == -MOST_GAINED
+    ledger.begin()
+    assert ledger.accounts["copies"].lost == -CARRIED
+    assert ledger.room("copies") > 0  # before a plain pass of this sequence
+    assert ledger.room("draft") == 0
+
+
+def test_another_program_that_comes_is_not_charged_to_the_step_that_met_it():
+    ledger = started(passes=3)
+    used(ledger, 50.0, 3)
+    assert ledger.room("copies") == 0  # a plain pass is due
+    ledger.add({}, None, 50.0, 1)
+    assert ledger.accounts["copies"].lost < 0
+    assert not ledger.accounts["copies"].resting
+
+
+def test_a_pass_with_draft_tokens_that_is_faster_than_a_plain_one_shows_that_plain_decoding_is():
+    ledger = started(4.0, passes=3)
+    used(ledger, 2.4, 1)
+    assert ledger.plain == pytest.approx(2.4)
+
+
+def test_a_slow_start_is_soon_forgotten():
+    ledger = started(4.0, passes=5)
+    ledger.add({}, None, 1.0, 1)
+    assert ledger.plain == pytest.approx(1.5)
+    ledger.add({}, None, 1.0, 1)
+    assert ledger.plain == 1.0
+
+
+def test_the_next_run_begins_with_what_this_one_found():
+    ledger = started(passes=4)
+    for _ in range(40):
+        if ledger.room("copies"):
+            used(ledger, 1.0, 5)
+        else:
+            ledger.add({"draft": 0.05}, None, 1.0, 1)
+    known = json.loads(json.dumps(ledger.as_dict()))
+    after = Ledger()
+    after.recall(known)
+    assert after.as_dict() == known
+    after.begin()
+    assert after.room("copies") > 0
+    for wrong in ({}, known | {"accounts": {"copies": [1]}}, known | {"plain": "fast"}):
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            Ledger().recall(wrong)

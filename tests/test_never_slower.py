@@ -1,0 +1,98 @@
+"""The default planner is never much slower than plain decoding, however passes take, and whatever was remembered."""
+
+from functools import cache
+from itertools import product
+from statistics import fmean
+
+import pytest
+from simulated import COSTS, Run
+
+from edgespec.planners import auto
+from edgespec.planners.ledger import Ledger
+
+LOADS = {"idle": 1.0, "x2": 2.0, "x10": 10.0, "x50": 50.0}  # of another program, which comes for 100 of 400 tokens
+AGREEMENTS = {
+    "never": (lambda tokens: 0.0, 0.6),
+    "half": (lambda tokens: 0.5, 0.6),
+    "always": (lambda tokens: 0.97, 0.9),
+    "changing": (lambda tokens: 0.97 if tokens // 128 % 2 else 0.0, 0.75),
+}
+REMEMBERED = {
+    "nothing": None,
+    "right": (1, 1),
+    "plain x 3": (3, 1),
+    "plain / 3": (1 / 3, 1),
+    "more x 3": (1, 3),
+    "more / 3": (1, 1 / 3),
+}
+WAYS = ["copies", "draft", "copies+draft"]
+SEEDS = 3
+CASES = [
+    pytest.param(*case, id="-".join(map(str, case)))
+    for case in product(COSTS, AGREEMENTS, REMEMBERED, WAYS, LOADS, [False, True], [0.0, 0.3])
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_clock(monkeypatch):
+    """Planning takes no time here, whatever else this machine does."""
+    monkeypatch.setattr(auto, "perf_counter", lambda: 0.0)
+
+
+def run(cost, agreement, remembered, ways, load, slow, noise, seed):
+    right, claimed = AGREEMENTS[agreement]
+    factor = LOADS[load]
+    return Run(
+        COSTS[cost], right, tuple(ways.split("+")), claimed, noise,
+        load=lambda tokens: factor if 100 <= tokens % 400 < 200 else 1.0,
+        slow=slow, remembered=REMEMBERED[remembered], seed=seed,
+    )  # fmt: skip
+
+
+def speed(steps, tokens):
+    """Ratio to plain decoding up to the step that reaches `tokens`."""
+    _, spent, plain = next(step for step in steps if step[0] >= tokens)
+    return plain / spent
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize(("cost", "agreement", "remembered", "ways", "load", "slow", "noise"), CASES)
+def test_the_default_is_hardly_slower_than_plain_decoding(cost, agreement, remembered, ways, load, slow, noise):
+    """Under a load that comes within a step, this step alone may take as long as several plain passes."""
+    found = [run(cost, agreement, remembered, ways, load, slow, noise, seed).sequence(512) for seed in range(SEEDS)]
+    ratios = {tokens: fmean(speed(steps, tokens) for steps in found) for tokens in (32, 128, 512)}
+    bars = {32: 0.9, 128: 0.95, 512: 0.97} if load in ("idle", "x2") else {32: 0.88, 128: 0.9, 512: 0.92}
+    assert {tokens: ratio for tokens, ratio in ratios.items() if ratio < bars[tokens]} == {}
+
+
+class Free(Ledger):
+    """Bounds nothing."""
+
+    def room(self, way):
+        return 1e9
+
+    def is_due(self, way, tokens):
+        return False
+
+
+@cache
+def best(cost, agreement, ways):
+    """Speed of the best fixed way, of which all is known."""
+    found = [1.0]
+    for way in ways.split("+"):
+        fixed = run(cost, agreement, "right", way, "idle", False, 0.0, 0)
+        fixed.state.ledgers[1] = Free()
+        fixed.sequence(512)
+        found.append(speed(fixed.sequence(512), 512))
+    return max(found)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize(
+    ("cost", "agreement", "remembered", "ways"),
+    list(product(COSTS, ["never", "half", "always"], REMEMBERED, WAYS)),
+)
+def test_a_way_that_pays_is_found(cost, agreement, remembered, ways):
+    learning = run(cost, agreement, remembered, ways, "idle", False, 0.0, 0)
+    learning.sequence(512)
+    assert speed(learning.sequence(512), 512) >= 0.8 * best(cost, agreement, ways)
