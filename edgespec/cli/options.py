@@ -123,11 +123,8 @@ DRAFT_OPTION = click.option(
 BUDGET_OPTION = click.option(
     "--budget",
     type=int,
-<<<<<<< HEAD
-    help="Draft tokens per pass. [default: the model's, else as many as pay: at most 64, streamed on torch, mlx 1024]",
-=======
-    help="Draft tokens per pass, also where fewer are faster. [default: as many as pay, at most the model's or 64]",
->>>>>>> main
+    help="Draft tokens per pass, also where fewer are faster. [default: as many as pay, at most the model's or 64, "
+    "1024 if torch or mlx streams]",
 )
 CONTEXT_OPTION = click.option(
     "--ctx", "context_length", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]"
