@@ -436,7 +436,7 @@ def assemble(
         def fixed(width: int) -> int:
             cache = math.prod(cells(width)) * model.dtype.itemsize + (states_of(leaves) * state if recurrent else 0)
             work = work_bytes(model, limits(width), width + 1)
-            return held + sessions * cache + work - (WORKSPACE if host and not host.apart else 0)  # CUDA's
+            return int(held + sessions * cache + work - (WORKSPACE if host and not host.apart else 0))  # CUDA's
 
         def place(width: int) -> Placement:
             return choose_placement(sizes, memory or sys.maxsize, fixed(width), host, gpu_layers)

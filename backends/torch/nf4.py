@@ -199,7 +199,7 @@ class KeptLayers:
 # transformers' own loader of such folders needs the package accelerate, and copies all weights to memory.
 
 
-@register_quantization_config(METHOD)  # type: ignore[misc]
+@register_quantization_config(METHOD)
 @dataclass
 class StoredConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """
@@ -226,7 +226,7 @@ class Unpack(ConversionOps):  # type: ignore[misc]
         return {"weight": module.weight}
 
 
-@register_quantizer(METHOD)  # type: ignore[misc]
+@register_quantizer(METHOD)
 class StoredQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
         kept = self.get_modules_to_not_convert(model, self.quantization_config.skipped, model._keep_in_fp32_modules)

@@ -379,7 +379,7 @@ def compare_buffers(device: Any, copies: Copies) -> Seen:
         with patch.object(loading, "MOST_BUFFERS", most):
             backend = _make(device, copies, gpu_layers=2)
         session, seconds = backend.open(), []
-        one = Work(session, *(np.array([number], np.int32) for number in (5, -1, 0)))
+        one = Work(session, np.array([5], np.int32), np.array([-1], np.int32), np.array([0], np.int32))
         for _ in range(6):
             sleep(0.1)
             started = perf_counter()
