@@ -291,7 +291,7 @@ def layer_costs(
 
 
 def measures(device: Any, copies: Copies, folder: Path) -> dict[str, Callable[[], Seen]]:
-    """How the questions of `to_try.GPU` are answered.
+    """Measures for the questions of `to_try.GPU`.
 
     Args:
         device: where models compute.

@@ -179,7 +179,7 @@ def check_all(folders: Sequence[Path], *, passes: int, quick: bool, say: Say) ->
 
 
 def measures(folder: Path, gguf: str) -> dict[str, Callable[[], Seen]]:
-    """How the questions of `to_try.MAC` are answered.
+    """Measures for the questions of `to_try.MAC`.
 
     Args:
         folder: a model for MLX.

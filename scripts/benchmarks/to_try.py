@@ -1,4 +1,4 @@
-"""What only a GPU can answer: a question each, what was seen, and what that means for the program."""
+"""Questions that only a GPU can answer, what was seen, and what that means for the program."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
