@@ -101,7 +101,7 @@ class Run:
         if self.remembered:
             rows = [[0, nodes, self.cost(nodes) * self.remembered[nodes > 1]] for nodes in LEARNED]
             self.state.target.recall(rows)
-            self.state.ledger().recall({"plain": rows[0][2], "distance": 1, "accounts": {}})
+            self.state.ledger().recall({"plain": rows[0][2], "distance": 1, "saved": 0, "accounts": {}})
         made: dict[str, Candidate] = {
             "copies": Lookup(Chain(self, self.claimed, drafts=False), self.state),
             "draft": Drafting(Chain(self, self.claimed, drafts=True), self.state, eager=streams),

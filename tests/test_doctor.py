@@ -90,7 +90,7 @@ def test_an_engine_that_streams_without_a_plan_of_bytes() -> None:
     [
         (Speeds(4.85, 8.6), "with the draft about 4.8 tokens/s, without it about 8.6; auto is without it"),
         (Speeds(6.0, 0.5), "with the draft about 6.0 tokens/s, without it about 0.50; auto is with it"),
-        (Speeds(), "the draft takes memory that the target needs: auto tries both ways, once"),
+        (Speeds(), "the draft takes memory that the target needs; which way is faster is not known"),
     ],
 )
 def test_a_draft_that_takes_memory_of_its_target_is_predicted_both_ways(speeds: Speeds, says: str) -> None:

@@ -159,3 +159,27 @@ def test_the_next_run_begins_with_what_this_one_found():
     for wrong in ({}, known | {"accounts": {"copies": [1]}}, known | {"plain": "fast"}):
         with pytest.raises((KeyError, TypeError, ValueError)):
             Ledger().recall(wrong)
+
+
+def test_what_was_not_lost_is_saved_for_trials():
+    ledger = started(passes=4)
+    for _ in range(400):
+        ledger.add({}, None, 1.0, 1)
+    ledger._account("draft").idle = 1000
+    ledger.begin()
+    assert ledger.saved == pytest.approx(404 * ALLOWANCE, rel=0.01)
+    ledger.add({}, None, 1.0, 1)
+    assert ledger.room("draft") == pytest.approx(1 + ledger.saved, rel=0.05)
+    assert ledger.room("copies") == pytest.approx(1, rel=0.05)
+    ledger.pay("draft", 5.0)
+    assert ledger.room("draft") == pytest.approx(1 + 404 * ALLOWANCE - 5, rel=0.05)
+    ledger.pay("draft", 5.0)
+    assert (ledger.saved, ledger.room("draft")) == (0.0, 0.0)
+
+
+def test_a_trial_that_drafted_in_vain_comes_later_the_next_time():
+    ledger = started(passes=4)
+    ledger._account("draft").idle = 1000
+    ledger.add({"draft": 0.5}, None, 1.0, 1)
+    assert not ledger.is_due("draft", 0)
+    assert ledger.accounts["draft"].rest == 2 * FIRST_REST

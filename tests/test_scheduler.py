@@ -684,7 +684,7 @@ def test_a_batch_whose_draft_tokens_lose_goes_on_without_them():
     for ledger, drafts in ((Unwilling(), False), (Ledger(first=0), True)):
         pace = new_auto_state(True)
         pace.ledgers[2], pace.batched = ledger, 2
-        ledger.recall({"plain": 1e9, "distance": 32, "accounts": {}})  # any step is cheap
+        ledger.recall({"plain": 1e9, "distance": 32, "saved": 0, "accounts": {}})  # any step is cheap
         scheduler = Scheduler(backend(sessions=2), planners("specexec", 2), budget=8, pace=pace)
         readers = [Reader(scheduler, prompt, 0.7, prompt, 30) for prompt in (1, 2)]
         run(scheduler)

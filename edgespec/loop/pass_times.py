@@ -143,6 +143,13 @@ class PassTimes:
                 del self._passes[at][other], self._usual[at][other]
         self._curves.pop(at, None)
 
+    def has_plain(self, length: int) -> bool:
+        """
+        Returns:
+            True if a pass over one node was seen at about this length.
+        """
+        return 1 in self._passes.get(length_class(length), ())
+
     def at(self, length: int) -> Curve | None:
         """
         Returns:

@@ -338,7 +338,7 @@ def report(diagnosis: Diagnosis) -> str:
 def ways_line(speeds: Speeds) -> str:
     """Speeds of a target whose draft takes memory that it needs, for a person."""
     if not speeds.are_known:
-        return "the draft takes memory that the target needs: auto tries both ways, once"
+        return "the draft takes memory that the target needs; which way is faster is not known"
     better = "with it" if speeds.drafted > speeds.plain else "without it"
     with_it, without = map(two_digits, (speeds.drafted, speeds.plain))
     return f"with the draft about {with_it} tokens/s, without it about {without}; auto is {better}"

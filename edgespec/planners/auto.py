@@ -208,8 +208,8 @@ class Candidate(ABC):
         """Number of tokens that its draft must read before it can be asked."""
         return 0
 
-    def draft_seconds(self, nodes: NDArray[np.intp]) -> FloatArray:
-        """Most seconds to expect of drafting trees with these numbers of nodes."""
+    def draft_seconds(self, nodes: NDArray[np.intp], token_ids: Sequence[int], plain: float) -> FloatArray:
+        """Most seconds to expect of drafting trees with these numbers of nodes, where a plain pass takes `plain`."""
         return np.zeros(len(nodes))
 
     @abstractmethod
@@ -350,7 +350,7 @@ class AutoPlanner(Planner):
             doubt, most = DOUBT, min(most, TRIED * round(times.sizes[-1]))
             times = replace(times, slope=min(times.slope, FLAT * plain))
         nodes = np.arange(1, most + 1)
-        lost = times.seconds(nodes + 1) - times.plain + candidate.draft_seconds(nodes)
+        lost = times.seconds(nodes + 1) - times.plain + candidate.draft_seconds(nodes, context.token_ids, plain)
         return Terms(times, int(np.searchsorted(lost, ledger.room(name), side="right")), doubt, trial)
 
     @property
@@ -383,7 +383,8 @@ class AutoPlanner(Planner):
                 way += AHEAD
             if way or plain == 1:  # with unread tokens, a pass does not show what plain decoding takes
                 self._ledger.add(self._spent, way, seconds, len(tokens))
-            if not went_ahead:  # a draft that runs meanwhile lengthens the pass
+            known = self._rows == 1 and state.target.has_plain(self._length)  # the ledger has the last ones
+            if not went_ahead and not known:  # a draft that runs meanwhile lengthens the pass
                 state.add_pass(self._rows, seconds, self._length)
         self._offer.learn(tokens, seconds)
 

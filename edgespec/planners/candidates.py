@@ -22,6 +22,7 @@ AGREEMENT = 0.7  # prior share of tokens in which draft and target agree
 DOUBT = 0.2  # DOUBT / sqrt(tokens asked) is added to the share, so that a new draft is tried
 EARLIER = 4  # tokens of earlier sequences that count as one of this sequence
 MOST_EARLIER = 64  # most tokens of earlier sequences that count
+READ = 0.1  # plain passes of the target that the draft takes to read a token
 GAIN = 1.1  # ratio of rates that a draft must be predicted to reach: trying costs, too
 LEAST_TRUST = 0.05  # of `trust` in `path_cost.best_part`
 
@@ -76,8 +77,9 @@ class Drafting(Candidate):
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         self._agreement_here, length = Share(self._agreement_here.fading), len(prompt_ids)
-        times = self._state.target.at(length)
-        likely = self._predict(times, length, 1, self.planner.depth) > GAIN / times.plain if times else self._eager
+        likely = self._eager or self._state.ledger().has_gained(self.planner.name)
+        if likely and (times := self._state.times(length)):
+            likely = self._predict(times, length, 1, self.planner.depth) > GAIN / times.plain
         self._wanted = length if likely else 0
         self.planner.begin(prompt_ids)
 
@@ -85,7 +87,9 @@ class Drafting(Candidate):
         return self.planner.unread(token_ids[: self._wanted]) if self._unread(self._wanted) > 1 else None
 
     def is_ready(self, token_ids: Sequence[int]) -> bool:
-        self._wanted = len(token_ids)
+        before, self._wanted = self._wanted, len(token_ids)
+        if not before:
+            self._state.ledger().pay(self.planner.name, READ * self.unread_count(token_ids))
         return self._unread(self._wanted) <= 1 + CATCH_UP
 
     def forget(self) -> None:
@@ -93,11 +97,12 @@ class Drafting(Candidate):
             share.forget()
 
     def unread_count(self, token_ids: Sequence[int]) -> int:
-        return max(0, self._unread(len(token_ids)) - 1 - CATCH_UP)
+        return max(0, self._unread(len(token_ids)) - 1)
 
-    def draft_seconds(self, nodes: NDArray[np.intp]) -> FloatArray:
-        times = self._state.draft.at(self._wanted)
-        return (times.plain if times else 0.0) * np.minimum(nodes, self.planner.depth)
+    def draft_seconds(self, nodes: NDArray[np.intp], token_ids: Sequence[int], plain: float) -> FloatArray:
+        times, unread = self._state.draft.at(len(token_ids)), self.unread_count(token_ids)
+        reading = READ * plain * unread
+        return reading + (times.plain if times else 0.0) * np.minimum(nodes, self.planner.depth)
 
     def estimate(self, context: Context, budget: int) -> float:
         if (depth := self._depth(context, budget)) <= 0:

@@ -129,7 +129,7 @@ def make_planner(
         state: pass times and gains, by which only draft tokens that pay are proposed; None: as many as the budget
             allows.
         sequences: number of sequences that are generated at once.
-        ahead: the draft goes on while the target runs; with a state, only while that gains (`planners/guard.py`);
+        ahead: the draft goes on while the target runs; with a state, with an account of its own (`planners/ledger.py`);
             default: with a state, where the draft has a processor of its own.
         top_up: as for `AheadPlanner`.
         forks: as for `AheadPlanner`.

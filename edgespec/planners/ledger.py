@@ -14,11 +14,13 @@ from typing import Any
 
 ALLOWANCE = 0.015  # plain passes that may be lost for each that the sequence has taken, besides one
 MOST_GAINED = 8.0  # plain passes that an account may be ahead: a good hour does not pay for a bad one
+MOST_SAVED = 16.0  # plain passes of allowance that are kept for trials: a draft may have much to read
 CARRIED = 2.0  # of these, those that the next sequence begins with
 FIRST_REST, LONGEST_REST = 16, 1024  # tokens
 REST_OF_NEW = 64  # most tokens of a rest that a new sequence begins with: texts differ
 FARTHEST = 32  # most steps with draft tokens from one plain pass to the next
 COMPARED = 3  # last passes that count
+LOOKED = 0.25  # plain passes that looking for draft tokens takes at most, unless it drafts
 JUMP = 2.0  # ratio of two plain passes that shows another load of the machine
 SOONER = 4  # ratio of distances: at the end of a sequence and at the next one's beginning; where much was gained
 SURE = 8  # least distance of plain passes at which these are well known
@@ -96,6 +98,7 @@ class Ledger:
         distance: steps with draft tokens from one plain pass to the next.
         since: those since the last plain pass.
         plain: seconds of a plain pass; 0: unknown.
+        saved: plain passes that earlier sequences were allowed to lose and did not, for trials.
     """
 
     first: int = 1
@@ -104,6 +107,7 @@ class Ledger:
     distance: int = 1
     since: int = 0
     plain: float = 0.0
+    saved: float = 0.0
     _plain: deque[float] = field(default_factory=lambda: deque(maxlen=COMPARED))
     _more: deque[float] = field(default_factory=lambda: deque(maxlen=COMPARED))  # passes with draft tokens since
     _seen: int = 0  # plain passes of this sequence
@@ -112,6 +116,7 @@ class Ledger:
 
     def begin(self) -> None:
         """Start a sequence: losses are forgotten, gains and rests in part."""
+        self.saved = max(0.0, min(self.saved + ALLOWANCE * self.taken - self._lost, MOST_SAVED))
         self._usual = self.plain
         self._plain.clear()
         self._more.clear()
@@ -127,17 +132,24 @@ class Ledger:
             Seconds that the next step of this way may lose; 0 also while it rests, and where a plain pass is due.
         """
         one = self._account(way)
-        if one.resting or self.since >= self.distance or (self._seen < self.first and one.lost > -1.0):
+        if one.resting or self.since >= self.distance or (self._seen < self.first and not self.has_gained(way)):
             return 0.0
-        lost = sum(max(other.lost, 0.0) for other in self.accounts.values())
-        return max(0.0, self._allowed - lost - min(one.lost, 0.0)) * self.plain
+        saved = self.saved if one.idle >= one.rest else 0.0
+        return max(0.0, self._allowed + saved - self._lost - min(one.lost, 0.0)) * self.plain
+
+    def has_gained(self, way: str) -> bool:
+        """
+        Returns:
+            True if the way has gained at least a plain pass, in this sequence or the last one.
+        """
+        return self._account(way).lost <= -1.0
 
     def is_ahead(self, way: str) -> bool:
         """
         Returns:
             True if the way has gained enough to pay for a larger step than any that was measured.
         """
-        return self._account(way).lost <= -1.0 and self.distance >= SURE
+        return self.has_gained(way) and self.distance >= SURE
 
     def is_due(self, way: str, tokens: int) -> bool:
         """
@@ -155,6 +167,12 @@ class Ledger:
         """Let the next trial of this way come later."""
         one = self._account(way)
         one.idle, one.rest = 0.0, min(2 * one.rest, LONGEST_REST)
+
+    def pay(self, way: str, passes: float) -> None:
+        """Charge plain passes that a trial takes before its first step: what was saved pays first."""
+        paid = min(self.saved, passes)
+        self.saved -= paid
+        self._account(way).lost += passes - paid
 
     def _account(self, way: str) -> Account:
         return self.accounts.setdefault(way, Account())
@@ -183,6 +201,8 @@ class Ledger:
             one.resting = max(0.0, one.resting - tokens)
             if name == way:
                 one.use(tokens)
+            elif spent.get(name, 0.0) > LOOKED * plain and one.idle >= one.rest:
+                self.put_off(name)  # a trial whose draft tokens were not worth a pass
             else:
                 one.idle += tokens
         if way:
@@ -217,13 +237,17 @@ class Ledger:
         self._seen, self.since = self._seen + 1, 0
 
     @property
+    def _lost(self) -> float:
+        return sum(max(one.lost, 0.0) for one in self.accounts.values())
+
+    @property
     def _allowed(self) -> float:
         return 1 + ALLOWANCE * self.taken
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: what the next run begins with."""
         accounts = {name: [one.lost, one.rest, one.resting, one.idle] for name, one in self.accounts.items()}
-        return {"plain": self.plain, "distance": self.distance, "accounts": accounts}
+        return {"plain": self.plain, "distance": self.distance, "saved": self.saved, "accounts": accounts}
 
     def recall(self, known: dict[str, Any]) -> None:
         """Begin with the values of `as_dict`.
@@ -233,6 +257,7 @@ class Ledger:
         """
         self._usual = self.plain = float(known["plain"])
         self.distance = max(1, min(FARTHEST, int(known["distance"])))
+        self.saved = min(MOST_SAVED, max(0.0, float(known["saved"])))
         for name, (lost, rest, resting, idle) in known["accounts"].items():
             one = Account(float(lost), min(LONGEST_REST, max(FIRST_REST, int(rest))), max(0.0, float(resting)))
             one.idle = float(idle)
