@@ -24,7 +24,15 @@ from edgespec.errors import (
 )
 from edgespec.loading.draft_or_memory import open_pair
 from edgespec.loading.exact import note_on_budget
-from edgespec.loading.pair import DEFAULT_BUDGET, WIDE, choose_budget, choose_context, close_all, recall_auto_state
+from edgespec.loading.pair import (
+    DEFAULT_BUDGET,
+    WIDE,
+    WIDEST,
+    choose_budget,
+    choose_context,
+    close_all,
+    recall_auto_state,
+)
 from edgespec.loading.targets import check_targets, open_targets
 from edgespec.loading.where import Where, where
 from edgespec.loop.backend import Backend
@@ -409,6 +417,7 @@ def load(
     device: str | None = None,
     dtype: str | None = None,
     gpu_memory: int | str | None = None,
+    keep_packed: bool | None = None,
     exact: str | None = None,
     parallel: int = 1,
     ahead: bool | None = None,
@@ -429,7 +438,8 @@ def load(
             source such as hf:owner/repository/file.gguf.
         draft: the same for the draft model; default: that of models.yaml.
         planner: one of `PLANNERS`; default: that of models.yaml, else auto: the fastest in every step.
-        budget: most draft tokens per pass; default: by measured pass times, at most the budget of models.yaml or 64.
+        budget: most draft tokens per pass; default: by measured pass times, at most the budget of models.yaml or 64;
+            where torch or mlx stream weights, up to 1024.
             With a number no tree depends on pass times, and auto is specexec with a draft, sssd with a datastore or
             streamed weights, else none.
         datastore: a file made by `edgespec datastore build`, for the planners auto and sssd.
@@ -445,6 +455,7 @@ def load(
         lenders: llamacpp: addresses "HOST:PORT" of `edgespec lend`, for layers that do not fit here.
         device: torch: "cuda", "cuda:1", "mps" or "cpu"; default: the first of these that is there.
         dtype: torch: "float32", "float16", "bfloat16" or "nf4" (4 bits); default: as in the folder.
+        keep_packed: torch: keep layers that are quantised at load (dtype nf4) in the cache folder, for the next start.
         gpu_memory: llamacpp, torch: what both models use of the GPU's memory, in bytes or as "10G"; default: what is
             free. Layers that do not fit are computed by the processor (llamacpp), or streamed from host memory (torch).
         exact: row class that passes keep to: "narrow" (few draft tokens), "wide" (many; short passes are padded),
@@ -491,10 +502,11 @@ def load(
     # With a fixed budget passes are wide, but for `auto` without a draft or datastore, which is plain decoding.
     drafted = bool(draft or datastore) if planner == "auto" else planner != "none"
     options = LoadOptions(
-        context_length=choose_context(context_length, entry), budget=budget, sessions=parallel,
+        context_length=choose_context(context_length, entry), budget=budget,
+        widest=0 if fixed or entry.defaults.budget else WIDEST, sessions=parallel,
         wide=fixed and budget >= WIDE and drafted, exact=exact, backend=backend, threads=threads,
         gpu_layers=gpu_layers, memory=memory, kv_type=kv_type, lenders=check_texts("lenders", lenders), device=device,
-        dtype=dtype, gpu_memory=gpu_memory,
+        dtype=dtype, gpu_memory=gpu_memory, keep_packed=keep_packed or None,
     )  # fmt: skip
     if targets is not None or cluster is not None:
         refused = {"datastore": datastore, "lenders": lenders or None, "ahead": ahead}
@@ -526,9 +538,16 @@ def load(
             at_close = recall_auto_state(pace, sources, backends[0], options, learn)
         names = (target, draft or "" if backends[1:] else "")
         return Model(
-            backends[0], planners, budget=budget, pace=pace, owned=backends, names=names, gpu_layers=gpu_layers,
-            at_close=at_close, **defaults,
-        )  # fmt: skip
+            backends[0],
+            planners,
+            budget=max(budget, limits.widest),
+            pace=pace,
+            owned=backends,
+            names=names,
+            gpu_layers=gpu_layers,
+            at_close=at_close,
+            **defaults,
+        )
     except BaseException:
         close_all(backends)
         raise

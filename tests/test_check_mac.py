@@ -49,7 +49,7 @@ def test_the_faster_engine_is_remembered_only_of_a_large_model(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = write_model(tmp_path / "model", FAMILIES["llama-3"] | {"num_hidden_layers": 7})
     monkeypatch.setattr(residency, "SMALL", 64)
-    (found,) = mac.compare_engines(str(smollm2), folder, 0.6, nodes=8)
+    found = mac.compare_engines(str(smollm2), folder, 0.6, nodes=8)
     assert "llamacpp" in found.text
     assert "not remembered" in found.text
     assert recall(about_engines()) is None

@@ -16,6 +16,7 @@ import mlx.core as mx
 from edgespec.backends.mlx import backend as backend_module
 from edgespec.backends.mlx import loading as loading_module
 from edgespec.backends.mlx import memory as memory_module
+from edgespec.backends.mlx import tree as tree_module
 from edgespec.backends.mlx.backend import device_top, load, load_vocab
 from edgespec.backends.mlx.tree import Pass, TreeRope, takes_array
 from mlx import nn
@@ -278,6 +279,18 @@ def test_a_model_with_its_own_ideas(llama, monkeypatch, fault):
         monkeypatch.setattr(Pass, "mask", lambda self, window, as_array: "causal")
     else:
         monkeypatch.setattr(TreeRope, "__call__", lambda self, x, offset=0: self.rope(x, offset=offset.start))
+    with pytest.raises(ModelError, match="a node sees more than its ancestors, or its position"):
+        load(str(llama))
+
+
+def test_a_model_whose_logits_depend_on_no_ancestor(llama, monkeypatch):
+    update = tree_module.TreeCache.update_and_fetch
+
+    def forgetful(self, keys, values):
+        every, others = update(self, keys, values)
+        return every, mx.zeros_like(others)
+
+    monkeypatch.setattr(tree_module.TreeCache, "update_and_fetch", forgetful)
     with pytest.raises(ModelError, match="a node sees more than its ancestors, or its position"):
         load(str(llama))
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import mmap
 import os
 import random
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import contract
@@ -20,10 +22,12 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edge
 import mlx.core as mx
 from edgespec.backends.mlx import backend as backend_module
 from edgespec.backends.mlx import memory as memory_module
+from edgespec.backends.mlx import streaming as streaming_module
 from edgespec.backends.mlx.backend import load
 from edgespec.backends.mlx.loading import load_weights
-from edgespec.backends.mlx.memory import find_layout
-from edgespec.backends.mlx.streaming import SlotStore, address
+from edgespec.backends.mlx.memory import Placed, find_layout
+from edgespec.backends.mlx.session import as_bytes
+from edgespec.backends.mlx.streaming import SlotStore, address, new_words, weight
 from mlx.utils import tree_flatten
 from mlx_models import FAMILIES, write_model
 
@@ -31,8 +35,9 @@ from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.loop.passes import prefill
 from edgespec.machine.memory import private_memory
 from edgespec.machine.this_machine import Machine
+from edgespec.weights import direct_io
 from edgespec.weights import plan as residency
-from edgespec.weights.plan import make_plan
+from edgespec.weights.plan import Tensor, make_plan
 
 LAYERS = 7
 DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
@@ -365,6 +370,58 @@ def test_files_whose_tensors_begin_anywhere(by, tmp_path, load_streamed):
     views = [weight for slots in streamed._sweep._views.values() for slot in slots for _, weight in tree_flatten(slot)]
     assert all(address(mx.view(view, mx.uint8)) % view.itemsize == 0 for view in views)
     do_everything(Pair(resident, streamed), 1)
+    resident.close()
+
+
+def test_weights_of_2_gib_and_more():
+    """As the embedding of Qwen2.5-72B; no axis of MLX's arrays reaches 2**31."""
+    rows, width, start = 2, 2**29 + 8, 16
+    tensor = Tensor("embed", 0, 0, 2 * rows * width)
+    assert tensor.size > 2**31
+    words = new_words(start + tensor.size)
+    last = address(words) + start + tensor.size - 2
+    ctypes.memmove(last, b"\x80\x3f", 2)  # 1 in bfloat16
+    found = weight(words, start, Placed("embed", -1, tensor, mx.bfloat16, (rows, width)))
+    assert found.shape == (rows, width)
+    assert found[:, -1].tolist() == [0, 1]
+    stored = as_bytes(found)
+    assert (len(stored), bytes(stored[-2:]), stored.obj is not None) == (tensor.size, b"\x80\x3f", True)
+    mx.clear_cache()
+
+
+def test_reads_are_of_whole_pages_of_any_size(tmp_path, load_streamed, monkeypatch):
+    """Pages have 16 KiB on Apple's processors."""
+    monkeypatch.setattr(mmap, "PAGESIZE", 1 << 14)
+    spec = spec_from_file_location("direct_io_there", direct_io.__file__)
+    there = module_from_spec(spec)
+    spec.loader.exec_module(there)
+    assert there.ALIGNED == 1 << 14
+    for module in (direct_io, streaming_module):
+        monkeypatch.setattr(module, "ALIGNED", there.ALIGNED)
+    folder = write_model(tmp_path / "model", many_layers(FAMILIES["llama-3"]))
+    shift(folder, (8 - int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")) % 16)
+    reads, read = [], SlotStore.read
+
+    def recorded(self, slot, layer, extent, start, stop):
+        reads.append((start, self.address(slot) + self._inside[layer.index, extent] + start - extent.start))
+        read(self, slot, layer, extent, start, stop)
+
+    monkeypatch.setattr(SlotStore, "read", recorded)
+    streamed = load_streamed(folder, context_length=64, sessions=2)
+    resident = load(str(folder), context_length=64, sessions=2)
+    do_everything(Pair(resident, streamed), 1)
+    assert reads
+    assert all(start % (1 << 14) == 0 and place % (1 << 14) == 0 for start, place in reads)
+    resident.close()
+
+
+def test_streamed_weights_on_a_gpu_are_not_probed(llama, load_streamed, monkeypatch):
+    """There attention adds keys by cell, so gaps change bits, and each of the probe's passes reads the model."""
+    assert not load_streamed(llama, context_length=64).capabilities.gaps
+    monkeypatch.setattr(backend_module, "on_gpu", lambda: True)
+    assert load_streamed(llama, context_length=64).capabilities.gaps
+    resident = load(str(llama), context_length=64)
+    assert not resident.capabilities.gaps
     resident.close()
 
 

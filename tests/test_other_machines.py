@@ -128,6 +128,8 @@ def test_pytorch_on_the_same_machines() -> None:
     room = int(8 * GIB * (1 - SAFETY)) - GIB // 4 - OUTPUT - BUFFERS
     assert placed(replace(BOX, free=8 * GIB)) == ("cpu", room // LAYER - 5, LAYERS - (room // LAYER - 5))
     assert engine.plan("model", LoadOptions(), replace(MAC, gpus=(Gpu("mps", True, 0),))).device == "mps"
+    mps = replace(MAC, gpus=(Gpu("mps", True, 3 * GIB, GIB, 4 * GIB),))
+    assert engine.plan("model", LoadOptions(), mps).shared == 3 * GIB
     with pytest.raises(UsageError, match="sees cuda:0, cpu"):
         engine.plan("model", LoadOptions(device="cuda:1"), card)
 

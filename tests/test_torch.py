@@ -2,11 +2,13 @@
 
 import json
 import math
+import mmap
 import sys
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,32 +29,41 @@ from contract import (
     tree_equals_chains,
     work,
 )
+from edgespec.backends.torch import attention
+from edgespec.backends.torch import backend as backend_module
+from edgespec.backends.torch import loading as loading_module
 from edgespec.backends.torch.attention import build_mask
-from edgespec.backends.torch.backend import engine, load
-from edgespec.backends.torch.loading import work_bytes
+from edgespec.backends.torch.backend import check_tree, engine, load
+from edgespec.backends.torch.loading import choose_placement, work_bytes
 from edgespec.backends.torch.logits import top_on_device
 from edgespec.backends.torch.offload import (
     BUFFERS,
+    MOST_BUFFERS,
     block_bytes,
     count_resident,
     streamed_layers,
 )
 from edgespec.backends.torch.session import visible
 from hf_models import FAMILIES, SMALL, save, tiny_model, torch, transformers
+from safetensors.torch import load_file, save_file
 
-from edgespec.errors import Interrupted, MissingPackage, ModelError, UsageError
+from edgespec.errors import Interrupted, MissingPackage, ModelError, NoRoom, UsageError
 from edgespec.loading.by_name import load_backend
+from edgespec.loop.backend import Capabilities
 from edgespec.loop.engines import load_at_once
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import top_of_rows
 from edgespec.loop.tree import ancestor_mask, depths
-from edgespec.machine.this_machine import this_machine
+from edgespec.machine.this_machine import Gpu, this_machine
 
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None,
     reason="needs bitsandbytes: pip install 'edgespec[nf4]'",
 )
 TREE_CHECKS = [tree_equals_chains, growth_layer_by_layer, commit_any_path, several_sessions_in_one_forward]
+CAPABILITIES = Capabilities(
+    context_length=CONTEXT, max_nodes=BUDGET, max_wanted=BUDGET, max_leaves=BUDGET, logit_tolerance=0.0
+)
 OPTIONS = {"context_length": CONTEXT, "budget": BUDGET, "sessions": 3, "threads": 1}
 
 
@@ -185,6 +196,25 @@ def test_top_on_a_device_is_top_on_the_host():
             assert found[finite].tolist() == right[finite].tolist()
             assert len(found) == len(right) == len(set(found.tolist()))
             np.testing.assert_allclose(some, others, atol=1e-5)
+
+
+class Cudart:
+    """CUDA's runtime that pins `allowed` blocks of memory."""
+
+    def __init__(self, allowed):
+        self.allowed = allowed
+        self.calls = 0
+        self.pinned = set()
+
+    def cudaHostRegister(self, address, size, flags):  # noqa: N802
+        self.calls += 1
+        if len(self.pinned) == self.allowed:
+            return 2
+        self.pinned.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        self.pinned.remove(address)
 
 
 class Recorder:
@@ -399,6 +429,40 @@ class TestOffload:
         assert count_resident(11 * 2**30 - 1, [2**31] * 4, 3 * 2**30) == 1
         assert count_resident(11 * 2**30, [2**31] * 4, 3 * 2**30) == 4  # no buffers, so all fit
 
+    @pytest.mark.parametrize("allowed", [0, 2, 99])
+    def test_memory_that_cuda_refuses_to_pin_is_used_as_it_is(self, llama, monkeypatch, allowed):
+        cuda = Cudart(allowed)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+        for module in (backend_module, loading_module):
+            monkeypatch.setattr(module, "needs_pinning", lambda device: True)
+        backend, _, streamed = streaming(llama, 1)
+        assert cuda.calls == min(allowed + 1, len(streamed))  # none is asked for after a refusal
+        assert len(cuda.pinned) == min(allowed, len(streamed))
+        assert all(address % mmap.PAGESIZE == 0 for address in cuda.pinned)
+        told = [note for note in backend.notes if "CUDA refuses to pin" in note]
+        assert len(told) == (allowed < len(streamed))
+        text = [5, 9, 30, 7]
+        np.testing.assert_array_equal(chain_rows(backend, text), chain_rows(load(str(llama), **OPTIONS), text))
+        backend.close()
+        assert not cuda.pinned
+
+    def test_memory_that_is_left_becomes_buffers(self):
+        layers = [100] * 20
+        assert choose_placement(layers, 1250, 50).buffers == BUFFERS  # layers stay instead
+        for gpu_layers, left in ((10, 3), (9, 4), (3, MOST_BUFFERS)):
+            placement = choose_placement(layers, 1250, 50, gpu_layers=gpu_layers)
+            assert (len(placement.streamed), placement.buffers) == (21 - gpu_layers, left)
+        assert choose_placement(layers, 10_000, 50, gpu_layers=18).buffers == 3  # as many as are streamed
+
+    @pytest.mark.parametrize("stay", [0, 1, 3, 5])
+    def test_more_buffers_change_no_bit(self, llama, stay):
+        text = [5, 9, 30, 7]
+        backend = load(str(llama), **OPTIONS, gpu_layers=stay, copies=Recorder)
+        assert len({block.size for block in backend.streamer.blocks}) == 1
+        expected = chain_rows(load(str(llama), **OPTIONS), text)
+        for _ in range(2):
+            np.testing.assert_array_equal(chain_rows(backend, text), expected)
+
     def test_streamed_layers_are_spread(self):
         assert streamed_layers(6, 6) == []
         assert streamed_layers(6, 0) == [0, 1, 2, 3, 4, 5]
@@ -411,6 +475,48 @@ class TestOffload:
                 assert max(gaps) - min(gaps) <= 1
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss"])
+def test_scores_that_no_kernel_computes_are_counted(family, monkeypatch):
+    """Gemma 2's are capped, gpt-oss's have sinks; all of them are in memory, in float32, too."""
+    model = tiny_model(family)
+    limits = replace(CAPABILITIES, context_length=512, max_nodes=512)
+    counted = work_bytes(model, limits, 9)
+    monkeypatch.setattr(model.config, "attn_logit_softcapping", None, raising=False)
+    for layer in model.get_decoder().layers:
+        layer.self_attn._parameters.pop("sinks", None)
+    assert counted - work_bytes(model, limits, 9) == 4 * 512 * 1024 * (4 + 8)
+
+
+class TestTreeCheck:
+    @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss"])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_right_attention(self, family, dtype, tmp_path):
+        backend = load(str(save(tiny_model(family), tmp_path)), threads=1, dtype=dtype)
+        check_tree(backend)
+        assert backend.open().token_ids == []
+
+    @pytest.mark.parametrize("wrong", ["all", "itself", "nan"])
+    def test_a_kernel_that_computes_another_attention_is_found(self, llama, monkeypatch, wrong):
+        backend = load(str(llama), **OPTIONS)
+        kernel = attention.scaled_dot_product_attention
+
+        def broken(query, key, value, attn_mask, scale, is_causal):
+            if wrong == "itself":
+                return value[..., -query.shape[-2] :, :].contiguous()
+            found = kernel(query, key, value, scale=scale)
+            return found if wrong == "all" else found * float("nan")
+
+        monkeypatch.setattr(attention, "scaled_dot_product_attention", broken)
+        with pytest.raises(ModelError, match="its attention cannot read a tree on cpu"):
+            check_tree(backend)
+
+
+def test_a_model_larger_than_a_macs_gpu(llama):
+    machine = replace(this_machine(), gpus=(Gpu("mps", True, 1 << 20, limit=1 << 20),))
+    with pytest.raises(NoRoom, match=r"takes .*, and the GPU can hold 1 MiB now: use the backend mlx"):
+        load_at_once(engine, str(llama), machine, device="mps")
+
+
 @needs_bitsandbytes
 class TestNf4:
     def test_a_layer_by_its_definition(self):
@@ -418,9 +524,9 @@ class TestNf4:
 
         torch.manual_seed(0)
         linear = torch.nn.Linear(128, 64).requires_grad_(False)
-        packed = NF4Linear(linear)
+        packed = NF4Linear.quantised(linear)
         # Every weight is one of 16 levels times the largest magnitude of its 64.
-        codes = packed.codes.flatten().to(torch.int64)
+        codes = packed.weight.flatten().to(torch.int64)
         levels = packed.levels[torch.stack([codes >> 4, codes & 15], 1).flatten()]
         weight = (levels.view(-1, 64) * linear.weight.abs().view(-1, 64).amax(1, keepdim=True)).view(64, 128)
         assert (weight - linear.weight).abs().max() < 0.16 * linear.weight.abs().max()  # half the widest gap of levels
@@ -458,6 +564,161 @@ class TestNf4:
     def test_fused_experts_are_refused(self, tmp_path):
         with pytest.raises(ModelError, match=r"experts' weights are fused \(mlp\.experts\..*: use a 16-bit dtype"):
             load(str(save(tiny_model("mixtral"), tmp_path)), dtype="nf4")
+
+
+def store_nf4(folder, nested, dtype=torch.bfloat16, group=64):
+    """Bring a folder to the form in which the hub has 4-bit folders of bitsandbytes."""
+    from bitsandbytes.functional import quantize_4bit
+
+    file, tensors = folder / "model.safetensors", {}
+    for name, tensor in load_file(file).items():
+        if tensor.ndim != 2 or "proj" not in name:
+            tensors[name] = tensor.to(dtype)
+            continue
+        codes, state = quantize_4bit(tensor.to(dtype), quant_type="nf4", blocksize=group, compress_statistics=nested)
+        tensors[name] = codes
+        tensors |= {f"{name}.{part}": value for part, value in state.as_dict(packed=True).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config["quantization_config"] = {
+        "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": nested,
+        "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False, "llm_int8_skip_modules": None,
+        "llm_int8_threshold": 6.0, "load_in_4bit": True, "load_in_8bit": False, "quant_method": "bitsandbytes",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@needs_bitsandbytes
+class TestStoredNf4:
+    """Folders that bitsandbytes has brought to 4 bits, as the hub has them."""
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        return store_nf4(save(tiny_model("llama", num_hidden_layers=6), tmp_path / "stored"), nested=False)
+
+    @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+    def test_they_are_what_is_quantised_at_load(self, family, tmp_path):
+        """Without nested scales they have the same bits."""
+        plain = save(tiny_model(family).to(torch.bfloat16), tmp_path / "plain")
+        text = [5, 9, 30, 7, 100, 50]
+        expected = np.stack(chain_rows(load(str(plain), **OPTIONS, dtype="nf4"), text))
+        backend = load(str(store_nf4(plain, nested=False)), **OPTIONS)
+        np.testing.assert_array_equal(np.stack(chain_rows(backend, text)), expected)
+        assert backend.computing["dtype"] == "nf4"
+        assert backend.dtype == torch.bfloat16
+        again = load(str(plain), **OPTIONS, dtype="nf4")
+        np.testing.assert_array_equal(np.stack(chain_rows(again, text)), expected)
+
+    @pytest.mark.parametrize("nested", [True, False])
+    @pytest.mark.parametrize("group", [64, 128])
+    def test_nested_scales_and_other_groups(self, nested, group, tmp_path):
+        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+        model = tiny_model("llama").to(torch.bfloat16)
+        stored = store_nf4(save(model, tmp_path / "stored"), nested, group=group)
+        for linear in [part for part in model.get_decoder().modules() if isinstance(part, torch.nn.Linear)]:
+            codes = quantize_4bit(linear.weight.data, quant_type="nf4", blocksize=group, compress_statistics=nested)
+            linear.weight.data = dequantize_4bit(*codes)
+        rounded = load(str(save(model, tmp_path / "rounded")), **OPTIONS)
+        text = [5, 9, 30, 7, 100, 50]
+        found, expected = (np.stack(chain_rows(one, text)) for one in (load(str(stored), **OPTIONS), rounded))
+        assert expected.std() > 1
+        np.testing.assert_allclose(found, expected, atol=0.1)
+
+    @pytest.mark.parametrize("check", TREE_CHECKS, ids=lambda check: check.__name__)
+    def test_trees_are_texts(self, folder, check):
+        check(partial(load, str(folder), threads=1))
+
+    def test_they_are_streamed(self, folder):
+        text = [5, 9, 30, 7]
+        backend, _, streamed = streaming(folder, 1)
+        np.testing.assert_array_equal(chain_rows(backend, text), chain_rows(load(str(folder), **OPTIONS), text))
+        plain = load(str(save(tiny_model("llama"), folder.parent / "plain")), **OPTIONS, dtype="bfloat16")
+        assert block_bytes(streamed[0]) < 0.6 * block_bytes(plain.model.get_decoder().layers[0])
+
+    def test_other_4_bit_formats_are_refused(self, folder):
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"]["bnb_4bit_quant_type"] = "fp4"
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelError, match="quantised already, and not as bitsandbytes' nf4"):
+            load(str(folder))
+
+    def test_nothing_is_kept_of_them(self, folder):
+        with pytest.raises(UsageError, match="this folder has 4 bits"):
+            load(str(folder), dtype="nf4", keep_packed=True)
+
+
+@needs_bitsandbytes
+class TestKeptLayers:
+    @pytest.fixture(autouse=True)
+    def cache(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        return tmp_path / "cache" / "edgespec" / "packed"
+
+    def load(self, folder, **options):
+        return load(str(folder), **OPTIONS, dtype="nf4", keep_packed=True, **options)
+
+    def test_the_next_start_quantises_nothing(self, llama, cache, monkeypatch):
+        from edgespec.backends.torch import nf4
+
+        text = [5, 9, 30, 7]
+        expected = chain_rows(load(str(llama), **OPTIONS, dtype="nf4"), text)
+        first = self.load(llama)
+        np.testing.assert_array_equal(chain_rows(first, text), expected)
+        files = sorted(cache.rglob("*"))
+        assert [file.name for file in files[1:]] == [f"layer-{i:05}.safetensors" for i in range(6)]
+        assert f" of 4-bit layers are kept in {files[0]} (--keep-packed)" in first.notes[-1]
+        monkeypatch.setattr(nf4, "quantize_4bit", None)  # a call would fail
+        np.testing.assert_array_equal(chain_rows(self.load(llama), text), expected)
+        np.testing.assert_array_equal(chain_rows(self.load(llama, gpu_layers=2, copies=Recorder), text), expected)
+
+    def test_what_was_cut_short_is_finished(self, llama, cache, monkeypatch):
+        from edgespec.backends.torch import nf4
+
+        keep, kept = nf4.KeptLayers.keep, []
+
+        def stop(self, layer):
+            if len(kept) == 3:
+                raise KeyboardInterrupt
+            keep(self, layer)
+            kept.append(layer)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(nf4.KeptLayers, "keep", stop)
+            with pytest.raises(KeyboardInterrupt):
+                self.load(llama)
+        written = {file: file.stat().st_mtime_ns for file in cache.rglob("*.safetensors")}
+        assert len(written) == 3
+        first = min(written)
+        first.write_bytes(first.read_bytes()[:100])  # as a disk that was full
+        text = [5, 9, 30, 7]
+        expected = chain_rows(load(str(llama), **OPTIONS, dtype="nf4"), text)
+        np.testing.assert_array_equal(chain_rows(self.load(llama), text), expected)
+        assert {file for file in written if file.stat().st_mtime_ns == written[file]} == written.keys() - {first}
+        assert len([*cache.rglob("*.safetensors")]) == 6
+
+    def test_another_model_under_the_same_name(self, tmp_path, cache):
+        folder = save(tiny_model("llama", num_hidden_layers=2), tmp_path / "model")
+        self.load(folder)
+        save(tiny_model("llama", num_hidden_layers=2, hidden_size=64), folder)
+        expected = chain_rows(load(str(folder), **OPTIONS, dtype="nf4"), [5, 9])
+        np.testing.assert_array_equal(chain_rows(self.load(folder), [5, 9]), expected)
+        assert len([*cache.iterdir()]) == 2
+
+    def test_a_disk_without_room(self, llama, cache, monkeypatch):
+        from edgespec.backends.torch import nf4
+
+        monkeypatch.setattr(nf4.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        with pytest.raises(ModelError, match=r"--keep-packed writes 1 MiB of layers there, but only 0 MiB are free"):
+            self.load(llama)
+        assert not [*cache.rglob("*.safetensors")]
+
+    def test_only_what_is_quantised_can_be_kept(self, llama):
+        with pytest.raises(UsageError, match=r"--keep-packed \(keep_packed\) is for the dtype nf4"):
+            load(str(llama), keep_packed=True)
 
 
 def test_nf4_without_its_package(llama, monkeypatch):
@@ -506,6 +767,8 @@ class TestRefusals:
         self.edit_config(folder, model_type="nonsense")
         self.refused(r"config\.json cannot be used: .*nonsense", folder)
         self.edit_config(folder, model_type="llama", quantization_config={"quant_method": "gptq", "bits": 4})
+        self.refused("weights are quantised already, and not as bitsandbytes' nf4", folder)
+        self.edit_config(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
         self.refused("weights are quantised already", folder)
 
     @pytest.mark.parametrize(

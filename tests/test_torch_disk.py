@@ -21,11 +21,12 @@ from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch import disk as disk_module
 from edgespec.backends.torch.backend import load
 from edgespec.backends.torch.disk import FOLDER, STAGING, Pack, Staging
-from edgespec.backends.torch.loading import WORKSPACE, work_bytes
+from edgespec.backends.torch.loading import WORKSPACE, Placement, work_bytes
 from edgespec.backends.torch.offload import BUFFERS, block_bytes
 from hf_models import save, tiny_model, torch
 from safetensors.torch import load_file, save_file
 
+import edgespec
 from edgespec.errors import ModelError, NoRoom, UsageError
 from edgespec.machine.memory import private_memory
 
@@ -397,7 +398,62 @@ def test_passes_leave_nothing_behind(llama, tiers):
     assert private_memory() - before < 8 << 20
 
 
+def test_the_default_budget_grows_where_layers_stream(llama, tiers):
+    options = OPTIONS | {"copies": LateCopies}
+    for stay, width in ((LAYERS - 1, 1024), (-1, 0)):
+        backend = load(str(llama), **options, gpu_layers=stay, widest=1024)
+        limits = backend.capabilities
+        assert limits.widest == width
+        if width:
+            assert (limits.max_wanted, limits.max_nodes) == (width + 1, width + 1)
+            session, nodes = backend.open(), range(width + 1)
+            tree = work(session, [5] * (width + 1), [-1] * (width + 1))
+            logits = backend.forward([tree])[0]
+            np.testing.assert_allclose(logits.row(nodes[-1]), logits.row(nodes[-2]), atol=1e-4)
+        backend.close()
+
+
+@pytest.mark.parametrize("cheap", [True, False])
+def test_logits_of_a_wide_tree_are_in_the_plan(llama, cheap, monkeypatch):
+    """They are counted, and where fewer layers would stay for them, trees are narrower."""
+    layer, fixed = needs(llama, **OPTIONS)
+    options = OPTIONS | {"budget": 8, "copies": LateCopies}
+    backend = load(str(llama), **options | {"budget": 256})
+    cells = OPTIONS["sessions"] * backend.open().cells.nbytes
+    more = cells + work_bytes(backend.model, backend.capabilities, 257) - fixed  # 256 draft tokens change no cells
+    backend.close()
+    assert more > layer
+    monkeypatch.setattr(backend_module, "choose_placement", lambda sizes, memory, *rest: placed(memory, *rest))
+
+    def placed(memory, fixed_bytes, *rest):
+        fits = (memory - fixed_bytes) // layer
+        if fits < BUFFERS:
+            raise NoRoom("too little")
+        return Placement(list(range(LAYERS - min(2, fits - BUFFERS))), [], BUFFERS)
+
+    there = fixed + (BUFFERS + 2) * layer + (more if cheap else more - layer)
+    backend = load(str(llama), **options, gpu_memory=there, widest=256)
+    assert (backend.capabilities.widest == 256) is cheap
+    backend.close()
+
+
 # Where the device computes in host memory itself
+
+
+def test_a_processor_that_streams_has_wider_trees_and_the_same_text(tmp_path, monkeypatch):
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
+    monkeypatch.setattr(backend_module, "MARGIN", 0)
+    folder = save(tiny_model("llama", num_hidden_layers=6, intermediate_size=8192), tmp_path / "model")
+    layer, fixed = needs(folder, **OPTIONS | {"budget": 64, "sessions": 1})
+    memory = fixed - WORKSPACE + (BUFFERS + STAGING) * layer + layer // 2
+    found = []
+    for options, budget in (({}, 256), ({"budget": 8}, 8), ({"planner": "none"}, 256)):
+        with edgespec.load(folder, backend="torch", context_length=64, memory=memory, remember=False, **options) as one:
+            assert one.target.capabilities.streams
+            assert one.budget == budget
+            assert one.target.capabilities.max_nodes == 512  # as without: prompts are read in the same passes
+            found.append(one.generate("a b a b a b a b", max_tokens=20).token_ids)
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_processor_streams_from_disk(halves, monkeypatch):

@@ -20,7 +20,7 @@ from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import Gpu
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
 from edgespec.weights.direct_io import ALIGNED
-from edgespec.weights.plan import MARGIN, MORE_SLOTS, SAFETY, Plan, Tensor, make_plan
+from edgespec.weights.plan import CHEAP, MARGIN, MORE_SLOTS, SAFETY, Plan, Tensor, choose_width, make_plan
 from edgespec.weights.wired import CACHE_SHARE, WIRED_SHARE, free_memory, gpu_limit
 
 from ..common.recurrent import most_paths, states_of
@@ -30,7 +30,6 @@ from .tree import Pass, TreeCache
 
 CHUNKS = (128, 256, 512, 1024, 2048)  # prompt tokens per pass, where each pass reads weights again
 MIN_NODES = 512  # prompt tokens per pass, if all weights are in memory
-CHUNK_SHARE = 1 / 32  # maximum relative increase of streamed bytes by the buffers of larger chunks
 DTYPES = {
     "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U32": mx.uint32, "U8": mx.uint8, "I32": mx.int32,
 }  # fmt: skip
@@ -160,17 +159,18 @@ class PassSize:
 
 
 def plan_memory(
-    lazy: LazyModel, size: PassSize, memory: int | None, used: int, drafts: int, machine: Machine
+    lazy: LazyModel, size: PassSize, memory: int | None, used: int, drafts: int, machine: Machine, widest: int = 0
 ) -> tuple[Plan | None, PassSize, Layout, list[str]]:
     """Choose the weights that stay in memory, and the size of a prompt's passes.
 
     Args:
         lazy: the model.
-        size: of sessions and passes; `chunk` may be changed.
+        size: of sessions and passes; `chunk` and `budget` may be changed.
         memory: bytes for everything; None: what is free.
         used: bytes of this program.
         drafts: bytes of the draft models.
         machine: to plan for.
+        widest: of `LoadOptions`.
 
     Returns:
         The plan (None: all weights stay), the size, the layout, and messages for the user.
@@ -188,15 +188,16 @@ def plan_memory(
     layout = find_layout(model, folder)
     cell, item = cell_bytes(model, lazy.windows)
     fixed = used + MARGIN + drafts + freed_buffers(machine.gpus) + size.states(model)
-    needs = {}
-    for chunk in sorted({size.chunk, *CHUNKS}):
-        one = replace(size, chunk=chunk)
-        needs[one] = fixed + one.sessions * one.cells * cell + work_bytes(lazy.text_config, one, item)
-    if layout.size + needs[size] <= room:
+
+    def needed(one: PassSize) -> int:
+        return fixed + one.sessions * one.cells * cell + work_bytes(lazy.text_config, one, item)
+
+    if layout.size + needed(size) <= room:
         return None, size, layout, notes
+    sizes = [replace(size, chunk=chunk) for chunk in sorted({size.chunk, *CHUNKS})]
     try:
-        smallest, *larger = [one for one in needs if one.chunk >= min(size.chunk, size.budget + 1)]
-        best, plan = smallest, _plan(layout, room, needs[smallest])
+        smallest, *larger = [one for one in sizes if one.chunk >= min(size.chunk, size.budget + 1)]
+        best, plan = smallest, _plan(layout, room, needed(smallest))
     except NoRoom as error:
         if not layout.rebuilt:
             raise
@@ -208,11 +209,21 @@ def plan_memory(
     least = plan.streamed_bytes if plan else 0
     for one in larger:
         try:
-            other = _plan(layout, room, needs[one])
+            other = _plan(layout, room, needed(one))
         except NoRoom:
             break
-        if other and other.streamed_bytes <= least * (1 + CHUNK_SHARE):
+        if other and other.streamed_bytes <= least * (1 + CHEAP):
             best, plan = one, other
+    if plan and not is_recurrent(model):
+
+        def read(width: int) -> int:
+            found = _plan(layout, room, needed(replace(best, budget=width)))
+            return found.streamed_bytes if found else 0
+
+        # On a processor, neither reads nor a prompt's passes become larger.
+        most, cheap = (widest, CHEAP) if on_gpu() else (min(widest, best.max_nodes - 1), 0.0)
+        best = replace(best, budget=choose_width(best.budget, most, cheap, read))
+        plan = _plan(layout, room, needed(best))
     return (replace(plan, draft_bytes=drafts) if plan else None), best, layout, notes
 
 

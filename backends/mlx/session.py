@@ -14,6 +14,8 @@ from edgespec.loop.session_files import Saved, write
 from ..common.nodes import NodeSession, Owner
 from .tree import Pass, TreeCache
 
+UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # by bytes of a number
+
 
 class MlxOwner(Owner, Protocol):
     def forget(self, session: "MlxSession") -> None: ...
@@ -112,10 +114,10 @@ class MlxSession(NodeSession):
 
 def _read(file: BinaryIO, shape: Sequence[int], name: str) -> Any:
     kind = getattr(mx, name.rpartition(".")[2])
-    return mx.array(np.fromfile(file, np.uint8, prod(shape) * kind.size)).view(kind).reshape(shape)
+    return mx.array(np.fromfile(file, f"u{kind.size}", prod(shape))).view(kind).reshape(shape)
 
 
 def as_bytes(array: Any) -> memoryview:
-    flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
+    flat = mx.contiguous(array).reshape(-1).view(UNSIGNED[array.itemsize])  # 2**31 bytes are no axis of an array
     mx.eval(flat)
-    return memoryview(flat)
+    return memoryview(flat).cast("B")

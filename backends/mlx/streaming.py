@@ -1,6 +1,6 @@
 """MLX models larger than memory: layers are read from disk during a pass.
 
-A slot is an array of bytes, which the threads of `edgespec/weights/ring.py` fill without MLX; weights are views of it.
+A slot is an array of words, which the threads of `edgespec/weights/ring.py` fill without MLX; weights are views of it.
 The graphs of all works are made first, and then computed layer by layer, so that weights are read once.
 """
 
@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ from .session import as_bytes
 from .tree import TreeCache
 
 NUMBER = 16  # bytes; alignment that kernels need
+WORD = 8  # bytes
 Result = TypeVar("Result")
 
 
@@ -59,7 +61,7 @@ class SlotStore:
                 offset += -(-(extent.size + NUMBER) // ALIGNED) * ALIGNED
             size = max(size, offset)
         self.slot_bytes = size
-        self._arrays = [new_bytes(size + HUGE) for _ in range(plan.slots)]
+        self._arrays = [new_words(size + HUGE) for _ in range(plan.slots)]
         self._offsets = [-address(array) % HUGE for array in self._arrays]  # of slots in their arrays
         for slot in range(plan.slots):
             wish_huge_pages(self.address(slot), size)
@@ -83,17 +85,17 @@ class SlotStore:
         for extent in layer.extents:
             if extent.file == tensor.file and extent.start <= tensor.start < tensor.start + tensor.size <= extent.stop:
                 start = self._offsets[slot] + self._inside[layer.index, extent] + tensor.start - extent.start
-                return self._arrays[slot][start : start + tensor.size].view(placed.dtype).reshape(placed.shape)
+                return weight(self._arrays[slot], start, placed)
         return None
 
     def load(self, tensors: Sequence[Tensor], progress: Progress) -> list[Any]:
-        """Read tensors into new arrays of bytes.
+        """Read tensors into new arrays, as of `new_words`.
 
         Raises:
             OSError: a file cannot be read.
         """
         order = sorted(range(len(tensors)), key=lambda i: (tensors[i].file, tensors[i].start))
-        arrays = [new_bytes(tensor.size) for tensor in tensors]
+        arrays = [new_words(tensor.size) for tensor in tensors]
         starts = [(tensors[i].file, tensors[i].start) for i in order]
         places = [address(arrays[i]) for i in order]
 
@@ -123,10 +125,18 @@ class SlotStore:
         self._arrays = []
 
 
-def new_bytes(size: int) -> Any:
-    array = mx.zeros(size, mx.uint8)
+def new_words(size: int) -> Any:
+    """At least `size` bytes, in words of 8, since an axis of an array is shorter than 2**31."""
+    array = mx.zeros(-(-size // WORD), mx.uint64)
     mx.eval(array)
     return array
+
+
+def weight(words: Any, start: int, placed: Placed) -> Any:
+    """A weight that begins at byte `start` of `words`, as a view."""
+    count, skip = prod(placed.shape), start % WORD // placed.dtype.size
+    numbers = words[start // WORD : -(-(start + placed.tensor.size) // WORD)].view(placed.dtype)
+    return numbers[skip : skip + count].reshape(placed.shape)
 
 
 def address(array: Any) -> int:
@@ -198,7 +208,7 @@ class LayerSweep:
         self._check_values(model, layout)
         for placed, array in zip(staying, store.load([one.tensor for one in staying], progress), strict=True):
             owner = model.layers[placed.layer] if placed.layer >= 0 else model
-            owner.update(tree_unflatten([(placed.name, array.view(placed.dtype).reshape(placed.shape))]))
+            owner.update(tree_unflatten([(placed.name, weight(array, 0, placed))]))
         self._views = {i: [tree_unflatten(names) for names in slots] for i, slots in views.items()}
         mx.eval(self._views)
         for index in self._order:
@@ -214,7 +224,8 @@ class LayerSweep:
         placed = [one for one in layout.placed if one.layer == self._order[0]]
         weights = dict(tree_flatten(model.layers[self._order[0]].parameters()))
         for one, stored in zip(placed, self._store.load([p.tensor for p in placed], lambda *_: None), strict=True):
-            if not np.array_equal(np.asarray(memoryview(stored)), np.asarray(as_bytes(weights[one.name]))):
+            found = np.asarray(as_bytes(weights[one.name]))
+            if not np.array_equal(np.asarray(memoryview(stored)).view(np.uint8)[: len(found)], found):
                 raise ModelError(
                     f"layer {one.layer}'s weight {one.name} is changed by mlx-lm as it is loaded, so it cannot be "
                     "streamed from this file; write the folder once as MLX needs it, with mlx_lm.convert"

@@ -19,19 +19,21 @@ from threading import Event
 from typing import Any, cast
 from weakref import WeakSet
 
+import numpy as np
 import torch
 
-from edgespec.errors import Closed, ModelError, UsageError, check_whole
+from edgespec.errors import Closed, ModelError, NoRoom, UsageError, check_whole
 from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
+from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import BatchInvariance, also_wanted
 from edgespec.machine import memory as process
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.this_machine import Gpu, this_machine
-from edgespec.weights.plan import MARGIN, SAFETY
+from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, choose_width
 
 from ..common.hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
 from ..common.interrupts import interruptible
@@ -45,6 +47,7 @@ from .loading import (
     WORKSPACE,
     Form,
     Host,
+    Placement,
     cache_shape,
     check_folder_fits,
     check_rope,
@@ -52,6 +55,7 @@ from .loading import (
     decoder_layers,
     find_device,
     find_gpus,
+    has_stored_nf4_layers,
     inspect_layers,
     load_model,
     nf4_form,
@@ -60,7 +64,7 @@ from .loading import (
     work_bytes,
 )
 from .logits import TorchLogits
-from .offload import CopyEngine, CudaCopies, HostCopies, Streamer
+from .offload import CopyEngine, CudaCopies, HostCopies, Streamer, needs_pinning
 from .recurrent import (
     RecurrentOwner,
     StateCache,
@@ -71,7 +75,8 @@ from .recurrent import (
     state_bytes,
     with_cells,
 )
-from .session import Placement, TorchSession
+from .session import Placement as NodePlacement
+from .session import TorchSession
 
 __all__ = ["TorchBackend", "TorchEngine", "engine", "load", "load_vocab"]
 
@@ -193,7 +198,7 @@ class TorchBackend:
     def identity(self) -> dict[str, Any]:
         return identity_of(self, self.content)
 
-    def _part(self, session: TorchSession, placement: Placement, rows: slice) -> Part:
+    def _part(self, session: TorchSession, placement: NodePlacement, rows: slice) -> Part:
         length = len(session.token_ids)
         everywhere = session.positions + placement.positions
         masks = {
@@ -218,6 +223,7 @@ class TorchPlan(LoadPlan):
     Attributes:
         device: PyTorch's name of the device.
         gpu: the device, if it has memory of its own.
+        shared: bytes of this machine's memory that the device can still hold; None: no limit is known.
         memory: host memory that may be used.
         used: host memory that this program uses now.
         cores: of the machine.
@@ -225,6 +231,7 @@ class TorchPlan(LoadPlan):
 
     device: str
     gpu: Gpu | None
+    shared: int | None
     memory: int
     used: int
     cores: int
@@ -240,9 +247,10 @@ class TorchEngine(Engine):
         gpu_layers: layers that stay on the GPU, and others are streamed; default: as many as `gpu_memory` holds.
         gpu_memory: bytes of the GPU's memory to use, with those of models that were loaded before.
         memory: bytes of host memory to use; layers that neither the GPU nor this memory holds are streamed from disk.
+        keep_packed: keep layers that are quantised (nf4) in the cache folder, for the next start.
     """
 
-    supported = frozenset({"threads", "gpu_layers", "memory", "device", "dtype", "gpu_memory"})
+    supported = frozenset({"threads", "gpu_layers", "memory", "device", "dtype", "gpu_memory", "keep_packed"})
 
     def gpus(self, device: str | None) -> list[Gpu]:
         return find_gpus(device)
@@ -252,8 +260,12 @@ class TorchEngine(Engine):
         check_whole("sessions", options.sessions, 1, MOST_SESSIONS)
         if options.dtype is not None and options.dtype not in (*TOLERANCE, NF4):
             raise UsageError(f"dtype is {options.dtype!r}, but must be one of {', '.join((*TOLERANCE, NF4))}")
+        if options.keep_packed and options.dtype != NF4:
+            raise UsageError(f"--keep-packed (keep_packed) is for the dtype {NF4}, which is quantised at each start")
         device = find_device(options.device, machine.gpus)
-        gpu = next((gpu for gpu in machine.gpus if gpu.name == device and not gpu.shared), None)
+        gpu = next((gpu for gpu in machine.gpus if gpu.name == device), None)
+        shared = gpu.free if gpu and gpu.shared and gpu.limit else None
+        gpu = None if gpu and gpu.shared else gpu
         if options.gpu_memory is not None and not gpu:
             raise UsageError(f"gpu_memory is for GPUs with memory of their own (cuda), but the device is {device}")
         if options.gpu_memory is not None and options.gpu_layers is not None:
@@ -263,8 +275,9 @@ class TorchEngine(Engine):
             raise UsageError("memory is for the devices cuda and cpu; on a Mac's GPU the backend mlx streams from disk")
         most = memory or int(machine.free * (1 - SAFETY))
         return TorchPlan(
-            path=path, options=options, device=device, gpu=gpu, memory=most, used=machine.used, cores=machine.cores
-        )
+            path=path, options=options, device=device, gpu=gpu, shared=shared, memory=most, used=machine.used,
+            cores=machine.cores,
+        )  # fmt: skip
 
     def load(self, plan: TorchPlan, way: Computing | None = None, progress: Progress | None = None) -> TorchBackend:
         return load_folder(plan)
@@ -309,22 +322,43 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
         if gpu:
             host = Host(folder, plan.memory, needed, apart=True)
         elif device.type == "cpu":
-            weights = model.num_parameters() * model.dtype.itemsize
+            weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
             if options.memory is not None or 2 * weights + needed >= plan.memory:
                 there, host = plan.memory, Host(folder, plan.memory, needed, apart=False)
+        elif plan.shared is not None:
+            there = min(plan.shared, plan.memory)
+        form, kept = PLAIN, None
+        if has_stored_nf4_layers(model):
+            if options.keep_packed:
+                raise UsageError("--keep-packed is for layers that are quantised at load, and this folder has 4 bits")
+            dtype = NF4
+        elif dtype == NF4:
+            if options.keep_packed:
+                from .nf4 import KeptLayers
+
+                kept = KeptLayers(folder, model.dtype, decoder_layers(model))
+            form = nf4_form(device, kept)
         backend = assemble(
-            model, vocab, device, context_length=options.context_length, budget=options.budget,
+            model, vocab, device, context_length=options.context_length, budget=options.budget, widest=options.widest,
             sessions=options.sessions, memory=there, gpu=gpu, gpu_layers=options.gpu_layers if gpu else None,
             copies=copies or (CudaCopies if device.type == "cuda" else HostCopies), host=host,
-            form=nf4_form(device) if dtype == NF4 else PLAIN,
+            form=form,
         )  # fmt: skip
+        if device.type != "cpu":
+            try:
+                check_tree(backend)
+            except BaseException:
+                backend.close()
+                raise
     backend._files = weight_files(path)
     backend.content = content_of(*backend._files)
+    if kept:
+        backend.notes = [*backend.notes, kept.note]
     if options.gpu_layers and not gpu:
         backend.notes = [*backend.notes, f"the device is {device.type}, so --gpu-layers changes nothing"]
     if dtype == NF4:
         backend.computing = {**backend.computing, "dtype": NF4}
-    elif device.type == "cpu" and dtype is None and backend.streamer is None:
+    elif device.type == "cpu" and options.dtype is None and backend.streamer is None:
         _mapped.add(backend)
     return backend
 
@@ -336,6 +370,7 @@ def assemble(
     *,
     context_length: int,
     budget: int,
+    widest: int = 0,
     sessions: int,
     memory: int | None,
     gpu: Gpu | None = None,
@@ -352,6 +387,7 @@ def assemble(
         device: where it computes.
         context_length: of `LoadOptions`.
         budget: of `LoadOptions`.
+        widest: of `LoadOptions`.
         sessions: of `LoadOptions`.
         memory: bytes of the device's memory to use; None: on a GPU what is free, elsewhere no limit.
         gpu: the device, if it has memory of its own.
@@ -367,22 +403,28 @@ def assemble(
     config = model.config.get_text_config()
     context_length = context_length or getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
     check_rope(config, context_length)
-    max_nodes = max(MIN_NODES_ON_GPU if device.type == "cuda" else MIN_NODES, budget + 1)
     recurrent, state = is_recurrent(config), state_bytes(model)
     weights = model.num_parameters() * model.dtype.itemsize
-    leaves = most_paths(state, weights, budget, sessions) if recurrent else max_nodes
-    capabilities = Capabilities(
-        context_length=context_length,
-        max_nodes=max_nodes,
-        max_wanted=max_nodes,
-        max_leaves=leaves,
-        paths=recurrent,
-        logit_tolerance=TOLERANCE[str(model.dtype).removeprefix("torch.")],
-        experts=experts_of(config.to_dict()),
-        gaps=True,  # in float32, rows of 6-node trees differ from those of their chains
-    )
-    shape = cache_shape(config, context_length + max_nodes)
-    held = 0
+    leaves = most_paths(state, weights, budget, sessions) if recurrent else 0
+
+    def limits(width: int) -> Capabilities:
+        max_nodes = max(MIN_NODES_ON_GPU if device.type == "cuda" else MIN_NODES, width + 1)
+        return Capabilities(
+            context_length=context_length,
+            max_nodes=max_nodes,
+            max_wanted=max_nodes if width == budget else width + 1,
+            max_leaves=leaves or max_nodes,
+            paths=recurrent,
+            logit_tolerance=TOLERANCE[str(model.dtype).removeprefix("torch.")],
+            experts=experts_of(config.to_dict()),
+            gaps=True,  # in float32, rows of 6-node trees differ from those of their chains
+            widest=0 if width == budget else width,
+        )
+
+    def cells(width: int) -> tuple[int, ...]:
+        return cache_shape(config, context_length + limits(width).max_nodes)
+
+    held, width = 0, budget
     if gpu:
         held = gpu.used  # by models that were loaded before
         free = gpu.free + held
@@ -392,13 +434,28 @@ def assemble(
     form.make(decoder_layers(model)[0])  # `work_bytes` looks for 4-bit weights in it
     streamer, notes = None, list[str]()
     if memory is not None or gpu_layers is not None or form is not PLAIN:
-        caches = sessions * (math.prod(shape) * model.dtype.itemsize + (states_of(leaves) * state if recurrent else 0))
-        fixed = held + caches + work_bytes(model, capabilities, budget + 1)
-        if host and not host.apart:
-            fixed -= WORKSPACE  # CUDA's
         sizes = [form.size(layer) for layer in decoder_layers(model)]
-        placement = choose_placement(sizes, memory or sys.maxsize, fixed, host, gpu_layers)
+
+        def fixed(width: int) -> int:
+            cache = math.prod(cells(width)) * model.dtype.itemsize + (states_of(leaves) * state if recurrent else 0)
+            work = work_bytes(model, limits(width), width + 1)
+            return int(held + sessions * cache + work - (WORKSPACE if host and not host.apart else 0))  # CUDA's
+
+        def place(width: int) -> Placement:
+            return choose_placement(sizes, memory or sys.maxsize, fixed(width), host, gpu_layers)
+
+        if device.type == "mps" and memory is not None and fixed(budget) + sum(sizes) > memory:
+            raise NoRoom(
+                f"the model takes {format_size(fixed(budget) + sum(sizes), up=True)}, and the GPU can hold "
+                f"{format_size(memory)} now: use the backend mlx, which streams layers, or a smaller context or dtype"
+            )
+        if place(budget).streamed and not recurrent:
+            # On a processor, neither reads nor a prompt's passes become larger.
+            most, cheap = (widest, CHEAP) if gpu else (min(widest, limits(budget).max_nodes - 1), 0.0)
+            width = choose_width(budget, most, cheap, lambda width: sum(sizes[i] for i in place(width).streamed))
+        placement = place(width)
         streamer = place_layers(model, device, sizes, placement, copies, host, form)
+    shape, capabilities = cells(width), limits(width)
     if streamer is not None:
         capabilities = replace(capabilities, streams=True, experts=None)  # all experts of a layer are streamed
         notes = streaming_notes(streamer, config.num_hidden_layers)
@@ -413,6 +470,30 @@ def assemble(
             streamer.close()
         raise
     return TorchBackend(model, vocab, capabilities, windows, caches, streamer, notes, cache)
+
+
+def check_tree(backend: TorchBackend) -> None:
+    """Check a device's attention by two passes.
+
+    Raises:
+        ModelError: a tree's node has not the logits of its chain of ancestors, or they depend on no ancestor.
+    """
+    session = backend.open()
+
+    def rows(tokens: list[int], parents: list[int], *nodes: int) -> list[Float32Array]:
+        wanted = np.array(nodes, np.int32)
+        work = Work(session, np.array(tokens, np.int32), np.array(parents, np.int32), wanted)
+        logits = backend.forward([work])[0]
+        session.commit([])
+        return [logits.row(node) for node in nodes]
+
+    try:
+        tree, other = rows([1, 2, 3, 3], [-1, 0, 0, 1], 2, 3)  # 1 3, and 1 2 3
+        (chain,) = rows([1, 3], [-1, 0], 1)
+    finally:
+        session.close()
+    if not np.abs(tree - chain).max() < 0.25 * np.abs(chain - other).max():
+        raise ModelError(f"its attention cannot read a tree on {backend.device}: a node sees more than its ancestors")
 
 
 def align(model: Any) -> None:
@@ -433,11 +514,13 @@ def streaming_notes(streamer: Streamer, layers: int) -> list[str]:
     size = sum(block.size for block in streamer.blocks)
     note = f"{len(streamer.blocks)} of {layers} layers are streamed: {format_size(size)} per pass"
     sources = streamer.feeder.sources if streamer.feeder else []
-    if not sources:
+    if sources:
+        from_disk, speed = sum(source.size for source in sources), disk_speed(sources[0].path)
+        seconds = from_disk / speed
+        note += f", {format_size(from_disk)} of it from disk: about {seconds:.2g} s at {speed / 1e9:.2g} GB/s"
+    if not needs_pinning(streamer.device) or streamer.pinned:
         return [note]
-    from_disk, speed = sum(source.size for source in sources), disk_speed(sources[0].path)
-    seconds = from_disk / speed
-    return [f"{note}, {format_size(from_disk)} of it from disk: about {seconds:.2g} s at {speed / 1e9:.2g} GB/s"]
+    return [note, "CUDA refuses to pin all host memory of the streamed layers, so their copies to the GPU are slower"]
 
 
 @contextmanager

@@ -20,13 +20,13 @@ import torch
 
 from edgespec.errors import EdgespecError, ModelError
 from edgespec.machine.disk import recall_reading
-from edgespec.machine.system import HUGE, read_buffer
+from edgespec.machine.system import HUGE
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
 from edgespec.weights import ring
 from edgespec.weights.direct_io import ALIGNED, DirectFiles
 from edgespec.weights.plan import Extent, Layer, Plan
 
-from .offload import CopyEngine, pin_memory, stored_tensors, unpin_memory
+from .offload import CopyEngine, page_aligned, pin_memory, stored_tensors, unpin_memory
 
 STAGING = 3  # host buffers: one is filled, one is full, one is copied
 NUMBER = 16  # bytes; alignment that kernels need
@@ -42,7 +42,11 @@ class Source:
 
 
 class Staging:
-    """See `edgespec.weights.ring.Slots`; slots are host buffers."""
+    """See `edgespec.weights.ring.Slots`; slots are host buffers.
+
+    Attributes:
+        pinned: all buffers are.
+    """
 
     def __init__(self, sources: Sequence[Source], pin: bool) -> None:
         """
@@ -52,7 +56,6 @@ class Staging:
 
         Raises:
             OSError: a file cannot be opened.
-            ModelError: the memory cannot be pinned.
         """
         self.sources = sources
         paths = list(dict.fromkeys(source.path for source in sources))
@@ -68,10 +71,12 @@ class Staging:
         self.plan = Plan(0, 0, (), layers, (), min(STAGING, len(layers)), len(layers))
         size = max(extent.size for extent in extents) + ALIGNED
         try:
-            self._buffers = [torch.frombuffer(read_buffer(size), dtype=torch.uint8) for _ in range(self.plan.slots)]
+            self._buffers = [page_aligned(size) for _ in range(self.plan.slots)]
             for buffer in self._buffers if pin else []:
-                pin_memory(buffer)
+                if not pin_memory(buffer):
+                    break
                 self._pinned.append(buffer)
+            self.pinned = len(self._pinned) == len(self._buffers)
         except BaseException:
             self.close()
             raise
@@ -107,6 +112,7 @@ class Feeder:
     def __init__(self, staging: Staging, engine: CopyEngine, buffers: int) -> None:
         self.wait_seconds = 0.0
         self.sources = staging.sources
+        self.pinned = staging.pinned
         self._staging = staging
         self._engine = engine
         how = recall_reading(staging.sources[0].path)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -23,14 +23,19 @@ from .attention import ATTENTION, Probe, run
 from .disk import STAGING, Feeder, Pack, Source, Staging, find_run, read_folder, same_bytes
 from .offload import (
     BUFFERS,
+    MOST_BUFFERS,
     Block,
     CopyEngine,
     Streamer,
     block_bytes,
     count_resident,
+    needs_pinning,
     streamed_layers,
 )
 from .recurrent import WITH_BOTH, WITHOUT_CELLS, is_recurrent, with_cells
+
+if TYPE_CHECKING:
+    from .nf4 import KeptLayers
 
 WORKSPACE = 2**29  # bytes of a CUDA context, its libraries and the allocator's gaps
 NF4 = "nf4"
@@ -42,12 +47,17 @@ def find_gpus(device: str | None) -> list[Gpu]:
     names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     wanted = (device if device != "cuda" else None) or next(iter(names), None)
     found = [look_at(name) if name == wanted else Gpu(name, False, 0) for name in names]
-    return [*found, *([Gpu("mps", True, 0)] if torch.backends.mps.is_available() else [])]
+    return [*found, *([look_at_mps()] if torch.backends.mps.is_available() else [])]
 
 
 def look_at(name: str) -> Gpu:
     free, total = torch.cuda.mem_get_info(name)
     return Gpu(name, False, free, torch.cuda.memory_reserved(name), total)
+
+
+def look_at_mps() -> Gpu:
+    used, limit = torch.mps.driver_allocated_memory(), torch.mps.recommended_max_memory()
+    return Gpu("mps", True, max(0, limit - used), used, limit)
 
 
 def find_device(name: str | None, gpus: Sequence[Gpu]) -> str:
@@ -82,10 +92,17 @@ def load_model(folder: Path, dtype: str | None) -> Any:
     check_config(config)
     if dtype == NF4:
         dtype = "float16" if config.dtype == torch.float16 else "bfloat16"
+    stored = {}
+    if has_stored_nf4(config):
+        from .nf4 import METHOD
+
+        about = config.quantization_config
+        config.quantization_config = {"quant_method": METHOD, "skipped": about.get("llm_int8_skip_modules")}
+        stored["config"] = config
     try:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder, **LOCAL, dtype=dtype or "auto", attn_implementation=ATTENTION, use_safetensors=True,
-            output_loading_info=True,
+            output_loading_info=True, **stored,
         )  # fmt: skip
     except Exception as error:
         raise ModelError(f"cannot be loaded: {first_line(error)}") from error
@@ -100,10 +117,13 @@ def load_model(folder: Path, dtype: str | None) -> Any:
 def check_config(config: Any) -> None:
     """
     Raises:
-        ModelError: the weights are quantised, or a kind of layer is not known.
+        ModelError: the weights are quantised in another way, or a kind of layer is not known.
     """
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError("its weights are quantised already; use the original 16-bit folder, with dtype nf4 for 4 bits")
+    if getattr(config, "quantization_config", None) is not None and not has_stored_nf4(config):
+        raise ModelError(
+            "its weights are quantised already, and not as bitsandbytes' nf4; use the original 16-bit folder, with "
+            "dtype nf4 for 4 bits"
+        )
     text = config.get_text_config()
     other = set(getattr(text, "layer_types", None) or ()) - {FULL, SLIDING, *WITHOUT_CELLS, *WITH_BOTH}
     if other:
@@ -111,14 +131,24 @@ def check_config(config: Any) -> None:
         raise ModelError(f"has layers of the kind {kinds}, which cannot branch into a tree here; use a GGUF of it")
 
 
+def has_stored_nf4(config: Any) -> bool:
+    about = getattr(config, "quantization_config", None)
+    return isinstance(about, dict) and bool(about.get("load_in_4bit")) and about.get("bnb_4bit_quant_type") == NF4
+
+
+def has_stored_nf4_layers(model: Any) -> bool:
+    return bool(getattr(model, "is_quantized", False))
+
+
 def check_folder_fits(folder: Path, dtype: str | None, memory: int) -> None:
     """
     Raises:
         NoRoom: weights of another type than the file's do not fit; they are converted before they can be streamed.
     """
-    found: Any = getattr(read_config(folder).get_text_config(), "dtype", None)
+    config = read_config(folder)
+    found: Any = getattr(config.get_text_config(), "dtype", None)
     names = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-    if dtype is None or dtype == NF4 or found not in names or names[found] == dtype:
+    if dtype in (None, NF4, names.get(found)) or found not in names or has_stored_nf4(config):
         return
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     size = size * getattr(torch, dtype).itemsize // found.itemsize
@@ -179,8 +209,13 @@ def work_bytes(model: Any, capabilities: Capabilities, wanted: int) -> int:
     states = nodes * (3 * getattr(config, "intermediate_size", 0) + 8 * config.hidden_size) * item
     logits = wanted * config.vocab_size * (item + 4)
     masks = 2 * nodes * cells * item
+    # Without a kernel (`_by_definition` in attention.py) all scores are there, in two types.
+    whole = getattr(config, "attn_logit_softcapping", None) or any(
+        name.endswith("sinks") for name, _ in layers.named_parameters()
+    )
+    scores = config.num_attention_heads * nodes * cells * (item + 8) if whole else 0
     codes = max((buffer.numel() for buffer in layers.buffers() if buffer.dtype == torch.uint8), default=0)
-    return int(outside + states + logits + masks + 2 * codes * item + WORKSPACE)
+    return int(outside + states + logits + masks + scores + 2 * codes * item + WORKSPACE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,14 +240,18 @@ def leave_alone(layer: Any) -> None:
 PLAIN = Form("", block_bytes, leave_alone)
 
 
-def nf4_form(device: Any) -> Form:
-    """Quantise layers one at a time on the device, where it is fast."""
-    from .nf4 import quantise, quantised_bytes
+def nf4_form(device: Any, kept: "KeptLayers | None" = None) -> Form:
+    """Quantise layers one at a time on the device, where it is fast, but for those that are kept."""
+    from .nf4 import linears, quantise, quantised_bytes
 
     def make(layer: Any) -> None:
+        if not any(True for _ in linears(layer)) or (kept and kept.take(layer)):
+            return
         layer.to(device)
         quantise(layer)
         layer.to("cpu")
+        if kept:
+            kept.keep(layer)
 
     return Form(NF4, quantised_bytes, make)
 
@@ -240,10 +279,12 @@ class Placement:
     Attributes:
         streamed: numbers of the layers that do not stay on the device.
         on_disk: those of them that host memory cannot hold.
+        buffers: on the device, for streamed layers.
     """
 
     streamed: Sequence[int]
     on_disk: Sequence[int]
+    buffers: int
 
 
 def choose_placement(
@@ -261,10 +302,17 @@ def choose_placement(
     Raises:
         NoRoom: the device cannot hold `BUFFERS` layers or `gpu_layers`, or the host cannot hold `STAGING` layers.
     """
-    if host and not host.apart:
-        count = count_resident(memory, sizes, fixed + host.needed, BUFFERS + STAGING, "memory")
+
+    def place(count: int, room: int, wait: Callable[[Sequence[int]], Sequence[int]]) -> Placement:
         streamed = streamed_layers(len(sizes), count)
-        return Placement(streamed, streamed)
+        left = room - sum(size for i, size in enumerate(sizes) if i not in streamed)
+        buffers = min(left // max(sizes), MOST_BUFFERS, len(streamed))
+        return Placement(streamed, wait(streamed), max(buffers, BUFFERS))
+
+    if host and not host.apart:
+        fixed += host.needed
+        count = count_resident(memory, sizes, fixed, BUFFERS + STAGING, "memory")
+        return place(count, memory - fixed - STAGING * max(sizes), lambda streamed: streamed)
     count = count_resident(memory, sizes, fixed)
     if gpu_layers is not None:
         asked = layers_on_gpu(gpu_layers, len(sizes))
@@ -273,8 +321,10 @@ def choose_placement(
                 f"with --gpu-layers {gpu_layers} {asked} layers stay on the GPU, but {count} of {len(sizes)} fit"
             )
         count = asked
-    streamed = streamed_layers(len(sizes), count)
-    return Placement(streamed, _beyond(streamed, [sizes[i] for i in streamed], host) if host and streamed else [])
+    return place(
+        count, memory - fixed,
+        lambda streamed: _beyond(streamed, [sizes[i] for i in streamed], host) if host and streamed else [],
+    )  # fmt: skip
 
 
 def place_layers(
@@ -303,7 +353,7 @@ def place_layers(
     layers, streamed, on_disk = list(decoder_layers(model)), placement.streamed, placement.on_disk
     runs = _runs(model, layers, on_disk, host.folder) if host and on_disk and form is PLAIN else {}
     to_pack = [i for i in on_disk if i not in runs]
-    blocks, sources, console = list[Block](), list[Source](), Console(stderr=True)
+    blocks, sources, console, pin = list[Block](), list[Source](), Console(stderr=True), needs_pinning(device)
     steps = track(
         range(len(layers)), "Placing layers", console=console, transient=True,
         disable=not console.is_terminal or not (streamed or form is not PLAIN),
@@ -327,16 +377,17 @@ def place_layers(
                 sources.append(opened.add(i, blocks[-1].host))
                 blocks[-1].host = None
             else:
-                blocks.append(Block(layers[i], pin=device.type == "cuda"))
+                blocks.append(Block(layers[i], pin))
+                pin = blocks[-1].pinned
     if not streamed:
         return None
-    engine = copies(device, BUFFERS)
+    engine = copies(device, placement.buffers)
     try:
-        staging = Staging(sources, pin=device.type == "cuda") if sources else None
+        staging = Staging(sources, needs_pinning(device)) if sources else None
     except OSError as error:
         raise ModelError(f"layers cannot be streamed from disk: {error}") from error
-    feeder = Feeder(staging, engine, BUFFERS) if staging else None
-    return Streamer([layers[i] for i in streamed], blocks, device, engine, feeder)
+    feeder = Feeder(staging, engine, placement.buffers) if staging else None
+    return Streamer([layers[i] for i in streamed], blocks, device, engine, feeder, placement.buffers)
 
 
 def _beyond(streamed: Sequence[int], sizes: Sequence[int], host: Host) -> list[int]:

@@ -13,8 +13,10 @@ import torch
 
 from edgespec.errors import EdgespecError, ModelError, NoRoom
 from edgespec.machine.memory import format_size
+from edgespec.machine.system import read_buffer
 
 BUFFERS = 2  # enough to keep the copies or the computation busy all the time
+MOST_BUFFERS = 8  # where memory is left: more layers arrive while the draft model works
 ALIGNMENT = 256  # bytes, of a tensor's start in a block
 
 
@@ -26,10 +28,12 @@ class Feeds(Protocol):
     Attributes:
         wait_seconds: for which the host has waited for blocks.
         sources: of the blocks, by number.
+        pinned: the host memory that they are read into is.
     """
 
     wait_seconds: float
     sources: Sequence[Any]
+    pinned: bool
 
     def ask(self, buffer: int, target: Any, number: int) -> None: ...
 
@@ -128,6 +132,7 @@ class Block:
     Attributes:
         size: bytes.
         host: the bytes in host memory; None: they are on disk.
+        pinned: the memory is pinned.
     """
 
     def __init__(self, layer: Any, pin: bool, copy: bool = True) -> None:
@@ -136,16 +141,10 @@ class Block:
             layer: loses its weights until `bind`.
             pin: pin the block's memory, for a GPU.
             copy: copy the weights to host memory; False: they are on disk.
-
-        Raises:
-            ModelError: the memory cannot be pinned.
         """
         self.size = block_bytes(layer)
-        self.host: Any = torch.empty(self.size, dtype=torch.uint8) if copy else None
-        self._pinned = False
-        if pin:
-            pin_memory(self.host)
-            self._pinned = True
+        self.host: Any = page_aligned(self.size) if copy else None
+        self.pinned = pin and pin_memory(self.host)
         self._places = list[tuple[dict[str, Any], str, bool, int, Any]]()  # as `stored_tensors`, offset, meta tensor
         offset = 0
         for _, store, name, is_parameter in list(stored_tensors(layer)):
@@ -171,20 +170,31 @@ class Block:
             store[name] = torch.nn.Parameter(view, requires_grad=False) if is_parameter else view
 
     def close(self) -> None:
-        if self._pinned:
+        if self.pinned:
             unpin_memory(self.host)
-        self._pinned = False
+        self.pinned = False
 
 
-def pin_memory(host: Any) -> None:
+def page_aligned(size: int) -> Any:
+    """New host memory that shares no page, since a page can be pinned only once."""
+    return torch.frombuffer(read_buffer(size), dtype=torch.uint8)
+
+
+def needs_pinning(device: Any) -> bool:
+    return bool(device.type == "cuda")
+
+
+def pin_memory(host: Any) -> bool:
     """
-    Raises:
-        ModelError: CUDA refuses.
+    Returns:
+        False: CUDA refuses, as where the system limits pinned memory.
     """
     # PyTorch's own pinned memory has sizes of powers of two.
-    status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))
-    if status != 0:
-        raise ModelError(f"cannot pin {format_size(host.numel())} of host memory: CUDA error {status}")
+    if int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0)) == 0:
+        return True
+    with suppress(RuntimeError, AssertionError):
+        torch.zeros(1, device="cuda")  # the next kernel would raise CUDA's last error
+    return False
 
 
 def unpin_memory(host: Any) -> None:
@@ -240,6 +250,7 @@ class Streamer:
         """
         size = max(block.size for block in blocks)
         self.blocks = blocks
+        self.device = device
         self._engine = engine
         self.feeder = feeder
         on_disk = [i for i, block in enumerate(blocks) if block.host is None]
@@ -306,6 +317,12 @@ class Streamer:
                 self._fetch(following)
 
         return hook
+
+    @property
+    def pinned(self) -> bool:
+        return all(block.pinned for block in self.blocks if block.host is not None) and (
+            self.feeder is None or self.feeder.pinned
+        )
 
     @property
     def wait_seconds(self) -> float:

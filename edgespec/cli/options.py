@@ -14,7 +14,7 @@ from edgespec.planners.choice import PLANNERS
 DEFAULT_MODEL = "smollm2-135m"
 SECTIONS = {  # title -> names of parameters, in this order
     "Model": ("model", "backend", "context_length", "threads", "device", "dtype", "models_file", "yes"),
-    "Memory": ("memory", "gpu_memory", "gpu_layers", "kv_type", "lenders"),
+    "Memory": ("memory", "gpu_memory", "gpu_layers", "kv_type", "lenders", "keep_packed"),
     "Drafting": (
         "draft", "planner", "planners", "budget", "exact", "datastore", "tau", "ahead", "targets", "cluster",
     ),
@@ -123,7 +123,8 @@ DRAFT_OPTION = click.option(
 BUDGET_OPTION = click.option(
     "--budget",
     type=int,
-    help="Draft tokens per pass, also where fewer are faster. [default: as many as pay, at most the model's or 64]",
+    help="Draft tokens per pass, also where fewer are faster. [default: as many as pay, at most the model's or 64, "
+    "1024 if torch or mlx streams]",
 )
 CONTEXT_OPTION = click.option(
     "--ctx", "context_length", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]"
@@ -160,6 +161,7 @@ MODEL_OPTIONS = _options(
     click.option("--device", metavar="NAME", help="torch: cuda, cuda:1, mps or cpu. [default: the first there is]"),
     click.option("--dtype", metavar="NAME", help="torch: float32, float16, bfloat16, nf4. [default: the model's]"),
     click.option("--gpu-memory", metavar="SIZE", help=GPU_MEMORY_HELP),
+    click.option("--keep-packed", is_flag=True, help="torch: keep nf4 layers in the cache folder for the next start."),
     MODELS_OPTION,
     _in_python("--depth", "edgespec.load(…, depth=…)", type=int),
     _in_python("--beam", "edgespec.load(…, beam=…)", type=int),

@@ -24,6 +24,7 @@ from edgespec.models.registry import Entry, find_model, is_folder, local_path
 from edgespec.planners.auto import AutoState
 
 DEFAULT_BUDGET = 64
+WIDEST = 1024  # draft tokens of one pass, where weights are streamed and no budget is given
 WIDE = 16  # draft tokens from which on kernels for many rows are faster
 DEFAULT_CONTEXT = 4096
 

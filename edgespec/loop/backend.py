@@ -31,6 +31,7 @@ class Capabilities:
         spare_leaves: most leaves of all sessions, the first of each not counted; None: no limit.
         one_thread: one thread must make all passes.
         cells: most committed tokens of all sessions; None: each has room for a whole context.
+        widest: draft tokens of one pass for which memory is planned, as `LoadOptions.widest` asks; 0: its `budget`.
     """
 
     context_length: int
@@ -48,6 +49,7 @@ class Capabilities:
     spare_leaves: int | None = None
     one_thread: bool = False
     cells: int | None = None
+    widest: int = 0
 
     def leaves(self, sequences: int) -> int:
         """Most leaves of one session, if `sequences` sessions have trees at once."""

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Protocol, Self, runtime_checkable
 
-from edgespec.errors import MissingPackage, UsageError, check_text, check_texts, check_whole, no_such
+from edgespec.errors import MissingPackage, UsageError, check_flag, check_text, check_texts, check_whole, no_such
 from edgespec.loop.backend import Backend, Vocab
 
 # Name -> module with an `engine`; others are in the entry-point group edgespec.backends.
@@ -18,7 +18,9 @@ BUILT_IN = {
     "torch": "edgespec.backends.torch.backend",
 }
 # Optional fields of `LoadOptions`, in the order in which messages name them.
-ENGINE_OPTIONS = ("threads", "gpu_layers", "memory", "kv_type", "device", "dtype", "gpu_memory", "lenders")
+ENGINE_OPTIONS = (
+    "threads", "gpu_layers", "memory", "kv_type", "device", "dtype", "gpu_memory", "lenders", "keep_packed",
+)  # fmt: skip
 
 Computing = Mapping[str, str | int | None]  # `Backend.computing`
 Progress = Callable[[int, int], None]  # called with (bytes read, bytes in all)
@@ -75,6 +77,7 @@ class LoadOptions:
     Attributes:
         context_length: most tokens of one sequence; 0: as many as the model was trained for.
         budget: most draft tokens of one pass.
+        widest: where weights are streamed, the engine may plan for this many instead, if that costs little memory.
         sessions: most sessions open at once.
         wide: most passes will have at least 16 nodes.
         exact: wanted row class, as for `edgespec.load`.
@@ -86,6 +89,7 @@ class LoadOptions:
         kv_type: type of keys and values in the cache, or of each, such as "f16/q8_0".
         device: name of the device to compute on.
         dtype: type of the weights.
+        keep_packed: keep layers that are quantised at load for the next start.
         lenders: addresses HOST:PORT of machines that run `edgespec lend`.
         draft_files: paths of models that will be loaded with the same options and stay in memory.
         resident: all weights stay in memory, where another model's plan has left room for them.
@@ -95,6 +99,7 @@ class LoadOptions:
 
     context_length: int = 4096
     budget: int = 64
+    widest: int = 0
     sessions: int = 1
     wide: bool = False
     exact: str | None = None
@@ -106,6 +111,7 @@ class LoadOptions:
     kv_type: str | None = None
     device: str | None = None
     dtype: str | None = None
+    keep_packed: bool | None = None
     lenders: tuple[str, ...] = ()
     draft_files: tuple[str, ...] = ()
     resident: bool = False
@@ -126,14 +132,16 @@ class LoadOptions:
         for name in ("exact", "backend", "kv_type", "device", "dtype"):
             if (value := getattr(self, name)) is not None:
                 check_text(name, value)
+        if self.keep_packed is not None:
+            check_flag("keep_packed", self.keep_packed)
         object.__setattr__(self, "lenders", check_texts("lenders", self.lenders))
 
     def for_draft(self) -> Self:
         """Options of a draft, which stays in memory, and uses the GPU unless `gpu_layers` is 0."""
         gpu_layers = 0 if self.gpu_layers == 0 else None
         return replace(
-            self, exact="off", memory=None, gpu_memory=None, gpu_layers=gpu_layers, lenders=(), draft_files=(),
-            resident=True, in_order=False,
+            self, exact="off", widest=0, memory=None, gpu_memory=None, gpu_layers=gpu_layers, lenders=(),
+            draft_files=(), resident=True, in_order=False,
         )  # fmt: skip
 
 

@@ -1,12 +1,13 @@
 """Reads past the page cache to any address, for engines that hold their weights in their own memory."""
 
+import mmap
 import os
 from collections.abc import Sequence
 
 from edgespec.machine.system import BLOCK, check_sizes, file_sizes, memory_step, open_direct, read_unaligned
 from edgespec.weights.plan import Extent
 
-ALIGNED = BLOCK  # bytes; direct reads start and end at multiples, in the file and in memory
+ALIGNED = max(BLOCK, mmap.PAGESIZE)  # bytes; direct reads start and end at multiples, in the file and in memory
 
 
 class DirectFiles:

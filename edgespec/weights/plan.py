@@ -12,7 +12,8 @@ a part, the less is read. They are spread evenly over the model, so that the dis
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from mmap import PAGESIZE
@@ -28,6 +29,9 @@ PART = HUGE  # bytes; a smaller part is not worth the stop before its layer
 SMALL = 256 << 10  # bytes; smaller runs of weights (norms, biases) are pinned
 MARGIN = 64 << 20  # bytes of libraries, work buffers and page tables
 SAFETY = 0.05  # share of free memory that is left unused
+
+WIDTHS = (1024, 512, 256, 128)  # draft tokens of one pass
+CHEAP = 1 / 32  # most that is read in addition by the memory of more draft tokens: a GPU's passes cost them no time
 
 SLOW = 0.5  # tokens per second
 REMEDY = "a faster disk, more memory or a smaller model would help"
@@ -219,6 +223,26 @@ class Plan:
 
 def two_digits(number: float) -> str:
     return f"{number:.{max(0, 1 - math.floor(math.log10(number)))}f}"
+
+
+def choose_width(usual: int, widest: int, cheap: float, read: Callable[[int], int]) -> int:
+    """
+    Args:
+        usual: draft tokens of one pass, for which there is room.
+        widest: most.
+        cheap: most relative increase of the bytes read.
+        read: returns the bytes that a pass reads, by draft tokens; raises NoRoom.
+
+    Returns:
+        `usual`, or the largest of `WIDTHS` whose memory (logits, masks, cells) costs so little.
+    """
+    least = read(usual)
+    for width in WIDTHS:
+        if usual < width <= widest:
+            with suppress(NoRoom):
+                if read(width) <= least * (1 + cheap):
+                    return width
+    return usual
 
 
 def make_plan(

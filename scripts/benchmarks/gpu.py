@@ -11,21 +11,35 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, cast
+from unittest.mock import patch
 
+import numpy as np
 import torch
 import transformers
+from edgespec.backends.torch import loading
 from edgespec.backends.torch.attention import ATTENTION
-from edgespec.backends.torch.backend import MIN_NODES, MIN_NODES_ON_GPU, assemble
+from edgespec.backends.torch.backend import MIN_NODES, MIN_NODES_ON_GPU, assemble, check_tree
 from edgespec.backends.torch.disk import STAGING
 from edgespec.backends.torch.loading import NF4, Host, cache_shape, decoder_layers, look_at, nf4_form, work_bytes
-from edgespec.backends.torch.offload import BUFFERS, Block, CopyEngine, CudaCopies, block_bytes
+from edgespec.backends.torch.offload import (
+    BUFFERS,
+    Block,
+    CopyEngine,
+    CudaCopies,
+    block_bytes,
+    page_aligned,
+    pin_memory,
+    unpin_memory,
+)
+from safetensors.torch import load, save
 
-from edgespec.errors import UsageError
+from benchmarks.to_try import Seen, equal_sizes, row_classes
+from edgespec.errors import ModelError, UsageError
 from edgespec.loading.timed_pass import time_pass
-from edgespec.loop.backend import Capabilities, Vocab
-from edgespec.machine.memory import disk_bandwidth
+from edgespec.loop.backend import Capabilities, Vocab, Work
+from edgespec.machine.memory import disk_bandwidth, format_size
 from edgespec.machine.this_machine import Gpu
 
 # Llama 3 70B (arXiv 2407.21783, table 3).
@@ -41,6 +55,7 @@ LLAMA_70B = {
 }
 CONTEXT = 512  # tokens that the cache holds besides the nodes
 HOST_SHARE = 0.75
+WIDE = 512  # nodes
 DISK_LAYERS = 8  # of a 70 B in 16 bits they are 14 GB
 ONE = {"num_hidden_layers": 1}
 FEW = (1, 2)  # layers of the two models whose difference is the cost of a layer
@@ -273,3 +288,158 @@ def layer_costs(
     (first, one), (second, two) = zip(FEW, few, strict=True)
     more = {nodes: max(0.0, two[nodes] - one[nodes]) / (second - first) for nodes in sizes}
     return {nodes: (one[nodes] - (first - 1) * more[nodes], more[nodes]) for nodes in sizes}
+
+
+def measures(device: Any, copies: Copies, folder: Path) -> dict[str, Callable[[], Seen]]:
+    """Measures for the questions of `to_try.GPU`.
+
+    Args:
+        device: where models compute.
+        copies: as for `measure`.
+        folder: for files of some seconds.
+    """
+    return {
+        "pinned memory": lambda: compare_pinned(device),
+        "shared pages": pin_halves_of_a_page,
+        "more buffers": lambda: compare_buffers(device, copies),
+        "attention": lambda: _try(device, copies, check_attention),
+        "capped scores": lambda: peak_of_capped(device, copies),
+        "row classes": lambda: _try(device, copies, row_classes),
+        "equal sizes": lambda: _try(device, copies, equal_sizes),
+        "GPUs": count_gpus,
+        "4-bit folder": lambda: compare_folders(device, folder),
+    }
+
+
+SMALL = {
+    "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+SMALLER = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}  # on a processor
+
+
+def _small(device: Any) -> dict[str, Any]:
+    return SMALL | (SMALLER if device.type == "cpu" else {})
+
+
+def _make(device: Any, copies: Copies, model: Any = None, **options: Any) -> Any:
+    model = model or random_model(_small(device), "bfloat16", device)
+    options = {"context_length": 1024, "budget": 64, "sessions": 1, "memory": None, "gpu": _gpu(device)} | options
+    return assemble(model, cast(Vocab, NoVocab(model.config.vocab_size)), device, copies=copies, **options)
+
+
+def _try(device: Any, copies: Copies, measure: Callable[[Any], Seen]) -> Seen:
+    backend = _make(device, copies)
+    try:
+        return measure(backend)
+    finally:
+        backend.close()
+
+
+def check_attention(backend: Any) -> Seen:
+    try:
+        check_tree(backend)
+    except ModelError as error:
+        return Seen(False, str(error))
+    return Seen(True, "yes")
+
+
+def compare_pinned(device: Any, size: int = 256 << 20) -> Seen:
+    pinned, target, rates = page_aligned(size), torch.empty(size, dtype=torch.uint8, device=device), []
+    for host in (pinned, page_aligned(size)):
+        host.fill_(1)
+        if host is pinned and not pin_memory(host):
+            return Seen(0.0, "CUDA refuses to pin memory")
+        seconds = []
+        for _ in range(4):
+            started = perf_counter()
+            target.copy_(host, non_blocking=True)
+            torch.cuda.synchronize(device)
+            seconds.append(perf_counter() - started)
+        rates.append(size / min(seconds))
+    unpin_memory(pinned)
+    return Seen(rates[0] / rates[1], f"{rates[0] / 1e9:.1f} and {rates[1] / 1e9:.1f} GB/s")
+
+
+def pin_halves_of_a_page() -> Seen:
+    page = page_aligned(4096)
+    halves = [page[:2048], page[2048:]]
+    pinned = [pin_memory(half) for half in halves]
+    for half in (half for half, there in zip(halves, pinned, strict=True) if there):
+        unpin_memory(half)
+    return Seen(all(pinned), f"{sum(pinned)} of 2")
+
+
+def compare_buffers(device: Any, copies: Copies) -> Seen:
+    """Passes after a pause in which buffers are filled, with few layers on the device."""
+    found = []
+    for most in (BUFFERS, loading.MOST_BUFFERS):
+        with patch.object(loading, "MOST_BUFFERS", most):
+            backend = _make(device, copies, gpu_layers=2)
+        session, seconds = backend.open(), []
+        one = Work(session, np.array([5], np.int32), np.array([-1], np.int32), np.array([0], np.int32))
+        for _ in range(6):
+            sleep(0.1)
+            started = perf_counter()
+            backend.forward([one])
+            seconds.append(perf_counter() - started)
+            session.commit([])
+        backend.close()
+        found.append(min(seconds))
+    return Seen(found[0] / found[1], f"{1000 * found[0]:.2f} and {1000 * found[1]:.2f} ms")
+
+
+def peak_of_capped(device: Any, copies: Copies) -> Seen:
+    config = transformers.Gemma2Config(
+        **_small(device), attn_logit_softcapping=50.0, attn_implementation=ATTENTION, dtype=torch.bfloat16
+    )
+    model = transformers.Gemma2ForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
+    backend = _make(device, copies, model)
+    limits, session = backend.capabilities, backend.open()
+    planned = work_bytes(model, limits, 65) + session.cells.nbytes
+    planned += sum(tensor.nbytes for tensor in decoder_layers(model).parameters())
+    torch.cuda.reset_peak_memory_stats(device)
+    nodes = np.arange(min(limits.max_nodes, limits.context_length), dtype=np.int32)
+    backend.forward([Work(session, nodes % 1000, nodes - 1, nodes[-1:])])
+    most = torch.cuda.max_memory_allocated(device)
+    backend.close()
+    return Seen(most / planned, f"{format_size(most)} and {format_size(planned)}")
+
+
+def count_gpus() -> Seen:
+    count = torch.cuda.device_count()
+    peers = sum(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
+    return Seen(count, f"{count}, {peers} of the others reach the first directly")
+
+
+def compare_folders(device: Any, folder: Path) -> Seen:
+    """Store a model's quantised layers as bitsandbytes does, load both, and compare logits."""
+    from bitsandbytes.functional import quantize_4bit
+    from edgespec.backends.torch.nf4 import NF4Linear, linears
+
+    loaded = random_model(_small(device), "bfloat16", device)
+    for _, _, linear, _ in linears(loaded.model.layers[0]):
+        weight = linear.weight.detach().to(device)
+        codes, state = quantize_4bit(weight, quant_type="nf4", blocksize=64)
+        file = folder / "stored.safetensors"
+        parts = {f"weight.{name}": value.cpu() for name, value in state.as_dict(packed=True).items()}
+        file.write_bytes(save(parts | {"weight": codes.cpu()}))
+        stored, made = NF4Linear(linear), NF4Linear.quantised(linear.to(device))
+        stored.take(load(file.read_bytes()))
+        x = torch.ones(3, weight.shape[1], dtype=torch.bfloat16, device=device)
+        if not torch.equal(stored.to(device)(x), made.to(device)(x)):
+            return Seen(False, "other values")
+    return Seen(True, "yes")
+
+
+def known(reports: Sequence[Report]) -> dict[str, Seen]:
+    """Answers that the reports have given."""
+    found = {}
+    for report in reports:
+        seconds = {row.nodes: row.seconds for row in report.rows}
+        if report.streamed_layers and not report.from_disk and {1, WIDE} <= seconds.keys():
+            ratio = seconds[WIDE] / seconds[1]
+            found["512 draft tokens"] = Seen(ratio, f"{ratio:.2f} ({report.dtype})")
+    return found

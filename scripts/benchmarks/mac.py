@@ -4,6 +4,7 @@ Every check compares a streamed model with the same model in memory, on any devi
 Linux.
 """
 
+import mmap
 import platform
 import re
 import subprocess
@@ -15,18 +16,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import mlx.core as mx
 import numpy as np
 from edgespec.backends.mlx import backend as engine
 from edgespec.backends.mlx.memory import find_layout
-from edgespec.backends.mlx.streaming import SlotStore
+from edgespec.backends.mlx.streaming import SlotStore, new_words
 
+from benchmarks.to_try import Seen, equal_sizes, row_classes
+from edgespec.loading.by_name import load_backend
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import load_at_once
 from edgespec.machine.measurements import remember
+from edgespec.machine.memory import all_memory, available_memory, format_size
+from edgespec.machine.system import BLOCK, read_buffer
 from edgespec.machine.this_machine import this_machine
 from edgespec.measure.other_machine import about_engines
+from edgespec.weights.direct_io import DirectFiles
 from edgespec.weights.plan import make_plan
 
 Say = Callable[[str], None]
@@ -135,8 +142,8 @@ def pass_times(folder: Path, share: float, nodes: Sequence[int]) -> list[Found]:
     return found
 
 
-def compare_engines(source: str, folder: Path, share: float, nodes: int = 64) -> list[Found]:
-    """Time a streamed pass of a GGUF and of a folder made of it; `edgespec run` offers the faster engine by it."""
+def engine_seconds(source: str, folder: Path, share: float, nodes: int) -> dict[str, float]:
+    """Time a streamed pass of a GGUF and of a folder made of it, which is remembered where the model is large."""
     from edgespec.backends.llamacpp.context import ContextSize
     from edgespec.backends.llamacpp.engine import engine as llamacpp
     from edgespec.backends.llamacpp.memory.planning import memory_needs
@@ -148,12 +155,18 @@ def compare_engines(source: str, folder: Path, share: float, nodes: int = 64) ->
         seconds = {"llamacpp": time_pass(backend, nodes).seconds}
     with streamed(folder, share) as backend:
         seconds["mlx"] = time_pass(backend, nodes).seconds
-    large = size >= LARGE
-    if large:
+    if size >= LARGE:
         remember(about_engines(), seconds)
+    return seconds
+
+
+def compare_engines(source: str, folder: Path, share: float, nodes: int = NODES[-1]) -> Seen:
+    """`edgespec run` offers the faster engine by it."""
+    seconds = engine_seconds(source, folder, share, nodes)
+    large = Path(source).stat().st_size >= LARGE
     kept = "remembered" if large else f"not remembered, for the model is below {LARGE / 1e9:.0f} GB"
     times = ", ".join(f"{name} {one:.3f} s" for name, one in seconds.items())
-    return [Found(f"streamed pass over {nodes} nodes by engine", None, f"{times}; {kept}")]
+    return Seen(seconds["llamacpp"] / seconds["mlx"], f"streamed pass over {nodes} nodes: {times}; {kept}")
 
 
 def check_devices() -> list[Found]:
@@ -192,3 +205,121 @@ def check_all(folders: Sequence[Path], *, passes: int, quick: bool, say: Say) ->
         tell(pass_times(folder, 0.6, NODES[:1] if quick else NODES))
     tell([check_growth(folders[0], passes)])
     return found
+
+
+def measures(folder: Path, gguf: str) -> dict[str, Callable[[], Seen]]:
+    """Measures for the questions of `to_try.MAC`.
+
+    Args:
+        folder: a model for MLX.
+        gguf: the same model for llama.cpp.
+    """
+    return {
+        "row classes, llama.cpp": lambda: _of(lambda: llama(gguf), row_classes),
+        "row classes, MLX": lambda: _of(lambda: engine.load(str(folder), context_length=1024), row_classes),
+        "equal sizes, MLX": lambda: _of(lambda: engine.load(str(folder), context_length=1024), equal_sizes),
+        "probing": lambda: probing(folder),
+        "MLX or llama.cpp": lambda: compare_engines(gguf, folder, 0.6),
+        "op_offload": lambda: compare_op_offload(gguf),
+        "exit": lambda: leave_open(gguf),
+        "free memory": compare_free_memory,
+        "GPU limit": gpu_share,
+        "2 GiB": large_array,
+        "page size": lambda: compare_alignment(gguf),
+    }
+
+
+def _of(load: Callable[[], Any], measure: Callable[[Any], Seen]) -> Seen:
+    backend = load()
+    try:
+        return measure(backend)
+    finally:
+        backend.close()
+
+
+def llama(gguf: str, **options: Any) -> Any:
+    return load_backend("llamacpp", gguf, **{"context_length": 1024} | options)
+
+
+def probing(folder: Path) -> Seen:
+    with streamed(folder, 0.6) as backend:
+        started = time.perf_counter()
+        found = row_classes(backend)
+        took = time.perf_counter() - started
+    return Seen(took, f"{took:.1f} s; {found.text}")
+
+
+def compare_op_offload(gguf: str) -> Seen:
+    found, usual = [], llama_cpp.llama_context_default_params
+
+    def without() -> Any:
+        params = usual()
+        params.op_offload = False
+        return params
+
+    for make in (without, usual):
+        llama_cpp.llama_context_default_params = make
+        try:
+            made = _of(lambda: llama(gguf, gpu_layers=4), lambda backend: Seen(time_pass(backend, NODES[-1]), ""))
+        finally:
+            llama_cpp.llama_context_default_params = usual
+        found.append(made.value.seconds)
+    return Seen(found[0] / found[1], f"without {found[0]:.3f} s, with {found[1]:.3f} s")
+
+
+def leave_open(gguf: str) -> Seen:
+    program = f"import edgespec; m = edgespec.load({gguf!r}, remember=False); m.generate('a', max_tokens=2)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    return Seen(done.returncode, f"{done.returncode} {last if done.returncode else ''}".strip())
+
+
+def compare_free_memory() -> Seen:
+    text = subprocess.run(["memory_pressure", "-Q"], capture_output=True, text=True, check=True).stdout
+    share = int(re.findall(r"free percentage:\s*(\d+)", text)[0]) / 100
+    ours, theirs = available_memory(), share * all_memory()
+    return Seen(ours / theirs, f"{format_size(ours)} and {format_size(int(theirs))}")
+
+
+def gpu_share() -> Seen:
+    limit = int(mx.device_info()["max_recommended_working_set_size"])
+    asked = subprocess.run(["sysctl", "-n", "iogpu.wired_limit_mb"], capture_output=True, text=True, check=False)
+    text = f"{format_size(limit)} of {format_size(all_memory())}, iogpu.wired_limit_mb = {asked.stdout.strip() or '?'}"
+    return Seen(limit / all_memory(), text)
+
+
+def large_array() -> Seen:
+    words = new_words((1 << 31) + 64) + 1
+    total = int(words.sum())
+    return Seen(total == len(words), f"the sum of {len(words)} words is {total}")
+
+
+def compare_alignment(path: str, size: int = 64 << 20) -> Seen:
+    """Read a file's first bytes to addresses that are multiples of a block, and of a page."""
+    page, rates = mmap.PAGESIZE, []
+    size = min(size, Path(path).stat().st_size // page * page)
+    files, buffer = DirectFiles([path]), read_buffer(size + 2 * page)
+    start = -np.frombuffer(buffer, np.uint8).ctypes.data % page
+    try:
+        for offset in (BLOCK, 0):
+            seconds = []
+            for _ in range(3):
+                before = time.perf_counter()
+                files.read(0, np.frombuffer(buffer, np.uint8).ctypes.data + start + offset, 0, size)
+                seconds.append(time.perf_counter() - before)
+            rates.append(size / min(seconds))
+    finally:
+        files.close()
+    text = f"pages of {page}: {rates[1] / 1e9:.2f} GB/s, blocks {rates[0] / 1e9:.2f} GB/s"
+    return Seen(rates[1] / rates[0], text)
+
+
+def known(found: Sequence[Found]) -> dict[str, Seen]:
+    """Answers that the checks have given."""
+    checks = [one for one in found if "layers streamed" in one.name]
+    bad = [one for one in checks if not one.good]
+    grown = next(one for one in found if one.name.endswith(" passes"))
+    return {
+        "streamed bits": Seen(not bad, f"{len(bad)} of {len(checks)} checks failed"),
+        "memory over time": Seen(grown.good, grown.text),
+    }

@@ -1,0 +1,75 @@
+"""Questions that only a GPU can answer: each has a row, whatever was seen, and the row says what that means."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.to_try import GPU, MAC, Question, Seen, answers
+
+SCRIPTS = Path(__file__).parent.parent / "scripts" / "benchmarks"
+MAC_QUESTIONS = {
+    "streamed bits", "row classes, llama.cpp", "row classes, MLX", "equal sizes, MLX", "probing", "MLX or llama.cpp",
+    "op_offload", "exit", "free memory", "GPU limit", "2 GiB", "page size", "memory over time",
+}  # fmt: skip
+GPU_QUESTIONS = {
+    "512 draft tokens", "pinned memory", "shared pages", "more buffers", "attention", "capped scores", "row classes",
+    "equal sizes", "GPUs", "4-bit folder",
+}  # fmt: skip
+
+
+def flat(text: str) -> str:
+    """Without the lines of a table, and with one space between words."""
+    return re.sub(r"[\s│┃┏┓└┘━─┡┩┴┬╇┳]+", " ", text)
+
+
+def test_every_question_is_asked() -> None:
+    assert (MAC.keys(), GPU.keys()) == (MAC_QUESTIONS, GPU_QUESTIONS)
+
+
+@pytest.mark.parametrize("questions", [MAC, GPU], ids=["mac", "gpu"])
+@pytest.mark.parametrize("value", [0, 1, 100])
+def test_every_answer_has_a_meaning(questions: dict[str, Question], value: int) -> None:
+    for name, question in questions.items():
+        seen = {name: Seen(value, f"{value} was seen")}
+        text = flat(answers("To try", {name: question}, {}, seen))
+        meaning, other = question.then, question.otherwise
+        if not question.holds(value):
+            meaning, other = other, meaning
+        for word in f"{name} {value} was seen {meaning}".split():
+            assert word in text
+        assert meaning != other
+
+
+def test_a_measure_that_fails_is_a_row_too() -> None:
+    def broken() -> Seen:
+        raise OSError("no such device\nand more")
+
+    measures = dict.fromkeys(GPU, broken) | {"GPUs": lambda: Seen(2, "2 of them")}
+    text = flat(answers("To try", GPU, measures, {"attention": Seen(True, "yes, right")}))
+    assert text.count("failed: no such device") == len(GPU) - 2
+    assert "2 of them" in text
+    assert "yes, right" in text
+    assert "and more" not in text
+    assert flat(answers("To try", GPU, {}, {})).count("not tried") == len(GPU)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="streaming")
+def test_every_question_has_a_measure() -> None:
+    pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
+    from benchmarks import gpu
+
+    given = gpu.measures(None, gpu.CudaCopies, Path()).keys()
+    report = gpu.Report("nf4", 1, 1, 1, 1, 1, 1.0, [gpu.Row(1, 1.0, 1, 1), gpu.Row(512, 1.5, 1, 1)])
+    assert given | gpu.known([report]).keys() == GPU.keys()
+    assert gpu.known([report])["512 draft tokens"].value == 1.5
+
+
+def test_every_question_of_a_mac_has_a_measure() -> None:
+    pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
+    from benchmarks import mac
+
+    found = [mac.Found("a, 3 layers streamed, reads 0 ms later", False, ""), mac.Found("10 passes", True, "0 bytes")]
+    assert mac.measures(Path(), "").keys() | mac.known(found).keys() == MAC.keys()
+    assert mac.known(found)["streamed bits"] == Seen(False, "1 of 1 checks failed")
