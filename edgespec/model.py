@@ -506,7 +506,7 @@ def load(
         widest=0 if fixed or entry.defaults.budget else WIDEST, sessions=parallel,
         wide=fixed and budget >= WIDE and drafted, exact=exact, backend=backend, threads=threads,
         gpu_layers=gpu_layers, memory=memory, kv_type=kv_type, lenders=check_texts("lenders", lenders), device=device,
-        dtype=dtype, gpu_memory=gpu_memory, keep_packed=keep_packed or None,
+        dtype=dtype, gpu_memory=gpu_memory, keep_packed=keep_packed,
     )  # fmt: skip
     if targets is not None or cluster is not None:
         refused = {"datastore": datastore, "lenders": lenders or None, "ahead": ahead}

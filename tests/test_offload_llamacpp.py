@@ -830,6 +830,7 @@ def test_run_tells_what_it_streams(run: Run, tiny: Path) -> None:
     assert code == plain[0] == 0
     assert out == plain[1] != ""
     lines = err.splitlines()
+    assert lines.pop(0).startswith("llamacpp: ")
     assert re.fullmatch(
         r"model of \d+ MiB in \d+ MiB of memory: \d+ MiB stays, \d+ MiB \(from \d of 6 layers\) is read from disk "
         r"in every pass, about [\d.]+ s at [\d.]+ GB/s; \d+ MiB locked in memory(, \d+ MiB kept in the page cache.*)?",
@@ -848,6 +849,7 @@ def test_run_warns_of_a_slow_disk_before_it_starts(tiny: Path, monkeypatch: pyte
     code, _, err = run(*arguments)
     assert code == 0
     lines = err.removeprefix(f"{TRYING}\n").splitlines()
+    assert lines.pop(0).startswith("llamacpp: ")
     found = re.search(r"in every pass, about (\d+) s at 0\.0010 GB/s; ", lines[0])
     assert found
     told = re.match(

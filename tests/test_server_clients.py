@@ -256,7 +256,7 @@ class TestCommand:
                     found += piece
                 assert process.wait(20) == 0
                 assert b"the server is stopping" in found
-                assert process.stderr.read() == ""
+                assert process.stderr.read() == "reference; exactly the text of plain decoding\n"
                 half.close()
             finally:
                 process.kill()

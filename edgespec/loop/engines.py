@@ -296,7 +296,8 @@ def check_supported(names: Sequence[str], options: LoadOptions) -> None:
     """
     supported = frozenset[str]().union(*(find_engine(name).supported for name in names))
     for option in ENGINE_OPTIONS:
-        if getattr(options, option) not in (None, ()) and option not in supported:
+        value = getattr(options, option)
+        if not (value is None or value is False or value == ()) and option not in supported:
             engines = " and ".join(dict.fromkeys(names))
             others = ", ".join(name for name in ENGINE_OPTIONS if name in supported) or "none"
             raise UsageError(f"the backend {engines} has no option {option!r}; its options: {others}")

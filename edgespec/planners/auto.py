@@ -384,7 +384,9 @@ class AutoPlanner(Planner):
             if way or plain == 1:  # with unread tokens, a pass does not show what plain decoding takes
                 self._ledger.add(self._spent, way, seconds, len(tokens))
             known = self._rows == 1 and state.target.has_plain(self._length)  # the ledger has the last ones
-            if not went_ahead and not known:  # a draft that runs meanwhile lengthens the pass
+            if known:
+                state.target.measured += 1
+            elif not went_ahead:  # a draft that runs meanwhile lengthens the pass
                 state.add_pass(self._rows, seconds, self._length)
         self._offer.learn(tokens, seconds)
 
