@@ -293,7 +293,7 @@ class Generation:
         stats.hidden_seconds = planner.hidden_seconds
         stats.target_seconds += passed
         stats.wait_seconds += waited
-        self._compare(passed, plain=pass_.plain, single=single)
+        self._compare(passed + perf_counter() - began, plain=pass_.plain, single=single)
         stats.plan_seconds += perf_counter() - pass_.started - pass_.draft_seconds - passed
         log_probs, self._step_log_probs = self._step_log_probs[: len(output)], []
         return Step(output, sources, self.finished, tree, path, log_probs)
