@@ -267,8 +267,8 @@ MUTANTS = [
     mutant(
         "loop-penalties-without-accepted",
         "generate.py",
-        "self.token_ids[len(self._prompt_ids) :] + list(accepted)",
-        "self.token_ids[len(self._prompt_ids) :]",
+        "self.token_ids[len(self._prompt_ids) :] + accepted if",
+        "self.token_ids[len(self._prompt_ids) :] if",
         "test_lossless_reference.py::test_the_same_text[specexec]",
     ),
     mutant(
@@ -664,7 +664,7 @@ MUTANTS = [
     mutant(
         "ledger-without-allowance",
         "ledger.py",
-        "return max(0.0, self._allowed - lost - min(one.lost, 0.0)) * self.plain",
+        "return max(0.0, self._allowed + saved - self._lost - min(one.lost, 0.0)) * self.plain",
         "return 1e9",
         "test_ledger.py::test_losses_stay_within_the_allowance_and_what_one_step_takes_longer_than_predicted",
         "test_never_slower.py",
@@ -829,18 +829,18 @@ MUTANTS = [
     ),
     mutant(
         "gpu-span-without-its-first-layer",
-        "gpu.py",
-        "if tensor.size and layer_of(tensor) >= first:",
-        "if tensor.size and layer_of(tensor) > first:",
+        "weights/plan.py",
+        "on_processor = place < first or",
+        "on_processor = place <= first or",
         "test_gpu_layers.py::test_a_mac_that_streams",
         "test_gpu_layers.py::test_layers_out_of_order",
         "test_gpu_layers.py::test_the_output_may_lie_in_front",
     ),
     mutant(
         "gpu-output-not-counted",
-        "gpu.py",
-        "count_layers(tensors) + 1 - gpu_layers",
-        "count_layers(tensors) - gpu_layers",
+        "weights/plan.py",
+        "max(0, count + 1 - gpu_layers)",
+        "max(0, count - gpu_layers)",
         "test_gpu_layers.py::test_of_so_many_layers_the_output_is_one",
     ),
     mutant(
