@@ -118,10 +118,8 @@ class Generation:
         self.foreseen = list[int]()
         self.target = target
         self._planner = planner
-        self._plain_passes, self._last_plain = (
-            list[float](),
-            list[float](),
-        )  # seconds: among steps with drafts, and since
+        self._plain_passes = list[float]()  # seconds of plain passes among steps with draft tokens
+        self._last_plain = list[float]()  # of those since the last such step
         self._shared = False  # a pass, with other sequences
         self._prompt_ids = prompt_ids
         self.prompt = Prefill(target, session, prompt_ids[:-1])

@@ -24,7 +24,7 @@ HEAVY = 0.8  # with experts, plain passes that a further unit of `weight` costs,
 PLAIN = 5  # plain passes before a way that is not known to gain: the first ones after loading may be slow
 PLAIN_STREAMED = 1  # the same with streamed weights, where each takes seconds
 TRIED = 2  # as a multiple of the largest pass measured, the tree of a way that has gained
-DOUBT = 1.2  # ratio of rates by which a way that has gained may seem slower than plain decoding
+TOLERANCE = 1.2  # ratio of rates by which a way that has gained may seem slower than plain decoding
 AHEAD = "+ahead"  # a draft that goes on while the target runs has an account of its own
 FURTHER = 16  # largest tree, as a multiple of the largest pass measured: beyond it pass times are not predictable
 
@@ -234,13 +234,13 @@ class Terms:
     Attributes:
         pass_times: of the target.
         most: most draft nodes.
-        doubt: ratio of rates by which its offer may seem slower than plain decoding.
+        tolerance: ratio of rates by which its offer may seem slower than plain decoding.
         trial: it is asked whatever its estimate is.
     """
 
     pass_times: Curve | None
     most: int
-    doubt: float = 1.0
+    tolerance: float = 1.0
     trial: bool = False
 
 
@@ -289,8 +289,9 @@ class AutoPlanner(Planner):
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
         self._offer, self._asked, self._spent = Offer(Proposal(root_only(context.token_ids[-1])), 0.0), None, {}
         self._length, self._head, self._rows = len(context.token_ids), context.head, 1 + (context.head or 0)
-        if budget > 0 and any(self._may_ask(candidate, context) for candidate in self._candidates):
-            yield from self._choose(context, budget)
+        candidates = [one for one in self._candidates if self._may_ask(one, context)]
+        if budget > 0 and candidates:
+            yield from self._choose(candidates, context, budget)
             self._rows = _rows(self._offer.proposal, context.head)
         return self._offer.proposal
 
@@ -302,17 +303,15 @@ class AutoPlanner(Planner):
         allowed = context.sequences > 1 or self._ledger.room(candidate.planner.name) > 0
         return allowed and candidate.planner.most_depth(context) > 0
 
-    def _choose(self, context: Context, budget: int) -> DraftSteps[None]:
+    def _choose(self, candidates: Sequence[Candidate], context: Context, budget: int) -> DraftSteps[None]:
         began, sequences, head = perf_counter(), context.sequences, context.head or 0
         times = self._state.times(self._length, sequences)
         plain = float((times or self._state.proportions(sequences)).seconds(1 + head))
         best = 1 / plain
         if times and (context.head is None or sequences == 1):  # shared paths are not measured
             budget = min(budget, int(FURTHER * times.sizes[-1] / sequences))
-        for candidate in self._candidates:
+        for candidate in candidates:
             name, drafted = candidate.planner.name, candidate.planner.stats.draft_seconds
-            if not self._may_ask(candidate, context):
-                continue
             terms = self._terms(candidate, context, times, plain, budget)
             asking = replace(context, pass_times=terms.pass_times)
             wanted = terms.most > 0 and (terms.trial or candidate.estimate(asking, terms.most) > best)
@@ -320,7 +319,7 @@ class AutoPlanner(Planner):
                 found = yield from candidate.propose(asking, terms.most)
                 if terms.trial and sequences > 1:  # its account is the batch's
                     self._state.ledger(sequences).put_off(name)
-                if found.rate * (1.0 if self._asked else terms.doubt) > best:
+                if found.rate * (1.0 if self._asked else terms.tolerance) > best:
                     self._offer, self._asked, best = found, candidate, found.rate
             now = perf_counter()
             self._spent[name] = max(now - began, candidate.planner.stats.draft_seconds - drafted)
@@ -338,7 +337,7 @@ class AutoPlanner(Planner):
         Returns:
             The terms: even if no draft token is accepted, a step of a single sequence loses what its ledger allows.
         """
-        name, ledger, doubt = candidate.planner.name, self._state.ledger(context.sequences), 1.0
+        name, ledger, tolerance = candidate.planner.name, self._state.ledger(context.sequences), 1.0
         trial = ledger.is_due(name, candidate.unread_count(context.token_ids))
         if trial:
             candidate.forget()
@@ -347,11 +346,11 @@ class AutoPlanner(Planner):
         if trial or not times:
             times = self._state.proportions(1, plain)
         elif ledger.is_ahead(name):  # larger passes may take less time than predicted
-            doubt, most = DOUBT, min(most, TRIED * round(times.sizes[-1]))
+            tolerance, most = TOLERANCE, min(most, TRIED * round(times.sizes[-1]))
             times = replace(times, slope=min(times.slope, FLAT * plain))
         nodes = np.arange(1, most + 1)
         lost = times.seconds(nodes + 1) - times.plain + candidate.draft_seconds(nodes, context.token_ids, plain)
-        return Terms(times, int(np.searchsorted(lost, ledger.room(name), side="right")), doubt, trial)
+        return Terms(times, int(np.searchsorted(lost, ledger.room(name), side="right")), tolerance, trial)
 
     @property
     def _ledger(self) -> Ledger:
