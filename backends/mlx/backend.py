@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from edgespec.errors import Closed, Interrupted, ModelError, UsageError, check_whole
-from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
+from edgespec.loop.backend import Backend, Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
@@ -54,7 +54,7 @@ from .memory import (
 from .recurrent import LaneCache, MlxRecurrentSession, is_recurrent
 from .session import MlxSession
 from .streaming import LayerSweep, open_slots
-from .tree import TreeCache, cut_rows
+from .tree import LayerInputs, TreeCache, cut_rows
 
 __all__ = ["MlxBackend", "MlxEngine", "engine", "load", "load_vocab"]
 
@@ -70,11 +70,19 @@ TOLERANCE = {mx.float32: 0.01, mx.float16: 0.2, mx.bfloat16: 2.0}
 
 
 class MlxLogits:
-    """See `edgespec.loop.backend.Logits`; `rows` is float32 [wanted, V]."""
+    """See `edgespec.loop.backend.Logits`, and `GivesStates` there."""
 
-    def __init__(self, rows: Any, nodes: Sequence[int]) -> None:
+    def __init__(self, rows: Any, nodes: Sequence[int], first: int = 0, states: Any = None) -> None:
+        """
+        Args:
+            rows: float32 [wanted, V].
+            nodes: that are wanted.
+            first: number of the work's first node.
+            states: float32 [nodes of the work, D]; None: the model gives none.
+        """
         self._rows = rows
         self._index = {node: i for i, node in enumerate(nodes)}
+        self._first, self._states = first, states
 
     @cached_property
     def _host(self) -> Float32Array:
@@ -90,6 +98,10 @@ class MlxLogits:
 
     def state(self, node: int) -> Float32Array:
         return np.zeros(0, np.float32)
+
+    def states(self, nodes: Sequence[int]) -> Float32Array:
+        states: Float32Array = np.array(self._states, copy=False)[np.asarray(nodes, np.intp) - self._first]
+        return states
 
     def top(
         self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
@@ -146,9 +158,11 @@ class MlxBackend:
 
     Attributes:
         plan: of the weights that stay in memory; None: all.
+        inputs: of layers, for a head; None: no head is loaded.
     """
 
     name = "mlx"
+    inputs: LayerInputs | None = None
 
     def __init__(
         self,
@@ -180,6 +194,18 @@ class MlxBackend:
     def _check_open(self) -> None:
         if self._model is None:
             raise Closed
+
+    @property
+    def model(self) -> Any:
+        self._check_open()
+        return self._model
+
+    def give_states(self, layers: Sequence[int], width: int = 0) -> None:
+        """Let logits be `GivesStates`, with `width` values of what `layers` read (`LayerInputs`); no layers: end it."""
+        if self.inputs:
+            self.inputs.close()
+        self.inputs = LayerInputs(self.model.layers, layers) if layers else None
+        self.capabilities = replace(self.capabilities, states=width)
 
     def open(self) -> MlxSession:
         self._check_open()
@@ -230,11 +256,13 @@ class MlxBackend:
                     self._compute([session], [partial(self._graph, session, tokens, None)])
                     mx.eval(session.state)
                     session.take()
-            rows = self._compute(sessions, [partial(self._begin, *one) for one in zip(sessions, batch, strict=True)])
-            mx.eval([session.state for session in sessions], [row for row in rows if row is not None])
-        for session, work, places in zip(sessions, batch, positions, strict=True):
+            made = self._compute(sessions, [partial(self._begin, *one) for one in zip(sessions, batch, strict=True)])
+            mx.eval([session.state for session in sessions], [array for one in made for array in one if array is not None])
+        found = list[Logits]()
+        for session, work, places, (rows, states) in zip(sessions, batch, positions, made, strict=True):
+            found.append(MlxLogits(rows, work.wanted.tolist(), session.nodes, states))
             session.add(work, places)
-        return [MlxLogits(row, work.wanted.tolist()) for work, row in zip(batch, rows, strict=True)]
+        return found
 
     def interrupt(self) -> None:
         self._interrupted.set()
@@ -254,11 +282,18 @@ class MlxBackend:
 
         return self._sweep.run([session.caches for session in sessions], write) if self._sweep else write()
 
-    def _begin(self, session: MlxSession, work: Work) -> Any:
+    def _begin(self, session: MlxSession, work: Work) -> tuple[Any, Any]:
+        """
+        Returns:
+            As `_graph`; states of the work's nodes, or None.
+        """
+        count = len(work.token_ids)
         if shape := shape_of(self.capabilities, [work]):
             work = padded(work, session.nodes, shape)
         tokens, rows = session.place(work)
-        return self._graph(session, tokens, rows if len(rows) else None)
+        wanted = rows[work.wanted - session.nodes]
+        logits = self._graph(session, tokens, wanted if len(wanted) else None)
+        return logits, self.inputs.take(rows[:count]) if self.inputs else None
 
     def _graph(self, session: MlxSession, tokens: Any, rows: Any) -> Any:
         """
@@ -354,7 +389,7 @@ class MlxEngine(Engine):
         size = PassSize(context_length, options.budget, options.sessions, MIN_NODES)
         plan, layout, notes = None, None, list[str]()
         if not options.resident and can_stream(machine):
-            drafts = sum(draft_bytes(open_model(other), size) for other in options.draft_files)
+            drafts = sum(_draft_bytes(other, size) for other in options.draft_files)
             plan, size, layout, notes = plan_memory(lazy, size, memory, used, drafts, machine, options.widest)
         return MlxPlan(
             path=path, options=options, lazy=lazy, vocab=vocab, size=size, layout=layout, weights=plan, told=notes,
@@ -366,6 +401,23 @@ class MlxEngine(Engine):
 
     def load_vocab(self, path: str) -> Vocab:
         return load_vocab(path)
+
+    def has_head(self, path: str) -> bool:
+        """See `LoadsHeads`; heads in a model's own folder cannot be loaded here."""
+        from .head import is_head
+
+        return is_head(path)
+
+    def load_head(self, target: Backend, path: str, options: LoadOptions) -> Backend:
+        from .head import load_head
+
+        return load_head(cast(MlxBackend, target), path, options)
+
+
+def _draft_bytes(path: str, size: PassSize) -> int:
+    from .head import head_bytes, is_head
+
+    return head_bytes(path, size) if is_head(path) else draft_bytes(open_model(path), size)
 
 
 engine = MlxEngine()

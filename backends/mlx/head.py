@@ -1,0 +1,235 @@
+"""EAGLE-3 heads on MLX (arXiv 2503.01840): folders as published, and as llama.cpp's converter reads them.
+
+    fuse      fc of what the target's layers read, side by side
+    a row     the state before it, and its token's embedding, through one layer that returns the row's own state
+    logits    of the head's own vocabulary; no other token is ever drafted
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.llama import MLP, Attention, ModelArgs
+
+from edgespec.errors import ModelError
+from edgespec.loop.backend import Capabilities, Logits, Work
+from edgespec.loop.engines import LoadOptions
+from edgespec.loop.sampling import Float32Array
+from edgespec.loop.session_files import content_of
+from edgespec.models.safetensors_header import Stored, read_safetensors_header
+
+from ..common.heads import HeadSession
+from ..common.hf_vocab import check_folder, first_line, weight_files
+from .backend import MlxBackend
+from .memory import MIN_NODES, PassSize, work_bytes
+from .session import MlxSession
+from .tree import LayerInputs, TreeCache, runs_layers, wrap_ropes
+
+LAYER = ("midlayer.", "layers.0.")  # names of the only layer in published heads
+UNUSED = ("t2d", "rotary_emb.inv_freq")
+
+
+class Layer(nn.Module):  # type: ignore[misc]
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
+            nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps) for _ in range(3)
+        )
+        self.self_attn, self.mlp = Attention(args), MLP(args)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows = self.self_attn[name].weight.shape[0]
+            self.self_attn[name] = nn.Linear(2 * args.hidden_size, rows, bias=args.attention_bias)
+
+
+class Eagle3(nn.Module):  # type: ignore[misc]
+    """The head's own weights, named as in its files."""
+
+    def __init__(self, config: Mapping[str, Any], fused: int, own_embedding: bool) -> None:
+        """
+        Args:
+            config: of config.json.
+            fused: size of the target's states.
+            own_embedding: the head's files have an embedding.
+        """
+        super().__init__()
+        args = ModelArgs.from_dict(config)
+        self.fc = nn.Linear(fused, args.hidden_size, bias=False)
+        self.layers = [Layer(args)]
+        self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+        self.lm_head = nn.Linear(args.hidden_size, config["draft_vocab_size"], bias=False)
+        if config.get("norm_before_fc"):
+            self.input_norm = nn.RMSNorm(fused, eps=args.rms_norm_eps)
+        if own_embedding:
+            self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
+        self._normed_residual = bool(config.get("norm_before_residual"))
+
+    def fuse(self, states: Any) -> Any:
+        return self.fc(self.input_norm(states) if "input_norm" in self else states)
+
+    def __call__(self, embedded: Any, states: Any, cache: Sequence[TreeCache]) -> Any:
+        """
+        Args:
+            embedded: tokens, [1, n, D].
+            states: before them, [1, n, D].
+            cache: of the layer.
+
+        Returns:
+            The rows' own states, [1, n, D].
+        """
+        layer, normed = self.layers[0], self.layers[0].hidden_norm(states)
+        x = mx.concatenate([layer.input_layernorm(embedded), normed], axis=-1)
+        x = layer.self_attn(x, create_attention_mask(x, cache[0]), cache[0])
+        x = x + (normed if self._normed_residual else states)
+        return x + layer.mlp(layer.post_attention_layernorm(x))
+
+
+class MlxHeadSession(HeadSession, MlxSession):
+    """A session of `MlxHead`."""
+
+
+class MlxHead(MlxBackend):
+    """
+    Attributes:
+        width: as in `HeadOwner`.
+    """
+
+    def __init__(
+        self, head: Eagle3, target: MlxBackend, capabilities: Capabilities, sessions: int, embed: Any, ids: Any
+    ) -> None:
+        """
+        Args:
+            head: with its weights.
+            target: it drafts for this one.
+            capabilities: of the head.
+            sessions: most open at once.
+            embed: the embedding of tokens.
+            ids: the target's token of each token of the head, [draft vocabulary].
+        """
+        super().__init__(head, cast(Any, target.vocab), capabilities, [None], sessions, None, ())
+        self.width = head.norm.weight.shape[0]
+        self._target, self._embed, self._ids = target, embed, ids
+        self._dtype = head.fc.weight.dtype
+
+    def _session(self, capacity: int) -> MlxSession:
+        return MlxHeadSession(cast(Any, self), [TreeCache(capacity, None)])
+
+    def fuse(self, states: Float32Array) -> Float32Array:
+        return np.array(self._model.fuse(mx.array(states).astype(self._dtype)).astype(mx.float32))
+
+    def _begin(self, session: MlxSession, work: Work) -> tuple[Any, Any]:
+        states = cast(MlxHeadSession, session).inputs(work, session.check(work))
+        tokens, rows = session.place(work)
+        embedded = self._embed(mx.array(tokens)).astype(self._dtype)
+        own = self._model(embedded, mx.array(states)[None].astype(self._dtype), session.given)[0]
+        wanted = rows[work.wanted - session.nodes]
+        if not len(wanted):
+            return None, own.astype(mx.float32)
+        found = self._model.lm_head(self._model.norm(own[mx.array(wanted)])).astype(mx.float32)
+        logits = mx.full((len(wanted), self.vocab.size), -mx.inf)
+        logits[:, self._ids] = found
+        return logits, own.astype(mx.float32)
+
+    def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        firsts = [cast(MlxHeadSession, work.session).nodes for work in batch]
+        found = super().forward(batch)
+        for work, first, logits in zip(batch, firsts, found, strict=True):
+            nodes = range(first, first + len(work.token_ids))
+            cast(MlxHeadSession, work.session).add_states(nodes, cast(Any, logits).states(nodes))
+        return found
+
+    def close(self) -> None:
+        if self._model is not None and self._target.inputs:
+            self._target.give_states([])
+        super().close()
+
+
+def is_head(path: str) -> bool:
+    """
+    Raises:
+        ModelError: there is no folder with a readable config.json.
+    """
+    return "draft_vocab_size" in _config(path)
+
+
+def _config(path: str) -> dict[str, Any]:
+    try:
+        config = json.loads((check_folder(path) / "config.json").read_text("utf-8"))
+        config |= config.get("transformer_layer_config") or {}  # where vLLM's speculators have the layer's
+        rope = config.get("rope_parameters")  # where transformers 5 has the two below
+        return config | ({"rope_theta": rope["rope_theta"], "rope_scaling": rope} if rope else {})
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ModelError(f"{path}: config.json is damaged: {first_line(error)}") from error
+
+
+def _stored(path: str) -> dict[str, Stored]:
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{path}: has no weights: there is no file *.safetensors")
+    return {_name(one.name): one for file in files for one in read_safetensors_header(file)}
+
+
+def _name(stored: str) -> str:
+    return next((LAYER[1] + stored.removeprefix(name) for name in LAYER if stored.startswith(name)), stored)
+
+
+def head_bytes(path: str, size: PassSize) -> int:
+    """Bytes of a head that is loaded with the same options as its target, and stays in memory."""
+    config, stored = _config(path), _stored(path)
+    weights = sum(one.size for name, one in stored.items() if not name.endswith(UNUSED))
+    keys = stored.get(f"{LAYER[1]}self_attn.k_proj.weight")
+    cell = 2 * keys.size // keys.shape[1] if keys else 0
+    return weights + size.sessions * size.cells * cell + work_bytes(config, size, 4)
+
+
+def load_head(target: MlxBackend, path: str, options: LoadOptions) -> MlxHead:
+    """See `LoadsHeads.load_head`."""
+    config, stored = _config(path), _stored(path)
+    try:
+        return _load(target, path, options, config, stored)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ModelError(f"{path}: is no EAGLE-3 head that MLX can load: {first_line(error)}") from error
+
+
+def _load(
+    target: MlxBackend, path: str, options: LoadOptions, config: dict[str, Any], stored: dict[str, Stored]
+) -> MlxHead:
+    embed = getattr(runs_layers(target.model), "embed_tokens", None)
+    if embed is None:
+        raise ModelError(f"{path}: its target's embedding is not found, so it cannot have a head on MLX")
+    layers = len(target.model.layers)
+    chosen = config.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
+    hidden = embed(mx.array([0])).shape[-1]
+    fused, vocab = stored["fc.weight"].shape[1], target.vocab.size
+    if fused != hidden * len(chosen) or not all(0 <= number <= layers for number in chosen):
+        raise ModelError(
+            f"{path}: reads {fused} values of the layers {chosen}, but this target has {layers} layers of {hidden} values"
+        )
+    if config["vocab_size"] != vocab:
+        raise ModelError(f"{path}: is for a vocabulary of {config['vocab_size']} tokens, but its target has {vocab}")
+    own = "embed_tokens.weight" in stored
+    head, weights = Eagle3(config, fused, own), dict[str, Any]()
+    for file in sorted(Path(path).glob("*.safetensors")):
+        weights |= {_name(name): array for name, array in mx.load(str(file)).items() if not name.endswith(UNUSED)}
+    ids = mx.arange(config["draft_vocab_size"])
+    if (offsets := weights.pop("d2t", None)) is not None:
+        ids = ids + offsets
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        raise ModelError(f"{path}: its tokens are not all among the target's {vocab}")
+    head.load_weights(list(weights.items()))
+    wrap_ropes(head)
+    mx.eval(head.parameters())
+    nodes = max(MIN_NODES, options.budget + 1)
+    limits = Capabilities(
+        context_length=options.context_length or target.capabilities.context_length,
+        max_nodes=nodes, max_wanted=nodes, max_leaves=nodes, logit_tolerance=target.capabilities.logit_tolerance,
+        one_thread=True, head=True,
+    )  # fmt: skip
+    made = MlxHead(head, target, limits, options.sessions, head.embed_tokens if own else embed, ids)
+    made.content = content_of(*weight_files(path))
+    target.give_states(chosen, fused)
+    return made
