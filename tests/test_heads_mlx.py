@@ -1,7 +1,6 @@
 """EAGLE-3 heads on MLX: the head's definition, and texts of plain decoding, however it drafts."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,13 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edge
 
 import contract
 import mlx.core as mx
+from edgespec.backends.mlx import backend as backend_module
+from edgespec.backends.mlx import memory as memory_module
 from edgespec.backends.mlx.backend import engine, load
-from edgespec.backends.mlx.memory import MIN_NODES, PassSize
+from edgespec.backends.mlx.memory import MIN_NODES, PassSize, parameter_bytes
 from head_files import WIDTH, head_weights, write_head
-from mlx.optimizers import Adam
 from mlx import nn
+from mlx.optimizers import Adam
 from mlx_models import FAMILIES, HYBRIDS, VOCAB_SIZE, write_model
 from test_lossless_mlx import SAMPLINGS, check_lossless, write
 from test_mlx_streaming import load_streamed, many_layers, small_parts  # noqa: F401, fixtures
@@ -77,3 +78,166 @@ def taught(target: Any, head: Any, tokens: list[int], steps: int = 150) -> None:
         _, gradients = step(model)
         optimizer.update(model, gradients)
         mx.eval(model.parameters())
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = write_model(tmp_path_factory.mktemp("heads") / "target", many_layers(FAMILIES["llama-3"]))
+    backend = load(str(folder), context_length=128, budget=16, sessions=3)
+    yield backend
+    backend.close()
+
+
+@pytest.mark.parametrize("config", [{}, {"norm_before_residual": True, "norm_before_fc": True}], ids=["usual", "norms"])
+def test_the_logits_of_a_head_are_those_of_torch(config: dict[str, Any], target: Any, tmp_path: Path) -> None:
+    """The same weights in both engines: rows after given states, and a tree below them."""
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
+    eagle = pytest.importorskip("edgespec.backends.torch.eagle")
+    folder = write_head(tmp_path / "head", head_weights(VOCAB_SIZE, DRAFTS, **config), **config)
+    theirs, head = eagle.load_head(folder, len(target.model.layers)), load_head(target, folder)
+    assert head.capabilities.head
+    assert target.capabilities.states == 3 * WIDTH
+    states = states_of(target, PROMPT)
+
+    def torch_rows(text: list[int], before: Any) -> tuple[Any, Any]:
+        """Logits and own states after a text, of which `before` are the states of all tokens but the last."""
+        embedded, attend = torch.tensor(np.array(head._embed(mx.array(text)))), torch.zeros(2, 2, 64, 8)
+        found = torch.cat([torch.zeros(1, WIDTH), before])
+        own = theirs(embedded, found, torch.arange(len(text)), eagle.attend_cells(attend, 0, None))
+        return theirs.logits(own), own
+
+    with torch.no_grad():
+        before = theirs.fuse(torch.tensor(states))[:-1]
+        expected, own = torch_rows(PROMPT, before)
+        session, end = head.open(), len(PROMPT)
+        session.give(0, states[:-1])
+        [logits] = head.forward([contract.work(session, PROMPT, range(-1, end - 1))])
+        np.testing.assert_allclose([logits.row(node) for node in range(end)], expected, atol=2e-4)
+        session.commit(range(end))
+        [first] = head.forward([contract.work(session, [7], [-1])])
+        [second] = head.forward([contract.work(session, [8, 9], [0, 0])])
+        rows, after = torch_rows([*PROMPT, 7], torch.cat([before, own[-1:]]))
+        np.testing.assert_allclose(first.row(0), rows[-1], atol=2e-4)
+        for node, token in ((1, 8), (2, 9)):
+            rows, _ = torch_rows([*PROMPT, 7, token], torch.cat([before, own[-1:], after[-1:]]))
+            np.testing.assert_allclose(second.row(node), rows[-1], atol=2e-4)
+    session.close()
+    head.close()
+    assert target.capabilities.states == 0
+
+
+def loaded(kind: str, folder: Path, load_streamed: Any) -> Any:  # noqa: F811
+    options = {"context_length": 128, "budget": 16, "sessions": 3}
+    if kind == "recurrent":
+        return load(
+            str(write_model(folder, HYBRIDS["lfm2"] | {"num_hidden_layers": 5, "layer_types": LFM2})), **options
+        )
+    path = write_model(folder, many_layers(FAMILIES["llama-3"]))
+    return load_streamed(path, **options) if kind == "streamed" else load(str(path), **options)
+
+
+LFM2 = ["conv", "full_attention", "conv", "full_attention", "conv"]
+MAKERS = [
+    lambda head: SpecExecPlanner(head, depth=5, beam=4),
+    lambda head: ChainPlanner(head, depth=4),
+]
+
+
+@pytest.mark.parametrize("kind", ["in memory", "streamed", "recurrent"])
+def test_text_with_a_head_is_that_of_plain_decoding(kind: str, tmp_path: Path, load_streamed: Any) -> None:  # noqa: F811
+    target = loaded(kind, tmp_path / "target", load_streamed)
+    head = load_head(target, write_head(tmp_path / "head", head_weights(VOCAB_SIZE, DRAFTS)))
+    texts = [write(target, NonePlanner(), PROMPT, sampling, 40)[0] for sampling in SAMPLINGS[:2]]
+    taught(target, head, PROMPT + texts[0])
+    gained = list[float]()
+    for sampling, plain in zip(SAMPLINGS, texts, strict=False):
+        for make in MAKERS:
+            gained.append(check_lossless(target, make(head), PROMPT, plain, sampling).acceptance_length)
+    assert max(gained) > 1.3  # it drafts from the right states
+    head.close()
+    target.close()
+
+
+def test_two_texts_a_second_turn_and_a_saved_session(target: Any, tmp_path: Path) -> None:
+    head = load_head(target, write_head(tmp_path / "head", head_weights(VOCAB_SIZE, DRAFTS)))
+    other = [*PROMPT[9:20], 40, 41]
+    states, turns = [states_of(target, text) for text in (PROMPT, other)], [[7, 8], [9, 10, 11]]
+    alone = [rows_of(head, text, found[:-1]) for text, found in zip((PROMPT, other), states, strict=True)]
+    sessions = [head.open(), head.open()]
+    for session, found in zip(sessions, states, strict=True):
+        session.give(0, found[:-1])
+    works = [
+        contract.work(one, text, range(-1, len(text) - 1)) for one, text in zip(sessions, (PROMPT, other), strict=True)
+    ]
+    for logits, rows in zip(head.forward(works), alone, strict=True):
+        np.testing.assert_allclose(logits.row(len(rows) - 1), rows[-1], atol=1e-4)
+    for session, text in zip(sessions, (PROMPT, other), strict=True):
+        session.commit(range(len(text)))
+    sessions[0].save(tmp_path / "saved")
+    fork = sessions[0].fork()
+    sessions[0].rewind(0)
+    sessions[0].load(tmp_path / "saved")
+    again = states_of(target, PROMPT + turns[0])
+    expected = rows_of(head, PROMPT + turns[0], again[:-1])
+    for session in (sessions[0], fork):
+        session.give(len(PROMPT) - 1, again[len(PROMPT) - 1 : -1])
+        [logits] = head.forward([contract.work(session, turns[0], [-1, 0])])
+        np.testing.assert_allclose(logits.row(1), expected[-1], atol=1e-4)
+    head.close()
+
+
+def test_memory_is_planned_for_a_head(target: Any, tmp_path: Path) -> None:
+    """Weights, cells, and what the largest pass takes."""
+    folder, small = (
+        write_head(tmp_path / "head", weights := head_weights(VOCAB_SIZE, DRAFTS)),
+        PassSize(64, 16, 2, MIN_NODES),
+    )
+    found = backend_module._draft_bytes(str(folder), small)
+    head = load_head(target, folder)
+    assert (
+        parameter_bytes(head.model)
+        == sum(array.nbytes for name, array in weights.items() if name != "t2d") - 8 * DRAFTS
+    )
+    session = head.open()
+    head.forward([contract.work(session, [5], [-1])])
+    cells = sum(buffer.nbytes for buffer in session.state) * small.cells // session.caches[0].keys.shape[2]
+    work = memory_module.work_bytes(json.loads((folder / "config.json").read_text()), small, 4)
+    assert found - work >= parameter_bytes(head.model) + 2 * cells
+    assert found - work <= parameter_bytes(head.model) + 2 * cells + 8 * DRAFTS
+    head.close()
+
+
+BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "a tensor missing": (lambda weights: weights.pop("midlayer.hidden_norm.weight"), {}, "is no EAGLE-3 head that MLX"),
+    "other widths": (lambda weights: weights.update({"fc.weight": weights["fc.weight"][:, :-3]}), {}, "reads 93 values"),
+    "another target": (lambda weights: None, {"vocab_size": 99}, "for a vocabulary of 99 tokens, but its target has 288"),
+    "tokens beyond": (lambda weights: weights.update(d2t=weights["d2t"] + 200), {}, "not all among the target's 288"),
+    "layers beyond": (lambda weights: None, {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "layers \\[1, 2, 9\\]"),
+    "a config without heads": (lambda weights: None, {"num_attention_heads": None}, "is no EAGLE-3 head that MLX"),
+    "cut off": (None, {}, "is cut off"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_head_that_cannot_be_used(name: str, target: Any, tmp_path: Path) -> None:
+    damage, config, message = BROKEN[name]
+    weights = head_weights(VOCAB_SIZE, DRAFTS)
+    if damage:
+        damage(weights)
+    folder = write_head(tmp_path / "head", weights, **config)
+    if not damage:
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=message) as caught:
+        load_head(target, folder)
+    assert str(folder) in str(caught.value)
+    assert target.capabilities.states == 0
+
+
+def test_layers_are_watched_only_while_a_head_is_loaded(target: Any, tmp_path: Path) -> None:
+    kinds = [type(layer) for layer in target.model.layers]
+    head = load_head(target, write_head(tmp_path / "head", head_weights(VOCAB_SIZE, DRAFTS)))
+    watched = [type(layer) is not kind for layer, kind in zip(target.model.layers, kinds, strict=True)]
+    assert watched == [number in (2, 3, 4) for number in range(7)]
+    head.close()
+    assert [type(layer) for layer in target.model.layers] == kinds

@@ -33,6 +33,7 @@ from edgespec.machine import memory as process
 from edgespec.machine.disk import Reading
 from edgespec.machine.memory import in_bytes
 from edgespec.machine.this_machine import Gpu
+from edgespec.models.heads import is_head
 from edgespec.weights.plan import Plan
 from edgespec.weights.ring import can_stream, measure_disk
 
@@ -257,7 +258,9 @@ class MlxBackend:
                     mx.eval(session.state)
                     session.take()
             made = self._compute(sessions, [partial(self._begin, *one) for one in zip(sessions, batch, strict=True)])
-            mx.eval([session.state for session in sessions], [array for one in made for array in one if array is not None])
+            mx.eval(
+                [session.state for session in sessions], [array for one in made for array in one if array is not None]
+            )
         found = list[Logits]()
         for session, work, places, (rows, states) in zip(sessions, batch, positions, made, strict=True):
             found.append(MlxLogits(rows, work.wanted.tolist(), session.nodes, states))
@@ -404,8 +407,6 @@ class MlxEngine(Engine):
 
     def has_head(self, path: str) -> bool:
         """See `LoadsHeads`; heads in a model's own folder cannot be loaded here."""
-        from .head import is_head
-
         return is_head(path)
 
     def load_head(self, target: Backend, path: str, options: LoadOptions) -> Backend:
@@ -415,7 +416,7 @@ class MlxEngine(Engine):
 
 
 def _draft_bytes(path: str, size: PassSize) -> int:
-    from .head import head_bytes, is_head
+    from .head import head_bytes
 
     return head_bytes(path, size) if is_head(path) else draft_bytes(open_model(path), size)
 

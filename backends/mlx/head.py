@@ -1,8 +1,8 @@
 """EAGLE-3 heads on MLX (arXiv 2503.01840): folders as published, and as llama.cpp's converter reads them.
 
-    fuse      fc of what the target's layers read, side by side
-    a row     the state before it, and its token's embedding, through one layer that returns the row's own state
-    logits    of the head's own vocabulary; no other token is ever drafted
+fuse      fc of what the target's layers read, side by side
+a row     the state before it, and its token's embedding, through one layer that returns the row's own state
+logits    of the head's own vocabulary; no other token is ever drafted
 """
 
 import json
@@ -28,7 +28,7 @@ from ..common.hf_vocab import check_folder, first_line, weight_files
 from .backend import MlxBackend
 from .memory import MIN_NODES, PassSize, work_bytes
 from .session import MlxSession
-from .tree import LayerInputs, TreeCache, runs_layers, wrap_ropes
+from .tree import TreeCache, runs_layers, wrap_ropes
 
 LAYER = ("midlayer.", "layers.0.")  # names of the only layer in published heads
 UNUSED = ("t2d", "rotary_emb.inv_freq")
@@ -146,14 +146,6 @@ class MlxHead(MlxBackend):
         if self._model is not None and self._target.inputs:
             self._target.give_states([])
         super().close()
-
-
-def is_head(path: str) -> bool:
-    """
-    Raises:
-        ModelError: there is no folder with a readable config.json.
-    """
-    return "draft_vocab_size" in _config(path)
 
 
 def _config(path: str) -> dict[str, Any]:
