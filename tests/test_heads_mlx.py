@@ -30,8 +30,8 @@ from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 
 PROMPT = [*range(5, 25), *range(5, 17)]
-OPTIONS = LoadOptions(context_length=128, budget=16, sessions=3)
-DRAFTS = 200  # tokens of the head's vocabulary
+OPTIONS = LoadOptions(context_length=128, budget=16, sessions=4)
+DRAFTS = 268  # tokens of the head's vocabulary
 
 
 def load_head(target: Any, folder: Path) -> Any:
@@ -58,7 +58,7 @@ def rows_of(head: Any, tokens: list[int], states: Any) -> Any:
 def taught(target: Any, head: Any, tokens: list[int], steps: int = 150) -> None:
     """Train the head until it knows this text by heart."""
     states, model = mx.array(states_of(target, tokens[:-1])), head.model
-    embedded, fused = head._embed(mx.array(tokens)[None]), mx.zeros((1, 1, WIDTH))
+    embedded = head._embed(mx.array(tokens)[None])
     places = {token: place for place, token in enumerate(head._ids.tolist())}
     rows = mx.array([row for row in range(len(tokens) - 2) if tokens[row + 2] in places])
     labels = mx.array([places[tokens[row + 2]] for row in rows.tolist()])
@@ -83,7 +83,7 @@ def taught(target: Any, head: Any, tokens: list[int], steps: int = 150) -> None:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = write_model(tmp_path_factory.mktemp("heads") / "target", many_layers(FAMILIES["llama-3"]))
-    backend = load(str(folder), context_length=128, budget=16, sessions=3)
+    backend = load(str(folder), context_length=128, budget=16, sessions=4)
     yield backend
     backend.close()
 
@@ -115,7 +115,7 @@ def test_the_logits_of_a_head_are_those_of_torch(config: dict[str, Any], target:
         np.testing.assert_allclose([logits.row(node) for node in range(end)], expected, atol=2e-4)
         session.commit(range(end))
         [first] = head.forward([contract.work(session, [7], [-1])])
-        [second] = head.forward([contract.work(session, [8, 9], [0, 0])])
+        [second] = head.forward([contract.work(session, [8, 9], [0, 0], wanted=[1, 2])])
         rows, after = torch_rows([*PROMPT, 7], torch.cat([before, own[-1:]]))
         np.testing.assert_allclose(first.row(0), rows[-1], atol=2e-4)
         for node, token in ((1, 8), (2, 9)):
@@ -127,7 +127,7 @@ def test_the_logits_of_a_head_are_those_of_torch(config: dict[str, Any], target:
 
 
 def loaded(kind: str, folder: Path, load_streamed: Any) -> Any:  # noqa: F811
-    options = {"context_length": 128, "budget": 16, "sessions": 3}
+    options = {"context_length": 128, "budget": 16, "sessions": 4}
     if kind == "recurrent":
         return load(
             str(write_model(folder, HYBRIDS["lfm2"] | {"num_hidden_layers": 5, "layer_types": LFM2})), **options
@@ -166,9 +166,8 @@ def test_two_texts_a_second_turn_and_a_saved_session(target: Any, tmp_path: Path
     sessions = [head.open(), head.open()]
     for session, found in zip(sessions, states, strict=True):
         session.give(0, found[:-1])
-    works = [
-        contract.work(one, text, range(-1, len(text) - 1)) for one, text in zip(sessions, (PROMPT, other), strict=True)
-    ]
+    pairs = zip(sessions, (PROMPT, other), strict=True)
+    works = [contract.work(one, text, range(-1, len(text) - 1)) for one, text in pairs]
     for logits, rows in zip(head.forward(works), alone, strict=True):
         np.testing.assert_allclose(logits.row(len(rows) - 1), rows[-1], atol=1e-4)
     for session, text in zip(sessions, (PROMPT, other), strict=True):
@@ -207,15 +206,32 @@ def test_memory_is_planned_for_a_head(target: Any, tmp_path: Path) -> None:
     head.close()
 
 
+def keep(weights: dict[str, Any]) -> None:
+    pass
+
+
+def lose_a_norm(weights: dict[str, Any]) -> None:
+    del weights["midlayer.hidden_norm.weight"]
+
+
+def read_less(weights: dict[str, Any]) -> None:
+    weights["fc.weight"] = weights["fc.weight"][:, :-3]
+
+
+def draft_beyond(weights: dict[str, Any]) -> None:
+    weights["d2t"] = weights["d2t"] + 200
+
+
 BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "a tensor missing": (lambda weights: weights.pop("midlayer.hidden_norm.weight"), {}, "is no EAGLE-3 head that MLX"),
-    "other widths": (lambda weights: weights.update({"fc.weight": weights["fc.weight"][:, :-3]}), {}, "reads 93 values"),
-    "another target": (lambda weights: None, {"vocab_size": 99}, "for a vocabulary of 99 tokens, but its target has 288"),
-    "tokens beyond": (lambda weights: weights.update(d2t=weights["d2t"] + 200), {}, "not all among the target's 288"),
-    "layers beyond": (lambda weights: None, {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "layers \\[1, 2, 9\\]"),
-    "a config without heads": (lambda weights: None, {"num_attention_heads": None}, "is no EAGLE-3 head that MLX"),
+    "a tensor missing": (lose_a_norm, {}, "is no EAGLE-3 head that MLX"),
+    "other widths": (read_less, {}, "reads 93 values"),
+    "another target": (keep, {"vocab_size": 99}, "for a vocabulary of 99 tokens, but its target has 288"),
+    "tokens beyond": (draft_beyond, {}, "not all among the target's 288"),
+    "layers beyond": (keep, {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"layers \[1, 2, 9\]"),
+    "a config without heads": (keep, {"num_attention_heads": None}, "is no EAGLE-3 head that MLX"),
+    "no words for its layers": (keep, {"eagle_aux_hidden_state_layer_ids": "all"}, "is no EAGLE-3 head that MLX"),
     "cut off": (None, {}, "is cut off"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
