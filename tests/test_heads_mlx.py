@@ -100,10 +100,9 @@ def test_the_logits_of_a_head_are_those_of_torch(config: dict[str, Any], target:
     states = states_of(target, PROMPT)
 
     def torch_rows(text: list[int], before: Any) -> tuple[Any, Any]:
-        """Logits and own states after a text, of which `before` are the states of all tokens but the last."""
-        embedded, attend = torch.tensor(np.array(head._embed(mx.array(text)))), torch.zeros(2, 2, 64, 8)
-        found = torch.cat([torch.zeros(1, WIDTH), before])
-        own = theirs(embedded, found, torch.arange(len(text)), eagle.attend_cells(attend, 0, None))
+        """Logits and own states after all tokens of a text but the first; `before` are the states before them."""
+        embedded, cells = torch.tensor(np.array(head._embed(mx.array(text[1:])))), torch.zeros(2, 2, 64, 8)
+        own = theirs(embedded, before, torch.arange(1, len(text)), eagle.attend_cells(cells, 0, None))
         return theirs.logits(own), own
 
     with torch.no_grad():
@@ -112,7 +111,7 @@ def test_the_logits_of_a_head_are_those_of_torch(config: dict[str, Any], target:
         session, end = head.open(), len(PROMPT)
         session.give(0, states[:-1])
         [logits] = head.forward([contract.work(session, PROMPT, range(-1, end - 1))])
-        np.testing.assert_allclose([logits.row(node) for node in range(end)], expected, atol=2e-4)
+        np.testing.assert_allclose([logits.row(node) for node in range(1, end)], expected, atol=2e-4)
         session.commit(range(end))
         [first] = head.forward([contract.work(session, [7], [-1])])
         [second] = head.forward([contract.work(session, [8, 9], [0, 0], wanted=[1, 2])])

@@ -28,7 +28,7 @@ from ..common.hf_vocab import check_folder, first_line, weight_files
 from .backend import MlxBackend
 from .memory import MIN_NODES, PassSize, work_bytes
 from .session import MlxSession
-from .tree import TreeCache, runs_layers, wrap_ropes
+from .tree import Pass, TreeCache, runs_layers, wrap_ropes
 
 LAYER = ("midlayer.", "layers.0.")  # names of the only layer in published heads
 UNUSED = ("t2d", "rotary_emb.inv_freq")
@@ -88,6 +88,16 @@ class Eagle3(nn.Module):  # type: ignore[misc]
         return x + layer.mlp(layer.post_attention_layernorm(x))
 
 
+class HeadCache(TreeCache):
+    """Hides the cell of a text's first token, which has no state before it."""
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        here = cast(Pass, self.offset)
+        seen = here.visible(None)
+        seen[:, 0] = here.start + np.arange(n) == 0
+        return mx.array(seen)
+
+
 class MlxHeadSession(HeadSession, MlxSession):
     """A session of `MlxHead`."""
 
@@ -116,7 +126,7 @@ class MlxHead(MlxBackend):
         self._dtype = head.fc.weight.dtype
 
     def _session(self, capacity: int) -> MlxSession:
-        return MlxHeadSession(cast(Any, self), [TreeCache(capacity, None)])
+        return MlxHeadSession(cast(Any, self), [HeadCache(capacity, None)])
 
     def fuse(self, states: Float32Array) -> Float32Array:
         return np.array(self._model.fuse(mx.array(states).astype(self._dtype)).astype(mx.float32))

@@ -71,10 +71,10 @@ class Pass:
             if not as_array:
                 return "causal"
         if window not in self._masks:
-            self._masks[window] = mx.array(self._visible(window))
+            self._masks[window] = mx.array(self.visible(window))
         return self._masks[window]
 
-    def _visible(self, window: int | None) -> NDArray[np.bool_]:
+    def visible(self, window: int | None) -> NDArray[np.bool_]:
         new = self._positions[self._first :]
         visible = np.ones((len(new), self.end), np.bool_)
         visible[:, self._length :] = ancestor_mask(self._parents)[self._first :]

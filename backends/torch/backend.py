@@ -315,14 +315,17 @@ class TorchEngine(Engine):
         return load_vocab(path)
 
     def has_head(self, path: str) -> bool:
-        return is_head(path)
+        from .mtp import head_tensors
+
+        return is_head(path) or bool(head_tensors(path))
 
     def load_head(self, target: Backend, path: str, options: LoadOptions) -> TorchBackend:
         from .head import load_eagle
+        from .mtp import load_mtp
 
         assert isinstance(target, TorchBackend)
         with _named(path), _out_of_memory("the head"):
-            return load_eagle(target, path, options)
+            return (load_eagle if is_head(path) else load_mtp)(target, path, options)
 
 
 engine = TorchEngine()
