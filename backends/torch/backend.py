@@ -104,7 +104,7 @@ class TorchBackend:
     Attributes:
         cache: of states; None: no layer is recurrent.
         streamer: None: all layers are resident.
-        first: 1: the cell of a text's first token is not read.
+        first: 1: the cell of a sequence's first token is hidden.
     """
 
     name = "torch"

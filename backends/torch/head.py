@@ -39,7 +39,7 @@ class TorchHead(TorchBackend):
         width: as of `HeadOwner`.
     """
 
-    first = 1  # a text's first token has no state before it
+    first = 1  # a sequence's first token has no state before it
 
     def __init__(self, target: TorchBackend, head: Any, sessions: int) -> None:
         limits = replace(
