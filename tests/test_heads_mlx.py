@@ -14,7 +14,9 @@ import mlx.core as mx
 from edgespec.backends.mlx import backend as backend_module
 from edgespec.backends.mlx import memory as memory_module
 from edgespec.backends.mlx.backend import engine, load
-from edgespec.backends.mlx.memory import MIN_NODES, PassSize, parameter_bytes
+from edgespec.backends.mlx.head import head_bytes
+from edgespec.backends.mlx.loading import load_weights
+from edgespec.backends.mlx.memory import MIN_NODES, PassSize, find_layout, parameter_bytes
 from head_files import WIDTH, head_weights, write_head
 from mlx import nn
 from mlx.optimizers import Adam
@@ -86,6 +88,37 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
     backend = load(str(folder), context_length=128, budget=16, sessions=4)
     yield backend
     backend.close()
+
+
+def test_states_are_what_layers_read(target: Any, tmp_path: Path) -> None:
+    """The number after the last layer: what the last norm reads. A tree's nodes have those of their chains."""
+    config = {"eagle_aux_hidden_state_layer_ids": [0, 3, 7]}
+    head = load_head(target, write_head(tmp_path / "head", head_weights(VOCAB_SIZE, DRAFTS), **config))
+    model = target.model.model
+    x, read = model.embed_tokens(mx.array(PROMPT)[None]), list[Any]()
+    for layer in model.layers:
+        read.append(x)
+        x = layer(x, "causal", None)
+    expected = np.array(mx.concatenate([read[0], read[3], x], axis=-1)[0])
+    np.testing.assert_allclose(states_of(target, PROMPT), expected, atol=1e-3)
+    session = target.open()
+    prefill(target, session, PROMPT)
+    [logits] = target.forward([contract.work(session, [3, 4, 6, 8], [-1, 0, 0, 1], wanted=[3])])
+    found = logits.states([2, 3])
+    for row, chain in zip(found, ([3, 6], [3, 4, 8]), strict=True):
+        np.testing.assert_allclose(row, states_of(target, PROMPT + chain)[-1], atol=1e-3)
+    session.close()
+    head.close()
+
+
+def test_states_of_a_streamed_target_are_those_in_memory(tmp_path: Path, load_streamed: Any) -> None:  # noqa: F811
+    folder = write_model(tmp_path / "target", many_layers(FAMILIES["llama-3"]))
+    streamed, memory = load_streamed(folder, context_length=128), load(str(folder), context_length=128)
+    path = write_head(tmp_path / "head", head_weights(VOCAB_SIZE, DRAFTS))
+    heads = [load_head(backend, path) for backend in (streamed, memory)]
+    np.testing.assert_array_equal(*(states_of(backend, PROMPT) for backend in (streamed, memory)))
+    for backend in (*heads, memory):
+        backend.close()
 
 
 @pytest.mark.parametrize("config", [{}, {"norm_before_residual": True, "norm_before_fc": True}], ids=["usual", "norms"])
@@ -201,7 +234,7 @@ def test_memory_is_planned_for_a_head(target: Any, tmp_path: Path) -> None:
     cells = sum(buffer.nbytes for buffer in session.state) * small.cells // session.caches[0].keys.shape[2]
     work = memory_module.work_bytes(json.loads((folder / "config.json").read_text()), small, 4)
     assert found - work >= parameter_bytes(head.model) + 2 * cells
-    assert found - work <= parameter_bytes(head.model) + 2 * cells + 8 * DRAFTS
+    assert found - work <= parameter_bytes(head.model) + 2 * cells
     head.close()
 
 
@@ -223,7 +256,7 @@ def draft_beyond(weights: dict[str, Any]) -> None:
 
 BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a tensor missing": (lose_a_norm, {}, "is no EAGLE-3 head that MLX"),
-    "other widths": (read_less, {}, "reads 93 values"),
+    "other widths": (read_less, {}, "reads 93 values of the layers"),
     "another target": (keep, {"vocab_size": 99}, "for a vocabulary of 99 tokens, but its target has 288"),
     "tokens beyond": (draft_beyond, {}, "not all among the target's 288"),
     "layers beyond": (keep, {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"layers \[1, 2, 9\]"),
@@ -249,6 +282,24 @@ def test_a_head_that_cannot_be_used(name: str, target: Any, tmp_path: Path) -> N
     assert target.capabilities.states == 0
 
 
+def test_a_head_takes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_parts: None) -> None:  # noqa: F811
+    folder = write_model(tmp_path / "target", many_layers(FAMILIES["llama-3"]))
+    head = write_head(tmp_path / "head", head_weights(VOCAB_SIZE, DRAFTS))
+    for name in ("machine.memory.private_memory", "backends.mlx.memory.work_bytes", "backends.mlx.head.work_bytes"):
+        monkeypatch.setattr(f"edgespec.{name}", lambda *_: 0)
+    monkeypatch.setattr(memory_module, "cell_bytes", lambda *_: (0, 4))
+    for name in ("MARGIN", "KEPT"):
+        monkeypatch.setattr(memory_module, name, 0)
+    room = find_layout(load_weights(folder), folder).size + head_bytes(str(head), PassSize(128, 16, 1, MIN_NODES))
+    plans = []
+    for memory in (room, room - 1):
+        beside = load(str(folder), memory=memory, context_length=128, budget=16, draft_files=[str(head)])
+        plans.append(beside.plan)
+        beside.close()
+    assert plans[0] is None
+    assert plans[1].draft_bytes == head_bytes(str(head), PassSize(128, 16, 1, MIN_NODES))
+
+
 def test_layers_are_watched_only_while_a_head_is_loaded(target: Any, tmp_path: Path) -> None:
     kinds = [type(layer) for layer in target.model.layers]
     head = load_head(target, write_head(tmp_path / "head", head_weights(VOCAB_SIZE, DRAFTS)))
@@ -256,3 +307,11 @@ def test_layers_are_watched_only_while_a_head_is_loaded(target: Any, tmp_path: P
     assert watched == [number in (2, 3, 4) for number in range(7)]
     head.close()
     assert [type(layer) for layer in target.model.layers] == kinds
+
+
+def test_the_head_in_a_models_folder_is_named(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "target", HYBRIDS["qwen3-next"])
+    assert not engine.has_head(str(folder))
+    mx.save_safetensors(str(folder / "model-mtp.safetensors"), {"mtp.norm.weight": mx.ones(32)})
+    with pytest.raises(ModelError, match="MLX cannot draft with the head in this folder; the backend torch can"):
+        engine.has_head(str(folder))

@@ -8,12 +8,13 @@ import pytest
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 
 import torch
+from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch.attention import ATTENTION
 from edgespec.backends.torch.backend import engine, load
 from edgespec.backends.torch.offload import HostCopies
 from hf_models import SMALL, WITH_HEADS, add_head, save, tiny_model, transformers
 from safetensors.torch import load_file, save_file
-from test_heads_torch import rows, states_of
+from test_heads_torch import head_folder, rows, states_of
 from test_hybrids_torch import streamed
 from test_lossless_torch import by_temperature, check_lossless, write
 from test_torch import memory_for
@@ -334,3 +335,19 @@ def test_the_head_of_a_folder_is_a_draft_by_name(qwen):
         with edgespec.load(str(qwen.folder), **options, **more) as model:
             texts.append(model.generate("abc", max_tokens=12).text)
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own", "EAGLE-3"])
+def test_memory_is_planned_for_a_head(own, qwen, tmp_path, monkeypatch):
+    """Its weights and cells; without it a layer more stays in memory."""
+    head = qwen.folder if own else head_folder(tmp_path / "head")
+    model = (qwen.head if own else engine.load_head(qwen.target, str(head), DRAFT_OPTIONS)).model
+    asked = {"own_head": own, "draft_files": () if own else (str(head),)}
+    fixed = []
+    choose = backend_module.choose_placement
+    monkeypatch.setattr(backend_module, "choose_placement", lambda *args: fixed.append(args[2]) or choose(*args))
+    for more in ({}, asked):
+        load(str(qwen.folder), **OPTIONS, sessions=2, gpu_memory=1 << 40, copies=HostCopies, **more).close()
+    cells = 2 * (OPTIONS["context_length"] + qwen.target.capabilities.max_nodes) * 2 * KEY_HEADS * D
+    weights = sum(weight.numel() for weight in model.parameters())
+    assert fixed[-1] - fixed[0] == 4 * (weights + cells)

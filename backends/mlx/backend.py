@@ -14,6 +14,7 @@ Cells outside a window stay, so a session can be rewound.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from threading import Event
 from typing import Any, cast
 
@@ -34,6 +35,7 @@ from edgespec.machine.disk import Reading
 from edgespec.machine.memory import in_bytes
 from edgespec.machine.this_machine import Gpu
 from edgespec.models.heads import is_head
+from edgespec.models.safetensors_header import read_safetensors_header
 from edgespec.weights.plan import Plan
 from edgespec.weights.ring import can_stream, measure_disk
 
@@ -406,7 +408,9 @@ class MlxEngine(Engine):
         return load_vocab(path)
 
     def has_head(self, path: str) -> bool:
-        """See `LoadsHeads`; heads in a model's own folder cannot be loaded here."""
+        stored = (one for file in Path(path).glob("*.safetensors") for one in read_safetensors_header(file))
+        if any(one.name.startswith(("mtp.", "model.mtp.")) for one in stored):
+            raise ModelError(f"{path}: MLX cannot draft with the head in this folder; the backend torch can")
         return is_head(path)
 
     def load_head(self, target: Backend, path: str, options: LoadOptions) -> Backend:

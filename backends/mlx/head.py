@@ -7,6 +7,7 @@ logits    of the head's own vocabulary; no other token is ever drafted
 
 import json
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
 
-from ..common.heads import HeadSession
+from ..common.heads import TABLES, HeadSession, head_size
 from ..common.hf_vocab import check_folder, first_line, weight_files
 from .backend import MlxBackend
 from .memory import MIN_NODES, PassSize, work_bytes
@@ -31,7 +32,6 @@ from .session import MlxSession
 from .tree import Pass, TreeCache, runs_layers, wrap_ropes
 
 LAYER = ("midlayer.", "layers.0.")  # names of the only layer in published heads
-UNUSED = ("t2d", "rotary_emb.inv_freq")
 
 
 class Layer(nn.Module):  # type: ignore[misc]
@@ -182,10 +182,9 @@ def _name(stored: str) -> str:
 def head_bytes(path: str, size: PassSize) -> int:
     """Bytes of a head that is loaded with the same options as its target, and stays in memory."""
     config, stored = _config(path), _stored(path)
-    weights = sum(one.size for name, one in stored.items() if not name.endswith(UNUSED))
-    keys = stored.get(f"{LAYER[1]}self_attn.k_proj.weight")
-    cell = 2 * keys.size // keys.shape[1] if keys else 0
-    return weights + size.sessions * size.cells * cell + work_bytes(config, size, 4)
+    weights, cell = head_size(stored.values())
+    item = max(one.size // prod(one.shape) for one in stored.values() if one.name not in TABLES)
+    return item * (weights + size.sessions * size.cells * cell) + work_bytes(config, size, item)
 
 
 def load_head(target: MlxBackend, path: str, options: LoadOptions) -> MlxHead:
@@ -209,14 +208,14 @@ def _load(
     fused, vocab = stored["fc.weight"].shape[1], target.vocab.size
     if fused != hidden * len(chosen) or not all(0 <= number <= layers for number in chosen):
         raise ModelError(
-            f"{path}: reads {fused} values of the layers {chosen}, but this target has {layers} layers of {hidden} values"
+            f"{path}: reads {fused} values of the layers {chosen}; its target has {layers} layers of {hidden} values"
         )
     if config["vocab_size"] != vocab:
         raise ModelError(f"{path}: is for a vocabulary of {config['vocab_size']} tokens, but its target has {vocab}")
     own = "embed_tokens.weight" in stored
     head, weights = Eagle3(config, fused, own), dict[str, Any]()
     for file in sorted(Path(path).glob("*.safetensors")):
-        weights |= {_name(name): array for name, array in mx.load(str(file)).items() if not name.endswith(UNUSED)}
+        weights |= {_name(name): array for name, array in mx.load(str(file)).items() if name != "t2d"}
     ids = mx.arange(config["draft_vocab_size"])
     if (offsets := weights.pop("d2t", None)) is not None:
         ids = ids + offsets

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from threading import Event
 from typing import Any, cast
 from weakref import WeakSet
@@ -34,8 +35,10 @@ from edgespec.machine.disk import disk_speed
 from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.models.heads import is_head
+from edgespec.models.safetensors_header import read_safetensors_header
 from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, choose_width
 
+from ..common.heads import head_size
 from ..common.hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
 from ..common.interrupts import interruptible
 from ..common.loader import loader
@@ -331,6 +334,20 @@ class TorchEngine(Engine):
 engine = TorchEngine()
 
 
+def _head_size(path: str, options: LoadOptions) -> tuple[int, int]:
+    """As `head_size`, of the head that will be loaded for the model at `path`; (0, 0) without one."""
+    from .mtp import head_tensors
+
+    if options.own_head:
+        return head_size(one for _, one in head_tensors(path).values())
+    return head_size(
+        one
+        for head in options.draft_files
+        for file in Path(head).glob("*.safetensors")
+        for one in read_safetensors_header(file)
+    )
+
+
 def load(path: str, *, copies: Callable[[Any, int], CopyEngine] | None = None, **options: Any) -> TorchBackend:
     """As `common.loader`; with `copies`, for tests, the CPU acts as a GPU."""
     if copies is None:
@@ -360,11 +377,12 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
         check_folder_fits(folder, dtype, plan.memory)
         model = load_model(folder, dtype)
         grown = max(0, process.private_memory() - before)
+        head = tuple(numbers * model.dtype.itemsize for numbers in _head_size(path, options))
         needed, host = plan.used + grown + sum(map(_bytes_of_weights, _mapped)) + MARGIN, None
         if gpu:
             host = Host(folder, plan.memory, needed, apart=True)
         elif device.type == "cpu":
-            weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+            weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) + head[0]
             if options.memory is not None or 2 * weights + needed >= plan.memory:
                 there, host = plan.memory, Host(folder, plan.memory, needed, apart=False)
         elif plan.shared is not None:
@@ -384,7 +402,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
             model, vocab, device, context_length=options.context_length, budget=options.budget, widest=options.widest,
             sessions=options.sessions, memory=there, gpu=gpu, gpu_layers=options.gpu_layers if gpu else None,
             copies=copies or (CudaCopies if device.type == "cuda" else HostCopies), host=host,
-            form=form,
+            form=form, head=head,
         )  # fmt: skip
         if device.type != "cpu":
             try:
@@ -420,6 +438,7 @@ def assemble(
     copies: Callable[[Any, int], CopyEngine] = CudaCopies,
     host: Host | None = None,
     form: Form = PLAIN,
+    head: Sequence[int] = (0, 0),
 ) -> TorchBackend:
     """Place a transformers model that uses `tree_attention` on a device, and make its caches.
 
@@ -437,6 +456,7 @@ def assemble(
         copies: makes the copy engine.
         host: as for `choose_placement`.
         form: of the placed layers.
+        head: bytes of the weights of a head that will be loaded, and of a cell of it.
 
     Raises:
         ModelError: the model cannot hold a tree.
@@ -480,7 +500,8 @@ def assemble(
 
         def fixed(width: int) -> int:
             cache = math.prod(cells(width)) * model.dtype.itemsize + (states_of(leaves) * state if recurrent else 0)
-            work = work_bytes(model, limits(width), width + 1)
+            cache += cells(width)[3] * head[1]
+            work = work_bytes(model, limits(width), width + 1) + head[0]
             return int(held + sessions * cache + work - (WORKSPACE if host and not host.apart else 0))  # CUDA's
 
         def place(width: int) -> Placement:
