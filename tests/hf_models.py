@@ -205,6 +205,10 @@ def add_head(family: str, model: Any, folder: Path, seed: int = 1) -> dict[str, 
             parts = weight.chunk(2) if part == "gate_up_proj" else [weight]
             for kind, one in zip(part.removesuffix("_proj").split("_"), parts, strict=True):
                 made[f"{of}.{number}.{kind}_proj.weight"] = one.clone()
+    if family == "glm4 moe":  # as published, with copies of what it shares with its target
+        target = model.state_dict()
+        copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+        made |= {f"{prefix}{name}.weight": target[f"{of}.weight"].clone() for name, of in copies.items()}
     file = folder / "model.safetensors"
     save_file(load_file(file) | made, file, metadata={"format": "pt"})
     return made

@@ -164,7 +164,7 @@ def loaded(kind: str, folder: Path, load_streamed: Any) -> Any:  # noqa: F811
         return load(
             str(write_model(folder, HYBRIDS["lfm2"] | {"num_hidden_layers": 5, "layer_types": LFM2})), **options
         )
-    path = write_model(folder, many_layers(FAMILIES["llama-3"]))
+    path = write_model(folder, many_layers(FAMILIES["llama-3"]), bits=4 if kind == "4 bits" else 0)
     return load_streamed(path, **options) if kind == "streamed" else load(str(path), **options)
 
 
@@ -175,7 +175,7 @@ MAKERS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["in memory", "streamed", "recurrent"])
+@pytest.mark.parametrize("kind", ["in memory", "streamed", "recurrent", "4 bits"])
 def test_text_with_a_head_is_that_of_plain_decoding(kind: str, tmp_path: Path, load_streamed: Any) -> None:  # noqa: F811
     target = loaded(kind, tmp_path / "target", load_streamed)
     head = load_head(target, write_head(tmp_path / "head", head_weights(VOCAB_SIZE, DRAFTS)))

@@ -341,13 +341,14 @@ def test_the_head_of_a_folder_is_a_draft_by_name(qwen):
 def test_memory_is_planned_for_a_head(own, qwen, tmp_path, monkeypatch):
     """Its weights and cells; without it a layer more stays in memory."""
     head = qwen.folder if own else head_folder(tmp_path / "head")
-    model = (qwen.head if own else engine.load_head(qwen.target, str(head), DRAFT_OPTIONS)).model
+    target = load(str(qwen.folder), **OPTIONS)
+    model = engine.load_head(target, str(head), DRAFT_OPTIONS).model
     asked = {"own_head": own, "draft_files": () if own else (str(head),)}
     fixed = []
     choose = backend_module.choose_placement
     monkeypatch.setattr(backend_module, "choose_placement", lambda *args: fixed.append(args[2]) or choose(*args))
     for more in ({}, asked):
         load(str(qwen.folder), **OPTIONS, sessions=2, gpu_memory=1 << 40, copies=HostCopies, **more).close()
-    cells = 2 * (OPTIONS["context_length"] + qwen.target.capabilities.max_nodes) * 2 * KEY_HEADS * D
+    cells = 2 * (OPTIONS["context_length"] + target.capabilities.max_nodes) * 2 * KEY_HEADS * D
     weights = sum(weight.numel() for weight in model.parameters())
     assert fixed[-1] - fixed[0] == 4 * (weights + cells)

@@ -18,7 +18,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.llama import MLP, Attention, ModelArgs
 
 from edgespec.errors import ModelError
-from edgespec.loop.backend import Capabilities, Logits, Work
+from edgespec.loop.backend import Capabilities, GivesStates, Logits, Work
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of
@@ -145,11 +145,10 @@ class MlxHead(MlxBackend):
         return logits, own.astype(mx.float32)
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
-        firsts = [cast(MlxHeadSession, work.session).nodes for work in batch]
         found = super().forward(batch)
-        for work, first, logits in zip(batch, firsts, found, strict=True):
-            nodes = range(first, first + len(work.token_ids))
-            cast(MlxHeadSession, work.session).add_states(nodes, cast(Any, logits).states(nodes))
+        for work, logits in zip(batch, found, strict=True):
+            wanted = work.wanted.tolist()
+            cast(MlxHeadSession, work.session).add_states(wanted, cast(GivesStates, logits).states(wanted))
         return found
 
     def close(self) -> None:
