@@ -230,7 +230,7 @@ def taught(made, text, steps=80):
         optimizer.step()
     head.requires_grad_(False)
     head.config._attn_implementation = ATTENTION
-    return float(loss)
+    return loss.item()
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", "glm4 moe"])

@@ -24,11 +24,11 @@ from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
 
-from ..common.heads import TABLES, HeadSession, head_size
+from ..common.heads import TABLES, HeadOwner, HeadSession, head_size
 from ..common.hf_vocab import check_folder, first_line, weight_files
 from .backend import MlxBackend
 from .memory import MIN_NODES, PassSize, work_bytes
-from .session import MlxSession
+from .session import MlxOwner, MlxSession
 from .tree import Pass, TreeCache, runs_layers, wrap_ropes
 
 LAYER = ("midlayer.", "layers.0.")  # names of the only layer in published heads
@@ -89,7 +89,7 @@ class Eagle3(nn.Module):  # type: ignore[misc]
 
 
 class HeadCache(TreeCache):
-    """Hides the cell of a text's first token, which has no state before it."""
+    """Hides the cell of a sequence's first token, which has no state before it."""
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
         here = cast(Pass, self.offset)
@@ -98,8 +98,11 @@ class HeadCache(TreeCache):
         return mx.array(seen)
 
 
+class MlxHeadOwner(HeadOwner, MlxOwner): ...
+
+
 class MlxHeadSession(HeadSession, MlxSession):
-    """A session of `MlxHead`."""
+    _backend: MlxHeadOwner
 
 
 class MlxHead(MlxBackend):
@@ -126,7 +129,7 @@ class MlxHead(MlxBackend):
         self._dtype = head.fc.weight.dtype
 
     def _session(self, capacity: int) -> MlxSession:
-        return MlxHeadSession(cast(Any, self), [HeadCache(capacity, None)])
+        return MlxHeadSession(cast(MlxHeadOwner, self), [HeadCache(capacity, None)])
 
     def fuse(self, states: Float32Array) -> Float32Array:
         return np.array(self._model.fuse(mx.array(states).astype(self._dtype)).astype(mx.float32))
@@ -159,7 +162,7 @@ class MlxHead(MlxBackend):
 
 def _config(path: str) -> dict[str, Any]:
     try:
-        config = json.loads((check_folder(path) / "config.json").read_text("utf-8"))
+        config: dict[str, Any] = json.loads((check_folder(path) / "config.json").read_text("utf-8"))
         config |= config.get("transformer_layer_config") or {}  # where vLLM's speculators have the layer's
         rope = config.get("rope_parameters")  # where transformers 5 has the two below
         return config | ({"rope_theta": rope["rope_theta"], "rope_scaling": rope} if rope else {})

@@ -1,12 +1,11 @@
 """Multi-token prediction: the head in a model's own folder, whose weights transformers leaves out.
 
-    a row     eh_proj of [enorm of its token's embedding, hnorm of the state before it], through layers of the model's
-              own class, and a norm, which gives the row's own state
-    state     of the target: its last norm's output
-    logits    by the target's output matrix, of the row's state
+    state     of the target: its last norm's output.
+    a row     eh_proj of [enorm of its token's embedding, hnorm of the state before it], then layers of the model's.
+    own state of a row: a norm's output after these layers. Its logits are by the target's output matrix.
 
-So do llama.cpp (src/models/qwen35.cpp, qwen3next.cpp, glm4-moe.cpp), transformers (`MtpLayer` in modeling_layers.py)
-and vLLM (qwen3_next_mtp.py, nemotron_h_mtp.py); in vLLM's glm4_moe_mtp.py a row's own state is that before its norm.
+So defined in llama.cpp (src/models/qwen35.cpp, qwen3next.cpp, glm4-moe.cpp), in transformers (modeling_layers.py,
+`MtpLayer`) and in vLLM (qwen3_next_mtp.py, nemotron_h_mtp.py). In vLLM's glm4_moe_mtp.py an own state has no norm.
 """
 
 import re
@@ -40,7 +39,7 @@ OF_TARGET = ("embed_tokens.", "shared_head.head.")  # copies of the target's
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-class MtpHead(nn.Module):
+class MtpHead(nn.Module):  # type: ignore[misc]
     """
     Attributes:
         config: of the layers.
@@ -108,7 +107,8 @@ def head_tensors(path: str) -> dict[str, tuple[Path, Stored]]:
         )
     kinds, numbers = _kinds(config), {name.split(".")[1] for name in found if name.startswith("layers.")}
     if found and (kinds[:1] != [FULL] or numbers != set(map(str, range(len(kinds))))):
-        raise ModelError(f"{path}: its head has {len(numbers)} layers, where {', '.join(kinds)} can be used")
+        usable = f"heads of {len(kinds)} ({', '.join(kinds)}) with attention first"
+        raise ModelError(f"{path}: its head has {len(numbers)} layers, but only {usable} can be used")
     return found
 
 
@@ -118,7 +118,8 @@ def _kinds(config: Any) -> list[str]:
 
 def _own_name(name: str, layers: int) -> str | None:
     """The name in `MtpHead`, before experts are stacked; None: the tensor is no part of a head of its own."""
-    inside, layer, rest = IN_FILES.fullmatch(name).groups()
+    parts: tuple[str, str, str] = IN_FILES.findall(name)[0]
+    inside, layer, rest = parts
     number = int(layer or 0) - (0 if inside else layers)
     if not (inside or layer) or number < 0 or rest.startswith(OF_TARGET):
         return None
