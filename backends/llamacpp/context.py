@@ -35,6 +35,7 @@ class ContextSize:
         kv_type: as of `LoadOptions`.
         share: part of the context length for each further session.
         own_ids: sequence ids that each session owns.
+        head: of a head, whose cache is a plain one, and whose passes give logits of all rows.
     """
 
     context_length: int
@@ -44,6 +45,7 @@ class ContextSize:
     kv_type: str | None = None
     share: float = 1.0
     own_ids: int = 1
+    head: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_type is not None and not set(kv_types(self.kv_type)) <= KV_TYPES.keys():
@@ -72,7 +74,7 @@ class ContextSize:
         Raises:
             UsageError: there are too few sequence ids for `sessions`.
         """
-        if not llama_cpp.llama_model_n_swa(model) or is_recurrent(model):
+        if not llama_cpp.llama_model_n_swa(model) or (is_recurrent(model) and not self.head):
             return self
         most = (LLAMA_MAX_SEQ - EXTRA_IDS) // (2 * IN_WINDOWS)
         if self.sessions > most:
@@ -99,8 +101,8 @@ class ContextSize:
         params.n_ctx = self.tokens(model) + self.sessions * (self.max_nodes + TILE)
         params.n_batch, params.n_ubatch = rows + self.sessions * self.max_nodes, rows
         params.n_seq_max = self.ids + self.extra_ids
-        params.n_outputs_max = max(self.budget + 1, TILE, params.n_seq_max)
-        if lanes := most_paths(model, self.budget, self.sessions):
+        params.n_outputs_max = max(self.max_nodes if self.head else self.budget + 1, TILE, params.n_seq_max)
+        if lanes := 0 if self.head else most_paths(model, self.budget, self.sessions):
             params.n_seq_max = ids_of_session(lanes) * self.sessions
             rows = self.max_nodes + 2 * MOST_UNREAD
             # Cells for all paths of a pass, besides the longest sequences; only few layers have cells.
