@@ -12,7 +12,7 @@ session's cells:
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Event
@@ -63,7 +63,7 @@ from .loading import (
     run_probe,
     work_bytes,
 )
-from .logits import TorchLogits
+from .logits import KeptInputs, TorchLogits
 from .offload import CopyEngine, CudaCopies, HostCopies, Streamer, needs_pinning
 from .recurrent import (
     RecurrentOwner,
@@ -136,6 +136,7 @@ class TorchBackend:
         streamed = len(streamer.blocks) if streamer else 0
         self.placed = Placed(layers, device, layers if device else 0, streamed)
         self.interrupted = Event()
+        self._kept: KeptInputs | None = None
         self._files: Sequence[str] = ()
         self.content = ""
 
@@ -183,13 +184,35 @@ class TorchBackend:
         with torch.inference_mode(), _out_of_memory("a pass"):
             tree = Tree(tuple(parts), self.windows, self.interrupted)
             with interruptible(sessions, self.interrupted):
-                logits = run(self.model, tokens, positions, wanted, tree, self.device)
+                logits = self._run(batch, placements, tokens, positions, wanted, tree)
         found = list[Logits]()
-        for session, work, placement in zip(sessions, batch, placements, strict=True):
+        for session, work, placement, part in zip(sessions, batch, placements, parts, strict=True):
             session.add(work, placement)
-            found.append(TorchLogits(logits[: len(work.wanted)], work.wanted.tolist()))
+            rows = dict(enumerate(range(part.rows.start, part.rows.stop), placement.first))
+            found.append(self.logits(logits[: len(work.wanted)], work.wanted.tolist(), rows))
             logits = logits[len(work.wanted) :]
         return found
+
+    def _run(
+        self,
+        batch: Sequence[Work],
+        placements: Sequence[NodePlacement],
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        wanted: Sequence[int],
+        tree: Tree,
+    ) -> Any:
+        return run(self.model, token_ids, positions, wanted, tree, self.device)
+
+    def keep_states(self, modules: Sequence[Any]) -> None:
+        """Keep the inputs of these modules as states, for a head."""
+        self._kept = KeptInputs(modules)
+        size = len(modules) * self.model.config.get_text_config().hidden_size
+        self.capabilities = replace(self.capabilities, states=size)
+
+    def logits(self, logits: Any, wanted: Sequence[int], rows: Mapping[int, int]) -> Logits:
+        """Logits of a work of the last pass; arguments as for `TorchLogitsWithStates`."""
+        return self._kept.logits(logits, wanted, rows) if self._kept else TorchLogits(logits, wanted)
 
     def interrupt(self) -> None:
         self.interrupted.set()
