@@ -17,6 +17,8 @@ KV_TYPES = {
     "f16": 1, "q8_0": 8, "bf16": 30, "f32": 0, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2, "iq4_nl": 20,
 }  # fmt: skip
 PLAIN_TYPES = ("f16", "bf16", "f32")
+EAGLE3 = b"eagle3"  # general.architecture of heads in files of their own
+HEAD_CHUNK = 64  # tokens of a prompt in a head's pass, which gives logits of all rows, if of any
 
 
 def kv_types(name: str) -> tuple[str, str]:
@@ -94,8 +96,17 @@ class ContextSize:
     def kept_in(self, model: Any) -> str:
         return self.kv_type or ("f32" if metadata(model, "general.file_type") == FILE_TYPE_F32 else "f16")
 
-    def params(self, model: Any) -> Any:
+    def params(self, model: Any, target: Any = None) -> Any:
+        """
+        Args:
+            model: to compute with.
+            target: a head's target, a context.
+        """
         params = llama_cpp.llama_context_default_params()
+        if self.head:
+            params.ctx_other = target
+            if metadata(model, "general.architecture") != EAGLE3:
+                params.ctx_type = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
         tiles = self.sessions * TILE if self.sessions > 1 else 0
         rows = self.max_nodes + tiles
         params.n_ctx = self.tokens(model) + self.sessions * (self.max_nodes + TILE)
@@ -120,6 +131,11 @@ class ContextSize:
             # Flash attention, which only a quantised cache needs, would round keys, values and scores to 16 bits.
             params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         return params
+
+
+def of_head(size: ContextSize) -> ContextSize:
+    """The size of a head's context, for a target's."""
+    return replace(size, chunk=HEAD_CHUNK, own_ids=1, kv_type=None, head=True)
 
 
 def make_context(path: str, model: Any, size: ContextSize, params: Any) -> Any:

@@ -24,14 +24,13 @@ from edgespec.weights.plan import Tensor
 from ..common.heads import HeadSession
 from .backend import LlamaBackend
 from .cells import Rows
-from .context import ContextSize, make_context
+from .context import EAGLE3, ContextSize, make_context, of_head
 from .ggml.files import NO_HEADS, all_tensors, last_log, llama_cpp, load_model, metadata, parts
 from .ggml.stop import ABORTED
 from .memory.tolerance import tolerance
 from .session import LlamaSession, Placement
 from .states import NEXTN, RowStates, functions
 
-EAGLE3 = "eagle3"
 OTHER_HEADS = {"gemma4-assistant": "shares the cache of its target", "dflash": "drafts blocks"}
 # Architectures (general.architecture) of src/models/*.cpp in llama.cpp:
 # with graph_mtp and a plain cache for it (create_memory in llama-model.cpp),
@@ -50,7 +49,6 @@ LAST_STATES = ("bailingmoe3", "gemma4", "gpt-oss", "mimo2", "nemotron_h", "nemot
                "qwen3next")  # fmt: skip
 # Heads of these ask for all rows of the last layer, which is computed for wanted rows otherwise.
 WHOLE_LAST_LAYER = ("deepseek2", "glm4moe", "mimo2", "nemotron_h_moe")
-CHUNK = 64  # tokens of a prompt in a pass: it gives logits of all rows, if of any
 I64 = 27  # GGML_TYPE_I64
 
 
@@ -78,7 +76,7 @@ def find_head(path: str) -> HeadFile | None:
     if name in OTHER_HEADS:
         raise ModelError(f"{path}: is a head that {OTHER_HEADS[name]} ({name}), which is not supported: use another")
     values, lengths = own_header(path)
-    if name == EAGLE3:
+    if name == EAGLE3.decode():
         _check(path, "has block_count", values.get("block_count"), 1)
         _check(path, "has target_layers of number", lengths.get("target_layers"), 3)
         key, value = (values.get(f"attention.{kind}_length") for kind in ("key", "value"))
@@ -156,7 +154,7 @@ class LlamaHead(LlamaBackend):
             spare_leaves=size.ids - size.own_ids * size.sessions,
         )  # fmt: skip
         computing = {name: target.computing[name] for name in ("threads", "gpu_layers")}
-        computing |= {"kv_type": size.kept_in(model), "head": "own" if own else EAGLE3}
+        computing |= {"kv_type": size.kept_in(model), "head": "own" if own else EAGLE3.decode()}
         free_model = (lambda: None) if own else partial(llama_cpp.llama_model_free, model)
         super().__init__(
             model, context, capabilities, size.sessions, False, None, target.yielding, ids=size.ids,
@@ -242,8 +240,9 @@ def load_head(target: Any, path: str, options: LoadOptions) -> LlamaHead:
     context = None
     try:
         layers = [NEXTN] if own else _layers(target, path, model)
-        size = head_size(model, options, target.capabilities.context_length)
-        params = head_params(model, size, target.context)
+        length = target.capabilities.context_length
+        size = of_head(ContextSize(length, options.budget, options.sessions, 0)).of(model)
+        params = size.params(model, target.context)
         params.n_threads = params.n_threads_batch = computing["threads"]
         params.op_offload = "op_offload" not in computing
         context = make_context(path, model, size, params)
@@ -258,18 +257,6 @@ def load_head(target: Any, path: str, options: LoadOptions) -> LlamaHead:
     of_target = llama_cpp.llama_model_n_embd_out(target.model) if own else llama_cpp.llama_model_n_embd(target.model)
     target.keep_states(RowStates(target.context, int(of_target), layers))
     return backend
-
-
-def head_size(model: Any, options: LoadOptions, context_length: int) -> ContextSize:
-    return ContextSize(context_length, options.budget, options.sessions, CHUNK, head=True).of(model)
-
-
-def head_params(model: Any, size: ContextSize, other: Any) -> Any:
-    params = size.params(model)
-    params.ctx_other = other
-    if metadata(model, "general.architecture") != EAGLE3.encode():
-        params.ctx_type = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
-    return params
 
 
 def _layers(target: LlamaBackend, path: str, model: Any) -> list[int]:
