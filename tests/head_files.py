@@ -18,6 +18,7 @@ def write_eagle3(
     layers: Sequence[int] = (1, 2, 3),
     known: Sequence[int] | None = None,
     whole: bool = False,
+    vocab: int = VOCAB,
     **changed: Any,
 ) -> Path:
     """A head as convert_hf_to_gguf.py of llama.cpp writes it.
@@ -28,6 +29,7 @@ def write_eagle3(
         layers: of the target, whose inputs it starts from.
         known: the target's tokens that it can draft; None: all.
         whole: it has an embedding of its own.
+        vocab: tokens of the target; those of another number have no texts.
         changed: keys of the header, without "eagle3.".
     """
     writer, generator = gguf.GGUFWriter(path, "eagle3"), np.random.default_rng(1)
@@ -42,16 +44,20 @@ def write_eagle3(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_array("eagle3.target_layers", list(layers))
-    byte_level_vocab(writer)
+    if vocab == VOCAB:
+        byte_level_vocab(writer)
+    else:
+        writer.add_tokenizer_model("none")
+        writer.add_vocab_size(vocab)
     shapes: dict[str, tuple[int, ...]] = {
-        "fc": (width, 3 * width), "output_norm": (width,), "output": (len(known) if known else VOCAB, width),
+        "fc": (width, 3 * width), "output_norm": (width,), "output": (len(known) if known else vocab, width),
         "blk.0.attn_norm": (width,), "blk.0.attn_norm_2": (width,), "blk.0.ffn_norm": (width,),
         "blk.0.attn_q": (256, 2 * width), "blk.0.attn_k": (128, 2 * width), "blk.0.attn_v": (128, 2 * width),
         "blk.0.attn_output": (width, 256), "blk.0.ffn_gate": (2 * width, width), "blk.0.ffn_up": (2 * width, width),
         "blk.0.ffn_down": (width, 2 * width),
     }  # fmt: skip
     if whole:
-        shapes["token_embd"] = (VOCAB, width)
+        shapes["token_embd"] = (vocab, width)
     for name, shape in shapes.items():
         spread = generator.normal(0, 1 / np.sqrt(shape[-1]), shape)
         values = 1 + 0.1 * spread if name.endswith(("norm", "norm_2")) else spread
