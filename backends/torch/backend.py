@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from edgespec.errors import Closed, ModelError, NoRoom, UsageError, check_whole
-from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
+from edgespec.loop.backend import Backend, Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array
@@ -33,6 +33,7 @@ from edgespec.machine import memory as process
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.this_machine import Gpu, this_machine
+from edgespec.models.heads import is_head
 from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, choose_width
 
 from ..common.hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
@@ -103,9 +104,11 @@ class TorchBackend:
     Attributes:
         cache: of states; None: no layer is recurrent.
         streamer: None: all layers are resident.
+        first: 1: the cell of a sequence's first token is hidden.
     """
 
     name = "torch"
+    first = 0
 
     def __init__(
         self,
@@ -148,9 +151,12 @@ class TorchBackend:
         self._check_open()
         if not self._free:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
+        return self._new_session(self._free.pop())
+
+    def _new_session(self, cells: Any) -> TorchSession:
         if self.capabilities.paths:
-            return TorchRecurrentSession(cast(RecurrentOwner, self), self._free.pop())
-        return TorchSession(self, self._free.pop())
+            return TorchRecurrentSession(cast(RecurrentOwner, self), cells)
+        return TorchSession(self, cells)
 
     def release(self, cells: Any) -> None:
         self._free.append(cells)
@@ -225,7 +231,7 @@ class TorchBackend:
         length = len(session.token_ids)
         everywhere = session.positions + placement.positions
         masks = {
-            window: build_mask(placement.sees, everywhere, length, window, self.dtype, self.device)
+            window: build_mask(placement.sees, everywhere, length, window, self.dtype, self.device, self.first)
             for window in set(self.windows)
         }
         start = length + placement.first
@@ -307,6 +313,16 @@ class TorchEngine(Engine):
 
     def load_vocab(self, path: str) -> Vocab:
         return load_vocab(path)
+
+    def has_head(self, path: str) -> bool:
+        return is_head(path)
+
+    def load_head(self, target: Backend, path: str, options: LoadOptions) -> TorchBackend:
+        from .head import load_eagle
+
+        assert isinstance(target, TorchBackend)
+        with _named(path), _out_of_memory("the head"):
+            return load_eagle(target, path, options)
 
 
 engine = TorchEngine()
