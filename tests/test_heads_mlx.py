@@ -11,13 +11,13 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edge
 
 import contract
 import mlx.core as mx
+from eagle_folders import WIDTH, head_weights, write_head
 from edgespec.backends.mlx import backend as backend_module
 from edgespec.backends.mlx import memory as memory_module
 from edgespec.backends.mlx.backend import engine, load
 from edgespec.backends.mlx.head import head_bytes
 from edgespec.backends.mlx.loading import load_weights
 from edgespec.backends.mlx.memory import MIN_NODES, PassSize, find_layout, parameter_bytes
-from head_files import WIDTH, head_weights, write_head
 from mlx import nn
 from mlx.optimizers import Adam
 from mlx_models import FAMILIES, HYBRIDS, VOCAB_SIZE, write_model
