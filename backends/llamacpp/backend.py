@@ -28,7 +28,7 @@ from .memory.attention import has_kernels
 from .memory.layer_hooks import LayerHooks
 from .memory.mixture import Mixture
 from .memory.skip_padding import SkipPadding
-from .memory.threads import SlowPasses, crowd, threads_for
+from .memory.threads import SlowPasses, crowd, end_team, threads_for
 from .recurrent import LlamaRecurrentSession, forward_recurrent
 from .seq_ids import SeqIds
 from .session import LlamaSession, Placement, paddings
@@ -241,6 +241,7 @@ class LlamaBackend:
     def close(self) -> None:
         self.context = self.model = self.memory = None  # at once: another thread may close it, too
         self._free()
+        end_team()
 
 
 def free(context: Any, watch: LayerHooks | SkipPadding | None, vocab: LlamaVocab) -> None:
