@@ -266,10 +266,9 @@ def candidates(logits: Float32Array, params: SamplingParams, *, few: bool = Fals
             ids = ids[: _nucleus_size(np.exp(kept - log_sum_exp(kept)), params.top_p)]
     if params.min_p > 0:
         floor = logits.max() + math.log(params.min_p)
-        if ids is not None:
-            return ids[logits[ids] >= floor]
-        ids = np.flatnonzero(logits >= floor)
-        return None if few and len(ids) > len(logits) // 8 else ids
+        many = few and ids is None
+        ids = np.flatnonzero(logits >= floor) if ids is None else ids[logits[ids] >= floor]
+        return None if many and len(ids) > len(logits) // 8 else ids
     return ids
 
 
@@ -318,9 +317,13 @@ def sample(
     if params.temperature == 0:
         return int(adjusted.argmax())
     ids = candidates(adjusted, params, few=True)
-    if ids is None and (token := _best_of_many(adjusted, position, params, noise)) is not None:
-        return token
-    return _best(candidates(adjusted, params) if ids is None else ids, adjusted, position, params, noise)
+    if ids is None:
+        token = _best_of_many(adjusted, position, params, noise)
+        if token is not None:
+            return token
+        ids = candidates(adjusted, params)
+        assert ids is not None, "only top-p leaves a token to rounding"
+    return _best(ids, adjusted, position, params, noise)
 
 
 def _best(ids: IdArray, adjusted: Float32Array, position: int, params: SamplingParams, noise: Noise) -> int:
@@ -330,14 +333,14 @@ def _best(ids: IdArray, adjusted: Float32Array, position: int, params: SamplingP
 def _best_of_many(adjusted: Float32Array, position: int, params: SamplingParams, noise: Noise) -> int | None:
     """The token that wins among `candidates`, without the search for them.
 
-    If the best token of all has too low a rank for top-p, so have those after it, and the best of the others is next.
+    Where the best token of all ranks too low for top-p, those after it do, too. The best of the others is next.
 
     Returns:
         None: rounding decides if top-p keeps the token.
     """
     peak = adjusted.max()
-    gaps = adjusted - peak
-    with np.errstate(over="ignore"):  # -infinity is right
+    with np.errstate(over="ignore", invalid="ignore"):  # -infinity is right; not a number: every token is banned
+        gaps = adjusted - peak
         bounds = gaps / np.float32(min(max(params.temperature, 1e-38), 1e38)) + noise.at_most(position)
     if params.min_p > 0:
         bounds -= _OUT * (adjusted < peak + math.log(params.min_p))
