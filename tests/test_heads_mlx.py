@@ -14,8 +14,9 @@ import mlx.core as mx
 from eagle_folders import WIDTH, head_weights, write_head
 from edgespec.backends.mlx import backend as backend_module
 from edgespec.backends.mlx import memory as memory_module
-from edgespec.backends.mlx.backend import engine, load
-from edgespec.backends.mlx.head import head_bytes
+from edgespec.backends.mlx.backend import load
+from edgespec.backends.mlx.engine import engine
+from edgespec.backends.mlx.head_files import head_bytes
 from edgespec.backends.mlx.loading import load_weights
 from edgespec.backends.mlx.memory import MIN_NODES, PassSize, find_layout, parameter_bytes
 from mlx import nn
@@ -285,7 +286,11 @@ def test_a_head_that_cannot_be_used(name: str, target: Any, tmp_path: Path) -> N
 def test_a_head_takes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_parts: None) -> None:  # noqa: F811
     folder = write_model(tmp_path / "target", many_layers(FAMILIES["llama-3"]))
     head = write_head(tmp_path / "head", head_weights(VOCAB_SIZE, DRAFTS))
-    for name in ("machine.memory.private_memory", "backends.mlx.memory.work_bytes", "backends.mlx.head.work_bytes"):
+    for name in (
+        "machine.memory.private_memory",
+        "backends.mlx.memory.work_bytes",
+        "backends.mlx.head_files.work_bytes",
+    ):
         monkeypatch.setattr(f"edgespec.{name}", lambda *_: 0)
     monkeypatch.setattr(memory_module, "cell_bytes", lambda *_: (0, 4))
     for name in ("MARGIN", "KEPT"):

@@ -10,7 +10,8 @@ pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]
 import torch
 from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch.attention import ATTENTION
-from edgespec.backends.torch.backend import engine, load
+from edgespec.backends.torch.backend import load
+from edgespec.backends.torch.engine import engine
 from edgespec.backends.torch.offload import HostCopies
 from hf_models import SMALL, WITH_HEADS, add_head, save, tiny_model, transformers
 from safetensors.torch import load_file, save_file
@@ -352,3 +353,14 @@ def test_memory_is_planned_for_a_head(own, qwen, tmp_path, monkeypatch):
     cells = 2 * (OPTIONS["context_length"] + target.capabilities.max_nodes) * 2 * KEY_HEADS * D
     weights = sum(weight.numel() for weight in model.parameters())
     assert fixed[-1] - fixed[0] == 4 * (weights + cells)
+
+
+def test_a_model_whose_head_cannot_be_used_runs_and_says_so(tmp_path):
+    folder = save(tiny_model("qwen3"), tmp_path)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {"mtp.norm.weight": torch.ones(32)}, file, {"format": "pt"})
+    with edgespec.load(str(folder), context_length=64, backend="torch", exact="off") as model:
+        [note] = [note for note in model.notes if "head" in note]
+        assert note.startswith("the head of the model is not used: ")
+        assert "a head in a qwen3 model cannot be used" in note
+        assert model.generate("abc", max_tokens=2).text

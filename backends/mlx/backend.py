@@ -14,7 +14,6 @@ Cells outside a window stay, so a session can be rewound.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from threading import Event
 from typing import Any, cast
 
@@ -24,7 +23,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from edgespec.errors import Closed, Interrupted, ModelError, UsageError, check_whole
-from edgespec.loop.backend import Backend, Capabilities, Logits, Placed, Vocab, Work
+from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
@@ -35,13 +34,13 @@ from edgespec.machine.disk import Reading
 from edgespec.machine.memory import in_bytes
 from edgespec.machine.this_machine import Gpu
 from edgespec.models.heads import is_head
-from edgespec.models.safetensors_header import read_safetensors_header
 from edgespec.weights.plan import Plan
 from edgespec.weights.ring import can_stream, measure_disk
 
 from ..common.hf_vocab import HfVocab, experts_of, first_line, load_vocab, weight_files
 from ..common.interrupts import interruptible
 from ..common.loader import loader
+from .head_files import head_bytes
 from .loading import LazyModel, open_model
 from .memory import (
     MIN_NODES,
@@ -59,7 +58,7 @@ from .session import MlxSession
 from .streaming import LayerSweep, open_slots
 from .tree import LayerInputs, TreeCache, cut_rows
 
-__all__ = ["MlxBackend", "MlxEngine", "engine", "load", "load_vocab"]
+__all__ = ["MlxBackend", "MlxEngine", "load", "load_vocab"]
 
 MOST_SESSIONS = 256
 DEFAULT_CONTEXT = 4096  # tokens, if config.json has no max_position_embeddings
@@ -407,26 +406,12 @@ class MlxEngine(Engine):
     def load_vocab(self, path: str) -> Vocab:
         return load_vocab(path)
 
-    def has_head(self, path: str) -> bool:
-        stored = (one for file in Path(path).glob("*.safetensors") for one in read_safetensors_header(file))
-        if any(one.name.startswith(("mtp.", "model.mtp.")) for one in stored):
-            raise ModelError(f"{path}: MLX cannot draft with the head in this folder; the backend torch can")
-        return is_head(path)
-
-    def load_head(self, target: Backend, path: str, options: LoadOptions) -> Backend:
-        from .head import load_head
-
-        return load_head(cast(MlxBackend, target), path, options)
-
 
 def _draft_bytes(path: str, size: PassSize) -> int:
-    from .head import head_bytes
-
     return head_bytes(path, size) if is_head(path) else draft_bytes(open_model(path), size)
 
 
-engine = MlxEngine()
-load = loader(engine)
+load = loader(MlxEngine())
 
 
 def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:

@@ -5,9 +5,7 @@ a row     the state before it, and its token's embedding, through one layer that
 logits    of the head's own vocabulary; no other token is ever drafted
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,16 +20,15 @@ from edgespec.loop.backend import Capabilities, GivesStates, Logits, Work
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of
-from edgespec.models.safetensors_header import Stored, read_safetensors_header
+from edgespec.models.safetensors_header import Stored
 
-from ..common.heads import TABLES, HeadOwner, HeadSession, head_size
-from ..common.hf_vocab import check_folder, first_line, weight_files
+from ..common.heads import HeadOwner, HeadSession
+from ..common.hf_vocab import first_line, weight_files
 from .backend import MlxBackend
-from .memory import MIN_NODES, PassSize, work_bytes
+from .head_files import head_config, head_name, head_tensors
+from .memory import MIN_NODES
 from .session import MlxOwner, MlxSession
 from .tree import Pass, TreeCache, runs_layers, wrap_ropes
-
-LAYER = ("midlayer.", "layers.0.")  # names of the only layer in published heads
 
 
 class Layer(nn.Module):  # type: ignore[misc]
@@ -160,38 +157,9 @@ class MlxHead(MlxBackend):
         super().close()
 
 
-def _config(path: str) -> dict[str, Any]:
-    try:
-        config: dict[str, Any] = json.loads((check_folder(path) / "config.json").read_text("utf-8"))
-        config |= config.get("transformer_layer_config") or {}  # where vLLM's speculators have the layer's
-        rope = config.get("rope_parameters")  # where transformers 5 has the two below
-        return config | ({"rope_theta": rope["rope_theta"], "rope_scaling": rope} if rope else {})
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise ModelError(f"{path}: config.json is damaged: {first_line(error)}") from error
-
-
-def _stored(path: str) -> dict[str, Stored]:
-    files = sorted(Path(path).glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{path}: has no weights: there is no file *.safetensors")
-    return {_name(one.name): one for file in files for one in read_safetensors_header(file)}
-
-
-def _name(stored: str) -> str:
-    return next((LAYER[1] + stored.removeprefix(name) for name in LAYER if stored.startswith(name)), stored)
-
-
-def head_bytes(path: str, size: PassSize) -> int:
-    """Bytes of a head that is loaded with the same options as its target, and stays in memory."""
-    config, stored = _config(path), _stored(path)
-    weights, cell = head_size(stored.values())
-    item = max(one.size // prod(one.shape) for one in stored.values() if one.name not in TABLES)
-    return item * (weights + size.sessions * size.cells * cell) + work_bytes(config, size, item)
-
-
 def load_head(target: MlxBackend, path: str, options: LoadOptions) -> MlxHead:
     """See `LoadsHeads.load_head`."""
-    config, stored = _config(path), _stored(path)
+    config, stored = head_config(path), head_tensors(path)
     try:
         return _load(target, path, options, config, stored)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -217,7 +185,7 @@ def _load(
     own = "embed_tokens.weight" in stored
     head, weights = Eagle3(config, fused, own), dict[str, Any]()
     for file in sorted(Path(path).glob("*.safetensors")):
-        weights |= {_name(name): array for name, array in mx.load(str(file)).items() if name != "t2d"}
+        weights |= {head_name(name): array for name, array in mx.load(str(file)).items() if name != "t2d"}
     ids = mx.arange(config["draft_vocab_size"])
     if (offsets := weights.pop("d2t", None)) is not None:
         ids = ids + offsets

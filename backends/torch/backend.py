@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from edgespec.errors import Closed, ModelError, NoRoom, UsageError, check_whole
-from edgespec.loop.backend import Backend, Capabilities, Logits, Placed, Vocab, Work
+from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array
@@ -34,7 +34,6 @@ from edgespec.machine import memory as process
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.this_machine import Gpu, this_machine
-from edgespec.models.heads import is_head
 from edgespec.models.safetensors_header import read_safetensors_header
 from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, choose_width
 
@@ -68,6 +67,7 @@ from .loading import (
     work_bytes,
 )
 from .logits import KeptInputs, TorchLogits
+from .mtp_files import head_tensors
 from .offload import CopyEngine, CudaCopies, HostCopies, Streamer, needs_pinning
 from .recurrent import (
     RecurrentOwner,
@@ -82,7 +82,7 @@ from .recurrent import (
 from .session import Placement as NodePlacement
 from .session import TorchSession
 
-__all__ = ["TorchBackend", "TorchEngine", "engine", "load", "load_vocab"]
+__all__ = ["TorchBackend", "TorchEngine", "load", "load_vocab"]
 
 MOST_SESSIONS = 1024
 DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
@@ -174,7 +174,7 @@ class TorchBackend:
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         self._check_open()
         if self.capabilities.paths:
-            with torch.inference_mode(), _out_of_memory("a pass"):
+            with torch.inference_mode(), out_of_memory("a pass"):
                 return forward_recurrent(cast(RecurrentOwner, self), batch)
         check_batch(batch, self.capabilities)
         sessions = [cast(TorchSession, work.session) for work in batch]
@@ -190,7 +190,7 @@ class TorchBackend:
             more = shape.rows(len(tokens)) - len(tokens)
             tokens, positions = tokens + [0] * more, positions + [0] * more
             wanted += also_wanted(wanted, len(tokens), shape)
-        with torch.inference_mode(), _out_of_memory("a pass"):
+        with torch.inference_mode(), out_of_memory("a pass"):
             tree = Tree(tuple(parts), self.windows, self.interrupted)
             with interruptible(sessions, self.interrupted):
                 logits = self._run(batch, placements, tokens, positions, wanted, tree)
@@ -317,27 +317,9 @@ class TorchEngine(Engine):
     def load_vocab(self, path: str) -> Vocab:
         return load_vocab(path)
 
-    def has_head(self, path: str) -> bool:
-        from .mtp import head_tensors
-
-        return is_head(path) or bool(head_tensors(path))
-
-    def load_head(self, target: Backend, path: str, options: LoadOptions) -> TorchBackend:
-        from .head import load_eagle
-        from .mtp import load_mtp
-
-        assert isinstance(target, TorchBackend)
-        with _named(path), _out_of_memory("the head"):
-            return (load_eagle if is_head(path) else load_mtp)(target, path, options)
-
-
-engine = TorchEngine()
-
 
 def _head_size(path: str, options: LoadOptions) -> tuple[int, int]:
     """As `head_size`, of the head that will be loaded for the model at `path`; (0, 0) without one."""
-    from .mtp import head_tensors
-
     if options.own_head:
         return head_size(one for _, one in head_tensors(path).values())
     return head_size(
@@ -351,10 +333,10 @@ def _head_size(path: str, options: LoadOptions) -> tuple[int, int]:
 def load(path: str, *, copies: Callable[[Any, int], CopyEngine] | None = None, **options: Any) -> TorchBackend:
     """As `common.loader`; with `copies`, for tests, the CPU acts as a GPU."""
     if copies is None:
-        backend: TorchBackend = loader(engine)(path, **options)
+        backend: TorchBackend = loader(TorchEngine())(path, **options)
         return backend
     machine = replace(this_machine(path), gpus=(Gpu("cpu", False, 1 << 60),))
-    return load_folder(engine.plan(path, LoadOptions(**{"exact": "off"} | options), machine), copies)
+    return load_folder(TorchEngine().plan(path, LoadOptions(**{"exact": "off"} | options), machine), copies)
 
 
 def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None = None) -> TorchBackend:
@@ -372,7 +354,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
     there, dtype, before = in_bytes("gpu_memory", options.gpu_memory), options.dtype, process.private_memory()
     torch.set_num_threads(options.threads or min(torch.get_num_threads(), plan.cores))
     vocab = load_vocab(path)
-    with _named(path), _out_of_memory("the model"):
+    with named(path), out_of_memory("the model"):
         folder = check_folder(path)
         check_folder_fits(folder, dtype, plan.memory)
         model = load_model(folder, dtype)
@@ -587,7 +569,7 @@ def streaming_notes(streamer: Streamer, layers: int) -> list[str]:
 
 
 @contextmanager
-def _named(path: str) -> Iterator[None]:
+def named(path: str) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
@@ -595,7 +577,7 @@ def _named(path: str) -> Iterator[None]:
 
 
 @contextmanager
-def _out_of_memory(what: str) -> Iterator[None]:
+def out_of_memory(what: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -21,21 +21,14 @@ from torch import nn
 from edgespec.errors import ModelError
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.session_files import content_of
-from edgespec.models.safetensors_header import Stored, read_safetensors_header
+from edgespec.models.safetensors_header import Stored
 
-from ..common.hf_vocab import check_folder, first_line, read_config, weight_files
+from ..common.hf_vocab import first_line, weight_files
 from .attention import Tree
 from .backend import TorchBackend
 from .head import TorchHead
-from .loading import FULL
+from .mtp_files import head_tensors, kinds_of
 
-KINDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "nemotron_h")  # `model_type`
-IN_FILES = re.compile(r"(?:model\.)?(mtp\.)?(?:layers\.(\d+)\.)?(.+)")
-OWN = {  # names in files of what is in no layer -> those of `MtpHead`
-    "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
-    "shared_head.norm": "norm", "final_layernorm": "norm", "eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm",
-}  # fmt: skip
-OF_TARGET = ("embed_tokens.", "shared_head.head.")  # copies of the target's
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -86,49 +79,6 @@ class TorchMtp(TorchHead):
         return self.model(embeddings, states, places, tree)
 
 
-def head_tensors(path: str) -> dict[str, tuple[Path, Stored]]:
-    """
-    Args:
-        path: of a model's folder.
-
-    Returns:
-        The tensors of the head in it, by their names in `MtpHead` before experts are stacked; empty if it has none.
-
-    Raises:
-        ModelError: a file is damaged, or the head is of a kind that cannot be used.
-    """
-    folder = check_folder(path)
-    config = read_config(folder).get_text_config()
-    stored = {one.name: (file, one) for file in folder.glob("*.safetensors") for one in read_safetensors_header(file)}
-    found = {own: stored[name] for name in stored if (own := _own_name(name, config.num_hidden_layers))}
-    if found and config.model_type not in KINDS:
-        raise ModelError(
-            f"{path}: a head in a {config.model_type} model cannot be used; those of {', '.join(KINDS)} can"
-        )
-    kinds, numbers = _kinds(config), {name.split(".")[1] for name in found if name.startswith("layers.")}
-    if found and (kinds[:1] != [FULL] or numbers != set(map(str, range(len(kinds))))):
-        usable = f"heads of {len(kinds)} ({', '.join(kinds)}) with attention first"
-        raise ModelError(f"{path}: its head has {len(numbers)} layers, but only {usable} can be used")
-    return found
-
-
-def _kinds(config: Any) -> list[str]:
-    return list(getattr(config, "mtp_layers_block_type", None) or [FULL])
-
-
-def _own_name(name: str, layers: int) -> str | None:
-    """The name in `MtpHead`, before experts are stacked; None: the tensor is no part of a head of its own."""
-    parts: tuple[str, str, str] = IN_FILES.findall(name)[0]
-    inside, layer, rest = parts
-    number = int(layer or 0) - (0 if inside else layers)
-    if not (inside or layer) or number < 0 or rest.startswith(OF_TARGET):
-        return None
-    part = next((part for part in OWN if rest.startswith(f"{part}.")), None)
-    if part:
-        return OWN[part] + rest.removeprefix(part)
-    return f"layers.{number}.{rest}" if layer else rest
-
-
 def _stacked(weights: Mapping[str, Any]) -> dict[str, Any]:
     """Weights with those of all experts in one, as transformers has them."""
     made, experts = dict[str, Any](), dict[tuple[str, str], dict[int, Any]]()
@@ -155,7 +105,7 @@ def load_mtp(target: TorchBackend, path: str, options: LoadOptions) -> TorchMtp:
     found, config = head_tensors(path), deepcopy(target.model.config.get_text_config())
     if not found:
         raise ModelError("has no head of its own")
-    config.layer_types, config.num_hidden_layers = _kinds(config), len(_kinds(config))
+    config.layer_types, config.num_hidden_layers = kinds_of(config), len(kinds_of(config))
     config.first_k_dense_replace, config.mlp_only_layers = 0, []  # its layers have experts if any layer has
     try:
         with torch.device("meta"):
