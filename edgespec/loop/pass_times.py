@@ -130,6 +130,12 @@ class PassTimes:
         """
         at = length_class(length)
         bits = round(nodes).bit_length()
+        if bits > 1 and (at, bits) in self._remembered and (known := self.at(length)):
+            ratio = min(1.0, seconds / float(known.seconds(nodes)))
+            for other in [other for near, other in self._remembered if near == at and other > 1]:
+                size, took = self._usual[at][other]
+                self._usual[at][other] = size, ratio * took
+                self._passes[at][other] = deque([(size, ratio * took)], KEPT)
         passes = self._passes.setdefault(at, {}).setdefault(bits, deque(maxlen=KEPT))
         passes.append((nodes, max(seconds, 1e-9)))
         sizes, times = zip(*passes, strict=True)
