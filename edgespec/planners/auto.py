@@ -261,6 +261,7 @@ class AutoPlanner(Planner):
         self._spent: dict[str, float] = {}  # seconds of each candidate that was asked
         self._length = 0  # of the sequence when `_offer` was made
         self._rows = 0
+        self._passes: list[tuple[int, float, int]] = []  # of the target, not learned yet: nodes, seconds, length
         self._head: int | None = None  # as in its context
         self._went_ahead = False
 
@@ -386,7 +387,11 @@ class AutoPlanner(Planner):
             if known:
                 state.target.measured += 1
             elif not went_ahead:  # a draft that runs meanwhile lengthens the pass
-                state.add_pass(self._rows, seconds, self._length)
+                self._passes.append((self._rows, seconds, self._length))
+            if not way or self._ledger.distance > 1:  # else a plain pass comes next, which shows the pace of this one
+                for one in self._passes:
+                    state.add_pass(*one)
+                self._passes.clear()
         self._offer.learn(tokens, seconds)
 
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:

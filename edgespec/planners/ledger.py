@@ -95,6 +95,7 @@ class Ledger:
         first: plain passes before a way that is not known to gain: the first passes of a program may be slow.
         accounts: by the name of the way.
         taken: plain passes that the steps of this sequence took as long as.
+        seconds: of these steps.
         distance: steps with draft tokens from one plain pass to the next.
         since: those since the last plain pass.
         plain: seconds of a plain pass; 0: unknown.
@@ -104,6 +105,7 @@ class Ledger:
     first: int = 1
     accounts: dict[str, Account] = field(default_factory=dict)
     taken: float = 0.0
+    seconds: float = 0.0
     distance: int = 1
     since: int = 0
     plain: float = 0.0
@@ -120,7 +122,7 @@ class Ledger:
         self._usual = self.plain
         self._plain.clear()
         self._more.clear()
-        self.taken, self._seen, self.since, self._last = 0.0, 0, 0, []
+        self.taken, self.seconds, self._seen, self.since, self._last = 0.0, 0.0, 0, 0, []
         self.distance = max(1, self.distance // SOONER)
         for one in self.accounts.values():
             one.lost = one.before = max(min(one.lost, 0.0), -CARRIED)
@@ -196,7 +198,8 @@ class Ledger:
             self._last.append(Entry(self._account(name), took, gained, self._account(name).lost))
         for entry in self._last:
             entry.post(plain)
-        self.taken += (sum(entry.took for entry in self._last) + (0.0 if way else seconds)) / plain
+        took = sum(entry.took for entry in self._last) + (0.0 if way else seconds)
+        self.taken, self.seconds = self.taken + took / plain, self.seconds + took
         for name, one in self.accounts.items():
             one.resting = max(0.0, one.resting - tokens)
             if name == way:
@@ -242,7 +245,8 @@ class Ledger:
 
     @property
     def _allowed(self) -> float:
-        return 1 + ALLOWANCE * self.taken
+        # What was earned while passes were faster pays for few of the present ones.
+        return 1 + ALLOWANCE * (min(self.taken, self.seconds / self.plain) if self.plain else 0.0)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: what the next run begins with."""
