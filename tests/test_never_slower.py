@@ -26,6 +26,7 @@ REMEMBERED = {
     "more / 3": (1, 1 / 3),
 }
 WAYS = ["copies", "draft", "copies+draft"]
+LEAST = {32: 0.9, 128: 0.95, 512: 0.97}  # tokens -> ratio to plain decoding
 SEEDS = 3
 CASES = [
     pytest.param(*case, id="-".join(map(str, case)))
@@ -58,11 +59,9 @@ def speed(steps, tokens):
 @pytest.mark.covering(2)
 @pytest.mark.parametrize(("cost", "agreement", "remembered", "ways", "load", "slow", "noise"), CASES)
 def test_the_default_is_hardly_slower_than_plain_decoding(cost, agreement, remembered, ways, load, slow, noise):
-    """Under a load that comes within a step, this step alone may take as long as several plain passes."""
     found = [run(cost, agreement, remembered, ways, load, slow, noise, seed).sequence(512) for seed in range(SEEDS)]
     ratios = {tokens: fmean(speed(steps, tokens) for steps in found) for tokens in (32, 128, 512)}
-    bars = {32: 0.9, 128: 0.95, 512: 0.97} if load in ("idle", "x2") else {32: 0.88, 128: 0.9, 512: 0.92}
-    assert {tokens: ratio for tokens, ratio in ratios.items() if ratio < bars[tokens]} == {}
+    assert {tokens: ratio for tokens, ratio in ratios.items() if ratio < LEAST[tokens]} == {}
 
 
 class Free(Ledger):
@@ -95,4 +94,4 @@ def best(cost, agreement, ways):
 def test_a_way_that_pays_is_found(cost, agreement, remembered, ways):
     learning = run(cost, agreement, remembered, ways, "idle", False, 0.0, 0)
     learning.sequence(512)
-    assert speed(learning.sequence(512), 512) >= 0.8 * best(cost, agreement, ways)
+    assert speed(learning.sequence(512), 512) >= 0.9 * best(cost, agreement, ways)
