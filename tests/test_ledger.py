@@ -106,6 +106,19 @@ def test_all_ways_share_one_allowance():
     assert ledger.room("draft") < 0.3
 
 
+def test_what_was_earned_while_passes_were_faster_pays_for_few_of_the_present_ones():
+    ledger = started(passes=200)
+    for _ in range(4):
+        ledger.add({}, None, 50.0, 1)
+    assert ledger.room("copies") == pytest.approx(50.0 * (1 + ALLOWANCE * 8))
+
+
+def test_one_slow_plain_pass_earns_no_more_than_another():
+    ledger = started(passes=4)
+    ledger.add({}, None, 50.0, 1)
+    assert ledger.room("copies") == pytest.approx(1 + ALLOWANCE * 5)
+
+
 def test_gains_pay_for_few_losses_and_fewer_in_the_next_sequence():
     ledger = started()
     for _ in range(50):
