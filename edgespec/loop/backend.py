@@ -67,12 +67,14 @@ class Placed:
         device: that computes some of them; "": the processor computes all.
         on_device: how many it computes.
         streamed: how many do not stay where they are computed.
+        shares: layers of each device, and its name, if there are several.
     """
 
     layers: int
     device: str = ""
     on_device: int = 0
     streamed: int = 0
+    shares: tuple[tuple[int, str], ...] = ()
 
 
 @runtime_checkable

@@ -517,6 +517,44 @@ def layers_on_gpu(gpu_layers: int, count: int) -> int:
     return count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
 
 
+def layers_by_device(
+    sizes: Sequence[int], memory: int, fixed: int, rooms: Sequence[int], caches: Sequence[int], asked: int | None = None
+) -> list[int]:
+    """Divide layers among devices: each computes consecutive ones, and the first device also streamed ones.
+
+    Args:
+        sizes: bytes of each layer.
+        memory: bytes to use on the first device.
+        fixed: bytes of them for all else, `caches` included.
+        rooms: bytes for layers and their caches on each further device.
+        caches: bytes of each layer's caches, which lie where it is computed.
+        asked: number of layers that stay on devices; None: as many as fit.
+
+    Returns:
+        The number of layers of each device. The first one gets as many as it holds; if layers must be streamed, it gets
+        those that the others cannot hold.
+    """
+    count = len(sizes)
+
+    def others(first: int) -> list[int]:
+        found = list[int]()
+        for room in rooms:
+            stop = first
+            while stop < count and (room := room - sizes[stop] - caches[stop]) >= 0:
+                stop += 1
+            found.append(stop - first)
+            first = stop
+        return found
+
+    def fits(first: int) -> bool:
+        return fixed - sum(caches[first:]) + sum(sizes[:first]) <= memory
+
+    most = next((first for first in range(count, 1, -1) if fits(first)), 1)
+    least = max(most, count - (count if asked is None else asked))
+    first = next((first for first in range(least, count) if first + sum(others(first)) == count), count)
+    return [first, *others(first)]
+
+
 def _whole_pages(tensors: Sequence[Tensor], page: int, by_rows: bool) -> dict[tuple[int, str], list[Extent]]:
     """
     Args:
