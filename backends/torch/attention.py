@@ -44,9 +44,7 @@ class Part:
     def to(self, device: Any) -> Self:
         """A copy whose rows and masks lie on a device; cells stay where they are."""
         new = self.new if isinstance(self.new, slice) else self.new.to(device)
-        masks = {
-            window: (low, None if mask is None else mask.to(device)) for window, (low, mask) in self.masks.items()
-        }
+        masks = {window: (low, None if mask is None else mask.to(device)) for window, (low, mask) in self.masks.items()}
         return replace(self, new=new, masks=masks)
 
 

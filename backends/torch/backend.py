@@ -511,13 +511,9 @@ def name_of(device: Any) -> str:
 
 
 def placed(spans: Spans, streamed: int) -> Placed:
-    layers = spans[-1][1].stop
-    if spans[0][0].type == "cpu":
-        return Placed(layers, streamed=streamed)
-    if len(spans) == 1:
-        return Placed(layers, name_of(spans[0][0]), layers, streamed)
-    shares = tuple((len(numbers), f"{name_of(device)} ({device})") for device, numbers in spans if numbers)
-    return Placed(layers, ", ".join(name for _, name in shares), layers, streamed, shares)
+    several = len(spans) > 1
+    shares = [(len(numbers), name_of(device) + f" ({device})" * several) for device, numbers in spans]
+    return Placed.on([] if spans[0][0].type == "cpu" else shares, spans[-1][1].stop, streamed)
 
 
 def check_tree(backend: TorchBackend) -> None:

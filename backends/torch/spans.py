@@ -45,7 +45,7 @@ class Cells:
 
 
 def connect(layers: Sequence[Any], spans: Spans) -> None:
-    """Let each layer of a further device find its inputs there, and bring the last layer's output to the first device."""
+    """Move the inputs of a further device's layers there, and the last layer's output to the first device."""
     # Of a pass, by number and device. The inputs stay, too, else another one could get the number.
     moved = dict[tuple[int, Any], tuple[Any, Any]]()
 
