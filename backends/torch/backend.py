@@ -483,8 +483,8 @@ def assemble(
         placement = place(width)
         ends = list(accumulate(placement.counts))
         devices = [device, *(torch.device(one.name) for one in others)]
-        numbers = map(range, [0, *ends], ends)
-        spans = [(place, some) for place, some in zip(devices, numbers, strict=True) if some or place is device]
+        every = zip(devices, map(range, [0, *ends], ends), strict=True)
+        spans = [(place, numbers) for place, numbers in every if numbers or place is device]
         streamer = place_layers(model, spans, sizes, placement, copies, host, form)
     shape, capabilities = cells(width), limits(width)
     if streamer is not None:
