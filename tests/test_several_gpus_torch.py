@@ -145,6 +145,16 @@ def test_only_borders_are_crossed(cards: There, divided: Callable[..., TorchBack
     assert found[3] == []
 
 
+def test_states_for_a_head_come_from_every_card(divided: Callable[..., TorchBackend], tmp_path: Path) -> None:
+    folder, found = save(tiny_model("llama"), tmp_path), []
+    for backend in (divided(folder, [1, 2]), load(str(folder), **OPTIONS, device="cpu")):
+        decoder = backend.model.get_decoder()
+        backend.keep_states([decoder.layers[0], decoder.layers[1], decoder.norm])
+        logits: Any = backend.forward([work(backend.open(), [5, 6, 7], [-1, 0, 0])])[0]
+        found.append(logits.states([2, 0]))
+    np.testing.assert_array_equal(*found)
+
+
 def test_layers_that_are_not_connected_fail(
     divided: Callable[..., TorchBackend], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -157,7 +157,7 @@ class TorchBackend:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
         return self._new_session(self._free.pop())
 
-    def _new_session(self, cells: Any) -> TorchSession:
+    def _new_session(self, cells: Cells) -> TorchSession:
         if self.capabilities.paths:
             return TorchRecurrentSession(cast(RecurrentOwner, self), cells)
         return TorchSession(self, cells)
