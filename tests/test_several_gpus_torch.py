@@ -171,7 +171,8 @@ def test_layers_that_are_not_connected_fail(
         (119, [50], None, [9, 1]),
         (60, [70], None, [4, 6]),
         (60, [33, 33], None, [4, 3, 3]),
-        (60, [99, 99], None, [4, 6, 0]),
+        (54, [99, 99], None, [4, 6, 0]),
+        (53, [99, 99], None, [3, 7, 0]),
         (60, [5, 99], None, [4, 0, 6]),
         (60, [21], None, [9, 1]),  # layers are streamed, so that the second holds as many as it can
         (60, [], None, [10]),
@@ -194,11 +195,22 @@ def test_layers_of_several_sizes_and_caches() -> None:
 
 
 def test_streamed_layers_are_those_of_the_first_card() -> None:
-    found = choose_placement([10] * 10, 60, 20, None, None, [33], [1] * 10)
+    found = choose_placement([10] * 10, 57, 20, None, None, [33], [1] * 10)  # 17 + 2 layers + 2 buffers
     assert (found.counts, found.streamed) == ([7, 3], [1, 2, 4, 5, 6])
     assert found.buffers == BUFFERS
     with pytest.raises(NoRoom, match="with --gpu-layers 9 8 layers stay on the GPU, but 5 of 10 fit"):
-        choose_placement([10] * 10, 60, 20, None, 9, [33], [1] * 10)
+        choose_placement([10] * 10, 57, 20, None, 9, [33], [1] * 10)
+
+
+def test_gpu_memory_is_for_each_card(cards: There, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder, rooms = str(save(tiny_model("llama"), tmp_path)), list[int]()
+    monkeypatch.setattr(
+        loading_module, "layers_by_device", lambda sizes, memory, fixed, free, *_: rooms.extend(free) or [3, 0]
+    )
+    cards(8 * GIB, 6 * GIB)
+    for memory in (None, 5 * GIB, 7 * GIB):
+        load(folder, **OPTIONS, gpu_memory=memory).close()
+    assert (list(dict.fromkeys(rooms)), rooms[-1]) == ([rooms[0], rooms[0] - GIB], rooms[0])
 
 
 def test_the_free_memory_of_each_card_counts(cards: There, tmp_path: Path) -> None:
