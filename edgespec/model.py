@@ -459,7 +459,8 @@ def load(
         dtype: torch: "float32", "float16", "bfloat16" or "nf4" (4 bits); default: as in the folder.
         keep_packed: torch: keep layers that are quantised at load (dtype nf4) in the cache folder, for the next start.
         gpu_memory: llamacpp, torch: what both models use of each GPU's memory, in bytes or as "10G"; default: what
-            is free. Layers that do not fit are computed by the processor (llamacpp), or streamed from host memory (torch).
+            is free. Layers that do not fit are computed by the processor (llamacpp), or streamed from host memory
+            (torch).
         exact: row class that passes keep to: "narrow" (few draft tokens), "wide" (many; short passes are padded),
             "off". Default, where the engine has row classes: wide if it takes no longer, else narrow.
         parallel: most requests in a batch. Each has room for a whole context in the cache; with llamacpp and limited
