@@ -229,6 +229,12 @@ def local_path(
     return hub.fetch(hub.ask(found), lambda what, done, total: say(f"{what}, {done / 1e9:.1f} of {total / 1e9:.1f} GB"))
 
 
+def local_head(source: str) -> str | None:
+    """The head that lies in the hub's cache beside a GGUF of the hub; None: there is none."""
+    found = hub.parse(source.removeprefix("hf:")) if source.startswith("hf:") else None
+    return hub.cached_head(found) if found and not found.is_folder else None
+
+
 def _package_file(rest: str) -> str:
     package, _, inside = rest.partition("/")
     spec = importlib.util.find_spec(package)  # finds the folder without running the package
