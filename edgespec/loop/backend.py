@@ -199,8 +199,8 @@ class KeepsNodes(Protocol):
 class TakesStates(Protocol):
     """A session of a head, which drafts from the target's states: an optional feature, for `planners/heads.py`.
 
-    A row of a head takes a token, and a state of the position before it: the target's where it was given, else what
-    the head itself computed there, else zeros.
+    A row of a head takes a token and the state of the position before it. The state is the target's where it was
+    given, else the head's own, else zeros.
     """
 
     def give(self, start: int, states: Float32Array) -> None:

@@ -31,7 +31,7 @@ class Drafter:
         evaluated: nodes in the session.
         mean_batch: mean number of sequences that shared a pass; earlier passes fade.
         pass_cost: pass times.
-        foresees: it can draft beyond what the target has seen.
+        foresees: it can draft without a state of the target.
     """
 
     foresees = True

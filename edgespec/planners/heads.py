@@ -1,11 +1,11 @@
-"""Heads as drafts: a few layers that draft from the target's own states instead of a text that they read themselves.
+"""Heads as drafts: a few layers that draft from the target's own states.
 
 EAGLE-3 (arXiv 2503.01840) and multi-token prediction (DeepSeek-V3, arXiv 2412.19437). Any planner with a draft can use
-one; `HeadDrafter` does what a head needs besides:
+one. `HeadDrafter` does what a head needs besides:
 
-    saw_prompt, saw    the session is given the target's states
-    propose            tokens committed since are read from these states; nodes start from the head's own
-    commit             all nodes are dropped, since their cells came from the head's own states
+    saw_prompt, saw    give the target's states to the session
+    propose            read new committed tokens from these states, then nodes from the head's own
+    commit             drop all nodes, since their cells came from the head's own states
 """
 
 from collections.abc import Sequence
