@@ -16,6 +16,7 @@ from ..common.loader import loader
 from .backend import LlamaBackend
 from .context import ContextSize, kept_of, make_context
 from .ggml.files import LLAMA_MAX_SEQ, engine_build, llama_cpp, load_model, metadata, parts, without_amx
+from .head_card import check_target
 from .heads import find_head, load_head
 from .lending.child_process import ChildBackend, load_in_child
 from .lending.rpc import lent_line, lent_options
@@ -82,6 +83,7 @@ class LlamaEngine(Engine):
 
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> LoadPlan:
         check_whole("sessions", options.sessions, 1, LLAMA_MAX_SEQ)
+        check_target(path)
         return LoadPlan(path=path, options=options) if options.lenders else plan_here(path, options, machine)
 
     def load(

@@ -6,7 +6,7 @@ the vocabulary, are skipped.
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from mmap import ACCESS_READ, mmap
 
 import numpy as np
@@ -68,6 +68,18 @@ def own_header(path: str) -> tuple[dict[str, Value], dict[str, int]]:
     own = [(key.removeprefix(prefix), value, length) for key, value, length in found if key.startswith(prefix)]
     values = {key: value for key, value, length in own if length is None}
     return values, {key: length for key, _, length in own if length is not None}
+
+
+def whole_number(path: str, values: Mapping[str, Value], key: str, low: int, high: int) -> int:
+    """The value of a key, `low` where the file has none.
+
+    Raises:
+        ModelError: it is no whole number from `low` to `high`.
+    """
+    value = values.get(key, low)
+    if type(value) is not int or not low <= value <= high:
+        raise ModelError(f"{path}: is damaged: {key} is {value!r}, but must be a whole number from {low} to {high}")
+    return value
 
 
 def has_states(path: str) -> bool:

@@ -1,7 +1,7 @@
-"""Tiny GGUFs of heads and of their targets, and changed copies of a GGUF.
+"""Tiny GGUFs of Gemma 4 and of a head for it, and changed copies of any GGUF.
 
-Keys and tensors are those that llama.cpp asks for (src/models/gemma4.cpp, gemma4-assistant.cpp, eagle3.cpp); sizes here
-are rows first. `hybrid_files.write_with_head` has a head in the model's own file.
+Keys and tensors are those that llama.cpp asks for (src/models/gemma4.cpp, gemma4-assistant.cpp); sizes here are rows
+first.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +15,9 @@ from gguf_files import VOCAB, byte_level_vocab
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
 WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD, WINDOW_HEAD, WINDOW = 128, 256, 4, 2, 32, 16, 64
-OWN_WIDTH = 64  # of heads
+OWN_WIDTH = 64  # of the head
 PER_LAYER = 32  # of a layer's own embedding
 WINDOWED = (True, True, True, False, True, False)  # Gemma 4's layers with a sliding window
-TARGET_LAYERS = (1, 2, 3)  # whose inputs an EAGLE-3 head takes
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
@@ -47,17 +46,6 @@ def write_assistant(path: Path) -> Path:
     writer.add_embedding_length_out(WIDTH)
     writer.add_nextn_predict_layers(len(layers))
     return _write(writer, _assistant(layers))
-
-
-def write_eagle3(path: Path, width: int = 256) -> Path:
-    """A head for a target of this width that has four layers."""
-    writer = _writer(path, "eagle3", 1, OWN_WIDTH)
-    writer.add_feed_forward_length(HIDDEN)
-    writer.add_key_length(HEAD)
-    writer.add_value_length(HEAD)
-    writer.add_array("eagle3.target_layers", list(TARGET_LAYERS))
-    writer.add_uint32("eagle3.target_hidden_size", width)
-    return _write(writer, _eagle3(width))
 
 
 def _writer(path: Path, arch: str, layers: int, width: int) -> Any:
@@ -101,8 +89,6 @@ def _close(writer: Any) -> Path:
 
 
 def _values(generator: np.random.Generator, name: str, sizes: tuple[int, ...]) -> Any:
-    if name == "d2t":
-        return np.arange(sizes[0], dtype=np.int64)  # how far a token of the head is from the target's
     found = generator.standard_normal(sizes)
     if "norm" in name or name.endswith(("output_scale.weight", "rope_freqs.weight")):
         found = 1 + 0.1 * found
@@ -147,22 +133,6 @@ def _assistant(layers: tuple[bool, ...]) -> Shapes:
             "ffn_down": (OWN_WIDTH, HIDDEN), "post_ffw_norm": (OWN_WIDTH,),
         }  # fmt: skip
         yield from ((f"blk.{layer}.{name}.weight", sizes) for name, sizes in own.items())
-
-
-def _eagle3(width: int) -> Shapes:
-    few = VOCAB // 2  # tokens of the head
-    own = {
-        "attn_norm": (OWN_WIDTH,), "attn_norm_2": (OWN_WIDTH,), "attn_q": (HEADS * HEAD, 2 * OWN_WIDTH),
-        "attn_k": (KV_HEADS * HEAD, 2 * OWN_WIDTH), "attn_v": (KV_HEADS * HEAD, 2 * OWN_WIDTH),
-        "attn_output": (OWN_WIDTH, HEADS * HEAD), "ffn_norm": (OWN_WIDTH,), "ffn_gate": (HIDDEN, OWN_WIDTH),
-        "ffn_up": (HIDDEN, OWN_WIDTH), "ffn_down": (OWN_WIDTH, HIDDEN),
-    }  # fmt: skip
-    yield "d2t", (few,)
-    yield "fc.weight", (OWN_WIDTH, len(TARGET_LAYERS) * width)
-    yield "output_norm.weight", (OWN_WIDTH,)
-    yield "output.weight", (few, OWN_WIDTH)
-    yield "token_embd.weight", (VOCAB, OWN_WIDTH)
-    yield from ((f"blk.0.{name}.weight", sizes) for name, sizes in own.items())
 
 
 def copy(
