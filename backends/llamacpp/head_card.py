@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 from edgespec.errors import ModelError
 from edgespec.machine.memory import format_size
-from edgespec.models.gguf_header import header_values, whole_number
-from edgespec.weights.plan import layer_of
+from edgespec.models.gguf_header import header_values
+from edgespec.models.heads import head_layers
+from edgespec.weights.plan import count_layers, layer_of
 
-from .ggml.files import NO_HEADS, all_tensors
+from .ggml.files import all_tensors
 
 MTP = "multi-token prediction"
 KINDS = {"eagle3": "EAGLE-3", "gemma4-assistant": "assistant", "dflash": "DFlash"}  # general.architecture of heads
-MOST_LAYERS = 512  # LLAMA_MAX_LAYERS of llama-hparams.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +46,17 @@ def head_card(path: str) -> HeadCard | None:
     header = header_values(path, "")
     name = str(header.get("general.architecture", ""))
     values = {key.removeprefix(f"{name}."): value for key, value in header.items()}
-    count = whole_number(path, values, "block_count", 1, MOST_LAYERS)
-    tensors = all_tensors(path)
+    heads, tensors = head_layers(path, header), all_tensors(path)
     size = sum(tensor.size for tensor in tensors)
     if name in KINDS:
         width = values.get("target_hidden_size", values.get("embedding_length_out", "an unknown size"))
         family = "gemma4 models" if name == "gemma4-assistant" else "models"
-        return HeadCard(KINDS[name], count, size, f"for {family} with states of {width}")
-    heads = whole_number(path, values, "nextn_predict_layers", 0, count) if name not in NO_HEADS else 0
-    if heads and not any(layer_of(tensor) == 0 for tensor in tensors):
+        return HeadCard(KINDS[name], int(values.get("block_count", 1)), size, f"for {family} with states of {width}")
+    if heads and not any(tensor.name == "blk.0.attn_norm.weight" for tensor in tensors):  # as llama.cpp tells them
         width = values.get("embedding_length", "an unknown size")
         return HeadCard(MTP, heads, size, f"for {name} models with states of {width}")
-    whole_number(path, values, "nextn_predict_layers", 0, count - (heads > 0))
-    own = [tensor for tensor in tensors if layer_of(tensor) >= count - heads]
+    first = count_layers(tensors) - heads
+    own = [tensor for tensor in tensors if layer_of(tensor) >= first]
     if not any(".nextn." in tensor.name for tensor in own):
         return None
     return HeadCard(MTP, heads, sum(tensor.size for tensor in own), "")

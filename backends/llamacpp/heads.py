@@ -19,13 +19,14 @@ from edgespec.loop.engines import LoadOptions
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of
 from edgespec.models.gguf_header import header_values, own_header
+from edgespec.models.heads import head_layers
 from edgespec.weights.plan import Tensor
 
 from ..common.heads import HeadSession
 from .backend import LlamaBackend
 from .cells import Rows
 from .context import EAGLE3, ContextSize, make_context, of_head
-from .ggml.files import NO_HEADS, all_tensors, last_log, llama_cpp, load_model, metadata, parts
+from .ggml.files import all_tensors, last_log, llama_cpp, load_model, metadata, parts
 from .ggml.stop import ABORTED
 from .memory.tolerance import tolerance
 from .session import LlamaSession, Placement
@@ -82,11 +83,10 @@ def find_head(path: str) -> HeadFile | None:
         key, value = (values.get(f"attention.{kind}_length") for kind in ("key", "value"))
         _check(path, "has attention.value_length", value, key)
         return HeadFile(name, 0)
-    layers, count = (int(values.get(key, 0)) for key in ("nextn_predict_layers", "block_count"))
-    if layers == 0 or name in NO_HEADS:
+    layers = head_layers(path, header_values(path, ""))
+    if layers == 0:
         return None
-    if not 0 < layers <= count:
-        raise ModelError(f"{path}: is damaged: nextn_predict_layers is {layers} of block_count {count} layers")
+    count = int(values["block_count"])
     if not any(tensor.name == f"blk.{count - layers}.nextn.eh_proj.weight" for tensor in all_tensors(path)):
         return None
     if name not in OWN_HEADS:

@@ -84,11 +84,28 @@ def own_head(entry: Entry, backend: str | None, say: Callable[[str], None]) -> s
     if not isinstance(engine, LoadsHeads):
         return None
     path = local_path(entry.target, say=say)
+    if is_head(path):
+        return None
     try:
-        return OWN_HEAD if engine.has_head(path) and not is_head(path) else None
+        return OWN_HEAD if engine.has_head(path) else None
     except ModelError as error:
         say(f"the head of the model is not used: {error}")
         return None
+
+
+def with_head(names: Sequence[str], paths: Sequence[str], own: bool, options: LoadOptions) -> LoadOptions:
+    """Options of a target that gets a head; arguments as in `PairPlan`.
+
+    Raises:
+        UsageError: the engine cannot draft with it, or the target's own file has none.
+        ModelError: as for `LoadsHeads.has_head`.
+    """
+    engine = find_engine(names[0])
+    if len(set(names)) > 1 or not isinstance(engine, LoadsHeads):
+        raise UsageError(f"the backend {names[0]} cannot draft with the head {paths[1]}; use a draft model")
+    if not engine.has_head(paths[1]):
+        raise UsageError(f"{paths[1]}: has no head of its own; name a draft model instead of --draft {OWN_HEAD}")
+    return replace(options, own_head=own, draft_files=() if own else tuple(paths[1:]))
 
 
 def plan_pair(
@@ -107,13 +124,7 @@ def plan_pair(
     check_supported(names, options)
     paths = [local_path(source, say=say) for source in sources]
     if draft and (draft == OWN_HEAD or is_head(paths[1])):
-        engine = find_engine(names[0])
-        if len(set(names)) > 1 or not isinstance(engine, LoadsHeads):
-            raise UsageError(f"the backend {names[0]} cannot draft with the head {paths[1]}; use a draft model")
-        if not engine.has_head(paths[1]):
-            raise UsageError(f"{paths[1]}: has no head of its own; name a draft model instead of --draft {OWN_HEAD}")
-        own = draft == OWN_HEAD
-        options = replace(options, own_head=own, draft_files=() if own else tuple(paths[1:]))
+        options = with_head(names, paths, draft == OWN_HEAD, options)
         return PairPlan(names, paths, options, _plan(names[0], paths[0], options), head=True)
     if len(set(names)) == 1 and (not draft or "draft_files" in find_engine(names[0]).supported):
         options = replace(options, draft_files=tuple(paths[1:]))

@@ -140,6 +140,8 @@ def choose_head(names: Sequence[str], model: str, kind: str) -> str | None:
         kind: one of `HEADS` or `OTHER_HEADS`.
     """
     folder = PurePosixPath(model).parent
+    if BESIDE.search(model):
+        return None
     heads = [
         path for path in map(PurePosixPath, sorted(names))
         if path.suffix == ".gguf" and path.name.lower().startswith(kind) and path.parent in (folder, *folder.parents)

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import MissingPackage, ModelError
-from edgespec.models.gguf_header import header_values, own_values, whole_number
+from edgespec.models.gguf_header import header_values
 from edgespec.models.gguf_model import check_magic
+from edgespec.models.heads import head_layers
 from edgespec.weights.plan import Tensor, count_layers, layer_of
 
 from .signals import Signals
@@ -27,7 +28,6 @@ except ImportError as error:
     raise MissingPackage("llama-cpp-python", "", "running GGUF models") from error
 
 FILE_TYPE_F32, FILE_TYPE_F16, FILE_TYPE_BF16 = b"0", b"1", b"32"  # general.file_type: llama_ftype in llama.h
-NO_HEADS = ("gemma4-assistant", "granite-switch")  # whose nextn_predict_layers are computed (src/models/*.cpp)
 LLAMA_MAX_SEQ = 256  # of llama-cparams.h, fixed at compile time
 
 _log_lines: list[str] = []
@@ -190,10 +190,7 @@ def loaded_tensors(path: str) -> list[Tensor]:
         ModelError: as for `all_tensors`.
     """
     tensors = all_tensors(path)
-    if header_values(path, "general.architecture").get("general.architecture") in NO_HEADS:
-        return tensors
-    count = count_layers(tensors)
-    loaded = count - whole_number(path, own_values(path), "nextn_predict_layers", 0, count)
+    loaded = count_layers(tensors) - head_layers(path, header_values(path, ""))
     return [tensor if layer_of(tensor) < loaded else replace(tensor, size=0) for tensor in tensors]
 
 
