@@ -55,7 +55,11 @@ def test_a_head_named_as_a_model_is_one_line_that_says_what_it_is_for(
 ) -> None:
     """llama.cpp runs one kind as a model of its own, and is killed by another."""
     path = files[name]
-    for arguments in (["run", str(path), "--raw", "Hi"], ["doctor", str(path)], ["pair", str(path), str(files["llama"])]):
+    for arguments in (
+        ["run", str(path), "--raw", "Hi"],
+        ["doctor", str(path)],
+        ["pair", str(path), str(files["llama"])],
+    ):
         status, out, err = run(*arguments)
         assert (status, out) == (1, "")
         assert err.strip().splitlines()[-1] == f"edgespec: {path}: {says}: edgespec run TARGET --draft {path}"

@@ -630,7 +630,9 @@ def test_a_head_is_deleted_with_the_last_model_that_it_is_for(fake: FakeHub, run
     fake.files = {f"owner/repo/{name}": content for name, content in HEADS.items()}
     fake.files["owner/repo/big-Q8_0.gguf"] = b"GGUF larger"
     assert run("pull", "hf:owner/repo/big-Q4_K_M.gguf", "hf:owner/repo/big-Q8_0.gguf")[0] == 0
-    assert run("models", "--delete", "hf:owner/repo/big-Q8_0.gguf", "--yes")[1] == "owner/repo/big-Q8_0.gguf is deleted\n"
+    assert (
+        run("models", "--delete", "hf:owner/repo/big-Q8_0.gguf", "--yes")[1] == "owner/repo/big-Q8_0.gguf is deleted\n"
+    )
     assert local_head("hf:owner/repo/big-Q4_K_M.gguf")
     out = run("models", "--delete", "hf:owner/repo/big-Q4_K_M.gguf", "--yes")[1].splitlines()
     assert [line.split(" ")[0].rpartition("/")[2] for line in out] == [
