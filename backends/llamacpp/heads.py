@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from .cells import Rows
 from .context import EAGLE3, ContextSize, make_context, of_head
 from .ggml.files import all_tensors, last_log, llama_cpp, load_model, metadata, parts
 from .ggml.stop import ABORTED
+from .logits import StateLogits
 from .memory.tolerance import tolerance
 from .session import LlamaSession, Placement
 from .states import NEXTN, RowStates, functions
@@ -133,9 +134,15 @@ class LlamaHeadSession(HeadSession, LlamaSession):
         states = np.zeros((len(tokens), self._backend.width), np.float32)
         states[len(tokens) - len(placement.order) :] = self.inputs(placement.work, placement.positions)[placement.order]
         self._backend.add_inputs(states)
-        if places and places[0] == 0 and self._backend.hides_first:
-            ids[0] = [self._backend.cells.padding_id]
+        if self._backend.hides_first and not self.token_ids:
+            for row, node in enumerate(placement.order):
+                if places[row] == 0 and placement.first + node in placement.work.parents:
+                    ids[row] = [self._backend.cells.padding_id]
         return tokens, places, ids
+
+    def hide_first(self) -> None:
+        for seq in self.seq_ids if not self.token_ids else ():
+            llama_cpp.llama_memory_seq_rm(self._memory, seq, 0, 1)
 
 
 class LlamaHead(LlamaBackend):
@@ -146,7 +153,9 @@ class LlamaHead(LlamaBackend):
         hides_first: the first token has no state before it, so no row sees it: EAGLE-3 is trained without.
     """
 
-    def __init__(self, target: LlamaBackend, path: str, model: Any, context: Any, size: ContextSize, width: int) -> None:
+    def __init__(
+        self, target: LlamaBackend, path: str, model: Any, context: Any, size: ContextSize, width: int
+    ) -> None:
         own, sizes = model is target.model, metadata(model, "general.file_type")
         capabilities = Capabilities(
             context_length=size.context_length, max_nodes=size.max_nodes, max_wanted=size.max_nodes,
@@ -206,16 +215,20 @@ class LlamaHead(LlamaBackend):
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         self._inputs = []
         logits = super().forward(batch)
-        self.cells.drop_padding(0)  # hidden first tokens
-        assert self.states
+        if self.hides_first:
+            self.cells.drop_padding(0)
         for work, found in zip(batch, logits, strict=True):
-            wanted = work.wanted.tolist()
-            work.session.add_states(wanted, found.states(wanted))  # type: ignore[attr-defined]
+            session, wanted = cast(LlamaHeadSession, work.session), work.wanted.tolist()
+            session.add_states(wanted, cast(StateLogits, found).states(wanted))
+            if self.hides_first:
+                session.hide_first()
         return logits
 
     def compute(self, rows: Rows, *, prompt: bool, padding: int) -> None:
         self.batch_states[: len(rows.tokens)] = np.concatenate(self._inputs)
-        if rows.wanted:  # llama.cpp computes the logits of all rows, and gives those of the first (src/models/eagle3.cpp)
+        if (
+            rows.wanted
+        ):  # llama.cpp computes the logits of all rows, and gives those of the first (src/models/eagle3.cpp)
             rows.wanted = list(range(len(rows.tokens)))
         super().compute(rows, prompt=prompt, padding=padding)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from edgespec.models.gguf_header import Value, header_values, whole_number
 
-OWN_HEAD = "head"  # as a draft's name: the head in the target's own file
 ARCHITECTURES = ("eagle3", "gemma4-assistant")  # `general.architecture` of llama.cpp's heads
 # Of llama.cpp's architectures, those whose `nextn_predict_layers` it computes (src/models/*.cpp).
 NO_HEADS = ("gemma4-assistant", "granite-switch")
