@@ -6,7 +6,7 @@ draft (`session.py`), also where the target's layers are recurrent. llama.cpp's 
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -115,7 +115,8 @@ def head_tensors(path: str, tensors: Sequence[Tensor]) -> None:
     ids = np.fromfile(path, "<i8", d2t.size // 8, offset=d2t.start)
     size = own_header(path)[0].get("vocab_size") or _tokens(path)
     if len(ids) and not 0 <= ids.min() <= ids.max() < int(size):
-        raise ModelError(f"{path}: the tensor d2t maps to the token {ids.max()}, but the vocabulary has {size}")
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        raise ModelError(f"{path}: the tensor d2t maps to the token {wrong}, but the vocabulary has {size}")
 
 
 def _tokens(path: str) -> int:
@@ -193,8 +194,8 @@ class LlamaHead(LlamaBackend):
             part = np.ascontiguousarray(states[start : start + most])
             batch, wanted = llama_cpp.llama_batch(), np.ones(len(part), np.int8)
             batch.n_tokens = len(part)
-            batch.embd = ctypes.cast(part.ctypes.data, ctypes.POINTER(ctypes.c_float))
-            batch.logits = ctypes.cast(wanted.ctypes.data, ctypes.POINTER(ctypes.c_int8))
+            for name, array, kind in (("embd", part, ctypes.c_float), ("logits", wanted, ctypes.c_int8)):
+                setattr(batch, name, ctypes.cast(array.ctypes.data, ctypes.POINTER(kind)))
             self._encode(batch)
             assert self.states
             found.append(self.states.rows(range(len(part))))
