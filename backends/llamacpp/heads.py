@@ -48,8 +48,6 @@ LAYER_INPUTS = (
 # and of these, with t_h_nextn, the state after the last layer.
 LAST_STATES = ("bailingmoe3", "gemma4", "gpt-oss", "mimo2", "nemotron_h", "nemotron_h_moe", "qwen35", "qwen35moe",
                "qwen3next")  # fmt: skip
-# Heads of these ask for all rows of the last layer, which is computed for wanted rows otherwise.
-WHOLE_LAST_LAYER = ("deepseek2", "glm4moe", "mimo2", "nemotron_h_moe")
 I64 = 27  # GGML_TYPE_I64
 
 
@@ -268,8 +266,7 @@ def load_head(target: Any, path: str, options: LoadOptions) -> LlamaHead:
         if not own:
             llama_cpp.llama_model_free(model)
         raise
-    of_target = llama_cpp.llama_model_n_embd_out(target.model) if own else llama_cpp.llama_model_n_embd(target.model)
-    target.keep_states(RowStates(target.context, int(of_target), layers))
+    target.keep_states(layers)
     return backend
 
 
