@@ -36,6 +36,7 @@ from .memory.skip_padding import SkipPadding, has_experts
 from .memory.threads import crowd
 from .memory.tolerance import tolerance
 from .recurrent import ids_of_session, is_recurrent, most_paths, why_not
+from .states import LAST_LAYER, NEXTN
 from .vocab import load_vocab
 
 __all__ = ["engine", "load", "load_vocab"]
@@ -116,6 +117,8 @@ class LlamaEngine(Engine):
             with closing(load_here(plan, way, lambda done, total: None)) as backend:
                 if copy != path:
                     remove_name(copy)
+                if LAST_LAYER in computing:
+                    backend.keep_states([NEXTN])
                 backend.state_width = llama_cpp.llama_model_n_embd(backend.model)
                 yield backend
 

@@ -6,7 +6,7 @@ draft (`session.py`), also where the target's layers are recurrent. llama.cpp's 
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -49,8 +49,6 @@ LAYER_INPUTS = (
 # and of these, with t_h_nextn, the state after the last layer.
 LAST_STATES = ("bailingmoe3", "gemma4", "gpt-oss", "mimo2", "nemotron_h", "nemotron_h_moe", "qwen35", "qwen35moe",
                "qwen3next")  # fmt: skip
-# Heads of these ask for all rows of the last layer, which is computed for wanted rows otherwise.
-WHOLE_LAST_LAYER = ("deepseek2", "glm4moe", "mimo2", "nemotron_h_moe")
 I64 = 27  # GGML_TYPE_I64
 
 
@@ -115,7 +113,8 @@ def head_tensors(path: str, tensors: Sequence[Tensor]) -> None:
     ids = np.fromfile(path, "<i8", d2t.size // 8, offset=d2t.start)
     size = own_header(path)[0].get("vocab_size") or _tokens(path)
     if len(ids) and not 0 <= ids.min() <= ids.max() < int(size):
-        raise ModelError(f"{path}: the tensor d2t maps to the token {ids.max()}, but the vocabulary has {size}")
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        raise ModelError(f"{path}: the tensor d2t maps to the token {wrong}, but the vocabulary has {size}")
 
 
 def _tokens(path: str) -> int:
@@ -193,8 +192,8 @@ class LlamaHead(LlamaBackend):
             part = np.ascontiguousarray(states[start : start + most])
             batch, wanted = llama_cpp.llama_batch(), np.ones(len(part), np.int8)
             batch.n_tokens = len(part)
-            batch.embd = ctypes.cast(part.ctypes.data, ctypes.POINTER(ctypes.c_float))
-            batch.logits = ctypes.cast(wanted.ctypes.data, ctypes.POINTER(ctypes.c_int8))
+            for name, array, kind in (("embd", part, ctypes.c_float), ("logits", wanted, ctypes.c_int8)):
+                setattr(batch, name, ctypes.cast(array.ctypes.data, ctypes.POINTER(kind)))
             self._encode(batch)
             assert self.states
             found.append(self.states.rows(range(len(part))))
@@ -267,8 +266,7 @@ def load_head(target: Any, path: str, options: LoadOptions) -> LlamaHead:
         if not own:
             llama_cpp.llama_model_free(model)
         raise
-    of_target = llama_cpp.llama_model_n_embd_out(target.model) if own else llama_cpp.llama_model_n_embd(target.model)
-    target.keep_states(RowStates(target.context, int(of_target), layers))
+    target.keep_states(layers)
     return backend
 
 

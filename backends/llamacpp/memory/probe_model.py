@@ -18,6 +18,7 @@ from edgespec.weights.plan import Tensor, count_layers, layer_of, layers_on_gpu
 
 from ..ggml.files import all_tensors, keep_log, last_log, llama_cpp
 from ..ggml.signals import Signals
+from ..states import LAST_LAYER
 from .attention import ALIKE
 
 LEAST_LAYERS, MOST_LAYERS = 2, 16
@@ -114,7 +115,7 @@ def probe_options(path: str, computing: Computing) -> LoadOptions:
     """
     if "lenders" in computing:
         raise ModelError(f"{path}: a copy with fewer layers would have none lent")
-    others = ALIKE.keys() | REPACKED.keys() | CARRIED | {"device"}
+    others = ALIKE.keys() | REPACKED.keys() | CARRIED | {"device", LAST_LAYER}
     given: dict[str, Any] = {name: value for name, value in computing.items() if name not in others}
     given["gpu_layers"] = chosen_layers(all_tensors(path), _gpu_layers(computing))[1]
     return LoadOptions(context_length=2048, budget=128, resident=True, exact="wide", **given)
