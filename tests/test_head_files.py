@@ -67,7 +67,7 @@ def test_a_head_named_as_a_model_is_one_line_that_says_what_it_is_for(
 
 @pytest.mark.parametrize("name", ["qwen35", "gemma4"])
 def test_files_with_heads_and_their_targets_run_and_stream(files: dict[str, Path], run: Run, name: str) -> None:
-    status, out, err = run("run", str(files[name]), "--raw", "Hi", "-n", "4", *SHORT)
+    status, _, err = run("run", str(files[name]), "--raw", "Hi", "-n", "4", *SHORT)
     assert status == 0, err
     assert "Traceback" not in err
 

@@ -9,8 +9,7 @@ from edgespec.cli.completion import complete_model
 from edgespec.cli.options import MODELS_OPTION
 from edgespec.cli.terminal import Bars
 from edgespec.errors import UsageError
-from edgespec.models.heads import OWN_HEAD
-from edgespec.models.registry import Entry, find_model, is_folder, local_path
+from edgespec.models.registry import OWN_HEAD, Entry, find_model, is_folder, local_path
 
 
 @click.command(

@@ -23,7 +23,6 @@ from edgespec.loading.pair import (
     choose_context,
     load_draft,
     own_head,
-    source_of,
     with_head,
 )
 from edgespec.loading.timed_pass import Pass, time_pass
@@ -43,8 +42,8 @@ from edgespec.machine.measurements import age, can_remember, everything, identit
 from edgespec.machine.memory import disk_bandwidth, file_system, format_size, in_bytes
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.gguf_model import check_magic
-from edgespec.models.heads import OWN_HEAD, is_head
-from edgespec.models.registry import find_model, is_folder, local_path
+from edgespec.models.heads import is_head
+from edgespec.models.registry import OWN_HEAD, find_draft, find_model, is_folder, local_path
 from edgespec.planners.auto import AutoState
 from edgespec.planners.path_cost import note
 from edgespec.weights.plan import REMEDY, SAFETY, SLOW, Plan, two_digits
@@ -158,7 +157,7 @@ def diagnose(
     check_choice(exact)
     entry = find_model(target, models_file)
     draft = draft or entry.draft or own_head(entry, backend, say)
-    sources = [entry.target, *([source_of(draft, entry, models_file)] if draft else [])]
+    sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft else [])]
     if len({is_folder(source) for source in sources}) > 1:
         raise UsageError("doctor looks at a pair on one engine: target and draft must both be GGUF files, or folders")
     engine = backend or choose_backend(is_folder(sources[0]), this_machine())

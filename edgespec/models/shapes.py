@@ -184,8 +184,8 @@ def _is_recurrent(shape: Shape, layer: int) -> bool:
 
 def _own_head(shape: Shape) -> dict[str, Sizes]:
     width = shape["embedding_length"]
-    norms = dict.fromkeys(("enorm", "hnorm", "shared_head_norm"), (width,))
-    return {f"nextn.{name}.weight": sizes for name, sizes in ({"eh_proj": (2 * width, width)} | norms).items()}
+    sizes: dict[str, Sizes] = {f"nextn.{name}.weight": (width,) for name in ("enorm", "hnorm", "shared_head_norm")}
+    return sizes | {"nextn.eh_proj.weight": (2 * width, width)}
 
 
 def _of_layer(value: Any, layer: int) -> Any:
@@ -250,9 +250,8 @@ def _norms(shape: Shape) -> dict[str, Sizes]:
         found.append("ffn_norm" if architecture == "falcon-h1" else "ffn_norm.weight")
     if architecture.startswith("gemma"):
         found += ["post_attention_norm.weight", "post_ffw_norm.weight"]
-    if architecture == "gemma4":
-        return dict.fromkeys(found, width) | {"layer_output_scale.weight": (1,)}
-    return dict.fromkeys(found, width) | (_altup(shape) if architecture == "gemma3n" else {})
+    scale: dict[str, Sizes] = {"layer_output_scale.weight": (1,)} if architecture == "gemma4" else {}
+    return dict.fromkeys(found, width) | scale | (_altup(shape) if architecture == "gemma3n" else {})
 
 
 def _altup(shape: Shape) -> dict[str, Sizes]:
