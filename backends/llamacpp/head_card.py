@@ -52,7 +52,7 @@ def head_card(path: str) -> HeadCard | None:
         width = values.get("target_hidden_size", values.get("embedding_length_out", "an unknown size"))
         family = "gemma4 models" if name == "gemma4-assistant" else "models"
         return HeadCard(KINDS[name], int(values.get("block_count", 1)), size, f"for {family} with states of {width}")
-    if heads and not any(tensor.name == "blk.0.attn_norm.weight" for tensor in tensors):  # as llama.cpp tells them
+    if heads and not any(tensor.name == "blk.0.attn_norm.weight" for tensor in tensors):  # llama.cpp asks for the same
         width = values.get("embedding_length", "an unknown size")
         return HeadCard(MTP, heads, size, f"for {name} models with states of {width}")
     first = count_layers(tensors) - heads

@@ -240,7 +240,7 @@ def ask(sources: Sequence[str], entries: Sequence[Entry], heads: bool) -> dict[s
     Args:
         sources: on the hub.
         entries: which name them.
-        heads: ask for the heads beside targets, too.
+        heads: ask for the heads of targets, too.
 
     Raises:
         ModelError: the hub does not answer, or has other files.
@@ -251,7 +251,7 @@ def ask(sources: Sequence[str], entries: Sequence[Entry], heads: bool) -> dict[s
         for facts in filter(None, (entry.files.get(source) for entry in entries)):
             hub.check_listing(listing, facts.bytes, facts.sha256)
         if heads and any(source == entry.target for entry in entries) and not listing.source.is_folder:
-            head, others = hub.heads_beside(listing)
+            head, others = hub.heads_of(listing)
             if head and head.name not in listings:
                 listings[head.name] = hub.ask(head)
             for name in others:

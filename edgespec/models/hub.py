@@ -163,7 +163,7 @@ def _bits(name: str) -> int:
     return int((re.search(r"\d+", _type(name)) or [0])[0])
 
 
-def heads_beside(listing: Listing) -> tuple[HubSource | None, list[str]]:
+def heads_of(listing: Listing) -> tuple[HubSource | None, list[str]]:
     """
     Args:
         listing: of a GGUF file.
@@ -183,7 +183,7 @@ def heads_beside(listing: Listing) -> tuple[HubSource | None, list[str]]:
 
 
 def cached_head(source: HubSource) -> str | None:
-    """The head beside a GGUF file in the cache; None: there is none, or the file is not there."""
+    """The head of a GGUF file, from its repository, in the cache; None: there is none, or the file is not there."""
     names = list(_snapshot(source))
     file = source.file or choose_file(names, source.type or "")
     heads = [name for kind in HEADS if file in names and (name := choose_head(names, str(file), kind))]

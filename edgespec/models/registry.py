@@ -236,7 +236,7 @@ def local_path(
 
 
 def local_head(source: str) -> str | None:
-    """The head that lies in the hub's cache beside a GGUF of the hub; None: there is none."""
+    """Path of the head of a GGUF of the hub, from the same repository; None: none is in the cache."""
     found = hub.parse(source.removeprefix("hf:")) if source.startswith("hf:") else None
     return hub.cached_head(found) if found and not found.is_folder else None
 
