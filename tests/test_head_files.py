@@ -1,5 +1,6 @@
 """Files that are heads or have one: what doctor, pair and run tell of them, and damaged ones."""
 
+import json
 import os
 import subprocess
 import sys
@@ -63,6 +64,18 @@ def test_a_head_named_as_a_model_is_one_line_that_says_what_it_is_for(
         status, out, err = run(*arguments)
         assert (status, out) == (1, "")
         assert err.strip().splitlines()[-1] == f"edgespec: {path}: {says}: edgespec run TARGET --draft {path}"
+
+
+@pytest.mark.parametrize("command", [("run", "Hi"), ("doctor",)])
+def test_a_folder_that_is_a_head_is_one_line_too(run: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    status, out, err = run(command[0], str(tmp_path), *command[1:])
+    assert (status, out) == (1, "")
+    assert err.endswith(
+        f"edgespec: {tmp_path}: is a head (EAGLE-3) for models with states of 64, not a model: "
+        f"edgespec run TARGET --draft {tmp_path}\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen35", "gemma4"])

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from edgespec.errors import ModelError
 from edgespec.machine.memory import format_size
 from edgespec.models.gguf_header import header_values
-from edgespec.models.heads import head_layers
+from edgespec.models.heads import head_layers, not_a_model
 from edgespec.weights.plan import count_layers, layer_of
 
 from .ggml.files import all_tensors
@@ -69,6 +68,4 @@ def check_target(path: str) -> None:
     """
     card = head_card(path)
     if card and card.target:
-        raise ModelError(
-            f"{path}: is a head ({card.kind}) {card.target}, not a model: edgespec run TARGET --draft {path}"
-        )
+        raise not_a_model(path, card.kind, card.target)

@@ -21,7 +21,7 @@ from edgespec.machine.measurements import identity, machine, recall
 from edgespec.machine.measurements import remember as keep
 from edgespec.machine.memory import left_of
 from edgespec.machine.this_machine import this_machine
-from edgespec.models.heads import is_head
+from edgespec.models.heads import check_folder, is_head
 from edgespec.models.registry import OWN_HEAD, Entry, find_draft, find_model, is_folder, local_path
 from edgespec.planners.auto import AutoState
 
@@ -112,6 +112,7 @@ def plan_pair(
     names = [options.backend or choose_backend(is_folder(source), here) for source in sources]
     check_supported(names, options)
     paths = [local_path(source, say=say) for source in sources]
+    check_folder(paths[0])
     if draft and (draft == OWN_HEAD or is_head(paths[1])):
         options = with_head(names, paths, draft == OWN_HEAD, options)
         return PairPlan(names, paths, options, _plan(names[0], paths[0], options), head=True)

@@ -42,7 +42,7 @@ from edgespec.machine.measurements import age, can_remember, everything, identit
 from edgespec.machine.memory import disk_bandwidth, file_system, format_size, in_bytes
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.gguf_model import check_magic
-from edgespec.models.heads import is_head
+from edgespec.models.heads import check_folder, is_head
 from edgespec.models.registry import OWN_HEAD, find_draft, find_model, is_folder, local_path
 from edgespec.planners.auto import AutoState
 from edgespec.planners.path_cost import note
@@ -235,9 +235,10 @@ def _head(path: str) -> Any:
     """The head in a GGUF, as `backends/llamacpp/head_card.py` says; None: it has none.
 
     Raises:
-        ModelError: the file is a head, or damaged.
+        ModelError: the file or folder is a head, or damaged.
     """
     if Path(path).is_dir():
+        check_folder(path)
         return None
     heads = import_module("edgespec.backends.llamacpp.head_card")
     heads.check_target(path)

@@ -3,7 +3,9 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from edgespec.errors import ModelError
 from edgespec.models.gguf_header import Value, header_values, whole_number
 
 ARCHITECTURES = ("eagle3", "gemma4-assistant")  # `general.architecture` of llama.cpp's heads
@@ -25,11 +27,29 @@ def is_head(path: str) -> bool:
         header = header_values(path, "")
         head_layers(path, header)
         return header.get("general.architecture") in ARCHITECTURES
+    return _folder_head(path) is not None
+
+
+def _folder_head(path: str) -> dict[str, Any] | None:
     try:
-        names = json.loads((Path(path) / "config.json").read_text("utf-8"))["architectures"]
-        return any(EAGLE3 in str(name) for name in names)
+        config = json.loads((Path(path) / "config.json").read_text("utf-8"))
+        return config if any(EAGLE3 in str(name) for name in config["architectures"]) else None
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return None
+
+
+def not_a_model(path: str, kind: str, target: str) -> ModelError:
+    return ModelError(f"{path}: is a head ({kind}) {target}, not a model: edgespec run TARGET --draft {path}")
+
+
+def check_folder(path: str) -> None:
+    """
+    Raises:
+        ModelError: the folder is a head.
+    """
+    if Path(path).is_dir() and (config := _folder_head(path)):
+        width = config.get("target_hidden_size") or config.get("hidden_size", "an unknown size")
+        raise not_a_model(path, "EAGLE-3", f"for models with states of {width}")
 
 
 def head_layers(path: str, header: Mapping[str, Value]) -> int:
