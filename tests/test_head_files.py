@@ -137,6 +137,43 @@ def counts(key: str, *values: int) -> Iterator[dict[str, Any]]:
     yield from ({key: (value, UINT32)} for value in values)
 
 
+FIRST: list[tuple[dict[str, Any], Change, str]] = [
+    (
+        {"nextn_predict_layers": (6, UINT32)},
+        lambda name, values: values,
+        "nextn_predict_layers is 6, but must be a whole",
+    ),
+    (
+        {"nextn_predict_layers": ("x", STRING)},
+        lambda name, values: values,
+        "nextn_predict_layers is 'x', but must be a",
+    ),
+    (
+        {"block_count": (513, UINT32)},
+        lambda name, values: values,
+        "block_count is 513, but must be a whole number from 1",
+    ),
+    (
+        {"rope.dimension_count": (0, UINT32)},
+        lambda name, values: values,
+        "rope.dimension_count is 0 of 64, but must be",
+    ),
+    ({}, drop("blk.0.attn_norm"), f"is a head ({HEAD})"),
+    ({"block_count": (4, UINT32)}, lambda name, values: values, "tensor 'blk.3.nextn.eh_proj.weight' not found"),
+]
+
+
+@pytest.mark.parametrize(("keys", "tensor", "says"), FIRST)
+def test_what_llama_cpp_would_not_say_is_said(
+    files: dict[str, Path], run: Run, tmp_path: Path, keys: dict[str, Any], tensor: Change, says: str
+) -> None:
+    """It ends the process, never ends a pass, computes without a tensor, or reports a tensor that it skips."""
+    path = copy(files["qwen35"], tmp_path / "model.gguf", keys, tensor)
+    status, out, err = run("run", str(path), "--raw", "Hi", "-n", "2", *SHORT)
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert says in err
+
+
 COUNTS: list[dict[str, Any]] = [
     *counts("nextn_predict_layers", 0, 2, 4, 5, 6, 2**32 - 1),
     *({"nextn_predict_layers": value} for value in [(-1, INT32), (float("nan"), FLOAT32), ("x", STRING), None]),
