@@ -175,7 +175,8 @@ def loaded_tensors(path: str) -> list[Tensor]:
     tensors = all_tensors(path)
     if header_values(path, "general.architecture").get("general.architecture") in NO_HEADS:
         return tensors
-    loaded = count_layers(tensors) - int(own_values(path).get("nextn_predict_layers", 0))
+    values = own_values(path)
+    loaded = int(values.get("block_count", count_layers(tensors))) - int(values.get("nextn_predict_layers", 0))
     return [tensor if layer_of(tensor) < loaded else replace(tensor, size=0) for tensor in tensors]
 
 
