@@ -28,7 +28,7 @@ from .memory.attention import has_kernels
 from .memory.layer_hooks import LayerHooks
 from .memory.mixture import Mixture
 from .memory.skip_padding import SkipPadding
-from .memory.threads import SlowPasses, crowd, threads_for
+from .memory.threads import SlowPasses, crowd, end_team, threads_for
 from .recurrent import LlamaRecurrentSession, forward_recurrent
 from .seq_ids import SeqIds
 from .session import LlamaSession, Placement, paddings
@@ -275,6 +275,7 @@ class LlamaBackend:
             head.close()
         self.context = self.model = self.memory = None  # at once: another thread may close it, too
         self._free()
+        end_team()
 
 
 def free(context: Any, watch: LayerHooks | SkipPadding | None, free_model: Callable[[], object]) -> None:
