@@ -537,7 +537,10 @@ def load(
         if fixed and drafted:
             defaults["notes"] += note_on_budget(budget, backends[0], local_path(entry.target, fetch=False))
         if pace and planner != "none" and remember:
-            sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft and backends[1:] else [])]
+            sources = [
+                entry.target,
+                *([find_draft(draft, entry, models_file).target] if draft and backends[1:] else []),
+            ]
             at_close = recall_auto_state(pace, sources, backends[0], options, learn)
         names = (target, draft or "" if backends[1:] else "")
         return Model(

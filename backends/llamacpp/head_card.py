@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from edgespec.machine.memory import format_size
 from edgespec.models.gguf_header import header_values
-from edgespec.models.heads import head_layers, not_a_model
+from edgespec.models.heads import FIRST_LAYER, head_layers, not_a_model
 from edgespec.weights.plan import count_layers, layer_of
 
 from .ggml.files import all_tensors
@@ -51,7 +51,7 @@ def head_card(path: str) -> HeadCard | None:
         width = values.get("target_hidden_size", values.get("embedding_length_out", "an unknown size"))
         family = "gemma4 models" if name == "gemma4-assistant" else "models"
         return HeadCard(KINDS[name], int(values.get("block_count", 1)), size, f"for {family} with states of {width}")
-    if heads and not any(tensor.name == "blk.0.attn_norm.weight" for tensor in tensors):  # llama.cpp asks for the same
+    if heads and not any(tensor.name == FIRST_LAYER for tensor in tensors):
         width = values.get("embedding_length", "an unknown size")
         return HeadCard(MTP, heads, size, f"for {name} models with states of {width}")
     first = count_layers(tensors) - heads

@@ -19,8 +19,7 @@ from edgespec.loop.engines import LoadOptions
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of
 from edgespec.models.gguf_header import header_values, own_header
-from edgespec.models.heads import head_layers
-from edgespec.weights.plan import Tensor
+from edgespec.models.heads import head_layers, is_head
 
 from ..common.heads import HeadSession
 from .backend import LlamaBackend
@@ -57,11 +56,15 @@ class HeadFile:
     """
     Attributes:
         architecture: general.architecture of the file.
-        layers: of a model, that predict further tokens; 0: the file is a head.
+        whole: the file has the model of the head, too.
     """
 
     architecture: str
-    layers: int
+    whole: bool
+
+    @property
+    def is_eagle(self) -> bool:
+        return self.architecture == EAGLE3.decode()
 
 
 def find_head(path: str) -> HeadFile | None:
@@ -81,7 +84,7 @@ def find_head(path: str) -> HeadFile | None:
         _check(path, "has target_layers of number", lengths.get("target_layers"), 3)
         key, value = (values.get(f"attention.{kind}_length") for kind in ("key", "value"))
         _check(path, "has attention.value_length", value, key)
-        return HeadFile(name, 0)
+        return HeadFile(name, whole=False)
     layers = head_layers(path, header_values(path, ""))
     if layers == 0:
         return None
@@ -92,7 +95,7 @@ def find_head(path: str) -> HeadFile | None:
         raise ModelError(f"{path}: llama.cpp does not draft with the head of {name}")
     if layers > 1:
         raise ModelError(f"{path}: has {layers} heads in a chain ({name}), which is not supported: one is")
-    return HeadFile(name, layers)
+    return HeadFile(name, whole=not is_head(path))
 
 
 def _check(path: str, what: str, found: Any, right: Any) -> None:
@@ -100,29 +103,20 @@ def _check(path: str, what: str, found: Any, right: Any) -> None:
         raise ModelError(f"{path}: {what} {found}, but a head of this kind needs {right}")
 
 
-def head_tensors(path: str, tensors: Sequence[Tensor]) -> None:
+def check_d2t(path: str, size: int) -> None:
     """
+    Args:
+        path: of the head.
+        size: of the target's vocabulary.
+
     Raises:
-        ModelError: llama.cpp would end the process over a tensor.
+        ModelError: llama.cpp would end the process over the tokens that the head can draft.
     """
-    d2t = next((tensor for tensor in tensors if tensor.name == "d2t"), None)
-    if d2t is None:
-        return
-    if d2t.type != I64:
-        raise ModelError(f"{path}: the tensor d2t has type {d2t.type}, but must hold 64-bit integers ({I64})")
-    ids = np.fromfile(path, "<i8", d2t.size // 8, offset=d2t.start)
-    size = own_header(path)[0].get("vocab_size") or _tokens(path)
-    if len(ids) and not 0 <= ids.min() <= ids.max() < int(size):
-        wrong = ids.min() if ids.min() < 0 else ids.max()
-        raise ModelError(f"{path}: the tensor d2t maps to the token {wrong}, but the vocabulary has {size}")
-
-
-def _tokens(path: str) -> int:
-    model = load_model(path, vocab_only=True)
-    try:
-        return int(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)))
-    finally:
-        llama_cpp.llama_model_free(model)
+    for d2t in (tensor for tensor in all_tensors(path) if tensor.name == "d2t"):
+        _check(path, "has the tensor d2t of type", d2t.type, I64)
+        ids = np.fromfile(path, "<i8", d2t.size // 8, offset=d2t.start)
+        if wrong := ids[(ids < 0) | (ids >= size)].tolist():
+            raise ModelError(f"{path}: the tensor d2t maps to the token {wrong[0]}, but the vocabulary has {size}")
 
 
 class LlamaHeadSession(HeadSession, LlamaSession):
@@ -153,25 +147,25 @@ class LlamaHead(LlamaBackend):
     """
 
     def __init__(
-        self, target: LlamaBackend, path: str, model: Any, context: Any, size: ContextSize, width: int
+        self, target: LlamaBackend, path: str, head: HeadFile, model: Any, context: Any, size: ContextSize
     ) -> None:
-        own, sizes = model is target.model, metadata(model, "general.file_type")
+        sizes, content = metadata(model, "general.file_type"), content_of(*parts(path))
+        self.width, self.hides_first = int(llama_cpp.llama_model_n_embd_out(model)), head.is_eagle
         capabilities = Capabilities(
             context_length=size.context_length, max_nodes=size.max_nodes, max_wanted=size.max_nodes,
             max_leaves=size.max_leaves, logit_tolerance=tolerance(sizes, None), one_thread=True, head=True,
             spare_leaves=size.ids - size.own_ids * size.sessions,
         )  # fmt: skip
         computing = {name: target.computing[name] for name in ("threads", "gpu_layers")}
-        computing |= {"kv_type": size.kept_in(model), "head": "own" if own else EAGLE3.decode()}
-        free_model = (lambda: None) if own else partial(llama_cpp.llama_model_free, model)
+        computing |= {"kv_type": size.kept_in(model), "head": head.architecture}
+        free_model = (lambda: None) if head.whole else partial(llama_cpp.llama_model_free, model)
         super().__init__(
             model, context, capabilities, size.sessions, False, None, target.yielding, ids=size.ids,
-            computing=computing, shared=target.own_vocab, width=width, free_model=free_model,
+            computing=computing, shared=target.own_vocab, width=self.width, free_model=free_model,
         )  # fmt: skip
         self.target = target  # which must live as long
-        self.width, self.hides_first = width, not own
-        self.content = content_of(*parts(path))
-        self.states = RowStates(context, width, [NEXTN], masked=True)
+        self.content = content
+        self.states = RowStates(context, self.width, [NEXTN], masked=True)
         self._inputs: list[Float32Array] = []
         target.heads.add(self)
 
@@ -225,9 +219,7 @@ class LlamaHead(LlamaBackend):
 
     def compute(self, rows: Rows, *, prompt: bool, padding: int) -> None:
         self.batch_states[: len(rows.tokens)] = np.concatenate(self._inputs)
-        if (
-            rows.wanted
-        ):  # llama.cpp computes the logits of all rows, and gives those of the first (src/models/eagle3.cpp)
+        if rows.wanted:  # of other rows src/models/eagle3.cpp gives the first, graph_mtp of most models their states
             rows.wanted = list(range(len(rows.tokens)))
         super().compute(rows, prompt=prompt, padding=padding)
 
@@ -240,49 +232,53 @@ def load_head(target: Any, path: str, options: LoadOptions) -> LlamaHead:
     head = find_head(path)
     if head is None:
         raise ModelError(f"{path}: is no head, and has none")
-    own = bool(head.layers)
-    if own and not (target.own_head and Path(path).samefile(target.path)):
+    if head.whole and not (target.own_head and Path(path).samefile(target.path)):
         raise ModelError(f"{path}: the head of a model needs that model as its target, loaded with it")
-    if not own:
-        head_tensors(path, all_tensors(path))
+    check_d2t(path, target.vocab.size)
     computing = target.computing
-    gpu_layers = -1 if computing["gpu_layers"] else 0
-    extra = "repacked" in computing
-    model = target.model if own else load_model(path, n_gpu_layers=gpu_layers, use_extra_bufts=extra)
+    options_of_model = {
+        "load_mtp": not head.is_eagle, "n_gpu_layers": -1 if computing["gpu_layers"] else 0,
+        "use_extra_bufts": "repacked" in computing,
+    }  # fmt: skip
+    model = target.model if head.whole else load_model(path, **options_of_model)
     context = None
     try:
-        layers = [NEXTN] if own else _layers(target, path, model)
+        layers = [NEXTN] if head.whole else _layers(target, path, head, model)
         length = target.capabilities.context_length
         size = of_head(ContextSize(length, options.budget, options.sessions, 0)).of(model)
         params = size.params(model, target.context)
         params.n_threads = params.n_threads_batch = computing["threads"]
         params.op_offload = "op_offload" not in computing
         context = make_context(path, model, size, params)
-        width = int(llama_cpp.llama_model_n_embd_out(model) if own else llama_cpp.llama_model_n_embd(model))
-        backend = LlamaHead(target, path, model, context, size, width)
+        backend = LlamaHead(target, path, head, model, context, size)
     except BaseException:
         if context:
             llama_cpp.llama_free(context)
-        if not own:
+        if not head.whole:
             llama_cpp.llama_model_free(model)
         raise
     target.keep_states(layers)
     return backend
 
 
-def _layers(target: LlamaBackend, path: str, model: Any) -> list[int]:
-    """Layers of the target whose inputs an EAGLE-3 head starts from.
+def _layers(target: LlamaBackend, path: str, head: HeadFile, model: Any) -> list[int]:
+    """What a head in another file starts from, as `RowStates` says.
 
     Raises:
         ModelError: the head is for another target.
     """
-    name = metadata(target.model, "general.architecture").decode()
+    name, vocab = metadata(target.model, "general.architecture").decode(), llama_cpp.llama_model_get_vocab(model)
+    _check(path, "has a vocabulary of size", llama_cpp.llama_vocab_n_tokens(vocab), target.vocab.size)
+    if not head.is_eagle:
+        _check(path, "is for targets of architecture", head.architecture, name)
+        sizes = [int(llama_cpp.llama_model_n_embd_out(one)) for one in (model, target.model)]
+        _check(path, "is for targets with states of width", *sizes)
+        return [NEXTN]
     if name not in LAYER_INPUTS:
         raise ModelError(f"{path}: EAGLE-3 needs the inputs of layers, which llama.cpp does not give for {name}")
     values, names = own_header(path)[0], {tensor.name for tensor in all_tensors(path)}
-    width, vocab = int(llama_cpp.llama_model_n_embd(target.model)), llama_cpp.llama_model_get_vocab(model)
+    width = int(llama_cpp.llama_model_n_embd(target.model))
     _check(path, "is for targets with states of width", values.get("target_hidden_size"), width)
-    _check(path, "has a vocabulary of size", llama_cpp.llama_vocab_n_tokens(vocab), target.vocab.size)
     if missing := [one for one in ("token_embd.weight", "output.weight") if one not in names]:
         _check(path, f"has no {missing[0]} and states of width", llama_cpp.llama_model_n_embd(model), width)
     count = llama_cpp.llama_model_n_layer(target.model)

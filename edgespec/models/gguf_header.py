@@ -6,8 +6,9 @@ the vocabulary, are skipped.
 
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from mmap import ACCESS_READ, mmap
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,7 @@ SCALARS = {
     if code
 }
 VERSIONS = (2, 3)
+KEYS = 24  # bytes before the first key
 OF_STATES = ("ssm.", "shortconv.", "wkv.", "kda.")  # keys of recurrent layers start with these (llama-arch.cpp)
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # llama_split_path in llama.h
 
@@ -44,11 +46,20 @@ def header_values(path: str, prefix: str) -> dict[str, Value]:
     return {key: value for key, value, length in _read(path, prefix) if length is None}
 
 
+def tensor_names(path: str) -> set[str]:
+    """Of one GGUF file; errors as for `header_values`."""
+    return set(_list(path, _names))
+
+
 def _read(path: str, prefix: str) -> list[tuple[str, Value, int | None]]:
+    return _list(path, lambda view: _values(view, prefix.encode()))
+
+
+def _list(path: str, read: Callable[[mmap], Iterator[Any]]) -> list[Any]:
     check_magic(path)
     with open(path, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as view:
         try:
-            return list(_values(view, prefix.encode()))
+            return list(read(view))
         except (struct.error, KeyError, UnicodeDecodeError) as error:
             raise ModelError(f"{path}: is a damaged GGUF file, or one of an unknown version") from error
 
@@ -87,20 +98,35 @@ def has_states(path: str) -> bool:
 
 
 def _values(view: mmap, prefix: bytes) -> Iterator[tuple[str, Value, int | None]]:
+    for key, kind, at, end in _keys(view):
+        if key.startswith(prefix):
+            length = int(LENGTH.unpack_from(view, at + NUMBER.size)[0]) if kind == LIST else None
+            yield key.decode(), 0 if kind == LIST else _value(view, at, end, kind), length
+
+
+def _names(view: mmap) -> Iterator[str]:
+    at = max((end for *_, end in _keys(view)), default=KEYS)
+    for _ in range(LENGTH.unpack_from(view, 8)[0]):
+        start, at = at + LENGTH.size, _after_string(view, at)
+        yield view[start:at].decode()
+        (dimensions,) = NUMBER.unpack_from(view, at)
+        at += NUMBER.size + LENGTH.size * int(dimensions) + NUMBER.size + LENGTH.size
+
+
+def _keys(view: mmap) -> Iterator[tuple[bytes, int, int, int]]:
+    """Each key, the type of its value, and where the value begins and ends."""
     (version,) = NUMBER.unpack_from(view, 4)
     if version not in VERSIONS:
         raise KeyError(version)
     (count,) = LENGTH.unpack_from(view, 16)
-    at = 24
+    at = KEYS
     for _ in range(count):
         start, at = at + LENGTH.size, _after_string(view, at)
         key = view[start:at]
         (kind,) = NUMBER.unpack_from(view, at)
         at += NUMBER.size
         end = _after(view, at, kind)
-        if key.startswith(prefix):
-            length = int(LENGTH.unpack_from(view, at + NUMBER.size)[0]) if kind == LIST else None
-            yield key.decode(), 0 if kind == LIST else _value(view, at, end, kind), length
+        yield key, kind, at, end
         at = end
 
 

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelError
-from edgespec.models.gguf_header import Value, header_values, whole_number
+from edgespec.models.gguf_header import SPLIT_NAME, Value, header_values, tensor_names, whole_number
 
 ARCHITECTURES = ("eagle3", "gemma4-assistant")  # `general.architecture` of llama.cpp's heads
 # Of llama.cpp's architectures, those whose `nextn_predict_layers` it computes (src/models/*.cpp).
 NO_HEADS = ("gemma4-assistant", "granite-switch")
 MOST_LAYERS = 512  # LLAMA_MAX_LAYERS of llama-hparams.h
+FIRST_LAYER = "blk.0.attn_norm.weight"  # llama.cpp, too, finds by it that a file has only the layers of a head
 EAGLE3 = "Eagle3"  # part of `architectures` in a head's config.json
 
 
@@ -25,8 +26,9 @@ def is_head(path: str) -> bool:
     """
     if not Path(path).is_dir():
         header = header_values(path, "")
-        head_layers(path, header)
-        return header.get("general.architecture") in ARCHITECTURES
+        alone = head_layers(path, header) and not SPLIT_NAME.fullmatch(path)
+        name = header.get("general.architecture")
+        return name in ARCHITECTURES or bool(alone and FIRST_LAYER not in tensor_names(path))
     return _folder_head(path) is not None
 
 

@@ -190,7 +190,9 @@ def loaded_tensors(path: str) -> list[Tensor]:
         ModelError: as for `all_tensors`.
     """
     tensors = all_tensors(path)
-    loaded = count_layers(tensors) - head_layers(path, header_values(path, ""))
+    header = header_values(path, "")
+    count = int(header.get(f"{header.get('general.architecture')}.block_count", count_layers(tensors)))
+    loaded = count - head_layers(path, header)
     return [tensor if layer_of(tensor) < loaded else replace(tensor, size=0) for tensor in tensors]
 
 

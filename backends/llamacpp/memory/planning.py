@@ -140,7 +140,8 @@ class MemoryPlanner:
             if head:
                 total += states_bytes(path, size)
             [buffers] = self._rehearse(path, [of_head(whole) if head else whole], self.path if head else "")
-            weights = sum(tensor.size for tensor in loaded_tensors(path) if tensor.name != PER_LAYER_ROWS)
+            tensors = all_tensors(path) if head else loaded_tensors(path)
+            weights = sum(tensor.size for tensor in tensors if tensor.name != PER_LAYER_ROWS)
             total += weights + self._tokenizers[path] + buffers
         if self.options.own_head:
             [buffers] = self._rehearse(self.path, [of_head(replace(size, share=1.0))])
