@@ -32,7 +32,7 @@ BOX = Machine(platform="linux", processors=2, cores=2, memory=4 * GIB, free=3 * 
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """llama.cpp's plan of a file whose header and buffers are made up, too."""
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    from edgespec.backends.llamacpp.engine import engine
+    from edgespec.backends.llamacpp import engine as llamacpp
     from edgespec.backends.llamacpp.memory import planning
 
     tensors, start = list[Tensor](), 4096
@@ -46,11 +46,12 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     with (tmp_path / "model.gguf").open("wb") as file:
         file.truncate(start)  # no byte of it is written
     monkeypatch.setattr(planning, "loaded_tensors", lambda path: tensors)
+    monkeypatch.setattr(llamacpp, "check_target", lambda path: None)
     monkeypatch.setattr(
         planning, "rehearse", lambda path, sizes, free, target: (30 * MIB, [BUFFERS + one.chunk for one in sizes])
     )
     path = str(tmp_path / "model.gguf")
-    return lambda machine, **options: engine.plan(path, LoadOptions(exact="off", **options), machine)
+    return lambda machine, **options: llamacpp.engine.plan(path, LoadOptions(exact="off", **options), machine)
 
 
 def check(weights: Plan, machine: Machine) -> None:

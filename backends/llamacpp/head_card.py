@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from edgespec.machine.memory import format_size
-from edgespec.models.gguf_header import header_values
+from edgespec.models.gguf_header import architecture, own_values
 from edgespec.models.heads import FIRST_LAYER, head_layers, not_a_model
 from edgespec.weights.plan import count_layers, layer_of
 
@@ -42,10 +42,7 @@ def head_card(path: str) -> HeadCard | None:
     Raises:
         ModelError: it cannot be read, or llama.cpp would end the process over a count in its header.
     """
-    header = header_values(path, "")
-    name = str(header.get("general.architecture", ""))
-    values = {key.removeprefix(f"{name}."): value for key, value in header.items()}
-    heads, tensors = head_layers(path, header), all_tensors(path)
+    name, values, heads, tensors = architecture(path), own_values(path), head_layers(path), all_tensors(path)
     size = sum(tensor.size for tensor in tensors)
     if name in KINDS:
         width = values.get("target_hidden_size", values.get("embedding_length_out", "an unknown size"))

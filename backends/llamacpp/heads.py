@@ -85,7 +85,7 @@ def find_head(path: str) -> HeadFile | None:
         key, value = (values.get(f"attention.{kind}_length") for kind in ("key", "value"))
         _check(path, "has attention.value_length", value, key)
         return HeadFile(name, whole=False)
-    layers = head_layers(path, header_values(path, ""))
+    layers = head_layers(path)
     if layers == 0:
         return None
     count = int(values["block_count"])

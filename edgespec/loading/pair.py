@@ -73,7 +73,10 @@ def own_head(entry: Entry, backend: str | None, say: Callable[[str], None]) -> s
     if not isinstance(engine, LoadsHeads):
         return None
     path = local_path(entry.target, say=say)
-    if is_head(path):
+    try:
+        if is_head(path):
+            return None
+    except ModelError:  # the engine says what is wrong with the file
         return None
     try:
         return OWN_HEAD if engine.has_head(path) else None

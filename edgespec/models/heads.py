@@ -1,12 +1,11 @@
 """Files and folders that are heads, which cannot run without their target."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelError
-from edgespec.models.gguf_header import SPLIT_NAME, Value, header_values, tensor_names, whole_number
+from edgespec.models.gguf_header import SPLIT_NAME, architecture, own_values, tensor_names, whole_number
 
 ARCHITECTURES = ("eagle3", "gemma4-assistant")  # `general.architecture` of llama.cpp's heads
 # Of llama.cpp's architectures, those whose `nextn_predict_layers` it computes (src/models/*.cpp).
@@ -25,10 +24,8 @@ def is_head(path: str) -> bool:
         ModelError: the GGUF is missing or damaged, or as for `head_layers`.
     """
     if not Path(path).is_dir():
-        header = header_values(path, "")
-        alone = head_layers(path, header) and not SPLIT_NAME.fullmatch(path)
-        name = header.get("general.architecture")
-        return name in ARCHITECTURES or bool(alone and FIRST_LAYER not in tensor_names(path))
+        alone = head_layers(path) and not SPLIT_NAME.fullmatch(path)
+        return architecture(path) in ARCHITECTURES or bool(alone and FIRST_LAYER not in tensor_names(path))
     return _folder_head(path) is not None
 
 
@@ -54,17 +51,13 @@ def check_folder(path: str) -> None:
         raise not_a_model(path, "EAGLE-3", f"for models with states of {width}")
 
 
-def head_layers(path: str, header: Mapping[str, Value]) -> int:
-    """Number of a model's last layers that are its head.
-
-    Args:
-        path: of the GGUF, for messages.
-        header: all keys.
+def head_layers(path: str) -> int:
+    """Number of a GGUF's last layers that are its head.
 
     Raises:
-        ModelError: llama.cpp would end the process over a count of layers.
+        ModelError: it cannot be read, or llama.cpp would end the process over a count of layers.
     """
-    name = header.get("general.architecture")
-    count = whole_number(path, header, f"{name}.block_count", 1, MOST_LAYERS)
-    found = whole_number(path, header, f"{name}.nextn_predict_layers", 0, count)
-    return 0 if name in NO_HEADS else found
+    values = own_values(path)
+    count = whole_number(path, values, "block_count", 1, MOST_LAYERS)
+    found = whole_number(path, values, "nextn_predict_layers", 0, count)
+    return 0 if architecture(path) in NO_HEADS else found

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import MissingPackage, ModelError
-from edgespec.models.gguf_header import header_values
+from edgespec.models.gguf_header import own_values
 from edgespec.models.gguf_model import check_magic
 from edgespec.models.heads import head_layers
 from edgespec.weights.plan import Tensor, count_layers, layer_of
@@ -190,9 +190,7 @@ def loaded_tensors(path: str) -> list[Tensor]:
         ModelError: as for `all_tensors`.
     """
     tensors = all_tensors(path)
-    header = header_values(path, "")
-    count = int(header.get(f"{header.get('general.architecture')}.block_count", count_layers(tensors)))
-    loaded = count - head_layers(path, header)
+    loaded = int(own_values(path).get("block_count", count_layers(tensors))) - head_layers(path)
     return [tensor if layer_of(tensor) < loaded else replace(tensor, size=0) for tensor in tensors]
 
 
