@@ -62,7 +62,7 @@ def _read(path: str, prefix: str) -> list[tuple[str, Value, int | None]]:
             for key, kind, raw in _header(path, found.st_size, found.st_mtime_ns)
             if key.startswith(start)
         ]
-    except UnicodeDecodeError as error:
+    except (struct.error, UnicodeDecodeError) as error:
         raise _damaged(path) from error
 
 
