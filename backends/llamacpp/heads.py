@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from edgespec.errors import ModelError
-from edgespec.loop.backend import Capabilities, Logits, Work
+from edgespec.loop.backend import Capabilities, GivesStates, Logits, Work
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of
@@ -39,6 +39,8 @@ OWN_HEADS = (
     "bailingmoe3", "cohere2moe", "deepseek2", "glm4moe", "hy_v3", "mimo2", "nemotron_h_moe", "qwen35", "qwen35moe",
     "qwen3next", "step35",
 )  # fmt: skip
+# of these, with several in a chain: a node's depth says which drafts (nextn_layer_offset),
+CHAINED = ("hy_v3", "mimo2", "step35")
 # with t_layer_inp; others end the process when one is asked for,
 LAYER_INPUTS = (
     "bailingmoe3", "gemma4", "gpt-oss", "hunyuan-dense", "hunyuan_vl", "lfm2", "lfm2moe", "llama", "mimo2",
@@ -94,8 +96,8 @@ def find_head(path: str) -> HeadFile | None:
         return None
     if name not in OWN_HEADS:
         raise ModelError(f"{path}: llama.cpp does not draft with the head of {name}")
-    if layers > 1:
-        raise ModelError(f"{path}: has {layers} heads in a chain ({name}), which is not supported: one is")
+    if layers > 1 and name not in CHAINED:
+        raise ModelError(f"{path}: has {layers} heads, but llama.cpp drafts with one of {name}")
     return HeadFile(name, whole=not is_head(path))
 
 
@@ -127,7 +129,8 @@ class LlamaHeadSession(HeadSession, LlamaSession):
         tokens, places, ids = super().add(placement, start)
         states = np.zeros((len(tokens), self._backend.width), np.float32)
         states[len(tokens) - len(placement.order) :] = self.inputs(placement.work, placement.positions)[placement.order]
-        self._backend.add_inputs(states)
+        length, last = len(self.token_ids), self._backend.heads_in_chain - 1
+        self._backend.add_inputs(states, [0 if placement.work.prompt else min(at - length + 1, last) for at in places])
         if self._backend.hides_first and not self.token_ids:
             for row, node in enumerate(placement.order):
                 if places[row] == 0 and placement.first + node in placement.work.parents:
@@ -145,6 +148,8 @@ class LlamaHead(LlamaBackend):
     Attributes:
         width: as of `HeadOwner`.
         hides_first: the first token has no state before it, so no row sees it: EAGLE-3 is trained without.
+        heads_in_chain: number of heads: the first drafts after committed tokens, the next after its nodes, and so on;
+            the last after all further ones.
     """
 
     def __init__(
@@ -167,15 +172,22 @@ class LlamaHead(LlamaBackend):
         self.target = target  # which must live as long
         self.content = content
         self.states = RowStates(context, self.width, [NEXTN], masked=True)
-        self._inputs: list[Float32Array] = []
+        self.heads_in_chain = 1 if head.is_eagle else int(llama_cpp.llama_model_n_layer_nextn(model))
+        self._begin()
         target.heads.add(self)
 
     @property
     def kind(self) -> Any:
         return LlamaHeadSession
 
-    def add_inputs(self, states: Float32Array) -> None:
+    def _begin(self) -> None:
+        self._inputs, self._numbers = list[Float32Array](), list[int]()
+        self._kept = dict[int, tuple[Float32Array, Float32Array]]()  # row -> logits and state, of several heads
+
+    def add_inputs(self, states: Float32Array, numbers: list[int]) -> None:
+        """Add what a session's rows start from, and the numbers of their heads."""
         self._inputs.append(states)
+        self._numbers += numbers
 
     def fuse(self, states: Float32Array) -> Float32Array:
         """EAGLE-3's encoder, which makes a row's state of three layers' inputs; MTP starts from the target's state."""
@@ -207,22 +219,42 @@ class LlamaHead(LlamaBackend):
             raise ModelError(f"llama.cpp could not encode {batch.n_tokens} states (code {status}): {last_log()}")
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
-        self._inputs = []
+        self._begin()
         logits = super().forward(batch)
         if self.hides_first:
             self.cells.drop_padding(0)
-        for work, found in zip(batch, logits, strict=True):
-            session, wanted = cast(LlamaHeadSession, work.session), work.wanted.tolist()
-            session.add_states(wanted, cast(StateLogits, found).states(wanted))
+        for i, work in enumerate(batch):
+            session, wanted, found = cast(LlamaHeadSession, work.session), work.wanted.tolist(), logits[i]
+            if self.heads_in_chain > 1:
+                logits[i] = found = cast(StateLogits, found).of_kept(wanted, self._kept)
+            if wanted:
+                session.add_states(wanted, cast(GivesStates, found).states(wanted))
             if self.hides_first:
                 session.hide_first()
         return logits
 
     def compute(self, rows: Rows, *, prompt: bool, padding: int) -> None:
         self.batch_states[: len(rows.tokens)] = np.concatenate(self._inputs)
-        if rows.wanted:  # of other rows src/models/eagle3.cpp gives the first, graph_mtp of most models their states
-            rows.wanted = list(range(len(rows.tokens)))
-        super().compute(rows, prompt=prompt, padding=padding)
+        wanted, every = rows.wanted, list(range(len(rows.tokens)))
+        if self.heads_in_chain == 1:
+            # Of other rows src/models/eagle3.cpp gives the first, graph_mtp of most models their states.
+            rows.wanted = every if wanted else []
+            super().compute(rows, prompt=prompt, padding=padding)
+            return
+        assert self.states
+        try:
+            for number in range(self.heads_in_chain):  # each has cells of its own layer for all rows
+                mine = [row for row in wanted if self._numbers[row] == number]
+                for row in every if number else ():
+                    place = rows.positions[row]
+                    for seq in rows.ids[row]:
+                        llama_cpp.llama_memory_seq_rm(self.memory, seq, place, place + 1)
+                functions().llama_set_nextn_layer_offset(self.context, number)
+                rows.wanted = every if mine else []
+                super().compute(rows, prompt=prompt, padding=padding)
+                self._kept |= {row: (self.logits_of(row), self.states.rows([row])[0]) for row in mine}
+        finally:
+            functions().llama_set_nextn_layer_offset(self.context, 0)
 
 
 def load_head(target: Any, path: str, options: LoadOptions) -> LlamaHead:
