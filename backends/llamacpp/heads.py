@@ -16,12 +16,15 @@ import numpy as np
 from edgespec.errors import ModelError
 from edgespec.loop.backend import Capabilities, GivesStates, Logits, Work
 from edgespec.loop.engines import LoadOptions
+from edgespec.loop.passes import check_batch, common_prefix
 from edgespec.loop.sampling import Float32Array
-from edgespec.loop.session_files import content_of
+from edgespec.loop.session_files import content_of, write
 from edgespec.models.gguf_header import header_values, own_header
 from edgespec.models.heads import is_head
 
 from ..common.heads import HeadSession
+from ..common.nodes import NodeSession
+from ..common.row_logits import RowLogits
 from .backend import LlamaBackend
 from .cells import Rows
 from .context import EAGLE3, ContextSize, make_context, of_head
@@ -32,7 +35,8 @@ from .memory.tolerance import tolerance
 from .session import LlamaSession, Placement
 from .states import NEXTN, RowStates, functions
 
-OTHER_HEADS = {"gemma4-assistant": "shares the cache of its target", "dflash": "drafts blocks"}
+ASSISTANT, ITS_TARGET = "gemma4-assistant", "gemma4"
+OTHER_HEADS = {"dflash": "drafts blocks"}
 # Architectures (general.architecture) of src/models/*.cpp in llama.cpp:
 # with graph_mtp and a plain cache for it (create_memory in llama-model.cpp),
 OWN_HEADS = (
@@ -41,6 +45,8 @@ OWN_HEADS = (
 )  # fmt: skip
 # of these, with several in a chain: a node's depth says which drafts (nextn_layer_offset),
 CHAINED = ("hy_v3", "mimo2", "step35")
+# Keys of a shared cache's shape, in both files.
+SHARED = ("attention.key_length", "attention.key_length_swa", "attention.head_count_kv")
 # with t_layer_inp; others end the process when one is asked for,
 LAYER_INPUTS = (
     "bailingmoe3", "gemma4", "gpt-oss", "hunyuan-dense", "hunyuan_vl", "lfm2", "lfm2moe", "llama", "mimo2",
@@ -86,6 +92,8 @@ def find_head(path: str) -> HeadFile | None:
         _check(path, "has target_layers of number", lengths.get("target_layers"), 3)
         key, value = (values.get(f"attention.{kind}_length") for kind in ("key", "value"))
         _check(path, "has attention.value_length", value, key)
+        return HeadFile(name, whole=False)
+    if name == ASSISTANT:
         return HeadFile(name, whole=False)
     layers, count = (int(values.get(key, 0)) for key in ("nextn_predict_layers", "block_count"))
     if layers == 0 or name in NO_HEADS:
@@ -169,10 +177,11 @@ class LlamaHead(LlamaBackend):
             model, context, capabilities, size.sessions, False, None, target.yielding, ids=size.ids,
             computing=computing, shared=target.own_vocab, width=self.width, free_model=free_model,
         )  # fmt: skip
-        self.target = target  # which must live as long
+        self.target = target
         self.content = content
         self.states = RowStates(context, self.width, [NEXTN], masked=True)
-        self.heads_in_chain = 1 if head.is_eagle else int(llama_cpp.llama_model_n_layer_nextn(model))
+        one = head.architecture in (EAGLE3.decode(), ASSISTANT)
+        self.heads_in_chain = 1 if one else int(llama_cpp.llama_model_n_layer_nextn(model))
         self._begin()
         target.heads.add(self)
 
@@ -257,6 +266,82 @@ class LlamaHead(LlamaBackend):
             functions().llama_set_nextn_layer_offset(self.context, 0)
 
 
+class AssistantSession(HeadSession, NodeSession):
+    """Without cells of its own."""
+
+    def __init__(self, backend: "LlamaAssistant", seq_ids: list[int]) -> None:
+        self.seq_ids = seq_ids
+        super().__init__(backend)
+
+    def add(self, work: Work, positions: Sequence[int]) -> Float32Array:
+        """Add nodes; returns what their rows start from."""
+        states = self.inputs(work, positions)
+        self._add_nodes(work, positions)
+        return states
+
+    @property
+    def size(self) -> int:
+        return 0
+
+    def save(self, path: str | Path, note: Any = None) -> None:
+        write(path, self._backend, self.token_ids, self._prompt.as_dict(), lambda new: None, note)
+
+    def close(self) -> None:
+        if self.seq_ids:
+            cast(LlamaAssistant, self._backend).release(cast(Any, self))
+        self.seq_ids = []
+
+
+class LlamaAssistant(LlamaHead):
+    """Gemma 4's assistants: rows look at the cells of the target's session with the same text, and fill none.
+
+    All rows have the position of the next token, as transformers has it (docs/source/en/model_doc/gemma4_assistant.md).
+    """
+
+    @property
+    def kind(self) -> Any:
+        return AssistantSession
+
+    def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        self._check_open()
+        check_batch(batch, self.capabilities)
+        sessions = [cast(AssistantSession, work.session) for work in batch]
+        placed = [session.check(work) for session, work in zip(sessions, batch, strict=True)]
+        rows, found, states = Rows([], [], [], []), list[Logits](), list[Float32Array]()
+        try:
+            for session, work, positions in zip(sessions, batch, placed, strict=True):
+                source, first, wanted = self._source(session, work), session.nodes, work.wanted.tolist()
+                given = session.add(work, positions)
+                if source is None:
+                    found.append(RowLogits({node: np.zeros(self.vocab.size, np.float32) for node in wanted}))
+                    continue
+                index = {node: len(rows.tokens) + i for i, node in enumerate(wanted)}
+                tokens = [int(work.token_ids[node - first]) for node in wanted]
+                rows.add(tokens, [source.cached] * len(wanted), [[source.seq_ids[0]] for _ in wanted])
+                states += (given[node - first] for node in wanted)
+                found.append(self._logits(index))
+            if rows.tokens:
+                self.batch_states[: len(states)] = states
+                rows.wanted = list(range(len(states)))
+                LlamaBackend.compute(self, rows, prompt=False, padding=0)
+        except BaseException:
+            for session in sessions:
+                session.rewind(len(session.token_ids))
+            raise
+        finally:
+            self.stop.clear()
+        for session, work, logits in zip(sessions, batch, found, strict=True):
+            if len(work.wanted) and isinstance(logits, StateLogits):
+                session.add_states(work.wanted.tolist(), logits.states(work.wanted.tolist()))
+        return found
+
+    def _source(self, session: AssistantSession, work: Work) -> Any:
+        """The target's session with this text, if it has cells."""
+        text = [*session.token_ids, *(work.token_ids.tolist() if work.prompt else ())]
+        of_text = (one for one in self.target.sessions if 0 < one.cached <= common_prefix(text, one.token_ids))
+        return max(of_text, key=lambda one: one.cached, default=None)
+
+
 def load_head(target: Any, path: str, options: LoadOptions) -> LlamaHead:
     """See `edgespec.loop.engines.LoadsHeads`."""
     if not isinstance(target, LlamaBackend):
@@ -282,8 +367,11 @@ def load_head(target: Any, path: str, options: LoadOptions) -> LlamaHead:
         params = size.params(model, target.context)
         params.n_threads = params.n_threads_batch = computing["threads"]
         params.op_offload = "op_offload" not in computing
+        params.n_seq_max = max(params.n_seq_max, llama_cpp.llama_n_seq_max(target.context))  # the ids may be its own
+        params.n_outputs_max = max(params.n_outputs_max, params.n_seq_max)
         context = make_context(path, model, size, params)
-        backend = LlamaHead(target, path, head, model, context, size)
+        kind = LlamaAssistant if head.architecture == ASSISTANT else LlamaHead
+        backend = kind(target, path, head, model, context, size)
     except BaseException:
         if context:
             llama_cpp.llama_free(context)
@@ -303,7 +391,11 @@ def _layers(target: LlamaBackend, path: str, head: HeadFile, model: Any) -> list
     name, vocab = metadata(target.model, "general.architecture").decode(), llama_cpp.llama_model_get_vocab(model)
     _check(path, "has a vocabulary of size", llama_cpp.llama_vocab_n_tokens(vocab), target.vocab.size)
     if not head.is_eagle:
-        _check(path, "is for targets of architecture", head.architecture, name)
+        made_for = ITS_TARGET if head.architecture == ASSISTANT else head.architecture
+        _check(path, "is for targets of architecture", made_for, name)
+        mine, its = own_header(path)[0], own_header(target.path)[0]
+        for key in SHARED if head.architecture == ASSISTANT else ():
+            _check(path, f"has {key}", mine.get(key), its.get(key))
         sizes = [int(llama_cpp.llama_model_n_embd_out(one)) for one in (model, target.model)]
         _check(path, "is for targets with states of width", *sizes)
         return [NEXTN]
