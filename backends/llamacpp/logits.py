@@ -51,7 +51,7 @@ class StateLogits(LlamaLogits):
         return self._states.rows([self._batch_index[node] for node in nodes])
 
     def of_kept(self, wanted: Sequence[int], kept: Mapping[int, tuple[Float32Array, Float32Array]]) -> RowStateLogits:
-        """The same nodes, but for what was kept of their rows: logits and states."""
+        """Logits and states that were kept of the nodes' rows."""
         found = RowStateLogits()
         for node in wanted:
             found.rows[node], found.given[node] = kept[self._batch_index[node]]
