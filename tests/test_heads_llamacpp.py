@@ -24,8 +24,9 @@ from edgespec.backends.llamacpp import states
 from edgespec.backends.llamacpp.engine import engine, load
 from edgespec.backends.llamacpp.ggml.files import all_tensors, load_model
 from edgespec.backends.llamacpp.heads import LlamaHeadSession
+from gemma4_files import copy, write_assistant, write_gemma4
 from gguf_files import small_llama
-from head_files import gguf, write_eagle3, write_glm4moe
+from head_files import gguf, write_eagle3, write_glm4moe, write_step35
 from hybrid_files import write_with_head
 from test_offload_llamacpp import least_memory
 
@@ -37,7 +38,7 @@ from edgespec.loop.tree import path_to
 from edgespec.machine import memory as process
 
 TEXT = [5, 40, 17, 99, 23, 201, 64, 8, 150, 77, 31, 12]
-KINDS = ["eagle3", "own", "mixture", "sidecar"]  # the second and the last are recurrent
+KINDS = ["eagle3", "own", "mixture", "sidecar", "assistant", "chain"]  # "own" and "sidecar" have recurrent targets
 OPTIONS = {"context_length": 256, "threads": 1, "budget": 32}
 
 
@@ -46,10 +47,13 @@ def files(tmp_path_factory):
     """Kind -> files of a target and of its head."""
     folder = tmp_path_factory.mktemp("heads")
     own, mixture = write_with_head(folder / "qwen35.gguf"), write_glm4moe(folder / "glm4moe.gguf")
+    chain = write_step35(folder / "step35.gguf")
     return {
         "eagle3": (small_llama(folder / "llama.gguf"), write_eagle3(folder / "eagle3.gguf")),
         "own": (own, own),
         "mixture": (mixture, mixture),
+        "chain": (chain, chain),
+        "assistant": (write_gemma4(folder / "gemma4.gguf", wide=8), write_assistant(folder / "assistant.gguf")),
         "sidecar": (write_with_head(folder / "trunk.gguf", "model"), write_with_head(folder / "mtp.gguf", "head")),
     }
 
@@ -83,10 +87,12 @@ class Reference:
         self.own, self.calls = head.name != "eagle3.gguf", states.functions()
         self.model = load_model(str(target), load_mtp=self.own)
         self.head = self.model if target == head else load_model(str(head), load_mtp=self.own)
+        self.shared = head.name == "assistant.gguf"  # all drafted rows have one position, and no cells
+        self.heads = 1 if self.shared else max(1, llama_cpp.llama_model_n_layer_nextn(self.head))
         self.context = self._context(self.model)
         kind = llama_cpp.LLAMA_CONTEXT_TYPE_MTP if self.own else llama_cpp.LLAMA_CONTEXT_TYPE_DEFAULT
         self.draft = self._context(self.head, ctx_other=self.context, ctx_type=kind)
-        self.width = llama_cpp.llama_model_n_embd(self.head)
+        self.width = llama_cpp.llama_model_n_embd_out(self.head)
         self.calls.llama_set_embeddings_nextn(self.draft, True, True)
         self.layers = [self.calls.llama_model_target_layer_ids(self.head)[i] for i in range(0 if self.own else 3)]
         for layer in self.layers:
@@ -140,14 +146,22 @@ class Reference:
             self._decode(self.draft, [(None, i, row) for i, row in enumerate(features)], True, llama_cpp.llama_encode)
             given = self._rows(self.calls.llama_get_embeddings_nextn(self.draft), before, self.width)
             pairs = [(tokens[i + 1], i, given[i]) for i in range(before)]
-        self._decode(self.draft, pairs[:-1], wanted=False)
-        found, last = [], pairs[-1]
-        for token in [*drafted, None]:
-            self._decode(self.draft, [last], wanted=True)
+        memory = llama_cpp.llama_get_memory(self.draft)
+        for head in range(0 if self.shared else self.heads):  # each fills cells of its own layer
+            llama_cpp.llama_memory_seq_rm(memory, 0, 0, -1)
+            self.calls.llama_set_nextn_layer_offset(self.draft, head)
+            self._decode(self.draft, pairs[:-1], wanted=False)
+        found, chain = [], pairs[-1:]
+        for head, token in enumerate([*drafted, None]):
+            if self.heads > 1:
+                llama_cpp.llama_memory_seq_rm(memory, 0, before, -1)
+                self.calls.llama_set_nextn_layer_offset(self.draft, head)
+            rows = chain if self.heads > 1 else chain[-1:]
+            self._decode(self.draft, rows, wanted=True)
             count = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.head))
-            found.append(self._rows(llama_cpp.llama_get_logits_ith(self.draft, 0), 1, count)[0])
-            state = self._rows(self.calls.llama_get_embeddings_nextn(self.draft), 1, self.width)[0]
-            last = token, last[1] + 1, state
+            found.append(self._rows(llama_cpp.llama_get_logits_ith(self.draft, len(rows) - 1), 1, count)[0])
+            state = self._rows(self.calls.llama_get_embeddings_nextn(self.draft), len(rows), self.width)[-1]
+            chain.append((token, chain[-1][1] + (not self.shared), state))
         return found
 
     def close(self) -> None:
@@ -159,7 +173,8 @@ class Reference:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_computes_what_llama_cpp_drafts(files, kind):
-    reference, drafted = Reference(*files[kind]), [9, 120, 33]
+    reference = Reference(*files[kind])
+    drafted = [9, 120, 33][: reference.heads - 1 if reference.heads > 1 else 3]
     expected = reference.chain(TEXT, drafted)
     reference.close()
     with pair(*files[kind]) as (target, head):
@@ -183,7 +198,7 @@ def test_a_node_of_a_heads_tree_has_the_logits_of_its_chain(files, kind):
             session.commit([])
             for at, node in enumerate(path := path_to(TREE, leaf)):
                 row = head.forward([work(session, [tokens[node]], [at - 1], at)])[0].row(at)
-                np.testing.assert_allclose(row, rows[node], atol=1e-4, err_msg=f"{node} of {path}")
+                np.testing.assert_allclose(row, rows[node], atol=1e-3, err_msg=f"{node} of {path}")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -227,7 +242,7 @@ def test_without_a_head_nothing_is_kept(files):
     target.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[:-2])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_contract_of_a_head(check, files, kind, monkeypatch):
     """With states of zeros, logits depend on tokens only, as the contract has it."""
@@ -394,7 +409,7 @@ def test_a_target_that_gives_no_inputs_of_layers_is_refused_by_name(tmp_path, fi
     assert "EAGLE-3 needs the inputs of layers, which llama.cpp does not give for qwen2" in err
 
 
-@pytest.mark.parametrize("name", ["gemma4-assistant", "dflash"])
+@pytest.mark.parametrize("name", ["dflash"])
 def test_other_kinds_of_heads_are_refused_by_name(name, tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "head.gguf", name)
     writer.add_block_count(1)
@@ -448,4 +463,15 @@ def test_a_head_of_another_kind_of_model_is_refused(files):
     target = load(str(files["eagle3"][0]), **OPTIONS)
     with pytest.raises(ModelError, match="is for targets of architecture qwen35, but a head of this kind needs llama"):
         engine.load_head(target, str(files["sidecar"][1]), LoadOptions(**OPTIONS).for_draft())
+    target.close()
+
+
+@pytest.mark.parametrize("key", ["attention.key_length", "attention.key_length_swa", "attention.head_count_kv"])
+def test_an_assistant_for_another_shape_of_cells_is_refused(files, tmp_path, key):
+    """llama.cpp would read the target's keys and values as if they had that shape."""
+    target = load(str(files["assistant"][0]), **OPTIONS)
+    changed = {key: (8, gguf.GGUFValueType.UINT32), key.replace("key_l", "value_l"): (8, gguf.GGUFValueType.UINT32)}
+    head = copy(files["assistant"][1], tmp_path / "head.gguf", keys=changed)
+    with pytest.raises(ModelError, match=rf"has {key} 8, but a head of this kind needs|cannot be loaded"):
+        engine.load_head(target, str(head), LoadOptions(**OPTIONS).for_draft())
     target.close()

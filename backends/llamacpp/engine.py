@@ -17,7 +17,8 @@ from .backend import LlamaBackend
 from .context import ContextSize, kept_of, make_context
 from .ggml.files import LLAMA_MAX_SEQ, engine_build, llama_cpp, load_model, metadata, parts, without_amx
 from .head_card import check_target
-from .heads import find_head, load_head
+from .head_files import find_head
+from .heads import load_head
 from .lending.child_process import ChildBackend, load_in_child
 from .lending.rpc import lent_line, lent_options
 from .memory.attention import ALIKE, can_be_alike, capture_cpu_backend, row_hook

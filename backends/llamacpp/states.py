@@ -29,6 +29,7 @@ _FUNCTIONS: dict[str, tuple[str, Any, list[Any]]] = {
     "llama_get_embeddings_nextn": ("P13llama_context", _FLOATS, [_CONTEXT]),
     "llama_set_embeddings_layer_inp": ("P13llama_contextjb", None, [_CONTEXT, ctypes.c_uint32, ctypes.c_bool]),
     "llama_get_embeddings_layer_inp": ("P13llama_contextj", _FLOATS, [_CONTEXT, ctypes.c_uint32]),
+    "llama_set_nextn_layer_offset": ("P13llama_contexti", None, [_CONTEXT, ctypes.c_int32]),
     "llama_model_target_layer_ids": ("PK11llama_model", ctypes.POINTER(ctypes.c_int32), [ctypes.c_void_p]),
 }
 
