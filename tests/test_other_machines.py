@@ -109,7 +109,7 @@ def test_a_small_linux_box(plan: Callable[..., Any]) -> None:
 def test_pytorch_on_the_same_machines() -> None:
     """Layers wait in memory that a card does not hold; what memory does not hold either is on disk."""
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    from edgespec.backends.torch.backend import engine
+    from edgespec.backends.torch.engine import engine
     from edgespec.backends.torch.loading import Host, choose_placement
 
     def placed(machine: Machine) -> tuple[str, int, int]:
@@ -138,7 +138,7 @@ def test_pytorch_on_the_same_machines() -> None:
 def test_mlx_on_the_same_machines(tmp_path: Path) -> None:
     """A Mac's GPU holds a part of its memory only; on Linux all that is free counts."""
     pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
-    from edgespec.backends.mlx.backend import engine
+    from edgespec.backends.mlx.engine import engine
     from edgespec.backends.mlx.memory import WIRED_SHARE
     from mlx_models import FAMILIES, write_model
 
@@ -155,7 +155,7 @@ def test_mlx_on_the_same_machines(tmp_path: Path) -> None:
 def test_only_gpus_that_may_be_used_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking takes some of their memory."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    from edgespec.backends.torch.backend import engine
+    from edgespec.backends.torch.engine import engine
 
     looked = list[str]()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

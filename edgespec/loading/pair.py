@@ -64,8 +64,14 @@ class PairPlan:
     head: bool = False
 
 
-def own_head(entry: Entry, backend: str | None, say: Callable[[str], None]) -> str | None:
+def own_head(entry: Entry, backend: str | None, say: Callable[[str], None], notes: list[str]) -> str | None:
     """
+    Args:
+        entry: the model.
+        backend: as for `edgespec.load`.
+        say: as for `edgespec.load`.
+        notes: gets a line for the user on a head that cannot be used, unless the model itself cannot be read.
+
     Returns:
         `OWN_HEAD` if the model's file has a head that its engine can use.
     """
@@ -81,7 +87,7 @@ def own_head(entry: Entry, backend: str | None, say: Callable[[str], None]) -> s
     try:
         return OWN_HEAD if engine.has_head(path) else None
     except ModelError as error:
-        say(f"the head of the model is not used: {error}")
+        notes.append(f"the head of the model is not used: {error}")
         return None
 
 
