@@ -62,6 +62,13 @@ class Buffers:
         count = len(self.caches)
         return sum(self.caches[count - layers_on_gpu(gpu_layers, count) :])
 
+    def compute_on_gpu(self, gpu_layers: int) -> int:
+        """With copies of the caches of others that layers without one read, where those lie with the processor."""
+        count = len(self.caches)
+        there = self.caches[count - layers_on_gpu(gpu_layers, count) :]
+        copies = there.count(0) if len(there) < count and there.count(0) > len(there) - 2 else 0
+        return self.compute + copies * max(self.caches, default=0)
+
 
 def largest_copy(tensors: Sequence[Tensor], with_output: bool) -> int:
     """Bytes of the largest weight that a GPU may copy for a long pass over the processor's layers (`op_offload`).
@@ -202,7 +209,8 @@ def _layers_on_mac(
         return 0
     for kept in range(count if least else count - 1, 0, -1):
         found = spans(divide(tensors, kept + 1, (NO_LAYERS,))[1])
-        left = room - sum(span.size for span in found) - buffers.caches_on_gpu(kept + 1)
+        left = room + buffers.compute - sum(span.size for span in found)
+        left -= buffers.caches_on_gpu(kept + 1) + buffers.compute_on_gpu(kept + 1)
         if left < 0:
             continue
         try:

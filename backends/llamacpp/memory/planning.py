@@ -150,7 +150,8 @@ class MemoryPlanner:
         if gpu_layers <= 0:
             return [fixed + one.total for one in buffers]
         fixed += 0 if streams else largest_copy(self.tensors, True)
-        return [fixed + one.total + one.compute for one in buffers]  # two devices compute in this memory
+        # Two devices compute in this memory.
+        return [fixed + one.total + one.compute_on_gpu(gpu_layers) for one in buffers]
 
     def choose_gpu_layers(self, size: ContextSize) -> int:
         """Default of `gpu_layers`, for GPUs or lenders."""
