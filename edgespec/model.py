@@ -31,6 +31,7 @@ from edgespec.loading.pair import (
     choose_budget,
     choose_context,
     close_all,
+    own_head,
     recall_auto_state,
 )
 from edgespec.loading.targets import check_targets, open_targets
@@ -45,7 +46,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import Message, TextStream, render_chat, user_messages
 from edgespec.models.own_sampling import choose_sampling, choose_seed
-from edgespec.models.registry import Entry, find_model, local_path
+from edgespec.models.registry import Entry, find_draft, find_model, local_path
 from edgespec.planners.auto import AutoState, new_auto_state
 from edgespec.planners.choice import CHECKS, USE_DRAFT, check_planner, make_planner
 from edgespec.scheduler import drive
@@ -453,11 +454,13 @@ def load(
         kv_type: llamacpp: type of keys and values in both caches, such as "f16" or "q8_0"; default: f16, for float32
             weights f32. Output equals plain decoding's with the same type.
         lenders: llamacpp: addresses "HOST:PORT" of `edgespec lend`, for layers that do not fit here.
-        device: torch: "cuda", "cuda:1", "mps" or "cpu"; default: the first of these that is there.
+        device: torch: "cuda" (further GPUs hold what the first cannot), "cuda:1", "mps" or "cpu"; default: the first of
+            these that is there.
         dtype: torch: "float32", "float16", "bfloat16" or "nf4" (4 bits); default: as in the folder.
         keep_packed: torch: keep layers that are quantised at load (dtype nf4) in the cache folder, for the next start.
-        gpu_memory: llamacpp, torch: what both models use of the GPU's memory, in bytes or as "10G"; default: what is
-            free. Layers that do not fit are computed by the processor (llamacpp), or streamed from host memory (torch).
+        gpu_memory: llamacpp, torch: what both models use of each GPU's memory, in bytes or as "10G"; default: what
+            is free. Layers that do not fit are computed by the processor (llamacpp), or streamed from host memory
+            (torch).
         exact: row class that passes keep to: "narrow" (few draft tokens), "wide" (many; short passes are padded),
             "off". Default, where the engine has row classes: wide if it takes no longer, else narrow.
         parallel: most requests in a batch. Each has room for a whole context in the cache; with llamacpp and limited
@@ -488,7 +491,7 @@ def load(
         for name, value in (("draft", draft), ("datastore", datastore), ("models_file", models_file))
     )
     parallel, remember = check_whole("parallel", parallel, 1, MOST_PARALLEL), check_flag("remember", remember)
-    for name, text in (("planner", planner), ("cluster", cluster)):
+    for name, text in (("planner", planner), ("cluster", cluster), ("backend", backend)):
         check_text(name, text if text is not None else "")
     check_flag("ahead", ahead if ahead is not None else False)
     for name, call in (("progress", progress), ("say", say)):
@@ -496,7 +499,9 @@ def load(
     say = say or (lambda text: None)
     entry = find_model(target, models_file)
     planner = planner or entry.defaults.planner or "auto"
-    draft = (draft or entry.draft) if planner in USE_DRAFT else draft
+    if planner in USE_DRAFT:
+        here = targets is None and cluster is None
+        draft = draft or entry.draft or (own_head(entry, backend, say) if here else None)
     check_planner(planner, draft is not None, datastore is not None, planner_options)
     fixed, budget = budget is not None, choose_budget(budget, entry)
     # With a fixed budget passes are wide, but for `auto` without a draft or datastore, which is plain decoding.
@@ -534,7 +539,7 @@ def load(
         if fixed and drafted:
             defaults["notes"] += note_on_budget(budget, backends[0], local_path(entry.target, fetch=False))
         if pace and planner != "none" and remember:
-            sources = [entry.target, *([find_model(draft, models_file).target] if draft and backends[1:] else [])]
+            sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft and backends[1:] else [])]
             at_close = recall_auto_state(pace, sources, backends[0], options, learn)
         names = (target, draft or "" if backends[1:] else "")
         return Model(

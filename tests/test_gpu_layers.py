@@ -36,7 +36,7 @@ from edgespec.loop.passes import prefill
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.models.registry import Defaults, Entry
 from edgespec.weights import experts
-from edgespec.weights.plan import MARGIN, SAFETY, Extent, Plan, Tensor, divide, make_plan, spans
+from edgespec.weights.plan import MARGIN, SAFETY, Extent, Plan, Tensor, divide, layers_of_gpus, make_plan, spans
 
 MIB = 1 << 20
 LAYER, OUTPUT = 100 * MIB, 50 * MIB
@@ -165,6 +165,15 @@ def test_a_mac_that_streams() -> None:
     assert (
         auto_layers(shared, tensors(), NOTHING, 0, plans(LAYER), platform="darwin") == 0
     )  # it does not run at all, which others say
+
+
+def test_what_llama_cpp_gives_to_each_card() -> None:
+    """Of 11 places in proportion to free memory; the last is the output's."""
+    gpus = [Gpu("CUDA0", False, 8), Gpu("CUDA1", False, 4), Gpu("GPU2", True, 99)]
+    assert layers_of_gpus(gpus, -1, 10) == [(8, "CUDA0"), (2, "CUDA1")]
+    assert layers_of_gpus(gpus, 4, 10) == [(3, "CUDA0"), (0, "CUDA1")]
+    assert layers_of_gpus(gpus, 0, 10) == []
+    assert layers_of_gpus(gpus[2:], 4, 10) == [(3, "GPU2")]
 
 
 def test_layers_out_of_order() -> None:
@@ -442,7 +451,7 @@ def test_a_mixture_that_runs_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(memory, "loaded_tensors", lambda path: with_experts())
     monkeypatch.setattr(memory, "find_layers", lambda path, tensors: experts.find_experts(tensors, 4))
     monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
-    monkeypatch.setattr(memory, "rehearse", lambda path, sizes, free: (0, [NOTHING] * len(sizes)))
+    monkeypatch.setattr(memory, "rehearse", lambda path, sizes, free, target: (0, [NOTHING] * len(sizes)))
     size = memory.ContextSize(64, 8, 1, memory.MIN_NODES)
     machine = this_machine(gpus=own(5 * LAYER))
     few, many = (memory.MemoryPlanner("", LoadOptions(memory=room), machine) for room in (MIB, 9 * LAYER))

@@ -63,7 +63,9 @@ def path_of() -> Iterator[Callable[[Any], str]]:
         buffers = cache(lambda path, size: really(path, [size], 1 << 60)[1][0])
         patch.setattr(planning, "loaded_tensors", cache(planning.loaded_tensors))
         patch.setattr(
-            planning, "rehearse", lambda path, sizes, free: (TOKENIZER, [buffers(path, size) for size in sizes])
+            planning,
+            "rehearse",
+            lambda path, sizes, free, target="": (TOKENIZER, [buffers(path, size) for size in sizes]),
         )
         yield path_of
 

@@ -10,12 +10,13 @@ from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Mach
 from edgespec.loop.session_files import content_of
 from edgespec.machine.disk import remove_name
 from edgespec.machine.this_machine import Gpu, this_machine
-from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, layers_on_gpu
+from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, layers_of_gpus, layers_on_gpu
 
 from ..common.loader import loader
 from .backend import LlamaBackend
 from .context import ContextSize, kept_of, make_context, settle_attention
 from .ggml.files import LLAMA_MAX_SEQ, engine_build, llama_cpp, load_model, metadata, parts, without_amx
+from .heads import find_head, load_head
 from .lending.child_process import ChildBackend, load_in_child
 from .lending.rpc import lent_line, lent_options
 from .memory.attention import ALIKE, can_be_alike, capture_cpu_backend, row_hook
@@ -90,6 +91,12 @@ class LlamaEngine(Engine):
         if isinstance(plan, LlamaPlan):
             return load_here(plan, way or plan.ways[-1], progress)
         return load_in_child(plan.path, plan.options, progress)
+
+    def has_head(self, path: str) -> bool:
+        return find_head(path) is not None
+
+    def load_head(self, target: Backend, path: str, options: LoadOptions) -> Backend:
+        return load_head(target, path, options)
 
     def load_vocab(self, path: str) -> Vocab:
         return load_vocab(path)
@@ -249,19 +256,21 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
     if not plan.plenty:
         backend.cells.spare = MARGIN // 4
     backend.notes, backend.plan, backend.content = notes, weights, content
+    backend.path, backend.own_head = path, options.own_head
     backend.placed = _placed(plan, capabilities.layers)
     return backend
 
 
 def _placed(plan: LlamaPlan, layers: int) -> Placed:
-    on_device = layers_on_gpu(plan.gpu_layers, layers)
-    devices = "lenders" if plan.borrowed else str(plan.ways[-1].get("device", ""))
-    streamed = len(plan.weights.streamed) if plan.weights else 0
-    return Placed(layers, devices if on_device else "", on_device, streamed)
+    lent = [(layers_on_gpu(plan.gpu_layers, layers), "lenders")]
+    shares = lent if plan.borrowed else layers_of_gpus(plan.machine.gpus, plan.gpu_layers, layers)
+    return Placed.on(shares, layers, len(plan.weights.streamed) if plan.weights else 0)
 
 
 def _model_params(plan: LlamaPlan, way: Computing) -> dict[str, Any]:
     params: dict[str, Any] = {"n_gpu_layers": plan.gpu_layers, "use_extra_bufts": REPACKED.keys() <= way.keys()}
+    if plan.options.own_head:
+        params["load_mtp"] = True
     if plan.weights:
         params["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
     if plan.borrowed:

@@ -4,10 +4,10 @@ In each layer, `tree_attention` writes the keys and values of each work into its
 attends to these cells.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from threading import Event
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ class Part:
     Attributes:
         rows: the work's rows of the pass.
         new: slice or indices of the rows whose keys and values get cells.
-        cells: the session's [layers, 2, key heads, cells, d]; a dictionary by layer if not all layers have cells.
+        cells: the session's [2, key heads, cells, d], by layer.
         start: cell of the first new row.
         end: the cell after that of the last new row.
         masks: by window, as `build_mask` returns them.
@@ -36,10 +36,16 @@ class Part:
 
     rows: slice
     new: Any
-    cells: Any
+    cells: Mapping[int, Any]
     start: int
     end: int
     masks: dict[int | None, tuple[int, Any]]
+
+    def to(self, device: Any) -> Self:
+        """A copy whose rows and masks lie on a device; cells stay where they are."""
+        new = self.new if isinstance(self.new, slice) else self.new.to(device)
+        masks = {window: (low, None if mask is None else mask.to(device)) for window, (low, mask) in self.masks.items()}
+        return replace(self, new=new, masks=masks)
 
 
 @dataclass(slots=True)
@@ -67,6 +73,9 @@ class Tree:
     parts: tuple[Part, ...]
     windows: tuple[int | None, ...]
     interrupted: Event
+
+    def to(self, device: Any) -> Self:
+        return replace(self, parts=tuple(part.to(device) for part in self.parts))
 
 
 def tree_attention(
@@ -162,7 +171,13 @@ transformers.AttentionInterface.register(ATTENTION, tree_attention)
 
 
 def build_mask(
-    sees: NDArray[np.bool_], positions: Sequence[int], length: int, window: int | None, dtype: Any, device: Any
+    sees: NDArray[np.bool_],
+    positions: Sequence[int],
+    length: int,
+    window: int | None,
+    dtype: Any,
+    device: Any,
+    first: int = 0,
 ) -> tuple[int, Any]:
     """
     Args:
@@ -172,6 +187,7 @@ def build_mask(
         window: how many positions, its own included, a node can look at; None: all.
         dtype: of the scores.
         device: where they are computed.
+        first: 1: cell 0 is hidden from all others.
 
     Returns:
         The first cell that any node can see, and an `additive` mask of the cells from there on. The mask is None if
@@ -180,13 +196,17 @@ def build_mask(
     count = len(sees)
     new = np.asarray(positions[len(positions) - count :])
     low = max(0, int(new.min()) - window + 1) if window is not None else 0
-    low = min(low, length)
+    low = min(max(low, first), length)
     within_text = window is None or int(new.max()) < window
-    if within_text and (
-        sees.all() or (length == 0 and sees.shape[1] == count and (sees == np.tri(count, dtype=np.bool_)).all())
+    hidden = first > length and count > 1  # cell 0 is new
+    if (
+        within_text
+        and not hidden
+        and (sees.all() or (length == 0 and sees.shape[1] == count and (sees == np.tri(count, dtype=np.bool_)).all()))
     ):
         return low, None
     allowed = np.concatenate([np.ones((count, length - low), np.bool_), sees], axis=1)
+    allowed[1:, : int(hidden)] = False
     if not within_text and window is not None:
         cells = np.concatenate([np.arange(low, length), np.asarray(positions)])
         allowed &= new[:, None] - cells < window

@@ -4,7 +4,7 @@ Recurrent layers find the lanes' states in transformers' cache; `tree_attention`
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from threading import Event
 from typing import Any, Protocol, cast
 
@@ -20,8 +20,8 @@ from ..common.hf_vocab import first_line
 from ..common.interrupts import interruptible
 from ..common.recurrent import Lane, Rectangle, RecurrentSession, RecurrentStates
 from .attention import Part, Probe, Tree, additive, finish
-from .logits import TorchLogits
 from .session import TorchOwner, TorchSession
+from .spans import Cells
 
 State = list[Any]  # tensors [1, ...], as many as transformers' cache has
 WITHOUT_CELLS = ("linear_attention", "conv", "mlp", "moe")  # `layer_types` of transformers
@@ -39,8 +39,12 @@ def with_cells(config: Any) -> list[int]:
     return [i for i in range(config.num_hidden_layers) if not kinds or kinds[i] not in WITHOUT_CELLS]
 
 
-def state_bytes(model: Any) -> int:
+def state_bytes(model: Any, layer: Any = None) -> int:
     """
+    Args:
+        model: the model.
+        layer: of it; None: all layers.
+
     Returns:
         An upper bound of a state's bytes, by the channels of convolutions, of which a layer has at least as many as
         rows in its state; 0 if no layer is recurrent.
@@ -49,7 +53,7 @@ def state_bytes(model: Any) -> int:
     if not is_recurrent(config):
         return 0
     width = max(getattr(config, name, None) or 0 for name in STATE_WIDTHS)
-    kernels = [module for module in model.modules() if isinstance(module, torch.nn.Conv1d)]
+    kernels = [module for module in (layer or model).modules() if isinstance(module, torch.nn.Conv1d)]
     return sum(one.out_channels * (one.kernel_size[0] * model.dtype.itemsize + 4 * width) for one in kernels)
 
 
@@ -61,7 +65,6 @@ class StateCache(transformers.DynamicCache):  # type: ignore[misc]
         self.name = (
             "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
         )
-        self.with_cells = with_cells(model.config.get_text_config())
         self._rows: Any = None
         model.get_output_embeddings().register_forward_pre_hook(self._cut)
 
@@ -173,18 +176,16 @@ class RecurrentOwner(TorchOwner, Protocol):
     dtype: Any
     interrupted: Event
 
+    def logits(self, logits: Any, wanted: Sequence[int], rows: Mapping[int, int]) -> Logits: ...
+
 
 class TorchRecurrentSession(RecurrentSession[State], TorchSession):
     _backend: RecurrentOwner
 
-    def __init__(self, backend: RecurrentOwner, cells: Any) -> None:
+    def __init__(self, backend: RecurrentOwner, cells: Cells) -> None:
         super().__init__(backend, cells)
-        self._empty, self._layers = backend.cache.empty, backend.cache.with_cells
+        self._empty = backend.cache.empty
         self.states = RecurrentStates[State](backend.capabilities.max_leaves, backend.capabilities.streams)
-
-    @property
-    def cells_of_layers(self) -> dict[int, Any]:
-        return dict(zip(self._layers, self.cells, strict=True))
 
     def _details(self) -> dict[str, Any]:
         return super()._details() | {"states": list(self.states.text.kept)}
@@ -222,9 +223,11 @@ def forward_recurrent(backend: RecurrentOwner, batch: Sequence[Work]) -> list[Lo
                 parts.append((sessions[i], rectangle, sessions[i].parents + batch[i].parents.tolist()))
                 counts.append(len(lanes[i]))
             logits, states = _compute(backend, parts, rows)
+            start = 0
             for i, (session, rectangle, _), count in zip(group, parts, counts, strict=True):
-                wanted = batch[i].wanted.tolist()
-                found[i], logits = TorchLogits(logits[: len(wanted)], wanted), logits[len(wanted) :]
+                wanted, places = batch[i].wanted.tolist(), (start + rectangle.rows).tolist()
+                of_work = backend.logits(logits[: len(wanted)], wanted, dict(enumerate(places, rectangle.first)))
+                found[i], logits, start = of_work, logits[len(wanted) :], start + rectangle.nodes.size
                 taken.append((session, rectangle, states[:count]))
                 states = states[count:]
     for session, work, placement in zip(sessions, batch, placements, strict=True):
@@ -284,7 +287,7 @@ def _compute(
             else:
                 masks[window] = 0, additive(rectangle.sees(parents, length, window), backend.dtype, device)
         start, new = length + rectangle.first, torch.from_numpy(row + rectangle.rows).to(device)
-        cells = session.cells_of_layers
+        cells = session.cells.by_layer
         found.append(Part(slice(row, row + size), new, cells, start, start + len(rectangle.rows), masks))
         row += size
     lanes = [lane for _, rectangle, _ in parts for lane in rectangle.lanes]

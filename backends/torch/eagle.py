@@ -1,0 +1,191 @@
+"""An EAGLE-3 head (arXiv:2503.01840): one decoder layer that drafts from the target's own states.
+
+Row p of a text takes the token at position p and the target's state of position p - 1, and predicts token p + 1; position
+0 has no row. The target's state is `fuse` of the inputs of three of its layers. Where the head itself has drafted, the
+state is what `forward` returned for the row before.
+
+Names of modules are those of published files: config.json, and model.safetensors with the tensors fc, midlayer.*, norm,
+lm_head, d2t (the target's id minus the draft vocabulary's, by the latter) and t2d (True for ids in the draft vocabulary).
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention, silu
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from edgespec.errors import ModelError
+
+from ..common.hf_vocab import first_line
+
+LAYERS = 3  # of the target, whose inputs a head reads
+
+# Of query, key and value, each [..., heads or key heads, n, d]; returns [..., heads, n, d].
+Attend = Callable[[Any, Any, Any], Any]
+
+
+def default_layers(count: int) -> list[int]:
+    """The layers of a target with `count` layers whose inputs a head reads, where its config.json names none."""
+    return [2, count // 2, count - 3]
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        heads, d = config.num_attention_heads, config.head_dim
+        self.d = d
+        self.q_proj = nn.Linear(2 * config.hidden_size, heads * d, bias=False)
+        self.k_proj = nn.Linear(2 * config.hidden_size, config.num_key_value_heads * d, bias=False)
+        self.v_proj = nn.Linear(2 * config.hidden_size, config.num_key_value_heads * d, bias=False)
+        self.o_proj = nn.Linear(heads * d, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Any, rotation: tuple[Any, Any], attend: Attend) -> Any:
+        query, key, value = (
+            project(hidden).unflatten(-1, (-1, self.d)).transpose(-3, -2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *rotation, unsqueeze_dim=-3)
+        return self.o_proj(attend(query, key, value).transpose(-3, -2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Any) -> Any:
+        return self.down_proj(silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn, self.mlp = Attention(config), FeedForward(config)
+        self.input_layernorm, self.hidden_norm = LlamaRMSNorm(width, eps), LlamaRMSNorm(width, eps)
+        self.post_attention_layernorm = LlamaRMSNorm(width, eps)
+        self._normed_residual = bool(getattr(config, "norm_before_residual", False))
+
+    def forward(self, embeddings: Any, states: Any, rotation: tuple[Any, Any], attend: Attend) -> Any:
+        normed = self.hidden_norm(states)
+        both = torch.cat([self.input_layernorm(embeddings), normed], -1)
+        hidden = (normed if self._normed_residual else states) + self.self_attn(both, rotation, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class EagleHead(nn.Module):
+    """
+    Attributes:
+        config: of the head, a LlamaConfig with the fields of its config.json.
+        layers: of the target, whose inputs `fuse` takes; the number of its layers means its last layer's output.
+        embed_tokens: the head's own embeddings; None: the target's are used.
+    """
+
+    def __init__(self, config: Any, layers: Sequence[int], *, own_embeddings: bool = False) -> None:
+        super().__init__()
+        self.config, self.layers = config, list(layers)
+        target = getattr(config, "target_hidden_size", None) or config.hidden_size
+        self.input_norm = (
+            LlamaRMSNorm(LAYERS * target, config.rms_norm_eps) if getattr(config, "norm_before_fc", False) else None
+        )
+        self.fc = nn.Linear(LAYERS * target, config.hidden_size, bias=False)
+        self.midlayer = Layer(config)
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        self._rotary = LlamaRotaryEmbedding(config)
+
+    @property
+    def draft_ids(self) -> Any:
+        """The target's ids of the draft vocabulary."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def set_draft_ids(self, ids: Any) -> None:
+        """Set the draft vocabulary: ascending ids of the target."""
+        self.d2t = ids - torch.arange(len(ids), device=ids.device)
+        self.t2d = torch.zeros_like(self.t2d)
+        self.t2d[ids] = True
+
+    def fuse(self, states: Any) -> Any:
+        """States of the head's width, of the inputs of the target's `layers`: [..., 3 * target's width]."""
+        return self.fc(self.input_norm(states) if self.input_norm is not None else states)
+
+    def forward(self, embeddings: Any, states: Any, positions: Any, attend: Attend) -> Any:
+        """
+        Args:
+            embeddings: [..., n, width] of the rows' tokens.
+            states: [..., n, width], of `fuse`, or what this returned for the rows before.
+            positions: [..., n].
+            attend: attention of the rows' rotated queries; it keeps their keys and values: see `attend_cells`.
+
+        Returns:
+            The rows' states [..., n, width], for `logits`, and for rows after them.
+        """
+        return self.midlayer(embeddings, states, self._rotary(embeddings, positions), attend)
+
+    def draft_logits(self, states: Any) -> Any:
+        """Logits over the draft vocabulary."""
+        return self.lm_head(self.norm(states))
+
+    def logits(self, states: Any) -> Any:
+        """Logits over the target's vocabulary; -inf outside the draft vocabulary."""
+        found = self.draft_logits(states)
+        every = found.new_full((*found.shape[:-1], len(self.t2d)), -torch.inf)
+        every[..., self.draft_ids] = found
+        return every
+
+
+def attend_cells(cells: Any, start: int, mask: Any) -> Attend:
+    """Attention to cells, in which the rows' keys and values are kept.
+
+    Args:
+        cells: [2, key heads, cells, d].
+        start: cell of the first row; cells before it are filled.
+        mask: additive, [n, start + n]; None: a row sees every cell to its own.
+    """
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        end = start + query.shape[-2]
+        cells[0, :, start:end], cells[1, :, start:end] = key, value
+        keys, values = cells[:, :, :end]
+        seen = mask
+        if seen is None:
+            seen = torch.full((end - start, end), -torch.inf, dtype=query.dtype, device=query.device).triu(start + 1)
+        return scaled_dot_product_attention(query[None], keys[None], values[None], seen, enable_gqa=True)[0]
+
+    return attend
+
+
+def load_head(folder: Path, target_layers: int) -> EagleHead:
+    """Load a published head.
+
+    Args:
+        folder: with config.json and model.safetensors.
+        target_layers: number of the target's layers.
+
+    Raises:
+        ModelError: the files are missing or damaged, or are no EAGLE-3 head.
+    """
+    try:
+        about = json.loads((folder / "config.json").read_text("utf-8"))
+        tensors = load_file(folder / "model.safetensors")
+        config = LlamaConfig.from_dict(about)
+        layers = about.get("eagle_aux_hidden_state_layer_ids") or default_layers(target_layers)
+        head = EagleHead(config, layers, own_embeddings="embed_tokens.weight" in tensors)
+        head.load_state_dict(tensors)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(f"{folder}: is no EAGLE-3 head, or is damaged: {first_line(error)}") from error
+    except (AttributeError, KeyError, TypeError, RuntimeError) as error:
+        raise ModelError(f"{folder}: is no EAGLE-3 head: {first_line(error)}") from error
+    return head.eval().requires_grad_(False)
