@@ -14,7 +14,7 @@ from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, layers_of_
 
 from ..common.loader import loader
 from .backend import LlamaBackend
-from .context import ContextSize, kept_of, make_context
+from .context import ContextSize, kept_of, make_context, settle_attention
 from .ggml.files import LLAMA_MAX_SEQ, engine_build, llama_cpp, load_model, metadata, parts, without_amx
 from .head_card import check_target
 from .head_files import find_head
@@ -219,6 +219,8 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
             watch.skip_padding = SkipPadding()
             params.cb_eval = watch.skip_padding.callback
         params.op_offload = "op_offload" not in computing and not plan.borrowed
+        if params.op_offload and plan.machine.gpus:
+            settle_attention(path, model, size, params)
         with capture_cpu_backend() if ALIKE.keys() <= computing.keys() else nullcontext(list[int]()) as processors:
             context = make_context(path, model, size, params)
         if watch and watch.skip_padding:

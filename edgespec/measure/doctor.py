@@ -156,7 +156,8 @@ def diagnose(
     """
     check_choice(exact)
     entry = find_model(target, models_file)
-    draft = draft or entry.draft or own_head(entry, backend, say)
+    notes = list[str]()
+    draft = draft or entry.draft or own_head(entry, backend, say, notes)
     sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft else [])]
     if len({is_folder(source) for source in sources}) > 1:
         raise UsageError("doctor looks at a pair on one engine: target and draft must both be GGUF files, or folders")
@@ -182,6 +183,7 @@ def diagnose(
         disk=disk.speed,
         reading=f"{disk.threads} x {format_size(disk.size)} at once",
         head=card.line if card else "",
+        notes=notes,
         engine=engine,
         remembered=[one for one in everything() if about.items() <= one["about"].items()],
     )
@@ -287,7 +289,7 @@ def _try(
         found.plan = backend.plan if isinstance(backend, TellsPlan) else None
         # Only a loaded model knows if experts are left to the page cache.
         later = [one for one in backend.notes if plan.notes is None or one.startswith("experts are left")]
-        found.notes = [*(plan.notes or ()), *later, *([note(limits.max_leaves)] if limits.paths else ())]
+        found.notes = [*found.notes, *(plan.notes or ()), *later, *([note(limits.max_leaves)] if limits.paths else ())]
         found.streams = limits.streams
         nodes = min(options.budget + 1, most_nodes(limits, 0))
         between = [n for n in (SIZES_OF_MIXTURES if limits.experts else SIZES) if n < nodes]

@@ -28,6 +28,7 @@ except ImportError as error:
     raise MissingPackage("llama-cpp-python", "", "running GGUF models") from error
 
 FILE_TYPE_F32, FILE_TYPE_F16, FILE_TYPE_BF16 = b"0", b"1", b"32"  # general.file_type: llama_ftype in llama.h
+NO_GPUS = (ctypes.c_void_p * 1)()  # a list of devices ends with a null pointer
 LLAMA_MAX_SEQ = 256  # of llama-cparams.h, fixed at compile time
 
 _log_lines: list[str] = []
@@ -38,9 +39,9 @@ def _keep_log(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
     if level in (3, 4):  # GGML_LOG_LEVEL_WARN, GGML_LOG_LEVEL_ERROR
         _log_lines.append(text.decode("utf-8", "replace").strip())
         del _log_lines[:-20]
-    elif b" size = " in text:
+    elif b" size = " in text or b": dev = " in text:
         size_lines.append(text.decode("utf-8", "replace"))
-        del size_lines[:-100]
+        del size_lines[:-1000]
 
 
 def _give_up(message: bytes) -> None:
@@ -64,6 +65,16 @@ def last_log() -> str:
     """The first of llama.cpp's last 20 complaints, because later lines only pass it on."""
     reasons = [line for line in _log_lines if not line.endswith("-- ignoring")]  # of tensors that it skips
     return reasons[0] if reasons else "llama.cpp gave no reason"
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What llama.cpp complains about meanwhile."""
+    _log_lines.clear()
+    try:
+        yield _log_lines
+    finally:
+        _log_lines.clear()
 
 
 def load_model(path: str, **params: Any) -> Any:
@@ -117,10 +128,11 @@ def _check_rotation(path: str, model: Any) -> None:
 
 
 def load_header(path: str, **params: Any) -> Any:
-    """Load a llama_model with tokenizer and sizes but without weights; otherwise as `load_model`."""
+    """Load a llama_model with tokenizer and sizes but without weights, for no GPU; otherwise as `load_model`."""
     return load_model(
-        path, no_alloc=True, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE, use_extra_bufts=False, n_gpu_layers=0, **params
-    )
+        path, no_alloc=True, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE, use_extra_bufts=False, n_gpu_layers=0,
+        devices=ctypes.cast(NO_GPUS, ctypes.c_void_p), **params,
+    )  # fmt: skip
 
 
 def without_amx(system_info: bytes) -> dict[str, Any]:
