@@ -498,10 +498,10 @@ def load(
         _check_call(name, call)
     say = say or (lambda text: None)
     entry = find_model(target, models_file)
-    planner = planner or entry.defaults.planner or "auto"
+    planner, notes = planner or entry.defaults.planner or "auto", list[str]()
     if planner in USE_DRAFT:
         here = targets is None and cluster is None
-        draft = draft or entry.draft or (own_head(entry, backend, say) if here else None)
+        draft = draft or entry.draft or (own_head(entry, backend, say, notes) if here else None)
     check_planner(planner, draft is not None, datastore is not None, planner_options)
     fixed, budget = budget is not None, choose_budget(budget, entry)
     # With a fixed budget passes are wide, but for `auto` without a draft or datastore, which is plain decoding.
@@ -536,6 +536,7 @@ def load(
             for _ in range(parallel)
         ]
         defaults, at_close = _defaults(entry), lambda: None
+        defaults["notes"] += notes
         if fixed and drafted:
             defaults["notes"] += note_on_budget(budget, backends[0], local_path(entry.target, fetch=False))
         if pace and planner != "none" and remember:

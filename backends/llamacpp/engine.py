@@ -14,8 +14,9 @@ from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, layers_of_
 
 from ..common.loader import loader
 from .backend import LlamaBackend
-from .context import ContextSize, kept_of, make_context
+from .context import ContextSize, kept_of, make_context, settle_attention
 from .ggml.files import LLAMA_MAX_SEQ, engine_build, llama_cpp, load_model, metadata, parts, without_amx
+from .head_card import check_target
 from .head_files import find_head
 from .heads import load_head
 from .lending.child_process import ChildBackend, load_in_child
@@ -84,6 +85,7 @@ class LlamaEngine(Engine):
 
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> LoadPlan:
         check_whole("sessions", options.sessions, 1, LLAMA_MAX_SEQ)
+        check_target(path)
         return LoadPlan(path=path, options=options) if options.lenders else plan_here(path, options, machine)
 
     def load(
@@ -217,6 +219,8 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
             watch.skip_padding = SkipPadding()
             params.cb_eval = watch.skip_padding.callback
         params.op_offload = "op_offload" not in computing and not plan.borrowed
+        if params.op_offload and plan.machine.gpus:
+            settle_attention(path, model, size, params)
         with capture_cpu_backend() if ALIKE.keys() <= computing.keys() else nullcontext(list[int]()) as processors:
             context = make_context(path, model, size, params)
         if watch and watch.skip_padding:

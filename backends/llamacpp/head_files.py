@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import ModelError
-from edgespec.models.gguf_header import header_values, own_header
-from edgespec.models.heads import is_head
+from edgespec.models.gguf_header import architecture, own_header
+from edgespec.models.heads import head_layers, is_head
 
 from .context import EAGLE3
-from .ggml.files import NO_HEADS, all_tensors, llama_cpp, metadata
+from .ggml.files import all_tensors, llama_cpp, metadata
 from .states import NEXTN, functions
 
 ASSISTANT, ITS_TARGET = "gemma4-assistant", "gemma4"
@@ -61,7 +61,7 @@ def find_head(path: str) -> HeadFile | None:
     Raises:
         ModelError: it cannot be read, or its head cannot be used.
     """
-    name = str(header_values(path, "general.architecture").get("general.architecture", ""))
+    name = architecture(path)
     if name in OTHER_HEADS:
         raise ModelError(f"{path}: is a head that {OTHER_HEADS[name]} ({name}), which is not supported: use another")
     values, lengths = own_header(path)
@@ -73,11 +73,10 @@ def find_head(path: str) -> HeadFile | None:
         return HeadFile(name, whole=False)
     if name == ASSISTANT:
         return HeadFile(name, whole=False)
-    layers, count = (int(values.get(key, 0)) for key in ("nextn_predict_layers", "block_count"))
-    if layers == 0 or name in NO_HEADS:
+    layers = head_layers(path)
+    if layers == 0:
         return None
-    if not 0 < layers <= count:
-        raise ModelError(f"{path}: is damaged: nextn_predict_layers is {layers} of block_count {count} layers")
+    count = int(values["block_count"])
     if not any(tensor.name == f"blk.{count - layers}.nextn.eh_proj.weight" for tensor in all_tensors(path)):
         return None
     if name not in OWN_HEADS:
