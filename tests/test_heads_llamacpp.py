@@ -22,7 +22,7 @@ from contract import (
 )
 from edgespec.backends.llamacpp import states
 from edgespec.backends.llamacpp.engine import engine, load
-from edgespec.backends.llamacpp.ggml.files import all_tensors, load_model
+from edgespec.backends.llamacpp.ggml.files import all_tensors, load_model, loaded_tensors
 from edgespec.backends.llamacpp.heads import LlamaHeadSession
 from gemma4_files import copy, write_assistant, write_gemma4
 from gguf_files import small_llama
@@ -475,3 +475,17 @@ def test_an_assistant_for_another_shape_of_cells_is_refused(files, tmp_path, key
     with pytest.raises(ModelError, match=rf"has {key} 8, but a head of this kind needs|cannot be loaded"):
         engine.load_head(target, str(head), LoadOptions(**OPTIONS).for_draft())
     target.close()
+
+
+def test_a_header_may_name_a_head_that_the_file_lacks(files, tmp_path):
+    """As of a model whose head is a file of its own: its last layer is no head, and is planned."""
+    path = str(
+        copy(
+            files["mixture"][0],
+            tmp_path / "trunk.gguf",
+            tensor=lambda name, values: None if "blk.3." in name else values,
+        )
+    )
+    assert not engine.has_head(path)
+    assert all(tensor.size for tensor in loaded_tensors(path))
+    load(path, **OPTIONS).close()
