@@ -169,10 +169,10 @@ class MemoryPlanner:
     def choose_gpu_layers(self, size: ContextSize) -> int:
         """Default of `gpu_layers`, for GPUs or lenders."""
         if self.borrowed:
-            buffers = self._rehearse(self.path, [size])[0].total
+            on_lenders = self._rehearse(self.path, [size])[0].total
             needed = self.needs([size])[0] + self._drafts(size)
             lent = memory_of_lenders(self.borrowed)
-            return choose_lent(self.tensors, self.room, needed, buffers, lent, len(self.borrowed) - 1)
+            return choose_lent(self.tensors, self.room, needed, on_lenders, lent, len(self.borrowed) - 1)
         most = in_bytes("gpu_memory", self.options.gpu_memory)
         found = list(self.machine.gpus)
         if most is not None:
