@@ -139,7 +139,8 @@ class MemoryPlanner:
             if head:
                 total += states_bytes(path, size)
             [buffers] = self._rehearse(path, [of_head(whole) if head else whole], self.path if head else "")
-            weights = sum(tensor.size for tensor in loaded_tensors(path) if tensor.name != PER_LAYER_ROWS)
+            tensors = all_tensors(path) if head else loaded_tensors(path)
+            weights = sum(tensor.size for tensor in tensors if tensor.name != PER_LAYER_ROWS)
             total += weights + self._tokenizers[path] + buffers.total
         if self.options.own_head:
             [buffers] = self._rehearse(self.path, [of_head(replace(size, share=1.0))])
@@ -169,10 +170,10 @@ class MemoryPlanner:
     def choose_gpu_layers(self, size: ContextSize) -> int:
         """Default of `gpu_layers`, for GPUs or lenders."""
         if self.borrowed:
-            on_lenders = self._rehearse(self.path, [size])[0].total
+            caches = self._rehearse(self.path, [size])[0].total
             needed = self.needs([size])[0] + self._drafts(size)
             lent = memory_of_lenders(self.borrowed)
-            return choose_lent(self.tensors, self.room, needed, on_lenders, lent, len(self.borrowed) - 1)
+            return choose_lent(self.tensors, self.room, needed, caches, lent, len(self.borrowed) - 1)
         most = in_bytes("gpu_memory", self.options.gpu_memory)
         found = list(self.machine.gpus)
         if most is not None:
