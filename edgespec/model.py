@@ -31,7 +31,9 @@ from edgespec.loading.pair import (
     choose_budget,
     choose_context,
     close_all,
+    own_head,
     recall_auto_state,
+    source_of,
 )
 from edgespec.loading.targets import check_targets, open_targets
 from edgespec.loading.where import Where, where
@@ -488,7 +490,7 @@ def load(
         for name, value in (("draft", draft), ("datastore", datastore), ("models_file", models_file))
     )
     parallel, remember = check_whole("parallel", parallel, 1, MOST_PARALLEL), check_flag("remember", remember)
-    for name, text in (("planner", planner), ("cluster", cluster)):
+    for name, text in (("planner", planner), ("cluster", cluster), ("backend", backend)):
         check_text(name, text if text is not None else "")
     check_flag("ahead", ahead if ahead is not None else False)
     for name, call in (("progress", progress), ("say", say)):
@@ -496,7 +498,9 @@ def load(
     say = say or (lambda text: None)
     entry = find_model(target, models_file)
     planner = planner or entry.defaults.planner or "auto"
-    draft = (draft or entry.draft) if planner in USE_DRAFT else draft
+    if planner in USE_DRAFT:
+        here = targets is None and cluster is None
+        draft = draft or entry.draft or (own_head(entry, backend, say) if here else None)
     check_planner(planner, draft is not None, datastore is not None, planner_options)
     fixed, budget = budget is not None, choose_budget(budget, entry)
     # With a fixed budget passes are wide, but for `auto` without a draft or datastore, which is plain decoding.
@@ -534,7 +538,7 @@ def load(
         if fixed and drafted:
             defaults["notes"] += note_on_budget(budget, backends[0], local_path(entry.target, fetch=False))
         if pace and planner != "none" and remember:
-            sources = [entry.target, *([find_model(draft, models_file).target] if draft and backends[1:] else [])]
+            sources = [entry.target, *([source_of(draft, entry, models_file)] if draft and backends[1:] else [])]
             at_close = recall_auto_state(pace, sources, backends[0], options, learn)
         names = (target, draft or "" if backends[1:] else "")
         return Model(

@@ -44,7 +44,7 @@ class Bigrams(Planner):
         sources = [int(Source.TARGET), *[int(Source.DRAFT)] * (len(tokens) - 1)]
         return Proposal(make_tree(tokens, parents, values, sources))  # may be larger than the budget: the loop cuts
 
-    def saw(self, tree, path, logits):
+    def saw(self, start, tree, path, logits):
         for node in path:
             self.after[int(tree.token_ids[node])] = np.argsort(-logits.row(node))[:2].tolist()
         self.steps.append([tree.token_ids[path].tolist()])

@@ -162,7 +162,13 @@ transformers.AttentionInterface.register(ATTENTION, tree_attention)
 
 
 def build_mask(
-    sees: NDArray[np.bool_], positions: Sequence[int], length: int, window: int | None, dtype: Any, device: Any
+    sees: NDArray[np.bool_],
+    positions: Sequence[int],
+    length: int,
+    window: int | None,
+    dtype: Any,
+    device: Any,
+    first: int = 0,
 ) -> tuple[int, Any]:
     """
     Args:
@@ -172,6 +178,7 @@ def build_mask(
         window: how many positions, its own included, a node can look at; None: all.
         dtype: of the scores.
         device: where they are computed.
+        first: 1: cell 0 is hidden from all others.
 
     Returns:
         The first cell that any node can see, and an `additive` mask of the cells from there on. The mask is None if
@@ -180,13 +187,17 @@ def build_mask(
     count = len(sees)
     new = np.asarray(positions[len(positions) - count :])
     low = max(0, int(new.min()) - window + 1) if window is not None else 0
-    low = min(low, length)
+    low = min(max(low, first), length)
     within_text = window is None or int(new.max()) < window
-    if within_text and (
-        sees.all() or (length == 0 and sees.shape[1] == count and (sees == np.tri(count, dtype=np.bool_)).all())
+    hidden = first > length and count > 1  # cell 0 is new
+    if (
+        within_text
+        and not hidden
+        and (sees.all() or (length == 0 and sees.shape[1] == count and (sees == np.tri(count, dtype=np.bool_)).all()))
     ):
         return low, None
     allowed = np.concatenate([np.ones((count, length - low), np.bool_), sees], axis=1)
+    allowed[1:, : int(hidden)] = False
     if not within_text and window is not None:
         cells = np.concatenate([np.arange(low, length), np.asarray(positions)])
         allowed &= new[:, None] - cells < window

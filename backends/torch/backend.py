@@ -12,7 +12,7 @@ session's cells:
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Event
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from edgespec.errors import Closed, ModelError, NoRoom, UsageError, check_whole
-from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
+from edgespec.loop.backend import Backend, Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array
@@ -33,6 +33,7 @@ from edgespec.machine import memory as process
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.this_machine import Gpu, this_machine
+from edgespec.models.heads import is_head
 from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, choose_width
 
 from ..common.hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
@@ -63,7 +64,7 @@ from .loading import (
     run_probe,
     work_bytes,
 )
-from .logits import TorchLogits
+from .logits import KeptInputs, TorchLogits
 from .offload import CopyEngine, CudaCopies, HostCopies, Streamer, needs_pinning
 from .recurrent import (
     RecurrentOwner,
@@ -103,9 +104,11 @@ class TorchBackend:
     Attributes:
         cache: of states; None: no layer is recurrent.
         streamer: None: all layers are resident.
+        first: 1: the cell of a sequence's first token is hidden.
     """
 
     name = "torch"
+    first = 0
 
     def __init__(
         self,
@@ -136,6 +139,7 @@ class TorchBackend:
         streamed = len(streamer.blocks) if streamer else 0
         self.placed = Placed(layers, device, layers if device else 0, streamed)
         self.interrupted = Event()
+        self._kept: KeptInputs | None = None
         self._files: Sequence[str] = ()
         self.content = ""
 
@@ -147,9 +151,12 @@ class TorchBackend:
         self._check_open()
         if not self._free:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
+        return self._new_session(self._free.pop())
+
+    def _new_session(self, cells: Any) -> TorchSession:
         if self.capabilities.paths:
-            return TorchRecurrentSession(cast(RecurrentOwner, self), self._free.pop())
-        return TorchSession(self, self._free.pop())
+            return TorchRecurrentSession(cast(RecurrentOwner, self), cells)
+        return TorchSession(self, cells)
 
     def release(self, cells: Any) -> None:
         self._free.append(cells)
@@ -183,13 +190,35 @@ class TorchBackend:
         with torch.inference_mode(), _out_of_memory("a pass"):
             tree = Tree(tuple(parts), self.windows, self.interrupted)
             with interruptible(sessions, self.interrupted):
-                logits = run(self.model, tokens, positions, wanted, tree, self.device)
+                logits = self._run(batch, placements, tokens, positions, wanted, tree)
         found = list[Logits]()
-        for session, work, placement in zip(sessions, batch, placements, strict=True):
+        for session, work, placement, part in zip(sessions, batch, placements, parts, strict=True):
             session.add(work, placement)
-            found.append(TorchLogits(logits[: len(work.wanted)], work.wanted.tolist()))
+            rows = dict(enumerate(range(part.rows.start, part.rows.stop), placement.first))
+            found.append(self.logits(logits[: len(work.wanted)], work.wanted.tolist(), rows))
             logits = logits[len(work.wanted) :]
         return found
+
+    def _run(
+        self,
+        batch: Sequence[Work],
+        placements: Sequence[NodePlacement],
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        wanted: Sequence[int],
+        tree: Tree,
+    ) -> Any:
+        return run(self.model, token_ids, positions, wanted, tree, self.device)
+
+    def keep_states(self, modules: Sequence[Any]) -> None:
+        """Keep the inputs of these modules as states, for a head."""
+        self._kept = KeptInputs(modules)
+        size = len(modules) * self.model.config.get_text_config().hidden_size
+        self.capabilities = replace(self.capabilities, states=size)
+
+    def logits(self, logits: Any, wanted: Sequence[int], rows: Mapping[int, int]) -> Logits:
+        """Logits of a work of the last pass; arguments as for `TorchLogitsWithStates`."""
+        return self._kept.logits(logits, wanted, rows) if self._kept else TorchLogits(logits, wanted)
 
     def interrupt(self) -> None:
         self.interrupted.set()
@@ -202,7 +231,7 @@ class TorchBackend:
         length = len(session.token_ids)
         everywhere = session.positions + placement.positions
         masks = {
-            window: build_mask(placement.sees, everywhere, length, window, self.dtype, self.device)
+            window: build_mask(placement.sees, everywhere, length, window, self.dtype, self.device, self.first)
             for window in set(self.windows)
         }
         start = length + placement.first
@@ -284,6 +313,16 @@ class TorchEngine(Engine):
 
     def load_vocab(self, path: str) -> Vocab:
         return load_vocab(path)
+
+    def has_head(self, path: str) -> bool:
+        return is_head(path)
+
+    def load_head(self, target: Backend, path: str, options: LoadOptions) -> TorchBackend:
+        from .head import load_eagle
+
+        assert isinstance(target, TorchBackend)
+        with _named(path), _out_of_memory("the head"):
+            return load_eagle(target, path, options)
 
 
 engine = TorchEngine()

@@ -1,6 +1,6 @@
 """Logits that stay on the device where they were computed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,47 @@ class TorchLogits:
         if self._logits.device.type == "cpu":  # numpy takes a third of PyTorch's time: 4 ms for 16 rows of 152,000
             return top_of_rows((self._logits[i].float().numpy() for i in index), k, temperature, noise)
         return top_on_device(self._logits, index, k, temperature, noise)
+
+
+class TorchLogitsWithStates(TorchLogits):
+    """See `edgespec.loop.backend.GivesStates`."""
+
+    def __init__(self, logits: Any, wanted: Sequence[int], kept: Sequence[Any], rows: Mapping[int, int]) -> None:
+        """Args:
+        logits: [wanted, V].
+        wanted: their nodes.
+        kept: parts of the states of all rows of the pass, each [rows, size].
+        rows: row of each node.
+        """
+        super().__init__(logits, wanted)
+        self._kept, self._rows = kept, rows
+
+    def states(self, nodes: Sequence[int]) -> Float32Array:
+        rows = torch.tensor([self._rows[node] for node in nodes])
+        found: Float32Array = torch.cat([part[rows.to(part.device)].float().cpu() for part in self._kept], 1).numpy()
+        return found
+
+
+class KeptInputs:
+    """Inputs of modules in the last pass, as parts of a target's states."""
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        """Args:
+        modules: in the order of the parts; each takes hidden vectors [1, n, size], or [lanes, width, size], first.
+        """
+        self.parts: list[Any] = [None] * len(modules)
+        for i, module in enumerate(modules):
+            module.register_forward_pre_hook(self._keeper(i))
+
+    def logits(self, logits: Any, wanted: Sequence[int], rows: Mapping[int, int]) -> TorchLogits:
+        """Logits of the last pass; arguments as for `TorchLogitsWithStates`."""
+        return TorchLogitsWithStates(logits, wanted, tuple(self.parts), rows)
+
+    def _keeper(self, i: int) -> Callable[[Any, tuple[Any, ...]], None]:
+        def keep(module: Any, args: tuple[Any, ...]) -> None:
+            self.parts[i] = args[0].flatten(0, 1)
+
+        return keep
 
 
 def top_on_device(

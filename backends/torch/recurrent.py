@@ -4,7 +4,7 @@ Recurrent layers find the lanes' states in transformers' cache; `tree_attention`
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from threading import Event
 from typing import Any, Protocol, cast
 
@@ -20,7 +20,6 @@ from ..common.hf_vocab import first_line
 from ..common.interrupts import interruptible
 from ..common.recurrent import Lane, Rectangle, RecurrentSession, RecurrentStates
 from .attention import Part, Probe, Tree, additive, finish
-from .logits import TorchLogits
 from .session import TorchOwner, TorchSession
 
 State = list[Any]  # tensors [1, ...], as many as transformers' cache has
@@ -173,6 +172,8 @@ class RecurrentOwner(TorchOwner, Protocol):
     dtype: Any
     interrupted: Event
 
+    def logits(self, logits: Any, wanted: Sequence[int], rows: Mapping[int, int]) -> Logits: ...
+
 
 class TorchRecurrentSession(RecurrentSession[State], TorchSession):
     _backend: RecurrentOwner
@@ -222,9 +223,11 @@ def forward_recurrent(backend: RecurrentOwner, batch: Sequence[Work]) -> list[Lo
                 parts.append((sessions[i], rectangle, sessions[i].parents + batch[i].parents.tolist()))
                 counts.append(len(lanes[i]))
             logits, states = _compute(backend, parts, rows)
+            start = 0
             for i, (session, rectangle, _), count in zip(group, parts, counts, strict=True):
-                wanted = batch[i].wanted.tolist()
-                found[i], logits = TorchLogits(logits[: len(wanted)], wanted), logits[len(wanted) :]
+                wanted, places = batch[i].wanted.tolist(), (start + rectangle.rows).tolist()
+                of_work = backend.logits(logits[: len(wanted)], wanted, dict(enumerate(places, rectangle.first)))
+                found[i], logits, start = of_work, logits[len(wanted) :], start + rectangle.nodes.size
                 taken.append((session, rectangle, states[:count]))
                 states = states[count:]
     for session, work, placement in zip(sessions, batch, placements, strict=True):

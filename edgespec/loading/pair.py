@@ -1,7 +1,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from edgespec.errors import check_whole
+from edgespec.errors import ModelError, UsageError, check_whole
 from edgespec.loading.exact import apply_row_class, check_choice, choose_way
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import (
@@ -9,6 +9,7 @@ from edgespec.loop.engines import (
     Engine,
     LoadOptions,
     LoadPlan,
+    LoadsHeads,
     Progress,
     TellsPlan,
     check_supported,
@@ -20,6 +21,7 @@ from edgespec.machine.measurements import identity, machine, recall
 from edgespec.machine.measurements import remember as keep
 from edgespec.machine.memory import left_of
 from edgespec.machine.this_machine import this_machine
+from edgespec.models.heads import OWN_HEAD, is_head
 from edgespec.models.registry import Entry, find_model, is_folder, local_path
 from edgespec.planners.auto import AutoState
 
@@ -52,12 +54,41 @@ class PairPlan:
         paths: of their files or folders.
         options: of the target; without a `backend` the two may have different engines.
         plan: of the target; None: it is planned for the memory that the loaded draft leaves.
+        head: the draft is a head, which is loaded after its target.
     """
 
     names: Sequence[str]
     paths: Sequence[str]
     options: LoadOptions
     plan: LoadPlan | None
+    head: bool = False
+
+
+def source_of(draft: str, entry: Entry, models_file: str | None) -> str:
+    """
+    Returns:
+        The source of a draft: `entry`'s own for the head in its file.
+
+    Raises:
+        EdgespecError: as for `find_model`.
+    """
+    return entry.target if draft == OWN_HEAD else find_model(draft, models_file).target
+
+
+def own_head(entry: Entry, backend: str | None, say: Callable[[str], None]) -> str | None:
+    """
+    Returns:
+        `OWN_HEAD` if the model's file has a head that its engine can use.
+    """
+    engine = find_engine(backend or choose_backend(is_folder(entry.target), this_machine()))
+    if not isinstance(engine, LoadsHeads):
+        return None
+    path = local_path(entry.target, say=say)
+    try:
+        return OWN_HEAD if engine.has_head(path) and not is_head(path) else None
+    except ModelError as error:
+        say(f"the head of the model is not used: {error}")
+        return None
 
 
 def plan_pair(
@@ -70,11 +101,20 @@ def plan_pair(
 ) -> PairPlan:
     """Arguments and errors as for `open_backends`."""
     check_choice(options.exact)
-    sources = [entry.target, *([find_model(draft, models_file).target] if draft else [])]
+    sources = [entry.target, *([source_of(draft, entry, models_file)] if draft else [])]
     here = this_machine()
     names = [options.backend or choose_backend(is_folder(source), here) for source in sources]
     check_supported(names, options)
     paths = [local_path(source, say=say) for source in sources]
+    if draft and (draft == OWN_HEAD or is_head(paths[1])):
+        engine = find_engine(names[0])
+        if len(set(names)) > 1 or not isinstance(engine, LoadsHeads):
+            raise UsageError(f"the backend {names[0]} cannot draft with the head {paths[1]}; use a draft model")
+        if not engine.has_head(paths[1]):
+            raise UsageError(f"{paths[1]}: has no head of its own; name a draft model instead of --draft {OWN_HEAD}")
+        own = draft == OWN_HEAD
+        options = replace(options, own_head=own, draft_files=() if own else tuple(paths[1:]))
+        return PairPlan(names, paths, options, _plan(names[0], paths[0], options), head=True)
     if len(set(names)) == 1 and (not draft or "draft_files" in find_engine(names[0]).supported):
         options = replace(options, draft_files=tuple(paths[1:]))
         return PairPlan(names, paths, options, _plan(names[0], paths[0], options))
@@ -107,6 +147,9 @@ def load_pair(
             plan = _plan(pair.names[0], pair.paths[0], options)
         way = choose_way(pair.names[0], plan, keep=remember, say=say)
         backends.insert(0, engines[0].load(plan, way, progress))
+        if pair.head:
+            assert isinstance(engines[0], LoadsHeads)
+            backends.append(engines[0].load_head(backends[0], drafts[0], for_draft))
         if drafts and not backends[1:]:
             for_draft = replace(for_draft, gpu_memory=options.gpu_memory)
             backends.append(load_draft(engines[1], drafts[0], for_draft))
@@ -171,7 +214,7 @@ def open_draft(draft: str, models_file: str | None, options: LoadOptions) -> Bac
 
 
 def close_all(backends: Sequence[Backend]) -> None:
-    for backend in backends:
+    for backend in reversed(backends):  # a head before its target
         backend.close()
 
 

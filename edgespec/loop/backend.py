@@ -32,6 +32,8 @@ class Capabilities:
         one_thread: one thread must make all passes.
         cells: most committed tokens of all sessions; None: each has room for a whole context.
         widest: draft tokens of one pass for which memory is planned, as `LoadOptions.widest` asks; 0: its `budget`.
+        states: size of the state that `GivesStates.states` gives of a node; 0: its logits are no `GivesStates`.
+        head: it drafts from its target's states: its sessions are `TakesStates`.
     """
 
     context_length: int
@@ -50,6 +52,8 @@ class Capabilities:
     one_thread: bool = False
     cells: int | None = None
     widest: int = 0
+    states: int = 0
+    head: bool = False
 
     def leaves(self, sequences: int) -> int:
         """Most leaves of one session, if `sequences` sessions have trees at once."""
@@ -191,6 +195,18 @@ class KeepsNodes(Protocol):
         """
 
 
+@runtime_checkable
+class TakesStates(Protocol):
+    """A session of a head, which drafts from the target's states: an optional feature, for `planners/heads.py`.
+
+    A row of a head takes a token and the state of the position before it. The state is the target's where it was
+    given, else the head's own, else zeros.
+    """
+
+    def give(self, start: int, states: Float32Array) -> None:
+        """Give the target's states of the positions from `start` on, [n, `Capabilities.states`]."""
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """Nodes to evaluate in one session.
@@ -240,6 +256,20 @@ class Logits(Protocol):
         Returns:
             Ids [k] and values [k] of the best of log-softmax((logits + noise) / temperature), best first, for each
             node.
+        """
+
+
+@runtime_checkable
+class GivesStates(Protocol):
+    """Logits of a target that was loaded with a head: an optional feature, for `planners/heads.py`."""
+
+    def states(self, nodes: Sequence[int]) -> Float32Array:
+        """
+        Args:
+            nodes: of the work, wanted or not.
+
+        Returns:
+            What the head starts from, [n, `Capabilities.states`].
         """
 
 

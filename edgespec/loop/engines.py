@@ -95,6 +95,7 @@ class LoadOptions:
         resident: all weights stay in memory, where another model's plan has left room for them.
         in_order: a session's cells lie in the order of its tokens, which a draft does not need.
         share: part of a context that each further session adds to the cells of all sessions.
+        own_head: the head in the model's own file is loaded, too, and stays in memory; see `LoadsHeads`.
     """
 
     context_length: int = 4096
@@ -117,6 +118,7 @@ class LoadOptions:
     resident: bool = False
     in_order: bool = True
     share: float | None = None
+    own_head: bool = False
 
     def __post_init__(self) -> None:
         """
@@ -141,7 +143,7 @@ class LoadOptions:
         gpu_layers = 0 if self.gpu_layers == 0 else None
         return replace(
             self, exact="off", widest=0, memory=None, gpu_memory=None, gpu_layers=gpu_layers, lenders=(),
-            draft_files=(), resident=True, in_order=False,
+            draft_files=(), resident=True, in_order=False, own_head=False,
         )  # fmt: skip
 
 
@@ -249,6 +251,38 @@ class Engine(Protocol):
             ModelError: on entering the `with`, if it cannot be made.
         """
         return None
+
+
+@runtime_checkable
+class LoadsHeads(Protocol):
+    """An engine that can draft with a head: an optional feature, for `planners/heads.py`."""
+
+    def has_head(self, path: str) -> bool:
+        """
+        Returns:
+            True if the file or folder is a head, or a model with a head of its own that this engine can load.
+
+        Raises:
+            ModelError: it cannot be read, or its head cannot be used, which the line explains.
+        """
+        ...
+
+    def load_head(self, target: Backend, path: str, options: LoadOptions) -> Backend:
+        """Load a head; from then on the target's logits are `GivesStates`.
+
+        Args:
+            target: loaded by this engine, with `own_head` if `path` is its own, and without open sessions.
+            path: of the head, or of the target.
+            options: as `LoadOptions.for_draft`.
+
+        Returns:
+            The head with the target's vocabulary; `Capabilities.head` and `one_thread` are true. It is closed before
+            its target.
+
+        Raises:
+            ModelError: it does not fit the target, or the engine lacks what it needs.
+        """
+        ...
 
 
 def find_engine(name: str) -> Engine:

@@ -144,8 +144,9 @@ class Generation:
         """A pass over a part of `prompt`."""
         return Pass(work, perf_counter(), self.target.wait_seconds)
 
-    def accept_prompt(self, pass_: Pass) -> None:
+    def accept_prompt(self, pass_: Pass, logits: Logits) -> None:
         """Commit a part of `prompt` after its pass."""
+        self._saw_prompt(pass_.work, logits)
         self.prompt.commit(pass_.work)
         self.stats.prefill_seconds += perf_counter() - pass_.began
 
@@ -153,9 +154,12 @@ class Generation:
         """Commit the prompt but for its last token; `progress` as for `passes.prefill`."""
         self.begin()
         started = perf_counter()
-        prefill(self.target, self.session, self.prompt.token_ids, progress=progress)
+        prefill(self.target, self.session, self.prompt.token_ids, progress=progress, saw=self._saw_prompt)
         self.stats.prefill_seconds += perf_counter() - started
         self.read_draft()
+
+    def _saw_prompt(self, work: Work, logits: Logits) -> None:
+        self._planner.saw_prompt(len(self.session.token_ids), len(work.token_ids), logits)
 
     @property
     def draft_prompt(self) -> Prefill | None:
@@ -276,7 +280,7 @@ class Generation:
         sources = [Source(source) for source in tree.source[result.path[1:]]] + [Source.TARGET]
         del sources[len(output) :]
         self.session.commit(path)  # the last token of the output is the next root
-        self._planner.saw(tree, path, logits)
+        self._planner.saw(len(self.token_ids) - 1, tree, path, logits)
         self._planner.observe(output, passed if single else 0.0)
         right = self.foreseen[: len(output)] == output
         self.foreseen = self.foreseen[len(output) :] if right else []

@@ -136,8 +136,12 @@ class Prefill:
         wanted = nodes[-1:] if self.want_last and end >= len(self.token_ids) else nodes[:0]
         return Work(session, piece, nodes - 1, wanted, prompt=True, short=short)
 
-    def read(self, work: Work) -> Logits | None:
+    def read(self, work: Work, saw: Callable[[Work, Logits], None] | None = None) -> Logits | None:
         """Make a pass over a part, and commit it.
+
+        Args:
+            work: the part.
+            saw: called after the pass, before the commit.
 
         Returns:
             None: the session was emptied, and all must be read again.
@@ -152,6 +156,8 @@ class Prefill:
                 raise
             self.session.rewind(0)
             return None
+        if saw:
+            saw(work, logits)
         self.commit(work)
         return logits
 
@@ -179,11 +185,13 @@ def prefill(
     *,
     want_last: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    saw: Callable[[Work, Logits], None] | None = None,
 ) -> tuple[Logits, int] | None:
     """Make `token_ids` the session's committed tokens; arguments as for `Prefill`.
 
     Args:
         progress: called with (tokens done, all tokens) before the first and after every pass.
+        saw: as for `Prefill.read`.
 
     Returns:
         With `want_last`, the logits and the last token's node in them; else None.
@@ -197,7 +205,7 @@ def prefill(
         progress(len(session.token_ids), len(token_ids))
     while reading.unread:
         work = reading.work()
-        if (logits := reading.read(work)) is None:
+        if (logits := reading.read(work, saw)) is None:
             continue
         last = logits, len(work.token_ids) - 1
         if progress:

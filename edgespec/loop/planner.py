@@ -123,10 +123,20 @@ class Planner(ABC):
         """
         return nullcontext()
 
-    def saw(self, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
+    def saw_prompt(self, start: int, count: int, logits: Logits) -> None:
+        """Learn from the target's pass over a part of the prompt, between `begin` and the first `propose`.
+
+        Args:
+            start: position of its first token.
+            count: number of its tokens, each a node.
+            logits: valid until this returns.
+        """
+
+    def saw(self, start: int, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
         """Learn from the target's logits, after verification and before `observe`.
 
         Args:
+            start: position of the tree's root.
             tree: as it was verified.
             path: its committed nodes, the root first; these have logits, and others may.
             logits: by node; valid until this returns.

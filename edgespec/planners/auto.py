@@ -363,9 +363,13 @@ class AutoPlanner(Planner):
         self._went_ahead = asked is not None and asked.goes_ahead and self._ledger.room(asked.planner.name + AHEAD) > 0
         return asked.planner.while_target_runs(nodes) if asked and self._went_ahead else nullcontext()
 
-    def saw(self, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
+    def saw_prompt(self, start: int, count: int, logits: Logits) -> None:
         for candidate in self._candidates:
-            candidate.planner.saw(tree, path, logits)
+            candidate.planner.saw_prompt(start, count, logits)
+
+    def saw(self, start: int, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
+        for candidate in self._candidates:
+            candidate.planner.saw(start, tree, path, logits)
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
         for candidate in self._candidates:

@@ -31,7 +31,10 @@ class Drafter:
         evaluated: nodes in the session.
         mean_batch: mean number of sequences that shared a pass; earlier passes fade.
         pass_cost: pass times.
+        foresees: it can draft without a state of the target.
     """
+
+    foresees = True
 
     def __init__(self, draft: Backend, cost: PassTimes | None) -> None:
         self.draft = draft
@@ -121,6 +124,12 @@ class Drafter:
     def commit(self, path: Sequence[int]) -> None:
         self.session.commit(path)
         self.evaluated = 0
+
+    def saw_prompt(self, start: int, count: int, logits: Logits) -> None:
+        """As for `Planner`."""
+
+    def saw(self, start: int, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
+        """As for `Planner`."""
 
     def close(self) -> None:
         self.session.close()

@@ -14,15 +14,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from edgespec.loop.backend import Backend, Session
+from edgespec.loop.backend import Backend, Logits, Session
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.passes import Prefill
 from edgespec.loop.planner import Context, Planner, PlannerStats
 from edgespec.loop.sampling import IdArray
-from edgespec.loop.tree import Proposal, root_only
+from edgespec.loop.tree import DraftTree, Proposal, root_only
 from edgespec.planners.cost import worth_reading
 from edgespec.planners.drafting import CATCH_UP, ChildScores, Drafter
+from edgespec.planners.heads import HeadDrafter
 from edgespec.planners.search import COMMITTED, ENOUGH, Search
 
 
@@ -44,7 +45,7 @@ class SpecExecPlanner(Planner):
     ) -> None:
         """
         Args:
-            draft: a loaded draft model with the target's vocabulary.
+            draft: a loaded draft model, or head, with the target's vocabulary.
             depth: most draft passes of a tree, and so its most depth; default: `usual_depth`.
             beam: most nodes that a draft pass reads.
             tau: usual disagreement of draft and target, in logits; default: 0.7 when greedy, 1.3 when sampling.
@@ -56,7 +57,7 @@ class SpecExecPlanner(Planner):
         self.coupling = coupling
         self._limits = draft.capabilities
         self._beam = min(beam, self._limits.max_wanted) if self.children > 1 else 1
-        self._drafter = Drafter(draft, cost)
+        self._drafter = HeadDrafter(draft, cost) if self._limits.head else Drafter(draft, cost)
         self._search: Search | None = None
         self._usual = -np.inf  # cutoff of the last search, and about that of the next
 
@@ -125,11 +126,17 @@ class SpecExecPlanner(Planner):
         if search is not None:
             self._drafter.commit(search.places_along(search.follow(tokens)))
 
+    def saw_prompt(self, start: int, count: int, logits: Logits) -> None:
+        self._drafter.saw_prompt(start, count, logits)
+
+    def saw(self, start: int, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
+        self._drafter.saw(start, tree, path, logits)
+
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
         """As for `Planner`, by one draft pass a token; a draft far behind the sequence reads a part of it instead."""
         self._search = None
         tokens, until = list[int](), perf_counter() + seconds
-        if (room := min(count, self._drafter.room(context))) <= 0:
+        if not self._drafter.foresees or (room := min(count, self._drafter.room(context))) <= 0:
             return tokens
         certain = len(context.token_ids) - context.foreseen
         if (behind := self._drafter.behind(context.token_ids[:certain])) > CATCH_UP:

@@ -298,7 +298,7 @@ class Scheduler:
 
     def _accept(self, lane: Lane, pass_: Pass, logits: Logits, *, single: bool) -> None:
         if pass_.tree is None:
-            lane.accept_prompt(pass_)
+            lane.accept_prompt(pass_, logits)
             return
         with self._failing([lane]):
             self.counts.add_tokens(lane.accept(pass_, logits, single=single))

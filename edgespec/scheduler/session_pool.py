@@ -96,10 +96,10 @@ class Lane:
         shared = min(self.forked, common_prefix(tokens, self.source.session.token_ids)) if self.source else 0
         return len(tokens) - whole_tiles(shared)
 
-    def accept_prompt(self, pass_: Pass) -> None:
+    def accept_prompt(self, pass_: Pass, logits: Logits) -> None:
         assert self.generation
         self.phase = Phase.CHANGING
-        self.generation.accept_prompt(pass_)
+        self.generation.accept_prompt(pass_, logits)
         self.phase = Phase.PASSING
         self.report_read()
 

@@ -1,0 +1,87 @@
+"""States of a head's session, for every engine."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from edgespec.loop.backend import Work
+from edgespec.loop.sampling import Float32Array
+
+from .nodes import NodeSession, Owner
+
+
+class HeadOwner(Owner, Protocol):
+    """
+    Attributes:
+        width: size of a row's state.
+    """
+
+    width: int
+
+    def fuse(self, states: Float32Array) -> Float32Array:
+        """
+        Args:
+            states: the target's, [n, `Capabilities.states`].
+
+        Returns:
+            Rows' states, [n, width].
+        """
+
+
+class HeadSession(NodeSession):
+    """A base, before the engine's own session class, that implements `edgespec.loop.backend.TakesStates`."""
+
+    _backend: HeadOwner
+
+    def __init__(self, *args: Any) -> None:
+        self._given: dict[int, Float32Array] = {}  # position -> the target's state
+        self._last: Float32Array | None = None  # the head's own, after the last committed token
+        super().__init__(*args)
+
+    def _forget_nodes(self) -> None:
+        super()._forget_nodes()
+        self._own: dict[int, Float32Array] = {}  # node -> the head's own state
+
+    def give(self, start: int, states: Float32Array) -> None:
+        self._given = {position: state for position, state in self._given.items() if position < start}
+        self._given |= enumerate(self._backend.fuse(states), start)
+
+    def inputs(self, work: Work, positions: Sequence[int]) -> Float32Array:
+        """
+        Args:
+            work: the next pass's.
+            positions: of its nodes.
+
+        Returns:
+            States that the rows start from, [n, width], as `TakesStates` says.
+        """
+        rows = np.zeros((len(positions), self._backend.width), np.float32)
+        for row, parent, position in zip(rows, work.parents.tolist(), positions, strict=True):
+            own = self._own.get(parent) if parent >= 0 else self._last
+            state = self._given.get(position - 1, own)
+            if state is not None:
+                row[:] = state
+        return rows
+
+    def add_states(self, nodes: Sequence[int], states: Float32Array) -> None:
+        """Keep the head's own states of nodes of the last pass, [n, width]."""
+        self._own |= zip(nodes, states, strict=True)
+
+    def _commit(self, path: Sequence[int], stay: Sequence[int]) -> None:
+        own = self._own
+        super()._commit(path, stay)
+        if path:
+            self._last = own.get(path[-1])
+        self._own = {i: own[node] for i, node in enumerate(stay) if node in own}
+        used = len(self.token_ids) - 2  # the last token may be read again
+        self._given = {position: state for position, state in self._given.items() if position >= used}
+
+    def rewind(self, length: int) -> None:
+        if length < len(self.token_ids):
+            self._last = None
+        super().rewind(length)
+
+    def _copy_cells(self, other: Self) -> None:
+        super()._copy_cells(other)
+        other._last = self._last

@@ -1,0 +1,116 @@
+"""EAGLE-3 heads (`eagle.py`) as drafts of a `TorchBackend`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from edgespec.errors import ModelError
+from edgespec.loop.backend import Work
+from edgespec.loop.engines import LoadOptions
+from edgespec.loop.sampling import Float32Array
+from edgespec.loop.session_files import content_of
+
+from ..common.heads import HeadOwner, HeadSession
+from .attention import Tree, finish, tree_attention
+from .backend import TorchBackend
+from .eagle import EagleHead, load_head
+from .loading import cache_shape, decoder_layers
+from .session import Placement, TorchOwner, TorchSession
+
+LAYER = SimpleNamespace(layer_idx=0)  # a head's only one, for `tree_attention`
+
+
+class TorchHeadOwner(HeadOwner, TorchOwner): ...
+
+
+class TorchHeadSession(HeadSession, TorchSession):
+    _backend: TorchHeadOwner
+
+
+class TorchHead(TorchBackend):
+    """A head with its target's embeddings and tokenizer, on its device.
+
+    Attributes:
+        width: as of `HeadOwner`.
+    """
+
+    first = 1  # a sequence's first token has no state before it
+
+    def __init__(self, target: TorchBackend, head: EagleHead, sessions: int) -> None:
+        limits = replace(
+            target.capabilities, states=0, head=True, one_thread=True, streams=False, experts=None, layers=1,
+            paths=False, max_leaves=target.capabilities.max_nodes, exact=None, spare_leaves=None, cells=None,
+        )  # fmt: skip
+        shape = cache_shape(head.config, limits.context_length + limits.max_nodes)
+        cells = [torch.empty(shape, dtype=target.dtype, device=target.device) for _ in range(sessions)]
+        super().__init__(head, target.vocab, limits, (None,), cells, None)
+        self.width = int(head.config.hidden_size)
+        self._embed = head.embed_tokens or target.model.get_input_embeddings()
+
+    def _new_session(self, cells: Any) -> TorchHeadSession:
+        return TorchHeadSession(cast(TorchHeadOwner, self), cells)
+
+    def fuse(self, states: Float32Array) -> Float32Array:
+        with torch.inference_mode():
+            found: Float32Array = self.model.fuse(self._on_device(states)).float().cpu().numpy()
+        return found
+
+    def _on_device(self, states: Float32Array) -> Any:
+        return torch.from_numpy(states).to(self.device, self.dtype)
+
+    def _run(
+        self,
+        batch: Sequence[Work],
+        placements: Sequence[Placement],
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        wanted: Sequence[int],
+        tree: Tree,
+    ) -> Any:
+        def attend(query: Any, key: Any, value: Any) -> Any:
+            found, _ = tree_attention(LAYER, query[None], key[None], value[None], None, tree=tree)
+            return found[0].transpose(0, 1)
+
+        sessions = [cast(TorchHeadSession, work.session) for work in batch]
+        inputs = [
+            session.inputs(work, placement.positions)
+            for session, work, placement in zip(sessions, batch, placements, strict=True)
+        ]
+        ids, places, rows = (torch.tensor(list(row), device=self.device) for row in (token_ids, positions, wanted))
+        states = self.model(self._embed(ids), self._on_device(np.concatenate(inputs)), places, attend)
+        states = states[rows.long()]
+        logits, kept = self.model.logits(states), states.float().cpu().numpy()
+        finish(self.device)
+        for session, work in zip(sessions, batch, strict=True):
+            session.add_states(work.wanted.tolist(), kept[: len(work.wanted)])
+            kept = kept[len(work.wanted) :]
+        return logits
+
+
+def load_eagle(target: TorchBackend, path: str, options: LoadOptions) -> TorchHead:
+    """See `LoadsHeads.load_head`.
+
+    Raises:
+        ModelError: it is damaged, or was made for another model.
+    """
+    layers, config = decoder_layers(target.model), target.model.config.get_text_config()
+    head = load_head(Path(path), len(layers))
+    made_for = (head.fc.in_features // len(head.layers), len(head.t2d))
+    if made_for != (config.hidden_size, config.vocab_size):
+        raise ModelError(
+            f"was made for a model with {made_for[0]} wide vectors and {made_for[1]} tokens; this target has "
+            f"{config.hidden_size} and {config.vocab_size}"
+        )
+    if (last := max(head.layers)) > len(layers):
+        raise ModelError(f"reads layer {last} of its target, which has {len(layers)}")
+    head.to(target.device, target.dtype)
+    backend = TorchHead(target, head, options.sessions)
+    backend.content = content_of(*map(str, sorted(Path(path).glob("*.safetensors"))))
+    norm = target.model.get_decoder().norm
+    target.keep_states([layers[i] if i < len(layers) else norm for i in head.layers])
+    return backend

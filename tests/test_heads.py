@@ -1,0 +1,164 @@
+"""Heads: a draft whose rows start from the target's states, and any planner with it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from edgespec.backends.common.heads import HeadSession
+from edgespec.backends.common.row_logits import RowLogits
+from edgespec.backends.reference.backend import ReferenceBackend, ReferenceSession, random_model
+
+from edgespec.loop.generate import Generation
+from edgespec.loop.passes import prefill
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
+from edgespec.planners.choice import make_planner
+from edgespec.planners.drafting import CATCH_UP
+from edgespec.scheduler.requests import Ended, Request, Wrote
+from edgespec.scheduler.scheduler import Scheduler
+
+MODEL = random_model(seed=5, vocab_size=40, layers=2, heads=2, width=16)
+SIZE = MODEL.embedding.shape[1]
+PROMPT = [0, 5, 9, 12, 7, 30, 5, 9]
+
+
+class States(RowLogits):
+    def __init__(self, rows, states):
+        super().__init__(rows)
+        self._states = states
+
+    def states(self, nodes):
+        return np.stack([self._states[node] for node in nodes])
+
+
+class TargetSession(ReferenceSession):
+    """Its states are the vectors before the output matrix."""
+
+    def _logits(self, found, work):
+        rows = {node: (self._backend.model.embedding @ found[node]).astype(np.float32) for node in work.wanted.tolist()}
+        return States(rows, {node: vector.astype(np.float32) for node, vector in found.items()})
+
+
+class Target(ReferenceBackend):
+    def __init__(self, **options):
+        super().__init__(MODEL, context_length=200, **options)
+        self.capabilities = replace(self.capabilities, states=SIZE)
+        self.vocab.eog_ids = frozenset()
+
+    def open(self):
+        self.opened.append(TargetSession(self))
+        return self.opened[-1]
+
+
+class HeadOfTest(ReferenceBackend):
+    """Drafts as the model itself, and writes down what each row starts from; its own states are negative."""
+
+    width = SIZE
+
+    def __init__(self, **options):
+        super().__init__(MODEL, context_length=200, **options)
+        self.capabilities = replace(self.capabilities, head=True, one_thread=True)
+        self.rows = []  # (position, token, its parent is a node, state)
+        self.given = 0
+
+    def fuse(self, states):
+        self.given += len(states)
+        return states
+
+    def open(self):
+        self.opened.append(RowsOfHead(self))
+        return self.opened[-1]
+
+
+class RowsOfHead(HeadSession, ReferenceSession):
+    def add(self, work, positions):
+        inputs, first = self.inputs(work, positions), self.nodes
+        logits = super().add(work, positions)
+        for i, position in enumerate(positions):
+            self._backend.rows.append((position, int(work.token_ids[i]), work.prompt, inputs[i]))
+        nodes = range(first, first + len(positions))
+        self.add_states(nodes, np.stack([np.full(SIZE, -1.0 - node, np.float32) for node in nodes]))
+        return logits
+
+
+def states_of(tokens):
+    """The target's states of a text, [n, size], by one plain pass."""
+    target = Target()
+    session, found = target.open(), []
+    prefill(target, session, tokens, saw=lambda work, logits: found.extend(logits.states(range(len(work.token_ids)))))
+    return np.stack(found)
+
+
+def generated(planner, temperature, max_tokens=24, budget=8):
+    target = Target()
+    generation = Generation(
+        target, target.open(), planner, PROMPT, SamplingParams(temperature=temperature, seed=3),
+        max_tokens=max_tokens, budget=budget, stats=GenerationStats(),
+    )  # fmt: skip
+    for _ in generation.steps():
+        pass
+    return generation.token_ids
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", ["specexec", "chain"])
+def test_text_with_a_head_is_that_of_plain_decoding(name, temperature):
+    head = HeadOfTest()
+    found = generated(make_planner(name, [Target(), head]), temperature)
+    assert found == generated(make_planner("none", [Target()]), temperature)
+    assert head.rows
+
+
+@pytest.mark.parametrize("name", ["specexec", "chain"])
+def test_committed_tokens_are_read_from_the_targets_states(name):
+    head = HeadOfTest()
+    tokens = generated(make_planner(name, [Target(), head]), 0.8)
+    states = states_of(tokens)
+    read = [(position, token, state) for position, token, committed, state in head.rows if committed]
+    assert {position for position, _, _ in read} >= set(range(len(PROMPT)))
+    for position, token, state in read:
+        assert token == tokens[position]
+        np.testing.assert_array_equal(state, states[position - 1] if position else np.zeros(SIZE))
+
+
+def test_nodes_start_from_the_heads_own_state_of_their_parent():
+    head = HeadOfTest()
+    generated(make_planner("specexec", [Target(), head]), 0.0)
+    drafted = [state for _, _, committed, state in head.rows if not committed]
+    assert drafted
+    assert all((state < 0).all() and (state == state[0]).all() for state in drafted)
+
+
+def test_a_head_that_is_not_asked_reads_on_so_that_few_states_are_kept():
+    head = HeadOfTest()
+    planner = make_planner("specexec", [Target(), head])
+    tokens = generated(planner, 0.0, max_tokens=150, budget=0)
+    [session] = head.opened
+    assert head.given >= len(tokens) - 2
+    assert len(session._given) <= CATCH_UP + 2
+    assert len(session.token_ids) >= len(tokens) - CATCH_UP - 2
+
+
+def test_several_texts_and_second_turns_share_a_head():
+    prompts = [PROMPT, [0, 7, 8, 7, 8], [*PROMPT, 3, 3], [0, 7, 8, 7, 8, 1, 2]]
+    found = []
+    for name, count in (("none", 1), ("specexec", 2)):
+        target, head = Target(sessions=count), HeadOfTest(sessions=count)
+        planners = [make_planner(name, [target, *([head] if name != "none" else [])]) for _ in range(count)]
+        scheduler, texts, ended = Scheduler(target, planners, budget=8), [[] for _ in prompts], []
+        for number, prompt in enumerate(prompts):
+
+            def emit(event, text=texts[number], ended=ended):
+                if isinstance(event, Wrote):
+                    text += event.step.tokens
+                elif isinstance(event, Ended):
+                    ended.append(event.error)
+
+            scheduler.submit(Request(prompt, SamplingParams(0.7, seed=number), max_tokens=12), emit)
+        while len(ended) < len(prompts):
+            scheduler.step()
+        scheduler.close()
+        assert ended == [None] * len(prompts)
+        found.append(texts)
+    assert found[0] == found[1]
+    assert head.rows
