@@ -6,6 +6,7 @@ Each is one line of a JSONL file, so that a stopped run goes on.
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -49,6 +50,7 @@ def answer(
     jobs = [(text, number) for number in range(answers) for text in dict.fromkeys(prompts)]
     left = [job for job in jobs if job not in there]
     found, waiting, too_long, done = SimpleQueue[tuple[int, Event]](), iter(left), 0, len(jobs) - len(left)
+    keys = count()
     running = dict[int, tuple[str, int, list[int], list[int]]]()
     model.scheduler.start()
 
@@ -63,7 +65,7 @@ def answer(
             except ContextFull:
                 too_long += 1
                 continue
-            key = id(request)
+            key = next(keys)
             running[key] = text, number, list(request.prompt_ids), []
             model.scheduler.submit(request, lambda event, key=key: found.put((key, event)))
             return

@@ -1,6 +1,7 @@
 """A trained head as files: in the format of published heads, and as llama.cpp's architecture eagle3."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ from edgespec.backends.torch.eagle import EagleHead
 from gguf import GGUFValueType, GGUFWriter, LlamaFileType
 from safetensors.torch import save
 
-from edgespec.machine.files import write_whole
 from edgespec.models.convert.folder_from_gguf import read_gguf
 from edgespec.models.convert.gguf_write import appearing
 
@@ -24,8 +24,13 @@ def write_folder(head: EagleHead, folder: Path) -> None:
         name: (tensor.to(STORED) if tensor.is_floating_point() else tensor).cpu().contiguous()
         for name, tensor in head.state_dict().items()
     }
-    write_whole(folder / "model.safetensors", save(tensors, {"format": "pt"}))
-    write_whole(folder / "config.json", json.dumps(about, indent=2) + "\n")
+    for name, data in (
+        ("model.safetensors", save(tensors, {"format": "pt"})),
+        ("config.json", f"{json.dumps(about, indent=2)}\n".encode()),  # the last one: it says that the head is whole
+    ):
+        new = folder / f"{name}.partial"
+        new.write_bytes(data)
+        os.replace(new, folder / name)
 
 
 def write_gguf(head: EagleHead, vocabulary: Path, path: Path) -> None:
