@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -311,8 +312,9 @@ def test_a_started_folder_goes_on(tiny_gguf, prompts, train, tmp_path):
 
 def test_a_folder_and_texts_as_they_are(train, prompts, tmp_path):
     target = save(tiny_model("qwen2"), tmp_path / "target")
-    code, _, err = train(target, prompts, tmp_path / "head", "--as-is", "--ctx", "16", *FEW)
+    code, shown, err = train(target, prompts, tmp_path / "head", "--as-is", "--ctx", "16", *FEW)
     assert code == 0, err
+    assert re.match(r"\d+ answers, \d{3} tokens; \d held out\n(step \d+ of \d\d: agreement .*\n)+$", shown)
     lines = read_lines(tmp_path / "head" / "answers.jsonl")
     assert {line["start"] for line in lines} == {0}
     assert load_head(tmp_path / "head", 3).layers == [2, 1, 0]

@@ -1,4 +1,4 @@
-"""Texts that a head is trained on, as tokens: a target's own answers to prompts, or the texts as they are.
+"""What a head is trained on, as tokens: a target's own answers to prompts, or given texts.
 
 Each is one line of a JSONL file, so that a stopped run goes on.
 """
@@ -17,7 +17,7 @@ from edgespec.loop.text import user_messages
 from edgespec.model import Model
 from edgespec.scheduler.requests import Ended, Event, Wrote
 
-HELD_OUT = 20  # every so many prompts, one is not trained on
+HELD_OUT = 20  # of as many prompts, one is not trained on
 Progress = Callable[[int, int], None]  # done, in all
 
 
@@ -25,7 +25,7 @@ Progress = Callable[[int, int], None]  # done, in all
 class Sample:
     """
     Attributes:
-        token_ids: of a prompt and its answer, or of a text.
+        token_ids: of a prompt and its answer, or of a given text.
         start: of the answer.
         greedy: the answer is that of temperature 0.
         held_out: not to be trained on.
@@ -35,6 +35,15 @@ class Sample:
     start: int
     greedy: bool
     held_out: bool
+
+    @property
+    def first(self) -> int:
+        """The first row to train on, that of the token before the answer; row i has token i + 1, and predicts i + 2."""
+        return max(self.start - 2, 0)
+
+    @property
+    def rows(self) -> int:
+        return len(self.token_ids) - 2 - self.first
 
 
 def answer(

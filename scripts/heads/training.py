@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from edgespec.backends.torch.eagle import EagleHead
+from edgespec.backends.torch.loading import decoder_layers
 from torch.nn.functional import cross_entropy, embedding, linear, scaled_dot_product_attention
 from transformers import LlamaConfig
 
@@ -27,6 +28,7 @@ WARM_UP = 0.05  # part of the training
 CLIP = 0.5
 BETAS = (0.9, 0.95)
 WIDTH = 512  # of a row's values, at least
+FROM_BOTH = ("q_proj.weight", "k_proj.weight", "v_proj.weight")  # take a token's embedding and a state
 GROUPS = 16  # batches among which answers of similar length are put together
 RATE = 0.6  # learning rate times the head's width
 SHOWN = 20  # times that the held-out answers are measured
@@ -57,7 +59,7 @@ class Lesson:
     Attributes:
         token_ids: [n].
         states: [n, 4 * target's width], as `record` writes them.
-        first: index of the first row that is trained on; row i has token i + 1, and predicts token i + 2.
+        first: of `Sample`.
     """
 
     token_ids: Any
@@ -70,8 +72,7 @@ class Lesson:
 
 
 def lesson(sample: Sample, states: Any) -> Lesson:
-    """Train on the row of the token before the answer, and on those after it."""
-    return Lesson(torch.tensor(sample.token_ids), states, max(sample.start - 2, 0))
+    return Lesson(torch.tensor(sample.token_ids), states, sample.first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,20 +221,22 @@ def draft_vocabulary(samples: Sequence[Sample], size: int, vocab_size: int) -> A
 
 
 def new_head(target: Target, draft_ids: Any, seed: int) -> EagleHead:
-    """A head that begins as the target's last layer behind the highest of the three inputs."""
-    config = target.config
-    rope = config.rope_parameters
-    rope = rope.get("full_attention", rope)
-    d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    """A head that begins as the target's last layer behind the highest of the three inputs.
+
+    Its output matrix stays the target's. Its rotation is plain, whatever the target's: both need not agree.
+    """
+    config, width = target.config, target.config.hidden_size
+    heads = config.num_attention_heads
+    d = getattr(config, "head_dim", None) or width // heads
     about = LlamaConfig(
-        architectures=["LlamaForCausalLMEagle3"], vocab_size=config.vocab_size, hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size, num_hidden_layers=1, num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=key_heads(config.num_attention_heads, config.num_key_value_heads, d), head_dim=d,
-        rms_norm_eps=config.rms_norm_eps,
+        architectures=["LlamaForCausalLMEagle3"], vocab_size=len(target.embeddings), hidden_size=width,
+        intermediate_size=config.intermediate_size, num_hidden_layers=1, num_attention_heads=heads,
+        num_key_value_heads=key_heads(heads, getattr(config, "num_key_value_heads", None) or heads, d), head_dim=d,
+        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-5,
         max_position_embeddings=config.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": rope["rope_theta"]}, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": _rope_theta(config)}, tie_word_embeddings=False,
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, draft_vocab_size=len(draft_ids),
-        target_hidden_size=config.hidden_size, eagle_aux_hidden_state_layer_ids=list(target.layers), dtype="float16",
+        target_hidden_size=width, eagle_aux_hidden_state_layer_ids=list(target.layers), dtype="float16",
     )  # fmt: skip
     torch.manual_seed(seed)
     head = EagleHead(about, target.layers).to(target.device)
@@ -242,24 +245,31 @@ def new_head(target: Target, draft_ids: Any, seed: int) -> EagleHead:
         for module in head.midlayer.modules():
             if isinstance(module, torch.nn.Linear):
                 module.weight.normal_(0, 0.02)
-        head.fc.weight.zero_()[:, -config.hidden_size :] = torch.eye(config.hidden_size)
+        head.fc.weight.zero_()[:, -width:] = torch.eye(width)
         head.lm_head.weight.copy_(target.output[draft_ids.to(target.device)])
-        decoder = target.model.get_decoder()
-        theirs = dict(decoder.layers[-1].named_parameters())
-        norm = getattr(decoder, "norm", None)
-        if norm is not None:
-            head.norm.weight.copy_(norm.weight)
+        layer = decoder_layers(target.model)[-1]
+        for ours, theirs in (
+            (head.norm, getattr(target.model.get_decoder(), "norm", None)),
+            (head.midlayer.hidden_norm, getattr(layer, "input_layernorm", None)),
+            (head.midlayer.post_attention_layernorm, getattr(layer, "post_attention_layernorm", None)),
+        ):
+            if theirs is not None and getattr(theirs, "bias", None) is None:
+                ours.weight.copy_(theirs(torch.ones(1, width, device=target.device))[0])  # Gemma's add 1 to the weight
+        theirs = dict(layer.named_parameters())
         for name, weight in head.midlayer.named_parameters():
-            found = theirs.get(name.replace("hidden_norm", "input_layernorm"))
-            if found is None or name == "input_layernorm.weight":
-                continue
-            if found.shape == weight.shape:
+            found = theirs.get(name)
+            if weight.ndim == 2 and found is not None and found.shape == weight.shape:
                 weight.copy_(found)
-            elif name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):  # which get embeddings, too
-                heads = found.unflatten(0, (-1, d)).repeat_interleave(len(weight) // len(found), 0)
-                weight[:, config.hidden_size :] = heads.flatten(0, 1)
+            elif name.endswith(FROM_BOTH) and found is not None and found.shape[1] * 2 == weight.shape[1]:
+                by_head = found.unflatten(0, (-1, d)).repeat_interleave(len(weight) // len(found), 0)
+                weight[:, width:] = by_head.flatten(0, 1)  # the other half is the embedding's
     head.lm_head.requires_grad_(False)
     return head
+
+
+def _rope_theta(config: Any) -> float:
+    rope = getattr(config, "rope_parameters", None) or {}
+    return float(rope.get("full_attention", rope).get("rope_theta", 10000.0))
 
 
 def key_heads(heads: int, theirs: int, d: int) -> int:
