@@ -291,6 +291,11 @@ def test_answers_are_the_targets_and_are_kept(trained, tiny_gguf, prompts, train
 
 def test_a_started_folder_goes_on(tiny_gguf, prompts, train, tmp_path):
     out, more = tmp_path / "head", [*FEW[2:], "--vocab", "64"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("heads.target.record", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
+        code, _, err = train(tiny_gguf, prompts, out, *more)
+    assert (code, err.strip()) == (130, "stopped: the same command goes on from here")
+    assert not (out / "config.json").exists()
     code, _, err = train(tiny_gguf, prompts, out, *more)
     assert code == 0, err
     lines, config = (out / "answers.jsonl").read_text(), (out / "config.json").read_text()
@@ -369,6 +374,12 @@ def test_a_missing_package_is_one_line(monkeypatch, tiny_gguf, prompts, train, t
     assert err.startswith("edgespec: training a head needs the package 'transformers': ")
     assert err.endswith("-m pip install 'edgespec[train]'\n")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_checkpoint_is_one_line(school, tmp_path):
+    (tmp_path / "checkpoint").write_bytes(b"no")
+    with pytest.raises(ModelError, match="checkpoint: is damaged; remove it, and the training begins again"):
+        trainer_of(school, tmp_path / "checkpoint", 1)
 
 
 @pytest.mark.parametrize("damage", ["config", "tensors", "cut"])

@@ -5,13 +5,14 @@ tokens are its inputs. Its distributions are compared with the target's.
 """
 
 import math
-import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from edgespec.backends.torch.loading import decoder_layers
 from torch.nn.functional import cross_entropy, embedding, linear, scaled_dot_product_attention
 from transformers import LlamaConfig
 
+from edgespec.errors import ModelError
+from edgespec.machine.files import write_whole
 from heads.answers import Sample
 from heads.target import Target, computing
 
@@ -292,10 +295,13 @@ class Trainer:
         self.step, self.total = 0, settings.epochs * per_epoch
         self._per_epoch, self._epoch, self._device = per_epoch, -1, head.fc.weight.device
         if path.exists():
-            kept = torch.load(path, map_location=head.fc.weight.device, weights_only=True)
-            head.load_state_dict(kept["head"])
-            self._optimiser.load_state_dict(kept["optimiser"])
-            self.step = kept["step"]
+            try:
+                kept = torch.load(path, map_location=self._device, weights_only=True)
+                head.load_state_dict(kept["head"])
+                self._optimiser.load_state_dict(kept["optimiser"])
+                self.step = kept["step"]
+            except (EOFError, KeyError, RuntimeError, UnpicklingError, ValueError) as error:
+                raise ModelError(f"{path}: is damaged; remove it, and the training begins again") from error
 
     def run(self, progress: Callable[[int, int, float], None], say: Callable[[int, list[float]], None]) -> list[float]:
         """Train to the end.
@@ -361,10 +367,9 @@ class Trainer:
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
     def _keep(self) -> None:
-        new = self._path.with_suffix(".new")
-        state = {"head": self._head.state_dict(), "optimiser": self._optimiser.state_dict(), "step": self.step}
-        torch.save(state, new)
-        os.replace(new, self._path)
+        state, data = {"head": self._head.state_dict(), "optimiser": self._optimiser.state_dict()}, BytesIO()
+        torch.save(state | {"step": self.step}, data)  # into a file, a full disk would be a RuntimeError
+        write_whole(self._path, data.getvalue())
 
 
 def schedule(step: int, total: int) -> float:
