@@ -33,7 +33,6 @@ from edgespec.loading.pair import (
     close_all,
     own_head,
     recall_auto_state,
-    source_of,
 )
 from edgespec.loading.targets import check_targets, open_targets
 from edgespec.loading.where import Where, where
@@ -47,7 +46,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import Message, TextStream, render_chat, user_messages
 from edgespec.models.own_sampling import choose_sampling, choose_seed
-from edgespec.models.registry import Entry, find_model, local_path
+from edgespec.models.registry import Entry, find_draft, find_model, local_path
 from edgespec.planners.auto import AutoState, new_auto_state
 from edgespec.planners.choice import CHECKS, USE_DRAFT, check_planner, make_planner
 from edgespec.scheduler import drive
@@ -538,7 +537,7 @@ def load(
         if fixed and drafted:
             defaults["notes"] += note_on_budget(budget, backends[0], local_path(entry.target, fetch=False))
         if pace and planner != "none" and remember:
-            sources = [entry.target, *([source_of(draft, entry, models_file)] if draft and backends[1:] else [])]
+            sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft and backends[1:] else [])]
             at_close = recall_auto_state(pace, sources, backends[0], options, learn)
         names = (target, draft or "" if backends[1:] else "")
         return Model(

@@ -102,11 +102,25 @@ MUTANTS = [
         "test_sampling.py::test_no_token_that_noise_can_lift_to_the_top_is_left_out",
     ),
     mutant(
-        "sampling-lift-unscaled",
+        "sampling-excess-too-small",
         "sampling.py",
-        "- MOST_LIFT * params.temperature",
-        "- MOST_LIFT",
+        "_EXCESS = 4.0",
+        "_EXCESS = 2.0",
         "test_sampling.py::test_no_token_that_noise_can_lift_to_the_top_is_left_out",
+    ),
+    mutant(
+        "sampling-ties-keep-all",
+        "sampling.py",
+        "no_better[token:] |= adjusted[token:] == adjusted[token]",
+        "no_better |= adjusted == adjusted[token]",
+        "test_sampling.py::test_a_seed_has_the_token_of_a_full_sort",
+    ),
+    mutant(
+        "sampling-rounding-decides",
+        "sampling.py",
+        "_MASS_ERROR = 1e-4",
+        "_MASS_ERROR = 0",
+        "test_sampling.py::test_a_seed_has_the_token_of_a_full_sort_where_rounding_decides_what_top_p_keeps",
     ),
     mutant(
         "sampling-nucleus-one-less",

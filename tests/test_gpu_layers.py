@@ -395,7 +395,7 @@ def test_a_mixture_that_runs_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(memory, "loaded_tensors", lambda path: with_experts())
     monkeypatch.setattr(memory, "find_layers", lambda path, tensors: experts.find_experts(tensors, 4))
     monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
-    monkeypatch.setattr(memory, "rehearse", lambda path, sizes, free: (0, [0] * len(sizes)))
+    monkeypatch.setattr(memory, "rehearse", lambda path, sizes, free, target: (0, [0] * len(sizes)))
     size = memory.ContextSize(64, 8, 1, memory.MIN_NODES)
     machine = this_machine(gpus=own(5 * LAYER))
     few, many = (memory.MemoryPlanner("", LoadOptions(memory=room), machine) for room in (MIB, 9 * LAYER))

@@ -61,7 +61,9 @@ def path_of() -> Iterator[Callable[[Any], str]]:
         buffers = cache(lambda path, size: really(path, [size], 1 << 60)[1][0])
         patch.setattr(planning, "loaded_tensors", cache(planning.loaded_tensors))
         patch.setattr(
-            planning, "rehearse", lambda path, sizes, free: (30 << 20, [buffers(path, size) for size in sizes])
+            planning,
+            "rehearse",
+            lambda path, sizes, free, target="": (30 << 20, [buffers(path, size) for size in sizes]),
         )
         yield path_of
 

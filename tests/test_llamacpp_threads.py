@@ -1,5 +1,6 @@
 """Threads that make room for other programs, without changing a bit of what is computed."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -198,6 +199,25 @@ def test_short_waits_end_again() -> None:
     for thread in started:
         thread.join(60)
         assert not thread.is_alive()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_text_after_trials_in_another_thread_is_not_slower(smollm2_tiny) -> None:
+    """As in a first run. While OpenMP keeps more threads than there are CPUs, passes have short waits."""
+
+    def threads_left() -> None:
+        tried = engine.load(str(smollm2_tiny), context_length=64, budget=8, threads=2)
+        before = len(os.listdir("/proc/self/task"))
+        prefill(tried, tried.open(), [1, 2, 3])
+        during = len(os.listdir("/proc/self/task"))
+        tried.close()
+        counts.append((during - before, len(os.listdir("/proc/self/task")) - before))
+
+    counts = list[tuple[int, int]]()
+    thread = threading.Thread(target=threads_left)
+    thread.start()
+    thread.join()
+    assert counts == [(1, 0)]
 
 
 def tree_bits(backend, session, parents):

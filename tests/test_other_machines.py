@@ -47,7 +47,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         file.truncate(start)  # no byte of it is written
     monkeypatch.setattr(planning, "loaded_tensors", lambda path: tensors)
     monkeypatch.setattr(
-        planning, "rehearse", lambda path, sizes, free: (30 * MIB, [BUFFERS + one.chunk for one in sizes])
+        planning, "rehearse", lambda path, sizes, free, target: (30 * MIB, [BUFFERS + one.chunk for one in sizes])
     )
     path = str(tmp_path / "model.gguf")
     return lambda machine, **options: engine.plan(path, LoadOptions(exact="off", **options), machine)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.errors import UsageError
+from edgespec.loop import sampling
 from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import (
     Noise,
@@ -172,6 +173,58 @@ def test_sample_is_the_argmax_over_the_candidates(seed, size, chosen, position):
     kept = np.arange(size) if kept is None else kept
     values = logits.astype(np.float64) / chosen.temperature + noise.row(position)
     assert sample(logits, position, chosen, noise) == max(kept.tolist(), key=lambda i: values[i])
+
+
+def by_full_sort(logits, position, chosen, seed):
+    """The token by noise of the whole row and a search for all candidates."""
+    row, kept = Noise(seed, len(logits)).row(position), candidates(logits, chosen)
+    kept = np.arange(len(logits)) if kept is None else kept
+    return kept[(logits[kept].astype(np.float64) / chosen.temperature + row[kept]).argmax()]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    seeds, st.sampled_from([2, 9, 300, 3000, 20_000]), st.sampled_from([0.0, 0.02, 1.0, 4.0]),
+    st.sampled_from([2**-20, 0.5, 2.0]), st.sampled_from([2**-20, 0.5]), st.sampled_from([0.0, 0.1]),
+    st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([1e-300, 1e-13, 1e-9, 0.5, 1.0, 6.7, 1e300]),
+        top_p=st.sampled_from([1.0, 1e-5, 0.3, 0.5, 0.9, 0.999]),
+        min_p=st.sampled_from([0.0, 1e-6, 0.3]),
+    ),
+)  # fmt: skip
+def test_a_seed_has_the_token_of_a_full_sort(seed, size, spread, step, noise_step, banned, chosen):
+    """Flat and peaked logits; large steps make ties of logits, of noise and of their sums."""
+    generator = np.random.default_rng(seed)
+    logits = (np.round(generator.normal(3, spread, size) / step) * step).astype(np.float32)
+    logits[generator.random(size) < banned] = -np.inf
+    logits[0] = 3
+
+    def stepped(bits, exact=sampling._gumbel):
+        return (np.floor(exact(bits) / noise_step) * noise_step).astype("f4")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "_gumbel", stepped)
+        for position in range(5):
+            drafted = Noise(seed, size)
+            drafted.row(position)
+            for noise in Noise(seed, size), drafted:
+                assert sample(logits, position, chosen, noise) == by_full_sort(logits, position, chosen, seed)
+
+
+def test_a_seed_has_the_token_of_a_full_sort_where_rounding_decides_what_top_p_keeps():
+    logits = np.zeros(300, np.float32)
+    for position in range(100):
+        rank = int(Noise(1, 300).row(position).argmax())
+        for top_p in rank / 300, (rank + 1) / 300:
+            if 0 < top_p < 1:
+                chosen = SamplingParams(1.0, top_p=top_p)
+                assert sample(logits, position, chosen, Noise(1, 300)) == by_full_sort(logits, position, chosen, 1)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_the_first_token_is_sampled_where_all_are_banned(top_p):
+    assert sample(np.full(300, -np.inf, np.float32), 3, SamplingParams(1.0, top_p=top_p), Noise(0, 300)) == 0
 
 
 @pytest.mark.parametrize("temperature", [0.01, 0.7, 1.0, 5.0])

@@ -80,6 +80,7 @@ class HeadSession(NodeSession):
     def rewind(self, length: int) -> None:
         if length < len(self.token_ids):
             self._last = None
+            self._given = {position: state for position, state in self._given.items() if position < length}
         super().rewind(length)
 
     def _copy_cells(self, other: Self) -> None:

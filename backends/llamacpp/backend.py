@@ -23,15 +23,16 @@ from .cells import IN_WINDOWS, Cells, Rows
 from .ggml.files import engine_build, last_log, llama_cpp
 from .ggml.signals import Signals
 from .ggml.stop import ABORTED, Stop
-from .logits import LlamaLogits
+from .logits import LlamaLogits, StateLogits
 from .memory.attention import has_kernels
 from .memory.layer_hooks import LayerHooks
 from .memory.mixture import Mixture
 from .memory.skip_padding import SkipPadding
-from .memory.threads import SlowPasses, crowd, threads_for
+from .memory.threads import SlowPasses, crowd, end_team, threads_for
 from .recurrent import LlamaRecurrentSession, forward_recurrent
 from .seq_ids import SeqIds
 from .session import LlamaSession, Placement, paddings
+from .states import RowStates
 from .vocab import LlamaVocab
 
 
@@ -52,9 +53,12 @@ class LlamaBackend:
         *,
         ids: int,
         computing: Mapping[str, str | int | None],
+        shared: LlamaVocab | None = None,
+        width: int = 0,
+        free_model: Callable[[], object] | None = None,
     ) -> None:
-        self._vocab = LlamaVocab(model)
-        self.vocab: Vocab = self._vocab
+        self.own_vocab = vocab = shared or LlamaVocab(model)
+        self.vocab: Vocab = vocab
         self.capabilities = capabilities
         self.in_order = in_order
         self.notes: Sequence[str] = ()
@@ -62,13 +66,16 @@ class LlamaBackend:
         self.placed = Placed(capabilities.layers)
         self._watch = watch
         self.signals = Signals()
-        self._yielding = yielding  # threads of a pass that gives way to other programs; 0: it keeps its threads
+        self.yielding = yielding  # threads of a pass that gives way to other programs; 0: it keeps its threads
         self._slow = SlowPasses()
         self.build = engine_build()
         self.computing = computing
         self.tiles = has_kernels(str(computing["kv_type"]))
         self.splits_cells = self.tiles  # in passes of one node over many cells, among the threads
         self.state_width = 0  # floats of a row's hidden state; 0: states are not kept
+        self.states: RowStates | None = None  # that passes keep for a head
+        self.heads = weakref.WeakSet[Any]()  # which are closed before the model is freed
+        self.path, self.own_head = "", False
         self.memory: Any = llama_cpp.llama_get_memory(context)
         self.model = model
         self.context = context
@@ -81,14 +88,14 @@ class LlamaBackend:
         self._open: list[Any] = []
         self.sessions: Sequence[Any] = self._open
         self._most_cells = 0
-        self._batch = Batch(llama_cpp.llama_n_batch(context))
+        self._batch = Batch(llama_cpp.llama_n_batch(context), width)
         # An aborted pass may have moved recurrent states without their contents.
         here = computing.get("gpu_layers") == 0 or "lenders" in computing
         self.stop = Stop(context, asked=here and not capabilities.paths)
         if watch:
             watch.stop = self.stop
         # Also where a program ends without `close`: Metal aborts if it is taken down before its buffers.
-        self._free = weakref.finalize(self, free, context, watch, self._vocab)
+        self._free = weakref.finalize(self, free, context, watch, free_model or vocab.close)
 
     def _check_open(self) -> None:
         if self.context is None:
@@ -98,12 +105,16 @@ class LlamaBackend:
         self._check_open()
         if self._ids.all_open:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
-        kind = LlamaRecurrentSession if self.capabilities.paths else LlamaSession
-        session = kind(self, self._ids.open())
+        session = self.kind(self, self._ids.open())
         if not self._open:
             self._most_cells = 0
         self._open.append(session)
         return session
+
+    @property
+    def kind(self) -> Any:
+        """The class of sessions."""
+        return LlamaRecurrentSession if self.capabilities.paths else LlamaSession
 
     def release(self, session: LlamaSession | LlamaRecurrentSession) -> None:
         self._open.remove(session)
@@ -164,7 +175,7 @@ class LlamaBackend:
                 start, unread = len(rows.tokens), session.unread_committed
                 rows.add(*session.add(placement, self.cells.end + start))
                 index = {placement.first + node: start + unread + i for i, node in enumerate(placement.order)}
-                logits.append(LlamaLogits(self.context, self.vocab.size, self.state_width, index))
+                logits.append(self._logits(index))
                 rows.wanted.extend(index[node] for node in placement.work.wanted.tolist())
             self.cells.end += len(rows.tokens)
             count = len(rows.tokens)
@@ -190,6 +201,20 @@ class LlamaBackend:
             self.stop.clear()
         return logits
 
+    def _logits(self, batch_index: dict[int, int]) -> LlamaLogits:
+        made = self.context, self.vocab.size, self.state_width, batch_index
+        return StateLogits(*made, self.states) if self.states else LlamaLogits(*made)
+
+    def keep_states(self, states: RowStates) -> None:
+        """Keep states in passes, for a head; called before the first session is opened."""
+        self.states = states
+        self.capabilities = replace(self.capabilities, states=states.size)
+
+    @property
+    def batch_states(self) -> Float32Array:
+        """States that the next pass's rows start from; see `Batch`."""
+        return self._batch.states
+
     def compute(self, rows: Rows, *, prompt: bool, padding: int) -> None:
         if self._watch:
             self._watch.begin(prompt=prompt, rows=len(rows.tokens), padding=padding)
@@ -201,7 +226,7 @@ class LlamaBackend:
 
     def _decode(self, total: int) -> None:
         watch = self._watch
-        if self._yielding:
+        if self.yielding:
             held = sum(session.size for session in self._open)
             # Paths leave holes, and a pass that failed leaves cells, so there what was held before counts, too.
             before = self._most_cells if self.capabilities.paths or self.cells.uncertain else 0
@@ -209,7 +234,7 @@ class LlamaBackend:
             others, began = crowd().others(monotonic()), monotonic()
             fewer = self._slow.fewer(began)
             cells = self._most_cells if self.splits_cells else 0
-            threads = threads_for(self._yielding, others, fewer, total, cells)
+            threads = threads_for(self.yielding, others, fewer, total, cells)
             llama_cpp.llama_set_n_threads(self.context, threads, threads)
         self.row_hook(total)
         with (watch or self).signals.held():
@@ -217,9 +242,9 @@ class LlamaBackend:
             llama_cpp.llama_synchronize(self.context)
             if watch:
                 watch.finish()
-        if self._yielding:
+        if self.yielding:
             crowd().pass_ended(ended := monotonic())
-            self._slow.took(total, fewer, ended - began, ended, self._yielding)
+            self._slow.took(total, fewer, ended - began, ended, self.yielding)
         if watch and watch.error is not None:
             raise watch.error
         if status == ABORTED:
@@ -239,12 +264,15 @@ class LlamaBackend:
         return identity_of(self, self.content)
 
     def close(self) -> None:
+        for head in [*self.heads]:
+            head.close()
         self.context = self.model = self.memory = None  # at once: another thread may close it, too
         self._free()
+        end_team()
 
 
-def free(context: Any, watch: LayerHooks | SkipPadding | None, vocab: LlamaVocab) -> None:
+def free(context: Any, watch: LayerHooks | SkipPadding | None, free_model: Callable[[], object]) -> None:
     llama_cpp.llama_free(context)
     if watch:
         watch.close()
-    vocab.close()
+    free_model()

@@ -12,7 +12,13 @@ from .ggml.files import llama_cpp
 class Batch:
     """Rows of the next pass; its arrays must outlive the pass, because the struct points into them."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, width: int = 0) -> None:
+        """
+        Args:
+            rows: most of a pass.
+            width: of the state that each row starts from; 0: rows have tokens only.
+        """
+        self.states = np.zeros((rows if width else 0, width), np.float32)
         self._tokens = np.zeros(rows, np.int32)
         self._positions = np.zeros(rows, np.int32)
         self._id_counts = np.zeros(rows, np.int32)
@@ -21,6 +27,7 @@ class Batch:
         self.struct = llama_cpp.llama_batch()
         fields: list[tuple[str, NDArray[Any], Any]] = [
             ("token", self._tokens, llama_cpp.llama_token),
+            *([("embd", self.states, ctypes.c_float)] if width else []),
             ("pos", self._positions, llama_cpp.llama_pos),
             ("n_seq_id", self._id_counts, ctypes.c_int32),
             ("seq_id", self._id_pointers, ctypes.POINTER(llama_cpp.llama_seq_id)),

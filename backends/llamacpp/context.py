@@ -17,6 +17,8 @@ KV_TYPES = {
     "f16": 1, "q8_0": 8, "bf16": 30, "f32": 0, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2, "iq4_nl": 20,
 }  # fmt: skip
 PLAIN_TYPES = ("f16", "bf16", "f32")
+EAGLE3 = b"eagle3"  # general.architecture of heads in files of their own
+HEAD_CHUNK = 64  # tokens of a prompt in a head's pass, which gives logits of all rows, if of any
 
 
 def kv_types(name: str) -> tuple[str, str]:
@@ -35,6 +37,7 @@ class ContextSize:
         kv_type: as of `LoadOptions`.
         share: part of the context length for each further session.
         own_ids: sequence ids that each session owns.
+        head: of a head, whose cache is a plain one, and whose passes give logits of all rows.
     """
 
     context_length: int
@@ -44,6 +47,7 @@ class ContextSize:
     kv_type: str | None = None
     share: float = 1.0
     own_ids: int = 1
+    head: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_type is not None and not set(kv_types(self.kv_type)) <= KV_TYPES.keys():
@@ -72,7 +76,7 @@ class ContextSize:
         Raises:
             UsageError: there are too few sequence ids for `sessions`.
         """
-        if not llama_cpp.llama_model_n_swa(model) or is_recurrent(model):
+        if not llama_cpp.llama_model_n_swa(model) or (is_recurrent(model) and not self.head):
             return self
         most = (LLAMA_MAX_SEQ - EXTRA_IDS) // (2 * IN_WINDOWS)
         if self.sessions > most:
@@ -92,15 +96,24 @@ class ContextSize:
     def kept_in(self, model: Any) -> str:
         return self.kv_type or ("f32" if metadata(model, "general.file_type") == FILE_TYPE_F32 else "f16")
 
-    def params(self, model: Any) -> Any:
+    def params(self, model: Any, target: Any = None) -> Any:
+        """
+        Args:
+            model: to compute with.
+            target: a head's target, a context.
+        """
         params = llama_cpp.llama_context_default_params()
+        if self.head:
+            params.ctx_other = target
+            if metadata(model, "general.architecture") != EAGLE3:
+                params.ctx_type = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
         tiles = self.sessions * TILE if self.sessions > 1 else 0
         rows = self.max_nodes + tiles
         params.n_ctx = self.tokens(model) + self.sessions * (self.max_nodes + TILE)
         params.n_batch, params.n_ubatch = rows + self.sessions * self.max_nodes, rows
         params.n_seq_max = self.ids + self.extra_ids
-        params.n_outputs_max = max(self.budget + 1, TILE, params.n_seq_max)
-        if lanes := most_paths(model, self.budget, self.sessions):
+        params.n_outputs_max = max(self.max_nodes if self.head else self.budget + 1, TILE, params.n_seq_max)
+        if lanes := 0 if self.head else most_paths(model, self.budget, self.sessions):
             params.n_seq_max = ids_of_session(lanes) * self.sessions
             rows = self.max_nodes + 2 * MOST_UNREAD
             # Cells for all paths of a pass, besides the longest sequences; only few layers have cells.
@@ -118,6 +131,11 @@ class ContextSize:
             # Flash attention, which only a quantised cache needs, would round keys, values and scores to 16 bits.
             params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         return params
+
+
+def of_head(size: ContextSize) -> ContextSize:
+    """The size of a head's context, for a target's."""
+    return replace(size, chunk=HEAD_CHUNK, own_ids=1, kv_type=None, head=True)
 
 
 def make_context(path: str, model: Any, size: ContextSize, params: Any) -> Any:

@@ -16,6 +16,7 @@ from ..common.loader import loader
 from .backend import LlamaBackend
 from .context import ContextSize, kept_of, make_context
 from .ggml.files import LLAMA_MAX_SEQ, engine_build, llama_cpp, load_model, metadata, parts, without_amx
+from .heads import find_head, load_head
 from .lending.child_process import ChildBackend, load_in_child
 from .lending.rpc import lent_line, lent_options
 from .memory.attention import ALIKE, can_be_alike, capture_cpu_backend, row_hook
@@ -90,6 +91,12 @@ class LlamaEngine(Engine):
         if isinstance(plan, LlamaPlan):
             return load_here(plan, way or plan.ways[-1], progress)
         return load_in_child(plan.path, plan.options, progress)
+
+    def has_head(self, path: str) -> bool:
+        return find_head(path) is not None
+
+    def load_head(self, target: Backend, path: str, options: LoadOptions) -> Backend:
+        return load_head(target, path, options)
 
     def load_vocab(self, path: str) -> Vocab:
         return load_vocab(path)
@@ -247,6 +254,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
     if not plan.plenty:
         backend.cells.spare = MARGIN // 4
     backend.notes, backend.plan, backend.content = notes, weights, content
+    backend.path, backend.own_head = path, options.own_head
     backend.placed = _placed(plan, capabilities.layers)
     return backend
 
@@ -260,6 +268,8 @@ def _placed(plan: LlamaPlan, layers: int) -> Placed:
 
 def _model_params(plan: LlamaPlan, way: Computing) -> dict[str, Any]:
     params: dict[str, Any] = {"n_gpu_layers": plan.gpu_layers, "use_extra_bufts": REPACKED.keys() <= way.keys()}
+    if plan.options.own_head:
+        params["load_mtp"] = True
     if plan.weights:
         params["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
     if plan.borrowed:

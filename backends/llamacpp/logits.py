@@ -7,6 +7,7 @@ import numpy as np
 from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
 
 from .ggml.files import llama_cpp
+from .states import RowStates
 
 
 class LlamaLogits:
@@ -36,3 +37,14 @@ class LlamaLogits:
         self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
     ) -> tuple[list[IdArray], list[Scores]]:
         return top_of_rows(map(self.view, nodes), k, temperature, noise)
+
+
+class StateLogits(LlamaLogits):
+    """See `edgespec.loop.backend.GivesStates`."""
+
+    def __init__(self, context: Any, size: int, width: int, batch_index: dict[int, int], states: RowStates) -> None:
+        super().__init__(context, size, width, batch_index)
+        self._states = states
+
+    def states(self, nodes: Sequence[int]) -> Float32Array:
+        return self._states.rows([self._batch_index[node] for node in nodes])

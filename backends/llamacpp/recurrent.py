@@ -37,10 +37,11 @@ from edgespec.planners.path_cost import (
 
 from ..common import nodes
 from ..common.nodes import NodeSession
-from ..common.row_logits import RowLogits
+from ..common.row_logits import RowLogits, RowStateLogits
 from .cells import Rows
 from .ggml.files import LLAMA_MAX_SEQ, llama_cpp, metadata
 from .ggml.state_files import load_sequence, save_sequence
+from .states import RowStates
 
 OTHER_MEMORY = ("deepseek4", "glm5-next", "qwen4exp")  # general.architecture of models with another memory
 
@@ -104,12 +105,14 @@ class Owner(nodes.Owner, Protocol):
         context: llama.cpp's.
         in_order: keep cells in the order of the tokens.
         sessions: all open ones.
+        states: that passes keep for a head, or None.
     """
 
     memory: Any
     context: Any
     in_order: bool
     sessions: Sequence[Any]
+    states: RowStates | None
 
     @property
     def interrupted(self) -> bool: ...
@@ -128,6 +131,7 @@ class Lane:
         id: of a sequence of the pass.
         tokens: to evaluate.
         first: position of the first token.
+        nodes: node -> index of its token, if no lane before has it.
         wanted: node -> index of the token with its logits.
         leaf: the last node; -1: none.
         ended: evaluated without padding after the last token.
@@ -136,6 +140,7 @@ class Lane:
     id: int
     tokens: list[int]
     first: int
+    nodes: dict[int, int] = field(default_factory=dict)
     wanted: dict[int, int] = field(default_factory=dict)
     leaf: int = -1
     ended: bool = False
@@ -213,15 +218,16 @@ class LlamaRecurrentSession(NodeSession):
         while len(self._lanes) < len(paths):
             self._give_up_a_tip(paths)
             paths = paths_of(self._parents, first, self._tips)
-        wanted, lanes = set(work.wanted.tolist()), list[Lane]()
+        wanted, lanes, new = set(work.wanted.tolist()), list[Lane](), set(range(first, self.nodes))
         for path in paths:
             head = self.token_ids[last:] if path.start < 0 else []
             start = last if path.start < 0 else self.positions[path.nodes[0]]
             tokens = head + [self._tokens[node] for node in path.nodes]
             lane = Lane(self._lanes.pop(0), tokens, start, leaf=path.nodes[-1])
             self._copy(self._text if path.start < 0 else self._tips[path.start], lane.id)
-            lane.wanted = {node: len(head) + i for i, node in enumerate(path.nodes) if node in wanted}
-            wanted -= lane.wanted.keys()
+            lane.nodes = {node: len(head) + i for i, node in enumerate(path.nodes) if node in new}
+            lane.wanted = {node: i for node, i in lane.nodes.items() if node in wanted}
+            new -= lane.nodes.keys()
             if path.start < 0 and self._head is None:
                 self._head = lane
             lanes.append(lane)
@@ -355,7 +361,8 @@ def forward_recurrent(backend: Owner, batch: Sequence[Work], most_rows: int) -> 
     streams, reading = reads_weights(backend.capabilities), any(work.prompt for work in batch)
     if not streams and not reading:
         most_rows = min(most_rows, TILE - 1)  # attention over more rows adds up tiles, which rounds differently
-    found = [RowLogits() for _ in batch]  # copies, because a pass may take several calls of llama.cpp
+    # Copies, because a pass may take several calls of llama.cpp.
+    found = [RowLogits() if backend.states is None else RowStateLogits() for _ in batch]
     try:
         for session in sessions:
             while session.behind > most_unread(backend.capabilities):
@@ -406,3 +413,6 @@ def _compute(backend: Owner, lanes: Sequence[tuple[Lane, RowLogits]], length: in
         lane.ended = len(lane.tokens) == length
         for node, place in lane.wanted.items():
             logits.rows[node] = backend.logits_of(number * length + place)
+        if backend.states and isinstance(logits, RowStateLogits):
+            places = [number * length + place for place in lane.nodes.values()]
+            logits.given |= zip(lane.nodes, backend.states.rows(places), strict=True)

@@ -54,7 +54,7 @@ from edgespec.machine.memory import parse_size
 from edgespec.machine.this_machine import this_machine
 from edgespec.model import Model, load
 from edgespec.models.own_sampling import choose_seed
-from edgespec.models.registry import find_model, is_folder, local_path
+from edgespec.models.registry import find_draft, find_model, is_folder, local_path
 from edgespec.planners.choice import USE_DRAFT
 
 
@@ -295,7 +295,7 @@ def _pull(model: str, options: dict[str, Any], yes: bool) -> None:
     entry, draft = find_model(model, options["models_file"]), options["draft"]
     drafts = (options["planner"] or entry.defaults.planner or "auto") in USE_DRAFT
     needed = [entry.model_copy(update={"draft": entry.draft if drafts and not draft else None})]
-    needed += [find_model(draft, options["models_file"])] if draft else []
+    needed += [find_draft(draft, entry, options["models_file"])] if draft else []
     for one in needed:  # before the fetch, refuse a model whose engine is not installed
         find_engine(options["backend"] or choose_backend(is_folder(one.target), this_machine()))
     pull_what_is_missing(needed, yes)

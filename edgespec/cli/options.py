@@ -118,7 +118,7 @@ DRAFT_OPTION = click.option(
     "--draft",
     metavar="MODEL",
     shell_complete=complete_model,
-    help="Draft model: a name, path or source like MODEL.",
+    help="Draft model or head: a name, path or source like MODEL; head is the one in the file of MODEL.",
 )
 BUDGET_OPTION = click.option(
     "--budget",

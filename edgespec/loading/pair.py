@@ -21,8 +21,8 @@ from edgespec.machine.measurements import identity, machine, recall
 from edgespec.machine.measurements import remember as keep
 from edgespec.machine.memory import left_of
 from edgespec.machine.this_machine import this_machine
-from edgespec.models.heads import OWN_HEAD, is_head
-from edgespec.models.registry import Entry, find_model, is_folder, local_path
+from edgespec.models.heads import is_head
+from edgespec.models.registry import OWN_HEAD, Entry, find_draft, find_model, is_folder, local_path
 from edgespec.planners.auto import AutoState
 
 DEFAULT_BUDGET = 64
@@ -64,17 +64,6 @@ class PairPlan:
     head: bool = False
 
 
-def source_of(draft: str, entry: Entry, models_file: str | None) -> str:
-    """
-    Returns:
-        The source of a draft: `entry`'s own for the head in its file.
-
-    Raises:
-        EdgespecError: as for `find_model`.
-    """
-    return entry.target if draft == OWN_HEAD else find_model(draft, models_file).target
-
-
 def own_head(entry: Entry, backend: str | None, say: Callable[[str], None]) -> str | None:
     """
     Returns:
@@ -101,7 +90,7 @@ def plan_pair(
 ) -> PairPlan:
     """Arguments and errors as for `open_backends`."""
     check_choice(options.exact)
-    sources = [entry.target, *([source_of(draft, entry, models_file)] if draft else [])]
+    sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft else [])]
     here = this_machine()
     names = [options.backend or choose_backend(is_folder(source), here) for source in sources]
     check_supported(names, options)

@@ -22,11 +22,13 @@ Float32Array = NDArray[np.float32]
 IdArray = NDArray[np.int64]
 Scores = NDArray[np.float64]
 
-MOST_LIFT = 27.0  # range of the noise, and rounding: Gumbel samples of 32 bits lie between -3.2 and 22.9
 MOST_BIAS = 1e30  # logits with larger ones could become infinite in float32
 _BLOCKS = 64  # values of a block in `top_ids`
 _BLOCK = 8  # 32-bit numbers that Philox makes together
 _FEW = 1024  # as many numbers are drawn in the time in which one block is found
+_EXCESS = 4.0  # most of `Noise.at_most` above `Noise.row` (3.14), and rounding
+_OUT = np.float32(1e9)  # moves a token far below the best one, which is always a candidate
+_MASS_ERROR = 1e-4  # of probabilities summed in float32, with room to spare
 _CACHED_POSITIONS = 64  # noise rows kept: more than a tree is deep
 
 
@@ -107,6 +109,7 @@ class Noise:
         self.seed = seed
         self.size = size
         self._rows: dict[int, Float32Array] = {}
+        self._drawn = -1, np.zeros(0, np.uint32)  # the last position and its bits
 
     def row(self, position: int) -> Float32Array:
         """
@@ -126,11 +129,28 @@ class Noise:
         row = self._rows.get(position)
         if row is not None:
             return row[ids]
-        few = len(ids) * _FEW < self.size
+        few = len(ids) * _FEW < self.size and self._drawn[0] != position
         return _gumbel(self._bits_of_few(position, ids) if few else self._bits(position)[ids])
 
+    def at_most(self, position: int) -> Float32Array:
+        """Upper bounds of `row(position)`, without its two logarithms in float64.
+
+        -log(-log(u)) <= -log(1 - u), and the difference is largest where u is least.
+        """
+        row = self._rows.get(position)
+        if row is not None:
+            return row
+        bounds = (~self._bits(position)).astype(np.float32)
+        bounds += np.float32(0.5)  # (1 - u) * 2**32
+        np.log(bounds, out=bounds)
+        return np.subtract(np.float32(32 * math.log(2)), bounds, out=bounds)
+
     def _bits(self, position: int) -> NDArray[np.uint32]:
-        return _as_bits(self._generator(position).random_raw((self.size + 1) // 2))[: self.size]
+        drawn = self._drawn  # a draft's thread may replace it
+        if drawn[0] != position:
+            words = self._generator(position).random_raw((self.size + 1) // 2)
+            drawn = self._drawn = position, _as_bits(words)[: self.size]
+        return drawn[1]
 
     def _bits_of_few(self, position: int, ids: IdArray) -> NDArray[np.uint32]:
         """`_bits(position)[ids]` from the blocks of the generator that have them."""
@@ -191,9 +211,9 @@ def top_ids(values: NDArray[np.floating], k: int) -> IdArray:
         # Each column of the [64, width] view is a block: numpy vectorises maxima over contiguous rows.
         maxima = values[: width * _BLOCKS].reshape(_BLOCKS, width).max(axis=0)
         threshold = np.partition(maxima, width - k)[width - k]
-        ids = np.flatnonzero(values >= threshold)
     else:
-        ids = np.arange(size)
+        threshold = np.partition(values, size - k)[size - k]
+    ids = np.flatnonzero(values >= threshold)
     return ids[np.lexsort((ids, -values[ids]))][:k]
 
 
@@ -225,25 +245,34 @@ def top_of_rows(
     return ids, values
 
 
-def candidates(logits: Float32Array, params: SamplingParams) -> IdArray | None:
+def candidates(logits: Float32Array, params: SamplingParams, *, few: bool = False) -> IdArray | None:
     """
+    Args:
+        logits: [V], adjusted.
+        params: the sequence's.
+        few: do not search for many.
+
     Returns:
-        Ids that top-k, top-p and min-p keep, best first unless only min-p filters; None: all.
+        Ids that top-k, top-p and min-p keep, best first unless only min-p filters; None: all, or with `few` many.
     """
     ids = top_ids(logits, params.top_k) if params.top_k else None
     if params.top_p < 1:
         if ids is None:
-            ids = _nucleus(logits, params.top_p)
+            ids = _nucleus(logits, params.top_p, few=few)
+            if ids is None:
+                return None
         else:
             kept = logits[ids].astype(np.float64)
             ids = ids[: _nucleus_size(np.exp(kept - log_sum_exp(kept)), params.top_p)]
     if params.min_p > 0:
         floor = logits.max() + math.log(params.min_p)
+        many = few and ids is None
         ids = np.flatnonzero(logits >= floor) if ids is None else ids[logits[ids] >= floor]
+        return None if many and len(ids) > len(logits) // 8 else ids
     return ids
 
 
-def _nucleus(logits: Float32Array, top_p: float) -> IdArray:
+def _nucleus(logits: Float32Array, top_p: float, *, few: bool) -> IdArray | None:
     total = log_sum_exp(logits)
     k = 64
     while True:
@@ -252,6 +281,8 @@ def _nucleus(logits: Float32Array, top_p: float) -> IdArray:
         if probs.sum() >= top_p or k >= len(logits):
             return ids[: _nucleus_size(probs, top_p)]
         k *= 16
+        if few and k > len(logits) // (2 * _BLOCKS):
+            return None
 
 
 def _nucleus_size(probs: NDArray[np.floating], top_p: float) -> int:
@@ -285,11 +316,50 @@ def sample(
     adjusted = adjust(logits, params, prompt_ids, output_ids)
     if params.temperature == 0:
         return int(adjusted.argmax())
-    ids = candidates(adjusted, params)
+    ids = candidates(adjusted, params, few=True)
     if ids is None:
-        # No token further below the best can win, so its noise is not computed.
-        ids = np.flatnonzero(adjusted >= adjusted.max() - MOST_LIFT * params.temperature)
+        token = _best_of_many(adjusted, position, params, noise)
+        if token is not None:
+            return token
+        ids = candidates(adjusted, params)
+        assert ids is not None, "only top-p leaves a token to rounding"
+    return _best(ids, adjusted, position, params, noise)
+
+
+def _best(ids: IdArray, adjusted: Float32Array, position: int, params: SamplingParams, noise: Noise) -> int:
     return int(ids[scores(adjusted[ids], params, noise.at(position, ids)).argmax()])
+
+
+def _best_of_many(adjusted: Float32Array, position: int, params: SamplingParams, noise: Noise) -> int | None:
+    """The token that wins among `candidates`, without the search for them.
+
+    Where the best token of all ranks too low for top-p, those after it do, too. The best of the others is next.
+
+    Returns:
+        None: rounding decides if top-p keeps the token.
+    """
+    peak = adjusted.max()
+    with np.errstate(over="ignore", invalid="ignore"):  # -infinity is right; not a number: every token is banned
+        gaps = adjusted - peak
+        bounds = gaps / np.float32(min(max(params.temperature, 1e-38), 1e38)) + noise.at_most(position)
+    if params.min_p > 0:
+        bounds -= _OUT * (adjusted < peak + math.log(params.min_p))
+    reach = _EXCESS + min(abs(float(peak)) / params.temperature * 2**-50, 1e30)  # scores are rounded, too
+    weights = np.exp(gaps) if params.top_p < 1 else gaps
+    total = weights.sum()
+    while True:
+        ids = np.flatnonzero(~(bounds < bounds.max() - reach))
+        if params.top_p == 1:
+            return _best(ids, adjusted, position, params, noise)
+        token = _best(ids[np.argsort(-adjusted[ids], kind="stable")], adjusted, position, params, noise)
+        no_better = adjusted < adjusted[token]
+        no_better[token:] |= adjusted[token:] == adjusted[token]
+        better = 1 - (weights * no_better).sum() / total
+        if not abs(better - params.top_p) > _MASS_ERROR:  # also where every token is banned
+            return None
+        if better < params.top_p:
+            return token
+        bounds -= _OUT * no_better
 
 
 def scores(logits: Float32Array, params: SamplingParams, gumbel: Float32Array) -> Scores:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from edgespec.models.gguf_header import header_values
 
-OWN_HEAD = "head"  # as a draft's name: the head in the target's own file
 ARCHITECTURES = ("eagle3", "gemma4-assistant")  # `general.architecture` of llama.cpp's heads
 EAGLE3 = "Eagle3"  # part of `architectures` in a head's config.json
 

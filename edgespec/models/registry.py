@@ -15,6 +15,7 @@ from edgespec.machine.files import config_folder
 from edgespec.models import hub
 
 BUILT_IN = Path(__file__).parent.parent / "models.yaml"
+OWN_HEAD = "head"  # as the name of a draft
 SCHEMES = ("package:", "file:", "hf:", "shape:")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w.-]+)?(:[\w.-]+)?")  # OWNER/REPOSITORY[@REVISION][:TYPE]
@@ -192,6 +193,11 @@ def is_folder(source: str) -> bool:
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError(f"{path}: has no config.json, so it is not a model folder")
     return path.is_dir()
+
+
+def find_draft(name: str, entry: Entry, models_file: str | None) -> Entry:
+    """As `find_model`; `OWN_HEAD` is the head in the file of `entry`."""
+    return entry if name == OWN_HEAD else find_model(name, models_file)
 
 
 def local_path(

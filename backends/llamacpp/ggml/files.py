@@ -99,10 +99,10 @@ def load_model(path: str, **params: Any) -> Any:
     return model
 
 
-def load_header(path: str) -> Any:
+def load_header(path: str, **params: Any) -> Any:
     """Load a llama_model with tokenizer and sizes but without weights; otherwise as `load_model`."""
     return load_model(
-        path, no_alloc=True, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE, use_extra_bufts=False, n_gpu_layers=0
+        path, no_alloc=True, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE, use_extra_bufts=False, n_gpu_layers=0, **params
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from edgespec.errors import ModelError, NoRoom, UsageError
 from edgespec.loop.engines import LoadOptions, Machine
+from edgespec.loop.shapes import TILE
 from edgespec.machine import memory as process
 from edgespec.machine.memory import (
     COMPRESSING_FILE_SYSTEMS,
@@ -22,7 +23,8 @@ from edgespec.machine.memory import (
     in_bytes,
 )
 from edgespec.machine.system import HUGE
-from edgespec.models.gguf_header import own_values
+from edgespec.models.gguf_header import own_header, own_values
+from edgespec.models.heads import is_head
 from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_slots
 from edgespec.weights.linux import mappings
 from edgespec.weights.plan import (
@@ -42,8 +44,9 @@ from edgespec.weights.plan import (
 from edgespec.weights.preload import Progress
 from edgespec.weights.ring import Streamer, can_stream, measure_disk, open_store
 
-from ..context import ContextSize, make_context
+from ..context import ContextSize, make_context, of_head
 from ..ggml.files import (
+    all_tensors,
     file_size,
     llama_cpp,
     load_header,
@@ -87,7 +90,12 @@ class MemoryPlanner:
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        return loaded_tensors(self.path)
+        return all_tensors(self.path) if self.options.own_head else loaded_tensors(self.path)
+
+    @cached_property
+    def head_layers(self) -> int:
+        """Last layers of the model that are a head, and stay in memory."""
+        return int(own_values(self.path).get("nextn_predict_layers", 0)) if self.options.own_head else 0
 
     @cached_property
     def file_sizes(self) -> int:
@@ -117,10 +125,10 @@ class MemoryPlanner:
                 f"memory, but {format_size(self.machine.free)} are free"
             )
 
-    def _rehearse(self, path: str, sizes: Sequence[ContextSize]) -> list[int]:
+    def _rehearse(self, path: str, sizes: Sequence[ContextSize], target: str = "") -> list[int]:
         """Bytes of a model's caches and buffers for each size."""
         if new := [size for size in sizes if (path, size) not in self._buffers]:
-            tokenizer, buffers = rehearse(path, new, self.machine.free)
+            tokenizer, buffers = rehearse(path, new, self.machine.free, target)
             self._tokenizers.setdefault(path, tokenizer)
             self._buffers |= {(path, size): found for size, found in zip(new, buffers, strict=True)}
         return [self._buffers[path, size] for size in sizes]
@@ -128,9 +136,15 @@ class MemoryPlanner:
     def _drafts(self, size: ContextSize) -> int:
         total = 0
         for path in self.options.draft_files:
-            [buffers] = self._rehearse(path, [replace(size, share=1.0)])
+            head, whole = is_head(path), replace(size, share=1.0)
+            if head:
+                total += states_bytes(path, size)
+            [buffers] = self._rehearse(path, [of_head(whole) if head else whole], self.path if head else "")
             weights = sum(tensor.size for tensor in loaded_tensors(path) if tensor.name != PER_LAYER_ROWS)
             total += weights + self._tokenizers[path] + buffers
+        if self.options.own_head:
+            [buffers] = self._rehearse(self.path, [of_head(replace(size, share=1.0))])
+            total += buffers + states_bytes(self.path, size)
         return total
 
     def needs(self, sizes: Sequence[ContextSize]) -> list[int]:
@@ -160,6 +174,7 @@ class MemoryPlanner:
         buffers = self._rehearse(self.path, [size])[0]
 
         def plan(kept: int) -> Plan | None:
+            kept = max(kept, self.head_layers)
             return None if self.options.resident else make_plan(self.tensors, self.room, needed, kept=kept)
 
         layers = auto_layers(found, self.tensors, buffers, drafts, plan, platform=self.machine.platform)
@@ -195,7 +210,8 @@ class MemoryPlanner:
         return max(1, sum(weights <= room - (drafts if drafts <= room // 2 else 0) for room in rooms))
 
     def find_layers(self) -> list[ExpertLayer]:
-        return find_layers(self.path, self.tensors) if self.machine.moves_pages else []
+        tensors = loaded_tensors(self.path) if self.options.own_head else self.tensors
+        return find_layers(self.path, tensors) if self.machine.moves_pages else []
 
     def plan_memory(
         self, size: ContextSize, gpu_layers: int, experts_here: bool
@@ -218,7 +234,8 @@ class MemoryPlanner:
         # The GPU gets the last layers and the output; a Mac's GPU keeps them in the planned memory.
         on_gpu = layers_on_gpu(gpu_layers, count)
         shares = self.machine.platform == "darwin" and not lent
-        gpu: dict[str, Any] = {"kept" if shares else "on_device": on_gpu}
+        gpu: dict[str, Any] = {"kept": max(on_gpu if shares else 0, self.head_layers - (0 if shares else on_gpu))}
+        gpu |= {"on_device": 0 if shares else on_gpu}
         gpu |= {"experts_here": experts_here, "output_here": lent}
         sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
         drafts = self._drafts(size)
@@ -312,12 +329,21 @@ def memory_needs(path: str, size: ContextSize, machine: Machine, draft_files: Se
     return planner.needs([size])[0] + planner._drafts(size)
 
 
-def rehearse(path: str, sizes: Sequence[ContextSize], free: int) -> tuple[int, list[int]]:
+def states_bytes(path: str, size: ContextSize) -> int:
+    """Bytes of a target's states for a head, in its passes and after them, of as many rows as a batch may have."""
+    values, lengths = own_header(path)
+    width = int(values.get("target_hidden_size") or values.get("embedding_length", 0))
+    rows = (size.sessions + 1) * (size.max_nodes + TILE)
+    return 2 * 4 * rows * width * lengths.get("target_layers", 1)
+
+
+def rehearse(path: str, sizes: Sequence[ContextSize], free: int, target: str = "") -> tuple[int, list[int]]:
     """
     Args:
         path: of the model.
         sizes: of contexts.
         free: bytes of memory.
+        target: path of the model whose head it is, if its file is another.
 
     Returns:
         Bytes of a model's tokenizer, and of its caches and buffers for each size, as llama.cpp logs them without
@@ -327,10 +353,14 @@ def rehearse(path: str, sizes: Sequence[ContextSize], free: int) -> tuple[int, l
         NoRoom: there are more cells than `free` bytes hold, even without their keys and values.
     """
     before = process.private_memory()
-    model = load_header(path)
-    buffers = []
+    model = load_header(path, load_mtp=any(size.head for size in sizes))
+    tokenizer, buffers, other, of_other = max(0, process.private_memory() - before), [], None, None
     try:
-        tokenizer = max(0, process.private_memory() - before)
+        if target:
+            other = load_header(target)
+            small = ContextSize(TILE, 1, 1, 1).of(other)
+            sizes = [replace(size, context_length=size.length(other)) for size in sizes]
+            of_other = make_context(target, other, small, small.params(other))
         for size in [size.of(model) for size in sizes]:
             if (least := CELL * size.tokens(model)) > free:
                 raise NoRoom(
@@ -338,7 +368,7 @@ def rehearse(path: str, sizes: Sequence[ContextSize], free: int) -> tuple[int, l
                     f"{size.sessions} texts at once: it needs at least {format_size(least, up=True)}"
                 )
             size_lines.clear()
-            params = size.params(model)
+            params = size.params(model, of_other)
             llama_cpp.llama_free(make_context(path, model, size, params))
             # "llama_kv_cache: size = 126.00 MiB (" is the total; "KV buffer size = " is zero without allocation.
             kinds = r"(?:cache: |recurrent: |(?:compute|output) buffer )size = +([\d.]+) MiB"
@@ -347,6 +377,10 @@ def rehearse(path: str, sizes: Sequence[ContextSize], free: int) -> tuple[int, l
             buffers.append(least + tags + int(sum(float(match[1]) for match in found if match) * (1 << 20)))
         return tokenizer, buffers
     finally:
+        if of_other:
+            llama_cpp.llama_free(of_other)
+        if other:
+            llama_cpp.llama_model_free(other)
         llama_cpp.llama_model_free(model)
 
 

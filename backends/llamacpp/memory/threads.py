@@ -214,6 +214,15 @@ def _hold_team(start_team: Any, done: threading.Event) -> None:
     done.wait()
 
 
+def end_team() -> None:
+    """End the threads that OpenMP keeps for the next pass of the calling thread, which makes others if there is one.
+
+    GNU's OpenMP counts them: passes in another thread would have short waits.
+    """
+    if pause := getattr(ggml_library("ggml-cpu"), "omp_pause_resource_all", None):
+        pause(1)  # omp_pause_soft
+
+
 @cache
 def crowd() -> OtherLoad:
     return OtherLoad(usage_now, ShortWaits().switch, others_run)

@@ -1,0 +1,89 @@
+"""States of a pass's rows: functions that llama.cpp exports, but keeps out of its interface (src/llama-ext.h).
+
+Rows are those of the batch, whatever parts llama.cpp computes it in.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from edgespec.errors import ModelError
+from edgespec.loop.sampling import Float32Array
+
+from .ggml.files import llama_cpp
+
+SINCE = "0.3.36"  # llama-cpp-python
+NEXTN = -1  # in place of a layer: what heads of the model's own file start from
+_FLOATS, _CONTEXT = ctypes.POINTER(ctypes.c_float), ctypes.c_void_p
+# Name -> its parameters as C++ mangles them (on Linux and macOS), its result, its parameters.
+_FUNCTIONS: dict[str, tuple[str, Any, list[Any]]] = {
+    "llama_set_embeddings_nextn": ("P13llama_contextbb", None, [_CONTEXT, ctypes.c_bool, ctypes.c_bool]),
+    "llama_get_embeddings_nextn": ("P13llama_context", _FLOATS, [_CONTEXT]),
+    "llama_set_embeddings_layer_inp": ("P13llama_contextjb", None, [_CONTEXT, ctypes.c_uint32, ctypes.c_bool]),
+    "llama_get_embeddings_layer_inp": ("P13llama_contextj", _FLOATS, [_CONTEXT, ctypes.c_uint32]),
+    "llama_model_target_layer_ids": ("PK11llama_model", ctypes.POINTER(ctypes.c_int32), [ctypes.c_void_p]),
+}
+
+
+@cache
+def functions() -> Any:
+    """
+    Raises:
+        ModelError: the installed llama.cpp lacks some.
+    """
+    library, found = llama_cpp.llama_cpp._lib, SimpleNamespace()
+    missing = []
+    for name, (mangled, result, parameters) in _FUNCTIONS.items():
+        names = (name, f"_Z{len(name)}{name}{mangled}")
+        function = next((getattr(library, one) for one in names if hasattr(library, one)), None)
+        if function is None:
+            missing.append(name)
+            continue
+        function.restype, function.argtypes = result, parameters
+        setattr(found, name, function)
+    if missing:
+        raise ModelError(
+            f"drafting with a head needs {', '.join(missing)} of llama.cpp, which llama-cpp-python "
+            f"{llama_cpp.__version__} lacks: {SINCE} has it"
+        )
+    return found
+
+
+class RowStates:
+    """Keeps states in a context's passes, from now on."""
+
+    def __init__(self, context: Any, width: int, layers: Sequence[int], *, masked: bool = False) -> None:
+        """
+        Args:
+            context: llama.cpp's.
+            width: of each state.
+            layers: whose inputs are kept, or NEXTN.
+            masked: as for llama_set_embeddings_nextn.
+        """
+        self._context, self._width, self._layers = context, width, layers
+        for layer in layers:
+            if layer == NEXTN:
+                functions().llama_set_embeddings_nextn(context, True, masked)
+            else:
+                functions().llama_set_embeddings_layer_inp(context, layer, True)
+
+    @property
+    def size(self) -> int:
+        """Numbers of a row."""
+        return self._width * len(self._layers)
+
+    def rows(self, rows: Sequence[int]) -> Float32Array:
+        """Copies for some rows of the last pass, [n, size], layer after layer."""
+        found = np.empty((len(rows), self.size), np.float32)
+        for i, layer in enumerate(self._layers if rows else ()):
+            if layer == NEXTN:
+                pointer = functions().llama_get_embeddings_nextn(self._context)
+            else:
+                pointer = functions().llama_get_embeddings_layer_inp(self._context, layer)
+            every = np.ctypeslib.as_array(pointer, (max(rows) + 1, self._width))
+            found[:, i * self._width : (i + 1) * self._width] = every[list(rows)]
+        return found
