@@ -21,7 +21,8 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 import llama_cpp
 import torch
 from edgespec.backends.torch.eagle import attend_cells, load_head
-from gguf_files import small_llama
+from gguf_files import VOCAB, small_llama
+from gguf_files import write_gguf as write_target
 from hf_models import save, tiny_model
 
 from edgespec.errors import ModelError
@@ -323,6 +324,17 @@ def test_a_folder_and_texts_as_they_are(train, prompts, tmp_path):
     lines = read_lines(tmp_path / "head" / "answers.jsonl")
     assert {line["start"] for line in lines} == {0}
     assert load_head(tmp_path / "head", 3).layers == [2, 1, 0]
+    assert not list((tmp_path / "head").glob("*.gguf"))
+
+
+def test_a_head_that_llama_cpp_cannot_feed_is_for_pytorch(train, prompts, tmp_path):
+    model = tiny_model("qwen2", vocab_size=VOCAB, num_hidden_layers=4)
+    weights = {name: weight.numpy() for name, weight in model.state_dict().items()}
+    target = write_target(tmp_path / "tiny.gguf", model.config, weights)
+    code, _, err = train(target, prompts, tmp_path / "head", "--as-is", *FEW)
+    assert code == 0, err
+    assert "llama.cpp gives no inputs of layers for qwen2, so the head is for PyTorch only\n" in err
+    assert load_head(tmp_path / "head", 4).layers == [2, 2, 1]
     assert not list((tmp_path / "head").glob("*.gguf"))
 
 
