@@ -1,11 +1,11 @@
 """An EAGLE-3 head (arXiv:2503.01840): one decoder layer that drafts from the target's own states.
 
-Row p of a text takes the token at position p and the target's state of position p - 1, and predicts token p + 1.
-Position 0 has no row. The target's state is `fuse` of the inputs of three of its layers; of a row that the head has
-drafted it is what `forward` returned.
+Row p takes the token at position p and the target's state of position p - 1, and predicts token p + 1. Position 0 has
+no row. The target's state is `fuse` of the inputs of three of its layers. The state of a row that the head has drafted
+is what `forward` returned.
 
-Names are those of published files: config.json, and model.safetensors with the tensors fc, midlayer.*, norm, lm_head,
-d2t (the target's id minus the id in the draft vocabulary) and t2d (True for the target's ids in the draft vocabulary).
+Names are those of published files: config.json, and model.safetensors with fc, midlayer.*, norm, lm_head, d2t and t2d.
+d2t holds a target's id minus the id in the draft vocabulary. t2d is True for the target's ids in the draft vocabulary.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What a head is trained on, as tokens: a target's own answers to prompts, or given texts.
+"""Tokens that a head is trained on: a target's own answers to prompts, or given texts.
 
 Each is one line of a JSONL file, so that a stopped run goes on.
 """

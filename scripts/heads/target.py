@@ -1,4 +1,4 @@
-"""What a head is trained from: a frozen target's states over texts, its embeddings and its output matrix."""
+"""A frozen target's states over texts, its embeddings and its output matrix."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Train an EAGLE-3 head on recorded states: the training-time test of arXiv:2503.01840.
 
-Of every row of an answer the head drafts `steps` tokens from its own states, as it does where it is used; the text's
-tokens are its inputs. Its distributions are compared with the target's.
+From every row of an answer the head goes `steps` rows on from its own states, as it does where it drafts. The rows'
+tokens are those of the answer. Its distributions are compared with the target's.
 """
 
 import math
@@ -80,7 +80,7 @@ def lesson(sample: Sample, states: Any) -> Lesson:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """What the head takes from the target: its embeddings, and its output matrix for the draft vocabulary."""
+    """The target's embeddings, and its output matrix for the draft vocabulary."""
 
     embeddings: Any
     output: Any
@@ -167,8 +167,8 @@ class Unrolled:
 def unroll(head: EagleHead, frozen: Frozen, lessons: Lessons, steps: int) -> Iterator[Any]:
     """
     Yields:
-        The head's states after 1, 2, … draft tokens, [lessons, rows - before - step, width]: index i of step k (both
-        count from 0) is at row before + i + k.
+        The head's states, step by step, [lessons, rows - before - step, width]. Index i of step k is the state after k
+        draft tokens from the row before + i.
     """
     attend, before = Unrolled(lessons), lessons.before
     embedded = embedding(lessons.tokens[:, :-1], frozen.embeddings)
@@ -204,7 +204,7 @@ def loss_of(head: EagleHead, frozen: Frozen, lessons: Lessons, steps: int) -> An
 
 
 def agreement(head: EagleHead, frozen: Frozen, lessons: Lessons, steps: int) -> Any:
-    """Of each draft token: how often those before it are the text's, and how often it is, too: [2, steps]."""
+    """Number of draft tokens whose ancestors are right, and of those that are right, too, by depth: [2, steps]."""
     counts = torch.zeros(2, steps, dtype=torch.int64)
     so_far = lessons.valid[:, lessons.before :]
     with torch.no_grad():
@@ -333,7 +333,7 @@ class Trainer:
         return found
 
     def measure(self) -> list[float]:
-        """How often, at each draft token, the head's best is the held-out answer's, if those before it were."""
+        """Shares of held-out draft tokens that are right if those before them are, by depth."""
         counts = torch.zeros(2, self._settings.steps, dtype=torch.int64)
         for first in range(0, len(self._held_out), self._settings.batch):
             batch = stack(self._held_out[first : first + self._settings.batch], self._device)
