@@ -454,11 +454,13 @@ def load(
         kv_type: llamacpp: type of keys and values in both caches, such as "f16" or "q8_0"; default: f16, for float32
             weights f32. Output equals plain decoding's with the same type.
         lenders: llamacpp: addresses "HOST:PORT" of `edgespec lend`, for layers that do not fit here.
-        device: torch: "cuda", "cuda:1", "mps" or "cpu"; default: the first of these that is there.
+        device: torch: "cuda" (further GPUs hold what the first cannot), "cuda:1", "mps" or "cpu"; default: the first of
+            these that is there.
         dtype: torch: "float32", "float16", "bfloat16" or "nf4" (4 bits); default: as in the folder.
         keep_packed: torch: keep layers that are quantised at load (dtype nf4) in the cache folder, for the next start.
-        gpu_memory: llamacpp, torch: what both models use of the GPU's memory, in bytes or as "10G"; default: what is
-            free. Layers that do not fit are computed by the processor (llamacpp), or streamed from host memory (torch).
+        gpu_memory: llamacpp, torch: what both models use of each GPU's memory, in bytes or as "10G"; default: what
+            is free. Layers that do not fit are computed by the processor (llamacpp), or streamed from host memory
+            (torch).
         exact: row class that passes keep to: "narrow" (few draft tokens), "wide" (many; short passes are padded),
             "off". Default, where the engine has row classes: wide if it takes no longer, else narrow.
         parallel: most requests in a batch. Each has room for a whole context in the cache; with llamacpp and limited

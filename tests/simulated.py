@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import exp, log
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -16,10 +17,11 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.tree import Proposal, make_tree
 from edgespec.planners.auto import AutoPlanner, AutoState, Candidate, new_auto_state
 from edgespec.planners.candidates import Drafting, Lookup
+from edgespec.planners.cost import worth_reading
 
 BUDGET, DEPTH = 64, 16
 SLOW_PASSES, SLOW = 5, 4.0  # the first passes of a program, and how many times as long they take
-DRAFT_PASS = 0.1  # plain passes that a pass of the draft takes
+READING = 0.25  # draft passes that the draft takes to read a token
 LEARNED = (1, 2, 6, 12, 40)  # nodes of the passes that are remembered
 
 Cost = Callable[[int], float]  # seconds of a pass by number of nodes
@@ -55,16 +57,40 @@ class Chain(Planner):
     def draft_session(self):
         return self.session
 
+    def begin(self, prompt_ids):
+        if self.session:
+            self.session.token_ids = []
+
+    def unread(self, token_ids):
+        if self.session and len(token_ids) > 1 + len(self.session.token_ids):
+            return SimpleNamespace(session=self.session, token_ids=token_ids[len(self.session.token_ids) : -1])
+        return None
+
     def propose(self, context, budget):
         yield from ()
         values = np.cumsum(np.full(min(budget, self.depth), log(self.claimed)))
         if self.session:
-            self.session.token_ids = list(context.token_ids)
-            for _ in values:
-                self.seconds += self.run.draft_pass
-                self.run.state.draft.add(1, self.run.draft_pass)
+            values = values[: self._draft(context, values)]
         values = values[np.exp(values) >= context.least]
         return Proposal(make_tree([0] * (len(values) + 1), range(-1, len(values)), [0.0, *values]))
+
+    def _draft(self, context, values):
+        """As `SpecExecPlanner` does: as many tokens as pay."""
+        unread = len(context.token_ids) - len(self.session.token_ids) - 1
+        self.session.token_ids = list(context.token_ids)
+        spent, times = READING * max(0, unread) * self.run.draft_pass, self.run.state.draft
+        for done in range(len(values)):
+            cost, found = times.at(0), values[:done]
+            if done and context.pass_times and cost:
+                worth = worth_reading(found, found[-1:], len(values), spent, context.pass_times, cost, self.claimed)
+                if not worth:
+                    break
+            spent += self.run.draft_pass
+            times.add(1, self.run.draft_pass)
+        else:
+            done = len(values)
+        self.seconds += spent
+        return done
 
 
 @dataclass
@@ -79,6 +105,7 @@ class Run:
         noise: standard deviation of a pass's logarithm, as the planner sees it.
         load: factor of all times, by number of tokens so far.
         slow: the first passes are slow.
+        drafting: plain passes that a pass of the draft takes.
         remembered: factors of what is remembered of plain and of larger passes; None: nothing is.
     """
 
@@ -90,6 +117,7 @@ class Run:
     load: Callable[[int], float] = lambda tokens: 1.0
     slow: bool = False
     remembered: tuple[float, float] | None = None
+    drafting: float = 0.1
     seed: int = 0
     state: AutoState = field(init=False)
 
@@ -110,7 +138,7 @@ class Run:
 
     @property
     def draft_pass(self) -> float:
-        return DRAFT_PASS * self.cost(1) * self.load(self.tokens)
+        return self.drafting * self.cost(1) * self.load(self.tokens)
 
     def sequence(self, tokens: int) -> list[tuple[int, float, float]]:
         """Decode.
@@ -122,8 +150,8 @@ class Run:
         self.planner.begin(ids)
         while len(ids) < 20 + tokens:
             if reading := self.planner.unread(ids):
-                spent += len(reading.token_ids) * self.draft_pass / 10
-                reading.session.token_ids = list(ids)
+                spent += READING * len(reading.token_ids) * self.draft_pass
+                reading.session.token_ids += reading.token_ids
             room = 20 + tokens - len(ids)
             context = Context(ids, 20, SamplingParams(), None, room - 1, 64)
             drafted = self.planner.stats.draft_seconds
@@ -138,7 +166,7 @@ class Run:
             ids += [0] * (accepted + 1)
             self.tokens, self.passes = self.tokens + accepted + 1, self.passes + 1
             self.planner.while_target_runs(nodes)
-            self.planner.observe([0] * (accepted + 1), seconds * exp(self.random.gauss(0, self.noise)))
+            self.planner.observe([0] * accepted + [1], seconds * exp(self.random.gauss(0, self.noise)))
             found.append((len(ids) - 20, spent, plain))
         return found
 

@@ -222,6 +222,14 @@ def test_figures_that_contradict_each_other_are_not_kept():
     assert times.as_list() == [[0, 1, 20.0], [0, 2, 20.0], [0, 8, 30.0], [0, 64, 9.0]]  # 64: other kernels
 
 
+def test_a_larger_pass_that_is_faster_than_remembered_shortens_the_others():
+    for first, other in ((1.5, 3.0), (4.5, 6.0)):  # a slower one may only have been held up
+        times = PassTimes()
+        times.recall([[0, 1, 1.0], [0, 2, 3.0], [0, 12, 6.0]])
+        times.add(2, first)
+        assert times.as_list()[::2] == [[0, 1, 1.0], [0, 12, other]]
+
+
 def test_what_was_remembered_goes_where_a_new_pass_contradicts_it():
     times = PassTimes()
     times.recall([[0, 1, 1.0], [0, 12, 3.0], [0, 40, 9.0]])

@@ -107,6 +107,29 @@ def test_a_card_that_must_copy_is_predicted_for_pytorch_too() -> None:
     assert len(on("qwen3-8b", "rtx4090-64").found) == 1  # all of it is on the card
 
 
+def test_two_cards_hold_more_layers_than_one(written: Callable[..., str]) -> None:
+    """What lies on which is said, and a slow card takes its time for its own layers only."""
+    (card,) = next(one for one in ENTRIES if one["name"] == "rtx3060-32")["gpus"]
+    _, machine = find_machine(written("rtx3060-32", gpus=[card, card | {"name": "CUDA1"}]))
+    (alone, first), (both, second) = (
+        on("llama-3.3-70b", "rtx3060-32").found,
+        predict("llama-3.3-70b", machine, "").found,
+    )
+    for one, two in ((alone, both), (first, second)):
+        assert one.where.placed.shares == ()
+        assert [name for _, name in two.where.placed.shares] == ["CUDA0", "CUDA1"]
+        assert two.passes[0].seconds < one.passes[0].seconds
+    assert first.where.placed.on_device == second.where.placed.on_device == 80
+    moved = second.where.placed.shares[1][0]
+    assert first.where.placed.streamed - second.where.placed.streamed == pytest.approx(moved, abs=2)
+    shares = "{} of 80 layers on CUDA0, {} of 80 layers on CUDA1, ".format(*[n for n, _ in both.where.placed.shares])
+    assert shares in both.where.line
+    gpus = (machine.gpus[0], replace(machine.gpus[1], memory_speed=machine.gpus[1].memory_speed / 10))
+    fast, slow = (predict("qwen3-14b", replace(machine, gpus=some), "").found[0] for some in (machine.gpus, gpus))
+    layers = {name: count for count, name in slow.where.placed.shares}
+    assert slow.passes[0].seconds > fast.passes[0].seconds * (1 + 8 * layers["CUDA1"] / 40)
+
+
 def test_a_model_that_is_here_is_planned_from_its_file(smollm2: Path) -> None:
     found = on(str(smollm2), "macbook-16")
     assert found.here

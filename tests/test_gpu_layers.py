@@ -28,7 +28,7 @@ from edgespec.loop.passes import prefill
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.models.registry import Defaults, Entry
 from edgespec.weights import experts
-from edgespec.weights.plan import MARGIN, SAFETY, Extent, Plan, Tensor, divide, make_plan, spans
+from edgespec.weights.plan import MARGIN, SAFETY, Extent, Plan, Tensor, divide, layers_of_gpus, make_plan, spans
 
 MIB = 1 << 20
 LAYER, OUTPUT = 100 * MIB, 50 * MIB
@@ -141,6 +141,15 @@ def test_a_mac_that_streams() -> None:
     assert (
         auto_layers(shared, tensors(), 0, 0, plans(LAYER), platform="darwin") == 0
     )  # it does not run at all, which others say
+
+
+def test_what_llama_cpp_gives_to_each_card() -> None:
+    """Of 11 places in proportion to free memory; the last is the output's."""
+    gpus = [Gpu("CUDA0", False, 8), Gpu("CUDA1", False, 4), Gpu("GPU2", True, 99)]
+    assert layers_of_gpus(gpus, -1, 10) == [(8, "CUDA0"), (2, "CUDA1")]
+    assert layers_of_gpus(gpus, 4, 10) == [(3, "CUDA0"), (0, "CUDA1")]
+    assert layers_of_gpus(gpus, 0, 10) == []
+    assert layers_of_gpus(gpus[2:], 4, 10) == [(3, "GPU2")]
 
 
 def test_layers_out_of_order() -> None:

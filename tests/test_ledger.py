@@ -73,7 +73,7 @@ def test_a_way_that_loses_rests_each_time_twice_as_long():
     for _ in range(4):
         while not ledger.room("copies"):
             ledger.add({}, None, 1.0, 1)
-        used(ledger, 1.0 + 3 * (1 + ALLOWANCE * ledger.taken), 1)
+        used(ledger, 1.0 + 3 * (1 + ALLOWANCE * ledger.tokens), 1)
         ledger.add({}, None, 1.0, 1)
         rests.append(ledger.accounts["copies"].rest)
     assert rests == [FIRST_REST * 2**i for i in range(1, 5)]
@@ -94,7 +94,7 @@ def test_seconds_of_looking_for_draft_tokens_count_where_none_was_used():
     ledger = started()
     for _ in range(200):
         ledger.add({"copies": 0.1} if ledger.room("copies") else {}, None, 1.0, 1)
-    assert ledger.accounts["copies"].lost < 1 + ALLOWANCE * ledger.taken + 0.1
+    assert ledger.accounts["copies"].lost < 1 + ALLOWANCE * ledger.tokens + 0.1
     assert ledger.accounts["copies"].rest > FIRST_REST
 
 
@@ -104,6 +104,19 @@ def test_all_ways_share_one_allowance():
     ledger.add({}, None, 1.0, 1)
     assert ledger.room("draft") == pytest.approx(ledger.room("copies"))
     assert ledger.room("draft") < 0.3
+
+
+def test_what_was_earned_while_passes_were_faster_pays_for_few_of_the_present_ones():
+    ledger = started(passes=200)
+    for _ in range(4):
+        ledger.add({}, None, 50.0, 1)
+    assert ledger.room("copies") == pytest.approx(50.0 * (1 + ALLOWANCE * 8))
+
+
+def test_one_slow_plain_pass_earns_no_more_than_another():
+    ledger = started(passes=4)
+    ledger.add({}, None, 50.0, 1)
+    assert ledger.room("copies") == pytest.approx(1 + ALLOWANCE * 5)
 
 
 def test_gains_pay_for_few_losses_and_fewer_in_the_next_sequence():

@@ -26,6 +26,7 @@ REMEMBERED = {
     "more / 3": (1, 1 / 3),
 }
 WAYS = ["copies", "draft", "copies+draft"]
+LEAST = {32: 0.9, 128: 0.95, 512: 0.97}  # tokens -> ratio to plain decoding
 SEEDS = 3
 CASES = [
     pytest.param(*case, id="-".join(map(str, case)))
@@ -58,11 +59,9 @@ def speed(steps, tokens):
 @pytest.mark.covering(2)
 @pytest.mark.parametrize(("cost", "agreement", "remembered", "ways", "load", "slow", "noise"), CASES)
 def test_the_default_is_hardly_slower_than_plain_decoding(cost, agreement, remembered, ways, load, slow, noise):
-    """Under a load that comes within a step, this step alone may take as long as several plain passes."""
     found = [run(cost, agreement, remembered, ways, load, slow, noise, seed).sequence(512) for seed in range(SEEDS)]
     ratios = {tokens: fmean(speed(steps, tokens) for steps in found) for tokens in (32, 128, 512)}
-    bars = {32: 0.9, 128: 0.95, 512: 0.97} if load in ("idle", "x2") else {32: 0.88, 128: 0.9, 512: 0.92}
-    assert {tokens: ratio for tokens, ratio in ratios.items() if ratio < bars[tokens]} == {}
+    assert {tokens: ratio for tokens, ratio in ratios.items() if ratio < LEAST[tokens]} == {}
 
 
 class Free(Ledger):
@@ -95,4 +94,28 @@ def best(cost, agreement, ways):
 def test_a_way_that_pays_is_found(cost, agreement, remembered, ways):
     learning = run(cost, agreement, remembered, ways, "idle", False, 0.0, 0)
     learning.sequence(512)
-    assert speed(learning.sequence(512), 512) >= 0.8 * best(cost, agreement, ways)
+    assert speed(learning.sequence(512), 512) >= 0.9 * best(cost, agreement, ways)
+
+
+def test_a_slow_start_does_not_make_larger_passes_seem_free():
+    found = [run("steep", "always", "nothing", "copies", "idle", True, 0.0, seed).sequence(64) for seed in range(SEEDS)]
+    assert min(speed(steps, 32) for steps in found) >= LEAST[32]
+
+
+def test_a_draft_that_waited_is_tried_again_in_the_same_sequence():
+    learning = run("flat", "half", "right", "draft", "idle", False, 0.0, 0)
+    least = 0.9 * best("flat", "half", "draft")
+    assert min(speed(learning.sequence(512), 512) for _ in range(3)) >= least
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize(
+    ("cost", "drafting", "agreement", "tokens", "remembered"),
+    list(product(["steep", "rising"], [0.25, 0.4], [0.55, 0.65, 0.75], [12, 32, 96], [None, (1, 1)])),
+)
+def test_trials_of_a_draft_in_memory_cost_little(cost, drafting, agreement, tokens, remembered):
+    learning = Run(
+        COSTS[cost], lambda tokens: agreement, ("draft",), agreement, 0.05, remembered=remembered, drafting=drafting
+    )
+    steps = [learning.sequence(tokens)[-1] for _ in range(384 // tokens)]
+    assert sum(plain for *_, plain in steps) >= 0.97 * sum(spent for _, spent, _ in steps)

@@ -151,8 +151,8 @@ def test_mlx_on_the_same_machines(tmp_path: Path) -> None:
         engine.plan(folder, LoadOptions(), replace(MAC, gpus=(replace(gpu, limit=MIB),)))
 
 
-def test_only_the_gpu_that_is_used_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking takes some of its memory."""
+def test_only_gpus_that_may_be_used_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking takes some of their memory."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     from edgespec.backends.torch.backend import engine
 
@@ -161,8 +161,14 @@ def test_only_the_gpu_that_is_used_is_looked_at(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda name: looked.append(name) or (5 * GIB, 8 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda name: GIB)
-    measured, other = Gpu("cuda:0", False, 5 * GIB, GIB, 8 * GIB), Gpu("cuda:1", False, 0)
-    assert engine.gpus(None) == engine.gpus("cuda") == [measured, other]
-    assert engine.gpus("cuda:1")[1] == replace(measured, name="cuda:1")
+    first, other = Gpu("cuda:0", False, 5 * GIB, GIB, 8 * GIB), Gpu("cuda:1", False, 0)
+    second = replace(first, name="cuda:1")
+    assert engine.gpus(None) == engine.gpus("cuda") == [first, second]
+    assert looked == ["cuda:0", "cuda:1"] * 2
+    looked.clear()
+    assert engine.gpus("cuda:1") == [replace(other, name="cuda:0"), second]
     assert engine.gpus("cpu") == [replace(other, name="cuda:0"), other]
-    assert looked == ["cuda:0", "cuda:0", "cuda:1"]
+    assert looked == ["cuda:1"]
+    for device, others in ((None, [second]), ("cuda", [second]), ("cuda:0", []), ("cuda:1", []), ("cpu", [])):
+        found = engine.plan("model", LoadOptions(device=device), replace(PC, gpus=(first, second)))
+        assert found.others == others

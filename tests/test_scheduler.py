@@ -692,7 +692,7 @@ def test_a_batch_whose_draft_tokens_lose_goes_on_without_them():
             reader.check()
         scheduler.close()
         assert (ledger.accounts.keys() >= {"batch"}) == drafts
-        assert ledger.taken > 0
+        assert ledger.tokens > 0
 
 
 def test_the_split_is_the_best_there_is():

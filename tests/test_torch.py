@@ -256,7 +256,7 @@ def memory_for(folder, resident, **options):
     """Bytes that let so many layers stay on the device."""
     backend = load(str(folder), **options)
     model, cache = backend.model, backend.open().cells
-    fixed = options.get("sessions", 1) * cache.numel() * cache.element_size()
+    fixed = options.get("sessions", 1) * cache.nbytes
     fixed += work_bytes(model, backend.capabilities, options["budget"] + 1)
     layer = max(block_bytes(layer) for layer in model.get_decoder().layers)
     return fixed + (resident + BUFFERS) * layer

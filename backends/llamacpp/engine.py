@@ -10,7 +10,7 @@ from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Mach
 from edgespec.loop.session_files import content_of
 from edgespec.machine.disk import remove_name
 from edgespec.machine.this_machine import Gpu, this_machine
-from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, layers_on_gpu
+from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, layers_of_gpus, layers_on_gpu
 
 from ..common.loader import loader
 from .backend import LlamaBackend
@@ -260,10 +260,9 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
 
 
 def _placed(plan: LlamaPlan, layers: int) -> Placed:
-    on_device = layers_on_gpu(plan.gpu_layers, layers)
-    devices = "lenders" if plan.borrowed else str(plan.ways[-1].get("device", ""))
-    streamed = len(plan.weights.streamed) if plan.weights else 0
-    return Placed(layers, devices if on_device else "", on_device, streamed)
+    lent = [(layers_on_gpu(plan.gpu_layers, layers), "lenders")]
+    shares = lent if plan.borrowed else layers_of_gpus(plan.machine.gpus, plan.gpu_layers, layers)
+    return Placed.on(shares, layers, len(plan.weights.streamed) if plan.weights else 0)
 
 
 def _model_params(plan: LlamaPlan, way: Computing) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from .backend import TorchBackend
 from .eagle import EagleHead, load_head
 from .loading import cache_shape, decoder_layers
 from .session import Placement, TorchOwner, TorchSession
+from .spans import Cells
 
 LAYER = SimpleNamespace(layer_idx=0)  # a head's only one, for `tree_attention`
 
@@ -47,12 +48,13 @@ class TorchHead(TorchBackend):
             paths=False, max_leaves=target.capabilities.max_nodes, exact=None, spare_leaves=None, cells=None,
         )  # fmt: skip
         shape = cache_shape(head.config, limits.context_length + limits.max_nodes)
-        cells = [torch.empty(shape, dtype=target.dtype, device=target.device) for _ in range(sessions)]
-        super().__init__(head, target.vocab, limits, (None,), cells, None)
+        spans = [(target.device, range(1))]
+        cells = [Cells(spans, [LAYER.layer_idx], shape[1:], target.dtype) for _ in range(sessions)]
+        super().__init__(head, target.vocab, limits, (None,), cells, spans, None)
         self.width = int(head.config.hidden_size)
         self._embed = head.embed_tokens or target.model.get_input_embeddings()
 
-    def _new_session(self, cells: Any) -> TorchHeadSession:
+    def _new_session(self, cells: Cells) -> TorchHeadSession:
         return TorchHeadSession(cast(TorchHeadOwner, self), cells)
 
     def fuse(self, states: Float32Array) -> Float32Array:

@@ -130,6 +130,8 @@ class PassTimes:
         """
         at = length_class(length)
         bits = round(nodes).bit_length()
+        if bits > 1 and (at, bits) in self._remembered and (known := self.at(length)):
+            self._shorten(at, min(1.0, seconds / float(known.seconds(nodes))))
         passes = self._passes.setdefault(at, {}).setdefault(bits, deque(maxlen=KEPT))
         passes.append((nodes, max(seconds, 1e-9)))
         sizes, times = zip(*passes, strict=True)
@@ -142,6 +144,13 @@ class PassTimes:
                 self._remembered.discard((at, other))
                 del self._passes[at][other], self._usual[at][other]
         self._curves.pop(at, None)
+
+    def _shorten(self, at: int, ratio: float) -> None:
+        """Passes over several nodes were remembered together: if one is faster than remembered, the others are, too."""
+        for bits in [bits for near, bits in self._remembered if near == at and bits > 1]:
+            size, took = self._usual[at][bits]
+            self._usual[at][bits] = size, ratio * took
+            self._passes[at][bits] = deque([(size, ratio * took)], KEPT)
 
     def has_plain(self, length: int) -> bool:
         """

@@ -204,8 +204,8 @@ class Candidate(ABC):
     def forget(self) -> None:
         """Propose again as if nothing was known: texts and machines change."""
 
-    def unread_count(self, token_ids: Sequence[int]) -> int:
-        """Number of tokens that its draft must read before it can be asked."""
+    def wait(self, token_ids: Sequence[int]) -> int:
+        """Tokens to wait for a trial, besides a rest."""
         return 0
 
     def draft_seconds(self, nodes: NDArray[np.intp], token_ids: Sequence[int], plain: float) -> FloatArray:
@@ -261,6 +261,7 @@ class AutoPlanner(Planner):
         self._spent: dict[str, float] = {}  # seconds of each candidate that was asked
         self._length = 0  # of the sequence when `_offer` was made
         self._rows = 0
+        self._passes: list[tuple[int, float, int]] = []  # of the target, not learned yet: nodes, seconds, length
         self._head: int | None = None  # as in its context
         self._went_ahead = False
 
@@ -316,6 +317,8 @@ class AutoPlanner(Planner):
             asking = replace(context, pass_times=terms.pass_times)
             wanted = terms.most > 0 and (terms.trial or candidate.estimate(asking, terms.most) > best)
             if wanted and candidate.is_ready(context.token_ids):
+                if terms.trial:
+                    candidate.forget()
                 found = yield from candidate.propose(asking, terms.most)
                 if terms.trial and sequences > 1:  # its account is the batch's
                     self._state.ledger(sequences).put_off(name)
@@ -338,9 +341,7 @@ class AutoPlanner(Planner):
             The terms: even if no draft token is accepted, a step of a single sequence loses what its ledger allows.
         """
         name, ledger, tolerance = candidate.planner.name, self._state.ledger(context.sequences), 1.0
-        trial = ledger.is_due(name, candidate.unread_count(context.token_ids))
-        if trial:
-            candidate.forget()
+        trial = ledger.is_due(name, candidate.wait(context.token_ids))
         if context.sequences > 1:
             return Terms(times, most, trial=trial)
         if trial or not times:
@@ -390,7 +391,11 @@ class AutoPlanner(Planner):
             if known:
                 state.target.measured += 1
             elif not went_ahead:  # a draft that runs meanwhile lengthens the pass
-                state.add_pass(self._rows, seconds, self._length)
+                self._passes.append((self._rows, seconds, self._length))
+            if not way or self._ledger.distance > 1:  # else a plain pass comes next, which shows the pace of this one
+                for one in self._passes:
+                    state.add_pass(*one)
+                self._passes.clear()
         self._offer.learn(tokens, seconds)
 
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf, sqrt
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,6 @@ from edgespec.planners.drafting import CATCH_UP, agreed
 from edgespec.planners.path_cost import best_part
 
 AGREEMENT = 0.7  # prior share of tokens in which draft and target agree
-DOUBT = 0.2  # DOUBT / sqrt(tokens asked) is added to the share, so that a new draft is tried
-EARLIER = 4  # tokens of earlier sequences that count as one of this sequence
-MOST_EARLIER = 64  # most tokens of earlier sequences that count
 READ = 0.1  # plain passes of the target that the draft takes to read a token
 GAIN = 1.1  # ratio of rates that a draft must be predicted to reach: trying costs, too
 LEAST_TRUST = 0.05  # of `trust` in `path_cost.best_part`
@@ -89,18 +86,22 @@ class Drafting(Candidate):
     def is_ready(self, token_ids: Sequence[int]) -> bool:
         before, self._wanted = self._wanted, len(token_ids)
         if not before:
-            self._state.ledger().pay(self.planner.name, READ * self.unread_count(token_ids))
+            self._state.ledger().pay(self.planner.name, READ * self._unread_count(token_ids))
         return self._unread(self._wanted) <= 1 + CATCH_UP
 
     def forget(self) -> None:
         for share in (self._state.agreement, self._state.worth, self._agreement_here):
             share.forget()
 
-    def unread_count(self, token_ids: Sequence[int]) -> int:
+    def wait(self, token_ids: Sequence[int]) -> int:
+        # As many as its draft would have to read; unless it follows the sequence, and only falls behind by waiting.
+        return 0 if self._wanted else self._unread_count(token_ids)
+
+    def _unread_count(self, token_ids: Sequence[int]) -> int:
         return max(0, self._unread(len(token_ids)) - 1)
 
     def draft_seconds(self, nodes: NDArray[np.intp], token_ids: Sequence[int], plain: float) -> FloatArray:
-        times, unread = self._state.draft.at(len(token_ids)), self.unread_count(token_ids)
+        times, unread = self._state.draft.at(len(token_ids)), self._unread_count(token_ids)
         reading = READ * plain * unread
         return reading + (times.plain if times else 0.0) * np.minimum(nodes, self.planner.depth)
 
@@ -159,6 +160,4 @@ class Drafting(Candidate):
         draft_times = self._draft_times(length, times.sequences)
         if draft_times is None:
             return inf if self._eager else 0.0
-        asked = self._agreement_here.hoped + min(self._state.agreement.hoped, MOST_EARLIER) / EARLIER
-        agreement = min(0.98, self._agreement + DOUBT / sqrt(1 + asked))
-        return chain_goodput(agreement, unread, depth, times, draft_times, head) * self._state.worth.value(1.0)
+        return chain_goodput(self._agreement, unread, depth, times, draft_times, head) * self._state.worth.value(1.0)

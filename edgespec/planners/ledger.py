@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-ALLOWANCE = 0.015  # plain passes that may be lost for each that the sequence has taken, besides one
+ALLOWANCE = 0.015  # plain passes that may be lost for each token of the sequence, besides one
 MOST_GAINED = 8.0  # plain passes that an account may be ahead: a good hour does not pay for a bad one
 MOST_SAVED = 16.0  # plain passes of allowance that are kept for trials: a draft may have much to read
 CARRIED = 2.0  # of these, those that the next sequence begins with
@@ -94,7 +94,8 @@ class Ledger:
     Attributes:
         first: plain passes before a way that is not known to gain: the first passes of a program may be slow.
         accounts: by the name of the way.
-        taken: plain passes that the steps of this sequence took as long as.
+        tokens: of this sequence.
+        seconds: of its steps.
         distance: steps with draft tokens from one plain pass to the next.
         since: those since the last plain pass.
         plain: seconds of a plain pass; 0: unknown.
@@ -103,7 +104,8 @@ class Ledger:
 
     first: int = 1
     accounts: dict[str, Account] = field(default_factory=dict)
-    taken: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
     distance: int = 1
     since: int = 0
     plain: float = 0.0
@@ -116,11 +118,11 @@ class Ledger:
 
     def begin(self) -> None:
         """Start a sequence: losses are forgotten, gains and rests in part."""
-        self.saved = max(0.0, min(self.saved + ALLOWANCE * self.taken - self._lost, MOST_SAVED))
+        self.saved = max(0.0, min(self.saved + ALLOWANCE * self.tokens - self._lost, MOST_SAVED))
         self._usual = self.plain
         self._plain.clear()
         self._more.clear()
-        self.taken, self._seen, self.since, self._last = 0.0, 0, 0, []
+        self.tokens, self.seconds, self._seen, self.since, self._last = 0.0, 0.0, 0, 0, []
         self.distance = max(1, self.distance // SOONER)
         for one in self.accounts.values():
             one.lost = one.before = max(min(one.lost, 0.0), -CARRIED)
@@ -196,7 +198,8 @@ class Ledger:
             self._last.append(Entry(self._account(name), took, gained, self._account(name).lost))
         for entry in self._last:
             entry.post(plain)
-        self.taken += (sum(entry.took for entry in self._last) + (0.0 if way else seconds)) / plain
+        self.tokens += tokens
+        self.seconds += sum(entry.took for entry in self._last) + (0.0 if way else seconds)
         for name, one in self.accounts.items():
             one.resting = max(0.0, one.resting - tokens)
             if name == way:
@@ -242,7 +245,8 @@ class Ledger:
 
     @property
     def _allowed(self) -> float:
-        return 1 + ALLOWANCE * self.taken
+        # What was earned while passes were faster pays for few of the present ones.
+        return 1 + ALLOWANCE * (min(self.tokens, self.seconds / self.plain) if self.plain else 0.0)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: what the next run begins with."""
