@@ -199,7 +199,7 @@ def private_memory() -> int:
 
 
 def give_back_freed_memory() -> None:
-    """Have glibc return blocks of 8 MiB and more at once: by default the gaps of tensors of all sizes grow for hours."""
+    """Have glibc return blocks of 8 MiB and more at once: else gaps between tensors of all sizes grow for hours."""
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
         library.mallopt(M_MMAP_THRESHOLD, 8 << 20)
 
