@@ -377,6 +377,17 @@ def test_bad_input_is_one_line(arguments, message, tiny_gguf, prompts, train, tm
     assert err.splitlines()[-1].startswith(f"edgespec: {message}")
     assert len([line for line in err.splitlines() if line.startswith("edgespec")]) == 1
     assert "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_that_cannot_be_trained_on_is_refused_before_it_answers(train, prompts, tmp_path):
+    model = tiny_model("qwen2", vocab_size=VOCAB)
+    weights = {name: weight.numpy() for name, weight in model.state_dict().items() if "k_proj.bias" not in name}
+    target = write_target(tmp_path / "tiny.gguf", model.config, weights)
+    code, _, err = train(target, prompts, tmp_path / "out", *FEW)
+    assert code == 1
+    assert err.endswith(f"edgespec: {target}: the tensor blk.0.attn_k.bias is missing\n")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_missing_package_is_one_line(monkeypatch, tiny_gguf, prompts, train, tmp_path):
