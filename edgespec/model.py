@@ -498,10 +498,10 @@ def load(
         _check_call(name, call)
     say = say or (lambda text: None)
     entry = find_model(target, models_file)
-    planner = planner or entry.defaults.planner or "auto"
+    planner, notes = planner or entry.defaults.planner or "auto", list[str]()
     if planner in USE_DRAFT:
         here = targets is None and cluster is None
-        draft = draft or entry.draft or (own_head(entry, backend, say) if here else None)
+        draft = draft or entry.draft or (own_head(entry, backend, say, notes) if here else None)
     check_planner(planner, draft is not None, datastore is not None, planner_options)
     fixed, budget = budget is not None, choose_budget(budget, entry)
     # With a fixed budget passes are wide, but for `auto` without a draft or datastore, which is plain decoding.
@@ -536,10 +536,14 @@ def load(
             for _ in range(parallel)
         ]
         defaults, at_close = _defaults(entry), lambda: None
+        defaults["notes"] += notes
         if fixed and drafted:
             defaults["notes"] += note_on_budget(budget, backends[0], local_path(entry.target, fetch=False))
         if pace and planner != "none" and remember:
-            sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft and backends[1:] else [])]
+            sources = [
+                entry.target,
+                *([find_draft(draft, entry, models_file).target] if draft and backends[1:] else []),
+            ]
             at_close = recall_auto_state(pace, sources, backends[0], options, learn)
         names = (target, draft or "" if backends[1:] else "")
         return Model(

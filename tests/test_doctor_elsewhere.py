@@ -1,6 +1,7 @@
 """`edgespec doctor --machine`: a model that is not here, on a machine that is not here."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from edgespec.cli.commands import cli
 from edgespec.errors import UsageError
 from edgespec.machine.described import BUILT_IN, describe, find_machine, machine_names
 from edgespec.machine.this_machine import Machine, this_machine
+from edgespec.weights.plan import two_digits
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
@@ -76,6 +78,31 @@ def test_a_70b_that_is_not_here(machine: str, layers: str) -> None:
     assert speeds["auto"] >= speeds["none"]
     assert first.passes[0].seconds >= first.streamed / found.described.disk.speed
     assert "computed, not measured" in report(found)
+
+
+def table_of_machines() -> list[tuple[str, str, str, str]]:
+    """README's rows: machine, model, what runs where, plain and drafted tokens a second."""
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    row = re.compile(r"\| .*`(.+?)` \| `edgespec run (\S+)` \| (.+?) \| computed: (.+?) \|")
+    return [match.groups() for match in row.finditer(text)]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("row", table_of_machines(), ids=lambda row: row[0])
+def test_the_readmes_table_is_what_doctor_computes(row: tuple[str, str, str, str]) -> None:
+    machine, model, where, speeds = row
+    first = on(model, machine).found[0]
+    placed, found = first.where.placed, first.tokens_per_second
+    assert placed.streamed == 0
+    some = f"{placed.on_device} of {placed.layers}" if placed.on_device < placed.layers else f"all {placed.layers}"
+    if not placed.on_device:
+        assert where == f"all {placed.layers} layers on the processor"
+    else:
+        assert where in (f"{some} layers on the GPU", f"{some} layers on Metal")
+    assert speeds == ", ".join(two_digits(found[name]) for name in ("none", "auto"))
+
+
+def test_the_readme_has_four_machines() -> None:
+    assert len(table_of_machines()) == 4
 
 
 def test_more_memory_and_a_faster_disk_are_never_slower() -> None:

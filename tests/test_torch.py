@@ -33,7 +33,8 @@ from edgespec.backends.torch import attention
 from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch import loading as loading_module
 from edgespec.backends.torch.attention import build_mask
-from edgespec.backends.torch.backend import check_tree, engine, load
+from edgespec.backends.torch.backend import check_tree, load
+from edgespec.backends.torch.engine import engine
 from edgespec.backends.torch.loading import choose_placement, work_bytes
 from edgespec.backends.torch.logits import top_on_device
 from edgespec.backends.torch.offload import (

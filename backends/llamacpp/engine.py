@@ -14,9 +14,11 @@ from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, layers_of_
 
 from ..common.loader import loader
 from .backend import LlamaBackend
-from .context import ContextSize, kept_of, make_context
+from .context import ContextSize, kept_of, make_context, settle_attention
 from .ggml.files import LLAMA_MAX_SEQ, engine_build, llama_cpp, load_model, metadata, parts, without_amx
-from .heads import find_head, load_head
+from .head_card import check_target
+from .head_files import find_head
+from .heads import load_head
 from .lending.child_process import ChildBackend, load_in_child
 from .lending.rpc import lent_line, lent_options
 from .memory.attention import ALIKE, can_be_alike, capture_cpu_backend, row_hook
@@ -35,6 +37,7 @@ from .memory.skip_padding import SkipPadding, has_experts
 from .memory.threads import crowd
 from .memory.tolerance import tolerance
 from .recurrent import ids_of_session, is_recurrent, most_paths, why_not
+from .states import LAST_LAYER, NEXTN
 from .vocab import load_vocab
 
 __all__ = ["engine", "load", "load_vocab"]
@@ -82,6 +85,7 @@ class LlamaEngine(Engine):
 
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> LoadPlan:
         check_whole("sessions", options.sessions, 1, LLAMA_MAX_SEQ)
+        check_target(path)
         return LoadPlan(path=path, options=options) if options.lenders else plan_here(path, options, machine)
 
     def load(
@@ -114,6 +118,8 @@ class LlamaEngine(Engine):
             with closing(load_here(plan, way, lambda done, total: None)) as backend:
                 if copy != path:
                     remove_name(copy)
+                if LAST_LAYER in computing:
+                    backend.keep_states([NEXTN])
                 backend.state_width = llama_cpp.llama_model_n_embd(backend.model)
                 yield backend
 
@@ -213,6 +219,8 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
             watch.skip_padding = SkipPadding()
             params.cb_eval = watch.skip_padding.callback
         params.op_offload = "op_offload" not in computing and not plan.borrowed
+        if params.op_offload and plan.machine.gpus:
+            settle_attention(path, model, size, params)
         with capture_cpu_backend() if ALIKE.keys() <= computing.keys() else nullcontext(list[int]()) as processors:
             context = make_context(path, model, size, params)
         if watch and watch.skip_padding:

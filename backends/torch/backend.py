@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 from threading import Event
 from typing import Any, cast
 from weakref import WeakSet
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 
 from edgespec.errors import Closed, ModelError, NoRoom, UsageError, check_whole
-from edgespec.loop.backend import Backend, Capabilities, Logits, Placed, Vocab, Work
+from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array
@@ -34,9 +35,10 @@ from edgespec.machine import memory as process
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.this_machine import Gpu, this_machine
-from edgespec.models.heads import is_head
+from edgespec.models.safetensors_header import read_safetensors_header
 from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, choose_width
 
+from ..common.heads import head_size
 from ..common.hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
 from ..common.interrupts import interruptible
 from ..common.loader import loader
@@ -67,6 +69,7 @@ from .loading import (
     work_bytes,
 )
 from .logits import KeptInputs, TorchLogits
+from .mtp_files import head_tensors
 from .offload import CopyEngine, CudaCopies, HostCopies, Streamer, needs_pinning
 from .recurrent import (
     RecurrentOwner,
@@ -82,7 +85,7 @@ from .session import Placement as NodePlacement
 from .session import TorchSession
 from .spans import Cells, Spans, connect
 
-__all__ = ["TorchBackend", "TorchEngine", "engine", "load", "load_vocab"]
+__all__ = ["TorchBackend", "TorchEngine", "load", "load_vocab"]
 
 MOST_SESSIONS = 1024
 DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
@@ -175,7 +178,7 @@ class TorchBackend:
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         self._check_open()
         if self.capabilities.paths:
-            with torch.inference_mode(), _out_of_memory("a pass"):
+            with torch.inference_mode(), out_of_memory("a pass"):
                 return forward_recurrent(cast(RecurrentOwner, self), batch)
         check_batch(batch, self.capabilities)
         sessions = [cast(TorchSession, work.session) for work in batch]
@@ -191,7 +194,7 @@ class TorchBackend:
             more = shape.rows(len(tokens)) - len(tokens)
             tokens, positions = tokens + [0] * more, positions + [0] * more
             wanted += also_wanted(wanted, len(tokens), shape)
-        with torch.inference_mode(), _out_of_memory("a pass"):
+        with torch.inference_mode(), out_of_memory("a pass"):
             tree = Tree(tuple(parts), self.windows, self.interrupted)
             with interruptible(sessions, self.interrupted):
                 logits = self._run(batch, placements, tokens, positions, wanted, tree)
@@ -323,18 +326,17 @@ class TorchEngine(Engine):
     def load_vocab(self, path: str) -> Vocab:
         return load_vocab(path)
 
-    def has_head(self, path: str) -> bool:
-        return is_head(path)
 
-    def load_head(self, target: Backend, path: str, options: LoadOptions) -> TorchBackend:
-        from .head import load_eagle
-
-        assert isinstance(target, TorchBackend)
-        with _named(path), _out_of_memory("the head"):
-            return load_eagle(target, path, options)
-
-
-engine = TorchEngine()
+def _head_size(path: str, options: LoadOptions) -> tuple[int, int]:
+    """As `head_size`, of the head that will be loaded for the model at `path`; (0, 0) without one."""
+    if options.own_head:
+        return head_size(one for _, one in head_tensors(path).values())
+    return head_size(
+        one
+        for head in options.draft_files
+        for file in Path(head).glob("*.safetensors")
+        for one in read_safetensors_header(file)
+    )
 
 
 def load(
@@ -346,10 +348,10 @@ def load(
 ) -> TorchBackend:
     """As `common.loader`; with `copies`, for tests, the CPU acts as `gpus`."""
     if copies is None:
-        backend: TorchBackend = loader(engine)(path, **options)
+        backend: TorchBackend = loader(TorchEngine())(path, **options)
         return backend
     machine = replace(this_machine(path), gpus=tuple(gpus))
-    return load_folder(engine.plan(path, LoadOptions(**{"exact": "off"} | options), machine), copies)
+    return load_folder(TorchEngine().plan(path, LoadOptions(**{"exact": "off"} | options), machine), copies)
 
 
 def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None = None) -> TorchBackend:
@@ -367,16 +369,17 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
     there, dtype, before = in_bytes("gpu_memory", options.gpu_memory), options.dtype, process.private_memory()
     torch.set_num_threads(options.threads or min(torch.get_num_threads(), plan.cores))
     vocab = load_vocab(path)
-    with _named(path), _out_of_memory("the model"):
+    with named(path), out_of_memory("the model"):
         folder = check_folder(path)
         check_folder_fits(folder, dtype, plan.memory)
         model = load_model(folder, dtype)
         grown = max(0, process.private_memory() - before)
+        head = tuple(numbers * model.dtype.itemsize for numbers in _head_size(path, options))
         needed, host = plan.used + grown + sum(map(_bytes_of_weights, _mapped)) + MARGIN, None
         if gpu:
             host = Host(folder, plan.memory, needed, apart=True)
         elif device.type == "cpu":
-            weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+            weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) + head[0]
             if options.memory is not None or 2 * weights + needed >= plan.memory:
                 there, host = plan.memory, Host(folder, plan.memory, needed, apart=False)
         elif plan.shared is not None:
@@ -397,7 +400,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
             sessions=options.sessions, memory=there, gpu=gpu, others=plan.others,
             gpu_layers=options.gpu_layers if gpu else None,
             copies=copies or (CudaCopies if device.type == "cuda" else HostCopies), host=host,
-            form=form,
+            form=form, head=head,
         )  # fmt: skip
         if device.type != "cpu":
             try:
@@ -434,6 +437,7 @@ def assemble(
     copies: Callable[[Any, int], CopyEngine] = CudaCopies,
     host: Host | None = None,
     form: Form = PLAIN,
+    head: Sequence[int] = (0, 0),
 ) -> TorchBackend:
     """Place a transformers model that uses `tree_attention` on a device, and make its caches.
 
@@ -452,6 +456,7 @@ def assemble(
         copies: makes the copy engine.
         host: as for `choose_placement`.
         form: of the placed layers.
+        head: bytes of the weights of a head that will be loaded, and of a cell of it.
 
     Raises:
         ModelError: the model cannot hold a tree.
@@ -500,7 +505,7 @@ def assemble(
             return [sessions * ((i in attending) * keys + size) for i, size in enumerate(states)]
 
         def fixed(width: int) -> int:
-            work = work_bytes(model, limits(width), width + 1)
+            work = work_bytes(model, limits(width), width + 1) + head[0] + sessions * cells(width)[3] * head[1]
             return int(held + sum(caches_of(width)) + work - (WORKSPACE if host and not host.apart else 0))  # CUDA's
 
         def place(width: int) -> Placement:
@@ -607,7 +612,7 @@ def streaming_notes(streamer: Streamer, layers: int) -> list[str]:
 
 
 @contextmanager
-def _named(path: str) -> Iterator[None]:
+def named(path: str) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
@@ -615,7 +620,7 @@ def _named(path: str) -> Iterator[None]:
 
 
 @contextmanager
-def _out_of_memory(what: str) -> Iterator[None]:
+def out_of_memory(what: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -272,11 +272,10 @@ class Weights:
 
     def cells(self, context_length: int) -> int:
         """Bytes of keys and values of a context in 16 bits."""
-        values = self.values
-        heads = int(values.get("attention.head_count_kv") or values["attention.head_count"])
-        width = int(values["embedding_length"]) // int(values["attention.head_count"])
-        length = int(values.get("attention.key_length", width)) + int(values.get("attention.value_length", width))
-        return 2 * self.layers * heads * length * (context_length or int(values.get("context_length", 0)))
+        names = (".attn_k.weight", ".attn_v.weight")
+        rows = sum(self.numbers(tensor) for tensor in self.tensors if tensor.name.endswith(names))
+        length = context_length or int(self.values.get("context_length", 0))
+        return int(2 * rows / int(self.values["embedding_length"]) * length)
 
     def used(self, nodes: int) -> float:
         """Share of a layer's experts that a pass over `nodes` tokens is expected to choose."""

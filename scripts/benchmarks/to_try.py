@@ -162,7 +162,7 @@ def answers(
         else:
             means = question.then if question.holds(found.value) else question.otherwise
             rows.append([name, question.about, found.text, means])
-    return table(title, ("", "tried", "seen", "means"), rows)
+    return table(title, ("", "tried", "seen", "means"), rows, justify="left")
 
 
 def row_classes(backend: Backend) -> Seen:
