@@ -15,7 +15,7 @@ MAC_QUESTIONS = {
 }  # fmt: skip
 GPU_QUESTIONS = {
     "512 draft tokens", "pinned memory", "shared pages", "more buffers", "attention", "capped scores", "row classes",
-    "equal sizes", "GPUs", "4-bit folder",
+    "equal sizes", "GPUs", "two GPUs", "4-bit folder",
 }  # fmt: skip
 
 
@@ -99,10 +99,11 @@ def test_a_measure_that_fails_is_a_row_too() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="streaming")
-def test_every_question_has_a_measure() -> None:
+def test_every_question_has_a_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
     from benchmarks import gpu
 
+    monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 2)
     given = gpu.measures(None, gpu.CudaCopies, Path()).keys()
     report = gpu.Report("nf4", 1, 1, 1, 1, 1, 1.0, [gpu.Row(1, 1.0, 1, 1), gpu.Row(512, 1.5, 1, 1)])
     assert given | gpu.known([report]).keys() == GPU.keys()
