@@ -31,7 +31,7 @@ from edgespec.loading.pair import (
     choose_budget,
     choose_context,
     close_all,
-    own_head,
+    find_head,
     recall_auto_state,
 )
 from edgespec.loading.targets import check_targets, open_targets
@@ -501,7 +501,7 @@ def load(
     planner, notes = planner or entry.defaults.planner or "auto", list[str]()
     if planner in USE_DRAFT:
         here = targets is None and cluster is None
-        draft = draft or entry.draft or (own_head(entry, backend, say, notes) if here else None)
+        draft = draft or entry.draft or (find_head(entry, backend, say, notes) if here else None)
     check_planner(planner, draft is not None, datastore is not None, planner_options)
     fixed, budget = budget is not None, choose_budget(budget, entry)
     # With a fixed budget passes are wide, but for `auto` without a draft or datastore, which is plain decoding.

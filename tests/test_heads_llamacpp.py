@@ -34,6 +34,7 @@ from hybrid_files import write_with_head
 from test_offload_llamacpp import least_memory
 
 import edgespec
+import edgespec.loading.pair as pair_module
 from edgespec.errors import Closed, Interrupted, ModelError
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import prefill
@@ -513,3 +514,11 @@ def test_a_header_may_name_a_head_that_the_file_lacks(files, tmp_path):
     assert not engine.has_head(path)
     assert all(tensor.size for tensor in loaded_tensors(path))
     load(path, **OPTIONS).close()
+
+
+def test_a_head_that_was_pulled_with_its_model_is_the_draft(files, monkeypatch):
+    target, head = files["eagle3"]
+    monkeypatch.setattr(pair_module, "local_head", lambda source: str(head))
+    with edgespec.load(str(target), planner="specexec", budget=8, context_length=256, remember=False) as model:
+        assert model.generate("hello", max_tokens=4).stats.draft_passes
+        assert str(head) in repr(model)

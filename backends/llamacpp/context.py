@@ -153,8 +153,8 @@ def make_context(path: str, model: Any, size: ContextSize, params: Any) -> Any:
 def settle_attention(path: str, model: Any, size: ContextSize, params: Any) -> None:
     """Let `params` have flash attention if the model's devices compute it.
 
-    llama.cpp gives it up where it tries a pass with `op_offload` of 32 rows, one for each sequence: the GPU's copies of
-    a layer's weights move the layer's attention there.
+    llama.cpp tries it with a row for each sequence. From 32 rows on, `op_offload` moves the attention of the
+    processor's layers to the GPU, and llama.cpp gives flash attention up.
     """
     if params.flash_attn_type != llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO:
         return

@@ -22,7 +22,7 @@ from edgespec.machine.measurements import remember as keep
 from edgespec.machine.memory import left_of
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.heads import check_folder, is_head
-from edgespec.models.registry import OWN_HEAD, Entry, find_draft, find_model, is_folder, local_path
+from edgespec.models.registry import OWN_HEAD, Entry, find_draft, find_model, is_folder, local_head, local_path
 from edgespec.planners.auto import AutoState
 
 DEFAULT_BUDGET = 64
@@ -64,7 +64,7 @@ class PairPlan:
     head: bool = False
 
 
-def own_head(entry: Entry, backend: str | None, say: Callable[[str], None], notes: list[str]) -> str | None:
+def find_head(entry: Entry, backend: str | None, say: Callable[[str], None], notes: list[str]) -> str | None:
     """
     Args:
         entry: the model.
@@ -73,7 +73,7 @@ def own_head(entry: Entry, backend: str | None, say: Callable[[str], None], note
         notes: gets a line for the user on a head that cannot be used, unless the model itself cannot be read.
 
     Returns:
-        `OWN_HEAD` if the model's file has a head that its engine can use.
+        The name of a head that its engine can use: of a file that was pulled with it, or `OWN_HEAD`; None: it has none.
     """
     engine = find_engine(backend or choose_backend(is_folder(entry.target), this_machine()))
     if not isinstance(engine, LoadsHeads):
@@ -85,7 +85,8 @@ def own_head(entry: Entry, backend: str | None, say: Callable[[str], None], note
     except ModelError:  # the engine says what is wrong with the file
         return None
     try:
-        return OWN_HEAD if engine.has_head(path) else None
+        head = local_head(entry.target)
+        return head if head and engine.has_head(head) else OWN_HEAD if engine.has_head(path) else None
     except ModelError as error:
         notes.append(f"the head of the model is not used: {error}")
         return None

@@ -21,8 +21,8 @@ from edgespec.loading.pair import (
     PairPlan,
     choose_budget,
     choose_context,
+    find_head,
     load_draft,
-    own_head,
     with_head,
 )
 from edgespec.loading.timed_pass import Pass, time_pass
@@ -157,7 +157,7 @@ def diagnose(
     check_choice(exact)
     entry = find_model(target, models_file)
     notes = list[str]()
-    draft = draft or entry.draft or own_head(entry, backend, say, notes)
+    draft = draft or entry.draft or find_head(entry, backend, say, notes)
     sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft else [])]
     if len({is_folder(source) for source in sources}) > 1:
         raise UsageError("doctor looks at a pair on one engine: target and draft must both be GGUF files, or folders")

@@ -24,6 +24,7 @@ from edgespec.models.registry import find_model
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.choice import USE_DATASTORE, USE_DRAFT, check_planner, make_planner, options_of
 
+FIELDS = ("prompt", "turns", "question", "text")  # of a record, the first that is there; of turns the first is taken
 SHARES = ("draft", "target", "wait", "plan")  # parts of an answer's seconds
 VERDICTS = (("ties", "ties"), ("unexplained", "WRONG"))  # keys of a report, and their words in the table
 
@@ -62,13 +63,14 @@ def read_prompts(path: Path, limit: int | None = None) -> list[BenchPrompt]:
             continue
         try:
             record = json.loads(line)
-            text = record["prompt"] if "prompt" in record else record["turns"][0]
+            name = next((name for name in FIELDS if name in record), "turns")
+            text = record["turns"][0] if name == "turns" else record[name]
             if not isinstance(text, str) or not text.strip():
                 raise TypeError
             text.encode()  # JSON can spell half a character, which UTF-8 cannot
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise UsageError(
-                f"{path}, line {number}: needs a JSON object with UTF-8 text as `prompt` or in `turns`"
+                f"{path}, line {number}: needs a JSON object with UTF-8 text as {', '.join(FIELDS)}"
             ) from error
         prompts.append(BenchPrompt(text, str(record.get("category", ""))))
     if not prompts:

@@ -69,7 +69,7 @@ def last_log() -> str:
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
-    """What llama.cpp complains about meanwhile."""
+    """Complaints of llama.cpp."""
     _log_lines.clear()
     try:
         yield _log_lines
