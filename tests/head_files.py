@@ -19,6 +19,7 @@ def write_eagle3(
     known: Sequence[int] | None = None,
     whole: bool = False,
     vocab: int = VOCAB,
+    norm: bool = False,
     **changed: Any,
 ) -> Path:
     """A head as convert_hf_to_gguf.py of llama.cpp writes it.
@@ -30,6 +31,7 @@ def write_eagle3(
         known: the target's tokens that it can draft; None: all.
         whole: it has an embedding of its own.
         vocab: tokens of the target; those of another number have no texts.
+        norm: states have a norm of their own.
         changed: keys of the header, without "eagle3.".
     """
     writer, generator = gguf.GGUFWriter(path, "eagle3"), np.random.default_rng(1)
@@ -56,6 +58,9 @@ def write_eagle3(
         "blk.0.attn_output": (width, 256), "blk.0.ffn_gate": (2 * width, width), "blk.0.ffn_up": (2 * width, width),
         "blk.0.ffn_down": (width, 2 * width),
     }  # fmt: skip
+    if norm:
+        writer.add_bool("eagle3.norm_before_fc", True)
+        shapes["enc.output_norm"] = (3 * width,)
     if whole:
         shapes["token_embd"] = (vocab, width)
     for name, shape in shapes.items():

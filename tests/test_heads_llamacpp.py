@@ -21,9 +21,12 @@ from contract import (
     work,
 )
 from edgespec.backends.llamacpp import states
+from edgespec.backends.llamacpp.context import ContextSize
 from edgespec.backends.llamacpp.engine import engine, load
 from edgespec.backends.llamacpp.ggml.files import all_tensors, load_model, loaded_tensors
 from edgespec.backends.llamacpp.heads import LlamaHeadSession
+from edgespec.backends.llamacpp.memory import planning
+from edgespec.backends.llamacpp.memory.gpu import Buffers
 from gemma4_files import copy, write_assistant, write_gemma4
 from gguf_files import small_llama
 from head_files import gguf, write_eagle3, write_glm4moe, write_step35
@@ -37,6 +40,7 @@ from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import prefill
 from edgespec.loop.tree import path_to
 from edgespec.machine import memory as process
+from edgespec.machine.this_machine import this_machine
 
 TEXT = [5, 40, 17, 99, 23, 201, 64, 8, 150, 77, 31, 12]
 KINDS = ["eagle3", "own", "mixture", "sidecar", "assistant", "chain"]  # "own" and "sidecar" have recurrent targets
@@ -327,13 +331,17 @@ def test_a_kept_session_goes_on_with_its_head(files, kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_interrupt_ends_a_pass_of_the_head_but_not_its_states(files, kind):
-    with pair(*files[kind]) as (target, head):
+def test_an_interrupt_ends_a_pass_of_the_head_but_not_its_states(files, kind, tmp_path):
+    target, head = files[kind]
+    if kind == "eagle3":
+        head = write_eagle3(tmp_path / "head.gguf", norm=True)  # which llama.cpp can interrupt
+    with pair(target, head) as (target, head):
         _, session, _ = read(target, head, TEXT)
+        given = head.fuse(states := np.ones((2, target.capabilities.states), np.float32))
         head.interrupt()
-        session.give(len(TEXT), np.ones((2, target.capabilities.states), np.float32))  # Ctrl-C between two passes
+        np.testing.assert_array_equal(head.fuse(states), given)  # Ctrl-C between two passes
         with pytest.raises(Interrupted):
-            head.forward([work(session, [7], [-1])])
+            head.forward([work(session, [7], [-1], wanted=[0])])
         assert session.token_ids == TEXT
         head.forward([work(session, [7], [-1])])
 
@@ -369,13 +377,29 @@ def test_an_embedded_head_is_pinned_and_counted_where_it_is_asked_for(files, mon
     target.close()
 
 
-def test_a_head_in_another_file_is_counted(files, monkeypatch):
+@pytest.mark.parametrize("kind", ["eagle3", "sidecar", "assistant"])
+def test_a_head_in_another_file_is_counted(files, kind, monkeypatch):
+    """Its weights, also those of layers that its model would not load, and the states that the target keeps."""
+    target, head = files[kind]
+    monkeypatch.setattr(planning, "rehearse", lambda path, sizes, free, target: (0, [Buffers(0, 0, ())]))
+    planner = planning.MemoryPlanner(str(target), LoadOptions(draft_files=(str(head),)), this_machine())
+    size = ContextSize(64, 8, 1, 64)
+    found, weights = planner._drafts(size), sum(tensor.size for tensor in all_tensors(str(head)))
+    assert found == weights + planning.states_bytes(str(head), size)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "own"])
+def test_cells_and_buffers_of_a_head_are_counted(files, kind, monkeypatch):
     held = process.private_memory()
     monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: held)
-    target, head = files["eagle3"]
-    options: dict[str, Any] = {"context_length": 256, "threads": 1, "budget": 8}
-    without, beside = (least_memory(target, draft_files=draft, **options) for draft in ((), (str(head),)))
-    assert beside - without > head.stat().st_size
+    target, head = files[kind]
+    more = {"own_head": True} if kind == "own" else {"draft_files": (str(head),)}
+    few, many = (
+        least_memory(target, context_length=length, threads=1, budget=8, **more)
+        - least_memory(target, context_length=length, threads=1, budget=8)
+        for length in (256, 8192)
+    )
+    assert many - few > 2 * 2 * 64 * 4 * (8192 - 256) // 2  # keys and values, in 16 bits or 32
 
 
 @pytest.mark.parametrize(
