@@ -82,7 +82,7 @@ def test_half_a_character_is_one_line(run: Run, tiny: str, tmp_path: Path) -> No
     prompts.write_text('{"prompt": "good"}\n{"prompt": "a\\ud800b"}\n')
     code, out, err = run("bench", str(prompts), "--model", tiny, "--backend", "reference")
     assert (code, out) == (2, "")
-    assert err == f"edgespec: {prompts}, line 2: needs a JSON object with UTF-8 text as `prompt` or in `turns`\n"
+    assert err == f"edgespec: {prompts}, line 2: needs a JSON object with UTF-8 text as prompt, turns, question, text\n"
     models = tmp_path / "models.yaml"
     models.write_text(f'models:\n  - name: mine\n    target: "file:{tiny}"\n    defaults: {{system: "a\\ud800b"}}\n')
     code, out, err = run("run", "mine", "hello", "--backend", "reference", "--models", str(models))
