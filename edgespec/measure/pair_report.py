@@ -72,6 +72,19 @@ def check_picture(path: str | Path) -> None:
     check_out(path, PNG, "a PNG picture")
 
 
+def write_picture(figure: Any, out: Path) -> None:
+    """
+    Raises:
+        EdgespecError: it cannot be written.
+    """
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png", dpi=110)
+    try:
+        write_whole(out, drawn.getvalue())
+    except OSError as error:
+        raise EdgespecError(f"{out}: cannot be written: {error.strerror or error}") from error
+
+
 def picture(found: Measured, out: Path) -> None:
     """
     Raises:
@@ -96,12 +109,7 @@ def picture(found: Measured, out: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.legend()
     figure.suptitle(Path(found.target).name + (f" + {Path(found.draft).name}" if found.draft else ""))
-    drawn = BytesIO()
-    figure.savefig(drawn, format="png", dpi=110)
-    try:
-        write_whole(out, drawn.getvalue())
-    except OSError as error:
-        raise EdgespecError(f"{out}: cannot be written: {error.strerror or error}") from error
+    write_picture(figure, out)
 
 
 def figures(found: Measured, memory: str | None) -> dict[str, Any]:
