@@ -1,16 +1,16 @@
-"""Baselines that reject: speculative sampling whose text is another than plain decoding's, of the same distribution.
+"""Baselines that reject: their output is another than plain decoding's, of the same distribution.
 
-A position has the target's probabilities p and the draft's q. Its children are tried one after the other: child x ~ q
-is accepted with probability min(1, p(x) / q(x)), else p becomes max(0, p - q), normalised. After the last one the token
+A position has the target's probabilities p and the draft's q. Its children are tried one after the other. Child x ~ q
+is accepted with probability min(1, p(x) / q(x)); else p becomes max(0, p - q), normalised. After the last one the token
 is drawn from p. With one child that is Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318). With
 more there are two rules:
 
     replacement         all children are drawn from the same q: SpecInfer (arXiv 2305.09781)
     no replacement      q loses what was rejected: SpecInfer in SpecExec's own script, Sequoia (arXiv 2402.12374)
 
-`acceptance` looks from the other side: given the token that the position has in a text of the target, how probable was
-each child to be the accepted one? After a rejection the token has the distribution p, whatever was rejected. So one
-text gives the expected number of passes, without a pass over the branches that leave it.
+`acceptance` looks from the other side: it gives the probability that each child was accepted, given the position's
+token in an answer of the target. After a rejection the token has the distribution p, whatever was rejected. So one
+answer gives the expected passes, and no branch that leaves it has to be read.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from edgespec.loop.sampling import Float32Array, Noise, SamplingParams, candidates, top_ids
 from edgespec.loop.tree import FloatArray, IntArray, depths
 
-COINS_KEY = 0x5265_6A65_6374_696F  # makes another seed of a seed, so that coins are independent of the text's noise
+COINS_KEY = 0x5265_6A65_6374_696F  # makes a seed another one, so that coins do not depend on the noise of answers
 
 
 def coins(seed: int, position: int, shape: tuple[int, ...]) -> FloatArray:
@@ -60,15 +60,15 @@ def step(
         The tokens [n], and the number of the accepted child, from 1 on; 0: none [n].
     """
     count = len(flips)
-    now, draft = (np.broadcast_to(row, (count, len(row))) for row in (p, q))
+    target, draft = (np.broadcast_to(row, (count, len(row))) for row in (p, q))
     token, rank = np.zeros(count, np.intp), np.zeros(count, np.intp)
     for child in range(1, children + 1):
         x = _draw(draft, flips[:, 2 * child - 2])
-        of_target, of_draft = _at(now, x), _at(draft, x)
+        of_target, of_draft = _at(target, x), _at(draft, x)
         accepted = (rank == 0) & (of_draft > 0) & (flips[:, 2 * child - 1] * of_draft < of_target)
         token[accepted], rank[accepted] = x[accepted], child
-        now, draft = after_rejection(now, draft, x, replacement=replacement)
-    return np.where(rank > 0, token, _draw(now, flips[:, -1])), rank
+        target, draft = after_rejection(target, draft, x, replacement=replacement)
+    return np.where(rank > 0, token, _draw(target, flips[:, -1])), rank
 
 
 def acceptance(p: FloatArray, q: FloatArray, token: int, flips: FloatArray, *, replacement: bool) -> FloatArray:
@@ -84,17 +84,17 @@ def acceptance(p: FloatArray, q: FloatArray, token: int, flips: FloatArray, *, r
         The probability of each child that it is the accepted one, given the token: [children], the mean of n draws.
     """
     count, children = flips.shape
-    now, draft = (np.broadcast_to(row, (count, len(row))) for row in (p, q))
+    target, draft = (np.broadcast_to(row, (count, len(row))) for row in (p, q))
     found, left = np.zeros(children), np.ones(count)
     for child in range(children):
-        of_target = now[:, token]
+        of_target = target[:, token]
         share = np.minimum(1.0, np.divide(draft[:, token], of_target, out=np.ones(count), where=of_target > 0))
         found[child] = (left * share).mean()
         left = left * (1 - share)
         if left.max() < 1e-9 or not draft.any():
             break
-        x = _draw(_normal(np.maximum(draft - now, 0.0), draft), flips[:, child])
-        now, draft = after_rejection(now, draft, x, replacement=replacement)
+        x = _draw(_normal(np.maximum(draft - target, 0.0), draft), flips[:, child])
+        target, draft = after_rejection(target, draft, x, replacement=replacement)
     return found
 
 
@@ -168,12 +168,12 @@ def static_tree(rates: Sequence[float], budget: int) -> tuple[IntArray, IntArray
 def expected_passes(accepted: FloatArray, parents: IntArray, ranks: IntArray) -> float:
     """
     Args:
-        accepted: `acceptance` of each position of a text, [positions, children].
+        accepted: `acceptance` of each position of an answer, [positions, children].
         parents: of every pass's tree.
         ranks: of its nodes among their siblings.
 
     Returns:
-        The expected number of passes that write the text.
+        The expected number of passes that write the answer.
     """
     count, depth = len(accepted), depths(parents)
     padded = np.concatenate([accepted, np.zeros((int(depth.max()) + 1, accepted.shape[1]))])

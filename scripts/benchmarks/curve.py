@@ -1,8 +1,8 @@
-"""Tokens per pass against the budget, on recorded texts: SpecExec's Figure 3 with drafts that agree and with rejection.
+"""Tokens per pass against the budget, on recorded answers: SpecExec's Figure 3, with real rejection next to it.
 
-Methods of `REPLAYED` accept the tokens that the target samples, so their passes over a recorded text are counted. The
-text of a method of `RULES` has the target's distribution, so the recorded text may be its text: then
-`rejection.acceptance` gives the expected passes.
+Methods of `REPLAYED` accept the tokens that the target samples, so their passes over a recorded answer are counted. A
+method of `RULES` writes other answers, of the same distribution. So the recorded answer may be its own, and
+`rejection.acceptance` gives its expected passes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,9 +20,9 @@ from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.passes import most_nodes, prefill
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Float32Array, SamplingParams
-from edgespec.loop.tree import FloatArray, IntArray, Proposal, path_to, root_only
+from edgespec.loop.tree import FloatArray, Proposal, path_to, root_only
 from edgespec.measure.json_lines import append, resume
-from edgespec.measure.pair_report import check_picture, write_picture
+from edgespec.measure.pair_report import label_axes, write_picture
 from edgespec.measure.recording import record
 from edgespec.measure.rejection import acceptance, coins, coverage, expected_passes, probabilities, static_tree, stems
 from edgespec.measure.replay import Recording, replay
@@ -34,11 +34,9 @@ from edgespec.planners.search import MOST_DEPTH, Search
 from edgespec.planners.specexec import SpecExecPlanner
 
 MOST_CHILDREN = 64  # of a node, with rejection
-DRAWS, NUMBERS = 16, 1 << 18  # rejected drafts of a position: so many draws, with at most so many probabilities
+DRAWS, NUMBERS = 16, 1 << 18  # draws of what a position rejects; most probabilities in them
 COVERED = (1, 2, 4, 8, 16, 32, 64)
 RAW = SamplingParams(temperature=1.0)
-
-Shapes = Mapping[str, tuple[IntArray, IntArray]]  # name -> parents, numbers among the siblings
 
 
 class BeamPlanner(SpecExecPlanner):
@@ -74,30 +72,11 @@ REPLAYED: Mapping[str, Callable[[Backend], Planner]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """
-    Attributes:
-        children: most children of a node.
-        replacement: as for `acceptance`.
-        shapes: trees for a budget, from the mean `acceptance` of each child.
-    """
-
-    children: int
-    replacement: bool
-    shapes: Callable[[int, Sequence[float]], Shapes]
-
-
-def _stems(budget: int, rates: Sequence[float]) -> Shapes:
-    counts = [1 << power for power in range(MOST_CHILDREN.bit_length()) if 1 << power <= budget]
-    return {f"{count} x {budget // count}": stems(count, budget // count) for count in counts}
-
-
-RULES = {
-    "leviathan": Rule(1, True, lambda budget, rates: {"": stems(1, budget)}),
-    "specinfer": Rule(MOST_CHILDREN, True, _stems),
-    "specinfer-script": Rule(MOST_CHILDREN, False, _stems),
-    "sequoia": Rule(MOST_CHILDREN, False, lambda budget, rates: {"": static_tree(rates, budget)}),
+RULES = {  # most children of a node, replacement
+    "leviathan": (1, True),
+    "specinfer": (MOST_CHILDREN, True),
+    "specinfer-script": (MOST_CHILDREN, False),
+    "sequoia": (MOST_CHILDREN, False),
 }
 METHODS = (*REPLAYED, *RULES)
 
@@ -126,10 +105,10 @@ class Settings:
 class Problem:
     """
     Attributes:
-        question: its text.
+        question: as asked.
         options: that the figures depend on.
-        tokens: of the recorded text.
-        passes: method -> budget -> shape of the tree -> passes that write the text.
+        tokens: of the recorded answer.
+        passes: method -> budget -> shape of the tree -> passes that write the answer.
         coverage: "target" or "draft" -> the mean of `rejection.coverage`, for `COVERED`.
         seconds: of this program on processors.
     """
@@ -174,62 +153,62 @@ def measure(
         if prompt.text in done:
             continue
         started, asked, sampling = process_time(), [(prompt.category, prompt.text)], settings.sampling
-        [text] = record(backends[0], asked, kept, settings.max_tokens, sampling=sampling, raw=settings.raw)
-        accepted, covered = _rows_of(backends, text, settings)
-        passes = {name: _replayed(name, backends, text, settings) for name in settings.methods if name in REPLAYED}
-        for name, each in accepted.items():
-            trees = {str(budget): RULES[name].shapes(budget, each.mean(0).tolist()) for budget in settings.budgets}
-            passes[name] = {
-                budget: {shape: expected_passes(each, *tree) for shape, tree in shapes.items()}
-                for budget, shapes in trees.items()
-            }
+        [answer] = record(backends[0], asked, kept, settings.max_tokens, sampling=sampling, raw=settings.raw)
+        accepted, covered = _rows_of(backends, answer, settings)
+        passes = {name: _replayed(name, backends, answer, settings) for name in settings.methods if name in REPLAYED}
+        for name in settings.methods:
+            if name in RULES:
+                each = accepted[RULES[name]]
+                passes[name] = {str(budget): _expected(name, budget, each) for budget in settings.budgets}
         seconds = round(process_time() - started, 1)
-        done[prompt.text] = Problem(prompt.text, options, len(text.output_ids), passes, covered, seconds)
+        done[prompt.text] = Problem(prompt.text, options, len(answer.output_ids), passes, covered, seconds)
         append(out, done[prompt.text])
     progress(len(prompts), len(prompts))
     return [done[prompt.text] for prompt in prompts]
 
 
-def _replayed(name: str, backends: Sequence[Backend], text: Recording, settings: Settings) -> dict[str, Any]:
+def _replayed(name: str, backends: Sequence[Backend], answer: Recording, settings: Settings) -> dict[str, Any]:
     planner, size, found = REPLAYED[name](backends[1]), backends[0].vocab.size, dict[str, Any]()
     try:
         for budget in settings.budgets:
-            run = replay(planner, text.prompt_ids, text.output_ids, budget, size, settings.sampling, budget)
+            run = replay(planner, answer.prompt_ids, answer.output_ids, budget, size, settings.sampling, budget)
             found[str(budget)] = {"": len(run.acceptance_lengths)}
     finally:
         planner.close()
     return found
 
 
+def _expected(name: str, budget: int, accepted: FloatArray) -> dict[str, float]:
+    if name == "sequoia":
+        return {"": expected_passes(accepted, *static_tree(accepted.mean(0).tolist(), budget))}
+    counts = [1 << power for power in range(min(budget, RULES[name][0]).bit_length())]
+    return {f"{n} x {budget // n}": expected_passes(accepted, *stems(n, budget // n)) for n in counts}
+
+
 def _rows_of(
-    backends: Sequence[Backend], text: Recording, settings: Settings
-) -> tuple[dict[str, FloatArray], dict[str, list[float]]]:
+    backends: Sequence[Backend], answer: Recording, settings: Settings
+) -> tuple[dict[tuple[int, bool], FloatArray], dict[str, list[float]]]:
     """
     Returns:
-        `acceptance` of every position by rule, and the coverages.
+        `acceptance` of every position for each value of `RULES`, and the coverages.
     """
-    sampling, start, token_ids = settings.sampling, len(text.prompt_ids), [*text.prompt_ids, *text.output_ids]
-    many = replace(sampling, temperature=sampling.temperature or 1.0)  # at 0 all children would be the same token
-    accepted = {
-        name: np.zeros((len(text.output_ids), RULES[name].children)) for name in settings.methods if name in RULES
-    }
-    covered = list[list[list[float]]]()
-    both_rows = zip(*(rows(backend, token_ids, start) for backend in backends), strict=True)
-    for place, (of_target, of_draft) in enumerate(both_rows):
-        same = np.full(len(of_target), -np.inf, np.float32)
-        same[: len(of_draft)] = of_draft[: len(same)]
-        raw = [probabilities(row, RAW) for row in (of_target, same)]
+    sampling, start, token_ids = settings.sampling, len(answer.prompt_ids), [*answer.prompt_ids, *answer.output_ids]
+    several = replace(sampling, temperature=sampling.temperature or 1.0)  # at 0 all children would be the same token
+    rules = {RULES[name] for name in settings.methods if name in RULES}
+    accepted, covered = {rule: np.zeros((len(answer.output_ids), rule[0])) for rule in rules}, list[list[list[float]]]()
+    for place, (of_target, drafted) in enumerate(zip(*(rows(one, token_ids, start) for one in backends), strict=True)):
+        of_draft = np.full(len(of_target), -np.inf, np.float32)
+        of_draft[: len(drafted)] = drafted[: len(of_draft)]
+        raw = [probabilities(row, RAW) for row in (of_target, of_draft)]
         covered.append([coverage(raw[0], row, COVERED) for row in raw])
         p, token = probabilities(of_target, sampling), token_ids[start + place]
-        for name in accepted if p[token] > 0 else ():  # 0: a tie within rounding
-            rule = RULES[name]
-            q = probabilities(same, many if rule.children > 1 else sampling)
+        for children, replacement in rules if p[token] > 0 else ():  # 0: a tie within rounding
+            q = probabilities(of_draft, several if children > 1 else sampling)
             ids = np.flatnonzero(p + q)
-            flips = coins(sampling.seed, start + place, (max(1, min(DRAWS, NUMBERS // len(ids))), rule.children))
-            at = int(np.searchsorted(ids, token))
-            accepted[name][place] = acceptance(p[ids], q[ids], at, flips, replacement=rule.replacement)
-    means = np.mean(covered, 0).round(4).tolist()
-    return accepted, dict(zip(("target", "draft"), means, strict=True))
+            flips = coins(sampling.seed, start + place, (max(1, min(DRAWS, NUMBERS // len(ids))), children))
+            found = acceptance(p[ids], q[ids], int(np.searchsorted(ids, token)), flips, replacement=replacement)
+            accepted[children, replacement][place] = found
+    return accepted, dict(zip(("target", "draft"), np.mean(covered, 0).round(4).tolist(), strict=True))
 
 
 def rows(backend: Backend, token_ids: Sequence[int], start: int) -> Iterator[Float32Array]:
@@ -263,7 +242,7 @@ def curve_tables(problems: Sequence[Problem], settings: Settings) -> str:
         [method, "replayed" if method in REPLAYED else "expected", *(f"{v:.2f}\n{s}".strip() for v, s in each)]
         for method, each in zip(settings.methods, cells, strict=True)
     ]
-    title = f"tokens per pass by budget, {len(problems)} problems; shapes are chains x length"
+    title = f"tokens per pass by budget, {len(problems)} problems; a shape is chains x their length"
     shown = table(title, ("method", "passes", *map(str, settings.budgets)), lines)
     shares = {model: np.mean([problem.coverage[model] for problem in problems], 0) for model in ("target", "draft")}
     covered = [[f"{model}'s best", *(f"{share:.3f}" for share in each)] for model, each in shares.items()]
@@ -271,8 +250,7 @@ def curve_tables(problems: Sequence[Problem], settings: Settings) -> str:
 
 
 def picture(problems: Sequence[Problem], settings: Settings, title: str, out: Path) -> None:
-    """Errors as for `check_picture` and `write_picture`."""
-    check_picture(out)
+    """Errors as for `write_picture`; `check_picture` was called before."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -280,8 +258,6 @@ def picture(problems: Sequence[Problem], settings: Settings, title: str, out: Pa
     for method in settings.methods:
         values = [best(problems, method, budget)[0] for budget in settings.budgets]
         axes.plot(settings.budgets, values, "o-" if method in REPLAYED else "s--", label=method)
-    axes.set(xlabel="draft tokens per pass", ylabel="tokens per pass", xscale="log", title=title)
-    axes.set_xticks(settings.budgets, [str(budget) for budget in settings.budgets])
-    axes.set_ylim(bottom=0)
-    axes.legend()
+    label_axes(axes, "tokens per pass", settings.budgets)
+    figure.suptitle(title)
     write_picture(figure, out)
