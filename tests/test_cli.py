@@ -21,6 +21,7 @@ from edgespec.cli.commands import cli
 from edgespec.errors import UsageError
 from edgespec.machine import measurements as remembered
 from edgespec.measure.doctor import learned_line
+from edgespec.measure.texts import read_prompts
 from edgespec.planners.choice import check_planner
 
 # What is not about passes that agree to the bit does without them: to find them takes longer than most tests.
@@ -266,6 +267,11 @@ def test_a_broken_models_file_is_named_with_its_line(run: Run, tmp_path: Path) -
         ("{}\n", "line 1"),
         ('{"prompt": "hi"}\n{"prompt": 3}\n', "line 2"),
         ('{"prompt": "hi"}\nnot json\n', "line 2"),
+        ('[[0, "hi"], [1, 2]]', "record 2"),
+        ('[[0, "hi"], ["hi"]]', "record 2"),
+        ('[{"text": "hi"}, {"question": ""}]', "record 2"),
+        ('[[0, "hi"], [1, "cut sh', "line 1"),
+        ("[]", "has no prompts"),
     ],
 )
 def test_an_unreadable_prompts_file_is_refused(run: Run, tmp_path: Path, content: str | None, says: str) -> None:
@@ -273,6 +279,20 @@ def test_an_unreadable_prompts_file_is_refused(run: Run, tmp_path: Path, content
     if content is not None:
         path.write_text(content)
     refused(run, "bench", str(path), code=2, says=says)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"prompt": "a"}\n\n{"turns": ["b", "more"]}\n{"question": "c\u2028"}\n{"text": "d"}\n',
+        '[0, "a"]\n{"question": "b", "turns": ["b"]}\n[1, "c\u2028"]\n[2, "d"]',
+        '[[0, "a"],\n  [1, "b"],\n  {"question": "c\u2028"},\n  {"text": "d"}]\n',
+    ],
+)
+def test_prompts_are_read_in_every_form(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(content, "utf-8")
+    assert [prompt.text for prompt in read_prompts(path)] == ["a", "b", "c\u2028", "d"]
 
 
 def test_run_writes_the_answer_to_stdout_and_the_summary_to_stderr(smollm2_whole: Path) -> None:

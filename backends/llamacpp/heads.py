@@ -199,7 +199,7 @@ class AssistantSession(HeadSession, NodeSession):
 class LlamaAssistant(LlamaHead):
     """Gemma 4's assistants: rows look at the cells of the target's session with the same text, and fill none.
 
-    All rows have the position of the next token, as transformers has it (docs/source/en/model_doc/gemma4_assistant.md).
+    All rows have the position of the next token, as transformers has it (page gemma4_assistant of its documentation).
     """
 
     @property

@@ -490,9 +490,10 @@ Example:
 def bench(prompts: str, model: str, planners: str, as_json: bool, **options: Any) -> None:
     """Compare planners on a file of prompts, and check every text against plain decoding.
 
-    Each line of PROMPTS.jsonl is an object with `prompt`, `question` or `text`, or with `turns`, whose first is used.
-    Planners alternate prompt by prompt in one process, so that a busy machine slows all of them alike. Sampling is
-    greedy unless options say otherwise. With --budget trees are repeatable, also where fewer draft tokens are faster.
+    Each line of PROMPTS.jsonl is an object with `prompt`, `question` or `text`, or with `turns`, whose first is
+    used. One JSON list of such objects, or of pairs of a number and a text, is read, too. Planners alternate prompt
+    by prompt in one process, so that a busy machine slows all of them alike. Sampling is greedy unless options say
+    otherwise. With --budget trees are repeatable, also where fewer draft tokens are faster.
     """
     from edgespec.measure.texts import bench_table, read_prompts, run_bench
 

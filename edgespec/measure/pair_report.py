@@ -72,6 +72,26 @@ def check_picture(path: str | Path) -> None:
     check_out(path, PNG, "a PNG picture")
 
 
+def write_picture(figure: Any, out: Path) -> None:
+    """
+    Raises:
+        EdgespecError: it cannot be written.
+    """
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png", dpi=110)
+    try:
+        write_whole(out, drawn.getvalue())
+    except OSError as error:
+        raise EdgespecError(f"{out}: cannot be written: {error.strerror or error}") from error
+
+
+def label_axes(axes: Any, what: str, budgets: Sequence[int]) -> None:
+    axes.set(xlabel="draft tokens per pass", ylabel=what, xscale="log")
+    axes.set_xticks(budgets, [str(budget) for budget in budgets])
+    axes.set_ylim(bottom=0)
+    axes.legend()
+
+
 def picture(found: Measured, out: Path) -> None:
     """
     Raises:
@@ -91,17 +111,9 @@ def picture(found: Measured, out: Path) -> None:
     left.axhline(1, color="grey", linestyle="--", label="plain")
     right.axhline(found.plain.tokens_per_second, color="grey", linestyle="--", label="plain")
     for axes, what in ((left, "tokens per pass"), (right, "tokens/s")):
-        axes.set(xlabel="draft tokens per pass", ylabel=what, xscale="log")
-        axes.set_xticks(places := [row.budget for row in found.rows if row.budget], [str(place) for place in places])
-        axes.set_ylim(bottom=0)
-        axes.legend()
+        label_axes(axes, what, [row.budget for row in found.rows if row.budget])
     figure.suptitle(Path(found.target).name + (f" + {Path(found.draft).name}" if found.draft else ""))
-    drawn = BytesIO()
-    figure.savefig(drawn, format="png", dpi=110)
-    try:
-        write_whole(out, drawn.getvalue())
-    except OSError as error:
-        raise EdgespecError(f"{out}: cannot be written: {error.strerror or error}") from error
+    write_picture(figure, out)
 
 
 def figures(found: Measured, memory: str | None) -> dict[str, Any]:

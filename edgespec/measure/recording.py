@@ -18,7 +18,7 @@ from edgespec.loop.text import render_chat, user_messages
 from edgespec.machine.files import cache_folder
 from edgespec.machine.measurements import identity
 from edgespec.measure.json_lines import append, resume
-from edgespec.measure.replay import Recording
+from edgespec.measure.replay import GREEDY, Recording
 from edgespec.planners.choice import make_planner
 
 QUESTIONS = {
@@ -61,8 +61,8 @@ def questions(tasks: Sequence[str], count: int) -> list[tuple[str, str]]:
     return [(task, question) for task in tasks for question in QUESTIONS[task][:count]]
 
 
-def recording_file(path: str, max_tokens: int) -> Path:
-    key = hashlib.sha256(f"{identity(path)}, {max_tokens}".encode()).hexdigest()[:16]
+def recording_file(path: str, max_tokens: int, *how: object) -> Path:
+    key = hashlib.sha256(", ".join(map(str, (identity(path), max_tokens, *how))).encode()).hexdigest()[:16]
     return cache_folder() / "recordings" / f"{Path(path).stem}-{key}.jsonl"
 
 
@@ -72,8 +72,11 @@ def record(
     kept: Path,
     max_tokens: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    sampling: SamplingParams = GREEDY,
+    raw: bool = False,
 ) -> list[Recording]:
-    """Record the target's greedy answers, except those that `kept` already has.
+    """Record the target's answers, except those that `kept` already has.
 
     Args:
         target: no session of it is open.
@@ -81,6 +84,8 @@ def record(
         kept: file of this target's answers, such as `recording_file`; it is made if it is not there.
         max_tokens: of an answer.
         progress: called with the numbers of answers that are done, and of all.
+        sampling: of every answer.
+        raw: questions are continued without the chat template.
 
     Raises:
         UsageError: `kept` holds something else.
@@ -93,9 +98,12 @@ def record(
             progress(number, len(asked))
             if question in known:
                 continue
-            prompt_ids = render_chat(target.vocab, user_messages(question))
+            if raw:
+                prompt_ids = target.vocab.encode(question, add_bos=True, parse_special=True)
+            else:
+                prompt_ids = render_chat(target.vocab, user_messages(question))
             rounds = Generation(
-                target, session, planner, prompt_ids, SamplingParams(),
+                target, session, planner, prompt_ids, sampling,
                 max_tokens=max_tokens, budget=16, stats=GenerationStats(),
             ).steps()  # fmt: skip
             output_ids = [token for round_ in rounds for token in round_.tokens]

@@ -1,4 +1,4 @@
-"""Measure planners on recorded answers instead of a target, whose tokens at temperature 0 do not depend on them."""
+"""Measure planners on recorded answers instead of a target, whose tokens do not depend on them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.tree import only
 from edgespec.loop.verify import walk
 
+GREEDY = SamplingParams()
 MAX_LEAVES = 256  # llama.cpp's limit
 
 
@@ -29,7 +30,13 @@ class Replay:
 
 
 def replay(
-    planner: Planner, prompt_ids: Sequence[int], output_ids: Sequence[int], budget: int, vocab_size: int = 1
+    planner: Planner,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    budget: int,
+    vocab_size: int = 1,
+    sampling: SamplingParams = GREEDY,
+    max_leaves: int = MAX_LEAVES,
 ) -> Replay:
     """Draft a recorded output as `Generation.steps` does.
 
@@ -39,18 +46,20 @@ def replay(
         output_ids: of the target.
         budget: most nodes per tree.
         vocab_size: of the target; a draft model proposes no token beyond it.
+        sampling: how the output was sampled.
+        max_leaves: most leaves of a tree.
     """
-    sampling, noise = SamplingParams(), Noise(0, vocab_size)
+    noise = Noise(sampling.seed, vocab_size)
     token_ids, end = list(prompt_ids), len(prompt_ids) + len(output_ids)
     lengths, plan_seconds = list[int](), list[float]()
     planner.begin(prompt_ids)
     while len(token_ids) < end:
-        context = Context(token_ids, len(prompt_ids), sampling, noise, end - len(token_ids) - 1, MAX_LEAVES)
+        context = Context(token_ids, len(prompt_ids), sampling, noise, end - len(token_ids) - 1, max_leaves)
         while reading := planner.unread(token_ids):
             reading.read(reading.work())
         started = perf_counter()
         proposal = run_one(planner.propose(context, budget))
-        tree = only(proposal.tree, fitting(proposal, budget, MAX_LEAVES))
+        tree = only(proposal.tree, fitting(proposal, budget, max_leaves))
         plan_seconds.append(perf_counter() - started)
         written = output_ids[len(token_ids) - len(prompt_ids) :]
         output = walk(tree, lambda node, accepted, written=written: written[len(accepted)]).output  # type: ignore[misc]

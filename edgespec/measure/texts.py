@@ -1,7 +1,8 @@
 """Compare planners on real prompts; every answer is checked against plain decoding."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -45,34 +46,33 @@ class Tally:
 def read_prompts(path: Path, limit: int | None = None) -> list[BenchPrompt]:
     """
     Args:
-        path: of a JSONL file.
+        path: of a file with a record a line, or one JSON list of them: objects, or pairs of a number and a text.
         limit: number of prompts to take, evenly spaced; None: all.
 
     Raises:
         UsageError: names the file and the line.
     """
     try:
-        lines = path.read_text("utf-8").split("\n")  # JSON strings may hold what `splitlines` splits at
+        whole = path.read_text("utf-8")
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: is not UTF-8 text") from error
     prompts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for place, line in _records(whole):
         try:
-            record = json.loads(line)
-            name = next((name for name in FIELDS if name in record), "turns")
-            text = record["turns"][0] if name == "turns" else record[name]
+            record = json.loads(line) if isinstance(line, str) else line
+            if isinstance(record, list):
+                _, text = record
+            else:
+                name = next((name for name in FIELDS if name in record), "turns")
+                text = record["turns"][0] if name == "turns" else record[name]
             if not isinstance(text, str) or not text.strip():
                 raise TypeError
             text.encode()  # JSON can spell half a character, which UTF-8 cannot
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise UsageError(
-                f"{path}, line {number}: needs a JSON object with UTF-8 text as {', '.join(FIELDS)}"
-            ) from error
-        prompts.append(BenchPrompt(text, str(record.get("category", ""))))
+            raise UsageError(f"{path}, {place}: needs a JSON object with UTF-8 text as {', '.join(FIELDS)}") from error
+        prompts.append(BenchPrompt(text, str(record.get("category", "")) if isinstance(record, dict) else ""))
     if not prompts:
         raise UsageError(f"{path}: has no prompts")
     if limit is None or limit >= len(prompts):
@@ -80,6 +80,19 @@ def read_prompts(path: Path, limit: int | None = None) -> list[BenchPrompt]:
     if limit < 1:
         raise UsageError(f"limit is {limit}, but must be at least 1")
     return [prompts[i * len(prompts) // limit] for i in range(limit)]
+
+
+def _records(whole: str) -> Iterator[tuple[str, Any]]:
+    """
+    Returns:
+        Place and record of each record of a JSON list, or place and text of each line that is not empty.
+    """
+    with suppress(ValueError):
+        records = json.loads(whole)
+        if isinstance(records, list) and all(isinstance(record, list | dict) for record in records):
+            return ((f"record {number}", record) for number, record in enumerate(records, 1))
+    lines = enumerate(whole.split("\n"), 1)  # JSON strings may hold what `splitlines` splits at
+    return ((f"line {number}", line) for number, line in lines if line.strip())
 
 
 def run_bench(
