@@ -78,6 +78,7 @@ def test_every_option_reaches_the_process_apart(monkeypatch: pytest.MonkeyPatch)
     from edgespec.backends.llamacpp import engine as engine_module
 
     told = list[LoadOptions]()
+    monkeypatch.setattr(engine_module, "check_target", lambda path: None)
     monkeypatch.setattr(engine_module, "load_in_child", lambda path, options, progress: told.append(options))
     options = LoadOptions(budget=7, lenders=("127.0.0.1:50052",), kv_type="q8_0", draft_files=("small.gguf",))
     engine_module.engine.load(engine_module.engine.plan("big.gguf", options, this_machine()))
