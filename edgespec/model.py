@@ -31,7 +31,7 @@ from edgespec.loading.pair import (
     choose_budget,
     choose_context,
     close_all,
-    own_head,
+    find_head,
     recall_auto_state,
 )
 from edgespec.loading.targets import check_targets, open_targets
@@ -454,11 +454,13 @@ def load(
         kv_type: llamacpp: type of keys and values in both caches, such as "f16" or "q8_0"; default: f16, for float32
             weights f32. Output equals plain decoding's with the same type.
         lenders: llamacpp: addresses "HOST:PORT" of `edgespec lend`, for layers that do not fit here.
-        device: torch: "cuda", "cuda:1", "mps" or "cpu"; default: the first of these that is there.
+        device: torch: "cuda" (further GPUs hold what the first cannot), "cuda:1", "mps" or "cpu"; default: the first of
+            these that is there.
         dtype: torch: "float32", "float16", "bfloat16" or "nf4" (4 bits); default: as in the folder.
         keep_packed: torch: keep layers that are quantised at load (dtype nf4) in the cache folder, for the next start.
-        gpu_memory: llamacpp, torch: what both models use of the GPU's memory, in bytes or as "10G"; default: what is
-            free. Layers that do not fit are computed by the processor (llamacpp), or streamed from host memory (torch).
+        gpu_memory: llamacpp, torch: what both models use of each GPU's memory, in bytes or as "10G"; default: what
+            is free. Layers that do not fit are computed by the processor (llamacpp), or streamed from host memory
+            (torch).
         exact: row class that passes keep to: "narrow" (few draft tokens), "wide" (many; short passes are padded),
             "off". Default, where the engine has row classes: wide if it takes no longer, else narrow.
         parallel: most requests in a batch. Each has room for a whole context in the cache; with llamacpp and limited
@@ -496,10 +498,10 @@ def load(
         _check_call(name, call)
     say = say or (lambda text: None)
     entry = find_model(target, models_file)
-    planner = planner or entry.defaults.planner or "auto"
+    planner, notes = planner or entry.defaults.planner or "auto", list[str]()
     if planner in USE_DRAFT:
         here = targets is None and cluster is None
-        draft = draft or entry.draft or (own_head(entry, backend, say) if here else None)
+        draft = draft or entry.draft or (find_head(entry, backend, say, notes) if here else None)
     check_planner(planner, draft is not None, datastore is not None, planner_options)
     fixed, budget = budget is not None, choose_budget(budget, entry)
     # With a fixed budget passes are wide, but for `auto` without a draft or datastore, which is plain decoding.
@@ -534,10 +536,14 @@ def load(
             for _ in range(parallel)
         ]
         defaults, at_close = _defaults(entry), lambda: None
+        defaults["notes"] += notes
         if fixed and drafted:
             defaults["notes"] += note_on_budget(budget, backends[0], local_path(entry.target, fetch=False))
         if pace and planner != "none" and remember:
-            sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft and backends[1:] else [])]
+            sources = [
+                entry.target,
+                *([find_draft(draft, entry, models_file).target] if draft and backends[1:] else []),
+            ]
             at_close = recall_auto_state(pace, sources, backends[0], options, learn)
         names = (target, draft or "" if backends[1:] else "")
         return Model(

@@ -19,6 +19,7 @@ def write_eagle3(
     known: Sequence[int] | None = None,
     whole: bool = False,
     vocab: int = VOCAB,
+    norm: bool = False,
     **changed: Any,
 ) -> Path:
     """A head as convert_hf_to_gguf.py of llama.cpp writes it.
@@ -30,6 +31,7 @@ def write_eagle3(
         known: the target's tokens that it can draft; None: all.
         whole: it has an embedding of its own.
         vocab: tokens of the target; those of another number have no texts.
+        norm: states have a norm of their own.
         changed: keys of the header, without "eagle3.".
     """
     writer, generator = gguf.GGUFWriter(path, "eagle3"), np.random.default_rng(1)
@@ -56,6 +58,9 @@ def write_eagle3(
         "blk.0.attn_output": (width, 256), "blk.0.ffn_gate": (2 * width, width), "blk.0.ffn_up": (2 * width, width),
         "blk.0.ffn_down": (width, 2 * width),
     }  # fmt: skip
+    if norm:
+        writer.add_bool("eagle3.norm_before_fc", True)
+        shapes["enc.output_norm"] = (3 * width,)
     if whole:
         shapes["token_embd"] = (vocab, width)
     for name, shape in shapes.items():
@@ -64,6 +69,86 @@ def write_eagle3(
         writer.add_tensor(f"{name}.weight", values.astype(np.float32))
     if known:
         writer.add_tensor("d2t", np.array(known, np.int64))
+    return _written(writer, path)
+
+
+def write_glm4moe(path: Path, width: int = 256, hidden: int = 128, experts: int = 4, layers: int = 3) -> Path:
+    """A mixture of experts with a head of its own, the last layer, which asks for all rows of the layer before."""
+    writer, generator = gguf.GGUFWriter(path, "glm4moe"), np.random.default_rng(2)
+    writer.add_file_type(0)
+    keys = {
+        "block_count": layers + 1, "nextn_predict_layers": 1, "context_length": 2048, "embedding_length": width,
+        "feed_forward_length": hidden, "attention.head_count": 4, "attention.head_count_kv": 2,
+        "attention.key_length": 64, "attention.value_length": 64, "rope.dimension_count": 64, "expert_count": experts,
+        "expert_used_count": 2, "expert_shared_count": 1, "expert_feed_forward_length": hidden,
+        "leading_dense_block_count": 1,
+    }  # fmt: skip
+    for name, value in keys.items():
+        writer.add_uint32(f"glm4moe.{name}", value)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    byte_level_vocab(writer)
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd": (VOCAB, width),
+        "output_norm": (width,),
+        "output": (VOCAB, width),
+    }
+    for layer in range(layers + 1):
+        found = {"attn_norm": (width,), "attn_q": (256, width), "attn_k": (128, width), "attn_v": (128, width)}
+        found |= {"attn_output": (width, 256), "post_attention_norm": (width,)}
+        parts = {"": (hidden, width)} if layer == 0 else {"_exps": (experts, hidden, width), "_shexp": (hidden, width)}
+        for part, shape in parts.items():
+            found |= {f"ffn_gate{part}": shape, f"ffn_up{part}": shape, f"ffn_down{part}": (*shape[:-2], width, hidden)}
+        if layer:
+            found |= {"ffn_gate_inp": (experts, width), "exp_probs_b.bias": (experts,)}
+        if layer == layers:
+            found |= {"nextn.eh_proj": (width, 2 * width)}
+            found |= {f"nextn.{name}": (width,) for name in ("enorm", "hnorm", "shared_head_norm")}
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in found.items()}
+    for name, shape in shapes.items():
+        spread = generator.normal(0, 1 / np.sqrt(shape[-1]), shape)
+        values = 1 + 0.1 * spread if name.endswith("norm") else spread
+        writer.add_tensor(name if name.endswith("bias") else f"{name}.weight", values.astype(np.float32))
+    return _written(writer, path)
+
+
+def write_step35(path: Path, width: int = 256, layers: int = 3, heads: int = 3) -> Path:
+    """A model with a chain of heads, and a sliding window in every second layer."""
+    writer, generator = gguf.GGUFWriter(path, "step35"), np.random.default_rng(4)
+    writer.add_file_type(0)
+    keys = {
+        "block_count": layers + heads, "nextn_predict_layers": heads, "context_length": 2048, "embedding_length": width,
+        "feed_forward_length": 2 * width, "attention.head_count": 4, "attention.head_count_kv": 2,
+        "attention.key_length": 64, "attention.value_length": 64, "rope.dimension_count": 64,
+        "expert_feed_forward_length": width, "attention.sliding_window": 64,
+    }  # fmt: skip
+    for name, value in keys.items():
+        writer.add_uint32(f"step35.{name}", value)
+    writer.add_array("step35.attention.sliding_window_pattern", [layer % 2 == 1 for layer in range(layers + heads)])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    byte_level_vocab(writer)
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd": (VOCAB, width),
+        "output_norm": (width,),
+        "output": (VOCAB, width),
+    }
+    for layer in range(layers + heads):
+        found = {"attn_norm": (width,), "attn_q": (256, width), "attn_k": (128, width), "attn_v": (128, width)}
+        found |= {"attn_output": (width, 256), "ffn_norm": (width,), "ffn_gate": (2 * width, width)}
+        found |= {"ffn_up": (2 * width, width), "ffn_down": (width, 2 * width)}
+        if layer >= layers:
+            found |= {"nextn.eh_proj": (width, 2 * width)}
+            found |= {f"nextn.{name}": (width,) for name in ("enorm", "hnorm", "shared_head_norm")}
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in found.items()}
+    for name, shape in shapes.items():
+        spread = generator.normal(0, 1 / np.sqrt(shape[-1]), shape)
+        values = 1 + 0.1 * spread if name.endswith("norm") else spread
+        writer.add_tensor(f"{name}.weight", values.astype(np.float32))
+    return _written(writer, path)
+
+
+def _written(writer: Any, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

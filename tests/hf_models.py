@@ -1,5 +1,6 @@
 """Tiny model folders with random weights, one for each family, and tokenizers for them."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'edgespec[torch]'")
 
+from safetensors.torch import load_file, save_file  # noqa: E402
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: E402
 
 SPECIAL = ["<s>", "</s>", "<unk>", "<|im_end|>"]
@@ -76,6 +78,41 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mamba2": ("mamba2", PLAIN_MAMBA | {"num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 16, "expand": 2}),
 }  # fmt: skip
+# Families only of which heads are tested.
+HEADED: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4 moe": ("glm4_moe", EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}),
+    "nemotron-h moe": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "attention", "moe"], "mamba_num_heads": 8, "mamba_head_dim": 8,
+            "ssm_state_size": 8, "n_groups": 2, "conv_kernel": 4, "chunk_size": 16, "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24,
+            "n_shared_experts": 1, "num_nextn_predict_layers": 1, "mtp_layers_block_type": ["attention", "moe"],
+        },
+    ),
+}  # fmt: skip
+
+# Of families whose folders may have a head: names of what is in no layer of it, and the prefix of its layers.
+QWEN = {
+    "eh_proj": "mtp.fc",
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "norm": "mtp.norm",
+}
+WITH_HEADS: dict[str, tuple[str, dict[str, str]]] = {
+    "qwen3.5": ("mtp.layers.{}.", QWEN),
+    "qwen3-next": ("mtp.layers.{}.", QWEN),
+    "glm4 moe": (
+        "model.layers.3.",
+        {name: f"model.layers.3.{name}" for name in ("eh_proj", "enorm", "hnorm")}
+        | {"norm": "model.layers.3.shared_head.norm"},
+    ),
+    "nemotron-h moe": (
+        "mtp.layers.{}.",
+        {name: f"mtp.layers.0.{name}" for name in ("eh_proj", "enorm", "hnorm")}
+        | {"norm": "mtp.layers.1.final_layernorm"},
+    ),
+}
 
 
 def byte_tokenizer() -> Any:
@@ -117,7 +154,7 @@ def wrapped(tokenizer: Any) -> Any:
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A transformers model of the family with random weights in float32."""
-    name, differences = (FAMILIES | HYBRIDS)[family]
+    name, differences = (FAMILIES | HYBRIDS | HEADED)[family]
     config = transformers.AutoConfig.for_model(name, **(SMALL | differences | changes))
     torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -138,3 +175,40 @@ def save(model: Any, folder: Path, tokenizer: Any = None) -> Path:
     model.save_pretrained(folder)
     (tokenizer or byte_tokenizer()).save_pretrained(folder)
     return folder
+
+
+def add_head(family: str, model: Any, folder: Path, seed: int = 1) -> dict[str, Any]:
+    """Write a head with random weights into the folder of `save`, named as published folders have it.
+
+    Returns:
+        The tensors.
+    """
+    config = copy.deepcopy(model.config)
+    config.layer_types = list(getattr(config, "mtp_layers_block_type", None) or ["full_attention"])
+    config.num_hidden_layers, config.first_k_dense_replace = len(config.layer_types), 0
+    prefix, names = WITH_HEADS[family]
+    width, made = config.hidden_size, dict[str, Any]()
+    for number in range(config.num_hidden_layers):
+        layer = type(model.get_decoder().layers[0])(config, number)
+        made |= {prefix.format(number) + name: weight for name, weight in layer.state_dict().items()}
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {name: (width, 2 * width) if name == "eh_proj" else (width,) for name in names}
+    made |= {f"{names[name]}.weight": torch.empty(shape) for name, shape in shapes.items()}
+    for name, weight in made.items():
+        made[name] = torch.randn(weight.shape, generator=generator) * (0.3 if weight.ndim > 1 else 0.1)
+        made[name] += 1.0 if weight.ndim == 1 and family in ("glm4 moe", "nemotron-h moe") else 0.0
+    for name in [
+        name for name in made if name.endswith(("experts.gate_up_proj", "experts.up_proj", "experts.down_proj"))
+    ]:
+        of, part = name.rsplit(".", 1)
+        for number, weight in enumerate(made.pop(name)):
+            parts = weight.chunk(2) if part == "gate_up_proj" else [weight]
+            for kind, one in zip(part.removesuffix("_proj").split("_"), parts, strict=True):
+                made[f"{of}.{number}.{kind}_proj.weight"] = one.clone()
+    if family == "glm4 moe":  # as published, with copies of what it shares with its target
+        target = model.state_dict()
+        copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+        made |= {f"{prefix}{name}.weight": target[f"{of}.weight"].clone() for name, of in copies.items()}
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | made, file, metadata={"format": "pt"})
+    return made

@@ -218,18 +218,30 @@ def _delta_net(arch: str) -> Shapes:
     yield "ssm_out.weight", (WIDTH, values)
 
 
-def write_with_head(path: Path) -> Path:
-    """A qwen35 of layers that are large enough to stream, and one layer more: a head that predicts further tokens."""
+def write_with_head(path: Path, parts: str = "both") -> Path:
+    """A qwen35 of layers that are large enough to stream, and one layer more: a head that predicts further tokens.
+
+    Args:
+        path: where to.
+        parts: "both", "model" or "head".
+    """
+    layers = LAYERS
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"WIDTH": 256, "HIDDEN": 1024, "HEAD": 64, "LAYERS": LAYERS + 1}.items():
+        for name, value in {"WIDTH": 256, "HIDDEN": 1024, "HEAD": 64, "LAYERS": layers + (parts != "model")}.items():
             patch.setitem(globals(), name, value)
         header, layer = _header, _layer
-        patch.setitem(globals(), "_layer", lambda arch, i: layer(arch, i) if i < LAYERS - 1 else _head())
+
+        def of_parts(arch: str, i: int) -> Shapes:
+            if i == layers:
+                return _head()
+            return iter(()) if parts == "head" else layer(arch, i)
 
         def with_head(writer: Any, arch: str) -> None:
             header(writer, arch)
-            writer.add_uint32(f"{arch}.nextn_predict_layers", 1)
+            if parts != "model":
+                writer.add_uint32(f"{arch}.nextn_predict_layers", 1)
 
+        patch.setitem(globals(), "_layer", of_parts)
         patch.setitem(globals(), "_header", with_head)
         return write_hybrid(path, "qwen35")
 

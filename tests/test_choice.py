@@ -173,11 +173,11 @@ def test_a_device_that_is_not_there(run: Run, tiny: Path) -> None:
 
 def test_gpu_memory_smaller_than_two_layers(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor takes a GPU's place."""
-    from edgespec.backends.torch import backend as torch
+    from edgespec.backends.torch.engine import engine
 
     options = ["--backend", "torch", "--ctx", "128", "--gpu-memory"]
     refused(run, "run", str(tiny), "hi", *options, "ten", code=2, says="gpu_memory is for GPUs")
-    monkeypatch.setattr(torch.engine, "gpus", lambda device: [Gpu("cpu", False, 1 << 40)], raising=False)
+    monkeypatch.setattr(engine, "gpus", lambda device: [Gpu("cpu", False, 1 << 40)], raising=False)
     refused(run, "run", str(tiny), "hi", *options, "1M", code=2, says="1 MiB of GPU memory cannot hold 2 layers")
     refused(run, "run", str(tiny), "hi", *options, "ten", code=2, says="'ten' is not a size")
 

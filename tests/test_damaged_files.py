@@ -43,7 +43,7 @@ def run(path: Path, *more: str) -> int:
     [
         (b"blk.0.ffn_up.weight", ["--memory", "1G"], "a tensor's name is not UTF-8"),
         (b"{% for", [], "the chat template is not UTF-8"),
-        (b"{% for", ["--memory", "1G"], "is a damaged GGUF file"),
+        (b"{% for", ["--memory", "1G"], "the chat template is not UTF-8"),
     ],
 )
 def test_a_name_or_template_that_is_no_utf_8_is_one_line(name, more, what, whole, tmp_path, capfd) -> None:

@@ -1,6 +1,7 @@
 """`edgespec doctor --machine`: a model that is not here, on a machine that is not here."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from edgespec.cli.commands import cli
 from edgespec.errors import UsageError
 from edgespec.machine.described import BUILT_IN, describe, find_machine, machine_names
 from edgespec.machine.this_machine import Machine, this_machine
+from edgespec.weights.plan import two_digits
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
@@ -78,6 +80,31 @@ def test_a_70b_that_is_not_here(machine: str, layers: str) -> None:
     assert "computed, not measured" in report(found)
 
 
+def table_of_machines() -> list[tuple[str, str, str, str]]:
+    """README's rows: machine, model, what runs where, plain and drafted tokens a second."""
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    row = re.compile(r"\| .*`(.+?)` \| `edgespec run (\S+)` \| (.+?) \| computed: (.+?) \|")
+    return [match.groups() for match in row.finditer(text)]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("row", table_of_machines(), ids=lambda row: row[0])
+def test_the_readmes_table_is_what_doctor_computes(row: tuple[str, str, str, str]) -> None:
+    machine, model, where, speeds = row
+    first = on(model, machine).found[0]
+    placed, found = first.where.placed, first.tokens_per_second
+    assert placed.streamed == 0
+    some = f"{placed.on_device} of {placed.layers}" if placed.on_device < placed.layers else f"all {placed.layers}"
+    if not placed.on_device:
+        assert where == f"all {placed.layers} layers on the processor"
+    else:
+        assert where in (f"{some} layers on the GPU", f"{some} layers on Metal")
+    assert speeds == ", ".join(two_digits(found[name]) for name in ("none", "auto"))
+
+
+def test_the_readme_has_four_machines() -> None:
+    assert len(table_of_machines()) == 4
+
+
 def test_more_memory_and_a_faster_disk_are_never_slower() -> None:
     seconds = [on("qwen2.5-32b", "laptop-32", free=gib << 30).found[0].passes[0].seconds for gib in (8, 14, 20, 28)]
     assert seconds == sorted(seconds, reverse=True)
@@ -105,6 +132,29 @@ def test_a_card_that_must_copy_is_predicted_for_pytorch_too() -> None:
     assert other.passes[0].seconds >= other.copied / 25e9
     assert "torch" in faster([first, other])
     assert len(on("qwen3-8b", "rtx4090-64").found) == 1  # all of it is on the card
+
+
+def test_two_cards_hold_more_layers_than_one(written: Callable[..., str]) -> None:
+    """What lies on which is said, and a slow card takes its time for its own layers only."""
+    (card,) = next(one for one in ENTRIES if one["name"] == "rtx3060-32")["gpus"]
+    _, machine = find_machine(written("rtx3060-32", gpus=[card, card | {"name": "CUDA1"}]))
+    (alone, first), (both, second) = (
+        on("llama-3.3-70b", "rtx3060-32").found,
+        predict("llama-3.3-70b", machine, "").found,
+    )
+    for one, two in ((alone, both), (first, second)):
+        assert one.where.placed.shares == ()
+        assert [name for _, name in two.where.placed.shares] == ["CUDA0", "CUDA1"]
+        assert two.passes[0].seconds < one.passes[0].seconds
+    assert first.where.placed.on_device == second.where.placed.on_device == 80
+    moved = second.where.placed.shares[1][0]
+    assert first.where.placed.streamed - second.where.placed.streamed == pytest.approx(moved, abs=2)
+    shares = "{} of 80 layers on CUDA0, {} of 80 layers on CUDA1, ".format(*[n for n, _ in both.where.placed.shares])
+    assert shares in both.where.line
+    gpus = (machine.gpus[0], replace(machine.gpus[1], memory_speed=machine.gpus[1].memory_speed / 10))
+    fast, slow = (predict("qwen3-14b", replace(machine, gpus=some), "").found[0] for some in (machine.gpus, gpus))
+    layers = {name: count for count, name in slow.where.placed.shares}
+    assert slow.passes[0].seconds > fast.passes[0].seconds * (1 + 8 * layers["CUDA1"] / 40)
 
 
 def test_a_model_that_is_here_is_planned_from_its_file(smollm2: Path) -> None:

@@ -16,7 +16,15 @@ from edgespec.backends.llamacpp.engine import load
 from edgespec.backends.llamacpp.ggml.files import load_model
 from edgespec.backends.llamacpp.memory import gpu
 from edgespec.backends.llamacpp.memory import planning as memory
-from edgespec.backends.llamacpp.memory.gpu import NO_LAYERS, RESERVE, auto_layers, check_spans, find_gpus, wired
+from edgespec.backends.llamacpp.memory.gpu import (
+    NO_LAYERS,
+    RESERVE,
+    Buffers,
+    auto_layers,
+    check_spans,
+    find_gpus,
+    wired,
+)
 
 from edgespec.errors import NoRoom, UsageError
 from edgespec.loading import pair as loading
@@ -28,10 +36,12 @@ from edgespec.loop.passes import prefill
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.models.registry import Defaults, Entry
 from edgespec.weights import experts
-from edgespec.weights.plan import MARGIN, SAFETY, Extent, Plan, Tensor, divide, make_plan, spans
+from edgespec.weights.plan import MARGIN, SAFETY, Extent, Plan, Tensor, divide, layers_of_gpus, make_plan, spans
 
 MIB = 1 << 20
 LAYER, OUTPUT = 100 * MIB, 50 * MIB
+COPY = LAYER // 2  # the largest weight of a layer
+NOTHING = Buffers(0, 0, ())
 
 
 def tensors(order: list[int] | None = None, output: bool = True) -> list[Tensor]:
@@ -46,8 +56,8 @@ def tensors(order: list[int] | None = None, output: bool = True) -> list[Tensor]
 
 
 def own(room: int) -> list[Gpu]:
-    """A GPU with so much memory for layers."""
-    return [Gpu("GPU0", False, int((room + RESERVE) / 0.95) + 100)]
+    """A GPU with so much memory for layers, and for a copy of another layer's weight."""
+    return [Gpu("GPU0", False, int((room + COPY + RESERVE) / 0.95) + 100)]
 
 
 def gpu_spans(tensors: list[Tensor], layers: int) -> list[Extent]:
@@ -60,7 +70,7 @@ def fits(kept: int) -> Plan | None:
 
 
 def test_no_gpu() -> None:
-    assert auto_layers([], tensors(), 0, 0, fits, platform="linux") == 0
+    assert auto_layers([], tensors(), NOTHING, 0, fits, platform="linux") == 0
     assert find_gpus() == [] or all(gpu.free > 0 for gpu in find_gpus())
 
 
@@ -68,7 +78,7 @@ def test_no_gpu() -> None:
     ("room", "layers"),
     [
         (10 * LAYER + OUTPUT, -1),
-        (10 * LAYER + OUTPUT - MIB, 10),  # the output and nine layers
+        (10 * LAYER + OUTPUT - COPY - MIB, 10),  # the output and nine layers
         (3 * LAYER + OUTPUT, 4),
         (LAYER + OUTPUT, 2),
         (LAYER, 0),  # not the output alone
@@ -76,25 +86,35 @@ def test_no_gpu() -> None:
     ],
 )
 def test_as_many_as_fit(room: int, layers: int) -> None:
-    assert auto_layers(own(room), tensors(), 0, 0, fits, platform="linux") == layers
+    assert auto_layers(own(room), tensors(), NOTHING, 0, fits, platform="linux") == layers
     assert (
-        auto_layers(own(room + 70 * MIB), tensors(), 70 * MIB, 0, fits, platform="linux") == layers
+        auto_layers(own(room + 70 * MIB), tensors(), Buffers(0, 70 * MIB, ()), 0, fits, platform="linux") == layers
     )  # beside caches and buffers
     assert (
-        auto_layers(own(room), tensors(output=False), 0, 0, fits, platform="linux") == layers
+        auto_layers(own(room), tensors(output=False), NOTHING, 0, fits, platform="linux") == layers
     )  # the embedding is the output
+
+
+def test_a_layers_cache_lies_with_it() -> None:
+    """Layers that stay here take no memory of the GPU's for theirs."""
+    buffers = Buffers(0, 0, (0,) * 6 + (LAYER // 4,) * 4)
+    whole = 10 * LAYER + OUTPUT + LAYER
+    assert auto_layers(own(whole), tensors(), buffers, 0, fits, platform="linux") == -1
+    assert auto_layers(own(whole - COPY - MIB), tensors(), buffers, 0, fits, platform="linux") == 10
+    assert auto_layers(own(5 * LAYER + OUTPUT), tensors(), buffers, 0, fits, platform="linux") == 5
+    assert buffers.caches_on_gpu(3) == LAYER // 2
 
 
 def test_the_draft_first_if_it_is_small() -> None:
     room = 4 * LAYER + OUTPUT
-    assert auto_layers(own(room), tensors(), 0, LAYER, fits, platform="linux") == 4
-    assert auto_layers(own(room), tensors(), 0, 4 * LAYER, fits, platform="linux") == 5
+    assert auto_layers(own(room), tensors(), NOTHING, LAYER, fits, platform="linux") == 4
+    assert auto_layers(own(room), tensors(), NOTHING, 4 * LAYER, fits, platform="linux") == 5
 
 
 def test_a_layer_is_not_divided_among_gpus() -> None:
-    room = 5 * LAYER + OUTPUT
+    room = 5 * LAYER + OUTPUT + COPY
     two = [Gpu(f"GPU{i}", False, int((room // 2 + RESERVE) / 0.95) + 100) for i in range(2)]
-    assert auto_layers(two, tensors(), 0, 0, fits, platform="linux") == 5
+    assert auto_layers(two, tensors(), NOTHING, 0, fits, platform="linux") == 5
 
 
 def plans(memory: int, order: list[int] | None = None) -> Any:
@@ -104,20 +124,22 @@ def plans(memory: int, order: list[int] | None = None) -> Any:
 def test_a_mac_where_everything_fits() -> None:
     total = 10 * LAYER + OUTPUT  # the embedding is in front, and of no device
     shared = [Gpu("Metal", True, total)]
-    assert auto_layers(shared, tensors(), 0, 0, plans(2 * total), platform="linux") == -1
-    assert auto_layers(shared, tensors(), MIB, 0, plans(2 * total), platform="linux") == 0  # not what the GPU can hold
+    assert auto_layers(shared, tensors(), NOTHING, 0, plans(2 * total), platform="linux") == -1
+    assert (
+        auto_layers(shared, tensors(), Buffers(0, MIB, ()), 0, plans(2 * total), platform="linux") == 0
+    )  # not what the GPU can hold
 
 
 def test_a_mac_whose_gpu_holds_less_than_the_memory() -> None:
     """As many last layers as fit, with the draft; the output lies in front of all layers, so it stays here."""
 
     def layers(limit: int, drafts: int = 0) -> int:
-        metal = [Gpu("Metal", True, limit)]
-        return auto_layers(metal, tensors(), 0, drafts, plans(100 * LAYER), platform="darwin")
+        metal = [Gpu("Metal", True, limit + COPY)]
+        return auto_layers(metal, tensors(), NOTHING, drafts, plans(100 * LAYER), platform="darwin")
 
     total = 10 * LAYER + OUTPUT
     assert layers(total) == -1
-    assert layers(total - MIB) == 10
+    assert layers(total - COPY - MIB) == 10
     assert layers(4 * LAYER) == 5
     assert layers(4 * LAYER, LAYER) == 4
     assert layers(LAYER - MIB) == 0
@@ -130,24 +152,35 @@ def test_a_mac_that_streams() -> None:
     """The last layers, as far as that does not make more be read; no streamed layer is mapped by the GPU."""
     shared = [Gpu("Metal", True, 20 * LAYER)]
     room = 9 * LAYER
-    assert auto_layers(shared, tensors(), 0, 0, plans(room), platform="linux") == 0  # there such a GPU is left alone
-    layers = auto_layers(shared, tensors(), 0, 0, plans(room), platform="darwin")
+    assert (
+        auto_layers(shared, tensors(), NOTHING, 0, plans(room), platform="linux") == 0
+    )  # there such a GPU is left alone
+    layers = auto_layers(shared, tensors(), NOTHING, 0, plans(room), platform="darwin")
     assert 1 < layers <= 8
     plan = plans(room)(layers - 1)
     assert wired(plan, gpu_spans(tensors(), layers - 1)) == 0
     assert plan.streamed_bytes <= plans(room)(0).streamed_bytes * (1 + 1 / 32)
     few = [Gpu("Metal", True, 2 * LAYER)]
-    assert auto_layers(few, tensors(), 0, 0, plans(room), platform="darwin") <= 3
+    assert auto_layers(few, tensors(), NOTHING, 0, plans(room), platform="darwin") <= 3
     assert (
-        auto_layers(shared, tensors(), 0, 0, plans(LAYER), platform="darwin") == 0
+        auto_layers(shared, tensors(), NOTHING, 0, plans(LAYER), platform="darwin") == 0
     )  # it does not run at all, which others say
+
+
+def test_what_llama_cpp_gives_to_each_card() -> None:
+    """Of 11 places in proportion to free memory; the last is the output's."""
+    gpus = [Gpu("CUDA0", False, 8), Gpu("CUDA1", False, 4), Gpu("GPU2", True, 99)]
+    assert layers_of_gpus(gpus, -1, 10) == [(8, "CUDA0"), (2, "CUDA1")]
+    assert layers_of_gpus(gpus, 4, 10) == [(3, "CUDA0"), (0, "CUDA1")]
+    assert layers_of_gpus(gpus, 0, 10) == []
+    assert layers_of_gpus(gpus[2:], 4, 10) == [(3, "GPU2")]
 
 
 def test_layers_out_of_order() -> None:
     """What the GPU maps, from its first weight to its last, must not hold what is streamed."""
     order = [9, 0, 1, 2, 3, 4, 5, 6, 7, 8]
     metal = [Gpu("Metal", True, 20 * LAYER)]
-    layers = auto_layers(metal, tensors(order), 0, 0, plans(9 * LAYER, order), platform="darwin")
+    layers = auto_layers(metal, tensors(order), NOTHING, 0, plans(9 * LAYER, order), platform="darwin")
     assert layers <= 2
     plan = plans(9 * LAYER, order)(3)
     assert wired(plan, gpu_spans(tensors(order), 3)) > 0
@@ -194,21 +227,23 @@ def with_experts() -> list[Tensor]:
 
 
 def test_experts_that_a_gpu_cannot_hold() -> None:
-    assert not gpu.experts_too_large([], with_experts(), -1, 0)
-    assert not gpu.experts_too_large(own(11 * LAYER), with_experts(), -1, 0)
-    assert gpu.experts_too_large(own(9 * LAYER), with_experts(), -1, 0)
-    assert gpu.experts_too_large(own(11 * LAYER), with_experts(), -1, 2 * LAYER)  # caches and buffers
-    assert gpu.experts_too_large(own(2 * LAYER), with_experts(), 4, 0)  # three layers and the output
-    assert not gpu.experts_too_large(own(4 * LAYER), with_experts(), 4, 0)
+    assert not gpu.experts_too_large([], with_experts(), -1, NOTHING)
+    assert not gpu.experts_too_large(own(11 * LAYER), with_experts(), -1, NOTHING)
+    assert gpu.experts_too_large(own(9 * LAYER), with_experts(), -1, NOTHING)
+    assert gpu.experts_too_large(
+        own(11 * LAYER), with_experts(), -1, Buffers(0, LAYER, (LAYER // 10,) * 10)
+    )  # caches and buffers
+    assert gpu.experts_too_large(own(2 * LAYER), with_experts(), 4, NOTHING)  # three layers and the output
+    assert not gpu.experts_too_large(own(4 * LAYER), with_experts(), 4, NOTHING)
     output = Tensor("output.weight", 0, 1 << 40, 2 * LAYER)
-    assert gpu.experts_too_large(own(4 * LAYER), [*with_experts(), output], 4, 0)
-    assert not gpu.experts_too_large(own(2 * LAYER), tensors(), -1, 0)  # no experts
+    assert gpu.experts_too_large(own(4 * LAYER), [*with_experts(), output], 4, NOTHING)
+    assert not gpu.experts_too_large(own(2 * LAYER), tensors(), -1, NOTHING)  # no experts
     assert gpu.kept_off(None, -1, 10, no_experts=True, platform="linux") == (gpu.EXPERTS,)
 
 
 def test_of_so_many_layers_the_output_is_one() -> None:
-    assert not gpu.experts_too_large(own(3 * LAYER), with_experts(), 4, 0)
-    assert gpu.experts_too_large(own(3 * LAYER), with_experts(), 5, 0)
+    assert not gpu.experts_too_large(own(3 * LAYER), with_experts(), 4, NOTHING)
+    assert gpu.experts_too_large(own(3 * LAYER), with_experts(), 5, NOTHING)
 
 
 def test_pools_leave_room_for_libraries_whatever_the_memory() -> None:
@@ -258,7 +293,12 @@ def test_a_mac_keeps_the_experts_of_the_layers_on_its_gpu() -> None:
         check_spans(plan, with_experts(), 4)
     metal = [Gpu("Metal", True, 20 * LAYER)]
     few = auto_layers(
-        metal, with_experts(), 0, 0, lambda kept: make_plan(with_experts(), 6 * LAYER, 0, kept=kept), platform="darwin"
+        metal,
+        with_experts(),
+        NOTHING,
+        0,
+        lambda kept: make_plan(with_experts(), 6 * LAYER, 0, kept=kept),
+        platform="darwin",
     )
     assert few == 5  # four layers with their experts; the others take a quarter of a layer each
 
@@ -306,6 +346,22 @@ def test_auto_reaches_the_engine(smollm2_tiny: Path, monkeypatch: pytest.MonkeyP
     backend = load(str(smollm2_tiny), context_length=64)
     assert backend.computing["gpu_layers"] == 0
     backend.close()
+
+
+def test_a_gpu_that_copies_weights_leaves_flash_attention_on(
+    smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp's own trial would give it up: `test_places.py`."""
+    chosen, make = list[int](), engine_module.make_context
+    monkeypatch.setattr(engine_module, "find_gpus", lambda: [Gpu("GPU0", False, 1 << 40)])
+    monkeypatch.setattr(
+        engine_module, "make_context", lambda *given: (chosen.append(given[-1].flash_attn_type), make(*given))[1]
+    )
+    load(str(smollm2_tiny), context_length=64).close()
+    monkeypatch.setattr(engine_module, "find_gpus", list)
+    load(str(smollm2_tiny), context_length=64).close()
+    names = memory.llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED, memory.llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO
+    assert tuple(chosen) == names
 
 
 def test_a_build_without_a_gpu_is_given_no_layers(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,6 +433,7 @@ def test_a_target_on_another_engine_gets_what_its_draft_leaves(
     for module in (loading, engines):
         monkeypatch.setattr(module, "find_engine", FakeEngine)
     monkeypatch.setattr(loading, "choose_backend", lambda folder, machine: "torch" if folder else "llamacpp")
+    monkeypatch.setattr(loading, "is_head", lambda path: False)
     entry = Entry(name="target", target=f"file:{tmp_path}", defaults=Defaults())
     refused = expected if isinstance(expected, str) else "asked"
     with pytest.raises(UsageError, match=refused):
@@ -387,7 +444,7 @@ def test_a_target_on_another_engine_gets_what_its_draft_leaves(
 
 def test_libraries_that_are_there_already_need_no_room_again() -> None:
     for used, reserve in ((0, RESERVE), (RESERVE // 2, RESERVE // 2), (RESERVE, 0), (1 << 40, 0)):
-        assert gpu._room([Gpu("GPU0", False, 1 << 30, used)], 0) == int((1 << 30) * (1 - SAFETY)) - reserve
+        assert gpu.room_on([Gpu("GPU0", False, 1 << 30, used)], NOTHING) == int((1 << 30) * (1 - SAFETY)) - reserve
 
 
 def test_a_mixture_that_runs_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +452,7 @@ def test_a_mixture_that_runs_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(memory, "loaded_tensors", lambda path: with_experts())
     monkeypatch.setattr(memory, "find_layers", lambda path, tensors: experts.find_experts(tensors, 4))
     monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
-    monkeypatch.setattr(memory, "rehearse", lambda path, sizes, free, target: (0, [0] * len(sizes)))
+    monkeypatch.setattr(memory, "rehearse", lambda path, sizes, free, target: (0, [NOTHING] * len(sizes)))
     size = memory.ContextSize(64, 8, 1, memory.MIN_NODES)
     machine = this_machine(gpus=own(5 * LAYER))
     few, many = (memory.MemoryPlanner("", LoadOptions(memory=room), machine) for room in (MIB, 9 * LAYER))

@@ -19,14 +19,16 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from edgespec.backends.llamacpp.engine import engine
 from edgespec.backends.llamacpp.memory import planning
+from mapped_device import compute
 
 from edgespec.errors import NoRoom
 from edgespec.loop.engines import LoadOptions
 from edgespec.machine.this_machine import Machine
 from edgespec.models.registry import BUILT_IN, read_models
 from edgespec.models.shapes import file_of
-from edgespec.weights.plan import SAFETY, Plan, count_layers, divide, layers_on_gpu, spans
+from edgespec.weights.plan import SAFETY, Plan, Tensor, count_layers, divide, layers_on_gpu, spans
 
+TOKENIZER = 30 << 20  # bytes
 KNOWN = {entry.name: entry for entry in read_models(BUILT_IN)}
 OTHERS: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "published_shapes.yaml").read_text())
 HYBRIDS = ("qwen3-next-80b-a3b", "falcon-h1-34b")  # whose buffers take llama.cpp seconds
@@ -63,7 +65,7 @@ def path_of() -> Iterator[Callable[[Any], str]]:
         patch.setattr(
             planning,
             "rehearse",
-            lambda path, sizes, free, target="": (30 << 20, [buffers(path, size) for size in sizes]),
+            lambda path, sizes, free, target="": (TOKENIZER, [buffers(path, size) for size in sizes]),
         )
         yield path_of
 
@@ -94,22 +96,62 @@ def check(found: Any, path: str, machine: Machine) -> None:
     if weights:
         taken = weights.needed + weights.pinned_bytes + weights.slots * weights.slot_bytes + max(0, weights.pool_bytes)
         assert taken <= int(machine.free * (1 - SAFETY))
-    way = found.ways[-1]
-    assert ("device" in way) == bool(found.gpu_layers)
+    assert ("device" in found.ways[-1]) == bool(found.gpu_layers)
     if not found.gpu_layers:
         return
-    tensors = planning.loaded_tensors(path)
-    _, there = divide(tensors, found.gpu_layers, str(way.get("kept_off", "")).encode().split())
+    _, there = sides(found, path)
     [buffers] = planning.rehearse(path, [found.size], 0)[1]
+    kept = buffers.compute + buffers.caches_on_gpu(found.gpu_layers)
     if machine.platform != "darwin":
-        assert sum(tensor.size for tensor in there) + buffers <= sum(gpu.free for gpu in machine.gpus)
+        assert sum(tensor.size for tensor in there) + kept <= sum(gpu.free for gpu in machine.gpus)
         return
     mapped = spans(there)
-    assert sum(span.size for span in mapped) + buffers <= machine.gpus[0].free
+    assert sum(span.size for span in mapped) + kept <= machine.gpus[0].free
     moving = [extent for layer in weights.streamed for extent in layer.extents] if weights else []
     for extent in [*moving, *(weights.cached if weights else ()), *(weights.looked_up if weights else ())]:
         for span in mapped:
             assert extent.file != span.file or extent.stop <= span.start or extent.start >= span.stop
+
+
+def kept_off(found: Any) -> tuple[bytes, ...]:
+    return tuple(str(found.ways[-1].get("kept_off", "")).encode().split())
+
+
+def sides(found: Any, path: str) -> tuple[list[Tensor], list[Tensor]]:
+    return divide(planning.loaded_tensors(path), found.gpu_layers, kept_off(found))
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("length", [4096, 32768])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in HYBRIDS])
+def test_weights_caches_and_passes_fit_on_their_side(name: str, length: int, path_of: Callable[[Any], str]) -> None:
+    """llama.cpp computes what a pass takes of each side, with a second device that has memory of its own."""
+    path, planned = path_of(shape_of(name)), 0
+    for machine in MACHINES.values():
+        try:
+            found = engine.plan(path, LoadOptions(exact="off", budget=16, context_length=length), machine)
+        except NoRoom:
+            continue
+        if not found.gpu_layers:
+            continue
+        planned += 1
+        here, there = sides(found, path)
+        [buffers] = planning.rehearse(path, [found.size], 0)[1]
+        caches = buffers.caches_on_gpu(found.gpu_layers)
+        helps = "op_offload" not in found.ways[-1]
+        passes = compute(path, found.gpu_layers, kept_off(found), found.size, helps)
+        on_gpu, on_processor = passes["MAPPED"], passes["CPU"]
+        needed = machine.used + TOKENIZER + buffers.here + on_processor + sum(buffers.caches)
+        shared, weights = machine.platform == "darwin", found.weights
+        needed += on_gpu if shared else -caches
+        if weights:
+            assert needed <= weights.needed
+        elif planning.can_stream(machine):
+            tensors = planning.loaded_tensors(path) if shared else here
+            assert needed + sum(tensor.size for tensor in tensors) <= machine.free
+        weights_there = sum(one.size for one in (spans(there) if shared else there))
+        assert weights_there + caches + on_gpu <= sum(gpu.free for gpu in machine.gpus)
+    assert planned >= 5
 
 
 @pytest.mark.parametrize(

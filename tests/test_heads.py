@@ -162,3 +162,16 @@ def test_several_texts_and_second_turns_share_a_head():
         found.append(texts)
     assert found[0] == found[1]
     assert head.rows
+
+
+def test_after_a_rewind_states_of_dropped_tokens_are_forgotten():
+    head = HeadOfTest()
+    session = head.open()
+    session.give(0, np.ones((5, SIZE), np.float32))
+    prefill(head, session, PROMPT[:5])
+    session.give(4, np.ones((1, SIZE), np.float32))
+    session.rewind(2)
+    prefill(head, session, [*PROMPT[:2], 8, 9, 10, 11])
+    position, _, _, state = head.rows[-1]
+    assert position == 5
+    assert not state.any()

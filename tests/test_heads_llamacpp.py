@@ -1,18 +1,17 @@
 """Heads on llama.cpp, of made-up files: EAGLE-3 for a Llama, and the head in a qwen35's own file."""
 
 import ctypes
-import platform
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from conftest import once
+import llama_cpp
+from conftest import Run
 from contract import (
     CHECKS,
     TREE,
@@ -22,23 +21,29 @@ from contract import (
     work,
 )
 from edgespec.backends.llamacpp import states
+from edgespec.backends.llamacpp.context import ContextSize
 from edgespec.backends.llamacpp.engine import engine, load
-from edgespec.backends.llamacpp.ggml.files import load_model
+from edgespec.backends.llamacpp.ggml.files import all_tensors, load_model, loaded_tensors
 from edgespec.backends.llamacpp.heads import LlamaHeadSession
+from edgespec.backends.llamacpp.memory import planning
+from edgespec.backends.llamacpp.memory.gpu import Buffers
+from gemma4_files import copy, write_assistant, write_gemma4
 from gguf_files import small_llama
-from head_files import write_eagle3
-from hybrid_files import write_hybrid, write_with_head
+from head_files import gguf, write_eagle3, write_glm4moe, write_step35
+from hybrid_files import write_with_head
 from test_offload_llamacpp import least_memory
 
 import edgespec
+import edgespec.loading.pair as pair_module
 from edgespec.errors import Closed, Interrupted, ModelError
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import prefill
 from edgespec.loop.tree import path_to
 from edgespec.machine import memory as process
+from edgespec.machine.this_machine import this_machine
 
 TEXT = [5, 40, 17, 99, 23, 201, 64, 8, 150, 77, 31, 12]
-KINDS = ["eagle3", "own"]
+KINDS = ["eagle3", "own", "mixture", "sidecar", "assistant", "chain"]  # "own" and "sidecar" have recurrent targets
 OPTIONS = {"context_length": 256, "threads": 1, "budget": 32}
 
 
@@ -46,10 +51,15 @@ OPTIONS = {"context_length": 256, "threads": 1, "budget": 32}
 def files(tmp_path_factory):
     """Kind -> files of a target and of its head."""
     folder = tmp_path_factory.mktemp("heads")
-    own = write_with_head(folder / "qwen35.gguf")
+    own, mixture = write_with_head(folder / "qwen35.gguf"), write_glm4moe(folder / "glm4moe.gguf")
+    chain = write_step35(folder / "step35.gguf")
     return {
         "eagle3": (small_llama(folder / "llama.gguf"), write_eagle3(folder / "eagle3.gguf")),
         "own": (own, own),
+        "mixture": (mixture, mixture),
+        "chain": (chain, chain),
+        "assistant": (write_gemma4(folder / "gemma4.gguf", wide=8), write_assistant(folder / "assistant.gguf")),
+        "sidecar": (write_with_head(folder / "trunk.gguf", "model"), write_with_head(folder / "mtp.gguf", "head")),
     }
 
 
@@ -79,14 +89,15 @@ class Reference:
     """llama.cpp's own loop (common/speculative.cpp): one sequence, chains."""
 
     def __init__(self, target: Path, head: Path) -> None:
-        self.own, self.calls = target == head, states.functions()
+        self.own, self.calls = head.name != "eagle3.gguf", states.functions()
         self.model = load_model(str(target), load_mtp=self.own)
-        self.head = self.model if self.own else load_model(str(head))
+        self.head = self.model if target == head else load_model(str(head), load_mtp=self.own)
+        self.shared = head.name == "assistant.gguf"  # all drafted rows have one position, and no cells
+        self.heads = 1 if self.shared else max(1, llama_cpp.llama_model_n_layer_nextn(self.head))
         self.context = self._context(self.model)
-        self.draft = self._context(
-            self.head, ctx_other=self.context, ctx_type=int(self.own and llama_cpp.LLAMA_CONTEXT_TYPE_MTP)
-        )
-        self.width = llama_cpp.llama_model_n_embd(self.head)
+        kind = llama_cpp.LLAMA_CONTEXT_TYPE_MTP if self.own else llama_cpp.LLAMA_CONTEXT_TYPE_DEFAULT
+        self.draft = self._context(self.head, ctx_other=self.context, ctx_type=kind)
+        self.width = llama_cpp.llama_model_n_embd_out(self.head)
         self.calls.llama_set_embeddings_nextn(self.draft, True, True)
         self.layers = [self.calls.llama_model_target_layer_ids(self.head)[i] for i in range(0 if self.own else 3)]
         for layer in self.layers:
@@ -108,7 +119,8 @@ class Reference:
         """`rows` are (token, position, state); a token or a state may be None."""
         keep, batch = [], llama_cpp.llama_batch()
         fields = {
-            "token": (llama_cpp.llama_token, [row[0] for row in rows]), "pos": (llama_cpp.llama_pos, [row[1] for row in rows]),
+            "token": (llama_cpp.llama_token, [row[0] for row in rows]),
+            "pos": (llama_cpp.llama_pos, [row[1] for row in rows]),
             "embd": (ctypes.c_float, None if rows[0][2] is None else np.concatenate([row[2] for row in rows])),
             "logits": (ctypes.c_int8, [int(wanted)] * len(rows)),
         }  # fmt: skip
@@ -139,14 +151,22 @@ class Reference:
             self._decode(self.draft, [(None, i, row) for i, row in enumerate(features)], True, llama_cpp.llama_encode)
             given = self._rows(self.calls.llama_get_embeddings_nextn(self.draft), before, self.width)
             pairs = [(tokens[i + 1], i, given[i]) for i in range(before)]
-        self._decode(self.draft, pairs[:-1], wanted=False)
-        found, last = [], pairs[-1]
-        for token in [*drafted, None]:
-            self._decode(self.draft, [last], wanted=True)
+        memory = llama_cpp.llama_get_memory(self.draft)
+        for head in range(0 if self.shared else self.heads):  # each fills cells of its own layer
+            llama_cpp.llama_memory_seq_rm(memory, 0, 0, -1)
+            self.calls.llama_set_nextn_layer_offset(self.draft, head)
+            self._decode(self.draft, pairs[:-1], wanted=False)
+        found, chain = [], pairs[-1:]
+        for head, token in enumerate([*drafted, None]):
+            if self.heads > 1:
+                llama_cpp.llama_memory_seq_rm(memory, 0, before, -1)
+                self.calls.llama_set_nextn_layer_offset(self.draft, head)
+            rows = chain if self.heads > 1 else chain[-1:]
+            self._decode(self.draft, rows, wanted=True)
             count = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.head))
-            found.append(self._rows(llama_cpp.llama_get_logits_ith(self.draft, 0), 1, count)[0])
-            state = self._rows(self.calls.llama_get_embeddings_nextn(self.draft), 1, self.width)[0]
-            last = token, last[1] + 1, state
+            found.append(self._rows(llama_cpp.llama_get_logits_ith(self.draft, len(rows) - 1), 1, count)[0])
+            state = self._rows(self.calls.llama_get_embeddings_nextn(self.draft), len(rows), self.width)[-1]
+            chain.append((token, chain[-1][1] + (not self.shared), state))
         return found
 
     def close(self) -> None:
@@ -158,7 +178,8 @@ class Reference:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_computes_what_llama_cpp_drafts(files, kind):
-    reference, drafted = Reference(*files[kind]), [9, 120, 33]
+    reference = Reference(*files[kind])
+    drafted = [9, 120, 33][: reference.heads - 1 if reference.heads > 1 else 3]
     expected = reference.chain(TEXT, drafted)
     reference.close()
     with pair(*files[kind]) as (target, head):
@@ -182,7 +203,7 @@ def test_a_node_of_a_heads_tree_has_the_logits_of_its_chain(files, kind):
             session.commit([])
             for at, node in enumerate(path := path_to(TREE, leaf)):
                 row = head.forward([work(session, [tokens[node]], [at - 1], at)])[0].row(at)
-                np.testing.assert_allclose(row, rows[node], atol=1e-4, err_msg=f"{node} of {path}")
+                np.testing.assert_allclose(row, rows[node], atol=1e-3, err_msg=f"{node} of {path}")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -226,7 +247,7 @@ def test_without_a_head_nothing_is_kept(files):
     target.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[:-2])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_contract_of_a_head(check, files, kind, monkeypatch):
     """With states of zeros, logits depend on tokens only, as the contract has it."""
@@ -240,7 +261,7 @@ def test_contract_of_a_head(check, files, kind, monkeypatch):
 
     def factory(**options: int):
         options["context_length"] = options["context_length"] or 256
-        target = load(str(files[kind][0]), own_head=kind == "own", threads=1, **options)
+        target = load(str(files[kind][0]), own_head=files[kind][0] == files[kind][1], threads=1, **options)
         return engine.load_head(target, str(files[kind][1]), LoadOptions(threads=1, **options).for_draft())
 
     check(factory)
@@ -252,11 +273,13 @@ def test_contract_of_a_head(check, files, kind, monkeypatch):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_texts_are_those_of_plain_decoding(files, kind, planner, temperature, streamed):
+    if streamed and kind == "mixture":
+        pytest.skip("its few experts need less memory than is reserved to read them")
     target, head = files[kind]
     options: dict[str, Any] = {"context_length": 256, "threads": 1, "remember": False}
     texts = []
     for name in ("none", planner):
-        draft = None if name == "none" else "head" if kind == "own" else str(head)
+        draft = None if name == "none" else "head" if target == head else str(head)
         more = {} if name in ("none", "auto") else {"budget": 12}
         with pytest.MonkeyPatch.context() as patch:
             held = process.private_memory()
@@ -271,5 +294,231 @@ def test_texts_are_those_of_plain_decoding(files, kind, planner, temperature, st
             again = model.generate("the quick brown fox jumps", max_tokens=12, temperature=temperature, seed=3)
             texts.append((result.text, again.text))
             if name != "auto":  # which may leave the head out, so that nothing is streamed
-                assert model.scheduler.target.capabilities.streams == streamed
+                assert (model.scheduler.target.plan is not None) == streamed
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_texts_and_second_turns_share_a_head(files, kind):
+    target, head = files[kind]
+    found = []
+    for planner, draft in (("none", None), ("specexec", "head" if target == head else str(head))):
+        options = {"context_length": 256, "threads": 1, "remember": False, "parallel": 2, "budget": 8}
+        with edgespec.load(str(target), draft=draft, planner=planner, **options) as model:
+            texts = model.branch("one two three", 3, max_tokens=16, temperature=0.8, seed=5)
+            more = model.generate("one two three" + texts[0].text, max_tokens=12, temperature=0.8, seed=6)
+            found.append([text.text for text in (*texts, more)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kept_session_goes_on_with_its_head(files, kind, tmp_path):
+    """After `save` and `load` in another program, a second turn is drafted, and its text is the same."""
+    target, head = files[kind]
+    draft = "head" if target == head else str(head)
+    options = {"context_length": 256, "threads": 1, "remember": False, "budget": 8, "planner": "specexec"}
+    sampling = {"max_tokens": 16, "temperature": 0.8, "seed": 5}
+    with edgespec.load(str(target), draft=draft, **options) as model:
+        first = model.generate("one two three", **sampling)
+        model.scheduler.save(tmp_path / "kept")
+        second = model.generate("one two three" + first.text, **sampling)
+    with edgespec.load(str(target), draft=draft, **options) as model:
+        model.scheduler.load(tmp_path / "kept")
+        again = model.generate("one two three" + first.text, **sampling)
+        assert again.text == second.text
+        assert again.stats.cached_tokens > 0 or kind in ("own", "sidecar")  # a state of another length is of no use
+        assert again.stats.draft_passes > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_ends_a_pass_of_the_head_but_not_its_states(files, kind, tmp_path):
+    target, head = files[kind]
+    if kind == "eagle3":
+        head = write_eagle3(tmp_path / "head.gguf", norm=True)  # which llama.cpp can interrupt
+    with pair(target, head) as (target, head):
+        _, session, _ = read(target, head, TEXT)
+        given = head.fuse(states := np.ones((2, target.capabilities.states), np.float32))
+        head.interrupt()
+        np.testing.assert_array_equal(head.fuse(states), given)  # Ctrl-C between two passes
+        with pytest.raises(Interrupted):
+            head.forward([work(session, [7], [-1], wanted=[0])])
+        assert session.token_ids == TEXT
+        head.forward([work(session, [7], [-1])])
+
+
+def test_a_small_vocabulary_of_a_head_drafts_the_targets_tokens(files, tmp_path):
+    known = list(range(40, 240, 2))
+    head = write_eagle3(tmp_path / "head.gguf", known=known, whole=True)
+    with pair(files["eagle3"][0], head) as (target, draft):
+        _, _, row = read(target, draft, TEXT)
+        assert np.isfinite(row[known]).all()
+        assert np.isneginf(np.delete(row, known)).all()
+    with edgespec.load(str(files["eagle3"][0]), draft=str(head), planner="specexec", budget=8, remember=False) as model:
+        assert model.generate("one two", max_tokens=8).stats.draft_passes
+
+
+def test_an_embedded_head_is_pinned_and_counted_where_it_is_asked_for(files, monkeypatch):
+    path = str(files["own"][0])
+    options: dict[str, Any] = {"context_length": 256, "threads": 1, "budget": 8}
+    held = process.private_memory()
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: held)
+    without, asked = (least_memory(Path(path), own_head=own, **options) for own in (False, True))
+    whole = {tensor.name: tensor for tensor in all_tensors(path)}
+    head = [tensor for tensor in whole.values() if tensor.name.startswith("blk.4.")]
+    assert asked - without > sum(tensor.size for tensor in head)
+    target = load(path, memory=asked + (1 << 20), own_head=True, **options)
+    assert {layer.index for layer in target.plan.streamed} <= set(range(4))
+    for tensor in (*head, whole["output.weight"]):
+        held_in = sum(
+            max(0, min(extent.stop, tensor.start + tensor.size) - max(extent.start, tensor.start))
+            for extent in target.plan.pinned
+        )
+        assert held_in == tensor.size
+    target.close()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "sidecar", "assistant"])
+def test_a_head_in_another_file_is_counted(files, kind, monkeypatch):
+    """Its weights, also those of layers that its model would not load, and the states that the target keeps."""
+    target, head = files[kind]
+    monkeypatch.setattr(planning, "rehearse", lambda path, sizes, free, target: (0, [Buffers(0, 0, ())]))
+    planner = planning.MemoryPlanner(str(target), LoadOptions(draft_files=(str(head),)), this_machine())
+    size = ContextSize(64, 8, 1, 64)
+    found, weights = planner._drafts(size), sum(tensor.size for tensor in all_tensors(str(head)))
+    assert found == weights + planning.states_bytes(str(head), size)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "own"])
+def test_cells_and_buffers_of_a_head_are_counted(files, kind, monkeypatch):
+    held = process.private_memory()
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: held)
+    target, head = files[kind]
+    more = {"own_head": True} if kind == "own" else {"draft_files": (str(head),)}
+    few, many = (
+        least_memory(target, context_length=length, threads=1, budget=8, **more)
+        - least_memory(target, context_length=length, threads=1, budget=8)
+        for length in (256, 8192)
+    )
+    assert many - few > 2 * 2 * 64 * 4 * (8192 - 256) // 2  # keys and values, in 16 bits or 32
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"block_count": 2}, "has block_count 2, but a head of this kind needs 1"),
+        ({"layers": (1, 2)}, "has target_layers of number 2, but a head of this kind needs 3"),
+        ({"attention.value_length": 32}, "has attention.value_length 32, but a head of this kind needs 64"),
+        ({"layers": (1, 2, 4)}, r"starts from the layers \[1, 2, 4\], but llama.cpp gives 4 of llama"),
+        ({"layers": (1, 2, -1)}, r"starts from the layers \[1, 2, -1\], but llama.cpp gives 4 of llama"),
+        ({"width": 128}, "is for targets with states of width 128, but a head of this kind needs 256"),
+        ({"target_hidden_size": 128}, "cannot be loaded"),
+        ({"vocab": 300}, "has a vocabulary of size 300, but a head of this kind needs 288"),
+        ({"known": [5, 288]}, "the tensor d2t maps to the token 288, but the vocabulary has 288"),
+        ({"known": [-1, 7]}, "the tensor d2t maps to the token -1, but the vocabulary has 288"),
+    ],
+)
+def test_a_head_that_llama_cpp_would_end_the_process_over_is_refused(files, tmp_path, changed, line):
+    head = str(write_eagle3(tmp_path / "head.gguf", **changed))
+    target = load(str(files["eagle3"][0]), **OPTIONS)
+    with pytest.raises(ModelError, match=line):
+        engine.load_head(target, head, LoadOptions(**OPTIONS).for_draft())
+    session = target.open()  # which goes on
+    target.forward([work(session, [5], [-1])])
+    target.close()
+
+
+def test_a_target_that_gives_no_inputs_of_layers_is_refused_by_name(tmp_path, files, run: Run):
+    target = small_llama(tmp_path / "qwen2.gguf", layers=1, kind="qwen2")
+    code, out, err = run("run", str(target), "--draft", str(files["eagle3"][1]), "hello")
+    assert (code, out) == (1, "")
+    assert "EAGLE-3 needs the inputs of layers, which llama.cpp does not give for qwen2" in err
+
+
+@pytest.mark.parametrize("name", ["dflash"])
+def test_other_kinds_of_heads_are_refused_by_name(name, tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "head.gguf", name)
+    writer.add_block_count(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=rf"is a head that .* \({name}\), which is not supported"):
+        engine.has_head(str(tmp_path / "head.gguf"))
+
+
+def test_what_a_llama_cpp_without_heads_lacks_is_named(monkeypatch):
+    monkeypatch.setitem(states._FUNCTIONS, "llama_new_thing", ("P13llama_context", None, []))
+    states.functions.cache_clear()
+    with pytest.raises(ModelError, match=r"needs llama_new_thing of llama.cpp, which .* lacks: 0.3.36 has it"):
+        states.functions()
+    states.functions.cache_clear()
+
+
+def test_a_file_without_its_head_and_a_head_that_is_not_loaded(files):
+    path = str(files["own"][0])
+    assert not engine.has_head(str(files["eagle3"][0]))
+    target = load(path, **OPTIONS)
+    with pytest.raises(ModelError, match="needs that model as its target, loaded with it"):
+        engine.load_head(target, path, LoadOptions(**OPTIONS).for_draft())
+    target.close()
+
+
+def test_a_head_is_freed_with_its_target(files):
+    for kind in KINDS:
+        with pair(*files[kind]) as (_, head):
+            head.close()
+            head.close()
+        with pair(*files[kind]) as (_, head):
+            session = head.open()
+        with pytest.raises(Closed):
+            head.forward([work(session, [7], [-1])])
+
+
+def test_row_classes_are_probed_with_the_states_that_a_head_needs(files):
+    """The head of a glm4moe asks for all rows of the last layer, which other passes compute for wanted rows only."""
+    for kind, whole in (("mixture", True), ("eagle3", False)):
+        plain = load(str(files[kind][0]), **OPTIONS)
+        with pair(*files[kind]) as (target, _), engine.probe_model(str(files[kind][0]), target.computing) as probe:
+            assert (target.computing != plain.computing) == (target.identity != plain.identity) == whole
+            assert (probe.states is not None) == whole
+        plain.close()
+
+
+def test_a_head_of_another_kind_of_model_is_refused(files):
+    target = load(str(files["eagle3"][0]), **OPTIONS)
+    with pytest.raises(ModelError, match="is for targets of architecture qwen35, but a head of this kind needs llama"):
+        engine.load_head(target, str(files["sidecar"][1]), LoadOptions(**OPTIONS).for_draft())
+    target.close()
+
+
+@pytest.mark.parametrize("key", ["attention.key_length", "attention.key_length_swa", "attention.head_count_kv"])
+def test_an_assistant_for_another_shape_of_cells_is_refused(files, tmp_path, key):
+    """llama.cpp would read the target's keys and values as if they had that shape."""
+    target = load(str(files["assistant"][0]), **OPTIONS)
+    changed = {key: (8, gguf.GGUFValueType.UINT32), key.replace("key_l", "value_l"): (8, gguf.GGUFValueType.UINT32)}
+    head = copy(files["assistant"][1], tmp_path / "head.gguf", keys=changed)
+    with pytest.raises(ModelError, match=rf"has {key} 8, but a head of this kind needs|cannot be loaded"):
+        engine.load_head(target, str(head), LoadOptions(**OPTIONS).for_draft())
+    target.close()
+
+
+def test_a_header_may_name_a_head_that_the_file_lacks(files, tmp_path):
+    """As of a model whose head is a file of its own: its last layer is no head, and is planned."""
+    path = str(
+        copy(
+            files["mixture"][0],
+            tmp_path / "trunk.gguf",
+            tensor=lambda name, values: None if "blk.3." in name else values,
+        )
+    )
+    assert not engine.has_head(path)
+    assert all(tensor.size for tensor in loaded_tensors(path))
+    load(path, **OPTIONS).close()
+
+
+def test_a_head_that_was_pulled_with_its_model_is_the_draft(files, monkeypatch):
+    target, head = files["eagle3"]
+    monkeypatch.setattr(pair_module, "local_head", lambda source: str(head))
+    with edgespec.load(str(target), planner="specexec", budget=8, context_length=256, remember=False) as model:
+        assert model.generate("hello", max_tokens=4).stats.draft_passes
+        assert str(head) in repr(model)

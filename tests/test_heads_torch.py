@@ -8,8 +8,9 @@ import pytest
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 
 import torch
-from edgespec.backends.torch.backend import engine, load
+from edgespec.backends.torch.backend import load
 from edgespec.backends.torch.eagle import EagleHead, attend_cells
+from edgespec.backends.torch.engine import engine
 from hf_models import SMALL, VOCAB_SIZE, save, tiny_model, transformers
 from safetensors.torch import save_file
 from test_lossless_torch import by_temperature, check_lossless

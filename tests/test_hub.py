@@ -28,7 +28,7 @@ from edgespec.cli import catalogue as catalogue_commands
 from edgespec.errors import EdgespecError, ModelError, UsageError
 from edgespec.models import download, hub, pulled
 from edgespec.models.hub import choose_file, parse
-from edgespec.models.registry import find_model, local_path
+from edgespec.models.registry import find_model, local_head, local_path
 
 SIZE = 50_000
 CONTENT = random.Random(1).randbytes(SIZE)
@@ -545,3 +545,105 @@ def test_a_record_leads_to_no_other_file(fake: FakeHub, run: Run, tmp_path: Path
     assert [(tmp_path / name).read_text() for name in ("a", "b")] == ["mine", "mine"]
     (folder / pulled.RECORD).write_text("[1, 2]")
     assert run("models", "--installed")[0] == 0
+
+
+HEADS = {
+    "big-Q4_K_M.gguf": b"GGUF big", "mtp-big-Q4_K_M.gguf": b"GGUF head", "mtp-big-Q8_0.gguf": b"GGUF other head",
+    "mmproj-big.gguf": b"GGUF eyes",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "model", "found"),
+    [
+        (["mtp-a-Q8_0.gguf", "mtp-a-Q4_0.gguf"], "a-Q4_K_M.gguf", "mtp-a-Q4_0.gguf"),  # as many bits
+        (["mtp-a-Q4_0.gguf", "mtp-a-Q4_K_M.gguf"], "a-Q4_K_M.gguf", "mtp-a-Q4_K_M.gguf"),
+        (["mtp-a-Q4_0.gguf", "mtp-a-BF16.gguf"], "a-F16.gguf", "mtp-a-BF16.gguf"),
+        (["mtp-a.gguf", "sub/mtp-a.gguf"], "sub/a.gguf", "sub/mtp-a.gguf"),  # the nearest folder
+        (["mtp-a.gguf"], "sub/a.gguf", "mtp-a.gguf"),
+        (["other/mtp-a.gguf", "eagle3-a.gguf", "mtp-a.txt", "a-mtp.gguf"], "a.gguf", None),
+        (["mtp-a-00002-of-00002.gguf", "mtp-a-00001-of-00002.gguf"], "a.gguf", "mtp-a-00001-of-00002.gguf"),
+    ],
+)
+def test_of_several_heads_the_nearest_is_taken_as_in_llama_cpp(names: list[str], model: str, found: str | None) -> None:
+    assert hub.choose_head([*names, model], model, "mtp-") == found
+
+
+def test_pull_fetches_the_head_beside_a_model_and_run_finds_it(fake: FakeHub, run: Run) -> None:
+    fake.files = {f"owner/repo/{name}": content for name, content in HEADS.items()}
+    source = "hf:owner/repo/big-Q4_K_M.gguf"
+    out = run("pull", source, "--dry-run")[1].splitlines()
+    assert [line.rpartition("/")[2] for line in out[:-1]] == ["big-Q4_K_M.gguf", "mtp-big-Q4_K_M.gguf"]
+    assert local_head(source) is None
+    assert run("pull", source, "--no-draft")[0] == 0
+    assert local_head(source) is None
+    status, out, err = run("pull", "owner/repo:Q4_K_M")
+    assert (status, err) == (0, "")
+    assert Path(out.splitlines()[-1]).read_bytes() == HEADS["mtp-big-Q4_K_M.gguf"]
+    assert local_head(source) == local_head("hf:owner/repo:Q4_K_M") == out.splitlines()[-1]
+    assert local_head("hf:owner/repo/mtp-big-Q4_K_M.gguf") is None  # a head has none
+
+
+def test_run_fetches_a_models_head_with_it(fake: FakeHub, run: Run) -> None:
+    fake.files = {f"owner/repo/{name}": content for name, content in HEADS.items()}
+    assert run("run", "hf:owner/repo/big-Q4_K_M.gguf", "hi", "--yes")[0] == 1  # it is no GGUF
+    assert local_head("hf:owner/repo/big-Q4_K_M.gguf")
+
+
+def test_a_head_of_a_kind_that_cannot_be_used_is_told_and_not_fetched(fake: FakeHub, run: Run) -> None:
+    fake.files["owner/repo/dflash-big-Q4_K_M.gguf"] = b"GGUF"
+    status, out, err = run("pull", SOURCE)
+    assert (status, out.count("\n")) == (0, 2)
+    assert err.startswith("note: dflash-big-Q4_K_M.gguf: a head of a kind that no engine here can use")
+
+
+def test_a_head_whose_bytes_are_wrong_or_cut_is_one_line_and_no_draft(
+    fake: FakeHub, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "RETRIES", 0)
+    fake.files["owner/repo/eagle3-model.gguf"] = random.Random(2).randbytes(SIZE)
+    fake.wrong = lambda content: content if content == CONTENT else b"x" * len(content)
+    status, _, err = run("pull", SOURCE)
+    assert (status, err.count("\n")) == (1, 1)
+    assert "eagle3-model.gguf" in err
+    assert local_path(SOURCE, fetch=False)
+    assert local_head(SOURCE) is None
+    fake.wrong, before = (lambda content: content), fake.sent
+    fake.cut = lambda length: 4000 if fake.sent - before < SIZE // 2 else 0
+    assert run("pull", SOURCE)[0] == 1
+    assert local_head(SOURCE) is None
+    fake.cut = lambda length: None
+    assert run("pull", SOURCE)[0] == 0
+    assert Path(local_head(SOURCE) or "").read_bytes() == fake.files["owner/repo/eagle3-model.gguf"]
+
+
+def test_a_draft_that_is_the_head_is_fetched_once(fake: FakeHub, run: Run, tmp_path: Path) -> None:
+    fake.files = {f"owner/repo/{name}": content for name, content in HEADS.items()}
+    models = tmp_path / "models.yaml"
+    names = {"target": "big-Q4_K_M.gguf", "draft": "mtp-big-Q4_K_M.gguf"}
+    sources = ", ".join(f"{role}: 'hf:owner/repo/{name}'" for role, name in names.items())
+    models.write_text(f"models:\n  - {{name: big, {sources}}}\n")
+    assert len(run("pull", "big", "--models", str(models), "--dry-run")[1].splitlines()) == 3
+
+
+def test_a_head_is_deleted_with_the_last_model_that_it_is_for(fake: FakeHub, run: Run) -> None:
+    fake.files = {f"owner/repo/{name}": content for name, content in HEADS.items()}
+    fake.files["owner/repo/big-Q8_0.gguf"] = b"GGUF larger"
+    assert run("pull", "hf:owner/repo/big-Q4_K_M.gguf", "hf:owner/repo/big-Q8_0.gguf")[0] == 0
+    assert (
+        run("models", "--delete", "hf:owner/repo/big-Q8_0.gguf", "--yes")[1] == "owner/repo/big-Q8_0.gguf is deleted\n"
+    )
+    assert local_head("hf:owner/repo/big-Q4_K_M.gguf")
+    out = run("models", "--delete", "hf:owner/repo/big-Q4_K_M.gguf", "--yes")[1].splitlines()
+    assert [line.split(" ")[0].rpartition("/")[2] for line in out] == [
+        "big-Q4_K_M.gguf", "mtp-big-Q4_K_M.gguf", "mtp-big-Q8_0.gguf",
+    ]  # fmt: skip
+
+
+def test_a_folder_without_weights_that_engines_read_is_one_line(fake: FakeHub, run: Run) -> None:
+    """Such as a head that was published as pytorch_model.bin."""
+    fake.files |= {"owner/eagle/config.json": b"{}", "owner/eagle/pytorch_model.bin": CONTENT}
+    status, out, err = run("pull", "owner/eagle")
+    assert (status, out) == (1, "")
+    assert "has no weights that engines read: no file model*.safetensors" in err
+    assert fake.sent == 0

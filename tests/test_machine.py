@@ -391,6 +391,23 @@ def test_private_memory_grows_with_what_is_written() -> None:
     assert 60 * MIB < grown < 80 * MIB
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux's C library")
+def test_freed_memory_is_given_back() -> None:
+    script = """if True:
+        import numpy as np
+        from edgespec.machine.memory import give_back_freed_memory, private_memory
+
+        give_back_freed_memory()
+        np.full(30 << 20, 1, np.uint8)  # after which glibc keeps blocks of 30 MiB
+        before = private_memory()
+        arrays = [np.full((9 + i % 7) << 20, 1, np.uint8) for i in range(20)]
+        del arrays[::2]
+        print((private_memory() - before) / sum(array.nbytes for array in arrays))
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 1.2
+
+
 def test_private_memory_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> str:
         raise FileNotFoundError

@@ -31,6 +31,7 @@ from edgespec.backends.llamacpp.backend import LlamaBackend
 from edgespec.backends.llamacpp.context import ContextSize
 from edgespec.backends.llamacpp.engine import engine, load
 from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
+from edgespec.backends.llamacpp.memory.gpu import Buffers
 from edgespec.backends.llamacpp.memory.planning import MIN_NODES, SHARE
 from hybrid_files import write_with_head
 
@@ -785,7 +786,8 @@ def test_a_drafts_per_layer_embeddings_take_no_part(monkeypatch: pytest.MonkeyPa
     """A row for each token is read of them; the system may take back the others."""
     tensors = [Tensor("blk.0.w", 0, 0, 5), Tensor("per_layer_token_embd.weight", 0, 5, 1000)]
     monkeypatch.setattr(llamacpp_memory, "loaded_tensors", lambda path: tensors)
-    monkeypatch.setattr(llamacpp_memory, "rehearse", lambda path, sizes, free, target: (0, [0] * len(sizes)))
+    nothing = Buffers(0, 0, ())
+    monkeypatch.setattr(llamacpp_memory, "rehearse", lambda path, sizes, free, target: (0, [nothing] * len(sizes)))
     monkeypatch.setattr(llamacpp_memory, "is_head", lambda path: False)
     planner = llamacpp_memory.MemoryPlanner("", LoadOptions(draft_files=("draft",)), this_machine())
     assert planner._drafts(ContextSize(64, 8, 1, MIN_NODES)) == 5

@@ -15,7 +15,8 @@ from edgespec.weights.plan import SAFETY, Plan, Tensor
 
 MIB, GIB = 1 << 20, 1 << 30
 LAYERS, LAYER, OUTPUT = 40, 500 * MIB, 400 * MIB  # 20.3 GiB
-BUFFERS = 600 * MIB
+COMPUTE, CACHE = 200 * MIB, 10 * MIB
+BUFFERS = COMPUTE + LAYERS * CACHE
 
 MAC = Machine(
     platform="darwin", architecture="arm64", processors=8, cores=4, memory=16 * GIB, free=12 * GIB, used=GIB // 4,
@@ -32,8 +33,9 @@ BOX = Machine(platform="linux", processors=2, cores=2, memory=4 * GIB, free=3 * 
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """llama.cpp's plan of a file whose header and buffers are made up, too."""
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    from edgespec.backends.llamacpp.engine import engine
+    from edgespec.backends.llamacpp import engine as llamacpp
     from edgespec.backends.llamacpp.memory import planning
+    from edgespec.backends.llamacpp.memory.gpu import Buffers
 
     tensors, start = list[Tensor](), 4096
     for name, size in [
@@ -46,11 +48,14 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     with (tmp_path / "model.gguf").open("wb") as file:
         file.truncate(start)  # no byte of it is written
     monkeypatch.setattr(planning, "loaded_tensors", lambda path: tensors)
+    monkeypatch.setattr(llamacpp, "check_target", lambda path: None)
     monkeypatch.setattr(
-        planning, "rehearse", lambda path, sizes, free, target: (30 * MIB, [BUFFERS + one.chunk for one in sizes])
+        planning,
+        "rehearse",
+        lambda path, sizes, free, target: (30 * MIB, [Buffers(one.chunk, COMPUTE, (CACHE,) * LAYERS) for one in sizes]),
     )
     path = str(tmp_path / "model.gguf")
-    return lambda machine, **options: engine.plan(path, LoadOptions(exact="off", **options), machine)
+    return lambda machine, **options: llamacpp.engine.plan(path, LoadOptions(exact="off", **options), machine)
 
 
 def check(weights: Plan, machine: Machine) -> None:
@@ -79,8 +84,8 @@ def test_a_mac_with_16_gb(plan: Callable[..., Any]) -> None:
 def test_a_pc_with_a_card_of_8_gb(plan: Callable[..., Any]) -> None:
     """The card gets the output and as many layers as it holds, the machine's memory all others."""
     found = plan(PC)
-    room = (8 * GIB - 300 * MIB) * (1 - SAFETY) - 512 * MIB - BUFFERS - OUTPUT
-    assert found.gpu_layers == int(room // LAYER) + 1
+    room = (8 * GIB - 300 * MIB) * (1 - SAFETY) - 512 * MIB - COMPUTE - LAYER // 2 - OUTPUT
+    assert found.gpu_layers == int(room // (LAYER + CACHE)) + 1
     assert found.weights is None
     poor = replace(PC, memory=8 * GIB, free=7 * GIB)
     assert plan(poor).gpu_layers == found.gpu_layers
@@ -108,7 +113,7 @@ def test_a_small_linux_box(plan: Callable[..., Any]) -> None:
 def test_pytorch_on_the_same_machines() -> None:
     """Layers wait in memory that a card does not hold; what memory does not hold either is on disk."""
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    from edgespec.backends.torch.backend import engine
+    from edgespec.backends.torch.engine import engine
     from edgespec.backends.torch.loading import Host, choose_placement
 
     def placed(machine: Machine) -> tuple[str, int, int]:
@@ -137,7 +142,7 @@ def test_pytorch_on_the_same_machines() -> None:
 def test_mlx_on_the_same_machines(tmp_path: Path) -> None:
     """A Mac's GPU holds a part of its memory only; on Linux all that is free counts."""
     pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
-    from edgespec.backends.mlx.backend import engine
+    from edgespec.backends.mlx.engine import engine
     from edgespec.backends.mlx.memory import WIRED_SHARE
     from mlx_models import FAMILIES, write_model
 
@@ -151,18 +156,24 @@ def test_mlx_on_the_same_machines(tmp_path: Path) -> None:
         engine.plan(folder, LoadOptions(), replace(MAC, gpus=(replace(gpu, limit=MIB),)))
 
 
-def test_only_the_gpu_that_is_used_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking takes some of its memory."""
+def test_only_gpus_that_may_be_used_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking takes some of their memory."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    from edgespec.backends.torch.backend import engine
+    from edgespec.backends.torch.engine import engine
 
     looked = list[str]()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda name: looked.append(name) or (5 * GIB, 8 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda name: GIB)
-    measured, other = Gpu("cuda:0", False, 5 * GIB, GIB, 8 * GIB), Gpu("cuda:1", False, 0)
-    assert engine.gpus(None) == engine.gpus("cuda") == [measured, other]
-    assert engine.gpus("cuda:1")[1] == replace(measured, name="cuda:1")
+    first, other = Gpu("cuda:0", False, 5 * GIB, GIB, 8 * GIB), Gpu("cuda:1", False, 0)
+    second = replace(first, name="cuda:1")
+    assert engine.gpus(None) == engine.gpus("cuda") == [first, second]
+    assert looked == ["cuda:0", "cuda:1"] * 2
+    looked.clear()
+    assert engine.gpus("cuda:1") == [replace(other, name="cuda:0"), second]
     assert engine.gpus("cpu") == [replace(other, name="cuda:0"), other]
-    assert looked == ["cuda:0", "cuda:0", "cuda:1"]
+    assert looked == ["cuda:1"]
+    for device, others in ((None, [second]), ("cuda", [second]), ("cuda:0", []), ("cuda:1", []), ("cpu", [])):
+        found = engine.plan("model", LoadOptions(device=device), replace(PC, gpus=(first, second)))
+        assert found.others == others

@@ -14,10 +14,12 @@ pytest.importorskip("gguf", reason="gguf is not installed")
 import hybrid_files
 import window_files
 from conftest import quantised
-from edgespec.backends.llamacpp.ggml.files import loaded_tensors
+from edgespec.backends.llamacpp.context import ContextSize, make_context, settle_attention
+from edgespec.backends.llamacpp.ggml.files import llama_cpp, loaded_tensors, logged
 from edgespec.backends.llamacpp.memory.gpu import EXPERTS, NO_LAYERS
+from edgespec.backends.llamacpp.memory.planning import rehearse
 from gguf_files import small_llama
-from mapped_device import loaded
+from mapped_device import caches, loaded
 from mixture_files import KINDS, write_mixture
 
 from edgespec.models.shapes import file_of
@@ -70,7 +72,7 @@ def test_each_device_maps_what_the_table_says(file: str) -> None:
     count = count_layers(tensors)
     mapped = dict[tuple[int, Any], list[float]]()
     for gpu_layers, kept_off in product((0, 1, 2, 3, count, -1), ((), (NO_LAYERS,), (EXPERTS,), (NO_LAYERS, EXPERTS))):
-        with loaded(file, gpu_layers, kept_off) as found:
+        with loaded(file, gpu_layers, kept_off) as (_, found):
             pass
         for name, there in zip(("CPU_Mapped", "MAPPED"), divide(tensors, gpu_layers, kept_off), strict=True):
             expected = [span.size / MIB for span in spans(there)]
@@ -78,6 +80,31 @@ def test_each_device_maps_what_the_table_says(file: str) -> None:
         mapped[gpu_layers, kept_off] = found.get("MAPPED", [])
     assert not mapped[0, ()]
     assert sum(mapped[-1, ()]) >= sum(mapped[3, ()]) > sum(mapped[3, (NO_LAYERS,)]) > 0
+
+
+@pytest.mark.parametrize("file", MODELS, indirect=True)
+def test_a_cache_lies_with_its_layer(file: str) -> None:
+    count, size = count_layers(loaded_tensors(file)), ContextSize(2048, 8, 1, 32)
+    [buffers] = rehearse(file, [size], 1 << 60)[1]
+    assert len(buffers.caches) == count
+    for gpu_layers in (0, 2, 3, count, -1):
+        there, found = buffers.caches_on_gpu(gpu_layers), caches(file, gpu_layers, size)
+        assert found.get("MAPPED", 0) == pytest.approx(there / MIB, abs=0.02)
+        assert found.get("CPU", 0) == pytest.approx((sum(buffers.caches) - there) / MIB, abs=0.02)
+    assert sum(buffers.caches) > 0
+
+
+@pytest.mark.parametrize("file", ["tied with rope_freqs"], indirect=True)
+def test_flash_attention_stays_where_a_gpu_computes_some_layers(file: str) -> None:
+    """Without it a pass needs memory for all scores."""
+    size = ContextSize(256, 64, 1, 64)
+    with loaded(file, 3, (), own=True) as (model, _):
+        params = size.params(model)
+        params.op_offload = True
+        settle_attention(file, model, size, params)
+        with logged() as lines:
+            llama_cpp.llama_free(make_context(file, model, size, params))
+            assert not any("disabled" in line for line in lines)
 
 
 def test_a_tensor_occurs_once_for_each_copy() -> None:

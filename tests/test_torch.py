@@ -33,7 +33,8 @@ from edgespec.backends.torch import attention
 from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch import loading as loading_module
 from edgespec.backends.torch.attention import build_mask
-from edgespec.backends.torch.backend import check_tree, engine, load
+from edgespec.backends.torch.backend import check_tree, load
+from edgespec.backends.torch.engine import engine
 from edgespec.backends.torch.loading import choose_placement, work_bytes
 from edgespec.backends.torch.logits import top_on_device
 from edgespec.backends.torch.offload import (
@@ -256,7 +257,7 @@ def memory_for(folder, resident, **options):
     """Bytes that let so many layers stay on the device."""
     backend = load(str(folder), **options)
     model, cache = backend.model, backend.open().cells
-    fixed = options.get("sessions", 1) * cache.numel() * cache.element_size()
+    fixed = options.get("sessions", 1) * cache.nbytes
     fixed += work_bytes(model, backend.capabilities, options["budget"] + 1)
     layer = max(block_bytes(layer) for layer in model.get_decoder().layers)
     return fixed + (resident + BUFFERS) * layer

@@ -11,11 +11,13 @@ import pytest
 
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 
+from cards import GIB
+from cards import cards as cards
 from edgespec.backends.torch.offload import HostCopies, block_bytes
 from hf_models import torch
 from test_torch import Recorder, needs_bitsandbytes
 
-from benchmarks.gpu import HOST_SHARE, Row, fitting_layers, measure, memory_for, random_model
+from benchmarks.gpu import HOST_SHARE, Row, fitting_layers, measure, measures, memory_for, random_model
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-gpu"
 TINY = {
@@ -118,6 +120,16 @@ def script(monkeypatch):
         patch.setattr(sys, "dont_write_bytecode", True)
         loader.exec_module(found)
     return found
+
+
+def test_a_model_on_two_cards(cards, tmp_path):
+    """It is compared with the same model on one."""
+    cards(GIB << 3)
+    assert "two GPUs" not in measures(torch.device("cuda:0"), HostCopies, tmp_path)
+    cards(GIB << 3, GIB << 3)
+    found = measures(torch.device("cuda:0"), HostCopies, tmp_path)["two GPUs"]()
+    assert found.value > 0
+    assert found.text.endswith("; 0 of 4096 logits differ")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -124,7 +124,7 @@ def needs(folder, **options):
     """Bytes of a layer, and of all but layers."""
     backend = load(str(folder), **options)
     cache = backend.open().cells
-    fixed = options["sessions"] * cache.numel() * cache.element_size()
+    fixed = options["sessions"] * cache.nbytes
     fixed += work_bytes(backend.model, backend.capabilities, options["budget"] + 1)
     return max(block_bytes(layer) for layer in backend.model.get_decoder().layers), fixed
 
@@ -429,7 +429,7 @@ def test_logits_of_a_wide_tree_are_in_the_plan(llama, cheap, monkeypatch):
         fits = (memory - fixed_bytes) // layer
         if fits < BUFFERS:
             raise NoRoom("too little")
-        return Placement(list(range(LAYERS - min(2, fits - BUFFERS))), [], BUFFERS)
+        return Placement(list(range(LAYERS - min(2, fits - BUFFERS))), [], BUFFERS, [LAYERS])
 
     there = fixed + (BUFFERS + 2) * layer + (more if cheap else more - layer)
     backend = load(str(llama), **options, gpu_memory=there, widest=256)

@@ -40,6 +40,11 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     [
         (Placed(32), "all 32 layers on the processor, none streamed"),
         (Placed(32, "CUDA0", 32), "all 32 layers on CUDA0, none streamed"),
+        (
+            Placed.on([(50, "CUDA0"), (0, "CUDA1"), (20, "CUDA2")], 80),
+            "50 of 80 layers on CUDA0, 20 of 80 layers on CUDA2, 10 of 80 layers on the processor, none streamed",
+        ),
+        (Placed.on([(80, "CUDA0"), (0, "CUDA1")], 80), "all 80 layers on CUDA0, none streamed"),
         (Placed(80, "MTL0", 34, 46), "34 of 80 layers on MTL0, 46 of 80 layers on the processor, 46 layers streamed"),
     ],
 )

@@ -1,12 +1,14 @@
-"""States of a head's session, for every engine."""
+"""States of a head's session, and what a head takes, for every engine."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any, Protocol, Self
 
 import numpy as np
 
 from edgespec.loop.backend import Work
 from edgespec.loop.sampling import Float32Array
+from edgespec.models.safetensors_header import Stored
 
 from .nodes import NodeSession, Owner
 
@@ -27,6 +29,22 @@ class HeadOwner(Owner, Protocol):
         Returns:
             Rows' states, [n, width].
         """
+
+
+TABLES = ("d2t", "t2d")  # tensors of EAGLE-3 heads that are no weights
+
+
+def head_size(stored: Iterable[Stored]) -> tuple[int, int]:
+    """
+    Args:
+        stored: a head's tensors.
+
+    Returns:
+        How many numbers its weights have, and keys and values in one cell of it.
+    """
+    weights = [one for one in stored if one.name not in TABLES]
+    cell = sum(one.shape[0] for one in weights if one.name.endswith(("k_proj.weight", "v_proj.weight")))
+    return sum(prod(one.shape) for one in weights), cell
 
 
 class HeadSession(NodeSession):

@@ -20,7 +20,7 @@ from edgespec.weights.ring import Streamer
 
 from .batch import Batch
 from .cells import IN_WINDOWS, Cells, Rows
-from .ggml.files import engine_build, last_log, llama_cpp
+from .ggml.files import engine_build, last_log, llama_cpp, metadata
 from .ggml.signals import Signals
 from .ggml.stop import ABORTED, Stop
 from .logits import LlamaLogits, StateLogits
@@ -32,7 +32,7 @@ from .memory.threads import SlowPasses, crowd, end_team, threads_for
 from .recurrent import LlamaRecurrentSession, forward_recurrent
 from .seq_ids import SeqIds
 from .session import LlamaSession, Placement, paddings
-from .states import RowStates
+from .states import LAST_LAYER, NEXTN, WHOLE_LAST_LAYER, RowStates, states_of
 from .vocab import LlamaVocab
 
 
@@ -205,10 +205,17 @@ class LlamaBackend:
         made = self.context, self.vocab.size, self.state_width, batch_index
         return StateLogits(*made, self.states) if self.states else LlamaLogits(*made)
 
-    def keep_states(self, states: RowStates) -> None:
-        """Keep states in passes, for a head; called before the first session is opened."""
-        self.states = states
-        self.capabilities = replace(self.capabilities, states=states.size)
+    def keep_states(self, layers: Sequence[int]) -> None:
+        """Keep states in passes, for a head; called before the first session is opened.
+
+        Args:
+            layers: as of `RowStates`.
+        """
+        self.states = states_of(self.model, self.context, layers)
+        self.capabilities = replace(self.capabilities, states=self.states.size)
+        name = metadata(self.model, "general.architecture").decode()
+        if NEXTN in layers and name in WHOLE_LAST_LAYER:
+            self.computing = {**self.computing, LAST_LAYER: "whole"}
 
     @property
     def batch_states(self) -> Float32Array:

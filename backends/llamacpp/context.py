@@ -8,7 +8,7 @@ from edgespec.loop.shapes import TILE
 from edgespec.planners.path_cost import MOST_UNREAD
 
 from .cells import EXTRA_IDS, IN_WINDOWS
-from .ggml.files import FILE_TYPE_F32, LLAMA_MAX_SEQ, last_log, llama_cpp, load_header, metadata
+from .ggml.files import FILE_TYPE_F32, LLAMA_MAX_SEQ, last_log, llama_cpp, load_header, logged, metadata
 from .ggml.signals import Signals
 from .recurrent import ids_of_session, is_recurrent, most_paths
 
@@ -148,6 +148,23 @@ def make_context(path: str, model: Any, size: ContextSize, params: Any) -> Any:
     if not context:
         raise ModelError(f"{path}: no context of {size.context_length} tokens can be made: {last_log()}")
     return context
+
+
+def settle_attention(path: str, model: Any, size: ContextSize, params: Any) -> None:
+    """Let `params` have flash attention if the model's devices compute it.
+
+    llama.cpp tries it with a row for each sequence. From 32 rows on, `op_offload` moves the attention of the
+    processor's layers to the GPU, and llama.cpp gives flash attention up.
+    """
+    if params.flash_attn_type != llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO:
+        return
+    trial = type(params).from_buffer_copy(params)
+    trial.n_ctx, trial.n_seq_max, trial.op_offload = 1, 1, False
+    with logged() as lines:
+        llama_cpp.llama_free(make_context(path, model, size, trial))
+        refused = any("Flash Attention" in line and "disabled" in line for line in lines)
+    kinds = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED, llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.flash_attn_type = kinds[refused]
 
 
 def kept_of(path: str, size: ContextSize) -> str:

@@ -10,13 +10,15 @@ from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Mach
 from edgespec.loop.session_files import content_of
 from edgespec.machine.disk import remove_name
 from edgespec.machine.this_machine import Gpu, this_machine
-from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, layers_on_gpu
+from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, layers_of_gpus, layers_on_gpu
 
 from ..common.loader import loader
 from .backend import LlamaBackend
-from .context import ContextSize, kept_of, make_context
+from .context import ContextSize, kept_of, make_context, settle_attention
 from .ggml.files import LLAMA_MAX_SEQ, engine_build, llama_cpp, load_model, metadata, parts, without_amx
-from .heads import find_head, load_head
+from .head_card import check_target
+from .head_files import find_head
+from .heads import load_head
 from .lending.child_process import ChildBackend, load_in_child
 from .lending.rpc import lent_line, lent_options
 from .memory.attention import ALIKE, can_be_alike, capture_cpu_backend, row_hook
@@ -35,6 +37,7 @@ from .memory.skip_padding import SkipPadding, has_experts
 from .memory.threads import crowd
 from .memory.tolerance import tolerance
 from .recurrent import ids_of_session, is_recurrent, most_paths, why_not
+from .states import LAST_LAYER, NEXTN
 from .vocab import load_vocab
 
 __all__ = ["engine", "load", "load_vocab"]
@@ -82,6 +85,7 @@ class LlamaEngine(Engine):
 
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> LoadPlan:
         check_whole("sessions", options.sessions, 1, LLAMA_MAX_SEQ)
+        check_target(path)
         return LoadPlan(path=path, options=options) if options.lenders else plan_here(path, options, machine)
 
     def load(
@@ -114,6 +118,8 @@ class LlamaEngine(Engine):
             with closing(load_here(plan, way, lambda done, total: None)) as backend:
                 if copy != path:
                     remove_name(copy)
+                if LAST_LAYER in computing:
+                    backend.keep_states([NEXTN])
                 backend.state_width = llama_cpp.llama_model_n_embd(backend.model)
                 yield backend
 
@@ -213,6 +219,8 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
             watch.skip_padding = SkipPadding()
             params.cb_eval = watch.skip_padding.callback
         params.op_offload = "op_offload" not in computing and not plan.borrowed
+        if params.op_offload and plan.machine.gpus:
+            settle_attention(path, model, size, params)
         with capture_cpu_backend() if ALIKE.keys() <= computing.keys() else nullcontext(list[int]()) as processors:
             context = make_context(path, model, size, params)
         if watch and watch.skip_padding:
@@ -260,10 +268,9 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
 
 
 def _placed(plan: LlamaPlan, layers: int) -> Placed:
-    on_device = layers_on_gpu(plan.gpu_layers, layers)
-    devices = "lenders" if plan.borrowed else str(plan.ways[-1].get("device", ""))
-    streamed = len(plan.weights.streamed) if plan.weights else 0
-    return Placed(layers, devices if on_device else "", on_device, streamed)
+    lent = [(layers_on_gpu(plan.gpu_layers, layers), "lenders")]
+    shares = lent if plan.borrowed else layers_of_gpus(plan.machine.gpus, plan.gpu_layers, layers)
+    return Placed.on(shares, layers, len(plan.weights.streamed) if plan.weights else 0)
 
 
 def _model_params(plan: LlamaPlan, way: Computing) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
 
+from ..common.row_logits import RowStateLogits
 from .ggml.files import llama_cpp
 from .states import RowStates
 
@@ -48,3 +49,10 @@ class StateLogits(LlamaLogits):
 
     def states(self, nodes: Sequence[int]) -> Float32Array:
         return self._states.rows([self._batch_index[node] for node in nodes])
+
+    def of_kept(self, wanted: Sequence[int], kept: Mapping[int, tuple[Float32Array, Float32Array]]) -> RowStateLogits:
+        """Logits and states that were kept of the nodes' rows."""
+        found = RowStateLogits()
+        for node in wanted:
+            found.rows[node], found.given[node] = kept[self._batch_index[node]]
+        return found

@@ -17,6 +17,10 @@ from edgespec.loop.sampling import Float32Array
 from .ggml.files import llama_cpp
 
 SINCE = "0.3.36"  # llama-cpp-python
+# Architectures whose states NEXTN are of all rows, so that the last layer is not computed for wanted rows only. Row
+# classes are probed accordingly. Other states change no bit: ggml-cpu fuses a norm with its weights only.
+WHOLE_LAST_LAYER = ("deepseek2", "glm4moe", "mimo2")
+LAST_LAYER = "last_layer"  # in `Backend.computing`
 NEXTN = -1  # in place of a layer: what heads of the model's own file start from
 _FLOATS, _CONTEXT = ctypes.POINTER(ctypes.c_float), ctypes.c_void_p
 # Name -> its parameters as C++ mangles them (on Linux and macOS), its result, its parameters.
@@ -25,6 +29,7 @@ _FUNCTIONS: dict[str, tuple[str, Any, list[Any]]] = {
     "llama_get_embeddings_nextn": ("P13llama_context", _FLOATS, [_CONTEXT]),
     "llama_set_embeddings_layer_inp": ("P13llama_contextjb", None, [_CONTEXT, ctypes.c_uint32, ctypes.c_bool]),
     "llama_get_embeddings_layer_inp": ("P13llama_contextj", _FLOATS, [_CONTEXT, ctypes.c_uint32]),
+    "llama_set_nextn_layer_offset": ("P13llama_contexti", None, [_CONTEXT, ctypes.c_int32]),
     "llama_model_target_layer_ids": ("PK11llama_model", ctypes.POINTER(ctypes.c_int32), [ctypes.c_void_p]),
 }
 
@@ -51,6 +56,12 @@ def functions() -> Any:
             f"{llama_cpp.__version__} lacks: {SINCE} has it"
         )
     return found
+
+
+def states_of(model: Any, context: Any, layers: Sequence[int]) -> "RowStates":
+    """States of a target; arguments as for `RowStates`."""
+    size = llama_cpp.llama_model_n_embd_out if NEXTN in layers else llama_cpp.llama_model_n_embd
+    return RowStates(context, int(size(model)), layers)
 
 
 class RowStates:

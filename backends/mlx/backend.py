@@ -33,12 +33,14 @@ from edgespec.machine import memory as process
 from edgespec.machine.disk import Reading
 from edgespec.machine.memory import in_bytes
 from edgespec.machine.this_machine import Gpu
+from edgespec.models.heads import is_head
 from edgespec.weights.plan import Plan
 from edgespec.weights.ring import can_stream, measure_disk
 
 from ..common.hf_vocab import HfVocab, experts_of, first_line, load_vocab, weight_files
 from ..common.interrupts import interruptible
 from ..common.loader import loader
+from .head_files import head_bytes
 from .loading import LazyModel, open_model
 from .memory import (
     MIN_NODES,
@@ -54,9 +56,9 @@ from .memory import (
 from .recurrent import LaneCache, MlxRecurrentSession, is_recurrent
 from .session import MlxSession
 from .streaming import LayerSweep, open_slots
-from .tree import TreeCache, cut_rows
+from .tree import LayerInputs, TreeCache, cut_rows
 
-__all__ = ["MlxBackend", "MlxEngine", "engine", "load", "load_vocab"]
+__all__ = ["MlxBackend", "MlxEngine", "load", "load_vocab"]
 
 MOST_SESSIONS = 256
 DEFAULT_CONTEXT = 4096  # tokens, if config.json has no max_position_embeddings
@@ -70,11 +72,19 @@ TOLERANCE = {mx.float32: 0.01, mx.float16: 0.2, mx.bfloat16: 2.0}
 
 
 class MlxLogits:
-    """See `edgespec.loop.backend.Logits`; `rows` is float32 [wanted, V]."""
+    """See `edgespec.loop.backend.Logits`, and `GivesStates` there."""
 
-    def __init__(self, rows: Any, nodes: Sequence[int]) -> None:
+    def __init__(self, rows: Any, nodes: Sequence[int], first: int = 0, states: Any = None) -> None:
+        """
+        Args:
+            rows: float32 [wanted, V].
+            nodes: that are wanted.
+            first: number of the work's first node.
+            states: float32 [nodes of the work, D]; None: the model gives none.
+        """
         self._rows = rows
         self._index = {node: i for i, node in enumerate(nodes)}
+        self._first, self._states = first, states
 
     @cached_property
     def _host(self) -> Float32Array:
@@ -90,6 +100,10 @@ class MlxLogits:
 
     def state(self, node: int) -> Float32Array:
         return np.zeros(0, np.float32)
+
+    def states(self, nodes: Sequence[int]) -> Float32Array:
+        states: Float32Array = np.array(self._states, copy=False)[np.asarray(nodes, np.intp) - self._first]
+        return states
 
     def top(
         self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
@@ -146,9 +160,11 @@ class MlxBackend:
 
     Attributes:
         plan: of the weights that stay in memory; None: all.
+        inputs: of layers, for a head; None: no head is loaded.
     """
 
     name = "mlx"
+    inputs: LayerInputs | None = None
 
     def __init__(
         self,
@@ -180,6 +196,18 @@ class MlxBackend:
     def _check_open(self) -> None:
         if self._model is None:
             raise Closed
+
+    @property
+    def model(self) -> Any:
+        self._check_open()
+        return self._model
+
+    def give_states(self, layers: Sequence[int], width: int = 0) -> None:
+        """Let logits be `GivesStates`, with `width` values of what `layers` read (`LayerInputs`); no layers: end it."""
+        if self.inputs:
+            self.inputs.close()
+        self.inputs = LayerInputs(self.model.layers, layers) if layers else None
+        self.capabilities = replace(self.capabilities, states=width)
 
     def open(self) -> MlxSession:
         self._check_open()
@@ -230,11 +258,15 @@ class MlxBackend:
                     self._compute([session], [partial(self._graph, session, tokens, None)])
                     mx.eval(session.state)
                     session.take()
-            rows = self._compute(sessions, [partial(self._begin, *one) for one in zip(sessions, batch, strict=True)])
-            mx.eval([session.state for session in sessions], [row for row in rows if row is not None])
-        for session, work, places in zip(sessions, batch, positions, strict=True):
+            made = self._compute(sessions, [partial(self._begin, *one) for one in zip(sessions, batch, strict=True)])
+            mx.eval(
+                [session.state for session in sessions], [array for one in made for array in one if array is not None]
+            )
+        found = list[Logits]()
+        for session, work, places, (rows, states) in zip(sessions, batch, positions, made, strict=True):
+            found.append(MlxLogits(rows, work.wanted.tolist(), session.nodes, states))
             session.add(work, places)
-        return [MlxLogits(row, work.wanted.tolist()) for work, row in zip(batch, rows, strict=True)]
+        return found
 
     def interrupt(self) -> None:
         self._interrupted.set()
@@ -254,11 +286,18 @@ class MlxBackend:
 
         return self._sweep.run([session.caches for session in sessions], write) if self._sweep else write()
 
-    def _begin(self, session: MlxSession, work: Work) -> Any:
+    def _begin(self, session: MlxSession, work: Work) -> tuple[Any, Any]:
+        """
+        Returns:
+            As `_graph`; states of the work's nodes, or None.
+        """
+        count = len(work.token_ids)
         if shape := shape_of(self.capabilities, [work]):
             work = padded(work, session.nodes, shape)
         tokens, rows = session.place(work)
-        return self._graph(session, tokens, rows if len(rows) else None)
+        wanted = rows[work.wanted - session.nodes]
+        logits = self._graph(session, tokens, wanted if len(wanted) else None)
+        return logits, self.inputs.take(rows[:count]) if self.inputs else None
 
     def _graph(self, session: MlxSession, tokens: Any, rows: Any) -> Any:
         """
@@ -354,7 +393,7 @@ class MlxEngine(Engine):
         size = PassSize(context_length, options.budget, options.sessions, MIN_NODES)
         plan, layout, notes = None, None, list[str]()
         if not options.resident and can_stream(machine):
-            drafts = sum(draft_bytes(open_model(other), size) for other in options.draft_files)
+            drafts = sum(_draft_bytes(other, size) for other in options.draft_files)
             plan, size, layout, notes = plan_memory(lazy, size, memory, used, drafts, machine, options.widest)
         return MlxPlan(
             path=path, options=options, lazy=lazy, vocab=vocab, size=size, layout=layout, weights=plan, told=notes,
@@ -368,8 +407,11 @@ class MlxEngine(Engine):
         return load_vocab(path)
 
 
-engine = MlxEngine()
-load = loader(engine)
+def _draft_bytes(path: str, size: PassSize) -> int:
+    return head_bytes(path, size) if is_head(path) else draft_bytes(open_model(path), size)
+
+
+load = loader(MlxEngine())
 
 
 def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:

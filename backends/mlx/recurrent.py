@@ -130,7 +130,7 @@ class MlxRecurrentSession(RecurrentSession[State], MlxSession):
     def place(self, work: Work) -> tuple[Any, Any]:
         lanes, parents = self.lanes(work), self._parents + work.parents.tolist()
         rectangle = Rectangle(lanes, max(len(lane.token_ids) for lane in lanes), self.nodes)
-        return self._begin(rectangle, parents), rectangle.rows[work.wanted - self.nodes]
+        return self._begin(rectangle, parents), rectangle.rows
 
     def place_unread(self) -> Any:
         rectangle = self.states.unread(self.token_ids, self._backend.capabilities.max_nodes)

@@ -32,12 +32,12 @@ class MlxSession(NodeSession):
         """Begin a pass over a work that was checked.
 
         Returns:
-            The model's tokens [lanes, width], and the wanted rows among them.
+            The model's tokens [lanes, width], and the rows of the work's nodes among them.
         """
         here = Pass(self._parents + work.parents.tolist(), len(self._parents), len(self.token_ids))
         for cache in self.caches:
             cache.offset = here
-        return work.token_ids[None], work.wanted - self.nodes
+        return work.token_ids[None], np.arange(len(work.token_ids))
 
     def place_unread(self) -> Any:
         """Begin a pass over committed tokens that some layers have not read.

@@ -1,4 +1,4 @@
-"""The three replacements that make mlx-lm's models read a tree.
+"""The three replacements that make mlx-lm's models read a tree, and one that gives states to a head.
 
 Ropes get the nodes' positions instead of an offset, caches return masks of trees, and the head gets only wanted rows.
 """
@@ -71,10 +71,10 @@ class Pass:
             if not as_array:
                 return "causal"
         if window not in self._masks:
-            self._masks[window] = mx.array(self._visible(window))
+            self._masks[window] = mx.array(self.visible(window))
         return self._masks[window]
 
-    def _visible(self, window: int | None) -> NDArray[np.bool_]:
+    def visible(self, window: int | None) -> NDArray[np.bool_]:
         new = self._positions[self._first :]
         visible = np.ones((len(new), self.end), np.bool_)
         visible[:, self._length :] = ancestor_mask(self._parents)[self._first :]
@@ -173,6 +173,16 @@ def wrap_ropes(model: Any) -> None:
                 setattr(module, name, TreeRope(child))
 
 
+def runs_layers(model: Any) -> Any:
+    """The module that runs the layers; None if they are not in a module of their own."""
+    first = model.layers[0]
+    for module in model.modules():
+        lists = [child for child in module.children().values() if isinstance(child, list)]
+        if module is not model and any(layer is first for layers in lists for layer in layers):
+            return module
+    return None
+
+
 def cut_rows(model: Any, rows: Callable[[], Any]) -> bool:
     """Make the module that runs the layers return only the states [1, rows, D] of wanted rows.
 
@@ -183,12 +193,8 @@ def cut_rows(model: Any, rows: Callable[[], Any]) -> bool:
     Returns:
         False if the model has no separate module that runs the layers, and so stays as it is.
     """
-    first = model.layers[0]
-    for module in model.modules():
-        lists = [child for child in module.children().values() if isinstance(child, list)]
-        if module is not model and any(layer is first for layers in lists for layer in layers):
-            break
-    else:
+    module = runs_layers(model)
+    if module is None:
         return False
     kind = type(module)
 
@@ -198,3 +204,40 @@ def cut_rows(model: Any, rows: Callable[[], Any]) -> bool:
 
     module.__class__ = type(kind.__name__, (kind,), {"__call__": call})  # an instance's `__call__` is not used
     return True
+
+
+class LayerInputs:
+    """Keeps what chosen layers read in a pass; the number after the last layer is of what that returns."""
+
+    def __init__(self, layers: Sequence[Any], numbers: Sequence[int]) -> None:
+        self._numbers = numbers
+        self._seen = dict[int, Any]()
+        self._watched = [self._watch(layers, number) for number in dict.fromkeys(numbers)]
+
+    def _watch(self, layers: Sequence[Any], number: int) -> tuple[Any, type]:
+        layer = layers[min(number, len(layers) - 1)]
+        kind, seen, returned = type(layer), self._seen, number == len(layers)
+
+        def call(module: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+            made = kind.__call__(module, x, *args, **kwargs)
+            seen[number] = made if returned else x
+            return made
+
+        layer.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+        return layer, kind
+
+    def take(self, rows: Any) -> Any:
+        """
+        Args:
+            rows: of nodes among the pass's tokens, lane after lane.
+
+        Returns:
+            What the layers have read, side by side, float32 [rows, layers * D].
+        """
+        found = [self._seen[number].flatten(0, 1)[mx.array(rows)] for number in self._numbers]
+        self._seen.clear()
+        return mx.concatenate(found, axis=-1).astype(mx.float32)
+
+    def close(self) -> None:
+        for layer, kind in reversed(self._watched):
+            layer.__class__ = kind

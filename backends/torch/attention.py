@@ -4,10 +4,10 @@ In each layer, `tree_attention` writes the keys and values of each work into its
 attends to these cells.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from threading import Event
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ class Part:
     Attributes:
         rows: the work's rows of the pass.
         new: slice or indices of the rows whose keys and values get cells.
-        cells: the session's [layers, 2, key heads, cells, d]; a dictionary by layer if not all layers have cells.
+        cells: the session's [2, key heads, cells, d], by layer.
         start: cell of the first new row.
         end: the cell after that of the last new row.
         masks: by window, as `build_mask` returns them.
@@ -36,10 +36,16 @@ class Part:
 
     rows: slice
     new: Any
-    cells: Any
+    cells: Mapping[int, Any]
     start: int
     end: int
     masks: dict[int | None, tuple[int, Any]]
+
+    def to(self, device: Any) -> Self:
+        """A copy whose rows and masks lie on a device; cells stay where they are."""
+        new = self.new if isinstance(self.new, slice) else self.new.to(device)
+        masks = {window: (low, None if mask is None else mask.to(device)) for window, (low, mask) in self.masks.items()}
+        return replace(self, new=new, masks=masks)
 
 
 @dataclass(slots=True)
@@ -67,6 +73,9 @@ class Tree:
     parts: tuple[Part, ...]
     windows: tuple[int | None, ...]
     interrupted: Event
+
+    def to(self, device: Any) -> Self:
+        return replace(self, parts=tuple(part.to(device) for part in self.parts))
 
 
 def tree_attention(

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
 from threading import Event
 from typing import Any, cast
 from weakref import WeakSet
@@ -23,7 +25,7 @@ import numpy as np
 import torch
 
 from edgespec.errors import Closed, ModelError, NoRoom, UsageError, check_whole
-from edgespec.loop.backend import Backend, Capabilities, Logits, Placed, Vocab, Work
+from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array
@@ -33,9 +35,10 @@ from edgespec.machine import memory as process
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.this_machine import Gpu, this_machine
-from edgespec.models.heads import is_head
+from edgespec.models.safetensors_header import read_safetensors_header
 from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, choose_width
 
+from ..common.heads import head_size
 from ..common.hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
 from ..common.interrupts import interruptible
 from ..common.loader import loader
@@ -61,10 +64,12 @@ from .loading import (
     load_model,
     nf4_form,
     place_layers,
+    place_others,
     run_probe,
     work_bytes,
 )
 from .logits import KeptInputs, TorchLogits
+from .mtp_files import head_tensors
 from .offload import CopyEngine, CudaCopies, HostCopies, Streamer, needs_pinning
 from .recurrent import (
     RecurrentOwner,
@@ -78,8 +83,9 @@ from .recurrent import (
 )
 from .session import Placement as NodePlacement
 from .session import TorchSession
+from .spans import Cells, Spans, connect
 
-__all__ = ["TorchBackend", "TorchEngine", "engine", "load", "load_vocab"]
+__all__ = ["TorchBackend", "TorchEngine", "load", "load_vocab"]
 
 MOST_SESSIONS = 1024
 DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
@@ -116,7 +122,8 @@ class TorchBackend:
         vocab: Vocab,
         capabilities: Capabilities,
         windows: tuple[int | None, ...],
-        caches: list[Any],
+        caches: list[Cells],
+        spans: Spans,
         streamer: Streamer | None,
         notes: Sequence[str] = (),
         cache: StateCache | None = None,
@@ -127,17 +134,17 @@ class TorchBackend:
         self.model = model
         self.windows = windows
         self.cache = cache
-        self._free = caches  # of closed sessions, each [layers, 2, key heads, cells, d]
-        self.device, self.dtype = caches[0].device, caches[0].dtype
-        place = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
-        self.build = f"torch {torch.__version__}, {place}"
+        self._free = caches  # of closed sessions
+        groups = caches[0].groups
+        self.device, self.dtype = groups[0].device, groups[0].dtype
+        names = list(dict.fromkeys(name_of(group.device) for group in groups))
+        self.build = f"torch {torch.__version__}, {', '.join(names)}"
         self.computing: Computing = {
-            "dtype": str(self.dtype), "threads": torch.get_num_threads(), "device": str(self.device),
+            "dtype": str(self.dtype), "threads": torch.get_num_threads(),
+            "device": ", ".join(str(group.device) for group in groups),
         }  # fmt: skip
         self.streamer = streamer
-        layers, device = model.config.get_text_config().num_hidden_layers, "" if self.device.type == "cpu" else place
-        streamed = len(streamer.blocks) if streamer else 0
-        self.placed = Placed(layers, device, layers if device else 0, streamed)
+        self.placed = placed(spans, len(streamer.blocks) if streamer else 0)
         self.interrupted = Event()
         self._kept: KeptInputs | None = None
         self._files: Sequence[str] = ()
@@ -153,12 +160,12 @@ class TorchBackend:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
         return self._new_session(self._free.pop())
 
-    def _new_session(self, cells: Any) -> TorchSession:
+    def _new_session(self, cells: Cells) -> TorchSession:
         if self.capabilities.paths:
             return TorchRecurrentSession(cast(RecurrentOwner, self), cells)
         return TorchSession(self, cells)
 
-    def release(self, cells: Any) -> None:
+    def release(self, cells: Cells) -> None:
         self._free.append(cells)
 
     @property
@@ -171,7 +178,7 @@ class TorchBackend:
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         self._check_open()
         if self.capabilities.paths:
-            with torch.inference_mode(), _out_of_memory("a pass"):
+            with torch.inference_mode(), out_of_memory("a pass"):
                 return forward_recurrent(cast(RecurrentOwner, self), batch)
         check_batch(batch, self.capabilities)
         sessions = [cast(TorchSession, work.session) for work in batch]
@@ -187,7 +194,7 @@ class TorchBackend:
             more = shape.rows(len(tokens)) - len(tokens)
             tokens, positions = tokens + [0] * more, positions + [0] * more
             wanted += also_wanted(wanted, len(tokens), shape)
-        with torch.inference_mode(), _out_of_memory("a pass"):
+        with torch.inference_mode(), out_of_memory("a pass"):
             tree = Tree(tuple(parts), self.windows, self.interrupted)
             with interruptible(sessions, self.interrupted):
                 logits = self._run(batch, placements, tokens, positions, wanted, tree)
@@ -235,7 +242,7 @@ class TorchBackend:
             for window in set(self.windows)
         }
         start = length + placement.first
-        return Part(rows, rows, session.cells, start, start + rows.stop - rows.start, masks)
+        return Part(rows, rows, session.cells.by_layer, start, start + rows.stop - rows.start, masks)
 
     def close(self) -> None:
         if self.streamer is not None:
@@ -252,6 +259,7 @@ class TorchPlan(LoadPlan):
     Attributes:
         device: PyTorch's name of the device.
         gpu: the device, if it has memory of its own.
+        others: further GPUs that may hold layers.
         shared: bytes of this machine's memory that the device can still hold; None: no limit is known.
         memory: host memory that may be used.
         used: host memory that this program uses now.
@@ -260,6 +268,7 @@ class TorchPlan(LoadPlan):
 
     device: str
     gpu: Gpu | None
+    others: Sequence[Gpu]
     shared: int | None
     memory: int
     used: int
@@ -271,10 +280,11 @@ class TorchEngine(Engine):
 
     Args:
         threads: for all models of the process; default: PyTorch's choice.
-        device: "cuda", "cuda:1", "mps" or "cpu"; default: the first of these that is there.
+        device: "cuda" (all GPUs, if the first one cannot hold the model), "cuda:1", "mps" or "cpu"; default: the first
+            of these that is there.
         dtype: "float32", "float16", "bfloat16", or "nf4" for 4-bit linear layers; default: the folder's.
-        gpu_layers: layers that stay on the GPU, and others are streamed; default: as many as `gpu_memory` holds.
-        gpu_memory: bytes of the GPU's memory to use, with those of models that were loaded before.
+        gpu_layers: layers that stay on GPUs, and others are streamed; default: as many as `gpu_memory` holds.
+        gpu_memory: bytes of each GPU's memory to use, with those of models that were loaded before.
         memory: bytes of host memory to use; layers that neither the GPU nor this memory holds are streamed from disk.
         keep_packed: keep layers that are quantised (nf4) in the cache folder, for the next start.
     """
@@ -295,6 +305,8 @@ class TorchEngine(Engine):
         gpu = next((gpu for gpu in machine.gpus if gpu.name == device), None)
         shared = gpu.free if gpu and gpu.shared and gpu.limit else None
         gpu = None if gpu and gpu.shared else gpu
+        several = gpu and options.device in (None, "cuda")
+        others = [one for one in machine.gpus if several and one is not gpu and not one.shared]
         if options.gpu_memory is not None and not gpu:
             raise UsageError(f"gpu_memory is for GPUs with memory of their own (cuda), but the device is {device}")
         if options.gpu_memory is not None and options.gpu_layers is not None:
@@ -304,8 +316,8 @@ class TorchEngine(Engine):
             raise UsageError("memory is for the devices cuda and cpu; on a Mac's GPU the backend mlx streams from disk")
         most = memory or int(machine.free * (1 - SAFETY))
         return TorchPlan(
-            path=path, options=options, device=device, gpu=gpu, shared=shared, memory=most, used=machine.used,
-            cores=machine.cores,
+            path=path, options=options, device=device, gpu=gpu, others=others, shared=shared, memory=most,
+            used=machine.used, cores=machine.cores,
         )  # fmt: skip
 
     def load(self, plan: TorchPlan, way: Computing | None = None, progress: Progress | None = None) -> TorchBackend:
@@ -314,27 +326,32 @@ class TorchEngine(Engine):
     def load_vocab(self, path: str) -> Vocab:
         return load_vocab(path)
 
-    def has_head(self, path: str) -> bool:
-        return is_head(path)
 
-    def load_head(self, target: Backend, path: str, options: LoadOptions) -> TorchBackend:
-        from .head import load_eagle
+def _head_size(path: str, options: LoadOptions) -> tuple[int, int]:
+    """As `head_size`, of the head that will be loaded for the model at `path`; (0, 0) without one."""
+    if options.own_head:
+        return head_size(one for _, one in head_tensors(path).values())
+    return head_size(
+        one
+        for head in options.draft_files
+        for file in Path(head).glob("*.safetensors")
+        for one in read_safetensors_header(file)
+    )
 
-        assert isinstance(target, TorchBackend)
-        with _named(path), _out_of_memory("the head"):
-            return load_eagle(target, path, options)
 
-
-engine = TorchEngine()
-
-
-def load(path: str, *, copies: Callable[[Any, int], CopyEngine] | None = None, **options: Any) -> TorchBackend:
-    """As `common.loader`; with `copies`, for tests, the CPU acts as a GPU."""
+def load(
+    path: str,
+    *,
+    copies: Callable[[Any, int], CopyEngine] | None = None,
+    gpus: Sequence[Gpu] = (Gpu("cpu", False, 1 << 60),),
+    **options: Any,
+) -> TorchBackend:
+    """As `common.loader`; with `copies`, for tests, the CPU acts as `gpus`."""
     if copies is None:
-        backend: TorchBackend = loader(engine)(path, **options)
+        backend: TorchBackend = loader(TorchEngine())(path, **options)
         return backend
-    machine = replace(this_machine(path), gpus=(Gpu("cpu", False, 1 << 60),))
-    return load_folder(engine.plan(path, LoadOptions(**{"exact": "off"} | options), machine), copies)
+    machine = replace(this_machine(path), gpus=tuple(gpus))
+    return load_folder(TorchEngine().plan(path, LoadOptions(**{"exact": "off"} | options), machine), copies)
 
 
 def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None = None) -> TorchBackend:
@@ -352,16 +369,17 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
     there, dtype, before = in_bytes("gpu_memory", options.gpu_memory), options.dtype, process.private_memory()
     torch.set_num_threads(options.threads or min(torch.get_num_threads(), plan.cores))
     vocab = load_vocab(path)
-    with _named(path), _out_of_memory("the model"):
+    with named(path), out_of_memory("the model"):
         folder = check_folder(path)
         check_folder_fits(folder, dtype, plan.memory)
         model = load_model(folder, dtype)
         grown = max(0, process.private_memory() - before)
+        head = tuple(numbers * model.dtype.itemsize for numbers in _head_size(path, options))
         needed, host = plan.used + grown + sum(map(_bytes_of_weights, _mapped)) + MARGIN, None
         if gpu:
             host = Host(folder, plan.memory, needed, apart=True)
         elif device.type == "cpu":
-            weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+            weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) + head[0]
             if options.memory is not None or 2 * weights + needed >= plan.memory:
                 there, host = plan.memory, Host(folder, plan.memory, needed, apart=False)
         elif plan.shared is not None:
@@ -379,9 +397,10 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
             form = nf4_form(device, kept)
         backend = assemble(
             model, vocab, device, context_length=options.context_length, budget=options.budget, widest=options.widest,
-            sessions=options.sessions, memory=there, gpu=gpu, gpu_layers=options.gpu_layers if gpu else None,
+            sessions=options.sessions, memory=there, gpu=gpu, others=plan.others,
+            gpu_layers=options.gpu_layers if gpu else None,
             copies=copies or (CudaCopies if device.type == "cuda" else HostCopies), host=host,
-            form=form,
+            form=form, head=head,
         )  # fmt: skip
         if device.type != "cpu":
             try:
@@ -413,10 +432,12 @@ def assemble(
     sessions: int,
     memory: int | None,
     gpu: Gpu | None = None,
+    others: Sequence[Gpu] = (),
     gpu_layers: int | None = None,
     copies: Callable[[Any, int], CopyEngine] = CudaCopies,
     host: Host | None = None,
     form: Form = PLAIN,
+    head: Sequence[int] = (0, 0),
 ) -> TorchBackend:
     """Place a transformers model that uses `tree_attention` on a device, and make its caches.
 
@@ -428,12 +449,14 @@ def assemble(
         budget: of `LoadOptions`.
         widest: of `LoadOptions`.
         sessions: of `LoadOptions`.
-        memory: bytes of the device's memory to use; None: on a GPU what is free, elsewhere no limit.
+        memory: bytes of each device's memory to use; None: on a GPU what is free, elsewhere no limit.
         gpu: the device, if it has memory of its own.
+        others: further GPUs, for layers that the device cannot hold.
         gpu_layers: of `LoadOptions`.
         copies: makes the copy engine.
         host: as for `choose_placement`.
         form: of the placed layers.
+        head: bytes of the weights of a head that will be loaded, and of a cell of it.
 
     Raises:
         ModelError: the model cannot hold a tree.
@@ -442,7 +465,8 @@ def assemble(
     config = model.config.get_text_config()
     context_length = context_length or getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
     check_rope(config, context_length)
-    recurrent, state = is_recurrent(config), state_bytes(model)
+    recurrent, state, attending = is_recurrent(config), state_bytes(model), with_cells(config)
+    most = sys.maxsize if memory is None else memory
     weights = model.num_parameters() * model.dtype.itemsize
     leaves = most_paths(state, weights, budget, sessions) if recurrent else 0
 
@@ -471,17 +495,25 @@ def assemble(
             raise UsageError(f"gpu_memory is {format_size(memory)}, but only {format_size(free)} are free")
         memory = memory or free
     form.make(decoder_layers(model)[0])  # `work_bytes` looks for 4-bit weights in it
-    streamer, notes = None, list[str]()
+    streamer, notes, spans = None, list[str](), [(device, range(config.num_hidden_layers))]
     if memory is not None or gpu_layers is not None or form is not PLAIN:
         sizes = [form.size(layer) for layer in decoder_layers(model)]
+        states = [states_of(leaves) * state_bytes(model, layer) for layer in decoder_layers(model)]
+
+        def caches_of(width: int) -> list[int]:
+            keys = math.prod(cells(width)[1:]) * model.dtype.itemsize
+            return [sessions * ((i in attending) * keys + size) for i, size in enumerate(states)]
 
         def fixed(width: int) -> int:
-            cache = math.prod(cells(width)) * model.dtype.itemsize + (states_of(leaves) * state if recurrent else 0)
-            work = work_bytes(model, limits(width), width + 1)
-            return int(held + sessions * cache + work - (WORKSPACE if host and not host.apart else 0))  # CUDA's
+            work = work_bytes(model, limits(width), width + 1) + head[0] + sessions * cells(width)[3] * head[1]
+            return int(held + sum(caches_of(width)) + work - (WORKSPACE if host and not host.apart else 0))  # CUDA's
 
         def place(width: int) -> Placement:
-            return choose_placement(sizes, memory or sys.maxsize, fixed(width), host, gpu_layers)
+            work = work_bytes(model, limits(width), None)
+            rooms = [min(most, one.free + one.used) - one.used - work for one in others]
+            return choose_placement(
+                sizes, memory or sys.maxsize, fixed(width), host, gpu_layers, rooms, caches_of(width)
+            )
 
         if device.type == "mps" and memory is not None and fixed(budget) + sum(sizes) > memory:
             raise NoRoom(
@@ -493,22 +525,39 @@ def assemble(
             most, cheap = (widest, CHEAP) if gpu else (min(widest, limits(budget).max_nodes - 1), 0.0)
             width = choose_width(budget, most, cheap, lambda width: sum(sizes[i] for i in place(width).streamed))
         placement = place(width)
-        streamer = place_layers(model, device, sizes, placement, copies, host, form)
+        ends = list(accumulate(placement.counts))
+        devices = [device, *(torch.device(one.name) for one in others)]
+        every = zip(devices, map(range, [0, *ends], ends), strict=True)
+        spans = [(place, numbers) for place, numbers in every if numbers or place is device]
+        streamer = place_layers(model, spans, sizes, placement, copies, host, form)
     shape, capabilities = cells(width), limits(width)
     if streamer is not None:
         capabilities = replace(capabilities, streams=True, experts=None)  # all experts of a layer are streamed
         notes = streaming_notes(streamer, config.num_hidden_layers)
     try:
-        model.to(device)
+        place_others(model, device)
+        for place, numbers in spans:
+            decoder_layers(model)[numbers.start : numbers.stop].to(place)
         align(model)
+        connect(decoder_layers(model), spans)
         cache, probe = make_cache(model, device) if recurrent else (None, run_probe(model, device))
-        windows = inspect_layers(model, probe, shape, with_cells(config))
-        caches = [torch.empty(shape, dtype=model.dtype, device=device) for _ in range(sessions)]
+        windows = inspect_layers(model, probe, shape, attending)
+        caches = [Cells(spans, attending, shape[1:], model.dtype) for _ in range(sessions)]
     except BaseException:
         if streamer is not None:
             streamer.close()
         raise
-    return TorchBackend(model, vocab, capabilities, windows, caches, streamer, notes, cache)
+    return TorchBackend(model, vocab, capabilities, windows, caches, spans, streamer, notes, cache)
+
+
+def name_of(device: Any) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
+
+
+def placed(spans: Spans, streamed: int) -> Placed:
+    several = len(spans) > 1
+    shares = [(len(numbers), name_of(device) + f" ({device})" * several) for device, numbers in spans]
+    return Placed.on([] if spans[0][0].type == "cpu" else shares, spans[-1][1].stop, streamed)
 
 
 def check_tree(backend: TorchBackend) -> None:
@@ -563,7 +612,7 @@ def streaming_notes(streamer: Streamer, layers: int) -> list[str]:
 
 
 @contextmanager
-def _named(path: str) -> Iterator[None]:
+def named(path: str) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
@@ -571,7 +620,7 @@ def _named(path: str) -> Iterator[None]:
 
 
 @contextmanager
-def _out_of_memory(what: str) -> Iterator[None]:
+def out_of_memory(what: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,11 +1,11 @@
 """An EAGLE-3 head (arXiv:2503.01840): one decoder layer that drafts from the target's own states.
 
-Row p of a text takes the token at position p and the target's state of position p - 1, and predicts token p + 1; position
-0 has no row. The target's state is `fuse` of the inputs of three of its layers. Where the head itself has drafted, the
-state is what `forward` returned for the row before.
+Row p takes the token at position p and the target's state of position p - 1, and predicts token p + 1. Position 0 has
+no row. The target's state is `fuse` of the inputs of three of its layers. The state of a row that the head has drafted
+is what `forward` returned.
 
-Names of modules are those of published files: config.json, and model.safetensors with the tensors fc, midlayer.*, norm,
-lm_head, d2t (the target's id minus the draft vocabulary's, by the latter) and t2d (True for ids in the draft vocabulary).
+Names are those of published files: config.json, and model.safetensors with fc, midlayer.*, norm, lm_head, d2t and t2d.
+d2t holds a target's id minus the id in the draft vocabulary. t2d is True for the target's ids in the draft vocabulary.
 """
 
 import json
@@ -36,7 +36,7 @@ def default_layers(count: int) -> list[int]:
     return [2, count // 2, count - 3]
 
 
-class Attention(nn.Module):
+class Attention(nn.Module):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__()
         heads, d = config.num_attention_heads, config.head_dim
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         return self.o_proj(attend(query, key, value).transpose(-3, -2).flatten(-2))
 
 
-class FeedForward(nn.Module):
+class FeedForward(nn.Module):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -66,7 +66,7 @@ class FeedForward(nn.Module):
         return self.down_proj(silu(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
-class Layer(nn.Module):
+class Layer(nn.Module):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
@@ -82,7 +82,7 @@ class Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class EagleHead(nn.Module):
+class EagleHead(nn.Module):  # type: ignore[misc]
     """
     Attributes:
         config: of the head, a LlamaConfig with the fields of its config.json.
@@ -103,6 +103,7 @@ class EagleHead(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.t2d: Any
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
         self._rotary = LlamaRotaryEmbedding(config)
 
@@ -188,4 +189,5 @@ def load_head(folder: Path, target_layers: int) -> EagleHead:
         raise ModelError(f"{folder}: is no EAGLE-3 head, or is damaged: {first_line(error)}") from error
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise ModelError(f"{folder}: is no EAGLE-3 head: {first_line(error)}") from error
-    return head.eval().requires_grad_(False)
+    head.eval().requires_grad_(False)
+    return head

@@ -18,9 +18,10 @@ from edgespec.loop.session_files import content_of
 from ..common.heads import HeadOwner, HeadSession
 from .attention import Tree, finish, tree_attention
 from .backend import TorchBackend
-from .eagle import EagleHead, load_head
+from .eagle import load_head
 from .loading import cache_shape, decoder_layers
 from .session import Placement, TorchOwner, TorchSession
+from .spans import Cells
 
 LAYER = SimpleNamespace(layer_idx=0)  # a head's only one, for `tree_attention`
 
@@ -41,18 +42,19 @@ class TorchHead(TorchBackend):
 
     first = 1  # a sequence's first token has no state before it
 
-    def __init__(self, target: TorchBackend, head: EagleHead, sessions: int) -> None:
+    def __init__(self, target: TorchBackend, head: Any, sessions: int) -> None:
         limits = replace(
             target.capabilities, states=0, head=True, one_thread=True, streams=False, experts=None, layers=1,
             paths=False, max_leaves=target.capabilities.max_nodes, exact=None, spare_leaves=None, cells=None,
         )  # fmt: skip
         shape = cache_shape(head.config, limits.context_length + limits.max_nodes)
-        cells = [torch.empty(shape, dtype=target.dtype, device=target.device) for _ in range(sessions)]
-        super().__init__(head, target.vocab, limits, (None,), cells, None)
+        spans = [(target.device, range(1))]
+        cells = [Cells(spans, [LAYER.layer_idx], shape[1:], target.dtype) for _ in range(sessions)]
+        super().__init__(head, target.vocab, limits, (None,), cells, spans, None)
         self.width = int(head.config.hidden_size)
         self._embed = head.embed_tokens or target.model.get_input_embeddings()
 
-    def _new_session(self, cells: Any) -> TorchHeadSession:
+    def _new_session(self, cells: Cells) -> TorchHeadSession:
         return TorchHeadSession(cast(TorchHeadOwner, self), cells)
 
     def fuse(self, states: Float32Array) -> Float32Array:
@@ -72,17 +74,13 @@ class TorchHead(TorchBackend):
         wanted: Sequence[int],
         tree: Tree,
     ) -> Any:
-        def attend(query: Any, key: Any, value: Any) -> Any:
-            found, _ = tree_attention(LAYER, query[None], key[None], value[None], None, tree=tree)
-            return found[0].transpose(0, 1)
-
         sessions = [cast(TorchHeadSession, work.session) for work in batch]
         inputs = [
             session.inputs(work, placement.positions)
             for session, work, placement in zip(sessions, batch, placements, strict=True)
         ]
         ids, places, rows = (torch.tensor(list(row), device=self.device) for row in (token_ids, positions, wanted))
-        states = self.model(self._embed(ids), self._on_device(np.concatenate(inputs)), places, attend)
+        states = self._states(self._embed(ids), self._on_device(np.concatenate(inputs)), places, tree)
         states = states[rows.long()]
         logits, kept = self.model.logits(states), states.float().cpu().numpy()
         finish(self.device)
@@ -90,6 +88,13 @@ class TorchHead(TorchBackend):
             session.add_states(work.wanted.tolist(), kept[: len(work.wanted)])
             kept = kept[len(work.wanted) :]
         return logits
+
+    def _states(self, embeddings: Any, states: Any, places: Any, tree: Tree) -> Any:
+        def attend(query: Any, key: Any, value: Any) -> Any:
+            found, _ = tree_attention(LAYER, query[None], key[None], value[None], None, tree=tree)
+            return found[0].transpose(0, 1)
+
+        return self.model(embeddings, states, places, attend)
 
 
 def load_eagle(target: TorchBackend, path: str, options: LoadOptions) -> TorchHead:

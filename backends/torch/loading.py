@@ -16,7 +16,7 @@ from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
 from edgespec.loop.backend import Capabilities
 from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import Gpu
-from edgespec.weights.plan import layers_on_gpu
+from edgespec.weights.plan import layers_by_device, layers_on_gpu
 
 from ..common.hf_vocab import LOCAL, first_line, read_config
 from .attention import ATTENTION, Probe, run
@@ -33,6 +33,7 @@ from .offload import (
     streamed_layers,
 )
 from .recurrent import WITH_BOTH, WITHOUT_CELLS, is_recurrent, with_cells
+from .spans import Spans
 
 if TYPE_CHECKING:
     from .nf4 import KeptLayers
@@ -43,10 +44,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # `layer_types` of transf
 
 
 def find_gpus(device: str | None) -> list[Gpu]:
-    """GPUs that this PyTorch sees; only `device`, or else the first, is measured, which takes some of its memory."""
+    """GPUs that this PyTorch sees; only those that may compute are measured, which takes some of their memory."""
     names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    wanted = (device if device != "cuda" else None) or next(iter(names), None)
-    found = [look_at(name) if name == wanted else Gpu(name, False, 0) for name in names]
+    found = [look_at(name) if device in (None, "cuda", name) else Gpu(name, False, 0) for name in names]
     return [*found, *([look_at_mps()] if torch.backends.mps.is_available() else [])]
 
 
@@ -195,15 +195,17 @@ def decoder_layers(model: Any) -> Any:
     return layers
 
 
-def work_bytes(model: Any, capabilities: Capabilities, wanted: int) -> int:
+def work_bytes(model: Any, capabilities: Capabilities, wanted: int | None) -> int:
     """
     Returns:
         Bytes of the device's memory for all but layers and caches: embeddings, and intermediate values of the widest
-        pass, whose logits have `wanted` rows.
+        pass, whose logits have `wanted` rows. None: of a further device, without embeddings and logits.
     """
     layers = decoder_layers(model)
     inside = {id(parameter) for parameter in layers.parameters()}
     outside = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in inside)
+    if wanted is None:
+        outside = wanted = 0
     config, item = model.config.get_text_config(), model.dtype.itemsize
     nodes, cells = capabilities.max_nodes, capabilities.context_length + capabilities.max_nodes
     states = nodes * (3 * getattr(config, "intermediate_size", 0) + 8 * config.hidden_size) * item
@@ -279,48 +281,62 @@ class Placement:
     Attributes:
         streamed: numbers of the layers that do not stay on the device.
         on_disk: those of them that host memory cannot hold.
-        buffers: on the device, for streamed layers.
+        buffers: on the first device, for streamed layers.
+        counts: of layers, by device.
     """
 
     streamed: Sequence[int]
     on_disk: Sequence[int]
     buffers: int
+    counts: Sequence[int] = ()
 
 
 def choose_placement(
-    sizes: Sequence[int], memory: int, fixed: int, host: Host | None = None, gpu_layers: int | None = None
+    sizes: Sequence[int],
+    memory: int,
+    fixed: int,
+    host: Host | None = None,
+    gpu_layers: int | None = None,
+    rooms: Sequence[int] = (),
+    caches: Sequence[int] = (),
 ) -> Placement:
-    """Decide which layers stay on the device.
+    """Decide which layers stay on which device.
 
     Args:
         sizes: bytes of each layer.
-        memory: bytes to use on the device.
+        memory: bytes to use on the first device.
         fixed: bytes of them for other things than layers.
         host: limits the host memory for other layers; None: there is no limit.
-        gpu_layers: layers that stay on a GPU, the output included; -1: all; None: as many as fit.
+        gpu_layers: layers that stay on GPUs, the output included; -1: all; None: as many as fit.
+        rooms: as for `layers_by_device`.
+        caches: as for `layers_by_device`.
 
     Raises:
         NoRoom: the device cannot hold `BUFFERS` layers or `gpu_layers`, or the host cannot hold `STAGING` layers.
     """
+    asked = None if gpu_layers is None else layers_on_gpu(gpu_layers, len(sizes))
+    counts = layers_by_device(sizes, memory, fixed, rooms, caches, asked)
+    elsewhere = len(sizes) - counts[0]
+    sizes, fixed = sizes[: counts[0]], fixed - sum(caches[counts[0] :])
 
     def place(count: int, room: int, wait: Callable[[Sequence[int]], Sequence[int]]) -> Placement:
         streamed = streamed_layers(len(sizes), count)
         left = room - sum(size for i, size in enumerate(sizes) if i not in streamed)
         buffers = min(left // max(sizes), MOST_BUFFERS, len(streamed))
-        return Placement(streamed, wait(streamed), max(buffers, BUFFERS))
+        return Placement(streamed, wait(streamed), max(buffers, BUFFERS), counts)
 
     if host and not host.apart:
         fixed += host.needed
         count = count_resident(memory, sizes, fixed, BUFFERS + STAGING, "memory")
         return place(count, memory - fixed - STAGING * max(sizes), lambda streamed: streamed)
     count = count_resident(memory, sizes, fixed)
-    if gpu_layers is not None:
-        asked = layers_on_gpu(gpu_layers, len(sizes))
-        if asked > count:
+    if asked is not None:
+        if asked > count + elsewhere:
             raise NoRoom(
-                f"with --gpu-layers {gpu_layers} {asked} layers stay on the GPU, but {count} of {len(sizes)} fit"
+                f"with --gpu-layers {gpu_layers} {asked} layers stay on the GPU, but {count + elsewhere} of "
+                f"{len(sizes) + elsewhere} fit"
             )
-        count = asked
+        count = asked - elsewhere
     return place(
         count, memory - fixed,
         lambda streamed: _beyond(streamed, [sizes[i] for i in streamed], host) if host and streamed else [],
@@ -329,18 +345,18 @@ def choose_placement(
 
 def place_layers(
     model: Any,
-    device: Any,
+    spans: Spans,
     sizes: Sequence[int],
     placement: Placement,
     copies: Callable[[Any, int], CopyEngine],
     host: Host | None = None,
     form: Form = PLAIN,
 ) -> Streamer | None:
-    """Transform layers, move resident ones to the device, and start to stream the others.
+    """Transform layers, move resident ones to their devices, and start to stream the others.
 
     Args:
         model: on the host, its weights mapped or in memory.
-        device: where it computes.
+        spans: of all layers; the first device computes streamed ones.
         sizes: bytes of each layer in its form.
         placement: of its layers.
         copies: makes the copy engine.
@@ -351,6 +367,7 @@ def place_layers(
         ModelError: a layer cannot be written to the pack, or streamed.
     """
     layers, streamed, on_disk = list(decoder_layers(model)), placement.streamed, placement.on_disk
+    device, places = spans[0][0], [device for device, numbers in spans for _ in numbers]
     runs = _runs(model, layers, on_disk, host.folder) if host and on_disk and form is PLAIN else {}
     to_pack = [i for i in on_disk if i not in runs]
     blocks, sources, console, pin = list[Block](), list[Source](), Console(stderr=True), needs_pinning(device)
@@ -367,7 +384,7 @@ def place_layers(
         for i in steps:
             form.make(layers[i])
             if i not in streamed:
-                layers[i].to(device)
+                layers[i].to(places[i])
             elif i in runs:
                 blocks.append(Block(layers[i], pin=False, copy=False))
                 blocks[-1].lies_as(runs[i][0].size, runs[i][1])
@@ -388,6 +405,14 @@ def place_layers(
         raise ModelError(f"layers cannot be streamed from disk: {error}") from error
     feeder = Feeder(staging, engine, placement.buffers) if staging else None
     return Streamer([layers[i] for i in streamed], blocks, device, engine, feeder, placement.buffers)
+
+
+def place_others(model: Any, device: Any) -> None:
+    """Move what is in no layer to a device."""
+    decoder, layers = model.get_decoder(), decoder_layers(model)
+    decoder.layers = torch.nn.ModuleList()
+    model.to(device)
+    decoder.layers = layers
 
 
 def _beyond(streamed: Sequence[int], sizes: Sequence[int], host: Host) -> list[int]:

@@ -21,6 +21,7 @@ from ..common.interrupts import interruptible
 from ..common.recurrent import Lane, Rectangle, RecurrentSession, RecurrentStates
 from .attention import Part, Probe, Tree, additive, finish
 from .session import TorchOwner, TorchSession
+from .spans import Cells
 
 State = list[Any]  # tensors [1, ...], as many as transformers' cache has
 WITHOUT_CELLS = ("linear_attention", "conv", "mlp", "moe")  # `layer_types` of transformers
@@ -38,8 +39,12 @@ def with_cells(config: Any) -> list[int]:
     return [i for i in range(config.num_hidden_layers) if not kinds or kinds[i] not in WITHOUT_CELLS]
 
 
-def state_bytes(model: Any) -> int:
+def state_bytes(model: Any, layer: Any = None) -> int:
     """
+    Args:
+        model: the model.
+        layer: of it; None: all layers.
+
     Returns:
         An upper bound of a state's bytes, by the channels of convolutions, of which a layer has at least as many as
         rows in its state; 0 if no layer is recurrent.
@@ -48,7 +53,7 @@ def state_bytes(model: Any) -> int:
     if not is_recurrent(config):
         return 0
     width = max(getattr(config, name, None) or 0 for name in STATE_WIDTHS)
-    kernels = [module for module in model.modules() if isinstance(module, torch.nn.Conv1d)]
+    kernels = [module for module in (layer or model).modules() if isinstance(module, torch.nn.Conv1d)]
     return sum(one.out_channels * (one.kernel_size[0] * model.dtype.itemsize + 4 * width) for one in kernels)
 
 
@@ -60,7 +65,6 @@ class StateCache(transformers.DynamicCache):  # type: ignore[misc]
         self.name = (
             "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
         )
-        self.with_cells = with_cells(model.config.get_text_config())
         self._rows: Any = None
         model.get_output_embeddings().register_forward_pre_hook(self._cut)
 
@@ -178,14 +182,10 @@ class RecurrentOwner(TorchOwner, Protocol):
 class TorchRecurrentSession(RecurrentSession[State], TorchSession):
     _backend: RecurrentOwner
 
-    def __init__(self, backend: RecurrentOwner, cells: Any) -> None:
+    def __init__(self, backend: RecurrentOwner, cells: Cells) -> None:
         super().__init__(backend, cells)
-        self._empty, self._layers = backend.cache.empty, backend.cache.with_cells
+        self._empty = backend.cache.empty
         self.states = RecurrentStates[State](backend.capabilities.max_leaves, backend.capabilities.streams)
-
-    @property
-    def cells_of_layers(self) -> dict[int, Any]:
-        return dict(zip(self._layers, self.cells, strict=True))
 
     def _details(self) -> dict[str, Any]:
         return super()._details() | {"states": list(self.states.text.kept)}
@@ -287,7 +287,7 @@ def _compute(
             else:
                 masks[window] = 0, additive(rectangle.sees(parents, length, window), backend.dtype, device)
         start, new = length + rectangle.first, torch.from_numpy(row + rectangle.rows).to(device)
-        cells = session.cells_of_layers
+        cells = session.cells.by_layer
         found.append(Part(slice(row, row + size), new, cells, start, start + len(rectangle.rows), masks))
         row += size
     lanes = [lane for _, rectangle, _ in parts for lane in rectangle.lanes]

@@ -13,10 +13,11 @@ from edgespec.loop.backend import Work
 from edgespec.loop.session_files import Saved, write
 
 from ..common.nodes import NodeSession, Owner
+from .spans import Cells
 
 
 class TorchOwner(Owner, Protocol):
-    def release(self, cells: Any) -> None: ...
+    def release(self, cells: Cells) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,9 @@ class Placement:
 class TorchSession(NodeSession):
     _backend: TorchOwner
 
-    def __init__(self, backend: TorchOwner, cells: Any) -> None:
+    def __init__(self, backend: TorchOwner, cells: Cells) -> None:
         super().__init__(backend)
-        self.cells = cells  # [layers, 2, key heads, cells, d]; None when closed
+        self.cells: Any = cells  # None when closed
 
     def _forget_nodes(self) -> None:
         super()._forget_nodes()
@@ -56,9 +57,8 @@ class TorchSession(NodeSession):
         length, order = len(self.token_ids), [*path, *stay]
         moved = next((i for i, node in enumerate(order) if i != node), len(order))
         if moved < len(order):
-            nodes = torch.tensor([length + node for node in order[moved:]], device=self.cells.device)
             with torch.inference_mode():
-                self.cells[:, :, :, length + moved : length + len(order)] = self.cells.index_select(3, nodes)
+                self.cells.move(length + moved, [length + node for node in order[moved:]])
 
     def _keep_nodes(self, nodes: Sequence[int]) -> None:
         sees = [self._sees[node][nodes[: i + 1]] for i, node in enumerate(nodes)]
@@ -68,10 +68,11 @@ class TorchSession(NodeSession):
     def _copy_cells(self, other: Self) -> None:
         length = len(self.token_ids)
         with torch.inference_mode():
-            other.cells[:, :, :, :length] = self.cells[:, :, :, :length]
+            for mine, copy in zip(self.cells.groups, other.cells.groups, strict=True):
+                copy[:, :, :, :length] = mine[:, :, :, :length]
 
     def _saved(self, length: int) -> list[Any]:
-        return [layer[:, :, :length] for layer in self.cells] if length else []
+        return [layer[:, :, :length] for layer in self.cells.by_layer.values()] if length else []
 
     def _details(self) -> dict[str, Any]:
         return self._prompt.as_dict()

@@ -143,6 +143,8 @@ def delete_model(name: str, models_file: str | None, yes: bool) -> None:
         shared = {source for other in others for source in (other.target, other.draft)}
         sources = [entry.target, *({entry.draft} - shared)]
         chosen = [one for source in sources if source for one in _of(source, found)]
+        kept = {one.folder for one in found if one not in chosen and not hub.BESIDE.search(one.source)}
+        chosen += [one for one in found if one not in chosen and one.folder in {c.folder for c in chosen} - kept]
     if not chosen:
         raise UsageError(f"{name}: edgespec fetched nothing of it; edgespec models --installed lists what it fetched")
     for one in chosen:
@@ -211,7 +213,7 @@ def pull(names: tuple[str, ...], draft: bool, dry_run: bool, models_file: str | 
     sources = sources_of(entries, draft)
     if not sources:
         raise UsageError(f"{', '.join(names)}: comes in a Python package; there is nothing to fetch")
-    listings = ask(sources, entries)
+    listings = ask(sources, entries, heads=draft)
     for file, size, here in hub.sizes_by_file(listings):
         click.echo(f"{size / 1e9:8.2f} GB  {'is here ' if here else 'to fetch'}  {file}")
     hub.check_space(list(listings.values()))
@@ -232,17 +234,28 @@ def sources_of(entries: Sequence[Entry], draft: bool) -> list[str]:
     return [source for source in dict.fromkeys(sources) if source.startswith("hf:")]
 
 
-def ask(sources: Sequence[str], entries: Sequence[Entry]) -> dict[str, hub.Listing]:
+def ask(sources: Sequence[str], entries: Sequence[Entry], heads: bool) -> dict[str, hub.Listing]:
     """Ask the hub for the files of each source, and check them against models.yaml.
+
+    Args:
+        sources: on the hub.
+        entries: which name them.
+        heads: ask for the heads of targets, too.
 
     Raises:
         ModelError: the hub does not answer, or has other files.
     """
-    listings = {}
+    listings = dict[str, hub.Listing]()
     for source in sources:
         listings[source] = listing = hub.ask(hub.parse(source.removeprefix("hf:")))
         for facts in filter(None, (entry.files.get(source) for entry in entries)):
             hub.check_listing(listing, facts.bytes, facts.sha256)
+        if heads and any(source == entry.target for entry in entries) and not listing.source.is_folder:
+            head, others = hub.heads_of(listing)
+            if head and head.name not in listings:
+                listings[head.name] = hub.ask(head)
+            for name in others:
+                click.echo(f"note: {name}: a head of a kind that no engine here can use; it is not fetched", err=True)
     return listings
 
 
@@ -269,7 +282,7 @@ def pull_what_is_missing(entries: Sequence[Entry], yes: bool) -> None:
     missing = [source for source in sources_of(entries, draft=True) if not hub.cached(hub.parse(source[3:]))]
     if not missing:
         return
-    listings = ask(missing, entries)
+    listings = ask(missing, entries, heads=True)
     size = sum(file.size for listing in listings.values() for file in listing.missing)
     what = f"{', '.join(source[3:] for source in missing)}: {size / 1e9:.2f} GB are not here yet"
     if size and not yes:

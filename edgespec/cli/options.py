@@ -108,7 +108,7 @@ LENDER_OPTION = click.option(
     help="llamacpp: where `edgespec lend` listens; layers that do not fit here go there. Repeatable.",
 )
 GPU_LAYERS_HELP = "llamacpp, torch: layers on the GPU; -1 = all. [default: auto, as many as --gpu-memory takes]"
-GPU_MEMORY_HELP = "llamacpp, torch: GPU memory to use, such as 10G. [default: what is free]"
+GPU_MEMORY_HELP = "llamacpp, torch: memory of each GPU to use, such as 10G. [default: what is free]"
 KV_TYPE_HELP = "llamacpp: type of keys and values, such as f16, q8_0 or f16/q8_0. [default: f16]"
 EXACT_HELP = (
     "Row class of all passes: narrow (few draft tokens), wide (many), any (all sizes agree), off. [default: what suits]"

@@ -21,8 +21,8 @@ from edgespec.machine.measurements import identity, machine, recall
 from edgespec.machine.measurements import remember as keep
 from edgespec.machine.memory import left_of
 from edgespec.machine.this_machine import this_machine
-from edgespec.models.heads import is_head
-from edgespec.models.registry import OWN_HEAD, Entry, find_draft, find_model, is_folder, local_path
+from edgespec.models.heads import check_folder, is_head
+from edgespec.models.registry import OWN_HEAD, Entry, find_draft, find_model, is_folder, local_head, local_path
 from edgespec.planners.auto import AutoState
 
 DEFAULT_BUDGET = 64
@@ -64,20 +64,47 @@ class PairPlan:
     head: bool = False
 
 
-def own_head(entry: Entry, backend: str | None, say: Callable[[str], None]) -> str | None:
+def find_head(entry: Entry, backend: str | None, say: Callable[[str], None], notes: list[str]) -> str | None:
     """
+    Args:
+        entry: the model.
+        backend: as for `edgespec.load`.
+        say: as for `edgespec.load`.
+        notes: gets a line for the user on a head that cannot be used, unless the model itself cannot be read.
+
     Returns:
-        `OWN_HEAD` if the model's file has a head that its engine can use.
+        The name of a head that its engine can use: of a file that was pulled with it, or `OWN_HEAD`; None: it has none.
     """
     engine = find_engine(backend or choose_backend(is_folder(entry.target), this_machine()))
     if not isinstance(engine, LoadsHeads):
         return None
     path = local_path(entry.target, say=say)
     try:
-        return OWN_HEAD if engine.has_head(path) and not is_head(path) else None
-    except ModelError as error:
-        say(f"the head of the model is not used: {error}")
+        if is_head(path):
+            return None
+    except ModelError:  # the engine says what is wrong with the file
         return None
+    try:
+        head = local_head(entry.target)
+        return head if head and engine.has_head(head) else OWN_HEAD if engine.has_head(path) else None
+    except ModelError as error:
+        notes.append(f"the head of the model is not used: {error}")
+        return None
+
+
+def with_head(names: Sequence[str], paths: Sequence[str], own: bool, options: LoadOptions) -> LoadOptions:
+    """Options of a target that gets a head; arguments as in `PairPlan`.
+
+    Raises:
+        UsageError: the engine cannot draft with it, or the target's own file has none.
+        ModelError: as for `LoadsHeads.has_head`.
+    """
+    engine = find_engine(names[0])
+    if len(set(names)) > 1 or not isinstance(engine, LoadsHeads):
+        raise UsageError(f"the backend {names[0]} cannot draft with the head {paths[1]}; use a draft model")
+    if not engine.has_head(paths[1]):
+        raise UsageError(f"{paths[1]}: has no head of its own; name a draft model instead of --draft {OWN_HEAD}")
+    return replace(options, own_head=own, draft_files=() if own else tuple(paths[1:]))
 
 
 def plan_pair(
@@ -95,14 +122,9 @@ def plan_pair(
     names = [options.backend or choose_backend(is_folder(source), here) for source in sources]
     check_supported(names, options)
     paths = [local_path(source, say=say) for source in sources]
+    check_folder(paths[0])
     if draft and (draft == OWN_HEAD or is_head(paths[1])):
-        engine = find_engine(names[0])
-        if len(set(names)) > 1 or not isinstance(engine, LoadsHeads):
-            raise UsageError(f"the backend {names[0]} cannot draft with the head {paths[1]}; use a draft model")
-        if not engine.has_head(paths[1]):
-            raise UsageError(f"{paths[1]}: has no head of its own; name a draft model instead of --draft {OWN_HEAD}")
-        own = draft == OWN_HEAD
-        options = replace(options, own_head=own, draft_files=() if own else tuple(paths[1:]))
+        options = with_head(names, paths, draft == OWN_HEAD, options)
         return PairPlan(names, paths, options, _plan(names[0], paths[0], options), head=True)
     if len(set(names)) == 1 and (not draft or "draft_files" in find_engine(names[0]).supported):
         options = replace(options, draft_files=tuple(paths[1:]))

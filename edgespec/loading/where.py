@@ -38,7 +38,8 @@ class Where:
         placed = self.placed
         if placed is None:
             return ""
-        shares = [(placed.on_device, placed.device), (placed.layers - placed.on_device, "the processor")]
+        on_devices = placed.shares or [(placed.on_device, placed.device)]
+        shares = [*on_devices, (placed.layers - placed.on_device, "the processor")]
         places = [
             f"{'all' if count == placed.layers else f'{count} of'} {placed.layers} layers on {device}"
             for count, device in shares

@@ -1,10 +1,10 @@
 """The contract between the loop and the engines, tested by `tests/contract.py`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 from edgespec.loop.sampling import Float32Array, IdArray, Scores
 from edgespec.loop.shapes import BatchInvariance
@@ -71,12 +71,21 @@ class Placed:
         device: that computes some of them; "": the processor computes all.
         on_device: how many it computes.
         streamed: how many do not stay where they are computed.
+        shares: layers of each device, and its name, if there are several.
     """
 
     layers: int
     device: str = ""
     on_device: int = 0
     streamed: int = 0
+    shares: tuple[tuple[int, str], ...] = ()
+
+    @classmethod
+    def on(cls, shares: Iterable[tuple[int, str]], layers: int, streamed: int = 0) -> Self:
+        """By the number of layers and the name of each device that is not the processor."""
+        some = tuple((count, name) for count, name in shares if count)
+        names, on_device = ", ".join(name for _, name in some), sum(count for count, _ in some)
+        return cls(layers, names, on_device, streamed, some if len(some) > 1 else ())
 
 
 @runtime_checkable

@@ -13,9 +13,9 @@ from edgespec.loop.backend import Backend, Vocab
 # Name -> module with an `engine`; others are in the entry-point group edgespec.backends.
 BUILT_IN = {
     "llamacpp": "edgespec.backends.llamacpp.engine",
-    "mlx": "edgespec.backends.mlx.backend",
+    "mlx": "edgespec.backends.mlx.engine",
     "reference": "edgespec.backends.reference.backend",
-    "torch": "edgespec.backends.torch.backend",
+    "torch": "edgespec.backends.torch.engine",
 }
 # Optional fields of `LoadOptions`, in the order in which messages name them.
 ENGINE_OPTIONS = (

@@ -30,6 +30,7 @@ NETWORK_FILE_SYSTEMS = {
     "ceph",
     "glusterfs",
 }
+M_MMAP_THRESHOLD = -3  # malloc.h
 V1_CACHE, V2_CACHE = ("total_active_file", "total_inactive_file"), ("active_file", "inactive_file")
 COMPRESSING_FILE_SYSTEMS = {"btrfs", "zfs", "squashfs", "erofs"}
 
@@ -195,6 +196,12 @@ def private_memory() -> int:
         return 0
     match = re.search(r"RssAnon:\s+(\d+) kB", status)
     return int(match[1]) * 1024 if match else 0
+
+
+def give_back_freed_memory() -> None:
+    """Have glibc return blocks of 8 MiB and more at once: else gaps between tensors of all sizes grow for hours."""
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
+        library.mallopt(M_MMAP_THRESHOLD, 8 << 20)
 
 
 class Usage(ctypes.Structure):

@@ -17,11 +17,19 @@ import numpy as np
 from edgespec.errors import ModelError, NoRoom, UsageError
 from edgespec.loading.draft_or_memory import Speeds, ways_of
 from edgespec.loading.exact import apply_row_class, check_choice, choose_way, line
-from edgespec.loading.pair import PairPlan, choose_budget, choose_context, load_draft
+from edgespec.loading.pair import (
+    PairPlan,
+    choose_budget,
+    choose_context,
+    find_head,
+    load_draft,
+    with_head,
+)
 from edgespec.loading.timed_pass import Pass, time_pass
 from edgespec.loading.where import Where, where
 from edgespec.loop.engines import (
     LoadOptions,
+    LoadsHeads,
     TellsPlan,
     check_supported,
     choose_backend,
@@ -34,7 +42,8 @@ from edgespec.machine.measurements import age, can_remember, everything, identit
 from edgespec.machine.memory import disk_bandwidth, file_system, format_size, in_bytes
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.gguf_model import check_magic
-from edgespec.models.registry import find_model, is_folder, local_path
+from edgespec.models.heads import check_folder, is_head
+from edgespec.models.registry import OWN_HEAD, find_draft, find_model, is_folder, local_path
 from edgespec.planners.auto import AutoState
 from edgespec.planners.path_cost import note
 from edgespec.weights.plan import REMEDY, SAFETY, SLOW, Plan, two_digits
@@ -51,6 +60,7 @@ class Diagnosis:
 
     Attributes:
         disk: bytes per second.
+        head: the head in the file, or "".
         remembered: measurements of pass times by runs of this model.
         draft_or_memory: speeds with the draft and without it; None: it takes no memory that the target needs.
         cannot_run: the reason, or "".
@@ -70,6 +80,7 @@ class Diagnosis:
     draft_size: int
     disk: float
     reading: str = ""
+    head: str = ""
     engine: str = "llamacpp"
     remembered: Sequence[dict[str, Any]] = ()
     draft_or_memory: Speeds | None = None
@@ -145,8 +156,9 @@ def diagnose(
     """
     check_choice(exact)
     entry = find_model(target, models_file)
-    draft = draft or entry.draft
-    sources = [entry.target, *([find_model(draft, models_file).target] if draft else [])]
+    notes = list[str]()
+    draft = draft or entry.draft or find_head(entry, backend, say, notes)
+    sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft else [])]
     if len({is_folder(source) for source in sources}) > 1:
         raise UsageError("doctor looks at a pair on one engine: target and draft must both be GGUF files, or folders")
     engine = backend or choose_backend(is_folder(sources[0]), this_machine())
@@ -156,6 +168,7 @@ def diagnose(
     )  # fmt: skip
     check_supported([engine], options)
     paths = list(map(local_path, sources))
+    card, own = _head(paths[0]), draft == OWN_HEAD
     room = in_bytes("memory", memory)
     sizes = [_weight_files(path) for path in paths]
     say("disk")
@@ -166,14 +179,16 @@ def diagnose(
         file_size=sum(sizes[0].values()),
         file_system=file_system(paths[0]),
         memory=room if room is not None else int(this_machine().free * (1 - SAFETY)),
-        draft_size=sum(sum(files.values()) for files in sizes[1:]),
+        draft_size=card.size if own and card else sum(sum(files.values()) for files in sizes[1:]),
         disk=disk.speed,
         reading=f"{disk.threads} x {format_size(disk.size)} at once",
+        head=card.line if card else "",
+        notes=notes,
         engine=engine,
         remembered=[one for one in everything() if about.items() <= one["about"].items()],
     )
     try:
-        _try(found, paths, options, disk, say)
+        _try(found, paths, options, disk, own, say)
     except NoRoom as error:
         found.cannot_run = str(error)
     return found
@@ -218,8 +233,27 @@ def _weight_files(path: str) -> dict[str, int]:
         raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
+def _head(path: str) -> Any:
+    """The head in a GGUF, as `backends/llamacpp/head_card.py` says; None: it has none.
+
+    Raises:
+        ModelError: the file or folder is a head, or damaged.
+    """
+    if Path(path).is_dir():
+        check_folder(path)
+        return None
+    heads = import_module("edgespec.backends.llamacpp.head_card")
+    heads.check_target(path)
+    return heads.head_card(path)
+
+
 def _try(
-    found: Diagnosis, paths: Sequence[str], options: LoadOptions, disk: Reading, say: Callable[[str], None]
+    found: Diagnosis,
+    paths: Sequence[str],
+    options: LoadOptions,
+    disk: Reading,
+    own: bool,
+    say: Callable[[str], None],
 ) -> None:
     """Load the models, time passes, and put the results into `found`.
 
@@ -231,9 +265,13 @@ def _try(
     say("memory")
     machine = replace(this_machine(gpus=engine.gpus(options.device)), disk=disk)
 
+    head = bool(drafts) and (own or is_head(drafts[0]))
+
     def planned(paths: Sequence[str]) -> PairPlan:
-        made = replace(options, draft_files=tuple(paths[1:]))
-        return PairPlan([found.engine] * len(paths), paths, made, engine.plan(path, made, machine))
+        names = [found.engine] * len(paths)
+        headed = head and len(paths) > 1
+        made = with_head(names, paths, own, options) if headed else replace(options, draft_files=tuple(paths[1:]))
+        return PairPlan(names, paths, made, engine.plan(path, made, machine), headed)
 
     pair = planned(paths)
     if ways := ways_of(pair, lambda: planned([path])):
@@ -251,11 +289,14 @@ def _try(
         found.plan = backend.plan if isinstance(backend, TellsPlan) else None
         # Only a loaded model knows if experts are left to the page cache.
         later = [one for one in backend.notes if plan.notes is None or one.startswith("experts are left")]
-        found.notes = [*(plan.notes or ()), *later, *([note(limits.max_leaves)] if limits.paths else ())]
+        found.notes = [*found.notes, *(plan.notes or ()), *later, *([note(limits.max_leaves)] if limits.paths else ())]
         found.streams = limits.streams
         nodes = min(options.budget + 1, most_nodes(limits, 0))
         between = [n for n in (SIZES_OF_MIXTURES if limits.experts else SIZES) if n < nodes]
         passes = [time_pass(backend, n) for n in (1, *between, nodes)]
+        if head and isinstance(engine, LoadsHeads):
+            with closing(engine.load_head(backend, drafts.pop(), options.for_draft())) as small:
+                found.draft_seconds = time_pass(small, BEAM).seconds * draft_passes(nodes)
     for draft in drafts:
         with closing(load_draft(engine, draft, options.for_draft())) as backend:
             found.draft_seconds = time_pass(backend, BEAM).seconds * draft_passes(nodes)
@@ -292,6 +333,8 @@ def report(diagnosis: Diagnosis) -> str:
         ("memory to use", format_size(diagnosis.memory)),
         ("disk", ", ".join(filter(None, [speed, diagnosis.file_system, diagnosis.reading]))),
     ]
+    if diagnosis.head:
+        lines.insert(1, ("head", diagnosis.head))
     if diagnosis.draft_size:
         lines.insert(2, ("draft", f"{format_size(diagnosis.draft_size)}, stays in memory"))
     if diagnosis.cannot_run:

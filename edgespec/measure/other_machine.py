@@ -44,7 +44,8 @@ from edgespec.weights.plan import (
     Tensor,
     divide,
     layer_of,
-    layers_on_gpu,
+    layers_by_device,
+    layers_of_gpus,
     make_plan,
     places,
     two_digits,
@@ -217,7 +218,7 @@ def predict(
         if not model.experts:
             if machine.platform == "darwin" and streams:
                 found.append(_mlx(model, small, options, machine))
-            elif _card(machine) and found[0].on_device < model.layers:
+            elif _cards(machine) and found[0].on_device < model.layers:
                 found.append(_torch(model, small, options, machine))
     return Elsewhere(
         target=entry.name, machine=called, described=machine, size=model.size,
@@ -271,11 +272,10 @@ class Weights:
 
     def cells(self, context_length: int) -> int:
         """Bytes of keys and values of a context in 16 bits."""
-        values = self.values
-        heads = int(values.get("attention.head_count_kv") or values["attention.head_count"])
-        width = int(values["embedding_length"]) // int(values["attention.head_count"])
-        length = int(values.get("attention.key_length", width)) + int(values.get("attention.value_length", width))
-        return 2 * self.layers * heads * length * (context_length or int(values.get("context_length", 0)))
+        names = (".attn_k.weight", ".attn_v.weight")
+        rows = sum(self.numbers(tensor) for tensor in self.tensors if tensor.name.endswith(names))
+        length = context_length or int(self.values.get("context_length", 0))
+        return int(2 * rows / int(self.values["embedding_length"]) * length)
 
     def used(self, nodes: int) -> float:
         """Share of a layer's experts that a pass over `nodes` tokens is expected to choose."""
@@ -300,8 +300,8 @@ def _gpu(gpu: Gpu) -> Speeds:
     return Speeds(gpu.name, gpu.memory_speed, gpu.operations)
 
 
-def _card(machine: Machine) -> Gpu | None:
-    return next((gpu for gpu in machine.gpus if not gpu.shared), None)
+def _cards(machine: Machine) -> list[Gpu]:
+    return [gpu for gpu in machine.gpus if not gpu.shared]
 
 
 def _predict(
@@ -358,15 +358,11 @@ def _llamacpp(model: Weights, small: Sequence[Weights], options: LoadOptions, ma
         made.cannot_run = str(error)
         return made
     weights: Plan | None = plan.weights
-    on_device = layers_on_gpu(plan.gpu_layers, model.layers)
+    shares = layers_of_gpus(machine.gpus, plan.gpu_layers, model.layers)
     way = plan.ways[-1]
     here, there = divide(model.tensors, plan.gpu_layers, str(way.get("kept_off", "")).encode().split())
-    device = next(iter(machine.gpus), None) if on_device else None
-    streamed = len(weights.streamed) if weights else 0
-    made.where = Where(
-        engine="llamacpp", placed=Placed(model.layers, device.name if device else "", on_device, streamed),
-        exact=not on_device and not _has_states(model),
-    )  # fmt: skip
+    placed = Placed.on(shares, model.layers, len(weights.streamed) if weights else 0)
+    made.where = Where(engine="llamacpp", placed=placed, exact=not placed.device and not _has_states(model))
     made.streamed = weights.streamed_bytes if weights else 0
     missing = 0.0
     if weights and weights.cached:
@@ -375,13 +371,31 @@ def _llamacpp(model: Weights, small: Sequence[Weights], options: LoadOptions, ma
         kept = weights.slots_of_experts / weights.experts if chosen else left / weights.cached_bytes
         missing = weights.cached_bytes * (1 - min(1.0, max(0.0, kept)))
     made.stays = model.size - made.streamed - missing - (weights.looked_up_bytes if weights else 0)
-    parts = [(model.part(here), _processor(machine))] + ([(model.part(there), _gpu(device))] if device else [])
-    with_gpu = [one for one in machine.gpus[:1] if device or not one.shared or not made.streamed]
+    parts = [(model.part(here), _processor(machine)), *_by_gpu(model, there, shares, machine)]
+    with_gpu = [one for one in machine.gpus[:1] if placed.device or not one.shared or not made.streamed]
     on = _gpu(with_gpu[0]) if with_gpu else _processor(machine)
     draft = [(one, one.part(one.tensors), on) for one in small]
     return _predict(
         made, model, parts, [("disk: speed", made.streamed, machine.disk.speed)], missing, draft, options.budget
     )
+
+
+def _by_gpu(
+    model: Weights,
+    tensors: Sequence[Tensor],
+    shares: Sequence[tuple[int, str]],
+    machine: Machine,
+    bits: float | None = None,
+) -> list[tuple[Part, Speeds]]:
+    """Parts of GPUs with consecutive layers up to the last one, which has what is in no layer, too."""
+    speeds, found, stop = {gpu.name: _gpu(gpu) for gpu in machine.gpus}, [], model.layers
+    last = [tensor for tensor in tensors if layer_of(tensor) < 0]
+    for count, name in reversed(shares):
+        numbers, stop = range(stop - count, stop), stop - count
+        some = [tensor for tensor in tensors if layer_of(tensor) in numbers]
+        found.append((model.part([*some, *last], bits), speeds[name]))
+        last = []
+    return found
 
 
 def _has_states(model: Weights) -> bool:
@@ -418,22 +432,26 @@ def _mlx(model: Weights, small: Sequence[Weights], options: LoadOptions, machine
 
 
 def _torch(model: Weights, small: Sequence[Weights], options: LoadOptions, machine: Machine) -> Prediction:
-    """A folder whose layers are brought to 4 bits (nf4): the card computes all, and gets the others in every pass."""
-    gpu = _card(machine)
-    assert gpu is not None
+    """A folder whose layers are brought to 4 bits (nf4): cards compute all, the first one also what none holds."""
+    gpu, *others = _cards(machine)
     inside = [tensor for tensor in model.tensors if layer_of(tensor) >= 0]
     outside = sum(2 * model.numbers(tensor) for tensor in model.tensors if layer_of(tensor) < 0)
     drafts = sum(2 * sum(map(one.numbers, one.tensors)) for one in small)
     cells = sum(one.cells(options.context_length + ROWS) for one in (model, *small))
     layers = model.part(inside, FOUR_BITS).size
     layer = layers / model.layers
-    room = gpu.free * (1 - SAFETY) - WORKSPACE - outside - drafts - cells
-    kept = max(0, min(model.layers, int(room // layer)))
-    kept = kept if kept == model.layers else max(0, kept - 2)  # two buffers
+    memory, fixed = int(gpu.free * (1 - SAFETY)), int(WORKSPACE + outside + drafts + cells)
+    rooms = [int(one.free * (1 - SAFETY)) - WORKSPACE for one in others]
+    caches = [model.cells(options.context_length + ROWS) // model.layers] * model.layers
+    counts = layers_by_device([int(layer)] * model.layers, memory, fixed, rooms, caches)
+    first, shares = counts[0], [(count, one.name) for count, one in zip(counts, [gpu, *others], strict=True)]
+    room = memory - fixed + sum(caches[first:])
+    kept = max(0, min(first, int(room // layer)))
+    kept = kept if kept == first else max(0, kept - 2)  # two buffers
     made = Prediction(
-        where=Where(engine="torch", placed=Placed(model.layers, gpu.name, model.layers, model.layers - kept)),
-        why="a folder with --dtype nf4, whose layers the card computes wherever they lie",
-        copied=layers - kept * layer,
+        where=Where(engine="torch", placed=Placed.on(shares, model.layers, first - kept)),
+        why="a folder with --dtype nf4, whose layers cards compute wherever they lie",
+        copied=(first - kept) * layer,
     )  # fmt: skip
     if room < 2 * layer:
         made.cannot_run = f"{gpu.name} has no room for two layers besides embeddings and draft"
@@ -442,7 +460,7 @@ def _torch(model: Weights, small: Sequence[Weights], options: LoadOptions, machi
     made.streamed = max(0.0, made.copied - host)
     made.stays = layers - made.streamed + outside
     draft = [(one, one.part(one.tensors, 2.0), _gpu(gpu)) for one in small]
-    parts = [(model.part(inside, FOUR_BITS), _gpu(gpu)), (Part(outside / 2, outside / 4), _gpu(gpu))]
+    parts = [(Part(outside / 2, outside / 4), _gpu(gpu)), *_by_gpu(model, inside, shares, machine, FOUR_BITS)]
     reads = [
         (f"{gpu.name}: link_speed", made.copied, gpu.link_speed),
         ("disk: speed", made.streamed, machine.disk.speed),

@@ -5,14 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.backends.llamacpp.ggml.files import llama_cpp, load_model, parts, read_tensors
+from edgespec.backends.llamacpp.head_card import check_target
 from edgespec.backends.llamacpp.recurrent import is_recurrent, why_not
 from edgespec.backends.llamacpp.vocab import load_vocab
-from edgespec.errors import EdgespecError, VocabMismatch
+from edgespec.errors import EdgespecError, ModelError, VocabMismatch
 from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.loop.text import chat_text
 from edgespec.machine.memory import format_size
 from edgespec.models.gguf_header import header_values
 from edgespec.models.gguf_model import check_magic
+from edgespec.models.heads import is_head
 
 LARGEST_SHARE = 1 / 8  # of the target's bytes; a larger draft seldom pays
 LARGEST_OF_MEMORY = 1 / 4
@@ -51,6 +53,12 @@ def check_pair(target: str, draft: str, *, context_length: int, memory: int) -> 
         memory: bytes that may be used.
     """
     refusals = [why for path in (target, draft) if (why := unusable(path))]
+    try:
+        check_target(target)
+    except ModelError as error:
+        refusals = refusals or [str(error)]
+    if not refusals and is_head(draft):
+        refusals = [no_states(draft)]
     if refusals:
         return Verdict(refusals, [])
     vocabs = load_vocab(target), load_vocab(draft)
@@ -62,6 +70,13 @@ def check_pair(target: str, draft: str, *, context_length: int, memory: int) -> 
     warnings = [*_tokenizer(*headers), *_kinds(*vocabs), *_templates(*vocabs)]
     warnings += [*_positions(target, draft, *headers, context_length), *_sizes(target, draft, memory)]
     return Verdict([], warnings)
+
+
+def no_states(draft: str) -> str:
+    return (
+        f"{draft}: drafts from states of its target, which recorded answers do not hold: edgespec bench TARGET "
+        f"--draft {draft} measures it"
+    )
 
 
 def unusable(path: str) -> str:

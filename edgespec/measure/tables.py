@@ -1,15 +1,23 @@
 from collections.abc import Iterable, Sequence
 from io import StringIO
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
 
-def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, width: int = 110) -> str:
-    """A table as text; all columns but the first are right-justified."""
+def table(
+    title: str,
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    width: int = 110,
+    justify: Literal["left", "right"] = "right",
+) -> str:
+    """A table as text; `justify` is for all columns but the first."""
     view = Table(title=title, title_justify="left")
     for number, heading in enumerate(headings):
-        view.add_column(heading, justify="right" if number else "left")
+        view.add_column(heading, justify=justify if number else "left")
     for row in rows:
         view.add_row(*row)
     text = StringIO()

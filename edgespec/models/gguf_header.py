@@ -4,10 +4,13 @@ The layout is that of ggml's gguf.h, versions 2 and 3: magic, version, number of
 the vocabulary, are skipped.
 """
 
+import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from mmap import ACCESS_READ, mmap
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +27,7 @@ SCALARS = {
     if code
 }
 VERSIONS = (2, 3)
+KEYS = 24  # bytes before the first key
 OF_STATES = ("ssm.", "shortconv.", "wkv.", "kda.")  # keys of recurrent layers start with these (llama-arch.cpp)
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # llama_split_path in llama.h
 
@@ -44,13 +48,52 @@ def header_values(path: str, prefix: str) -> dict[str, Value]:
     return {key: value for key, value, length in _read(path, prefix) if length is None}
 
 
+def tensor_names(path: str) -> set[str]:
+    """Of one GGUF file; errors as for `header_values`."""
+    return set(_list(path, _names))
+
+
 def _read(path: str, prefix: str) -> list[tuple[str, Value, int | None]]:
+    check_magic(path)
+    found, start = os.stat(path), prefix.encode()
+    try:
+        return [
+            (key.decode(), _value(raw, kind), LENGTH.unpack_from(raw, NUMBER.size)[0] if kind == LIST else None)
+            for key, kind, raw in _header(path, found.st_size, found.st_mtime_ns)
+            if key.startswith(start)
+        ]
+    except (struct.error, UnicodeDecodeError) as error:
+        raise _damaged(path) from error
+
+
+@lru_cache(16)
+def _header(path: str, size: int, changed: int) -> list[tuple[bytes, int, bytes]]:
+    """Each key, the type of its value, and its bytes, of a list only those before the first item."""
+    return _list(
+        path,
+        lambda view: (
+            (key, kind, view[at : at + NUMBER.size + LENGTH.size if kind == LIST else end])
+            for key, kind, at, end in _keys(view)
+        ),
+    )
+
+
+def _list(path: str, read: Callable[[mmap], Iterator[Any]]) -> list[Any]:
     check_magic(path)
     with open(path, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as view:
         try:
-            return list(_values(view, prefix.encode()))
-        except (struct.error, KeyError, UnicodeDecodeError) as error:
-            raise ModelError(f"{path}: is a damaged GGUF file, or one of an unknown version") from error
+            return list(read(view))
+        except (struct.error, KeyError, UnicodeDecodeError, OverflowError) as error:
+            raise _damaged(path) from error
+
+
+def _damaged(path: str) -> ModelError:
+    return ModelError(f"{path}: is a damaged GGUF file, or one of an unknown version")
+
+
+def architecture(path: str) -> str:
+    """`general.architecture`; "": it is not stated."""
+    return str(header_values(path, "general.architecture").get("general.architecture", ""))
 
 
 def own_values(path: str) -> dict[str, Value]:
@@ -63,39 +106,60 @@ def own_values(path: str) -> dict[str, Value]:
 
 
 def own_header(path: str) -> tuple[dict[str, Value], dict[str, int]]:
-    found = _read(path, "")
-    prefix = next((f"{value}." for key, value, _ in found if key == "general.architecture"), ".")
-    own = [(key.removeprefix(prefix), value, length) for key, value, length in found if key.startswith(prefix)]
+    prefix = f"{architecture(path)}."
+    own = [(key.removeprefix(prefix), value, length) for key, value, length in _read(path, prefix)]
     values = {key: value for key, value, length in own if length is None}
     return values, {key: length for key, _, length in own if length is not None}
+
+
+def whole_number(path: str, values: Mapping[str, Value], key: str, low: int, high: int) -> int:
+    """The value of a key, `low` where the file has none.
+
+    Raises:
+        ModelError: it is no whole number from `low` to `high`.
+    """
+    value = values.get(key, low)
+    if type(value) is not int or not low <= value <= high:
+        raise ModelError(f"{path}: is damaged: {key} is {value!r}, but must be a whole number from {low} to {high}")
+    return value
 
 
 def has_states(path: str) -> bool:
     return any(key.startswith(OF_STATES) for key in own_values(path))
 
 
-def _values(view: mmap, prefix: bytes) -> Iterator[tuple[str, Value, int | None]]:
+def _names(view: mmap) -> Iterator[str]:
+    at = max((end for *_, end in _keys(view)), default=KEYS)
+    for _ in range(LENGTH.unpack_from(view, 8)[0]):
+        start, at = at + LENGTH.size, _after_string(view, at)
+        yield view[start:at].decode()
+        (dimensions,) = NUMBER.unpack_from(view, at)
+        at += NUMBER.size + LENGTH.size * int(dimensions) + NUMBER.size + LENGTH.size
+
+
+def _keys(view: mmap) -> Iterator[tuple[bytes, int, int, int]]:
+    """Each key, the type of its value, and where the value begins and ends."""
     (version,) = NUMBER.unpack_from(view, 4)
     if version not in VERSIONS:
         raise KeyError(version)
     (count,) = LENGTH.unpack_from(view, 16)
-    at = 24
+    at = KEYS
     for _ in range(count):
         start, at = at + LENGTH.size, _after_string(view, at)
         key = view[start:at]
         (kind,) = NUMBER.unpack_from(view, at)
         at += NUMBER.size
         end = _after(view, at, kind)
-        if key.startswith(prefix):
-            length = int(LENGTH.unpack_from(view, at + NUMBER.size)[0]) if kind == LIST else None
-            yield key.decode(), 0 if kind == LIST else _value(view, at, end, kind), length
+        yield key, kind, at, end
         at = end
 
 
-def _value(view: mmap, at: int, end: int, kind: int) -> Value:
+def _value(raw: bytes, kind: int) -> Value:
+    if kind == LIST:
+        return 0
     if kind == STRING:
-        return view[at + LENGTH.size : end].decode()
-    value: Value = SCALARS[kind].unpack_from(view, at)[0]
+        return raw[LENGTH.size :].decode()
+    value: Value = SCALARS[kind].unpack_from(raw)[0]
     return float(str(np.float32(value))) if kind == FLOAT32 else value
 
 

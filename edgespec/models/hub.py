@@ -8,10 +8,10 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
@@ -22,7 +22,8 @@ from edgespec.models.gguf_header import part_names
 SOURCE = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*)(?:@([\w.-]+))?(?:/(.+)|:([\w.-]+))?")
 MAIN = "main"
 USUAL = ("Q4_K_M", "Q8_0")  # types of GGUF files, tried in this order where none is named, as in llama.cpp
-BESIDE = re.compile(r"(^|/)(mmproj|mtp-|eagle3-|dflash-|dspark-)|imatrix", re.IGNORECASE)  # no language models
+HEADS, OTHER_HEADS = ("mtp-", "eagle3-"), ("dflash-", "dspark-")  # file names of heads, the best kind first
+BESIDE = re.compile(rf"(^|/)(mmproj|{'|'.join(HEADS + OTHER_HEADS)})|imatrix", re.IGNORECASE)  # no language models
 TYPE = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
 WEIGHTS = "model*.safetensors"
 FOLDER_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", WEIGHTS)
@@ -49,6 +50,12 @@ class HubSource:
     @property
     def is_folder(self) -> bool:
         return not self.file and self.type is None
+
+    @property
+    def name(self) -> str:
+        """As in models.yaml, of a source that names a file."""
+        revision = "" if self.revision == MAIN else f"@{self.revision}"
+        return f"hf:{self.repository}{revision}/{self.file}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +127,68 @@ def choose_file(names: Sequence[str], type_: str) -> str | None:
         if found := next((name for name in models if pattern.search(name.rpartition("/")[2])), None):
             return found
     return None if type_ else next(iter(models), None)
+
+
+def choose_head(names: Sequence[str], model: str, kind: str) -> str | None:
+    """The head of a kind for a GGUF file, chosen as in llama.cpp's common/download.cpp; None: there is none.
+
+    It lies in the model's folder or above, the nearer the better; then the better, the closer its type.
+
+    Args:
+        names: of a repository's files.
+        model: the GGUF file.
+        kind: one of `HEADS` or `OTHER_HEADS`.
+    """
+    folder = PurePosixPath(model).parent
+    if BESIDE.search(model):
+        return None
+    heads = [
+        path for path in map(PurePosixPath, sorted(names))
+        if path.suffix == ".gguf" and path.name.lower().startswith(kind) and path.parent in (folder, *folder.parents)
+        and part_names(str(path))[0] == str(path)
+    ]  # fmt: skip
+
+    def distance(path: PurePosixPath) -> tuple[int, bool, int]:
+        return -len(path.parts), _type(path.name) != _type(model), abs(_bits(path.name) - _bits(model))
+
+    return str(min(heads, key=distance)) if heads else None
+
+
+def _type(name: str) -> str:
+    found = TYPE.findall(name)
+    return found[-1].upper() if found else ""
+
+
+def _bits(name: str) -> int:
+    return int((re.search(r"\d+", _type(name)) or [0])[0])
+
+
+def heads_of(listing: Listing) -> tuple[HubSource | None, list[str]]:
+    """
+    Args:
+        listing: of a GGUF file.
+
+    Returns:
+        The best head for it in its repository, and heads there of kinds that no engine uses.
+    """
+    source, names = listing.source, list[str]()
+    with suppress(EdgespecError), _errors(source):  # mirrors may have no listing
+        info = _library(source).HfApi().model_info(source.repository, revision=source.revision)
+        names = [file.rfilename for file in info.siblings or ()]
+    heads, others = (
+        [name for kind in kinds if (name := choose_head(names, listing.files[0].name, kind))]
+        for kinds in (HEADS, OTHER_HEADS)
+    )
+    return HubSource(source.repository, source.revision, heads[0]) if heads else None, others
+
+
+def cached_head(source: HubSource) -> str | None:
+    """The head of a GGUF file, from its repository, in the cache; None: there is none, or the file is not there."""
+    names = list(_snapshot(source))
+    file = source.file or choose_file(names, source.type or "")
+    heads = [name for kind in HEADS if file in names and (name := choose_head(names, str(file), kind))]
+    paths = [cached(HubSource(source.repository, source.revision, name)) for name in heads]
+    return next(filter(None, paths), None)
 
 
 def cached(source: HubSource) -> str | None:
@@ -224,6 +293,8 @@ def _wanted(source: HubSource, names: Sequence[str]) -> list[str]:
             ggufs = choose_file(names, "")
             hint = f"; it has GGUF files: name a type, as in {source.repository}:Q4_K_M" if ggufs else ""
             raise ModelError(f"hf:{source.repository}: has no config.json, so it is not a model folder{hint}")
+        if not any(fnmatch(name, WEIGHTS) for name in wanted):
+            raise ModelError(f"hf:{source.repository}: has no weights that engines read: no file {WEIGHTS}")
         return wanted
     file = choose_file(names, source.type or "")
     if file is None:

@@ -235,6 +235,12 @@ def local_path(
     return hub.fetch(hub.ask(found), lambda what, done, total: say(f"{what}, {done / 1e9:.1f} of {total / 1e9:.1f} GB"))
 
 
+def local_head(source: str) -> str | None:
+    """Path of the head of a GGUF of the hub, from the same repository; None: none is in the cache."""
+    found = hub.parse(source.removeprefix("hf:")) if source.startswith("hf:") else None
+    return hub.cached_head(found) if found and not found.is_folder else None
+
+
 def _package_file(rest: str) -> str:
     package, _, inside = rest.partition("/")
     spec = importlib.util.find_spec(package)  # finds the folder without running the package

@@ -7,7 +7,7 @@ of them: llama-arch.cpp), and
     architecture    one of `ARCHITECTURES`, as llama.cpp calls it
     type            of the file: one of `TYPES`
     vocab_size      tokens
-    embedding_type  of the embedding, where it is not as the file's type makes it
+    types           of tensors whose type is not as the file's type makes it: {token_embd: Q8_0}
     tied            the embedding is the output, too; default: false
     rope_freqs      there are factors of the rotary frequencies, as in Llama 3.1 to 3.3; default: false
 
@@ -17,7 +17,7 @@ a sparse file that takes some hundred kilobytes of disk, whatever its size. Engi
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,12 +43,14 @@ TYPES = {
 SHORTER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q8_0", "Q6_K": "Q8_0"}  # for rows that are no multiple of 256
 NOT_QUANTISED = ("norm.weight", "ffn_gate_inp.weight", "altup", "laurel", "ssm_conv1d")  # llama-quant.cpp
 ARCHITECTURES = (
-    "llama", "qwen2", "qwen3", "qwen3moe", "qwen3next", "gemma2", "gemma3", "gemma3n", "gpt-oss", "command-r",
-    "falcon-h1",
+    "llama", "qwen2", "qwen3", "qwen3moe", "qwen3next", "qwen35", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt-oss",
+    "command-r", "falcon-h1",
 )  # fmt: skip
+DELTA_NETS = ("qwen3next", "qwen35")  # whose attention layers have gates
 SSM = ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")
 ALTUP, LAUREL = 4, 64  # n_altup and laurel_rank of llama-hparams.h
-OWN_KEYS = ("architecture", "type", "embedding_type", "tied", "rope_freqs")  # that are not in a header
+OWN_KEYS = ("architecture", "type", "types", "tied", "rope_freqs")  # that are not in a header
+BY_LAYER = ("attention.head_count_kv", "attention.sliding_window_pattern")  # may be lists, which repeat
 DEFAULTS = {  # what llama.cpp asks for and no size depends on
     "context_length": 131072, "attention.layer_norm_rms_epsilon": 1e-6, "attention.layer_norm_epsilon": 1e-5,
     "rope.freq_base": 10000.0,
@@ -87,8 +89,10 @@ def table(shape: Shape) -> list[Row]:
     except KeyError as error:
         raise ModelError(f"the shape of the model does not state {error.args[0]}") from error
     rows, start = list[Row](), 0
-    for name in sorted(tensors, key=lambda name: (_layer(name), name)):
-        kind = _type(name, tensors[name], shape)
+    names = sorted(tensors, key=lambda name: (_layer(name), name))
+    values = [_layer(name) for name in names if name.endswith((".attn_v.weight", ".attn_qkv.weight"))]
+    for name in names:
+        kind = _type(name, tensors[name], shape, values)
         _, weights, block = BLOCKS[kind]
         size = math.prod(tensors[name]) // weights * block
         rows.append(Row(name, tensors[name], kind, start, size))
@@ -121,7 +125,9 @@ def file_of(shape: Shape) -> Iterator[str]:
 
 
 def _header(shape: Shape) -> dict[str, Any]:
-    return {key: value for key, value in shape.items() if key not in OWN_KEYS}
+    layers = range(shape["block_count"])
+    by_layer = {key: [_of_layer(shape[key], layer) for layer in layers] for key in BY_LAYER if key in shape}
+    return {key: value for key, value in {**shape, **by_layer}.items() if key not in OWN_KEYS}
 
 
 def _text(text: str) -> bytes:
@@ -157,8 +163,11 @@ def _tensors(shape: Shape) -> Iterator[tuple[str, Sizes]]:
         yield "per_layer_proj_norm.weight", (narrow,)
         yield "altup_proj.weight", (width, width, ALTUP - 1)
         yield "altup_unembd_proj.weight", (width, width, ALTUP - 1)
+    if shape["architecture"] == "gemma4":
+        yield "rope_freqs.weight", (_head(shape) // 2,)
     for layer in range(layers):
-        tensors = _delta_net(shape) if _is_recurrent(shape, layer) else _attention(shape)
+        tensors = _delta_net(shape) if _is_recurrent(shape, layer) else _attention(shape, layer)
+        tensors |= _own_head(shape) if layer >= layers - shape.get("nextn_predict_layers", 0) else {}
         tensors |= _norms(shape) | (_mixture(shape) if shape.get("expert_count") else _feed_forward(shape))
         yield from ((f"blk.{layer}.{name}", sizes) for name, sizes in tensors.items())
 
@@ -168,19 +177,35 @@ def _head(shape: Shape) -> int:
 
 
 def _is_recurrent(shape: Shape, layer: int) -> bool:
-    return bool(shape["architecture"] == "qwen3next" and (layer + 1) % shape["full_attention_interval"])
+    if shape["architecture"] not in DELTA_NETS or layer >= shape["block_count"] - shape.get("nextn_predict_layers", 0):
+        return False
+    return bool((layer + 1) % shape["full_attention_interval"])
 
 
-def _attention(shape: Shape) -> dict[str, Sizes]:
+def _own_head(shape: Shape) -> dict[str, Sizes]:
+    width = shape["embedding_length"]
+    sizes: dict[str, Sizes] = {f"nextn.{name}.weight": (width,) for name in ("enorm", "hnorm", "shared_head_norm")}
+    return sizes | {"nextn.eh_proj.weight": (2 * width, width)}
+
+
+def _of_layer(value: Any, layer: int) -> Any:
+    return value[layer % len(value)] if isinstance(value, list) else value
+
+
+def _attention(shape: Shape, layer: int) -> dict[str, Sizes]:
     architecture, width, head = shape["architecture"], shape["embedding_length"], _head(shape)
-    queries, keys = (head * shape[f"attention.head_count{kind}"] for kind in ("", "_kv"))
-    gates = 2 if architecture == "qwen3next" else 1
+    windowed = _of_layer(shape.get("attention.sliding_window_pattern", 0), layer)
+    head = shape["attention.key_length_swa"] if windowed else head
+    queries, keys = (head * _of_layer(shape[f"attention.head_count{kind}"], layer) for kind in ("", "_kv"))
+    gates = 2 if architecture in DELTA_NETS else 1
     sizes = {"q": (width, gates * queries), "k": (width, keys), "v": (width, keys), "output": (queries, width)}
+    if architecture == "gemma4" and not windowed:
+        del sizes["v"]  # the keys are the values, too
     found: dict[str, Sizes] = {f"attn_{name}.weight": size for name, size in sizes.items()}
     if architecture in ("qwen2", "gpt-oss"):
         biased = sizes if architecture == "gpt-oss" else ("q", "k", "v")
         found |= {f"attn_{name}.bias": sizes[name][1:] for name in biased}
-    if architecture in ("qwen3", "qwen3moe", "qwen3next", "gemma3", "gemma3n"):
+    if architecture in ("qwen3", "qwen3moe", *DELTA_NETS, "gemma3", "gemma3n", "gemma4"):
         found |= {"attn_q_norm.weight": (head,), "attn_k_norm.weight": (head,)}
     if architecture == "command-r" and shape["block_count"] >= 64:
         found |= {f"attn_{name}_norm.weight": (head, sizes[name][1] // head) for name in ("q", "k")}
@@ -208,21 +233,25 @@ def _delta_net(shape: Shape) -> dict[str, Sizes]:
     mixed = 2 * groups * state + values
     return {
         "attn_qkv.weight": (width, mixed), "attn_gate.weight": (width, values), "ssm_conv1d.weight": (kernel, mixed),
-        "ssm_dt.bias": (heads,), "ssm_a": (heads,), "ssm_ba.weight": (width, 2 * heads), "ssm_norm.weight": (state,),
-        "ssm_out.weight": (values, width),
-    }  # fmt: skip
+        "ssm_dt.bias": (heads,), "ssm_a": (heads,), "ssm_norm.weight": (state,), "ssm_out.weight": (values, width),
+    } | (
+        {"ssm_ba.weight": (width, 2 * heads)}
+        if shape["architecture"] == "qwen3next"
+        else {"ssm_alpha.weight": (width, heads), "ssm_beta.weight": (width, heads)}
+    )  # fmt: skip
 
 
 def _norms(shape: Shape) -> dict[str, Sizes]:
     architecture, width = shape["architecture"], (shape["embedding_length"],)
     found = ["attn_norm.weight"]
-    if architecture in ("gpt-oss", "qwen3next"):
+    if architecture in ("gpt-oss", *DELTA_NETS):
         found.append("post_attention_norm.weight")
     elif architecture != "command-r":
         found.append("ffn_norm" if architecture == "falcon-h1" else "ffn_norm.weight")
     if architecture.startswith("gemma"):
         found += ["post_attention_norm.weight", "post_ffw_norm.weight"]
-    return dict.fromkeys(found, width) | (_altup(shape) if architecture == "gemma3n" else {})
+    scale: dict[str, Sizes] = {"layer_output_scale.weight": (1,)} if architecture == "gemma4" else {}
+    return dict.fromkeys(found, width) | scale | (_altup(shape) if architecture == "gemma3n" else {})
 
 
 def _altup(shape: Shape) -> dict[str, Sizes]:
@@ -257,14 +286,14 @@ def _mixture(shape: Shape) -> dict[str, Sizes]:
     return found
 
 
-def _type(name: str, sizes: Sizes, shape: Shape) -> str:
-    """As llama-quantize chooses it without an importance matrix (llama-quant.cpp)."""
+def _type(name: str, sizes: Sizes, shape: Shape, values: Sequence[int]) -> str:
+    """As llama-quantize chooses it without an importance matrix (llama-quant.cpp); `values`: layers with values."""
     file, layer, count, experts = shape["type"], _layer(name), shape["block_count"], shape.get("expert_count", 0)
+    kind, part = TYPES[file][1], name.removesuffix(".weight").rpartition(".")[2]
+    if part in shape.get("types", {}):
+        return str(shape["types"][part])
     if len(sizes) < 2 or not name.endswith(".weight") or any(part in name for part in NOT_QUANTISED):
         return "F32"
-    kind, part = TYPES[file][1], name.split(".")[-2]
-    if part == "token_embd" and "embedding_type" in shape:
-        return str(shape["embedding_type"])
     if kind in ("F16", "BF16", "Q8_0"):
         return "MXFP4" if file == "MXFP4_MOE" and len(sizes) == 3 else kind
     if part == "output" or (part == "token_embd" and shape.get("tied")):
@@ -272,12 +301,13 @@ def _type(name: str, sizes: Sizes, shape: Shape) -> str:
     elif part == "per_layer_model_proj":
         kind = "F16"
     elif file == "Q4_K_M":
-        more = layer < count // 8 or layer >= 7 * count // 8 or (layer - count // 8) % 3 == 2
+        place, of = (values.index(layer), len(values)) if part in ("attn_v", "attn_qkv") else (layer, count)
+        more = place < of // 8 or place >= 7 * of // 8 or (place - of // 8) % 3 == 2
         if part in ("attn_v", "attn_k") and experts == 8:
             kind = "Q8_0"
         elif part == "attn_output" and experts == 8:
             kind = "Q5_K"
-        elif part in ("attn_v", "ffn_down", "ffn_down_exps", "ffn_down_shexp") and more:
+        elif part in ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps", "ffn_down_shexp") and more:
             kind = "Q6_K"
         elif part == "attn_v" and count == 80:
             kind = "Q5_K"  # llama.cpp's LLM_TYPE_70B

@@ -11,16 +11,18 @@ a part, the less is read. They are spread evenly over the model, so that the dis
 
 import math
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from mmap import PAGESIZE
 
 from edgespec.errors import NoRoom
 from edgespec.machine.memory import format_size
 from edgespec.machine.system import HUGE
+from edgespec.machine.this_machine import Gpu
 
 SLOTS = 2
 MORE_SLOTS = 4  # for small parts: readers that wake late cost up to 0.3 of a short pass
@@ -515,6 +517,59 @@ def layers_on_gpu(gpu_layers: int, count: int) -> int:
         count: layers of the model.
     """
     return count if gpu_layers < 0 else min(count, max(0, gpu_layers - 1))
+
+
+def layers_of_gpus(gpus: Sequence[Gpu], gpu_layers: int, count: int) -> list[tuple[int, str]]:
+    """Number of layers that llama.cpp gives to each GPU, and the GPU's name: by free memory (`load_tensors`).
+
+    Args:
+        gpus: those with their own memory count, else the first one.
+        gpu_layers: as for `layers_on_gpu`.
+        count: layers of the model.
+    """
+    used = ([gpu for gpu in gpus if not gpu.shared] or gpus[:1]) if gpu_layers else []
+    ends = [end / max(1, sum(gpu.free for gpu in used)) for end in accumulate(gpu.free for gpu in used)]
+    layers = layers_on_gpu(gpu_layers, count)  # the output comes after them
+    at = [bisect_right(ends, layer / (layers + 1)) for layer in range(layers)]
+    return [(at.count(i), gpu.name) for i, gpu in enumerate(used)]
+
+
+def layers_by_device(
+    sizes: Sequence[int], memory: int, fixed: int, rooms: Sequence[int], caches: Sequence[int], asked: int | None = None
+) -> list[int]:
+    """Divide layers among devices: each computes consecutive ones, and the first device also streamed ones.
+
+    Args:
+        sizes: bytes of each layer.
+        memory: bytes to use on the first device.
+        fixed: bytes of them for all else, `caches` included.
+        rooms: bytes for layers and their caches on each further device.
+        caches: bytes of each layer's caches, which lie where it is computed.
+        asked: number of layers that stay on devices; None: as many as fit.
+
+    Returns:
+        The number of layers of each device. The first one gets as many as it holds; if layers must be streamed, it gets
+        those that the others cannot hold.
+    """
+    count = len(sizes)
+
+    def others(first: int) -> list[int]:
+        found = list[int]()
+        for room in rooms:
+            stop = first
+            while stop < count and (room := room - sizes[stop] - caches[stop]) >= 0:
+                stop += 1
+            found.append(stop - first)
+            first = stop
+        return found
+
+    def fits(first: int) -> bool:
+        return fixed - sum(caches[first:]) + sum(sizes[:first]) <= memory
+
+    most = next((first for first in range(count, 1, -1) if fits(first)), 1)
+    least = max(most, count - (count if asked is None else asked))
+    first = next((first for first in range(least, count) if first + sum(others(first)) == count), count)
+    return [first, *others(first)]
 
 
 def _whole_pages(tensors: Sequence[Tensor], page: int, by_rows: bool) -> dict[tuple[int, str], list[Extent]]:

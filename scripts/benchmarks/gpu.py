@@ -308,7 +308,7 @@ def measures(device: Any, copies: Copies, folder: Path) -> dict[str, Callable[[]
         "equal sizes": lambda: _try(device, copies, equal_sizes),
         "GPUs": count_gpus,
         "4-bit folder": lambda: compare_folders(device, folder),
-    }
+    } | ({"two GPUs": lambda: compare_split(device, copies)} if torch.cuda.device_count() > 1 else {})
 
 
 SMALL = {
@@ -328,6 +328,14 @@ def _make(device: Any, copies: Copies, model: Any = None, **options: Any) -> Any
     model = model or random_model(_small(device), "bfloat16", device)
     options = {"context_length": 1024, "budget": 64, "sessions": 1, "memory": None, "gpu": _gpu(device)} | options
     return assemble(model, cast(Vocab, NoVocab(model.config.vocab_size)), device, copies=copies, **options)
+
+
+def _with_own_layers(config: Any) -> Any:
+    """As `random_model`, whose layers are one."""
+    config._attn_implementation = ATTENTION
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    return model.to(torch.bfloat16).eval().requires_grad_(False)
 
 
 def _try(device: Any, copies: Copies, measure: Callable[[Any], Seen]) -> Seen:
@@ -392,10 +400,7 @@ def compare_buffers(device: Any, copies: Copies) -> Seen:
 
 
 def peak_of_capped(device: Any, copies: Copies) -> Seen:
-    config = transformers.Gemma2Config(
-        **_small(device), attn_logit_softcapping=50.0, attn_implementation=ATTENTION, dtype=torch.bfloat16
-    )
-    model = transformers.Gemma2ForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
+    model = _with_own_layers(transformers.Gemma2Config(**_small(device), attn_logit_softcapping=50.0))
     backend = _make(device, copies, model)
     limits, session = backend.capabilities, backend.open()
     planned = work_bytes(model, limits, 65) + session.cells.nbytes
@@ -412,6 +417,24 @@ def count_gpus() -> Seen:
     count = torch.cuda.device_count()
     peers = sum(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
     return Seen(count, f"{count}, {peers} of the others reach the first directly")
+
+
+def compare_split(device: Any, copies: Copies) -> Seen:
+    """Passes of a model on one GPU, and with half of its layers on another."""
+    seconds, rows = [], []
+    other = look_at(f"cuda:{int(device.index == 0)}")
+    for away in (0, _small(device)["num_hidden_layers"] // 2):
+        with patch.object(loading, "layers_by_device", lambda sizes, *_, away=away: [len(sizes) - away, away]):
+            model = _with_own_layers(transformers.LlamaConfig(**_small(device)))
+            backend = _make(device, copies, model, others=[other])
+        session, nodes = backend.open(), np.arange(4, dtype=np.int32)
+        logits = backend.forward([Work(session, nodes + 5, nodes - 1, nodes)])[0]
+        rows.append(np.stack([logits.row(node) for node in range(4)]))
+        session.close()
+        seconds.append(time_pass(backend, 64).seconds)
+        backend.close()
+    ratio, wrong = seconds[1] / seconds[0], int((rows[0] != rows[1]).sum())
+    return Seen(ratio, f"{ratio:.2f}; {wrong} of {rows[0].size} logits differ")
 
 
 def compare_folders(device: Any, folder: Path) -> Seen:

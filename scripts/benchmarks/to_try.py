@@ -124,8 +124,12 @@ GPU = {
         "padding to one size and gathering ancestors would make texts exact", "padding would not make texts exact",
     ),
     "GPUs": Question(
-        "number of GPUs", lambda value: value > 1, "only the first computes; the others could hold more layers",
+        "number of GPUs", lambda value: value > 1, "further ones hold layers that the first cannot hold",
         "one computes all",
+    ),
+    "two GPUs": Question(
+        "pass over 64 nodes: time with half of the layers on a second GPU / on one", lambda value: value < 1.2,
+        "crossing GPUs costs little", "a layer on a second GPU should be compared with a streamed one",
     ),
     "4-bit folder": Question(
         "a 4-bit folder has the bits of nf4 made at load", bool, "4-bit folders of the hub can be used",
@@ -158,7 +162,7 @@ def answers(
         else:
             means = question.then if question.holds(found.value) else question.otherwise
             rows.append([name, question.about, found.text, means])
-    return table(title, ("", "tried", "seen", "means"), rows)
+    return table(title, ("", "tried", "seen", "means"), rows, justify="left")
 
 
 def row_classes(backend: Backend) -> Seen:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import MissingPackage, ModelError
-from edgespec.models.gguf_header import header_values, own_values
+from edgespec.models.gguf_header import own_values
 from edgespec.models.gguf_model import check_magic
+from edgespec.models.heads import head_layers
 from edgespec.weights.plan import Tensor, count_layers, layer_of
 
 from .signals import Signals
@@ -27,7 +28,7 @@ except ImportError as error:
     raise MissingPackage("llama-cpp-python", "", "running GGUF models") from error
 
 FILE_TYPE_F32, FILE_TYPE_F16, FILE_TYPE_BF16 = b"0", b"1", b"32"  # general.file_type: llama_ftype in llama.h
-NO_HEADS = ("gemma4-assistant", "granite-switch")  # whose nextn_predict_layers are computed (src/models/*.cpp)
+NO_GPUS = (ctypes.c_void_p * 1)()  # a list of devices ends with a null pointer
 LLAMA_MAX_SEQ = 256  # of llama-cparams.h, fixed at compile time
 
 _log_lines: list[str] = []
@@ -38,9 +39,9 @@ def _keep_log(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
     if level in (3, 4):  # GGML_LOG_LEVEL_WARN, GGML_LOG_LEVEL_ERROR
         _log_lines.append(text.decode("utf-8", "replace").strip())
         del _log_lines[:-20]
-    elif b" size = " in text:
+    elif b" size = " in text or b": dev = " in text:
         size_lines.append(text.decode("utf-8", "replace"))
-        del size_lines[:-100]
+        del size_lines[:-1000]
 
 
 def _give_up(message: bytes) -> None:
@@ -62,7 +63,18 @@ def keep_log() -> None:
 
 def last_log() -> str:
     """The first of llama.cpp's last 20 complaints, because later lines only pass it on."""
-    return _log_lines[0] if _log_lines else "llama.cpp gave no reason"
+    reasons = [line for line in _log_lines if not line.endswith("-- ignoring")]  # of tensors that it skips
+    return reasons[0] if reasons else "llama.cpp gave no reason"
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Complaints of llama.cpp."""
+    _log_lines.clear()
+    try:
+        yield _log_lines
+    finally:
+        _log_lines.clear()
 
 
 def load_model(path: str, **params: Any) -> Any:
@@ -93,17 +105,34 @@ def load_model(path: str, **params: Any) -> Any:
         raise ModelError(f"{path}: cannot be loaded: {last_log()}")
     try:
         decoded(llama_cpp.llama_model_chat_template(model, None) or b"", f"{path}: the chat template")
+        _check_rotation(path, model)
     except ModelError:
         llama_cpp.llama_model_free(model)
         raise
     return model
 
 
+def _check_rotation(path: str, model: Any) -> None:
+    """
+    Raises:
+        ModelError: llama.cpp's kernel would never end, or end the process.
+    """
+    name = metadata(model, "general.architecture").decode()
+    for kind in ("", "_swa"):
+        keys = (f"{name}.rope.dimension_count{kind}", f"{name}.attention.key_length{kind}")
+        count, most = (metadata(model, key).decode() for key in keys)
+        if not count or llama_cpp.llama_model_rope_type(model) < 0:
+            continue
+        if not (2 <= int(count) <= int(most or count) and int(count) % 2 == 0):
+            raise ModelError(f"{path}: is damaged: {keys[0]} is {count} of {most or 'unknown'}, but must be even")
+
+
 def load_header(path: str, **params: Any) -> Any:
-    """Load a llama_model with tokenizer and sizes but without weights; otherwise as `load_model`."""
+    """Load a llama_model with tokenizer and sizes but without weights, for no GPU; otherwise as `load_model`."""
     return load_model(
-        path, no_alloc=True, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE, use_extra_bufts=False, n_gpu_layers=0, **params
-    )
+        path, no_alloc=True, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE, use_extra_bufts=False, n_gpu_layers=0,
+        devices=ctypes.cast(NO_GPUS, ctypes.c_void_p), **params,
+    )  # fmt: skip
 
 
 def without_amx(system_info: bytes) -> dict[str, Any]:
@@ -173,9 +202,7 @@ def loaded_tensors(path: str) -> list[Tensor]:
         ModelError: as for `all_tensors`.
     """
     tensors = all_tensors(path)
-    if header_values(path, "general.architecture").get("general.architecture") in NO_HEADS:
-        return tensors
-    loaded = count_layers(tensors) - int(own_values(path).get("nextn_predict_layers", 0))
+    loaded = int(own_values(path).get("block_count", count_layers(tensors))) - head_layers(path)
     return [tensor if layer_of(tensor) < loaded else replace(tensor, size=0) for tensor in tensors]
 
 

@@ -10,6 +10,7 @@ on the CPU, as with llama.cpp's --cpu-moe.
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -37,6 +38,47 @@ MORE = 1 / 32  # maximum relative increase of streamed bytes for more layers on 
 
 
 _used_by_others: dict[str, int] = {}  # bytes of each GPU at this program's first look
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Bytes that a context takes besides weights.
+
+    Attributes:
+        here: cells and logits, which are the processor's.
+        compute: of a pass, on each device.
+        caches: of each layer: keys, values and states, which lie where the layer does.
+    """
+
+    here: int
+    compute: int
+    caches: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return self.here + self.compute + sum(self.caches)
+
+    def caches_on_gpu(self, gpu_layers: int) -> int:
+        count = len(self.caches)
+        return sum(self.caches[count - layers_on_gpu(gpu_layers, count) :])
+
+    def compute_on_gpu(self, gpu_layers: int) -> int:
+        """With copies of the caches of others that layers without one read, where those lie with the processor."""
+        count = len(self.caches)
+        there = self.caches[count - layers_on_gpu(gpu_layers, count) :]
+        copies = there.count(0) if len(there) < count and there.count(0) > len(there) - 2 else 0
+        return self.compute + copies * max(self.caches, default=0)
+
+
+def largest_copy(tensors: Sequence[Tensor], with_output: bool) -> int:
+    """Bytes of the largest weight that a GPU may copy for a long pass over the processor's layers (`op_offload`).
+
+    Args:
+        tensors: of the model.
+        with_output: the processor has the output, too.
+    """
+    count = count_layers(tensors)
+    return max((tensor.size for place, tensor in places(tensors, count) if 0 <= place < count + with_output), default=0)
 
 
 def find_gpus() -> list[Gpu]:
@@ -78,7 +120,7 @@ def ggml() -> Any:
 def auto_layers(
     found: Sequence[Gpu],
     tensors: Sequence[Tensor],
-    buffers: int,
+    buffers: Buffers,
     drafts: int,
     plan: Callable[[int], Plan | None],
     *,
@@ -88,7 +130,7 @@ def auto_layers(
     Args:
         found: the GPUs.
         tensors: of the model.
-        buffers: bytes of its caches and of a pass.
+        buffers: of its context.
         drafts: bytes of the draft models, with their buffers.
         plan: returns a plan that keeps this number of last layers in memory; raises NoRoom.
         platform: of the machine.
@@ -102,33 +144,37 @@ def auto_layers(
     room = room_on(found, buffers)
     if drafts <= room // 2:  # a small draft model makes many passes, so it comes before a few layers
         room -= drafts
+    copied = largest_copy(tensors, not own)
     if own:
-        return layers_that_fit(tensors, room, len(own))
+        return layers_that_fit(tensors, room, len(own), buffers.caches, copied)
     try:
         least = plan(0)
     except NoRoom:
         return 0
-    if least is None and sum(span.size for span in spans(divide(tensors, -1)[1])) <= room:
+    if least is None and sum(span.size for span in spans(divide(tensors, -1)[1])) + sum(buffers.caches) <= room:
         return -1
-    return _layers_on_mac(tensors, room, least, plan) if platform == "darwin" else 0
+    return _layers_on_mac(tensors, room, copied, buffers, plan) if platform == "darwin" else 0
 
 
-def room_on(found: Sequence[Gpu], buffers: int) -> int:
-    """Bytes for weights on these GPUs: those with their own memory, or one that shares the machine's."""
+def room_on(found: Sequence[Gpu], buffers: Buffers) -> int:
+    """Bytes for weights and caches on these GPUs: those with their own memory, or one that shares the machine's."""
     own = [gpu for gpu in found if not gpu.shared]
-    return _room(own, buffers) if own else found[0].free - buffers
+    if not own:
+        return found[0].free - buffers.compute
+    reserves = sum(max(0, RESERVE - gpu.used) + buffers.compute for gpu in own)
+    return int(sum(gpu.free for gpu in own) * (1 - SAFETY)) - reserves
 
 
-def _room(own: Sequence[Gpu], buffers: int) -> int:
-    return int(sum(gpu.free for gpu in own) * (1 - SAFETY)) - sum(max(0, RESERVE - gpu.used) for gpu in own) - buffers
-
-
-def layers_that_fit(tensors: Sequence[Tensor], room: int, parts: int) -> int:
+def layers_that_fit(
+    tensors: Sequence[Tensor], room: int, parts: int, caches: Sequence[int] = (), copied: int = 0
+) -> int:
     """
     Args:
         tensors: of the model.
-        room: bytes for weights.
+        room: bytes for weights and caches.
         parts: number of devices that share `room`.
+        caches: bytes of each layer's.
+        copied: bytes besides, unless all layers fit.
 
     Returns:
         The largest `gpu_layers` that fits.
@@ -138,9 +184,12 @@ def layers_that_fit(tensors: Sequence[Tensor], room: int, parts: int) -> int:
     for place, tensor in places(tensors, count):
         if place >= 0:
             sizes[place] += tensor.size
+    for layer, size in enumerate(caches):
+        sizes[layer] += size
     room -= (parts - 1) * max(sizes)
     if sum(sizes) <= room:
         return -1
+    room -= copied
     fitting = 0
     for size in reversed(sizes):
         room -= size
@@ -150,19 +199,29 @@ def layers_that_fit(tensors: Sequence[Tensor], room: int, parts: int) -> int:
     return fitting if fitting > 1 else 0
 
 
-def _layers_on_mac(tensors: Sequence[Tensor], room: int, least: Plan | None, plan: Callable[[int], Plan | None]) -> int:
+def _layers_on_mac(
+    tensors: Sequence[Tensor], room: int, copied: int, buffers: Buffers, plan: Callable[[int], Plan | None]
+) -> int:
     count = count_layers(tensors)
+    try:
+        least = plan(1)
+    except NoRoom:
+        return 0
     for kept in range(count if least else count - 1, 0, -1):
         found = spans(divide(tensors, kept + 1, (NO_LAYERS,))[1])
-        if sum(span.size for span in found) > room:
+        left = room + buffers.compute - sum(span.size for span in found)
+        left -= buffers.caches_on_gpu(kept + 1) + buffers.compute_on_gpu(kept + 1)
+        if left < 0:
             continue
         try:
-            one = plan(kept) if least else None
+            one = plan(kept)
         except NoRoom:
             continue
-        if least and one and (one.streamed_bytes > least.streamed_bytes * (1 + MORE) or wired(one, found)):
+        streamed = one.streamed_bytes if one else 0
+        if not streamed and left < copied:  # nothing is copied while layers stream
             continue
-        return kept + 1
+        if streamed <= (least.streamed_bytes if least else 0) * (1 + MORE) and not (one and wired(one, found)):
+            return kept + 1
     return 0
 
 
@@ -195,19 +254,20 @@ class Override(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
-def experts_too_large(found: Sequence[Gpu], tensors: Sequence[Tensor], gpu_layers: int, buffers: int) -> bool:
+def experts_too_large(found: Sequence[Gpu], tensors: Sequence[Tensor], gpu_layers: int, buffers: Buffers) -> bool:
     """True if GPUs with their own memory cannot hold the output and `gpu_layers` layers with their experts.
 
     Args:
         found: the GPUs.
         tensors: of the model.
         gpu_layers: as for `load`, not 0.
-        buffers: bytes of its caches and of a pass.
+        buffers: of its context.
     """
-    own = [gpu for gpu in found if not gpu.shared]
     there = divide(tensors, gpu_layers)[1]
-    with_experts = any(EXPERT.search(tensor.name) for tensor in there)
-    return bool(own) and with_experts and sum(tensor.size for tensor in there) > _room(own, buffers)
+    if not any(EXPERT.search(tensor.name) for tensor in there) or all(gpu.shared for gpu in found):
+        return False
+    needed = sum(tensor.size for tensor in there) + buffers.caches_on_gpu(gpu_layers)
+    return needed > room_on(found, buffers)
 
 
 def kept_off(

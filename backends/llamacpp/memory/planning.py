@@ -55,7 +55,7 @@ from ..ggml.files import (
     size_lines,
 )
 from ..lending.rpc import choose_lent, memory_of_lenders
-from .gpu import auto_layers, check_spans, experts_too_large, kept_off, room_on
+from .gpu import Buffers, auto_layers, check_spans, experts_too_large, kept_off, largest_copy, room_on
 
 MIN_NODES = 512  # prompt tokens per pass, if all weights are in memory; llama.cpp's default for n_ubatch
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # prompt tokens per pass, where each pass reads weights again
@@ -86,7 +86,7 @@ class MemoryPlanner:
         self.memory = in_bytes("memory", options.memory)
         self.room = self.memory if self.memory is not None else int(machine.free * (1 - SAFETY))
         self._tokenizers: dict[str, int] = {}  # measured once, because a later load may reuse freed memory
-        self._buffers: dict[tuple[str, ContextSize], int] = {}
+        self._buffers: dict[tuple[str, ContextSize], Buffers] = {}
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -118,15 +118,14 @@ class MemoryPlanner:
         Raises:
             NoRoom: caches and buffers do not fit.
         """
-        [needed] = self._rehearse(self.path, [size])
+        needed = self._rehearse(self.path, [size])[0].total
         if needed > self.machine.free:
             raise NoRoom(
                 f"{self.path}: a context of {size.context_length} tokens needs {format_size(needed, up=True)} of "
                 f"memory, but {format_size(self.machine.free)} are free"
             )
 
-    def _rehearse(self, path: str, sizes: Sequence[ContextSize], target: str = "") -> list[int]:
-        """Bytes of a model's caches and buffers for each size."""
+    def _rehearse(self, path: str, sizes: Sequence[ContextSize], target: str = "") -> list[Buffers]:
         if new := [size for size in sizes if (path, size) not in self._buffers]:
             tokenizer, buffers = rehearse(path, new, self.machine.free, target)
             self._tokenizers.setdefault(path, tokenizer)
@@ -140,25 +139,41 @@ class MemoryPlanner:
             if head:
                 total += states_bytes(path, size)
             [buffers] = self._rehearse(path, [of_head(whole) if head else whole], self.path if head else "")
-            weights = sum(tensor.size for tensor in loaded_tensors(path) if tensor.name != PER_LAYER_ROWS)
-            total += weights + self._tokenizers[path] + buffers
+            tensors = all_tensors(path) if head else loaded_tensors(path)
+            weights = sum(tensor.size for tensor in tensors if tensor.name != PER_LAYER_ROWS)
+            total += weights + self._tokenizers[path] + buffers.total
         if self.options.own_head:
             [buffers] = self._rehearse(self.path, [of_head(replace(size, share=1.0))])
-            total += buffers + states_bytes(self.path, size)
+            total += buffers.total + states_bytes(self.path, size)
         return total
 
-    def needs(self, sizes: Sequence[ContextSize]) -> list[int]:
-        """Bytes of all but the model's weights and drafts, for each size."""
+    def needs(self, sizes: Sequence[ContextSize], gpu_layers: int = 0, streams: bool = True) -> list[int]:
+        """
+        Args:
+            sizes: of contexts.
+            gpu_layers: as in `LoadOptions`.
+            streams: the plan streams layers, so a GPU copies no weights.
+
+        Returns:
+            Bytes of this memory for all but the model's weights and drafts, for each size.
+        """
         buffers = self._rehearse(self.path, sizes)
-        return [self.machine.used + MARGIN + self._tokenizers[self.path] + one for one in buffers]
+        fixed = self.machine.used + MARGIN + self._tokenizers[self.path]
+        if gpu_layers and (self.borrowed or not all(gpu.shared for gpu in self.machine.gpus)):
+            return [fixed + one.total - one.caches_on_gpu(gpu_layers) for one in buffers]
+        if gpu_layers <= 0:
+            return [fixed + one.total for one in buffers]
+        fixed += 0 if streams else largest_copy(self.tensors, True)
+        # Two devices compute in this memory.
+        return [fixed + one.total + one.compute_on_gpu(gpu_layers) for one in buffers]
 
     def choose_gpu_layers(self, size: ContextSize) -> int:
         """Default of `gpu_layers`, for GPUs or lenders."""
         if self.borrowed:
-            buffers = self._rehearse(self.path, [size])[0]
+            caches = self._rehearse(self.path, [size])[0].total
             needed = self.needs([size])[0] + self._drafts(size)
             lent = memory_of_lenders(self.borrowed)
-            return choose_lent(self.tensors, self.room, needed, buffers, lent, len(self.borrowed) - 1)
+            return choose_lent(self.tensors, self.room, needed, caches, lent, len(self.borrowed) - 1)
         most = in_bytes("gpu_memory", self.options.gpu_memory)
         found = list(self.machine.gpus)
         if most is not None:
@@ -170,12 +185,16 @@ class MemoryPlanner:
                 "gpu_memory is given, but this llama.cpp has no GPU: leave it out, or install a build that has"
             )
         drafts = self._drafts(size)
-        needed = self.needs([size])[0] + drafts
-        buffers = self._rehearse(self.path, [size])[0]
+        [buffers] = self._rehearse(self.path, [size])
 
         def plan(kept: int) -> Plan | None:
-            kept = max(kept, self.head_layers)
-            return None if self.options.resident else make_plan(self.tensors, self.room, needed, kept=kept)
+            found = None
+            for streams in () if self.options.resident else (True, False)[: 1 + bool(kept)]:
+                needed = self.needs([size], kept + 1 if kept else 0, streams)[0] + drafts
+                found = make_plan(self.tensors, self.room, needed, kept=max(kept, self.head_layers))
+                if found and found.streamed:
+                    break
+            return found
 
         layers = auto_layers(found, self.tensors, buffers, drafts, plan, platform=self.machine.platform)
         # The GPU gets no layers if experts are read from disk: that combination is not measured.
@@ -191,7 +210,7 @@ class MemoryPlanner:
             return False
         if not any(EXPERTS.search(tensor.name) for tensor in self.tensors):
             return False
-        buffers = self._rehearse(self.path, [size])[0]
+        [buffers] = self._rehearse(self.path, [size])
         return experts_too_large(self.machine.gpus, self.tensors, gpu_layers, buffers)
 
     def _sizes_on_gpu(self, sizes: Sequence[ContextSize], gpu_layers: int, experts_here: bool, drafts: int) -> int:
@@ -206,7 +225,8 @@ class MemoryPlanner:
         _, there = divide(self.tensors, gpu_layers, patterns)
         mapped = self.machine.platform == "darwin"
         weights = sum(one.size for one in (spans(there) if mapped else there))
-        rooms = [room_on(gpus, buffers) for buffers in self._rehearse(self.path, sizes)]
+        buffers = self._rehearse(self.path, sizes)
+        rooms = [room_on(gpus, one) - one.caches_on_gpu(gpu_layers) for one in buffers]
         return max(1, sum(weights <= room - (drafts if drafts <= room // 2 else 0) for room in rooms))
 
     def find_layers(self) -> list[ExpertLayer]:
@@ -240,7 +260,11 @@ class MemoryPlanner:
         sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
         drafts = self._drafts(size)
         sizes = sizes[: self._sizes_on_gpu(sizes, gpu_layers, experts_here, drafts)]
-        plans = _plans(self.tensors, self.room, [drafts + needed for needed in self.needs(sizes)], gpu, layers)
+        for streams in (True, False)[: 1 + (gpu_layers > 0)]:
+            needs = [drafts + one for one in self.needs(sizes, gpu_layers, streams)]
+            plans = _plans(self.tensors, self.room, needs, gpu, layers)
+            if plans[0] and plans[0].streamed:
+                break
         # Each chunk of a prompt reads the streamed weights, so large chunks are better, but their buffers use memory.
         most = (plans[0].read_bytes if plans[0] else 0) * (1 + CHUNK_SHARE)
         best = max(i for i, plan in enumerate(plans) if plan is None or plan.read_bytes <= most)
@@ -337,7 +361,7 @@ def states_bytes(path: str, size: ContextSize) -> int:
     return 2 * 4 * rows * width * lengths.get("target_layers", 1)
 
 
-def rehearse(path: str, sizes: Sequence[ContextSize], free: int, target: str = "") -> tuple[int, list[int]]:
+def rehearse(path: str, sizes: Sequence[ContextSize], free: int, target: str = "") -> tuple[int, list[Buffers]]:
     """
     Args:
         path: of the model.
@@ -346,15 +370,16 @@ def rehearse(path: str, sizes: Sequence[ContextSize], free: int, target: str = "
         target: path of the model whose head it is, if its file is another.
 
     Returns:
-        Bytes of a model's tokenizer, and of its caches and buffers for each size, as llama.cpp logs them without
-        allocation.
+        Bytes of a model's tokenizer, and its buffers for each size, as llama.cpp logs them without allocation.
 
     Raises:
         NoRoom: there are more cells than `free` bytes hold, even without their keys and values.
     """
+    count = count_layers(all_tensors(path))
     before = process.private_memory()
     model = load_header(path, load_mtp=any(size.head for size in sizes))
-    tokenizer, buffers, other, of_other = max(0, process.private_memory() - before), [], None, None
+    tokenizer, buffers = max(0, process.private_memory() - before), list[Buffers]()
+    other, of_other = None, None
     try:
         if target:
             other = load_header(target)
@@ -370,11 +395,8 @@ def rehearse(path: str, sizes: Sequence[ContextSize], free: int, target: str = "
             size_lines.clear()
             params = size.params(model, of_other)
             llama_cpp.llama_free(make_context(path, model, size, params))
-            # "llama_kv_cache: size = 126.00 MiB (" is the total; "KV buffer size = " is zero without allocation.
-            kinds = r"(?:cache: |recurrent: |(?:compute|output) buffer )size = +([\d.]+) MiB"
-            found = [re.search(kinds, line) for line in size_lines]
             tags = TAG * (size.tokens(model) + params.n_seq_max * size.length(model))
-            buffers.append(least + tags + int(sum(float(match[1]) for match in found if match) * (1 << 20)))
+            buffers.append(_logged_buffers(least + tags, count))
         return tokenizer, buffers
     finally:
         if of_other:
@@ -382,6 +404,27 @@ def rehearse(path: str, sizes: Sequence[ContextSize], free: int, target: str = "
         if other:
             llama_cpp.llama_model_free(other)
         llama_cpp.llama_model_free(model)
+
+
+def _logged_buffers(cells: int, count: int) -> Buffers:
+    """
+    Args:
+        cells: bytes of all cells without keys and values.
+        count: of the model's layers.
+    """
+    sizes, layers, caches = {"output": float(cells), "compute": 0.0}, list[int](), [0.0] * count
+    for line in size_lines:
+        if match := re.search(r"layer +(\d+): dev = ", line):
+            layers.append(int(match[1]))
+        # "llama_kv_cache: size = 126.00 MiB (" is the total; "KV buffer size = " is zero without allocation.
+        elif match := re.search(r"(?:(cache|recurrent):|(compute|output) buffer) size = +([\d.]+) MiB", line):
+            size = float(match[3]) * (1 << 20)
+            if match[2]:
+                sizes[match[2]] += size
+            for layer in layers if match[1] else ():
+                caches[layer] += size / len(layers)
+            layers = [] if match[1] else layers
+    return Buffers(int(sizes["output"]), int(sizes["compute"]), tuple(map(int, caches)))
 
 
 def mappings_of(path: str, machine: Machine) -> list[list[Mapping]]:

@@ -14,10 +14,12 @@ from typing import Any
 from edgespec.errors import ModelError
 from edgespec.loop.engines import Computing, LoadOptions
 from edgespec.machine.disk import new_file
+from edgespec.models.gguf_header import own_values
 from edgespec.weights.plan import Tensor, count_layers, layer_of, layers_on_gpu
 
 from ..ggml.files import all_tensors, keep_log, last_log, llama_cpp
 from ..ggml.signals import Signals
+from ..states import LAST_LAYER
 from .attention import ALIKE
 
 LEAST_LAYERS, MOST_LAYERS = 2, 16
@@ -42,11 +44,12 @@ def kinds(tensors: list[Tensor]) -> list[int]:
     return sorted([*chosen, *others[: max(0, LEAST_LAYERS - len(chosen))]])
 
 
-def chosen_layers(tensors: list[Tensor], gpu_layers: int) -> tuple[list[int], int]:
+def chosen_layers(tensors: list[Tensor], gpu_layers: int, heads: int = 0) -> tuple[list[int], int]:
     """
     Args:
         tensors: of the whole model.
         gpu_layers: as in `LoadOptions`.
+        heads: last layers that predict further tokens, whose number stands in the header.
 
     Returns:
         Layers of each kind, on the processor and on GPUs, and `gpu_layers` of a model that has no others.
@@ -54,7 +57,10 @@ def chosen_layers(tensors: list[Tensor], gpu_layers: int) -> tuple[list[int], in
     count = count_layers(tensors)
     first = count - layers_on_gpu(gpu_layers, count)
     if not 0 < first < count:
-        return kinds(tensors), gpu_layers
+        return [
+            *kinds([one for one in tensors if layer_of(one) < count - heads]),
+            *range(count - heads, count),
+        ], gpu_layers
     here = kinds([tensor for tensor in tensors if layer_of(tensor) < first])
     there = kinds([tensor for tensor in tensors if layer_of(tensor) >= first])
     return [*here, *there], len(there) + 1
@@ -82,7 +88,7 @@ def probe_file(path: str, computing: Computing) -> Iterator[str]:
         ModelError: it cannot be made.
     """
     tensors = all_tensors(path)
-    chosen, _ = chosen_layers(tensors, _gpu_layers(computing))
+    chosen, _ = chosen_layers(tensors, _gpu_layers(computing), _heads(path, tensors))
     if len(chosen) > MOST_LAYERS:
         raise ModelError(f"{path}: has layers of {len(chosen)} kinds, too many for a probe model")
     left_out = sorted(set(range(count_layers(tensors))) - set(chosen))
@@ -102,6 +108,13 @@ def probe_file(path: str, computing: Computing) -> Iterator[str]:
         yield copy
 
 
+def _heads(path: str, tensors: list[Tensor]) -> int:
+    values = own_values(path)
+    return max(
+        0, int(values.get("nextn_predict_layers", 0)) + count_layers(tensors) - int(values.get("block_count", 0))
+    )
+
+
 def _gpu_layers(computing: Computing) -> int:
     return int(computing.get("gpu_layers") or 0)
 
@@ -114,7 +127,8 @@ def probe_options(path: str, computing: Computing) -> LoadOptions:
     """
     if "lenders" in computing:
         raise ModelError(f"{path}: a copy with fewer layers would have none lent")
-    others = ALIKE.keys() | REPACKED.keys() | CARRIED | {"device"}
+    others = ALIKE.keys() | REPACKED.keys() | CARRIED | {"device", LAST_LAYER}
     given: dict[str, Any] = {name: value for name, value in computing.items() if name not in others}
-    given["gpu_layers"] = chosen_layers(all_tensors(path), _gpu_layers(computing))[1]
+    tensors = all_tensors(path)
+    given["gpu_layers"] = chosen_layers(tensors, _gpu_layers(computing), _heads(path, tensors))[1]
     return LoadOptions(context_length=2048, budget=128, resident=True, exact="wide", **given)

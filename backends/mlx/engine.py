@@ -1,0 +1,29 @@
+"""The engine for MLX, with heads as drafts."""
+
+from pathlib import Path
+from typing import cast
+
+from edgespec.errors import ModelError
+from edgespec.loop.backend import Backend
+from edgespec.loop.engines import LoadOptions
+from edgespec.models.heads import is_head
+from edgespec.models.safetensors_header import read_safetensors_header
+
+from .backend import MlxBackend, MlxEngine
+from .head import load_head
+
+
+class MlxHeadEngine(MlxEngine):
+    """See `LoadsHeads`."""
+
+    def has_head(self, path: str) -> bool:
+        stored = (one for file in Path(path).glob("*.safetensors") for one in read_safetensors_header(file))
+        if any(one.name.startswith(("mtp.", "model.mtp.")) for one in stored):
+            raise ModelError(f"{path}: MLX cannot draft with the head in this folder; the backend torch can")
+        return is_head(path)
+
+    def load_head(self, target: Backend, path: str, options: LoadOptions) -> Backend:
+        return load_head(cast(MlxBackend, target), path, options)
+
+
+engine = MlxHeadEngine()

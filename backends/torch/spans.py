@@ -1,0 +1,74 @@
+"""Layers on several devices: each computes a span of consecutive layers, the first one all that is in no layer, too."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from .attention import Tree
+
+Spans = Sequence[tuple[Any, range]]  # devices, and the numbers of their layers in order
+
+
+class Cells:
+    """Keys and values of a session.
+
+    Attributes:
+        groups: for each device, [layers, 2, key heads, cells, d].
+        by_layer: [2, key heads, cells, d] of each layer.
+    """
+
+    def __init__(self, spans: Spans, layers: Sequence[int], shape: Sequence[int], dtype: Any) -> None:
+        """
+        Args:
+            spans: of all layers.
+            layers: those that have keys and values.
+            shape: [2, key heads, cells, d].
+            dtype: of the cells.
+        """
+        self.groups, self.by_layer = list[Any](), dict[int, Any]()
+        for device, numbers in spans:
+            held = [layer for layer in numbers if layer in layers]
+            self.groups.append(torch.empty((len(held), *shape), dtype=dtype, device=device))
+            self.by_layer |= zip(held, self.groups[-1], strict=True)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(group.nbytes for group in self.groups)
+
+    def move(self, start: int, cells: Sequence[int]) -> None:
+        """Copy `cells` to those from `start` on."""
+        found = torch.tensor(cells)
+        for group in self.groups:
+            group[:, :, :, start : start + len(cells)] = group.index_select(3, found.to(group.device))
+
+
+def connect(layers: Sequence[Any], spans: Spans) -> None:
+    """Move the inputs of a further device's layers there, and the last layer's output to the first device."""
+    # Of a pass, by number and device. The inputs stay, too, else another one could get the number.
+    moved = dict[tuple[int, Any], tuple[Any, Any]]()
+
+    def move(value: Any, device: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(move(one, device) for one in value)
+        if not isinstance(value, torch.Tensor | Tree) or getattr(value, "device", None) == device:
+            return value
+        if (key := (id(value), device)) not in moved:
+            moved[key] = value, value.to(device)
+        return moved[key][1]
+
+    def enter(device: Any, layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return move(args, device), {name: move(value, device) for name, value in options.items()}
+
+    def leave(layer: Any, args: Any, output: Any) -> Any:
+        found = move(output, first)
+        moved.clear()
+        return found
+
+    (first, _), *others = spans
+    for device, numbers in others:
+        for i in numbers:
+            layers[i].register_forward_pre_hook(partial(enter, device), with_kwargs=True)
+    if others:
+        layers[-1].register_forward_hook(leave)

@@ -1,0 +1,233 @@
+"""Several GPUs hold more layers on PyTorch: what lies on which, and texts that stay the same to the bit."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
+
+from cards import GIB, Cards
+from cards import cards as cards
+from contract import CHECKS, chain_rows, work
+from edgespec.backends.torch import backend as backend_module
+from edgespec.backends.torch import loading as loading_module
+from edgespec.backends.torch.backend import TorchBackend, load
+from edgespec.backends.torch.loading import choose_placement, work_bytes
+from edgespec.backends.torch.offload import BUFFERS, block_bytes, stored_tensors
+from hf_models import FAMILIES, HYBRIDS, save, tiny_model
+from test_hybrids_torch import LAYERS
+from test_lossless_torch import SAMPLINGS, write
+
+from edgespec.errors import NoRoom
+from edgespec.planners.none import NonePlanner
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.weights.plan import layers_by_device
+
+OPTIONS: dict[str, Any] = {"context_length": 64, "budget": 16, "sessions": 3, "threads": 1}
+PROMPT = [5, 9, 30, 7, 9, 30]
+There = Callable[..., Cards]
+
+
+@pytest.fixture
+def divided(cards: There, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TorchBackend]:
+    """Loads with so many layers on each card."""
+
+    def load_divided(folder: Path, counts: Sequence[int], **options: Any) -> TorchBackend:
+        cards(*[8 * GIB] * len(counts))
+        with monkeypatch.context() as patch:
+            patch.setattr(loading_module, "layers_by_device", lambda *about: list(counts))
+            return load(str(folder), **OPTIONS | options)
+
+    return load_divided
+
+
+def everything(backend: TorchBackend, folder: Path) -> Any:
+    """Logits of chains and trees, in several passes and sessions: batches, commits, cuts, copies and files."""
+    rows = [*chain_rows(backend, PROMPT)]
+    one, other = backend.open(), backend.open()
+
+    def add(*works: Any) -> None:
+        for logits, made in zip(backend.forward(works), works, strict=True):
+            rows.extend(logits.row(node) for node in made.wanted.tolist())
+
+    add(work(one, [5, 6, 7, 8], [-1, 0, 0, 2]), work(other, [9, 8], [-1, 0]))
+    one.commit([0, 2, 3])
+    add(work(one, [1, 2, 3], [-1, -1, 1]))
+    one.commit([1, 2])
+    other.close()
+    other = one.fork()
+    one.rewind(one.reusable_prefix(4))
+    add(work(one, [4], [-1]), work(other, [4, 5], [-1, -1]))
+    other.commit([1])
+    other.save(folder / "session")
+    one.load(folder / "session")
+    add(work(one, [4, 8], [-1, 0]))
+    return np.stack(rows)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("counts", [[1, 2], [1, 1, 1], [2, 0, 1]], ids=str)
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
+def test_logits_are_those_of_one_device(
+    family: str, counts: list[int], divided: Callable[..., TorchBackend], tmp_path: Path
+) -> None:
+    folder = save(tiny_model(family), tmp_path / "model")
+    found = everything(divided(folder, counts), tmp_path)
+    assert found.std() > 0.1
+    np.testing.assert_array_equal(found, everything(load(str(folder), **OPTIONS, device="cpu"), tmp_path))
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("gpu_layers", [None, 4], ids=["resident", "streamed"])
+@pytest.mark.parametrize("counts", [[5], [3, 2], [3, 1, 1]], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mixtral", "mistral, window", "lfm2", "granite"])
+def test_texts_are_those_of_plain_decoding(
+    family: str, counts: list[int], gpu_layers: int | None, divided: Callable[..., TorchBackend], tmp_path: Path
+) -> None:
+    changes = {"layer_types": LAYERS[family]} if family in LAYERS else {}
+    folder = save(tiny_model(family, num_hidden_layers=5, **changes), tmp_path)
+    alone, target = load(str(folder), **OPTIONS, device="cpu"), divided(folder, counts, gpu_layers=gpu_layers)
+    assert (len(target.streamer.blocks) if target.streamer else 0) == (2 if gpu_layers else 0)
+    plain, _ = write(alone, NonePlanner(), PROMPT, SAMPLINGS[1], 12)
+    for planner in (NonePlanner(), SpecExecPlanner(alone, depth=4, beam=2)):
+        assert write(target, planner, PROMPT, SAMPLINGS[1], 12)[0] == plain
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_contract(
+    family: str, check: Callable[..., None], divided: Callable[..., TorchBackend], tmp_path: Path
+) -> None:
+    folder = save(tiny_model(family), tmp_path)
+    check(
+        lambda **options: divided(folder, [1, 1, 1], **options | {"context_length": options["context_length"] or 640})
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon-h1"])
+def test_weights_cells_and_states_lie_where_their_layer_is_computed(
+    family: str, divided: Callable[..., TorchBackend], tmp_path: Path
+) -> None:
+    backend = divided(save(tiny_model(family), tmp_path), [1, 2])
+    layers, (inner, *outer) = backend.model.get_decoder().layers, ["cuda:1", "cuda:0"]
+    places = [{str(store[name].device) for _, store, name, _ in stored_tensors(layer)} for layer in layers]
+    assert places == [{*outer}, {inner}, {inner}]
+    inside = {id(parameter) for parameter in layers.parameters()}
+    assert {str(one.device) for one in backend.model.parameters() if id(one) not in inside} == {*outer}
+    cells = backend.open().cells
+    assert [str(cells.by_layer[i].device) for i in range(3)] == [*outer, inner, inner]
+    assert [len(group) for group in cells.groups] == [1, 2]
+    if backend.cache:
+        assert [str(state.device) for state in backend.cache.empty] == [*outer] * 2 + [inner] * 4
+    assert backend.computing["device"] == "cuda:0, cuda:1"
+    shares = ((1, "Card (cuda:0)"), (2, "Card (cuda:1)"))
+    assert (backend.placed.on_device, backend.placed.shares) == (3, shares)
+
+
+def test_only_borders_are_crossed(cards: There, divided: Callable[..., TorchBackend], tmp_path: Path) -> None:
+    """Each further card gets the inputs once a pass, however many layers it has, and the output comes back."""
+    folder, found = save(tiny_model("llama", num_hidden_layers=6), tmp_path), []
+    for counts in ([5, 1], [1, 5], [2, 2, 2], [6, 0]):
+        backend = divided(folder, counts)
+        session, mode = backend.open(), cards(*[8 * GIB] * len(counts))
+        mode.moves.clear()
+        backend.forward([work(session, [5, 6, 7], [-1, 0, 0])])
+        found.append([move for move in mode.moves if "cpu" not in move])
+    assert found[0] == found[1]
+    assert [[move for move in some if move[1] == "cuda:0"] for some in found[:3]] == [
+        [("cuda:1", "cuda:0")], [("cuda:1", "cuda:0")], [("cuda:2", "cuda:0")],
+    ]  # fmt: skip
+    assert {*found[2]} == {("cuda:0", "cuda:1"), ("cuda:0", "cuda:2"), ("cuda:1", "cuda:2"), ("cuda:2", "cuda:0")}
+    assert found[3] == []
+
+
+def test_states_for_a_head_come_from_every_card(divided: Callable[..., TorchBackend], tmp_path: Path) -> None:
+    folder, found = save(tiny_model("llama"), tmp_path), []
+    for backend in (divided(folder, [1, 2]), load(str(folder), **OPTIONS, device="cpu")):
+        decoder = backend.model.get_decoder()
+        backend.keep_states([decoder.layers[0], decoder.layers[1], decoder.norm])
+        logits: Any = backend.forward([work(backend.open(), [5, 6, 7], [-1, 0, 0])])[0]
+        found.append(logits.states([2, 0]))
+    np.testing.assert_array_equal(*found)
+
+
+def test_layers_that_are_not_connected_fail(
+    divided: Callable[..., TorchBackend], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The made-up cards notice it."""
+    monkeypatch.setattr(backend_module, "connect", lambda layers, spans: None)
+    with pytest.raises(Exception, match="tensors lie on cuda:0, cuda:1"):
+        divided(save(tiny_model("llama"), tmp_path), [2, 1])
+
+
+@pytest.mark.parametrize(
+    ("memory", "rooms", "asked", "counts"),
+    [
+        (120, [50], None, [10, 0]),  # all fit on the first: 10 layers, 10 caches, and 10 for all else
+        (119, [50], None, [9, 1]),
+        (60, [70], None, [4, 6]),
+        (60, [33, 33], None, [4, 3, 3]),
+        (54, [99, 99], None, [4, 6, 0]),
+        (53, [99, 99], None, [3, 7, 0]),
+        (60, [5, 99], None, [4, 0, 6]),
+        (60, [21], None, [9, 1]),  # layers are streamed, so that the second holds as many as it can
+        (60, [], None, [10]),
+        (60, [0], None, [10, 0]),
+        (60, [99], 3, [7, 3]),
+        (60, [99], 0, [10, 0]),
+    ],
+)
+def test_layers_of_each_card(memory: int, rooms: list[int], asked: int | None, counts: list[int]) -> None:
+    sizes, caches = [10] * 10, [1] * 10
+    assert layers_by_device(sizes, memory, 20, rooms, caches, asked) == counts
+
+
+def test_layers_of_several_sizes_and_caches() -> None:
+    """Of a mixture with a dense first layer; recurrent layers have smaller caches."""
+    assert layers_by_device([5, 20, 20, 20], 48, 4, [0], [0, 1, 0, 1]) == [4, 0]
+    assert layers_by_device([5, 20, 20, 20], 48, 4, [21], [0, 1, 0, 1]) == [3, 1]
+    assert layers_by_device([5, 20, 20, 20], 47, 4, [41], [0, 1, 0, 1]) == [2, 2]
+    assert layers_by_device([5, 20, 20, 20], 47, 4, [40], [0, 1, 0, 1]) == [3, 1]
+
+
+def test_streamed_layers_are_those_of_the_first_card() -> None:
+    found = choose_placement([10] * 10, 57, 20, None, None, [33], [1] * 10)  # 17 + 2 layers + 2 buffers
+    assert (found.counts, found.streamed) == ([7, 3], [1, 2, 4, 5, 6])
+    assert found.buffers == BUFFERS
+    with pytest.raises(NoRoom, match="with --gpu-layers 9 8 layers stay on the GPU, but 5 of 10 fit"):
+        choose_placement([10] * 10, 57, 20, None, 9, [33], [1] * 10)
+
+
+def test_gpu_memory_is_for_each_card(cards: There, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder, rooms = str(save(tiny_model("llama"), tmp_path)), list[int]()
+    monkeypatch.setattr(
+        loading_module, "layers_by_device", lambda sizes, memory, fixed, free, *_: rooms.extend(free) or [3, 0]
+    )
+    cards(8 * GIB, 6 * GIB)
+    for memory in (None, 5 * GIB, 7 * GIB):
+        load(folder, **OPTIONS, gpu_memory=memory).close()
+    assert (list(dict.fromkeys(rooms)), rooms[-1]) == ([rooms[0], rooms[0] - GIB], rooms[0])
+
+
+def test_the_free_memory_of_each_card_counts(cards: There, tmp_path: Path) -> None:
+    folder = str(save(tiny_model("llama"), tmp_path))
+    cards(8 * GIB, 8 * GIB)
+    whole = load(folder, **OPTIONS)
+    assert whole.placed.shares == ()  # the first card holds all
+    cells, layer = whole.open().cells.nbytes * OPTIONS["sessions"], block_bytes(whole.model.get_decoder().layers[0])
+    first = cells + work_bytes(whole.model, whole.capabilities, OPTIONS["budget"] + 1) + 3 * layer - 1
+    second = cells // 3 + work_bytes(whole.model, whole.capabilities, None) + layer
+
+    def placed(*free: int, **options: Any) -> tuple[Sequence[int], int]:
+        cards(*free)
+        found = load(folder, **OPTIONS | options).placed
+        return [count for count, _ in found.shares], found.streamed
+
+    assert placed(first, second) == placed(first, second, device="cuda") == ([2, 1], 0)
+    assert placed(8 * GIB, 8 * GIB, gpu_memory=first) == ([2, 1], 0)
+    assert placed(first, second - 1) == ([], 3)
+    assert placed(first, second, device="cuda:0") == ([], 3)  # the only one
