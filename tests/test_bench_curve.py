@@ -100,6 +100,14 @@ def test_a_wrong_option_is_one_line_before_the_models_are_loaded(script, asked, 
     code, shown, err = script(*asked[0], *more)
     assert (code, shown, err.count("\n")) == (2, "", 1)
     assert says in err
+    assert not asked[1].exists()
+
+
+def test_an_out_that_cannot_be_written_is_one_line(script, asked, tmp_path):
+    for out, says in ((tmp_path / "missing" / "curve.jsonl", "there is no folder"), (tmp_path, "is not a file")):
+        code, shown, err = script(*asked[0][:3], out)
+        assert (code, shown, err.count("\n")) == (2, "", 1)
+        assert says in err
 
 
 @pytest.mark.parametrize("content", ['{"question": "1"}\n', "[1]\n", "{\n", "notes"])

@@ -8,8 +8,8 @@ from edgespec.measure import rejection
 from edgespec.measure.rejection import acceptance, coins, coverage, expected_passes, probabilities, static_tree, stems
 
 DRAWS = 100_000
-P = np.array([0.42, 0.2, 0.13, 0.1, 0.08, 0.04, 0.03, 0.0])
-Q = np.array([0.1, 0.35, 0.0, 0.2, 0.05, 0.05, 0.05, 0.2])
+P = np.array([0.0, 0.2, 0.42, 0.1, 0.08, 0.04, 0.03, 0.13])
+Q = np.array([0.2, 0.35, 0.1, 0.2, 0.05, 0.05, 0.05, 0.0])
 MOST = 29.9  # chi square with six degrees of freedom, which chance exceeds once in 25,000 times
 RULES = {"leviathan": (1, False), "specinfer": (4, True), "no replacement": (4, False), "all of q": (8, False)}
 
@@ -30,6 +30,16 @@ def test_tokens_have_the_targets_distribution(rule: str) -> None:
     square, variation = chi_square(rule)
     assert square < MOST
     assert variation < 0.006
+
+
+def test_only_without_replacement_the_draft_loses_what_was_rejected() -> None:
+    p, q, x = np.tile(P, (2, 1)), np.tile(Q, (2, 1)), np.array([1, 3])
+    for replacement in (True, False):
+        left, rest = rejection.after_rejection(p, q, x, replacement=replacement)
+        assert left[0] == pytest.approx(np.maximum(P - Q, 0) / np.maximum(P - Q, 0).sum())
+        for row, token in zip(rest, x, strict=True):
+            lost = 0 if replacement else Q[token]
+            assert row == pytest.approx(np.where((np.arange(len(Q)) == token) & (not replacement), 0, Q) / (1 - lost))
 
 
 def unchanged(p, q, x):
@@ -159,4 +169,4 @@ def test_the_static_tree_is_the_best_of_its_size() -> None:
 
 
 def test_coverage_is_the_targets_probability_of_the_drafts_best_tokens() -> None:
-    assert coverage(P, Q, [1, 3, 99]) == pytest.approx([0.2, 0.2 + 0.1 + P[7], 1.0])
+    assert coverage(P, Q, [1, 3, 99]) == pytest.approx([0.2, 0.2 + 0.1 + P[0], 1.0])

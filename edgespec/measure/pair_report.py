@@ -88,6 +88,7 @@ def write_picture(figure: Any, out: Path) -> None:
 def label_axes(axes: Any, what: str, budgets: Sequence[int]) -> None:
     axes.set(xlabel="draft tokens per pass", ylabel=what, xscale="log")
     axes.set_xticks(budgets, [str(budget) for budget in budgets])
+    axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.legend()
 

@@ -121,9 +121,8 @@ def _normal(weights: FloatArray, otherwise: FloatArray) -> FloatArray:
 
 def _draw(rows: FloatArray, flips: FloatArray) -> NDArray[np.intp]:
     sums = np.cumsum(rows, 1)
-    below: NDArray[np.intp] = (sums <= (flips * sums[:, -1])[:, None]).sum(1)
-    drawn: NDArray[np.intp] = np.minimum(below, rows.shape[1] - 1)
-    return drawn
+    below: NDArray[np.intp] = np.minimum((sums <= (flips * sums[:, -1])[:, None]).sum(1), rows.shape[1] - 1)
+    return below
 
 
 def _at(rows: FloatArray, ids: NDArray[np.intp]) -> FloatArray:
