@@ -39,12 +39,12 @@ from edgespec.errors import Closed, Interrupted, ModelError
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import prefill
 from edgespec.loop.tree import path_to
-from edgespec.machine import memory as process
 from edgespec.machine.this_machine import this_machine
 
 TEXT = [5, 40, 17, 99, 23, 201, 64, 8, 150, 77, 31, 12]
 KINDS = ["eagle3", "own", "mixture", "sidecar", "assistant", "chain"]  # "own" and "sidecar" have recurrent targets
 OPTIONS = {"context_length": 256, "threads": 1, "budget": 32}
+HELD = 1 << 26  # bytes of this program: messages round what is above 1 GiB to more than a head
 
 
 @pytest.fixture(scope="module")
@@ -282,8 +282,7 @@ def test_texts_are_those_of_plain_decoding(files, kind, planner, temperature, st
         draft = None if name == "none" else "head" if target == head else str(head)
         more = {} if name in ("none", "auto") else {"budget": 12}
         with pytest.MonkeyPatch.context() as patch:
-            held = process.private_memory()
-            patch.setattr("edgespec.machine.memory.private_memory", lambda held=held: held)
+            patch.setattr("edgespec.machine.memory.private_memory", lambda: HELD)
             if streamed:
                 beside = {"own_head": draft == "head", "draft_files": (draft,) if draft == str(head) else ()}
                 least = least_memory(target, context_length=256, budget=more.get("budget", 64), **beside)
@@ -360,8 +359,7 @@ def test_a_small_vocabulary_of_a_head_drafts_the_targets_tokens(files, tmp_path)
 def test_an_embedded_head_is_pinned_and_counted_where_it_is_asked_for(files, monkeypatch):
     path = str(files["own"][0])
     options: dict[str, Any] = {"context_length": 256, "threads": 1, "budget": 8}
-    held = process.private_memory()
-    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: held)
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: HELD)
     without, asked = (least_memory(Path(path), own_head=own, **options) for own in (False, True))
     whole = {tensor.name: tensor for tensor in all_tensors(path)}
     head = [tensor for tensor in whole.values() if tensor.name.startswith("blk.4.")]
@@ -390,8 +388,7 @@ def test_a_head_in_another_file_is_counted(files, kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["eagle3", "own"])
 def test_cells_and_buffers_of_a_head_are_counted(files, kind, monkeypatch):
-    held = process.private_memory()
-    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: held)
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: HELD)
     target, head = files[kind]
     more = {"own_head": True} if kind == "own" else {"draft_files": (str(head),)}
     few, many = (
