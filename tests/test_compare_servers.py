@@ -47,9 +47,7 @@ def test_a_server_is_waited_for_asked_and_ended():
 def test_a_server_that_ends_or_is_not_there():
     with (
         pytest.raises(EdgespecError, match="does not answer: no such model"),
-        llama_server.started(
-            [sys.executable, "-c", "import sys; print(1, flush=True); sys.exit('no such model')"]
-        ),
+        llama_server.started([sys.executable, "-c", "import sys; print(1, flush=True); sys.exit('no such model')"]),
     ):
         pass
     with pytest.raises(UsageError, match="cannot be started: No such file"), llama_server.started(["/nowhere/server"]):
