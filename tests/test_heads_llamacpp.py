@@ -519,3 +519,11 @@ def test_a_head_that_was_pulled_with_its_model_is_the_draft(files, monkeypatch):
     with edgespec.load(str(target), planner="specexec", budget=8, context_length=256, remember=False) as model:
         assert model.generate("hello", max_tokens=4).stats.draft_passes
         assert str(head) in repr(model)
+
+
+@pytest.mark.parametrize(("width", "line"), [(128, "states of width 128"), (256, "does not give for qwen2")])
+def test_a_head_of_another_model_is_named_before_anything_is_loaded(files, tmp_path, width, line):
+    target = files["eagle3"][0] if width == 128 else small_llama(tmp_path / "qwen2.gguf", kind="qwen2")
+    head = write_eagle3(tmp_path / "other.gguf", width=width)
+    with pytest.raises(ModelError, match=line):
+        edgespec.load(str(target), draft=str(head), context_length=256, remember=False)

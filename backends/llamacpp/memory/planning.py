@@ -54,6 +54,7 @@ from ..ggml.files import (
     parts,
     size_lines,
 )
+from ..head_files import find_head, starts_from
 from ..lending.rpc import choose_lent, memory_of_lenders
 from .gpu import Buffers, auto_layers, check_spans, experts_too_large, kept_off, largest_copy, room_on
 
@@ -374,6 +375,7 @@ def rehearse(path: str, sizes: Sequence[ContextSize], free: int, target: str = "
 
     Raises:
         NoRoom: there are more cells than `free` bytes hold, even without their keys and values.
+        ModelError: the head is for another target.
     """
     count = count_layers(all_tensors(path))
     before = process.private_memory()
@@ -383,6 +385,9 @@ def rehearse(path: str, sizes: Sequence[ContextSize], free: int, target: str = "
     try:
         if target:
             other = load_header(target)
+            head = find_head(path)
+            assert head
+            starts_from(head, path, model, target, other)  # llama.cpp would end the process over another target's
             small = ContextSize(TILE, 1, 1, 1).of(other)
             sizes = [replace(size, context_length=size.length(other)) for size in sizes]
             of_other = make_context(target, other, small, small.params(other))
