@@ -63,7 +63,7 @@ class HeadSession(NodeSession):
 
     def give(self, start: int, states: Float32Array) -> None:
         self._given = {position: state for position, state in self._given.items() if position < start}
-        self._given |= enumerate(self._backend.fuse(states), start)
+        self._given |= enumerate(states, start)
 
     def inputs(self, work: Work, positions: Sequence[int]) -> Float32Array:
         """
@@ -75,11 +75,13 @@ class HeadSession(NodeSession):
             States that the rows start from, [n, width], as `TakesStates` says.
         """
         rows = np.zeros((len(positions), self._backend.width), np.float32)
-        for row, parent, position in zip(rows, work.parents.tolist(), positions, strict=True):
+        given = [i for i, position in enumerate(positions) if position - 1 in self._given]
+        for row, parent in zip(rows, work.parents.tolist(), strict=True):
             own = self._own.get(parent) if parent >= 0 else self._last
-            state = self._given.get(position - 1, own)
-            if state is not None:
-                row[:] = state
+            if own is not None:
+                row[:] = own
+        if given:  # only now, since a head that is not asked reads many states at once
+            rows[given] = self._backend.fuse(np.stack([self._given[positions[i] - 1] for i in given]))
         return rows
 
     def add_states(self, nodes: Sequence[int], states: Float32Array) -> None:
