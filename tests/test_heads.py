@@ -142,27 +142,32 @@ def test_a_head_that_is_not_asked_reads_on_so_that_few_states_are_kept():
     assert len(session.token_ids) >= len(tokens) - CATCH_UP - 2
 
 
+def texts_of(scheduler, prompts, temperature):
+    """Tokens for all prompts at once, 12 each."""
+    texts, ended = [[] for _ in prompts], []
+    for number, prompt in enumerate(prompts):
+
+        def emit(event, text=texts[number]):
+            if isinstance(event, Wrote):
+                text += event.step.tokens
+            elif isinstance(event, Ended):
+                ended.append(event.error)
+
+        scheduler.submit(Request(prompt, SamplingParams(temperature, seed=number), max_tokens=12), emit)
+    while len(ended) < len(prompts):
+        scheduler.step()
+    scheduler.close()
+    assert ended == [None] * len(prompts)
+    return texts
+
+
 def test_several_texts_and_second_turns_share_a_head():
     prompts = [PROMPT, [0, 7, 8, 7, 8], [*PROMPT, 3, 3], [0, 7, 8, 7, 8, 1, 2]]
     found = []
     for name, count in (("none", 1), ("specexec", 2)):
         target, head = Target(sessions=count), HeadOfTest(sessions=count)
         planners = [make_planner(name, [target, *([head] if name != "none" else [])]) for _ in range(count)]
-        scheduler, texts, ended = Scheduler(target, planners, budget=8), [[] for _ in prompts], []
-        for number, prompt in enumerate(prompts):
-
-            def emit(event, text=texts[number], ended=ended):
-                if isinstance(event, Wrote):
-                    text += event.step.tokens
-                elif isinstance(event, Ended):
-                    ended.append(event.error)
-
-            scheduler.submit(Request(prompt, SamplingParams(0.7, seed=number), max_tokens=12), emit)
-        while len(ended) < len(prompts):
-            scheduler.step()
-        scheduler.close()
-        assert ended == [None] * len(prompts)
-        found.append(texts)
+        found.append(texts_of(Scheduler(target, planners, budget=8), prompts, 0.7))
     assert found[0] == found[1]
     assert head.rows
 

@@ -15,6 +15,7 @@ from edgespec.backends.torch.engine import engine
 from edgespec.backends.torch.offload import HostCopies
 from hf_models import SMALL, WITH_HEADS, add_head, save, tiny_model, transformers
 from safetensors.torch import load_file, save_file
+from test_heads import texts_of
 from test_heads_torch import head_folder, rows, states_of
 from test_hybrids_torch import streamed
 from test_lossless_torch import by_temperature, check_lossless, write
@@ -31,7 +32,6 @@ from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.choice import make_planner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.scheduler.requests import Ended, Request, Wrote
 from edgespec.scheduler.scheduler import Scheduler
 
 OPTIONS = {"context_length": 128, "budget": 16, "threads": 1}
@@ -254,21 +254,7 @@ def test_several_texts_and_second_turns_share_a_head(planner, tmp_path):
         backends = [made.target, *([made.head] if name != "none" else [])]
         state = AutoState() if name == "auto" else None
         planners = [make_planner(name, backends, state=state, sequences=2) for _ in range(2)]
-        scheduler, texts, ended = Scheduler(made.target, planners, budget=8), [[] for _ in prompts], []
-        for number, prompt in enumerate(prompts):
-
-            def emit(event, text=texts[number], ended=ended):
-                if isinstance(event, Wrote):
-                    text += event.step.tokens
-                elif isinstance(event, Ended):
-                    ended.append(event.error)
-
-            scheduler.submit(Request(prompt, SamplingParams(0.8, seed=number), max_tokens=12), emit)
-        while len(ended) < len(prompts):
-            scheduler.step()
-        scheduler.close()
-        assert ended == [None] * len(prompts)
-        found.append(texts)
+        found.append(texts_of(Scheduler(made.target, planners, budget=8), prompts, 0.8))
     assert found[0] == found[1]
 
 
