@@ -5,7 +5,7 @@ BIN := .venv/bin
 DROP := 10-13
 ORDER ?= -p no:randomly
 
-.PHONY: run pair test test-all lint clean
+.PHONY: run pair test test-all lint docs clean
 
 run: .venv/run
 	@$(BIN)/edgespec run smollm2-135m "$$PROMPT" --max-tokens 128
@@ -35,12 +35,20 @@ lint: .venv/test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The pages as a site: build/site/index.html.
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet -f docs/site/mkdocs.yml
+
 .venv/run: pyproject.toml
 	@$(PYTHON) scripts/install
 	touch $@
 
 .venv/pair: .venv/run
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[bench]"
+	touch $@
+
+.venv/docs: .venv/run
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[docs]"
 	touch $@
 
 .venv/test: .venv/run Makefile
