@@ -59,7 +59,8 @@ def record(command: Sequence[str], shown: str, out: Path, columns: int = 92, row
             shots.append((now, lines))
     os.close(terminal)
     if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-        raise EdgespecError(f"{' '.join(command)}: ended with exit code {code}:\n" + "\n".join(screen.display).strip())
+        said = [line.strip() for line in screen.display if line.strip()]
+        raise EdgespecError(f"{' '.join(command)}: ended with exit code {code}: {said[-1]}")
     write_whole(out, animation(shots, columns))
 
 
