@@ -9,7 +9,7 @@ from edgespec.machine.files import write_whole
 from edgespec.model import Model
 
 
-def photograph(model: Model, question: str, out: Path) -> None:
+def photograph(model: Model, name: str, question: str, out: Path) -> None:
     """
     Raises:
         MissingPackage: there is no Chromium to show the page.
@@ -19,7 +19,7 @@ def photograph(model: Model, question: str, out: Path) -> None:
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None:
         raise MissingPackage("chromium", "", "the picture of the page")
-    with served(model) as port, sync_playwright() as play:
+    with served(model, name) as port, sync_playwright() as play:
         browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 800}, device_scale_factor=1)
         page.goto(f"http://127.0.0.1:{port}/")
