@@ -436,7 +436,7 @@ def doctor(
         found = [diagnose(model, backend=backend, **options)] if backend else compare(model, **options)
     if as_json:
         others = {"others": list(map(as_dict, found[1:]))} if found[1:] else {}
-        click.echo(json.dumps(as_dict(found[0]) | others))
+        click.echo(json.dumps({"edgespec": __version__} | as_dict(found[0]) | others))
     else:
         lines = _for_a_mac(model, {"backend": backend, **options})[1]
         click.echo("\n\n".join(filter(None, [*map(report, found), recommendation(found), *lines])))
