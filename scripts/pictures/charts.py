@@ -13,7 +13,7 @@ COLOURS = {"drafting": "#3fa65a", "computing": "#4a86d8", "waiting for weights":
 
 def rounds(runs: Mapping[str, Mapping[str, Any]], title: str, out: Path) -> None:
     """Where the time of a pass goes, from the `stats` of `edgespec run --json`: a bar for each run."""
-    figure, axes = _axes((7.6, 2.2))
+    figure, axes = _axes((7.6, 2.5))
     for place, stats in enumerate(runs.values()):
         waited = stats["wait_seconds"]
         parts = stats["draft_seconds"], stats["target_seconds"] - waited, waited, stats["plan_seconds"]
@@ -51,7 +51,7 @@ def _axes(size: tuple[float, float]) -> tuple[Any, Any]:
 
 
 def _write(figure: Any, out: Path) -> None:
-    figure.axes[0].legend(frameon=False, ncols=2)
+    figure.legend(loc="outside lower center", frameon=False, ncols=4)
     drawn = StringIO()
     figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
     write_whole(out, drawn.getvalue())
