@@ -1,4 +1,4 @@
-"""README and docs: the example runs, and the commands, options, scripts and links that they show exist."""
+"""README and docs: examples run, and the commands, options, scripts and links that they show exist."""
 
 import re
 import subprocess
