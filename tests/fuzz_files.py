@@ -217,9 +217,8 @@ def fuzz(sources: Sequence[Source], seed: int, numbers: Sequence[int], folder: P
             shown = time.monotonic()
             done = numbers.index(ended.number) + 1
             print(f"{done} of {len(numbers)} files, {len(bad)} defects, {shown - began:.0f} s", file=sys.stderr)
-    print(
-        f"{len(numbers)} files, {sum(codes.values())} commands, exit codes {dict(sorted(codes.items()))}: {len(bad)} defects"
-    )
+    ends = f"{sum(codes.values())} commands, exit codes {dict(sorted(codes.items()))}"
+    print(f"{len(numbers)} files, {ends}: {len(bad)} defects")
     return bad
 
 
