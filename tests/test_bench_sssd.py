@@ -61,9 +61,13 @@ def test_a_datastore_of_the_answers_is_copied_from_and_more_of_it_gives_more(scr
     answers, texts, store = tmp_path / "answers.jsonl", tmp_path / "texts.jsonl", tmp_path / "text.store"
     vocab = load_vocab("llamacpp", smollm2_tiny)
     answered = [f"In {year} there were {year % 7} ships, and {year % 11} came home." for year in range(1700, 1720)]
-    lines = [Recording([1, 2, 3], vocab.encode(text, add_bos=False, parse_special=False)) for text in answered]
+    lines = [
+        Recording([1, 2, 3], vocab.encode(text, add_bos=False, parse_special=False), "", "Which ships came home?")
+        for text in answered
+    ]
     answers.write_text("".join(json.dumps(asdict(line)) + "\n" for line in lines))
-    texts.write_text("\n".join(map(json.dumps, answered)))
+    asked = {"question": "Which ships came home?", "answer": "\n".join(answered)}
+    texts.write_text("\n".join(map(json.dumps, [*answered[:2], asked])))
     build(store, answered, vocab)
     every = "text,datastore,both,rest,pia,first-match"
     code, out, _ = script("measure", smollm2_tiny, answers, "--datastore", store, "--sources", every)
@@ -75,6 +79,7 @@ def test_a_datastore_of_the_answers_is_copied_from_and_more_of_it_gives_more(scr
     assert code == 0
     least, most = (float(line.rsplit(" ", 4)[1]) for line in said.splitlines() if "datastore:" in line)
     assert least < most
+    assert re.findall(r"(\d+) .\W+datastore ", out) == ["1", "2"], "what answers the questions is left out"
     for arguments in (
         ("measure", "--sources", "rest"),
         ("measure", "--sources", "rust"),
