@@ -58,6 +58,17 @@ def test_rest_takes_the_most_frequent_paths_after_the_longest_suffix(store):
     assert proposed(planner, [1, 2, 3], max_depth=1) == [(4,), (7,)]
 
 
+def test_the_datastore_without_the_input(store):
+    token_ids, datastore = [1, 2, 3, 1, 2], store([1, 2, 9])
+    planners = {source: planner_of(source, datastore) for source in ("text", "datastore", "both")}
+    for planner in planners.values():
+        planner.begin(token_ids)
+    assert proposed(planners["datastore"], token_ids) == [(9,)]
+    assert {(9,), (3,)} <= set(proposed(planners["both"], token_ids))
+    assert (3,) in proposed(planners["text"], token_ids)
+    assert (9,) not in proposed(planners["text"], token_ids)
+
+
 def test_pia_copies_from_the_prompt_first_and_from_answers_to_other_prompts():
     planner = Pia()
     planner.begin([50, 51])
@@ -104,10 +115,12 @@ def test_datastores_grow_to_all_documents_in_an_order_of_their_own(tmp_path):
     texts = [text_of([n] * 9) for n in range(50)]
     found = [
         (store.header.tokens, store.header.documents, [store.find([n])[0] < store.find([n])[1] for n in range(50)])
-        for store in growing(tmp_path / "store", [*texts[::-1], texts[3]], NumberVocab(), [1, 95, 96, 100, 9999])
+        for store in growing(tmp_path / "store", [*texts[::-1], texts[3]], NumberVocab(), [1, 95, 96, 100])
     ]
     assert [(tokens, documents) for tokens, documents, _ in found] == [(10, 1), (100, 10), (500, 50)]
     for (_, _, small), (_, _, big) in pairwise(found):
         assert all(a <= b for a, b in zip(small, big, strict=True)), "a larger one has the documents of a smaller one"
-    again = growing(tmp_path / "again", texts, NumberVocab(), [100])
-    assert next(again).find([found[1][2].index(True)])[1] > 0
+    again = next(growing(tmp_path / "again", texts, NumberVocab(), [100]))
+    tenth = [n for n in range(50) if again.find([n])[0] < again.find([n])[1]]
+    assert tenth == [n for n, there in enumerate(found[1][2]) if there]
+    assert tenth != sorted(range(50), key=lambda n: texts[n])[:10], "they are a sample, not the first by name"
