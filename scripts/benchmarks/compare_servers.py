@@ -171,7 +171,7 @@ def ask(
     Raises:
         EdgespecError, OSError: there is no answer.
     """
-    # The same times for every server, and for every rate but for their scale.
+    # Times are equal for all servers; a rate changes only their scale.
     gaps, started = Random(min(prompts)), perf_counter()
     times = accumulate(gaps.expovariate(load.rate) for _ in prompts) if load.rate else [0.0] * len(prompts)
 

@@ -1,11 +1,11 @@
 """Methods that copy tokens, as planners: the parts of sssd apart, and its published baselines.
 
-Each baseline has the settings of its authors' code:
+Baselines have the settings of their authors' code:
 
-    first-match  prompt lookup decoding, a chain of 10 tokens: github.com/apoorvumang/prompt-lookup-decoding
-    rest         REST (arXiv 2311.08252), the datastore's most frequent paths: github.com/FasterDecoding/REST
-    pia          PIA (arXiv 2312.12728), the prompt and a pool of all outputs so far, also of other prompts:
-                 github.com/alipay/PainlessInferenceAcceleration; its pool is not pruned here
+    first-match  prompt lookup decoding, a chain of 10 tokens: github.com/apoorvumang/prompt-lookup-decoding.
+    rest         REST (arXiv 2311.08252), the datastore's most frequent paths: github.com/FasterDecoding/REST.
+    pia          PIA (arXiv 2312.12728), the prompt, and outputs of all prompts so far, which are never pruned here:
+                 github.com/alipay/PainlessInferenceAcceleration.
 """
 
 from abc import abstractmethod
@@ -47,7 +47,7 @@ def counted(texts: Iterable[Sequence[int]]) -> Counter[DraftPath]:
 def after(index: NgramIndex, end: Sequence[int], depth: int) -> list[list[int]]:
     """
     Returns:
-        At most `depth` tokens after each place of the run `end` in the index, up to the end of a text.
+        At most `depth` tokens after each place of `end` in the index, up to an END.
     """
     places = next((places for length, places in index.matches_of(end, len(index)) if length == len(end)), [])
     return [until_end(index.text[place : place + depth]) for place in places]
@@ -166,7 +166,7 @@ def growing(path: Path, texts: Iterable[str], vocab: Vocab, sizes: Sequence[int]
         sizes: numbers of tokens, rising.
 
     Yields:
-        Datastores of the first documents that have so many tokens together, in the order of their hashes, and of all.
+        Datastores of the first documents by hash that reach each of `sizes`, and of all documents.
     """
     unlike = {text.encode("utf-8", "replace") for text in texts}
     documents = [data.decode("utf-8") for data in sorted(unlike, key=lambda data: sha256(data).digest())]
