@@ -1,8 +1,10 @@
 """Servers as processes: started, asked by the same requests, and ended."""
 
 import re
+import runpy
 import sys
 from dataclasses import replace
+from pathlib import Path
 from threading import Barrier
 
 import pytest
@@ -155,3 +157,35 @@ def test_both_have_the_same_model_room_and_threads():
         compare_servers.OURS,
         "llama-server, plain",
     }
+
+
+def test_the_command_asks_each_load_of_each_budget(monkeypatch, smollm2_tiny, tmp_path):
+    prompts, store = tmp_path / "prompts.jsonl", tmp_path / "text.store"
+    prompts.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    store.touch()
+    asked = []
+    monkeypatch.setattr(compare_servers, "compare", lambda *given, **more: asked.append(given) or {})
+    arguments = [
+        prompts,
+        "--model",
+        smollm2_tiny,
+        "--planner",
+        "sssd",
+        "--datastore",
+        store,
+        "--budget",
+        0,
+        "--budget",
+        8,
+    ]
+    arguments += ["--at-once", 4, "--rate", 0.5, "--rate", 2]
+    monkeypatch.setattr(sys, "argv", ["bench-serve", "throughput", *map(str, arguments)])
+    runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "bench-serve"), run_name="__main__")
+    ((servers, texts, loads),) = asked
+    assert texts == ["one", "two"]
+    assert loads == [Load(4, 0.5), Load(4, 2.0)]
+    assert [name for name in servers.commands(4) if name.startswith("edgespec")] == [
+        "edgespec, plain",
+        "edgespec, budget 8",
+    ]
+    assert str(store) in servers.commands(4)["edgespec, budget 8"]
