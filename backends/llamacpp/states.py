@@ -89,12 +89,14 @@ class RowStates:
 
     def rows(self, rows: Sequence[int]) -> Float32Array:
         """Copies for some rows of the last pass, [n, size], layer after layer."""
-        found = np.empty((len(rows), self.size), np.float32)
+        found = np.empty((len(rows), len(self._layers), self._width), np.float32)
+        start, size = found.ctypes.data, self._width * found.itemsize
         for i, layer in enumerate(self._layers if rows else ()):
             if layer == NEXTN:
                 pointer = functions().llama_get_embeddings_nextn(self._context)
             else:
                 pointer = functions().llama_get_embeddings_layer_inp(self._context, layer)
-            every = np.ctypeslib.as_array(pointer, (max(rows) + 1, self._width))
-            found[:, i * self._width : (i + 1) * self._width] = every[list(rows)]
-        return found
+            states = ctypes.addressof(pointer.contents)
+            for j, row in enumerate(rows):  # for one row, as in plain decoding, half the time of numpy's indexing
+                ctypes.memmove(start + (j * len(self._layers) + i) * size, states + row * size, size)
+        return found.reshape(len(rows), self.size)
