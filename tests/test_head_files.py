@@ -68,7 +68,8 @@ def test_a_head_named_as_a_model_is_one_line_that_says_what_it_is_for(
 
 @pytest.mark.parametrize("command", [("run", "Hi"), ("doctor",)])
 def test_a_folder_that_is_a_head_is_one_line_too(run: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
-    config = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 64}
+    layer = {"num_hidden_layers": 1, "hidden_size": 64}  # as of vLLM's speculators
+    config = {"architectures": ["Speculator"], "draft_vocab_size": 9, "transformer_layer_config": layer}
     (tmp_path / "config.json").write_text(json.dumps(config))
     status, out, err = run(command[0], str(tmp_path), *command[1:])
     assert (status, out) == (1, "")

@@ -262,7 +262,7 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
     "tokens beyond": (draft_beyond, {}, "not all among the target's 288"),
     "layers beyond": (keep, {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"layers \[1, 2, 9\]"),
     "a config without heads": (keep, {"num_attention_heads": None}, "is no EAGLE-3 head that MLX"),
-    "no words for its layers": (keep, {"eagle_aux_hidden_state_layer_ids": "all"}, "is no EAGLE-3 head that MLX"),
+    "no words for its layers": (keep, {"eagle_aux_hidden_state_layer_ids": "all"}, "reads the layers all of"),
     "cut off": (None, {}, "is cut off"),
 }
 
