@@ -142,6 +142,18 @@ def test_a_node_of_a_tree_has_the_logits_of_its_chain(pair):
         session.close()
 
 
+def test_states_are_kept_only_while_a_head_is_loaded(pair):
+    target, head = pair
+
+    def watched():
+        return [module for module in target.model.modules() if module._forward_pre_hooks]
+
+    assert len(watched()) == len(LAYERS)
+    head.close()
+    assert watched() == []
+    assert target.capabilities.states == 0
+
+
 @by_temperature
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral, window", "qwen3 moe", "qwen3-next"])
 def test_texts_with_a_head_are_plain_ones(tmp_path, folders, family, sampling):

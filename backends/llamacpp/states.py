@@ -76,11 +76,17 @@ class RowStates:
             masked: as for llama_set_embeddings_nextn.
         """
         self._context, self._width, self._layers = context, width, layers
-        for layer in layers:
+        self._keep(True, masked)
+
+    def _keep(self, on: bool, masked: bool) -> None:
+        for layer in self._layers:
             if layer == NEXTN:
-                functions().llama_set_embeddings_nextn(context, True, masked)
+                functions().llama_set_embeddings_nextn(self._context, on, masked)
             else:
-                functions().llama_set_embeddings_layer_inp(context, layer, True)
+                functions().llama_set_embeddings_layer_inp(self._context, layer, on)
+
+    def close(self) -> None:
+        self._keep(False, False)
 
     @property
     def size(self) -> int:

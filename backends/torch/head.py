@@ -52,10 +52,16 @@ class TorchHead(TorchBackend):
         cells = [Cells(spans, [LAYER.layer_idx], shape[1:], target.dtype) for _ in range(sessions)]
         super().__init__(head, target.vocab, limits, (None,), cells, spans, None)
         self.width = int(head.config.hidden_size)
+        self._target = target
         self._embed = head.embed_tokens or target.model.get_input_embeddings()
 
     def _new_session(self, cells: Cells) -> TorchHeadSession:
         return TorchHeadSession(cast(TorchHeadOwner, self), cells)
+
+    def close(self) -> None:
+        if self.model is not None:
+            self._target.keep_states([])
+        super().close()
 
     def fuse(self, states: Float32Array) -> Float32Array:
         with torch.inference_mode():
