@@ -432,15 +432,18 @@ def test_a_target_that_gives_no_inputs_of_layers_is_refused_by_name(tmp_path, fi
     assert "EAGLE-3 needs the inputs of layers, which llama.cpp does not give for qwen2" in err
 
 
-@pytest.mark.parametrize("name", ["dflash"])
+@pytest.mark.parametrize("name", ["dflash", "deepseek32", "deepseek4", "glm-dsa"])
 def test_other_kinds_of_heads_are_refused_by_name(name, tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "head.gguf", name)
-    writer.add_block_count(1)
+    writer.add_block_count(2)
+    writer.add_nextn_predict_layers(1)
+    for tensor in ("blk.0.attn_norm", "blk.1.nextn.eh_proj"):
+        writer.add_tensor(f"{tensor}.weight", np.zeros(32, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelError, match=rf"is a head that .* \({name}\), which is not supported"):
+    with pytest.raises(ModelError, match=rf"a head .*{name}.* which is not supported: use"):
         engine.has_head(str(tmp_path / "head.gguf"))
 
 
