@@ -80,6 +80,18 @@ def test_a_folder_that_is_a_head_is_one_line_too(run: Run, tmp_path: Path, comma
     )
 
 
+@pytest.mark.parametrize("place", ["target", "draft"])
+def test_a_folder_with_a_head_of_another_kind_is_one_line(
+    files: dict[str, Path], run: Run, tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}))
+    arguments = [str(tmp_path)] if place == "target" else [str(files["llama"]), "--draft", str(tmp_path)]
+    status, out, err = run("run", *arguments, "--raw", "Hi", *SHORT)
+    assert (status, out) == (1, "")
+    says = f"edgespec: {tmp_path}: is a head that drafts blocks (DFlash), which is not supported: use another\n"
+    assert err.endswith(says)
+
+
 @pytest.mark.parametrize("name", ["qwen35", "gemma4"])
 def test_files_with_heads_and_their_targets_run_and_stream(files: dict[str, Path], run: Run, name: str) -> None:
     status, _, err = run("run", str(files[name]), "--raw", "Hi", "-n", "4", *SHORT)

@@ -13,6 +13,7 @@ NO_HEADS = ("gemma4-assistant", "granite-switch")
 MOST_LAYERS = 512  # LLAMA_MAX_LAYERS of llama-hparams.h
 FIRST_LAYER = "blk.0.attn_norm.weight"  # llama.cpp, too, finds by it that a file has only the layers of a head
 LAYER = ("midlayer.", "layers.0.")  # names of the only layer in published folders with EAGLE-3 heads
+OTHER_KINDS = ("DFlash", "DSpark")  # parts of `architectures` in config.json
 READ = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -34,9 +35,14 @@ def find_eagle(path: str) -> dict[str, Any] | None:
     """
     Returns:
         config.json of a folder with an EAGLE-3 head, known as llama.cpp's converter knows it; None: it is none.
+
+    Raises:
+        ModelError: it is a head of a kind that no engine here can use.
     """
     try:
         config: dict[str, Any] = json.loads((Path(path) / "config.json").read_text("utf-8"))
+        if any(kind in str(config.get("architectures")) for kind in OTHER_KINDS):
+            raise ModelError(f"{path}: is a head that drafts blocks (DFlash), which is not supported: use another")
         config |= config.get("transformer_layer_config") or {}  # where vLLM's speculators have the layer's
         if rope := config.get("rope_parameters"):  # where transformers 5 has these two
             config |= {"rope_theta": rope["rope_theta"], "rope_scaling": rope}
