@@ -165,7 +165,7 @@ def diagnose(
     sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft else [])]
     if len({is_folder(source) for source in sources}) > 1:
         raise UsageError("doctor looks at a pair on one engine: target and draft must both be GGUF files, or folders")
-    engine = backend or choose_backend(is_folder(sources[0]), this_machine())
+    engine = choose_backend(is_folder(sources[0]), this_machine(), backend)
     options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=choose_budget(budget, entry), memory=memory,
         kv_type=kv_type, exact=exact, lenders=tuple(lenders or ()),
@@ -273,9 +273,9 @@ def _try(
 
     def planned(paths: Sequence[str]) -> PairPlan:
         names = [found.engine] * len(paths)
-        headed = head and len(paths) > 1
-        made = with_head(names, paths, own, options) if headed else replace(options, draft_files=tuple(paths[1:]))
-        return PairPlan(names, paths, made, engine.plan(path, made, machine), headed)
+        with_it = head and len(paths) > 1
+        made = with_head(names, paths, own, options) if with_it else replace(options, draft_files=tuple(paths[1:]))
+        return PairPlan(names, paths, made, engine.plan(path, made, machine))
 
     pair = planned(paths)
     if ways := ways_of(pair, lambda: planned([path])):
