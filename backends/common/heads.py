@@ -31,7 +31,7 @@ class HeadOwner(Owner, Protocol):
         """
 
 
-KEPT = 256  # most states that a session keeps of tokens that it has not read: each has tens of kilobytes
+KEPT = 256  # states of unread tokens that a session keeps, besides the last given: each has tens of kilobytes
 TABLES = ("d2t", "t2d")  # tensors of EAGLE-3 heads that are no weights
 
 
@@ -66,7 +66,7 @@ class HeadSession(NodeSession):
         while self._given and next(reversed(self._given)) >= start:
             self._given.popitem()
         self._given |= enumerate(states, start)
-        for position in list(self._given)[: -max(KEPT, len(states))]:
+        for position in list(self._given)[: -KEPT - len(states)]:
             del self._given[position]
 
     def inputs(self, work: Work, positions: Sequence[int]) -> Float32Array:
