@@ -15,6 +15,7 @@ from edgespec.planners.auto import AutoPlanner, AutoState
 from edgespec.planners.candidates import Drafting, Lookup
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.datastore import Datastore, open_datastore
+from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -75,6 +76,7 @@ PLANNERS = {
     "none": Method(lambda parts: NonePlanner()),
     "specexec": Method(lambda parts: parts.drafting(SpecExecPlanner, AheadPlanner), SEARCH, True, True),
     "sssd": Method(lambda parts: SssdPlanner(parts.datastore(), **parts.options), COPY, datastore=True),
+    "lookahead": Method(lambda parts: LookaheadPlanner(parts.datastore(), **parts.options), COPY, datastore=True),
     "chain": Method(
         lambda parts: parts.drafting(ChainPlanner, AheadChainPlanner), ("depth", "tau", "coupling"), True, True
     ),
