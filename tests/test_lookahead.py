@@ -1,5 +1,6 @@
 """Lookahead decoding: the window of its trees, the target's samples there, and what is copied from them."""
 
+from itertools import pairwise
 from math import log
 
 import numpy as np
@@ -67,8 +68,8 @@ def test_a_column_goes_on_with_the_targets_sample_at_its_position(sampling):
     """With penalties, top-p and the position's noise: what the target would generate if the column was its output."""
     reader = ReferenceBackend(MODEL)
     session, noise = reader.open(), Noise(sampling.seed, 48)
-    found, compared = steps(window_only(), sampling, SHARE * COLUMN), 0
-    for (text, tree, path), (_, following, _) in zip(found[:-5], found[1:-4], strict=True):
+    found, compared = steps(window_only(), sampling, SHARE * COLUMN)[:-4], 0
+    for (text, tree, path), (_, following, _) in pairwise(found):
         if len(path) == 1:
             [column] = paths(tree)
             logits, node = prefill(reader, session, [*text, *column], want_last=True)

@@ -102,7 +102,7 @@ def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapp
     if PLANNERS[name].needs_draft and not has_draft:
         raise UsageError(f"the planner {name} needs a draft model: give one with --draft (draft=…)")
     if has_datastore and not PLANNERS[name].datastore:
-        raise UsageError(f"the planner {name} does not use a datastore; {' and '.join(USE_DATASTORE)} do")
+        raise UsageError(f"the planner {name} does not use a datastore; {', '.join(USE_DATASTORE)} do")
     for option, value in options.items():
         if option not in PLANNERS[name].options:
             known = ", ".join(PLANNERS[name].options) or "none"

@@ -1,21 +1,21 @@
 """Lookahead decoding (arXiv 2402.02057): the target's own samples further on are copied, without a draft model.
 
-Some nodes of each tree are a window: its first row is a chain below the root, and a column begins with each of its
-tokens. Here are the columns abc, def and ghi:
+Some nodes of each tree are a window. Its first row is a chain below the root, and each token of it begins a column.
+Here are the columns abc, def and ghi:
 
     root ─ a ─ d ─ g ─ h ─ i
            │   └ e ─ f
            └ b ─ c
 
 The target's sample after a column becomes its last token, and the first one leaves (Jacobi iteration). Samples have the
-noise of their positions, as those of the output have: above T = 0 the window foresees what will be sampled there.
+noise of their positions, as those of the output have, so that the window helps above T = 0, too.
 
-The last tokens before every sample and the sample itself, an n-gram, join a pool, which is a further source of `sssd`.
-The paper takes n-grams of columns only; here rejected draft tokens give some, too, and do so for recurrent layers,
-where each column would be a path with all unread tokens.
+An n-gram is a sample after the last tokens before it. N-grams join a pool, which is a further source of `sssd`. The
+paper takes those of columns only; here rejected draft tokens give some, too. With recurrent layers there is no window,
+since each column would be a path with all unread tokens.
 
-Nodes of the window are sent for their logits. They count as if `WORTH` tokens of each were accepted, so copies that are
-less probable give way to them, and they are left out where they do not pay.
+Nodes of the window are sent for their logits. They count as if `WORTH` tokens of each were accepted. Copies that are
+less probable give way to them, and where they do not pay, they are left out.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from edgespec.planners.sssd import CONTINUATIONS, Matches, SssdPlanner
 
 COLUMN = 3  # tokens of a column, and of an n-gram before its sample
 COLUMNS = 10  # most columns of the window
-SHARE = 4  # the window has at most one of so many nodes
+SHARE = 4  # nodes of the budget for each node of the window
 WORTH = 0.02  # tokens that a node of the window brings in later steps
 POOL = 1 << 16  # tokens of the pool at which it begins again
 
@@ -87,7 +87,7 @@ class LookaheadPlanner(SssdPlanner):
         return [first[:i] + column for i, column in enumerate(self._columns)]
 
     def _widen(self, count: int, text: Sequence[int]) -> None:
-        """Give the window `count` columns: a new one goes on with the last one, or begins with a token of the text."""
+        """Give the window `count` columns: a new one goes on with the last one, or begins with any known token."""
         del self._columns[count:]
         while len(self._columns) < count:
             known = len(self._columns)
