@@ -24,7 +24,7 @@ from edgespec.planners.none import NonePlanner
 MODEL = random_model(1, vocab_size=48, sharpness=3.0)
 BUDGET = SHARE * COLUMN * 3  # three columns
 PROMPT = [0, 4, 8, 15, 16, 23]
-SAMPLINGS = [SamplingParams(), SamplingParams(temperature=0.9, seed=3, top_p=0.9, frequency_penalty=0.4)]
+SAMPLINGS = [SamplingParams(), SamplingParams(temperature=0.9, seed=3, top_p=0.9, frequency_penalty=3.0)]
 
 
 def window_only() -> LookaheadPlanner:
@@ -56,7 +56,7 @@ def paths(tree: DraftTree) -> list[list[int]]:
 def test_the_window_is_a_chain_with_a_column_below_each_of_its_tokens(sampling):
     trees = [tree for _, tree, _ in steps(window_only(), sampling, BUDGET)[COLUMN:-6]]
     for tree in trees:
-        assert 3 < len(tree) - 1 <= 3 * COLUMN
+        assert 0 < len(tree) - 1 <= 3 * COLUMN
         assert tree.depth.max() <= 3 + COLUMN - 1
         assert set(tree.source[1:].tolist()) == {Source.DRAFT}
         assert tree.log_probs[1:] == pytest.approx(log(WORTH))
@@ -78,6 +78,19 @@ def test_a_column_goes_on_with_the_targets_sample_at_its_position(sampling):
             assert paths(following) == [[*column, token][-COLUMN:]]
             compared += 1
     assert compared > 8
+
+
+def test_the_window_moves_as_far_as_the_output():
+    """Each first token was at the same position in the tree before, also where draft tokens were accepted."""
+    model, accepted = random_model(4, vocab_size=48, layers=1, sharpness=6.0), 0
+    for seed in range(4):
+        found = steps(window_only(), SamplingParams(0.9, seed=seed), BUDGET, count=40, model=model)[COLUMN:-6]
+        for (_, tree, path), (_, following, _) in pairwise(found):
+            if len(path) <= 3:  # else all columns are new
+                above = set(tree.token_ids[tree.depth == len(path) + 1].tolist())
+                assert set(following.token_ids[following.depth == 1].tolist()) <= above
+                accepted += len(path) - 1
+    assert accepted > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

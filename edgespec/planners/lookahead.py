@@ -87,12 +87,11 @@ class LookaheadPlanner(SssdPlanner):
         return [first[:i] + column for i, column in enumerate(self._columns)]
 
     def _widen(self, count: int, text: Sequence[int]) -> None:
-        """Give the window `count` columns: a new one goes on with the last one, or begins with any known token."""
+        """Give the window `count` columns; a new one goes on with the last one, then with any known token."""
         del self._columns[count:]
-        while len(self._columns) < count:
-            known = len(self._columns)
-            last = self._columns[-1][1:] if known else []
-            self._columns.append(last or [text[len(text) * (known + 1) // (count + 2)]])
+        while (known := len(self._columns)) < count:
+            last = self._columns[-1] if known else text[-COLUMN:]
+            self._columns.append([*last[1:], text[known * len(text) // count]])
 
 
 def joined(tree: DraftTree, paths: Sequence[Sequence[int]], depth: int) -> DraftTree:
