@@ -16,6 +16,7 @@ from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams, sample
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import DraftTree, Source, path_to
+from edgespec.planners import lookahead
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.candidates import Lookup
 from edgespec.planners.lookahead import COLUMN, SHARE, WORTH, LookaheadPlanner
@@ -93,10 +94,8 @@ def test_the_window_moves_as_far_as_the_output():
     assert accepted > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("recurrent", [False, True])
-def test_samples_further_on_are_copied(temperature, recurrent):
-    """Of models whose next token follows from the last few: columns soon agree with the text."""
+def copied(temperature, recurrent):
+    """Accepted tokens that the target had sampled further on; of a model whose text follows from its last few tokens."""
     model = random_model(4, vocab_size=48, layers=1, sharpness=6.0, recurrent=recurrent)
     target, accepted = ReferenceBackend(model, max_leaves=8), 0
     for seed in range(6):
@@ -105,7 +104,16 @@ def test_samples_further_on_are_copied(temperature, recurrent):
         output, stats = write(target, LookaheadPlanner(), [seed], sampling, **options | {"budget": BUDGET})
         assert output == plain
         accepted += stats.tokens_by_source["draft"]
-    assert accepted > 0
+    return accepted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_samples_further_on_are_copied_in_later_steps(temperature, recurrent, monkeypatch):
+    """Also those of rejected draft tokens, which are all that recurrent layers give."""
+    accepted = copied(temperature, recurrent)
+    monkeypatch.setattr(lookahead, "POOL", 0)  # only the last step's
+    assert accepted > copied(temperature, recurrent) > 0
 
 
 def test_models_with_recurrent_layers_get_no_window():
