@@ -95,7 +95,7 @@ def test_the_window_moves_as_far_as_the_output():
 
 
 def copied(temperature, recurrent):
-    """Accepted tokens that the target had sampled further on; of a model whose text follows from its last few tokens."""
+    """Accepted tokens of the window and of the pool; the text follows from its last few tokens."""
     model = random_model(4, vocab_size=48, layers=1, sharpness=6.0, recurrent=recurrent)
     target, accepted = ReferenceBackend(model, max_leaves=8), 0
     for seed in range(6):
