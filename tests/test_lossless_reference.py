@@ -20,6 +20,7 @@ from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -36,6 +37,7 @@ PLANNERS: dict[str, Callable[[Backend, Callable[..., int]], Planner]] = {
         draft, depth=draw(1, 12), tau=draw(2, 30) / 10, coupling=bool(draw(0, 1))
     ),
     "sssd": lambda draft, draw: SssdPlanner(depth=draw(1, 12)),
+    "lookahead": lambda draft, draw: LookaheadPlanner(depth=draw(1, 12)),
     "pia": lambda draft, draw: Pia(),
     "first-match": lambda draft, draw: FirstMatch(),
     "auto": lambda draft, draw: auto(draft, bool(draw(0, 1)), draw(0, 20) / 10),

@@ -15,6 +15,7 @@ from edgespec.planners.auto import AutoPlanner, AutoState
 from edgespec.planners.candidates import READ, Drafting, Lookup
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.datastore import Datastore, open_datastore
+from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -75,6 +76,7 @@ PLANNERS = {
     "none": Method(lambda parts: NonePlanner()),
     "specexec": Method(lambda parts: parts.drafting(SpecExecPlanner, AheadPlanner), SEARCH, True, True),
     "sssd": Method(lambda parts: SssdPlanner(parts.datastore(), **parts.options), COPY, datastore=True),
+    "lookahead": Method(lambda parts: LookaheadPlanner(parts.datastore(), **parts.options), COPY, datastore=True),
     "chain": Method(
         lambda parts: parts.drafting(ChainPlanner, AheadChainPlanner), ("depth", "tau", "coupling"), True, True
     ),
@@ -100,7 +102,7 @@ def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapp
     if PLANNERS[name].needs_draft and not has_draft:
         raise UsageError(f"the planner {name} needs a draft model: give one with --draft (draft=…)")
     if has_datastore and not PLANNERS[name].datastore:
-        raise UsageError(f"the planner {name} does not use a datastore; {' and '.join(USE_DATASTORE)} do")
+        raise UsageError(f"the planner {name} does not use a datastore; {', '.join(USE_DATASTORE)} do")
     for option, value in options.items():
         if option not in PLANNERS[name].options:
             known = ", ".join(PLANNERS[name].options) or "none"
