@@ -140,6 +140,14 @@ class Generation:
         self._planner.begin(self._prompt_ids)
         self.stats.cached_tokens = self.prompt.resume()
 
+    def move(self, session: Session, planner: Planner) -> None:
+        """Go on in a session that holds all tokens but the last, with a planner of any sequence."""
+        self.session = self.prompt.session = session
+        self._planner = planner
+        planner.begin(self._prompt_ids)
+        if written := self.token_ids[len(self._prompt_ids) :]:
+            planner.observe(written, 0.0)
+
     def prompt_pass(self, work: Work) -> Pass:
         """A pass over a part of `prompt`."""
         return Pass(work, perf_counter(), self.target.wait_seconds)
