@@ -361,19 +361,19 @@ class Model:
         depth: int = 8,
         **options: Any,
     ) -> list[GenerationResult]:
-        """Search over thoughts: in each round every text goes on with `width` thoughts, and the best texts are kept.
+        """Search over thoughts: in each round every sequence goes on with `width` thoughts, and the best are kept.
 
         Args:
             prompt: as for `stream`.
             score: of the texts so far, a number each; a larger one is better.
-            width: thoughts that a text goes on with.
-            keep: texts that a round keeps.
+            width: thoughts that a sequence goes on with.
+            keep: sequences that a round keeps.
             depth: most rounds.
-            options: as for `branch`, without `grammar`; `stop` (default: an empty line) and `max_tokens` end a thought,
-                and thought i of round r has seed + r * keep * width + i.
+            options: as for `branch`, without `grammar`; `stop` (default: an empty line) and `max_tokens` end a thought.
+                Thought i of round r has seed + r * keep * width + i.
 
         Returns:
-            The texts of the last round, best first, each with the stats of its last thought.
+            The sequences of the last round, best first, each with the stats of its last thought.
         """
         width, depth = check_whole("width", width, 1, MOST_BRANCHES), check_whole("depth", depth, 1)
         keep = check_whole("keep", keep, 1, MOST_BRANCHES // width)

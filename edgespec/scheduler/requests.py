@@ -29,7 +29,7 @@ class Request:
         plain: decode without draft tokens.
         grammar: what the output must match.
         hint_texts: texts to copy draft tokens from.
-        foresee: report the tokens that the draft expects to follow.
+        foresee: report the tokens that the draft expects to follow; idle work that generates nothing reads them.
         shown: control tokens whose names are part of the output.
     """
 
@@ -121,6 +121,7 @@ class Handle:
     Attributes:
         idle_limit: see `Scheduler.submit`.
         since: `perf_counter()` when it was submitted.
+        completion: tokens with which the draft completes an unfinished prompt; None: it has not yet.
         parked: what it has generated, while another request has its session.
 
     Raises:
@@ -137,6 +138,7 @@ class Handle:
     cancelled: bool = False
     since: float = field(default_factory=perf_counter)
     ended: Ended | None = None
+    completion: list[int] | None = None
     parked: Parked | None = None
     text: TextStream = field(init=False)
     _told: list[int] = field(default_factory=list)  # tokens that the reader has

@@ -92,7 +92,19 @@ class Lane:
     @property
     def has_work(self) -> bool:
         handle = self.handle
-        return handle is not None and (handle.cancelled or self.unread > 0 or not handle.is_prefetched)
+        left = self.unread > 0 or self.may_complete
+        return handle is not None and (handle.cancelled or left or not handle.is_prefetched)
+
+    @property
+    def may_complete(self) -> bool:
+        """Its prompt is unfinished, and read as far as it goes."""
+        handle = self.handle
+        waits = handle is not None and handle.idle_limit == 0 and handle.request.foresee and handle.completion is None
+        return waits and self.generation is not None and not self.unread
+
+    def complete(self, seconds: float, most: int) -> None:
+        if self.handle and self.generation:
+            self.handle.completion = self.generation.complete(seconds, most)
 
     @property
     def taken(self) -> int:

@@ -1,7 +1,7 @@
 """Runs read-only tools before they are called, and keeps their results (SpecCache, arXiv 2510.16276).
 
-Calls come from the server (`saw`), or are copied from the conversation (`foresee`): a value of an earlier call stood in
-the text behind some word, and words of the same shape behind that word are values of the next calls.
+Calls come from the server (`saw`), or are copied from the conversation (`foresee`). A value of an earlier call stood
+behind some word. Words of the same shape behind that word are values of the next calls.
 """
 
 import json
