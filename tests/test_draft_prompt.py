@@ -275,11 +275,14 @@ def test_the_scheduler_prepares_only_while_there_is_nothing_else():
 
 
 class Counting(ReferenceBackend):
-    """Counts the tokens that it reads of prompts."""
+    """Counts the tokens that it reads of prompts; `reads` is called before."""
 
     read = 0
+    reads = staticmethod(lambda: None)
 
     def forward(self, batch):
+        if any(work.prompt for work in batch):
+            self.reads()
         self.read += sum(len(work.token_ids) for work in batch if work.prompt)
         return super().forward(batch)
 
@@ -291,6 +294,7 @@ def completing():
     model.unembedding[1] = 0
     target, draft = (Counting(model, sessions=2, context_length=200) for _ in range(2))
     scheduler = Scheduler(target, [SpecExecPlanner(draft, depth=4) for _ in range(2)], budget=4)
+    scheduler.draft = draft
     expected = written(scheduler, [5, 6, 7, 8] * 10, 40)[0]
     scheduler.forget()
     yield scheduler, target, [5, 6, 7, 8] * 10, expected
@@ -328,6 +332,15 @@ def test_what_the_draft_expects_of_a_prompt_is_read_ahead(completing):
     assert stats.cached_tokens == len(whole) - 1
     scheduler.forget()
     assert tokens == written(scheduler, whole, 20)[0]
+
+
+def test_the_target_reads_what_is_typed_before_the_draft_does(completing):
+    """The next letter ends what was begun for the last one, and may come before the draft has read."""
+    scheduler, target, prompt, _ = completing
+    order = []
+    target.reads, scheduler.draft.reads = lambda: order.append("target"), lambda: order.append("draft")
+    typed(scheduler, prompt)
+    assert order[:2] == ["target", "draft"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -247,9 +247,12 @@ class Scheduler:
                 lane.report_read()
 
     def _read_draft(self) -> None:
-        """Have the draft read one chunk for the oldest request that needs it."""
+        """Have the draft read one chunk for the oldest request that needs it; for idle work the target reads first."""
         lanes = self.pool.with_work
-        if lane := min((one for one in lanes if one.draft_prompt), key=lambda one: one.used, default=None):
+        wanted = [
+            one for one in lanes if one.draft_prompt and not (one.unread and one.handle and one.handle.is_idle_work)
+        ]
+        if lane := min(wanted, key=lambda one: one.used, default=None):
             with self._failing([lane]), suppress(Interrupted):
                 read_draft(lane, self._draft_chunks, self._pass_now, single=len(lanes) == 1)
 

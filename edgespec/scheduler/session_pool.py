@@ -99,8 +99,9 @@ class Lane:
     def may_complete(self) -> bool:
         """Its prompt is unfinished, and read as far as it goes."""
         handle = self.handle
-        waits = handle is not None and handle.idle_limit == 0 and handle.request.foresee and handle.completion is None
-        return waits and self.generation is not None and not self.unread
+        if handle is None or handle.cancelled or handle.completion is not None or self.generation is None:
+            return False
+        return handle.idle_limit == 0 and handle.request.foresee and not self.unread
 
     def complete(self, seconds: float, most: int) -> None:
         if self.handle and self.generation:
