@@ -26,6 +26,7 @@ from edgespec.scheduler.worker import Worker
 AHEAD = 0.5  # part of a pass's time that may be spent on `Lane.foresee`
 MOST_AHEAD = 128  # tokens
 MOST_COMPLETED = 16  # tokens
+COMPLETING = 0.05  # seconds of each completion: the next letter waits for it
 
 
 class Scheduler:
@@ -172,7 +173,7 @@ class Scheduler:
         for lane in self.pool.with_work:
             if lane.may_complete and lane.draft_prompt is None:
                 with self._failing([lane]), suppress(Interrupted):
-                    lane.complete(AHEAD * self._chunks.tree_seconds, MOST_COMPLETED)
+                    lane.complete(COMPLETING, MOST_COMPLETED)
         lanes = self.pool.with_work
         writing = [lane for lane in lanes if lane.may_write]
         self._pass(*choose(lanes, self.target.capabilities, read_last=self._chunks.read_last))

@@ -22,13 +22,15 @@ class Streamed:
     Attributes:
         tokens: number of tokens; 0: the server reported none.
         first: seconds until the first word.
-        unread: tokens of the prompt that had not been read before.
+        seconds: until the end.
         words: when each part of the text came, in seconds of the monotonic clock.
+        unread: tokens of the prompt that had not been read before.
     """
 
     text: str
     tokens: int
     first: float
+    seconds: float
     words: Sequence[float]
     unread: int = 0
 
@@ -86,4 +88,5 @@ def stream_chat(port: int, body: dict[str, Any]) -> Streamed:
             if usage := data.get("usage"):
                 tokens, cached = usage["completion_tokens"], usage.get("prompt_tokens_details") or {}
                 unread = usage["prompt_tokens"] - cached.get("cached_tokens", 0)
-    return Streamed(text, tokens, words[0] - started if words else 0.0, words, unread)
+    first = words[0] - started if words else 0.0
+    return Streamed(text, tokens, first, time.perf_counter() - started, words, unread)
