@@ -1,6 +1,7 @@
 """The Python API: a target, perhaps a draft, and a planner, loaded together."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from edgespec.errors import (
     Closed,
     UsageError,
     check_flag,
+    check_number,
     check_path,
     check_text,
     check_texts,
@@ -339,12 +341,81 @@ class Model:
             replace(first, sampling=replace(first.sampling, seed=(seed + i) % 2**64), hint_texts=hint_texts)
             for i in range(k)
         ]
+        return self._all(requests)
+
+    def _all(self, requests: Sequence[Request]) -> list[GenerationResult]:
         results = [GenerationResult() for _ in requests]
         with closing(drive.events_of(self.scheduler, requests, [result.stats for result in results])) as events:
             for number, event in events:
                 for chunk in drive.chunks_in(event):
                     results[number].add(chunk)
         return results
+
+    def search(
+        self,
+        prompt: Prompt,
+        score: Callable[[list[str]], Sequence[float]],
+        *,
+        width: int = 4,
+        keep: int = 1,
+        depth: int = 8,
+        **options: Any,
+    ) -> list[GenerationResult]:
+        """Search over thoughts: in each round every sequence goes on with `width` thoughts, and the best are kept.
+
+        Args:
+            prompt: as for `stream`.
+            score: of the texts so far, a number each; a larger one is better.
+            width: thoughts that a sequence goes on with.
+            keep: sequences that a round keeps.
+            depth: most rounds.
+            options: as for `branch`, without `grammar`; `stop` (default: an empty line) and `max_tokens` end a thought.
+                Thought i of round r has seed + r * keep * width + i.
+
+        Returns:
+            The sequences of the last round, best first, each with the stats of its last thought.
+        """
+        width, depth = check_whole("width", width, 1, MOST_BRANCHES), check_whole("depth", depth, 1)
+        keep = check_whole("keep", keep, 1, MOST_BRANCHES // width)
+        if not callable(score):
+            raise must_be("score", score, "a function")
+        first = self.request(prompt, **{"stop": "\n\n"} | options)
+        if first.grammar:
+            raise UsageError("search takes no grammar: each thought would have to match it")
+        limits, vocab, texts = self.target.capabilities, self.target.vocab, [GenerationResult()]
+        hint_texts = self.hint_texts(first.prompt_ids, options.get("prediction"), 1 + width * keep)
+
+        def is_whole(text: GenerationResult) -> bool:
+            ids = text.token_ids
+            return bool(ids) and (ids[-1] in vocab.eog_ids or len(first.prompt_ids) + len(ids) >= limits.context_length)
+
+        for number in range(depth):
+            begun = [text for text in texts if not is_whole(text) for _ in range(width)]
+            if not begun:
+                break
+            seed = first.sampling.seed + number * keep * width
+            requests = [
+                replace(
+                    first,
+                    prompt_ids=first.prompt_ids + text.token_ids,
+                    sampling=replace(first.sampling, seed=(seed + i) % 2**64),
+                    hint_texts=hint_texts,
+                )
+                for i, text in enumerate(begun)
+            ]
+            found = {tuple(text.token_ids): text for text in texts if is_whole(text)}
+            for text, thought in zip(begun, self._all(requests), strict=True):
+                token_ids, stream = text.token_ids + thought.token_ids, TextStream(vocab)
+                whole = "".join(map(stream.push, token_ids)) + stream.finish()
+                found.setdefault(tuple(token_ids), GenerationResult(whole, token_ids, thought.stats))
+            scores = score([text.text for text in found.values()])
+            if not hasattr(scores, "__len__") or len(scores) != len(found):
+                raise must_be("what score returns", scores, f"a list of {len(found)} numbers")
+            for value in scores:
+                check_number("a score", value, lambda value: not math.isnan(value), "a number")
+            ranked = sorted(zip(scores, found.values(), strict=True), key=lambda one: -one[0])
+            texts = [text for _, text in ranked[:keep]]
+        return texts
 
     def chat(self, messages: Prompt, **options: Any) -> GenerationResult:
         """Answer a user's message, or a conversation, through the model's chat template.

@@ -607,7 +607,7 @@ MUTANTS = [
     mutant(
         "slots-room-for-one-more",
         "session_pool.py",
-        "+ self._needed(request) - common <= self.limits.cells",
+        "+ self._needed(handle) - common <= self.limits.cells",
         "- common <= self.limits.cells",
         "test_pool.py::test_texts_wait_until_there_are_cells_for_them",
     ),

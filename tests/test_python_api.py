@@ -28,6 +28,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 ARGUMENTS = {  # of every parameter that has no default, a good value
     "prompt": "hello", "messages": "hello", "k": 2, "prompt_ids": [3, 4], "schema": {"type": "object"}, "pattern": "a",
     "rules": 'start: "a"', "grammar": edgespec.regex("a"), "target": "tiny.gguf",
+    "score": lambda texts: [len(text) for text in texts],
 }  # fmt: skip
 ODD = [
     None, Path("x"), os.fsencode("x"), "hot", "", "\ud800", 5, -1, 0, 2**70, 10**5000, 1.5, 1e400, math.nan, True,
