@@ -32,6 +32,7 @@ from edgespec.measure.lossless import explain, replay
 from edgespec.planners.ahead import AheadPlanner
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -198,8 +199,9 @@ def test_chains(target, draft, sampling):
 
 
 @by_temperature
-def test_copies(target, sampling):
-    check_lossless(target, SssdPlanner(), sampling, 32)
+@pytest.mark.parametrize("kind", [SssdPlanner, LookaheadPlanner])
+def test_copies(target, sampling, kind):
+    check_lossless(target, kind(), sampling, 32)
 
 
 @pytest.mark.covering(1)

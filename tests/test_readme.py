@@ -94,6 +94,11 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert "Continue the prompt" in (tmp_path / "reference" / "api.html").read_text()
 
 
+def test_the_page_of_python_has_the_docstring_of_every_name() -> None:
+    shown = re.findall(r"^::: edgespec\.(\w+)$", (ROOT / "docs" / "reference" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(shown) == sorted(name for names in edgespec._MODULES.values() for name in names)
+
+
 def test_the_page_of_options_is_current() -> None:
     assert PAGE.read_text() == page(), "python tests/options_page.py writes it"
 

@@ -22,12 +22,14 @@ from edgespec.loop.backend import Backend, Logits, Session, Work
 from edgespec.loop.draft_passes import DraftSteps, run_one
 from edgespec.loop.grammar import Constraint
 from edgespec.loop.hint_texts import HintTexts
-from edgespec.loop.passes import Pass, Prefill, Proposed, check_room, fitting, most_nodes, prefill
+from edgespec.loop.passes import Pass, Prefill, Proposed, check_room, common_prefix, fitting, most_nodes, prefill
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
 from edgespec.loop.stats import COMPARED, GenerationStats
 from edgespec.loop.tree import DraftTree, Proposal, Source, only, shallow
 from edgespec.loop.verify import walk
+
+COMPLETIONS = 3  # of an unfinished prompt: the likeliest, and samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,14 @@ class Generation:
         """Keep the prefixes of the prompt that the sessions of target and draft hold."""
         self._planner.begin(self._prompt_ids)
         self.stats.cached_tokens = self.prompt.resume()
+
+    def move(self, session: Session, planner: Planner) -> None:
+        """Go on in a session that holds all tokens but the last, with a planner of any sequence."""
+        self.session = self.prompt.session = session
+        self._planner = planner
+        planner.begin(self._prompt_ids)
+        if written := self.token_ids[len(self._prompt_ids) :]:
+            planner.observe(written, 0.0)
 
     def prompt_pass(self, work: Work) -> Pass:
         """A pass over a part of `prompt`."""
@@ -254,6 +264,26 @@ class Generation:
         end = next((i + 1 for i, token in enumerate(new) if token in self._stop_ids), len(new))
         known += new[:end]
         return bool(new)
+
+    def complete(self, seconds: float, most: int) -> list[int]:
+        """Have the draft complete an unfinished prompt, and let `prompt` go on with what its completions share.
+
+        Args:
+            seconds: about the time that each completion takes.
+            most: most tokens.
+        """
+        room = self.target.capabilities.context_length - len(self.token_ids) - 1
+        shared: list[int] | None = None
+        for seed in range(COMPLETIONS):
+            sampling, noise = SamplingParams(float(seed > 0), seed=seed), Noise(seed, self.target.vocab.size)
+            context = replace(self._context(self.token_ids, room), sampling=sampling, noise=noise)
+            found = self._planner.foresee(context, min(most, room), seconds)
+            shared = found if shared is None else shared[: common_prefix(shared, found)]
+        end = next((i for i, token in enumerate(shared or ()) if token in self._stop_ids), None)
+        shared = (shared or [])[:end]
+        if shared:
+            self.prompt.token_ids = [*self._prompt_ids, *shared]
+        return shared
 
     def while_target_runs(self, pass_: Pass) -> AbstractContextManager[None]:
         """Context of a pass of the target that no other sequence shares; the draft may run meanwhile."""

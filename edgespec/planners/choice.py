@@ -12,9 +12,10 @@ from edgespec.loop.backend import Backend
 from edgespec.loop.planner import Planner
 from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner
 from edgespec.planners.auto import AutoPlanner, AutoState
-from edgespec.planners.candidates import Drafting, Lookup
+from edgespec.planners.candidates import READ, Drafting, Lookup
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.datastore import Datastore, open_datastore
+from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -75,6 +76,7 @@ PLANNERS = {
     "none": Method(lambda parts: NonePlanner()),
     "specexec": Method(lambda parts: parts.drafting(SpecExecPlanner, AheadPlanner), SEARCH, True, True),
     "sssd": Method(lambda parts: SssdPlanner(parts.datastore(), **parts.options), COPY, datastore=True),
+    "lookahead": Method(lambda parts: LookaheadPlanner(parts.datastore(), **parts.options), COPY, datastore=True),
     "chain": Method(
         lambda parts: parts.drafting(ChainPlanner, AheadChainPlanner), ("depth", "tau", "coupling"), True, True
     ),
@@ -100,7 +102,7 @@ def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapp
     if PLANNERS[name].needs_draft and not has_draft:
         raise UsageError(f"the planner {name} needs a draft model: give one with --draft (draft=…)")
     if has_datastore and not PLANNERS[name].datastore:
-        raise UsageError(f"the planner {name} does not use a datastore; {' and '.join(USE_DATASTORE)} do")
+        raise UsageError(f"the planner {name} does not use a datastore; {', '.join(USE_DATASTORE)} do")
     for option, value in options.items():
         if option not in PLANNERS[name].options:
             known = ", ".join(PLANNERS[name].options) or "none"
@@ -154,8 +156,10 @@ def make_planner(
     if state is None or name == "none":
         return made[name]
     eager = name != "auto" or target.capabilities.streams
+    head = drafts and drafts[0].capabilities.head
+    read = min(READ, 1 / target.capabilities.layers) if head else READ  # a head is about a layer
     return AutoPlanner(name, state, [
-        Drafting(planner, state, eager=eager, goes_ahead=goes is not None)
+        Drafting(planner, state, eager=eager, goes_ahead=goes is not None, read=read)
         if PLANNERS[one].draft
         else Lookup(planner, state)
         for one, planner in made.items()
