@@ -50,7 +50,7 @@ lint: .venv/test
 
 # The pages as a site: build/site/index.html.
 docs: .venv/docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet -f docs/site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/site/mkdocs.yml
 
 # A source archive and a wheel in dist/.
 dist: .venv/dist

@@ -88,7 +88,7 @@ def test_docs_and_the_menu_of_the_site_list_every_page() -> None:
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     for name in ("material", "mkdocstrings_handlers"):
         pytest.importorskip(name, reason="no site: pip install 'edgespec[docs]'")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(SITE), "-d", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(SITE), "-d", str(tmp_path)]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     assert "Continue the prompt" in (tmp_path / "reference" / "api.html").read_text()
