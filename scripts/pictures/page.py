@@ -31,12 +31,13 @@ def photograph(model: Model, name: str, question: str, out: Path) -> None:
         page.wait_for_selector("#notice:has-text('done')", timeout=300_000)
         page.focus("#strip")
         page.keyboard.press("Home")
-        kept = list[int]()
+        found = list[float]()  # a pass with many kept tokens and many branches
         for _ in range(page.locator("#strip i").count()):
-            kept.append(page.locator("#tree g.kept").count())
+            box = page.locator("#tree svg").bounding_box()
+            found.append(page.locator("#tree g.kept").count() * (box["height"] if box else 0))
             page.keyboard.press("ArrowRight")
         page.keyboard.press("Home")
-        for _ in range(kept.index(max(kept))):
+        for _ in range(found.index(max(found))):
             page.keyboard.press("ArrowRight")
         write_whole(out, page.screenshot())
         browser.close()
