@@ -33,6 +33,8 @@ from edgespec.planners.ahead import AheadPlanner
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
+from edgespec.planners.pearl import PearlPlanner
+from edgespec.planners.spec_branch import SpecBranchPlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler.requests import Ended, Request
@@ -158,7 +160,7 @@ class Resting(AheadPlanner):
 
 @pytest.mark.covering(1)
 @by_temperature
-@pytest.mark.parametrize("kind", [Resting, AheadPlanner])
+@pytest.mark.parametrize("kind", [Resting, AheadPlanner, PearlPlanner, SpecBranchPlanner])
 def test_searches_that_go_on(target, usual_draft, sampling, kind):
     """From pass to pass, and while the target works."""
     planner = kind(usual_draft, depth=8, beam=4)
