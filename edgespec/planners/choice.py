@@ -15,6 +15,7 @@ from edgespec.planners.auto import AutoPlanner, AutoState
 from edgespec.planners.candidates import Drafting, Lookup
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.datastore import Datastore, open_datastore
+from edgespec.planners.easyspec import EasySpecPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.pearl import PearlPlanner
 from edgespec.planners.spec_branch import SpecBranchPlanner
@@ -83,6 +84,9 @@ PLANNERS = {
     "pearl": Method(lambda parts: parts.drafting(ChainPlanner, PearlPlanner), CHAIN, True, True, ahead=True),
     "specbranch": Method(
         lambda parts: parts.drafting(SpecExecPlanner, SpecBranchPlanner), SEARCH, True, True, ahead=True
+    ),
+    "easyspec": Method(
+        lambda parts: replace(parts, ahead=None).drafting(EasySpecPlanner, AheadPlanner), SEARCH, True, True
     ),
 }
 CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # option -> refuses a wrong value

@@ -1,9 +1,10 @@
 """PEARL (arXiv 2408.11850): the target's pass begins at once, with the draft tokens found during the last one.
 
-pre-verify    there are none: a pass over the root, while the draft finds those of the next pass
-post-verify   a pass over them, while the draft goes on below
+pre-verify    there are none, so the pass is over the root
+post-verify   the pass is over them
 
-The draft length is the number of draft passes in the time of a target pass, as both were measured last.
+In both the draft goes on meanwhile. Its length is the number of draft passes in the time of a target pass, as both were
+measured last.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
 """Target and draft one after the other, and at once: in two processes that share processors, and in two that do not.
 
-At once, one copy of the target verifies in a process of its own while the draft goes on (DSI with one copy, which is
-PEARL's schedule). If that gains nothing on shared processors only, the method is not what lacks.
+At once, one copy of the target verifies in a process of its own while the draft goes on. This is DSI with one copy, and
+PEARL's schedule. It shows if a method gains nothing, or nothing on shared processors.
 """
 
 import json
