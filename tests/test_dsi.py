@@ -1,9 +1,10 @@
 """Several targets write what one writes alone: to the bit, whatever is slow, late, or dies."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from time import sleep
 
 import numpy as np
 import pytest
@@ -103,6 +104,19 @@ def test_a_middle_model_that_fails_is_an_error() -> None:
         pytest.raises(EdgespecError, match="no copy of the target does its tasks: no room for the model"),
     ):
         write(made, SamplingParams())
+
+
+def test_a_stop_ends_the_pass_of_a_middle_model() -> None:
+    vocab, slow = SlowSpec().open().vocab, SlowSpec(60.0)
+    described = threads(1)[0].executor.submit(describe, slow).result()
+    proposer = TargetsProposer(Targets(vocab, described, slow, threads(1), Recorded([], 1.0), stop_ids=frozenset()))
+    proposer.begin(PROMPT, SamplingParams())
+    with ThreadPoolExecutor(1) as pool, closing(proposer):
+        drafted = pool.submit(list, proposer.after(PROMPT))
+        while proposer._handle is None:
+            sleep(0.01)
+        proposer.stop()
+        assert drafted.result(30) == []
 
 
 def test_a_second_text_may_have_another_prompt() -> None:

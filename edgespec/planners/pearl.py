@@ -8,7 +8,7 @@ measured last.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.planner import Context
@@ -41,9 +41,11 @@ class PearlPlanner(AheadChainPlanner):
         if not went_ahead:
             yield from super()._grow(search, context, min(steps, self.length))
 
-    def while_target_runs(self, nodes: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def while_target_runs(self, nodes: int) -> Iterator[None]:
         self._went_ahead = True
-        return super().while_target_runs(nodes)
+        with super().while_target_runs(nodes):
+            yield
 
     def _batches(self, search: AheadSearch, depth: int, leaves: int) -> Iterator[IdArray]:
         return super()._batches(search, min(depth, int(search.depth.max()) + self.length), leaves)

@@ -158,10 +158,10 @@ def compare(
         )
     rows = []
     for way, (target_on, draft_on) in ways.items():
-        serial, at_once = runs[way, False], runs[way, True]
-        value, low, high = ratio(at_once, serial)
+        serial, together = runs[way, False], runs[way, True]
+        value, low, high = ratio(together, serial)
         speeds = [
-            f"{sum(r['tokens'] for r in found) / sum(r['seconds'] for r in found):.2f}" for found in (serial, at_once)
+            f"{sum(r['tokens'] for r in found) / sum(r['seconds'] for r in found):.2f}" for found in (serial, together)
         ]
         on = f"{','.join(map(str, target_on))} and {','.join(map(str, draft_on))}"
         rows.append([way, on, *speeds, f"{value:.3f} ({low:.3f} to {high:.3f})"])
