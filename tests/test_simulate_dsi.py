@@ -23,6 +23,7 @@ from benchmarks.dsi import (
     expected,
     expected_si,
     figure_2,
+    least_lookahead,
     seconds_of,
     si_round_as_released,
     speedups,
@@ -73,6 +74,7 @@ def test_limits() -> None:
     # Proposition 1 of the paper: at most t p (N - 1) + T ((1 - p)(N - 1) + 1).
     bound = 0.1 * 0.8 * (TOKENS - 1) + 0.2 * (TOKENS - 1) + 1
     assert expected(0.8, partial(dsi_round, 1.0, 0.1, 1)) <= bound + 1e-9
+    assert [least_lookahead(1.0, 0.1, copies) for copies in (1, 3, 5, 10, 20)] == [10, 4, 2, 1, 1]
     assert (enough(1.0, 0.1, 1, 10), enough(1.0, 0.1, 1, 9), enough(1.0, 0.1, 2, 5)) == (True, False, True)
 
 
@@ -106,18 +108,22 @@ def test_recorded_guesses_know_their_rounds() -> None:
 
 
 def test_accepted_lengths_are_those_of_the_paper() -> None:
-    """Draft tokens that are right from the prompt on, then after each wrong one; an end that was cut does not count."""
+    """Draft tokens that are right from the prompt on, then after each wrong one; the answer's end cuts the last one."""
     text = list(range(2, 42))
     guesser = Recorded([*PROMPT, *text], 0.6)
-    assert accepted_lengths(guesser, Recording(list(PROMPT), text)) == guesser.rounds()[:-1]
-    assert accepted_lengths(Recorded([*PROMPT, *text], 1.0), Recording(list(PROMPT), text)) == []
+    *complete, cut = guesser.rounds()
+    assert cut > 0
+    assert accepted_lengths(guesser, Recording(list(PROMPT), text)) == [*complete, cut]
+    assert accepted_lengths(Recorded([*PROMPT, *text], 1.0), Recording(list(PROMPT), text)) == [40]
+    assert accepted_lengths(Recorded([], 1.0), Recording(list(PROMPT), text)) == []  # its context is full
     assert accepted_lengths(Recorded([*PROMPT, *text], 0.0), Recording(list(PROMPT), text)) == [0] * len(text)
 
 
 def test_the_acceptance_rate_is_found_again() -> None:
     assert acceptance_rate(rounds(Random(3), 0.8)) == pytest.approx(0.8, abs=0.06)
     assert (acceptance_rate([8]), acceptance_rate([0, 0]), acceptance_rate([])) == (1 - 1 / 9, 0.0, 0.0)
-    assert closed_forms(0.8, 1.0, 0.1)[1] == best_dsi(0.8, 1.0, 0.1, LOOKAHEADS)
+    assert closed_forms(0.8, 1.0, 0.1)[1] <= best_dsi(0.8, 1.0, 0.1, LOOKAHEADS)
+    assert max(closed_forms(0.8, 10.0, 0.001)) < TOKENS * 10.0  # no lookahead of the grid suffices for seven copies
 
 
 def call(*arguments: str) -> str:

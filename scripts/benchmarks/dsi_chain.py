@@ -15,7 +15,16 @@ from typing import Any, cast
 
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 
-from benchmarks.dsi import LOOKAHEADS, TOKENS, best_dsi, dsi_round, enough, expected, expected_si
+from benchmarks.dsi import (
+    GRID_LOOKAHEADS,
+    MOST_COPIES,
+    TOKENS,
+    best_dsi,
+    dsi_round,
+    expected,
+    expected_si,
+    least_lookahead,
+)
 from benchmarks.dsi_wall import PROMPT, SIZE, Sleeping, plain_text
 from edgespec.errors import EdgespecError
 from edgespec.loop.backend import Backend
@@ -115,7 +124,7 @@ def measure(specs: Sequence[NoisySpec], copies: int) -> tuple[float, float]:
         text = plain_text(spec.silent().open(), PROMPT, SAMPLING, TOKENS)
         with closing(DraftProposer(smaller.silent().open(), SIZE)) as proposer:
             acceptance = acceptance_rate(accepted_lengths(proposer, Recording(list(PROMPT), text), SAMPLING))
-        lookahead = next(k for k in range(1, 1000) if enough(spec.seconds, draft, k, copies))
+        lookahead = least_lookahead(spec.seconds, draft, copies)
         closed = expected(acceptance, partial(dsi_round, spec.seconds, draft, lookahead))
         draft = closed / TOKENS  # of a token of this model, which drafts for the next one
     return wall, closed
@@ -124,7 +133,7 @@ def measure(specs: Sequence[NoisySpec], copies: int) -> tuple[float, float]:
 def accepted_lengths(proposer: Proposer, recording: Recording, sampling: SamplingParams = GREEDY) -> list[int]:
     """Draft tokens that equal the target's, up to each that does not; the first is from the prompt on, as in the paper.
 
-    The draft goes on after the target's token. The last length is not counted if the answer's end cut it.
+    The draft goes on after the target's token. The end of the answer, or of the draft's context, cuts the last length.
     """
     text, at, found = [*recording.prompt_ids, *recording.output_ids], len(recording.prompt_ids), list[int]()
     proposer.begin(recording.prompt_ids, sampling)
@@ -134,12 +143,10 @@ def accepted_lengths(proposer: Proposer, recording: Recording, sampling: Samplin
             drafted.append(token)
             if token != text[at + len(drafted) - 1] or at + len(drafted) == len(text):
                 break
-        right = common_prefix(drafted, text[at:])
-        at += right + 1
-        if at <= len(text):
-            found.append(right)
         if not drafted:
             break
+        found.append(common_prefix(drafted, text[at:]))
+        at += found[-1] + 1
     return found
 
 
@@ -151,7 +158,8 @@ def acceptance_rate(lengths: Sequence[int]) -> float:
 def closed_forms(acceptance: float, target: float, draft: float) -> tuple[float, float]:
     """
     Returns:
-        Seconds of TOKENS by SI and by DSI, both at their best lookahead of the paper's.
+        Seconds of TOKENS by SI and by DSI, both at their best lookahead.
     """
-    si = min(expected_si(acceptance, target, draft, k) for k in LOOKAHEADS)
-    return si, best_dsi(acceptance, target, draft, LOOKAHEADS)
+    lookaheads = [*GRID_LOOKAHEADS, least_lookahead(target, draft, MOST_COPIES)]
+    si = min(expected_si(acceptance, target, draft, lookahead) for lookahead in GRID_LOOKAHEADS)
+    return si, best_dsi(acceptance, target, draft, lookaheads)
