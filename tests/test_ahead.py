@@ -215,6 +215,17 @@ def test_two_texts_at_once_draft_before_their_passes():
     assert stats[0].hidden_seconds == stats[1].hidden_seconds == 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "gives_way"), [(AheadPlanner, True), (SpecBranchPlanner, True), (PearlPlanner, False)]
+)
+def test_pearls_draft_does_not_give_way_to_the_target(kind, gives_way, monkeypatch):
+    """On shared processors it would have no draft tokens when the target's pass ends, step after step."""
+    lowered = []
+    monkeypatch.setattr("edgespec.planners.ahead.lower_priority", lambda: lowered.append(True))
+    write(kind(backend(DRAFTS["good"]), depth=6, nice=True), SAMPLINGS[0], count=8)
+    assert bool(lowered) == gives_way
+
+
 class Draft:
     """A backend of which only the end of passes matters."""
 

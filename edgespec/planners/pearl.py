@@ -9,7 +9,9 @@ measured last.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+from edgespec.loop.backend import Backend
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import IdArray
@@ -25,6 +27,10 @@ class PearlPlanner(AheadChainPlanner):
 
     _target_seconds = 0.0  # of the last pass
     _went_ahead = False
+
+    def __init__(self, draft: Backend, **options: Any) -> None:
+        """As `AheadPlanner`, but the draft's thread never gives way: the target would find no draft tokens."""
+        super().__init__(draft, **options | {"nice": False})
 
     @property
     def length(self) -> int:
