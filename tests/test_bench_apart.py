@@ -71,3 +71,4 @@ def test_what_a_measurement_fails_with_is_one_line() -> None:
     with pytest.raises(EdgespecError, match=r"no\.gguf") as caught:
         run(task)
     assert "\n" not in str(caught.value)
+    assert "Error" not in str(caught.value)

@@ -170,4 +170,7 @@ def compare(
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(Task(**json.loads(sys.argv[1])))))
+    try:
+        print(json.dumps(measure(Task(**json.loads(sys.argv[1])))))
+    except EdgespecError as error:
+        sys.exit(str(error))
