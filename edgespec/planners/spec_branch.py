@@ -21,7 +21,7 @@ from edgespec.planners.search import NOT_READ, Search
 
 MOST_BRANCHES = 4
 EXPECTED = 0.5  # probability from which a node is expected to be accepted
-WEIGHTS = np.array([0.947, 0.608, -0.738, -0.298])  # of `features`; Qwen2.5-Coder 0.5B and 1.5B, T = 0
+WEIGHTS = np.array([0.662, 0.597, -0.643, -0.249])  # of `features`; Qwen2.5-Coder 0.5B and 1.5B, T = 0
 
 
 def likeliest_path(search: Search) -> list[int]:
