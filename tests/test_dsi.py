@@ -224,7 +224,7 @@ def test_a_draft_that_fails_is_an_error() -> None:
             raise EdgespecError("the draft is broken")
 
     with (
-        targets(SlowSpec(), threads(2), Failing([], 1.0)) as made,
+        targets(SlowSpec(0.05), threads(2), Failing([], 1.0)) as made,
         pytest.raises(EdgespecError, match="the draft is broken"),
     ):
         write(made, SamplingParams())
