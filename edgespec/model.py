@@ -240,7 +240,7 @@ class Model:
             max_tokens: most tokens to generate; None: until the end, or until the context is full.
             stop: one string or several that end the output; not part of it.
             grammar: what the output must match: of `edgespec.json_schema`, `json_object`, `regex` or `lark`.
-            prediction: likely output, such as a file that is to be edited, from which the planners auto and sssd draft;
+            prediction: likely output, such as a file that is to be edited, from which auto, sssd and lookahead draft;
                 cut to the context's length. It changes no output.
             sampling: fields of `SamplingParams` to change for this call; None: the model's; for `seed`: a new one,
                 which `stats.seed` reports.
@@ -514,7 +514,7 @@ def load(
             where torch or mlx stream weights, up to 1024.
             With a number no tree depends on pass times, and auto is specexec with a draft, sssd with a datastore or
             streamed weights, else none.
-        datastore: a file made by `edgespec datastore build`, for the planners auto and sssd.
+        datastore: a file made by `edgespec datastore build`, for the planners auto, sssd and lookahead.
         context_length: most tokens of a sequence; 0 = the length that the model was trained for.
         backend: engine of both models: llamacpp, mlx, torch or another package's. Default: llamacpp for files; for
             folders mlx on a Mac with Apple silicon, torch elsewhere, or the installed one.
@@ -562,7 +562,7 @@ def load(
         for name, value in (("draft", draft), ("datastore", datastore), ("models_file", models_file))
     )
     parallel, remember = check_whole("parallel", parallel, 1, MOST_PARALLEL), check_flag("remember", remember)
-    for name, text in (("planner", planner), ("cluster", cluster), ("backend", backend)):
+    for name, text in (("planner", planner), ("cluster", cluster)):
         check_text(name, text if text is not None else "")
     check_flag("ahead", ahead if ahead is not None else False)
     for name, call in (("progress", progress), ("say", say)):

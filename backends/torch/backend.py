@@ -45,6 +45,7 @@ from ..common.loader import loader
 from ..common.recurrent import most_paths, states_of
 from .attention import Part, Tree, build_mask, run
 from .disk import NUMBER
+from .layer_groups import LayerGroups
 from .loading import (
     NF4,
     PLAIN,
@@ -147,6 +148,7 @@ class TorchBackend:
         self.placed = placed(spans, len(streamer.blocks) if streamer else 0)
         self.interrupted = Event()
         self._kept: KeptInputs | None = None
+        self._groups: LayerGroups | None = None
         self._files: Sequence[str] = ()
         self.content = ""
 
@@ -218,10 +220,19 @@ class TorchBackend:
         return run(self.model, token_ids, positions, wanted, tree, self.device)
 
     def keep_states(self, modules: Sequence[Any]) -> None:
-        """Keep the inputs of these modules as states, for a head."""
-        self._kept = KeptInputs(modules)
-        size = len(modules) * self.model.config.get_text_config().hidden_size
+        """Keep the inputs of these modules as states, for a head; no modules: end it."""
+        if self._kept:
+            self._kept.close()
+        self._kept = KeptInputs(modules) if modules else None
+        size = len(modules) * self.model.config.get_text_config().hidden_size if modules else 0
         self.capabilities = replace(self.capabilities, states=size)
+
+    def group_layers(self, count: int) -> None:
+        """See `edgespec.loop.backend.GroupsLayers`."""
+        if self.streamer is not None:
+            raise UsageError("the planner easyspec needs a draft that is in memory: this one is streamed")
+        self._groups = self._groups or LayerGroups(decoder_layers(self.model))
+        self._groups.size = count
 
     def logits(self, logits: Any, wanted: Sequence[int], rows: Mapping[int, int]) -> Logits:
         """Logits of a work of the last pass; arguments as for `TorchLogitsWithStates`."""
@@ -247,7 +258,9 @@ class TorchBackend:
     def close(self) -> None:
         if self.streamer is not None:
             self.streamer.close()
-        self.model = self.streamer = self.cache = None
+        if self._groups:
+            self._groups.close()
+        self.model = self.streamer = self.cache = self._groups = None
         self._free = []
         _mapped.discard(self)
 
