@@ -1,4 +1,4 @@
-"""The engine for MLX, with heads as drafts."""
+"""The engine for MLX, with heads and own layers as drafts."""
 
 from pathlib import Path
 from typing import cast
@@ -11,6 +11,7 @@ from edgespec.models.safetensors_header import read_safetensors_header
 
 from .backend import MlxBackend, MlxEngine
 from .head import load_head
+from .own_layers import load_own_layers
 
 
 class MlxHeadEngine(MlxEngine):
@@ -23,7 +24,7 @@ class MlxHeadEngine(MlxEngine):
         return is_head(path)
 
     def load_head(self, target: Backend, path: str, options: LoadOptions) -> Backend:
-        return load_head(cast(MlxBackend, target), path, options)
+        return (load_own_layers if options.own_layers else load_head)(cast(MlxBackend, target), path, options)
 
 
 engine = MlxHeadEngine()
