@@ -108,7 +108,7 @@ def tokens_per_second(diagnosis: Diagnosis) -> dict[str, float]:
         return {}
     one, *trees = diagnosis.passes
     expected = {"none": 1 / one.seconds}
-    for name in ("sssd", "specexec") if trees and diagnosis.draft_size else ("sssd",) if trees else ():
+    for name in ("sssd", "specexec") if trees and diagnosis.draft_seconds else ("sssd",) if trees else ():
         speeds = []
         for tree in trees:
             tokens = float(np.interp(log2(tree.nodes), (0, 3, 6), (1.0, *EXPECTED_TOKENS[name])))
