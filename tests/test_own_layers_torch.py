@@ -1,7 +1,6 @@
 """Self-drafting on PyTorch: layers of the target draft, in memory and where the others are streamed."""
 
 import gc
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ LAYERS = 8
 OPTIONS: dict[str, Any] = {"context_length": 128, "budget": 16, "threads": 1}
 PROMPT = [5, 9, 30, 7, 9, 30]
 FAMILIES = ["llama", "mistral, window", "gemma3", "mixtral", "gpt-oss"]
-KEPT = {8: [0, 1, 2, 5, 6, 7], 5: [0, 1, 5, 6, 7], 2: [0, 7]}  # by layers in memory
+KEPT = {8: [0, 1, 4, 5, 6, 7], 5: [0, 1, 5, 6, 7], 2: [0, 7]}  # by layers in memory
 
 
 def made(family: str, folder: Any, seed: int = 0) -> Any:
@@ -178,10 +177,8 @@ def test_memory_is_planned_for_cells(llama, monkeypatch):
     assert fixed[-1] - fixed[0] == 2 * (OPTIONS["context_length"] + target.capabilities.max_nodes) * cell
 
 
-def test_streamed_layers_are_those_in_the_middle(llama):
-    streamed = [one.self_attn.layer_idx for one in pair(llama, 3)[0].streamer.layers]
-    assert all(second == first + 1 for first, second in pairwise(streamed))
-    assert streamed[0] in (LAYERS - 1 - streamed[-1], LAYERS - 2 - streamed[-1])
+def test_streamed_layers_are_consecutive(llama):
+    assert [one.self_attn.layer_idx for one in pair(llama, 3)[0].streamer.layers] == [1, 2, 3, 4, 5]
 
 
 def test_layers_of_a_hybrid_are_refused(tmp_path):

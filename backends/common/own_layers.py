@@ -31,21 +31,22 @@ def limits_of(target: Capabilities) -> Capabilities:
 def kept_layers(count: int, streamed: Collection[int]) -> list[int]:
     """
     Returns:
-        Numbers of the layers that draft: those that are not streamed, else all but a quarter in the middle.
+        Numbers of the layers that draft: those that are not streamed, else three quarters.
 
     Raises:
         ModelError: all are streamed.
     """
-    left_out = streamed or middle_layers(count, count // 4)
+    left_out = streamed or consecutive_layers(count, count // 4)
     kept = [number for number in range(count) if number not in left_out]
     if not kept:
         raise ModelError("none of its layers stays in memory, so none can draft; use more memory or a draft model")
     return kept
 
 
-def middle_layers(count: int, some: int) -> list[int]:
-    first = (count - some) // 2
-    return list(range(first, first + some))
+def consecutive_layers(count: int, left_out: int) -> list[int]:
+    """Layers that are left out together, below them a quarter of the others: the first change most, the last decide."""
+    first = -(-(count - left_out) // 4)
+    return list(range(first, first + left_out))
 
 
 def shortened(layers: Sequence[Any], kept: Collection[int]) -> list[Any]:

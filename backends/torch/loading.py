@@ -19,7 +19,7 @@ from edgespec.machine.this_machine import Gpu
 from edgespec.weights.plan import layers_by_device, layers_on_gpu
 
 from ..common.hf_vocab import LOCAL, first_line, read_config
-from ..common.own_layers import middle_layers
+from ..common.own_layers import consecutive_layers
 from .attention import ATTENTION, Probe, run
 from .disk import STAGING, Feeder, Pack, Source, Staging, find_run, read_folder, same_bytes
 from .offload import (
@@ -324,7 +324,7 @@ def choose_placement(
 
     def place(count: int, room: int, wait: Callable[[Sequence[int]], Sequence[int]]) -> Placement:
         total = len(sizes)
-        streamed = middle_layers(total, total - count) if own_layers else streamed_layers(total, count)
+        streamed = consecutive_layers(total, total - count) if own_layers else streamed_layers(total, count)
         left = room - sum(size for i, size in enumerate(sizes) if i not in streamed)
         buffers = min(left // max(sizes), MOST_BUFFERS, len(streamed))
         return Placement(streamed, wait(streamed), max(buffers, BUFFERS), counts)

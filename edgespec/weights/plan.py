@@ -274,7 +274,7 @@ def make_plan(
         experts_at_once: bytes of memory to compute one layer's experts, if they do not stay.
         page: bytes of a page of memory.
         whole: a part ends where a tensor ends, for engines that do not map files; `page` is 1 then.
-        whole_layers: with `whole`, a part is a layer; those in the middle are streamed, and all others stay whole.
+        whole_layers: with `whole`, a part is a layer; consecutive ones are streamed, and all others stay whole.
 
     Raises:
         NoRoom: not even the smallest plan fits; names the bytes it needs.
@@ -383,7 +383,7 @@ def _parts(layers: Sequence[Layer], excess: int, unit: int, slots: int, ends: En
         return []
     best, least = None, 0
     for count in range(slots + 1, len(layers) + 1):
-        first = (len(layers) - count) // 2
+        first = -(-(len(layers) - count) // 4)  # as `consecutive_layers` of the engines
         some = _spread(layers, count) if ends != {} else layers[first : first + count]
         part = _part_size([layer.size for layer in some], excess, unit, slots)
         if not part:
