@@ -437,7 +437,7 @@ def load(
     Args:
         target: a name from models.yaml, the path of a GGUF file or of a model folder, OWNER/REPOSITORY on the hub, or a
             source such as hf:owner/repository/file.gguf.
-        draft: the same for the draft model; default: that of models.yaml.
+        draft: the same for the draft model, or "head" or "layers" of the target; default: that of models.yaml.
         planner: one of `PLANNERS`; default: that of models.yaml, else auto: the fastest in every step.
         budget: most draft tokens per pass; default: by measured pass times, at most the budget of models.yaml or 64;
             where torch or mlx stream weights, up to 1024.

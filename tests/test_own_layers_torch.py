@@ -221,3 +221,13 @@ def test_plain_decoding_after_a_draft_reads_the_whole_model(llama):
     first.close()
     rows_of(draft, draft.open())
     np.testing.assert_array_equal(rows_of(target, target.open()), before)
+
+
+def test_measurements_are_not_those_of_the_model_as_its_own_draft(llama, monkeypatch):
+    seen = []
+    monkeypatch.setattr("edgespec.loading.pair.recall", lambda about: seen.append(about))
+    for draft in (str(llama), "layers"):
+        edgespec.load(str(llama), draft=draft, backend="torch", exact="off", context_length=128).close()
+    first, second = seen
+    assert first["draft"] == second["draft"]
+    assert first != second

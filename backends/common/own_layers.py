@@ -8,12 +8,14 @@ copied, not computed: with those of the target, the draft agrees much more often
 from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from edgespec.errors import ModelError
 from edgespec.loop.backend import Capabilities, Work
+from edgespec.loop.passes import check_batch
+from edgespec.weights.plan import consecutive_layers
 
 from .nodes import NodeSession
 
@@ -43,12 +45,6 @@ def kept_layers(count: int, streamed: Collection[int]) -> list[int]:
     return kept
 
 
-def consecutive_layers(count: int, left_out: int) -> list[int]:
-    """Layers that are left out together, below them a quarter of the others: the first change most, the last decide."""
-    first = -(-(count - left_out) // 4)
-    return list(range(first, first + left_out))
-
-
 def shortened(layers: Sequence[Any], kept: Collection[int]) -> list[Any]:
     """The layers, but in the places of those that are left out copies that return what they get."""
     return [layer if number in kept else _left_out(layer) for number, layer in enumerate(layers)]
@@ -60,12 +56,18 @@ def _left_out(layer: Any) -> Any:
     return made
 
 
+def taken_over(batch: Sequence[Work], limits: Capabilities, others: Iterable[NodeSession]) -> list[Work]:
+    """What remains of a pass's works, after `OwnLayersSession.take_over`."""
+    check_batch(batch, limits)
+    return [cast(OwnLayersSession, work.session).take_over(work, others) for work in batch]
+
+
 class OwnLayersSession(NodeSession):
     """A base, before the engine's own session class."""
 
     _copied = 0  # committed tokens, from the first on, whose cells are the target's
 
-    def take(self, work: Work, others: Iterable[NodeSession]) -> Work:
+    def take_over(self, work: Work, others: Iterable[NodeSession]) -> Work:
         """Copy the cells of tokens that one of the target's sessions has read.
 
         Args:

@@ -11,7 +11,7 @@ from edgespec.loop.backend import Logits, Work
 from edgespec.loop.engines import LoadOptions
 
 from ..common.hf_vocab import first_line
-from ..common.own_layers import OwnLayersSession, kept_layers, limits_of, shortened
+from ..common.own_layers import OwnLayersSession, kept_layers, limits_of, shortened, taken_over
 from .backend import MlxBackend
 from .session import MlxOwner, MlxSession
 from .tree import TreeCache, runs_layers
@@ -66,7 +66,7 @@ class MlxOwnLayers(MlxBackend):
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         self._check_open()
-        return super().forward([cast(OwnLayersSession, one.session).take(one, self._target.sessions) for one in batch])
+        return super().forward(taken_over(batch, self.capabilities, self._target.sessions))
 
     def _graph(self, session: MlxSession, tokens: Any, rows: Any) -> Any:
         whole, self._runs[self._name] = self._runs[self._name], self._short

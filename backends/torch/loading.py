@@ -16,10 +16,9 @@ from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
 from edgespec.loop.backend import Capabilities
 from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import Gpu
-from edgespec.weights.plan import layers_by_device, layers_on_gpu
+from edgespec.weights.plan import consecutive_layers, layers_by_device, layers_on_gpu
 
 from ..common.hf_vocab import LOCAL, first_line, read_config
-from ..common.own_layers import consecutive_layers
 from .attention import ATTENTION, Probe, run
 from .disk import STAGING, Feeder, Pack, Source, Staging, find_run, read_folder, same_bytes
 from .offload import (

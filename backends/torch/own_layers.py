@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from edgespec.loop.backend import Logits, Work
 
-from ..common.own_layers import OwnLayersSession, kept_layers, limits_of, shortened
+from ..common.own_layers import OwnLayersSession, kept_layers, limits_of, shortened, taken_over
 from .backend import TorchBackend
 from .loading import cache_shape, decoder_layers, run_probe
 from .session import TorchSession
@@ -56,7 +56,7 @@ class TorchOwnLayers(TorchBackend):
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         self._check_open()
-        return super().forward([cast(OwnLayersSession, one.session).take(one, self._target.sessions) for one in batch])
+        return super().forward(taken_over(batch, self.capabilities, self._target.sessions))
 
     def _run(self, *args: Any) -> Any:
         with self._shortened():

@@ -383,13 +383,12 @@ def _parts(layers: Sequence[Layer], excess: int, unit: int, slots: int, ends: En
         return []
     best, least = None, 0
     for count in range(slots + 1, len(layers) + 1):
-        first = -(-(len(layers) - count) // 4)  # as `consecutive_layers` of the engines
-        some = _spread(layers, count) if ends != {} else layers[first : first + count]
+        whole = ends == {}
+        some = [layers[i] for i in consecutive_layers(len(layers), count)] if whole else _spread(layers, count)
         part = _part_size([layer.size for layer in some], excess, unit, slots)
         if not part:
             continue
-        parts = [_part(layer, part, ends) for layer in some] if ends != {} else some
-        for cut in (parts, some):  # else whole layers
+        for cut in (some,) if whole else ([_part(layer, part, ends) for layer in some], some):  # else whole layers
             sizes = [layer.size for layer in cut]
             if _freed(sizes, max(sizes), slots) >= excess and (best is None or sum(sizes) < least):
                 best, least = cut, sum(sizes)
@@ -433,6 +432,12 @@ def _part(layer: Layer, size: int, ends: Ends | None = None) -> Layer:
 
 def _spread(layers: Sequence[Layer], count: int) -> list[Layer]:
     return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
+
+
+def consecutive_layers(count: int, some: int) -> list[int]:
+    """Layers without which the others draft best: below them are a quarter of the others."""
+    first = -(-(count - some) // 4)
+    return list(range(first, first + some))
 
 
 def layer_of(tensor: Tensor) -> int:
