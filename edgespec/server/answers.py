@@ -144,7 +144,8 @@ class Answers:
         try:
             while left:
                 try:
-                    number, event = await asyncio.wait_for(self._events.get(), self._ping_seconds)
+                    async with asyncio.timeout(self._ping_seconds):  # `wait_for` would make a task of each
+                        number, event = await self._events.get()
                 except TimeoutError:
                     yield None
                     continue
