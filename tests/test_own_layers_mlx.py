@@ -129,6 +129,14 @@ def test_rows_are_those_of_a_model_of_these_layers(tmp_path):
     np.testing.assert_array_equal(before, rows_of(again, again.open()))  # the layers are back
 
 
+def test_any_layers_can_be_left_out(folder, monkeypatch):
+    """Also those by whose caches a model class makes its masks."""
+    monkeypatch.setattr("edgespec.backends.mlx.own_layers.kept_layers", lambda *_: [0, LAYERS - 1])
+    target, draft = pair(folder)
+    assert np.isfinite(rows_of(draft, draft.open())).all()
+    target.close()
+
+
 def test_cells_are_those_of_the_target_where_it_has_read(folder):
     target, draft = pair(folder, sessions=2)
     ours, theirs = draft.open(), target.open()
