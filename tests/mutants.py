@@ -643,8 +643,8 @@ MUTANTS = [
     mutant(
         "auto-late-draft-reads-at-once",
         "candidates.py",
-        "return self._unread(self._wanted) <= 1 + CATCH_UP",
-        "return True",
+        "if self._unread(self._wanted) <= 1 + CATCH_UP:",
+        "if True:",
         "test_draft_reads.py::test_a_draft_that_is_asked_late_reads_in_chunks_too",
     ),
     mutant(

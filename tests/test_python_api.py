@@ -195,6 +195,7 @@ def test_a_wrong_argument_of_a_call_is_named_with_its_value(model, arguments, sa
         ({"ahead": "yes"}, "ahead is 'yes', but must be True or False"),
         ({"draft": 5}, "draft is 5, but must be a name or a path"),
         ({"device": 0}, "device is 0, but must be a text"),
+        ({"backend": 0}, "backend is 0, but must be a text"),
         ({"lenders": 5}, "lenders is 5, but must be a text or a list of texts"),
         ({"say": "loud"}, "say is 'loud', but must be a function"),
     ],

@@ -222,9 +222,11 @@ class TorchBackend:
         return run(self.model, token_ids, positions, wanted, tree, self.device)
 
     def keep_states(self, modules: Sequence[Any]) -> None:
-        """Keep the inputs of these modules as states, for a head."""
-        self._kept = KeptInputs(modules)
-        size = len(modules) * self.model.config.get_text_config().hidden_size
+        """Keep the inputs of these modules as states, for a head; no modules: end it."""
+        if self._kept:
+            self._kept.close()
+        self._kept = KeptInputs(modules) if modules else None
+        size = len(modules) * self.model.config.get_text_config().hidden_size if modules else 0
         self.capabilities = replace(self.capabilities, states=size)
 
     def logits(self, logits: Any, wanted: Sequence[int], rows: Mapping[int, int]) -> Logits:

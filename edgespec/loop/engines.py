@@ -133,7 +133,7 @@ class LoadOptions:
         for name in ("memory", "gpu_memory"):
             if not isinstance(value := getattr(self, name), str | None):
                 object.__setattr__(self, name, check_whole(name, value, 1))
-        for name in ("exact", "backend", "kv_type", "device", "dtype"):
+        for name in ("exact", "kv_type", "device", "dtype"):
             if (value := getattr(self, name)) is not None:
                 check_text(name, value)
         if self.keep_packed is not None:
@@ -339,15 +339,16 @@ def check_supported(names: Sequence[str], options: LoadOptions) -> None:
             raise UsageError(f"the backend {engines} has no option {option!r}; its options: {others}")
 
 
-def choose_backend(folder: bool, machine: Machine) -> str:
+def choose_backend(folder: bool, machine: Machine, asked: str | None = None) -> str:
     """
     Returns:
-        The built-in engine for a model file, or for a model folder.
+        `asked`, else the built-in engine for a model file, or for a model folder.
 
     Raises:
         MissingPackage: no engine for folders is installed.
+        UsageError: `asked` is no text.
     """
-    return installed_backends(folder, machine)[0]
+    return installed_backends(folder, machine)[0] if asked is None else check_text("backend", asked)
 
 
 def installed_backends(folder: bool, machine: Machine) -> list[str]:

@@ -48,8 +48,9 @@ from edgespec.planners.auto import AutoState
 from edgespec.planners.path_cost import note
 from edgespec.weights.plan import REMEDY, SAFETY, SLOW, Plan, two_digits
 
-# Tokens per pass in a chat, with trees of 8 and of 64 nodes: measured by this project (README).
-EXPECTED_TOKENS = {"specexec": (4.0, 7.0), "sssd": (1.6, 2.0)}
+# Tokens per pass in a chat, with trees of 8 and of 64 nodes, as in README and docs/measured.md ("Heads").
+EXPECTED_TOKENS = {"specexec": (4.0, 7.0), "sssd": (1.6, 2.0), "head": (1.8, 2.25)}
+OF_A_HEAD = " (computed, with the tokens per pass of another model's head)"
 SIZES, SIZES_OF_MIXTURES = (8,), (2, 4, 8, 16)  # nodes of passes, besides one and a full tree
 BEAM = 16  # nodes of a draft pass; a tree takes about twice its nodes
 
@@ -70,6 +71,7 @@ class Diagnosis:
         where: what computes which layers; None if the model cannot run.
         passes: over one node up to a full tree; empty if the model cannot run.
         draft_seconds: to draft one full tree.
+        by_head: the draft is a head.
         notes: messages for the user.
     """
 
@@ -91,6 +93,7 @@ class Diagnosis:
     where: Where | None = None
     passes: Sequence[Pass] = ()
     draft_seconds: float = 0.0
+    by_head: bool = False
     notes: Sequence[str] = ()
 
 
@@ -111,7 +114,8 @@ def tokens_per_second(diagnosis: Diagnosis) -> dict[str, float]:
     for name in ("sssd", "specexec") if trees and diagnosis.draft_seconds else ("sssd",) if trees else ():
         speeds = []
         for tree in trees:
-            tokens = float(np.interp(log2(tree.nodes), (0, 3, 6), (1.0, *EXPECTED_TOKENS[name])))
+            usual = EXPECTED_TOKENS["head" if name == "specexec" and diagnosis.by_head else name]
+            tokens = float(np.interp(log2(tree.nodes), (0, 3, 6), (1.0, *usual)))
             share = draft_passes(tree.nodes) / draft_passes(trees[-1].nodes) if name == "specexec" else 0
             speeds.append(tokens / (tree.seconds + share * diagnosis.draft_seconds))
         expected[name] = max(speeds)
@@ -161,7 +165,7 @@ def diagnose(
     sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft else [])]
     if len({is_folder(source) for source in sources}) > 1:
         raise UsageError("doctor looks at a pair on one engine: target and draft must both be GGUF files, or folders")
-    engine = backend or choose_backend(is_folder(sources[0]), this_machine())
+    engine = choose_backend(is_folder(sources[0]), this_machine(), backend)
     options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=choose_budget(budget, entry), memory=memory,
         kv_type=kv_type, exact=exact, lenders=tuple(lenders or ()),
@@ -270,14 +274,15 @@ def _try(
     machine = replace(this_machine(gpus=engine.gpus(options.device)), disk=disk)
 
     head = bool(drafts) and (draft in OWN or is_head(drafts[0]))
+    found.by_head = head and draft != OWN_LAYERS
 
     def planned(paths: Sequence[str]) -> PairPlan:
         names = [found.engine] * len(paths)
-        headed = head and len(paths) > 1
+        with_it = head and len(paths) > 1
         made = (
-            with_head(names, paths, draft or "", options) if headed else replace(options, draft_files=tuple(paths[1:]))
+            with_head(names, paths, draft or "", options) if with_it else replace(options, draft_files=tuple(paths[1:]))
         )
-        return PairPlan(names, paths, made, engine.plan(path, made, machine), headed)
+        return PairPlan(names, paths, made, engine.plan(path, made, machine))
 
     pair = planned(paths)
     if ways := ways_of(pair, lambda: planned([path])):
@@ -380,7 +385,9 @@ def report(diagnosis: Diagnosis) -> str:
             )
     lines.append(("exact", diagnosis.exact))
     expected = tokens_per_second(diagnosis)
-    lines.append(("tokens/s", ", ".join(f"{name} about {two_digits(speed)}" for name, speed in expected.items())))
+    computed = {"specexec": OF_A_HEAD} if diagnosis.by_head else {}
+    speeds = (f"{name} about {two_digits(speed)}{computed.get(name, '')}" for name, speed in expected.items())
+    lines.append(("tokens/s", ", ".join(speeds)))
     if max(expected.values()) < SLOW:
         lines.append(("warning", f"below {SLOW} tokens/s: {REMEDY}"))
     if both := diagnosis.draft_or_memory:

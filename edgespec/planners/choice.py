@@ -12,7 +12,7 @@ from edgespec.loop.backend import Backend
 from edgespec.loop.planner import Planner
 from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner
 from edgespec.planners.auto import AutoPlanner, AutoState
-from edgespec.planners.candidates import Drafting, Lookup
+from edgespec.planners.candidates import READ, Drafting, Lookup
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.datastore import Datastore, open_datastore
 from edgespec.planners.none import NonePlanner
@@ -154,8 +154,10 @@ def make_planner(
     if state is None or name == "none":
         return made[name]
     eager = name != "auto" or target.capabilities.streams
+    head = drafts and drafts[0].capabilities.head
+    read = min(READ, 1 / target.capabilities.layers) if head else READ  # a head is about a layer
     return AutoPlanner(name, state, [
-        Drafting(planner, state, eager=eager, goes_ahead=goes is not None)
+        Drafting(planner, state, eager=eager, goes_ahead=goes is not None, read=read)
         if PLANNERS[one].draft
         else Lookup(planner, state)
         for one, planner in made.items()
