@@ -594,8 +594,8 @@ def test_what_was_written_is_read_again() -> None:
     held = [5, 6, 7, 8, *written][:-1]
     assert session.token_ids == held
     assert stats.exact == "narrow"
-    assert session.reusable_prefix(len(held)) == 3  # the prompt's last token was the first tree's root
-    assert session.fork().reusable_prefix(len(held)) == 3
+    assert session.reusable_prefix(len(held)) == 4  # the prompt
+    assert session.fork().reusable_prefix(len(held)) == 4
     prefill(backend, session, [*held, 9])
     assert session.token_ids == [*held, 9]
     assert session.reusable_prefix(len(held) + 1) == len(held) + 1

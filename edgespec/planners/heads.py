@@ -24,7 +24,7 @@ class HeadDrafter(Drafter):
     _known: list[int]  # tokens that the target has seen
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        self._known = list(prompt_ids[:-1])
+        self._known = list(prompt_ids)
         super().begin(prompt_ids)
 
     def saw_prompt(self, start: int, count: int, logits: Logits) -> None:

@@ -219,10 +219,11 @@ class Scheduler:
             handle.begin()
         self._queue.remove(handle)
         with self._failing([lane]):
-            self.pool.begin(lane, self._budget)
+            self.counts.add_tokens(self.pool.begin(lane, self._budget))
             self.counts.prompt_tokens += len(handle.request.prompt_ids)
             self.counts.cached_tokens += handle.stats.cached_tokens
-            lane.report_read()
+        if lane.is_complete:
+            self._end(lane, None)
 
     def _read_draft(self) -> None:
         """Have the draft read one chunk for the oldest request that needs it."""
@@ -297,9 +298,6 @@ class Scheduler:
             self.pool.release(lane)
 
     def _accept(self, lane: Lane, pass_: Pass, logits: Logits, *, single: bool) -> None:
-        if pass_.tree is None:
-            lane.accept_prompt(pass_, logits)
-            return
         with self._failing([lane]):
             self.counts.add_tokens(lane.accept(pass_, logits, single=single))
         if lane.is_complete:
