@@ -253,8 +253,8 @@ MUTANTS = [
     mutant(
         "loop-commit-beyond-the-end",
         "generate.py",
-        "path = result.path[: len(output)]",
-        "path = result.path",
+        "tree, found.path[: len(output)]",
+        "tree, found.path",
         "test_lossless_reference.py::test_end_of_text_in_the_middle_of_a_pass",
     ),
     mutant(
@@ -295,8 +295,8 @@ MUTANTS = [
     mutant(
         "loop-sources-shifted",
         "generate.py",
-        "tree.source[result.path[1:]]]",
-        "tree.source[result.path[:-1]]]",
+        "tree.source[found.path[1:]])",
+        "tree.source[found.path[:-1]])",
         "test_lossless_reference.py::test_a_perfect_draft_is_always_right",
     ),
     # llama.cpp's cells and sessions.
@@ -516,8 +516,8 @@ MUTANTS = [
     mutant(
         "scheduler-half-a-commit-is-kept",
         "session_pool.py",
-        "self.phase = Phase.CHANGING\n        chunks =",
-        "chunks =",
+        "self.phase = Phase.CHANGING\n        if pass_",
+        "if pass_",
         "test_interrupted_step.py::test_an_interrupt_at_a_call_changes_no_tokens",
     ),
     mutant(
