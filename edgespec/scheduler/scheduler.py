@@ -72,7 +72,8 @@ class Scheduler:
             emit: receives every event, in the thread that makes passes; must be fast.
             stats: filled in as tokens come.
             idle_limit: None: a real request; else idle work, for which the prompt is read and at most this many tokens
-                are generated, while there is no other work and until `promote`; other requests may end it.
+                are generated (0: but for the prompt's), while there is no other work and until `promote`; other
+                requests may end it.
 
         Raises:
             ContextFull: the prompt leaves no room for a token.
