@@ -299,6 +299,27 @@ MUTANTS = [
         "tree.source[found.path[:-1]])",
         "test_lossless_reference.py::test_a_perfect_draft_is_always_right",
     ),
+    mutant(
+        "loop-first-token-waits-for-the-draft",
+        "generate.py",
+        "if self._budget and not self.prompt.unread else None",
+        "if self._budget else None",
+        "test_draft_reads.py::test_another_sequence_waits_for_one_chunk_at_most",
+    ),
+    mutant(
+        "pool-row-of-another-prompt",
+        "session_pool.py",
+        "if other == prompt",
+        "if other[:9] == prompt[:9]",
+        "test_first_token.py::test_the_text_does_not_depend_on_what_was_cached",
+    ),
+    mutant(
+        "verifier-first-token-of-a-tree",
+        "verifier.py",
+        "if len(tokens) == task.prompt_length:",
+        "if not tokens:",
+        "test_first_token.py::test_several_targets_write_the_same_first_token",
+    ),
     # llama.cpp's cells and sessions.
     mutant(
         "session-positions",
