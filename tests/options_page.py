@@ -15,6 +15,10 @@ START = """\
 # Options
 
 Every option of every command, as `edgespec COMMAND --help` lists them. `tests/options_page.py` writes this page.
+
+Each option can be set by an environment variable, whose name is EDGESPEC, the command and the option:
+`EDGESPEC_RUN_MEMORY=12G` stands for `edgespec run --memory 12G`. An option on the command line takes precedence.
+A flag is set by 1; values of an option that is repeatable are separated by spaces.
 """
 
 
@@ -45,7 +49,7 @@ def part(name: str, command: click.Command) -> str:
     lines = [f"## {name}", "", f"    {' '.join([name, '[OPTIONS]', *arguments])}", "", purpose, ""]
     for title, rows in (listed | {"Other" if sections else "Option": list(options.values())}).items():
         if rows:
-            lines += [f"| {title} | |", "| --- | --- |", *rows, ""]
+            lines += [f"| {title} | | variable |", "| --- | --- | --- |", *rows, ""]
     return "\n".join(lines)
 
 
@@ -54,7 +58,7 @@ def row(option: click.Option) -> str:
     value = "" if option.is_flag else f" {option.metavar or kind.partition(' ')[0]}"
     names = ", ".join(sorted(option.opts, key=len)) + "".join(f" / {name}" for name in option.secondary_opts)
     default = f" [default: {option.default}]" if option.show_default else ""
-    cells = (f"`{names}{value}`", f"{option.help}{default}")
+    cells = (f"`{names}{value}`", f"{option.help}{default}", f"`{option.envvar}`")
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

@@ -4,9 +4,14 @@ import json
 import re
 import runpy
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+
+from edgespec.loop.engines import load_vocab
+from edgespec.measure.replay import Recording
+from edgespec.planners.datastore import build
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-sssd"
 
@@ -39,10 +44,49 @@ def test_answers_are_recorded_once_and_guessed(script, smollm2_tiny, tmp_path):
     assert answers.read_text() == before
     code, out, _ = script("measure", smollm2_tiny, answers, "--budget", "8")
     assert code == 0
-    echo, rest, mean = map(float, re.search(r"text so far .*?([\d.]+) .*?([\d.]+) .*?([\d.]+) ", out).groups())
+    echo, rest, mean = figures(out, "text")
     assert mean == pytest.approx((echo + rest) / 2, abs=0.011)
     assert min(echo, rest) >= 1
     assert max(echo, rest) <= 9
+
+
+def figures(out, row):
+    """The acceptance lengths in a row of the table: of each category, and their mean."""
+    return [
+        float(each) for each in re.search(rf"^\W*{row} .*", out, re.M)[0].split() if re.fullmatch(r"\d+\.\d\d", each)
+    ]
+
+
+def test_a_datastore_of_the_answers_is_copied_from_and_more_of_it_gives_more(script, smollm2_tiny, tmp_path):
+    answers, texts, store = tmp_path / "answers.jsonl", tmp_path / "texts.jsonl", tmp_path / "text.store"
+    vocab = load_vocab("llamacpp", smollm2_tiny)
+    answered = [f"In {year} there were {year % 7} ships, and {year % 11} came home." for year in range(1700, 1720)]
+    lines = [
+        Recording([1, 2, 3], vocab.encode(text, add_bos=False, parse_special=False), "", "Which ships came home?")
+        for text in answered
+    ]
+    answers.write_text("".join(json.dumps(asdict(line)) + "\n" for line in lines))
+    asked = {"question": "Which ships came home?", "answer": "\n".join(answered)}
+    texts.write_text("\n".join(map(json.dumps, [*answered[:2], asked])))
+    build(store, answered, vocab)
+    every = "text,datastore,both,rest,pia,first-match"
+    code, out, _ = script("measure", smollm2_tiny, answers, "--datastore", store, "--sources", every)
+    assert code == 0
+    (text,), (rest,), (both,) = ({*figures(out, row)} for row in ("text", "rest", "both"))
+    assert rest > text < both
+    assert {row for row in every.split(",") if figures(out, row)} == set(every.split(","))
+    code, out, said = script("sizes", smollm2_tiny, answers, texts, "--tokens", "1,9999999")
+    assert code == 0
+    least, most = (float(line.rsplit(" ", 4)[1]) for line in said.splitlines() if "datastore:" in line)
+    assert least < most
+    assert re.findall(r"(\d+) .\W+datastore ", out) == ["1", "2"], "what answers the questions is left out"
+    for arguments in (
+        ("measure", "--sources", "rest"),
+        ("measure", "--sources", "rust"),
+        ("sizes", texts, "--tokens", "a"),
+    ):
+        code, _, err = script(arguments[0], smollm2_tiny, answers, *arguments[1:])
+        assert (code, len(err.splitlines())) == (2, 1), err
 
 
 @pytest.mark.parametrize("content", ['{"question": "1 2"}\n', "[1]\n", "{\n", '{"prompt": "no output"}', ""])

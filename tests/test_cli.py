@@ -312,6 +312,21 @@ def test_json_is_one_object_for_every_planner(run: Run, smollm2_tiny: Path) -> N
     assert results[2]["stats"]["acceptance_length"] > 2  # a model is a good draft of itself
 
 
+def test_a_variable_sets_an_option_and_a_bad_value_names_it(
+    run: Run, smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["run", str(smollm2_tiny), "Hello", "--json", "--planner", "none", *ANY_PASSES]
+    monkeypatch.setenv("EDGESPEC_RUN_MAX_TOKENS", "3")
+    monkeypatch.setenv("EDGESPEC_BENCH_MAX_TOKENS", "5")  # another command's
+    assert len(json.loads(run(*arguments)[1])["tokens"]) == 3
+    assert len(json.loads(run(*arguments, "-n", "2")[1])["tokens"]) == 2  # the command line takes precedence
+    monkeypatch.setenv("EDGESPEC_RUN_MAX_TOKENS", "three")
+    code, _, says = run(*arguments)
+    assert code == 2
+    assert "'three' is not a valid integer" in says
+    assert "$EDGESPEC_RUN_MAX_TOKENS" in says
+
+
 def test_same_seed_same_text(run: Run, smollm2_tiny: Path) -> None:
     arguments = ["run", str(smollm2_tiny), "Tell me a story.", "--json", "-n", "16", "-t", "1", "--planner", "none"]
     first, again, other = (

@@ -1,6 +1,11 @@
 """Servers as processes: started, asked by the same requests, and ended."""
 
+import re
+import runpy
 import sys
+from dataclasses import replace
+from pathlib import Path
+from threading import Barrier
 
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
@@ -8,12 +13,13 @@ from edgespec.backends.reference.backend import ReferenceBackend, random_model
 pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
 
 from benchmarks import compare_servers, llama_server
-from benchmarks.compare_servers import Result, Servers
-from benchmarks.serving import served
+from benchmarks.compare_servers import Load, Result, Servers
+from benchmarks.serving import Streamed, served
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 
+THREE = {0: "one", 1: "two", 2: "three"}
 # Answers /health with 503 once, as while it loads; every chat request with two words of three tokens.
 PROGRAM = """
 import json, sys
@@ -36,12 +42,13 @@ HTTPServer((arguments["--host"], int(arguments["--port"])), Handler).serve_forev
 def test_a_server_is_waited_for_asked_and_ended():
     result = Result()
     with llama_server.started([sys.executable, "-c", PROGRAM]) as port:
-        compare_servers.ask(port, ["one", "two", "three"], 2, result, max_tokens=8, temperature=0.0)
+        compare_servers.ask(port, THREE, Load(2), result, max_tokens=8, temperature=0.0)
     assert result.tokens == 9
-    assert len(result.first) == 3
+    assert [answer.text for answer in result.answers.values()] == ["a b"] * 3
+    assert all(answer.seconds >= answer.first > 0 for answer in result.answers.values())
     assert result.speed > 0
     with pytest.raises(OSError, match="refused"):
-        compare_servers.ask(port, ["one"], 1, result, max_tokens=8, temperature=0.0)
+        compare_servers.ask(port, {0: "one"}, Load(1), result, max_tokens=8, temperature=0.0)
 
 
 def test_a_server_that_ends_or_is_not_there():
@@ -59,10 +66,10 @@ def test_our_own_answers_are_counted():
     target.model.unembedding[1] = 0  # texts seldom end early
     with Model(target, [SssdPlanner() for _ in range(2)], budget=8) as model, served(model) as port:
         result = Result()
-        compare_servers.ask(port, ["one", "two", "three"], 2, result, max_tokens=6, temperature=0.7)
+        compare_servers.ask(port, THREE, Load(2), result, max_tokens=6, temperature=0.7)
         assert result.tokens == 18
         with pytest.raises(EdgespecError, match="status 400"):
-            compare_servers.ask(port, ["long " * 200], 1, result, max_tokens=6, temperature=0.7)
+            compare_servers.ask(port, {0: "long " * 200}, Load(1), result, max_tokens=6, temperature=0.7)
 
 
 def test_servers_take_turns_and_what_fails_is_said(monkeypatch):
@@ -76,19 +83,56 @@ def test_servers_take_turns_and_what_fails_is_said(monkeypatch):
     monkeypatch.setattr(Servers, "commands", commands)
     said = []
     found = compare_servers.compare(
-        Servers("llama-server", "m.gguf"), ["a", "b", "c"], [1, 2], rounds=2, max_tokens=4, temperature=0.0,
-        say=said.append,
+        Servers("llama-server", "m.gguf"), ["a", "b", "c"], [Load(1), Load(2, 50.0)],
+        rounds=2, max_tokens=4, temperature=0.0, say=said.append,
     )  # fmt: skip
     assert {key: result.tokens for key, result in found.items() if not result.failed} == {
-        (name, k): 9 for name in (compare_servers.OURS, "llama-server, plain") for k in (1, 2)
+        (name, load): 9 for name in (compare_servers.OURS, "llama-server, plain") for load in (Load(1), Load(2, 50.0))
     }
-    assert "out of luck" in found["llama-server, draft", 1].failed
+    assert "out of luck" in found["llama-server, draft", Load(1)].failed
     assert [line for line in said if not line.startswith(" ")] == [
-        f"round {number} of 2, {k} at once, {name}" for number in (1, 2) for k in (1, 2) for name in commands(None, 0)
+        f"round {number} of 2, {load}, {name}"
+        for number in (1, 2)
+        for load in ("1 at once", "2 at once, 50/s")
+        for name in commands(None, 0)
     ]
-    shown = compare_servers.table(found)
-    assert shown.count("against the best of its modes") == 2
+    shown = compare_servers.shown(found)
+    assert shown.count("against the best mode of llama-server") == 2
     assert shown.count("failed: ") == 2
+    assert re.search(r"2 at once, 50/s .* edgespec .*( \d+\.\d\d, \d+\.\d\d .*){3}", shown)
+    assert "3 of 3 answers of edgespec are always the same" in shown
+    found[compare_servers.OURS, Load(1)].answers[1] = replace(found[compare_servers.OURS, Load(1)].answers[1], text="c")
+    assert "2 of 3 answers of edgespec are always the same" in compare_servers.shown(found)
+
+
+def test_requests_come_at_their_rate_whatever_is_answered(monkeypatch):
+    slept, all_ask = [], Barrier(3, timeout=60)
+
+    def answered(port, body):
+        all_ask.wait()  # three requests are open though the server has one sequence
+        return Streamed(str(body["seed"]), 2, 0.5, 1.0, [])
+
+    monkeypatch.setattr(compare_servers, "stream_chat", answered)
+    monkeypatch.setattr(compare_servers, "sleep", slept.append)
+    monkeypatch.setattr(compare_servers, "perf_counter", lambda: 100.0)
+    times = {}
+    for rate in (1.0, 4.0):
+        for _ in range(2):
+            slept.clear()
+            result = Result()
+            compare_servers.ask(0, THREE, Load(1, rate), result, max_tokens=2, temperature=0.0)
+            assert {number: answer.text for number, answer in result.answers.items()} == {0: "0", 1: "1", 2: "2"}
+            assert times.setdefault(rate, sorted(slept)) == sorted(slept), "the same times again"
+    assert times[1.0] == pytest.approx([4 * time for time in times[4.0]])
+    assert 0 < times[1.0][0] < times[1.0][1] < times[1.0][2]
+
+
+def test_budgets_are_servers_of_their_own_and_zero_is_plain_decoding():
+    found = Servers(None, "m.gguf", options=["--planner=sssd"], datastore="x.store", budgets=[0, 8, 32]).commands(4)
+    assert list(found) == ["edgespec, plain", "edgespec, budget 8", "edgespec, budget 32"]
+    assert found["edgespec, plain"][-2:] == ["--planner", "none"]
+    assert "--datastore" not in found["edgespec, plain"]
+    assert found["edgespec, budget 8"][-5:] == ["--planner=sssd", "--datastore", "x.store", "--budget", "8"]
 
 
 def test_both_have_the_same_model_room_and_threads():
@@ -113,3 +157,35 @@ def test_both_have_the_same_model_room_and_threads():
         compare_servers.OURS,
         "llama-server, plain",
     }
+
+
+def test_the_command_asks_each_load_of_each_budget(monkeypatch, smollm2_tiny, tmp_path):
+    prompts, store = tmp_path / "prompts.jsonl", tmp_path / "text.store"
+    prompts.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    store.touch()
+    asked = []
+    monkeypatch.setattr(compare_servers, "compare", lambda *given, **more: asked.append(given) or {})
+    arguments = [
+        prompts,
+        "--model",
+        smollm2_tiny,
+        "--planner",
+        "sssd",
+        "--datastore",
+        store,
+        "--budget",
+        0,
+        "--budget",
+        8,
+    ]
+    arguments += ["--at-once", 4, "--rate", 0.5, "--rate", 2]
+    monkeypatch.setattr(sys, "argv", ["bench-serve", "throughput", *map(str, arguments)])
+    runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "bench-serve"), run_name="__main__")
+    ((servers, texts, loads),) = asked
+    assert texts == ["one", "two"]
+    assert loads == [Load(4, 0.5), Load(4, 2.0)]
+    assert [name for name in servers.commands(4) if name.startswith("edgespec")] == [
+        "edgespec, plain",
+        "edgespec, budget 8",
+    ]
+    assert str(store) in servers.commands(4)["edgespec, budget 8"]

@@ -10,6 +10,7 @@ from edgespec.backends.reference.backend import Model, ReferenceBackend, perturb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.copying import FirstMatch, Pia
 from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend
 from edgespec.loop.draft_passes import run_one
@@ -35,6 +36,8 @@ PLANNERS: dict[str, Callable[[Backend, Callable[..., int]], Planner]] = {
         draft, depth=draw(1, 12), tau=draw(2, 30) / 10, coupling=bool(draw(0, 1))
     ),
     "sssd": lambda draft, draw: SssdPlanner(depth=draw(1, 12)),
+    "pia": lambda draft, draw: Pia(),
+    "first-match": lambda draft, draw: FirstMatch(),
     "auto": lambda draft, draw: auto(draft, bool(draw(0, 1)), draw(0, 20) / 10),
 }
 
@@ -273,7 +276,7 @@ def test_a_generation_that_was_left(name):
 
 def test_generations_that_share_their_passes_write_what_each_writes_alone():
     names = ["none", *PLANNERS]
-    target, draft = ReferenceBackend(MODELS[1], sessions=6), ReferenceBackend(MODELS[1], sessions=6)
+    target, draft = (ReferenceBackend(MODELS[1], sessions=len(names) + 1) for _ in range(2))
     samplings = [SamplingParams(temperature=0.4 * i, seed=i) for i in range(len(names))]
     prompts = [[1 + i, 2, 3, 1 + i, 2] for i in range(len(names))]
     alone = [

@@ -101,7 +101,7 @@ ASKS = {
     "uname",
 }
 MAY_ASK = {
-    "edgespec/machine/disk.py", "edgespec/machine/files.py", "edgespec/machine/measurements.py",
+    "edgespec/machine/disk.py", "edgespec/machine/measurements.py",
     "edgespec/machine/memory.py",
     "edgespec/machine/system.py", "edgespec/machine/this_machine.py",
     "backends/llamacpp/ggml/files.py", "backends/llamacpp/ggml/stop.py",  # names of libraries

@@ -31,7 +31,9 @@ from edgespec.cli.options import (
     TEXT,
     YES_OPTION,
     SectionedCommand,
+    is_from_variable,
     model_option,
+    name_variables,
     outdated,
 )
 from edgespec.cli.pairs import pair
@@ -73,6 +75,8 @@ def main(command: click.Command | None = None, arguments: list[str] | None = Non
         sys.stdout.flush()  # a full disk may show only here
     except click.ClickException as error:
         error.show()
+        if isinstance(error, click.BadParameter) and is_from_variable(error.param, error.ctx):
+            click.echo(f"The value is that of ${getattr(error.param, 'envvar', '')}", err=True)
         sys.exit(error.exit_code)
     except EdgespecError as error:
         click.echo(f"edgespec: {error}", err=True)
@@ -432,7 +436,7 @@ def doctor(
         found = [diagnose(model, backend=backend, **options)] if backend else compare(model, **options)
     if as_json:
         others = {"others": list(map(as_dict, found[1:]))} if found[1:] else {}
-        click.echo(json.dumps(as_dict(found[0]) | others))
+        click.echo(json.dumps({"edgespec": __version__} | as_dict(found[0]) | others))
     else:
         lines = _for_a_mac(model, {"backend": backend, **options})[1]
         click.echo("\n\n".join(filter(None, [*map(report, found), recommendation(found), *lines])))
@@ -541,3 +545,6 @@ def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: s
     if skipped:
         names = ", ".join(map(str, skipped[:NAMED])) + (", …" if skipped[NAMED:] else "")
         click.echo(f"note: left out, since they are no text ({len(skipped)}): {names}", err=True)
+
+
+name_variables(cli, "EDGESPEC")

@@ -40,6 +40,24 @@ class SectionedCommand(click.Command):
                     formatter.write_dl(found)
 
 
+def name_variables(command: click.Command, prefix: str) -> None:
+    """Name an environment variable for each option: EDGESPEC_RUN_MEMORY for `--memory` of `edgespec run`.
+
+    With click's `auto_envvar_prefix` the names would be those of parameters, which no user sees.
+    """
+    for name, inner in command.commands.items() if isinstance(command, click.Group) else ():
+        name_variables(inner, f"{prefix}_{name}")
+        for option in inner.params:
+            if isinstance(option, click.Option) and not option.hidden:
+                long = max(option.opts, key=len)
+                option.envvar = f"{prefix}_{name}_{long.lstrip('-')}".replace("-", "_").upper()
+
+
+def is_from_variable(option: click.Parameter | None, context: click.Context | None) -> bool:
+    source = context.get_parameter_source(option.name) if context and option and option.name else None
+    return source is click.core.ParameterSource.ENVIRONMENT
+
+
 class Text(click.types.StringParamType):
     """Text for a model, which is UTF-8 in every locale; click takes any bytes, since a path may have them."""
 

@@ -1,10 +1,11 @@
 """The user's folders, by the rules of each system, and files that are written without losing others."""
 
 import os
-import sys
 from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
+
+import platformdirs
 
 from edgespec.errors import UsageError
 
@@ -13,28 +14,24 @@ PNG = b"\x89PNG"
 
 def cache_folder() -> Path:
     """The folder of measurements, sessions and recordings; without a home folder, a temporary one of this process."""
-    return (_cache_base() or Path(_of_this_process().name)) / "edgespec"
+    return _user_folder("user_cache_path") or Path(_of_this_process().name, "edgespec")
 
 
 def cache_lasts() -> bool:
-    return _cache_base() is not None
+    return _user_folder("user_cache_path") is not None
 
 
 def config_folder() -> Path | None:
     """The folder of the user's models.yaml; None: there is no home folder."""
-    base = _base("XDG_CONFIG_HOME", "~/.config")
-    return base / "edgespec" if base else None
+    return _user_folder("user_config_path")
 
 
-def _cache_base() -> Path | None:
-    usual = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA") or "~"}
-    return _base("XDG_CACHE_HOME", usual.get(sys.platform, "~/.cache"))
-
-
-def _base(variable: str, usual: str) -> Path | None:
-    named = os.environ.get(variable, "")
-    place = named if os.path.isabs(named) else os.path.expanduser(usual)  # which changes nothing without a home
-    return Path(place) if os.path.isabs(place) else None
+def _user_folder(kind: str) -> Path | None:
+    try:
+        folder: Path = getattr(platformdirs, kind)("edgespec", appauthor=False)
+    except RuntimeError:  # newer versions raise it without a home folder, older ones keep the ~
+        return None
+    return folder if folder.is_absolute() else None
 
 
 @cache

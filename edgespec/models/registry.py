@@ -14,7 +14,9 @@ from edgespec.errors import ModelError, RegistryError, UsageError, no_such, pip_
 from edgespec.machine.files import config_folder
 from edgespec.models import hub
 
-BUILT_IN = Path(__file__).parent.parent / "models.yaml"
+PACKAGE = Path(__file__).parent.parent
+# The file of a source folder is at the top level; setup.py copies it into a package.
+BUILT_IN = PACKAGE / "models.yaml" if (PACKAGE / "models.yaml").exists() else PACKAGE.parent / "models.yaml"
 OWN_HEAD = "head"  # as the name of a draft
 SCHEMES = ("package:", "file:", "hf:", "shape:")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -1,24 +1,35 @@
-"""Tokens per second of concurrent requests: this server, and llama-server on the same questions, interleaved.
+"""Tokens per second and latency of requests: this server, and llama-server on the same questions, interleaved.
 
-One runs at a time, under a memory limit if one is given, and starts with the model's files evicted from the page cache.
+Requests come a number at once, the next when one is answered, or at a rate, whatever is answered: Poisson arrivals. One
+runs at a time, under a memory limit if one is given, and starts with the model's files evicted from the page cache.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from http.client import HTTPException
+from itertools import accumulate
 from pathlib import Path
-from statistics import fmean
-from time import perf_counter
+from random import Random
+from time import perf_counter, sleep
+
+import numpy as np
 
 from benchmarks import llama_server
 from benchmarks.memory_group import Group, evict, memory_group
 from benchmarks.serving import Streamed, stream_chat
 from edgespec.errors import EdgespecError
+from edgespec.measure.tables import table
 
 OURS = "edgespec"
+TIMES: dict[str, Callable[[Streamed], float]] = {
+    "first word": lambda answer: answer.first,
+    "answer": lambda answer: answer.seconds,
+    "per token": lambda answer: answer.seconds / max(answer.tokens, 1),
+}
 WARM_UP = "Say hello."
 
 
@@ -26,13 +37,17 @@ WARM_UP = "Say hello."
 class Result:
     """
     Attributes:
-        first: seconds until each answer's first word.
+        answers: by the number of the prompt.
+        seconds: that requests took together.
     """
 
-    tokens: int = 0
+    answers: dict[int, Streamed] = field(default_factory=dict)
     seconds: float = 0.0
-    first: list[float] = field(default_factory=list)
     failed: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return sum(answer.tokens for answer in self.answers.values())
 
     @property
     def speed(self) -> float:
@@ -46,6 +61,8 @@ class Servers:
         program: llama-server; None: only this package's server.
         modes: of llama-server; empty: all.
         limit: bytes of memory for a process and what it caches.
+        datastore: of this package's server.
+        budgets: of this package's server, each a server of its own; 0: plain decoding.
     """
 
     program: str | None
@@ -57,6 +74,8 @@ class Servers:
     limit: int | None = None
     options: Sequence[str] = ()
     llama_options: Sequence[str] = ()
+    datastore: str | None = None
+    budgets: Sequence[int] = ()
 
     def commands(self, parallel: int) -> dict[str, list[str]]:
         from edgespec.machine.system import compute_cores
@@ -69,46 +88,65 @@ class Servers:
         about = llama_server.options(
             self.model, parallel=parallel, context_length=self.context_length, threads=threads
         )  # fmt: skip
-        found = {OURS: [*ours, *self.options]}
+        drafting = [*self.options, *(["--datastore", self.datastore] if self.datastore else [])]
+        found = {OURS: [*ours, *drafting]} if not self.budgets else {}
+        for budget in self.budgets:
+            how = [*drafting, "--budget", str(budget)] if budget else [*self.options, "--planner", "none"]
+            found[f"{OURS}, budget {budget}" if budget else f"{OURS}, plain"] = [*ours, *how]
         for name, mode in llama_server.modes(self.draft).items() if self.program else ():
             if name in self.modes or not self.modes:
                 found[f"llama-server, {name}"] = [str(self.program), *about, *mode, *self.llama_options]
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """
+    Attributes:
+        at_once: sequences that a server has at once; without a rate also the number of concurrent requests.
+        rate: mean of requests per second, whose times are Poisson arrivals; 0: the next one comes after an answer.
+    """
+
+    at_once: int
+    rate: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.at_once} at once" + (f", {self.rate:g}/s" if self.rate else "")
+
+
 def compare(
-    servers: Servers, prompts: Sequence[str], at_once: Sequence[int], *, rounds: int, max_tokens: int,
+    servers: Servers, prompts: Sequence[str], loads: Sequence[Load], *, rounds: int, max_tokens: int,
     temperature: float, say: Callable[[str], None],
-) -> dict[tuple[str, int], Result]:  # fmt: skip
+) -> dict[tuple[str, Load], Result]:  # fmt: skip
     """
     Args:
         servers: the servers to compare.
-        prompts: questions; every server answers each, at each concurrency.
-        at_once: numbers of concurrent requests.
+        prompts: questions; every server answers each, under each load.
+        loads: the loads.
         rounds: parts of the prompts; servers alternate part by part.
         max_tokens: of an answer.
         temperature: of all.
         say: called with a line about the measurement that starts.
 
     Returns:
-        (server, concurrent requests) -> result.
+        (server, load) -> result.
 
     Raises:
         EdgespecError: there is a limit, and no control group may be made here.
     """
-    found: dict[tuple[str, int], Result] = {}
+    found: dict[tuple[str, Load], Result] = {}
     rounds = min(rounds, len(prompts))
     with memory_group() if servers.limit else nullcontext() as group:
         for number in range(rounds):
-            for k in at_once:
-                for name, command in servers.commands(k).items():
-                    result = found.setdefault((name, k), Result())
-                    say(f"round {number + 1} of {rounds}, {k} at once, {name}")
+            part = {at: prompts[at] for at in range(number, len(prompts), rounds)}
+            for load in loads:
+                for name, command in servers.commands(load.at_once).items():
+                    result = found.setdefault((name, load), Result())
+                    say(f"round {number + 1} of {rounds}, {load}, {name}")
                     try:
                         with _started(servers, command, group) as port:
-                            ask(port, [WARM_UP], 1, Result(), max_tokens=4, temperature=temperature)
-                            part = prompts[number::rounds]
-                            ask(port, part, k, result, max_tokens=max_tokens, temperature=temperature)
+                            ask(port, {0: WARM_UP}, Load(1), Result(), max_tokens=4, temperature=temperature)
+                            ask(port, part, load, result, max_tokens=max_tokens, temperature=temperature)
                     except (EdgespecError, OSError, HTTPException) as error:
                         result.failed = str(error) or type(error).__name__
                     say(f"  {result.failed or f'{result.speed:.2f} tokens/s so far'}")
@@ -126,38 +164,57 @@ def _started(servers: Servers, command: Sequence[str], group: Group | None) -> I
 
 
 def ask(
-    port: int, prompts: Sequence[str], at_once: int, result: Result, *, max_tokens: int, temperature: float
+    port: int, prompts: Mapping[int, str], load: Load, result: Result, *, max_tokens: int, temperature: float
 ) -> None:
-    """Have each prompt answered, `at_once` concurrently, and add to `result`.
+    """Have each prompt answered, with its number as seed, and add to `result`.
 
     Raises:
         EdgespecError, OSError: there is no answer.
     """
+    # Times are equal for all servers; a rate changes only their scale.
+    gaps, started = Random(min(prompts)), perf_counter()
+    times = accumulate(gaps.expovariate(load.rate) for _ in prompts) if load.rate else [0.0] * len(prompts)
 
-    def one(number: int) -> Streamed:
+    def one(number: int, time: float) -> Streamed:
+        sleep(max(0.0, started + time - perf_counter()))
         messages = [{"role": "user", "content": prompts[number]}]
         body = {"messages": messages, "max_tokens": max_tokens, "temperature": temperature, "seed": number}
         return stream_chat(port, body)
 
-    started = perf_counter()
-    with ThreadPoolExecutor(at_once) as pool:
-        answers = list(pool.map(one, range(len(prompts))))
+    with ThreadPoolExecutor(len(prompts) if load.rate else load.at_once) as pool:
+        answers = list(pool.map(one, prompts, times))
     result.seconds += perf_counter() - started
-    result.tokens += sum(answer.tokens for answer in answers)
-    result.first += [answer.first for answer in answers]
+    result.answers |= zip(prompts, answers, strict=True)
 
 
-def table(found: dict[tuple[str, int], Result]) -> str:
-    concurrencies = list(dict.fromkeys(k for _, k in found))
-    lines = [f"at once  server                        tokens/s  x at {concurrencies[0]}  first word, mean"]
-    for k in concurrencies:
-        rows = {name: result for (name, of), result in found.items() if of == k}
-        for name, result in sorted(rows.items(), key=lambda row: -row[1].speed):
-            base = found[name, concurrencies[0]].speed
-            gain = f"{result.speed / base:6.2f}" if base else " " * 6
-            figures = f"{result.speed:8.2f} {gain} {fmean(result.first):15.2f} s" if result.speed else ""
-            lines.append(f"{k:7}  {name:28}  {figures or f'failed: {result.failed}'}")
-        ours, best = rows[OURS].speed, max((one.speed for name, one in rows.items() if name != OURS), default=0.0)
+def shown(found: dict[tuple[str, Load], Result]) -> str:
+    """A table, and how often this package's servers agree."""
+    loads, rows, notes = list(dict.fromkeys(load for _, load in found)), list[list[str]](), list[str]()
+    for load in loads:
+        of_it = {name: result for (name, of), result in found.items() if of == load}
+        for name, result in sorted(of_it.items(), key=lambda row: -row[1].speed):
+            if not result.speed:
+                notes.append(f"{load}: {name} failed: {result.failed}")
+                continue
+            base = found[name, loads[0]].speed
+            row = [str(load), name, f"{result.speed:.2f}", f"{result.speed / base:.2f}" if base else ""]
+            for time in TIMES.values():
+                middle, high = np.quantile([time(answer) for answer in result.answers.values()], [0.5, 0.95])
+                row.append(f"{middle:.2f}, {high:.2f}")
+            rows.append(row)
+        speeds = {ours: [one.speed for name, one in of_it.items() if _is_ours(name) == ours] for ours in (True, False)}
+        ours, best = (max(speeds[which], default=0.0) for which in (True, False))
         if ours and best:
-            lines.append(f"{k:7}  {OURS} against the best of its modes: {ours / best:.2f} x")
-    return "\n".join(lines)
+            notes.append(f"{load}: {OURS} against the best mode of llama-server: {ours / best:.2f} x")
+    texts = defaultdict[int, set[str]](set)
+    for (name, _), result in found.items():
+        for number, answer in result.answers.items() if _is_ours(name) else ():
+            texts[number].add(answer.text)
+    same = sum(len(each) == 1 for each in texts.values())
+    notes.append(f"{same} of {len(texts)} answers of {OURS} are always the same")
+    headings = ("load", "server", "tokens/s", "x the first load", *TIMES)
+    return "\n".join([table("seconds: median and 95th percentile of requests", headings, rows), *notes])
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(OURS)

@@ -22,12 +22,14 @@ class Streamed:
     Attributes:
         tokens: number of tokens; 0: the server reported none.
         first: seconds until the first word.
+        seconds: until the end.
         words: when each part of the text came, in seconds of the monotonic clock.
     """
 
     text: str
     tokens: int
     first: float
+    seconds: float
     words: Sequence[float]
 
 
@@ -82,4 +84,5 @@ def stream_chat(port: int, body: dict[str, Any]) -> Streamed:
                 text += new
                 words.append(time.perf_counter())
             tokens = (data.get("usage") or {}).get("completion_tokens", tokens)
-    return Streamed(text, tokens, words[0] - started if words else 0.0, words)
+    first = words[0] - started if words else 0.0
+    return Streamed(text, tokens, first, time.perf_counter() - started, words)

@@ -1,0 +1,19 @@
+"""What pyproject.toml cannot say: models.yaml stays at the top level, and is copied into the package that is built."""
+
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+
+class WithModels(build_py):
+    """Copies models.yaml; an editable install reads the one at the top level."""
+
+    def run(self) -> None:
+        """Build the package, then add the file."""
+        super().run()
+        if not self.editable_mode:
+            self.copy_file("models.yaml", str(Path(self.build_lib, "edgespec", "models.yaml")))
+
+
+setup(cmdclass={"build_py": WithModels})
