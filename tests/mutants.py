@@ -628,7 +628,7 @@ MUTANTS = [
     mutant(
         "slots-room-for-one-more",
         "session_pool.py",
-        "+ self._needed(request) - common <= self.limits.cells",
+        "+ self._needed(handle) - common <= self.limits.cells",
         "- common <= self.limits.cells",
         "test_pool.py::test_texts_wait_until_there_are_cells_for_them",
     ),
@@ -664,8 +664,8 @@ MUTANTS = [
     mutant(
         "auto-late-draft-reads-at-once",
         "candidates.py",
-        "return self._unread(self._wanted) <= 1 + CATCH_UP",
-        "return True",
+        "if self._unread(self._wanted) <= 1 + CATCH_UP:",
+        "if True:",
         "test_draft_reads.py::test_a_draft_that_is_asked_late_reads_in_chunks_too",
     ),
     mutant(

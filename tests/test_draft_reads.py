@@ -16,6 +16,7 @@ from edgespec.loop.shapes import TILE
 from edgespec.loop.stats import GenerationStats
 from edgespec.planners.ahead import AheadPlanner
 from edgespec.planners.auto import AutoState
+from edgespec.planners.candidates import READ, Drafting
 from edgespec.planners.drafting import CATCH_UP
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -318,3 +319,16 @@ def test_a_request_that_is_decoded_plainly_lets_the_draft_read_nothing(plain, co
     assert draft.parts == []
     assert reader.stats.draft_passes == 0
     scheduler.close()
+
+
+@pytest.mark.parametrize(("length", "unpaid"), [(1 + CATCH_UP, 0), (3 * CATCH_UP, 3 * CATCH_UP - 1)])
+def test_what_a_draft_reads_is_charged_once(length, unpaid):
+    state, text = AutoState(), list(range(1, length + 1))
+    drafting = Drafting(SpecExecPlanner(Draft()), state)
+    drafting.begin(text[:9])
+    account = state.ledger()._account("specexec")
+    assert drafting.is_ready(text) == (unpaid == 0)  # then its proposal reads, which is charged as drafting
+    assert account.lost == pytest.approx(READ * unpaid)
+    if unpaid:
+        drafting.is_ready([*text, 5])
+        assert account.lost == pytest.approx(READ * (unpaid + 1))

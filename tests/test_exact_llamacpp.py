@@ -35,6 +35,7 @@ from edgespec.machine.this_machine import this_machine
 from edgespec.model import Model
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -148,6 +149,7 @@ PLANNERS = {
     "specexec": lambda draft: SpecExecPlanner(draft, depth=8, beam=4),
     "chain": lambda draft: ChainPlanner(draft, depth=6),
     "sssd": lambda draft: SssdPlanner(),
+    "lookahead": lambda draft: LookaheadPlanner(),
     "auto": auto,
 }
 

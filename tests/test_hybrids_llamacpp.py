@@ -32,6 +32,7 @@ from edgespec.loop.stats import GenerationStats
 from edgespec.machine.this_machine import this_machine
 from edgespec.measure.lossless import explain
 from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.path_cost import MOST_UNREAD
 from edgespec.planners.specexec import SpecExecPlanner
@@ -54,6 +55,7 @@ def planners(draft: LlamaBackend) -> list[Any]:
         lambda: SpecExecPlanner(draft, depth=6, beam=4),
         lambda: ChainPlanner(draft, depth=4),
         lambda: SssdPlanner(depth=5),
+        lambda: LookaheadPlanner(depth=5),
     ]
 
 

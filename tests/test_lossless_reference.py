@@ -20,7 +20,10 @@ from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
+from edgespec.planners.pearl import PearlPlanner
+from edgespec.planners.spec_branch import SpecBranchPlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 
@@ -35,7 +38,12 @@ PLANNERS: dict[str, Callable[[Backend, Callable[..., int]], Planner]] = {
     "chain": lambda draft, draw: ChainPlanner(
         draft, depth=draw(1, 12), tau=draw(2, 30) / 10, coupling=bool(draw(0, 1))
     ),
+    "pearl": lambda draft, draw: PearlPlanner(draft, depth=draw(1, 12), coupling=bool(draw(0, 1)), nice=False),
+    "specbranch": lambda draft, draw: SpecBranchPlanner(
+        draft, depth=draw(1, 12), beam=draw(1, 12), tau=draw(2, 30) / 10, coupling=bool(draw(0, 1)), nice=False
+    ),
     "sssd": lambda draft, draw: SssdPlanner(depth=draw(1, 12)),
+    "lookahead": lambda draft, draw: LookaheadPlanner(depth=draw(1, 12)),
     "pia": lambda draft, draw: Pia(),
     "first-match": lambda draft, draw: FirstMatch(),
     "auto": lambda draft, draw: auto(draft, bool(draw(0, 1)), draw(0, 20) / 10),

@@ -22,12 +22,14 @@ from edgespec.loop.backend import Backend, Logits, Session, Work
 from edgespec.loop.draft_passes import DraftSteps, run_one
 from edgespec.loop.grammar import Constraint
 from edgespec.loop.hint_texts import HintTexts
-from edgespec.loop.passes import Pass, Prefill, Proposed, check_room, fitting, most_nodes, prefill
+from edgespec.loop.passes import Pass, Prefill, Proposed, check_room, common_prefix, fitting, most_nodes, prefill
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
 from edgespec.loop.stats import COMPARED, GenerationStats
 from edgespec.loop.tree import DraftTree, Proposal, Source, only, root_only, shallow
 from edgespec.loop.verify import Walk, walk
+
+COMPLETIONS = 3  # of an unfinished prompt: the likeliest, and samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,14 @@ class Generation:
         self.stats.cached_tokens = self.prompt.resume()
         return self._first_step()
 
+    def move(self, session: Session, planner: Planner) -> None:
+        """Go on in a session that holds all tokens but the last, with a planner of any sequence."""
+        self.session = self.prompt.session = session
+        self._planner = planner
+        planner.begin(self._prompt_ids)
+        if written := self.token_ids[len(self._prompt_ids) :]:
+            planner.observe(written, 0.0)
+
     def prompt_pass(self, work: Work) -> Pass:
         """A pass over a part of `prompt`."""
         return Pass(work, perf_counter(), self.target.wait_seconds)
@@ -179,8 +189,8 @@ class Generation:
         self._planner.saw_prompt(len(self.session.token_ids), len(work.token_ids), logits)
 
     def _first_step(self) -> Step | None:
-        """Sample the first token if all of the prompt is read."""
-        if self.last_row is None or self.prompt.unread:
+        """Sample the first token when all of the prompt is read."""
+        if self.last_row is None or self.prompt.unread or len(self.token_ids) > len(self._prompt_ids):
             return None
         step = self._step(root_only(self._prompt_ids[-1]), Walk([0], [self._sample(self.last_row, [])]))
         self._extend(step, 0.0)
@@ -280,6 +290,26 @@ class Generation:
         end = next((i + 1 for i, token in enumerate(new) if token in self._stop_ids), len(new))
         known += new[:end]
         return bool(new)
+
+    def complete(self, seconds: float, most: int) -> list[int]:
+        """Have the draft complete an unfinished prompt, and let `prompt` go on with what its completions share.
+
+        Args:
+            seconds: about the time that each completion takes.
+            most: most tokens.
+        """
+        room = self.target.capabilities.context_length - len(self._prompt_ids) - 1
+        shared: list[int] | None = None
+        for seed in range(COMPLETIONS):
+            sampling, noise = SamplingParams(float(seed > 0), seed=seed), Noise(seed, self.target.vocab.size)
+            context = replace(self._context(self._prompt_ids, room), sampling=sampling, noise=noise)
+            found = self._planner.foresee(context, min(most, room), seconds)
+            shared = found if shared is None else shared[: common_prefix(shared, found)]
+        end = next((i for i, token in enumerate(shared or ()) if token in self._stop_ids), None)
+        shared = (shared or [])[:end]
+        if shared:
+            self.prompt.token_ids = [*self._prompt_ids, *shared]
+        return shared
 
     def while_target_runs(self, pass_: Pass) -> AbstractContextManager[None]:
         """Context of a pass of the target that no other sequence shares; the draft may run meanwhile."""

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import UsageError
+from edgespec.errors import ContextFull, SessionFileError, UsageError
 from edgespec.loop.backend import Backend, Capabilities, Logits, Session
 from edgespec.loop.generate import Generation, Step
 from edgespec.loop.passes import Pass, Prefill, common_prefix, start_of
@@ -20,7 +20,7 @@ from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import draft_file, has, load_draft_session
 from edgespec.loop.shapes import whole_tiles
 from edgespec.scheduler.disk_cache import DiskCache
-from edgespec.scheduler.requests import Chunk, Foresaw, Handle, Reading, Request, Status
+from edgespec.scheduler.requests import Chunk, Foresaw, Handle, Parked, Reading, Status
 
 WORTH_SHARING = 8  # tokens of a prompt that a fork must spare; a chat template has 24
 WORTH_KEEPING = 64  # tokens of an idle session: a request that would drop as many gets another session
@@ -84,13 +84,31 @@ class Lane:
         return self.generation is not None and not self.unread and self.draft_prompt is None
 
     @property
+    def may_park(self) -> bool:
+        handle = self.handle
+        return self.may_write and not (handle is None or handle.cancelled or handle.is_idle_work or handle.repeats)
+
+    @property
     def is_active(self) -> bool:
         return self.handle is not None and self.handle.status in (Status.READING, Status.WRITING)
 
     @property
     def has_work(self) -> bool:
         handle = self.handle
-        return handle is not None and (handle.cancelled or self.unread > 0 or not handle.is_prefetched)
+        left = self.unread > 0 or self.may_complete
+        return handle is not None and (handle.cancelled or left or not handle.is_prefetched)
+
+    @property
+    def may_complete(self) -> bool:
+        """Its prompt is unfinished, and read as far as it goes."""
+        handle = self.handle
+        if handle is None or handle.cancelled or handle.completion is not None or self.generation is None:
+            return False
+        return handle.idle_limit == 0 and handle.request.foresee and not self.unread
+
+    def complete(self, seconds: float, most: int) -> None:
+        if self.handle and self.generation:
+            self.handle.completion = self.generation.complete(seconds, most)
 
     @property
     def taken(self) -> int:
@@ -155,10 +173,7 @@ class Lane:
         """
         self.session.rewind(len(self.session.token_ids))
         if self.handle and self.generation:
-            prompt = self.handle.request.prompt_ids
-            self.planner.begin(prompt)
-            if written := self.generation.token_ids[len(prompt) :]:
-                self.planner.observe(written, 0.0)
+            self.generation.move(self.session, self.planner)
         self.phase = Phase.SETTLED
 
 
@@ -200,13 +215,14 @@ class SessionPool:
         on_disk = self.disk_cache.best(prompt)[1] if self.disk_cache else 0
         return max(self._in_memory(prompt), on_disk)
 
-    def has_room(self, request: Request) -> bool:
+    def has_room(self, handle: Handle) -> bool:
         reserved = [self._reserved(lane) for lane in self.busy]
         if self.limits.cells is None or not reserved:
             return True
-        source, shared = self._best(request.prompt_ids)
-        common = whole_tiles(shared) if source.handle and shared >= WORTH_SHARING else 0
-        return sum(reserved) + self._needed(request) - common <= self.limits.cells
+        source, shared = self._best(handle.request.prompt_ids)
+        shares = source.handle and shared >= WORTH_SHARING and not handle.parked
+        common = whole_tiles(shared) if shares else 0
+        return sum(reserved) + self._needed(handle) - common <= self.limits.cells
 
     def assign(self, handle: Handle) -> Lane:
         """Give a request the idle session that loses least; `begin` comes next."""
@@ -228,6 +244,9 @@ class SessionPool:
         """
         handle = lane.handle
         assert handle
+        if handle.parked and self._take_up(lane, handle, handle.parked):
+            lane.phase = Phase.SETTLED
+            return []
         request = handle.request
         self._prepare(lane, request.prompt_ids)
         lane.generation = Generation(
@@ -262,6 +281,53 @@ class SessionPool:
             self._hand_over_shared(lane, 0)
             while not cache.load(path, lane.session, lane.draft) and self.forget_oldest():
                 pass
+
+    def park(self, lane: Lane, wait: Callable[[Handle], None]) -> None:
+        """Save a sequence, free its session, and call `wait`; `begin` takes the sequence up again.
+
+        Raises:
+            SessionFileError: it cannot be saved, and goes on.
+        """
+        handle = lane.handle
+        assert handle
+        assert lane.generation
+        parked = Parked(lane.generation)
+        try:
+            lane.session.save(parked.path)
+            if lane.draft:
+                lane.draft.save(draft_file(parked.path))
+        except BaseException:
+            parked.drop()
+            raise
+        lane.give_up()
+        lane.phase, handle.parked = Phase.CHANGING, parked
+        wait(handle)
+        self.release(lane)
+        lane.phase = Phase.SETTLED
+
+    def _take_up(self, lane: Lane, handle: Handle, parked: Parked) -> bool:
+        """
+        Returns:
+            False: its file cannot be loaded, so the request begins again.
+        """
+        generation = parked.generation
+        self.forget(lane)
+        with suppress(SessionFileError):
+            while True:
+                try:
+                    lane.session.load(parked.path)
+                    break
+                except ContextFull:
+                    if not self.forget_oldest():
+                        break
+            load_draft_session(parked.path, lane.draft)
+        handle.unpark()
+        if held := lane.session.token_ids == generation.token_ids[:-1]:
+            generation.move(lane.session, lane.planner)
+            lane.generation = generation
+        else:
+            handle.restart()
+        return held
 
     def count_pass(self, lanes: Sequence[Lane]) -> None:
         for lane in lanes:
@@ -439,10 +505,12 @@ class SessionPool:
             heir.forked, lane.forked = min(heir.forked, lane.forked), heir.forked
         lane.forked = min(lane.forked, kept)
 
-    def _needed(self, request: Request) -> int:
-        return min(len(request.prompt_ids) + min(request.max_tokens, RESERVED), self.limits.context_length)
+    def _needed(self, handle: Handle) -> int:
+        request, parked = handle.request, handle.parked
+        held = len(parked.generation.token_ids) if parked else 0
+        return max(held, min(len(request.prompt_ids) + min(request.max_tokens, RESERVED), self.limits.context_length))
 
     def _reserved(self, lane: Lane) -> int:
         """Cells that it takes, shared ones left out, and that its request may still take."""
         held, new = len(lane.session.token_ids), lane.taken
-        return max(held, self._needed(lane.handle.request)) - held + new if lane.handle else new
+        return max(held, self._needed(lane.handle)) - held + new if lane.handle else new
