@@ -294,8 +294,8 @@ class MlxBackend:
             As `_graph`; states of the work's nodes, or None.
         """
         count = len(work.token_ids)
-        if shape := shape_of(self.capabilities, [work]):
-            work = padded(work, session.nodes, shape)
+        if (exact := self.capabilities.exact) and (shape := shape_of(self.capabilities, [work])):
+            work = padded(work, session.nodes, shape, exact.trees)
         tokens, rows = session.place(work)
         wanted = rows[work.wanted - session.nodes]
         logits = self._graph(session, tokens, wanted if len(wanted) else None)
@@ -330,20 +330,21 @@ class MlxBackend:
         mx.clear_cache()
 
 
-def padded(work: Work, first: int, shape: RowClass) -> Work:
+def padded(work: Work, first: int, shape: RowClass, trees: RowClass) -> Work:
     """Pad a work to a row class.
 
     Args:
         work: the work.
         first: number of its first new node.
-        shape: the row class.
+        shape: the row class of its pass.
+        trees: that of wanted rows.
 
     Returns:
         A copy with more nodes and wanted rows. The session does not know these nodes, so a later pass overwrites them.
     """
     count = shape.rows(len(work.token_ids))
     more = count - len(work.token_ids)
-    extra = also_wanted((work.wanted - first).tolist(), count, shape)
+    extra = also_wanted((work.wanted - first).tolist(), count, trees)
     wanted = np.concatenate([work.wanted, first + np.array(extra, np.int32)])
     tokens = np.concatenate([work.token_ids, np.zeros(more, np.int32)])
     parents = np.concatenate([work.parents, np.full(more, -1, np.int32)])

@@ -196,10 +196,10 @@ class TorchBackend:
             positions += placement.positions
             wanted += [start + node - placement.first for node in work.wanted.tolist()]
             parts.append(self._part(session, placement, slice(start, len(tokens))))
-        if shape := shape_of(self.capabilities, batch):
+        if (exact := self.capabilities.exact) and (shape := shape_of(self.capabilities, batch)):
             more = shape.rows(len(tokens)) - len(tokens)
             tokens, positions = tokens + [0] * more, positions + [0] * more
-            wanted += also_wanted(wanted, len(tokens), shape)
+            wanted += also_wanted(wanted, len(tokens), exact.trees)
         with torch.inference_mode(), out_of_memory("a pass"):
             tree = Tree(tuple(parts), self.windows, self.interrupted)
             with interruptible(sessions, self.interrupted):
