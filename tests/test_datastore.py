@@ -185,7 +185,7 @@ def test_the_command_replaces_no_file_that_a_user_may_miss(run, tmp_path):
     notes.mkdir()
     first, second, store = notes / "a.md", notes / "b.md", tmp_path / "x.store"
     for file in (first, second):
-        file.write_text(f"what {file.name} says")
+        file.write_text(f"what {file.name} says", "utf-8")
     (notes / "linked.md").symlink_to(second)
     os.link(first, tmp_path / "hard.md")
 
@@ -315,7 +315,7 @@ def test_a_folder_is_read_in_order_and_bad_files_are_counted(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     for name in ["sub/b.txt", "sub/a.txt", "z.py", ".git/config", ".hidden"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
+        (tmp_path / name).write_text(name, "utf-8")
     skipped = list[Path]()
     assert list(read_texts([tmp_path], skipped.append)) == ["z.py", "sub/a.txt", "sub/b.txt"]
     assert sorted(path.name for path in skipped) == sorted(BAD_FILES)
@@ -326,7 +326,7 @@ def test_left_out_files_are_named(run, tmp_path):
 
     model, notes = small_llama(tmp_path / "tiny.gguf", layers=1), tmp_path / "notes"
     notes.mkdir()
-    (notes / "good.txt").write_text("some text")
+    (notes / "good.txt").write_text("some text", "utf-8")
     for i in range(NAMED + 1):
         (notes / f"{i}.bin").write_bytes(b"\0")
         code, out, err = run("datastore", "build", str(tmp_path / "x"), str(notes), "--model", str(model))
@@ -347,7 +347,7 @@ def test_a_pipe_is_refused_and_not_waited_for(run, tmp_path):
 
 
 def test_half_a_character_in_json_does_not_stop_the_build(tmp_path):
-    (tmp_path / "a.json").write_text('["ab\\ud83d"]')
+    (tmp_path / "a.json").write_text('["ab\\ud83d"]', "utf-8")
     seen = list[str]()
 
     class Strict(LetterVocab):

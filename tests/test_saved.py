@@ -247,7 +247,7 @@ class TestShelf:
         assert len(self.files(tmp_path)) == 1
 
     def test_a_folder_that_cannot_be(self, tmp_path):
-        Path(tmp_path / "shelf").write_text("a file")
+        Path(tmp_path / "shelf").write_text("a file", "utf-8")
         with pytest.raises(SessionFileError, match="cannot be used"):
             self.make(tmp_path, backend())
 

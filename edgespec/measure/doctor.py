@@ -47,6 +47,7 @@ from edgespec.models.registry import OWN_HEAD, find_draft, find_model, is_folder
 from edgespec.planners.auto import AutoState
 from edgespec.planners.path_cost import note
 from edgespec.weights.plan import REMEDY, SAFETY, SLOW, Plan, two_digits
+from edgespec.weights.ring import CANNOT_STREAM, can_stream
 
 # Tokens per pass in a chat, with trees of 8 and of 64 nodes, as in README and docs/measured.md ("Heads").
 EXPECTED_TOKENS = {"specexec": (4.0, 7.0), "sssd": (1.6, 2.0), "head": (1.8, 2.25)}
@@ -60,7 +61,7 @@ class Diagnosis:
     """Findings of `diagnose`; sizes in bytes.
 
     Attributes:
-        disk: bytes per second.
+        disk: bytes per second; 0: not measured.
         head: the head in the file, or "".
         remembered: measurements of pass times by runs of this model.
         draft_or_memory: speeds with the draft and without it; None: it takes no memory that the target needs.
@@ -185,7 +186,7 @@ def diagnose(
         memory=room if room is not None else int(this_machine().free * (1 - SAFETY)),
         draft_size=card.size if own and card else sum(sum(files.values()) for files in sizes[1:]),
         disk=disk.speed,
-        reading=f"{disk.threads} x {format_size(disk.size)} at once",
+        reading=f"{disk.threads} x {format_size(disk.size)} at once" if disk.speed else "",
         head=card.line if card else "",
         notes=notes,
         engine=engine,
@@ -199,11 +200,13 @@ def diagnose(
 
 
 def _read_disk(file: str) -> Reading:
-    """
+    """Measure the disk, if anything can be streamed from it.
+
     Raises:
         ModelError: the file cannot be read.
-        UsageError: this system cannot measure a disk.
     """
+    if not can_stream(this_machine()):
+        return Reading()
     known = recall_reading(file)
     if not known.speed and can_remember():
         found = find_reading(file)[0]
@@ -330,7 +333,7 @@ def _reading(say: Callable[[str], None]) -> Callable[[int, int], None]:
 
 
 def report(diagnosis: Diagnosis) -> str:
-    speed = f"{diagnosis.disk / 1e9:.2f} GB/s"
+    speed = f"{diagnosis.disk / 1e9:.2f} GB/s" if diagnosis.disk else "not measured"
     lines = [
         ("model", f"{diagnosis.target}, {format_size(diagnosis.file_size)}"),
         ("engine", diagnosis.engine),
@@ -348,7 +351,7 @@ def report(diagnosis: Diagnosis) -> str:
         lines.append(("computes", diagnosis.where.line))
     plan = diagnosis.plan
     if plan is None:
-        fits = "everything fits into memory; nothing is streamed"
+        fits = "nothing is streamed" if CANNOT_STREAM in diagnosis.notes else "everything fits into memory"
         lines.append(("plan", "layers are streamed: see the note" if diagnosis.streams else fits))
     else:
         lines += [
