@@ -17,8 +17,8 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,10 +100,23 @@ def take_away() -> None:
         real(self, None if name == "msvcrt" else here, *arguments, **more)
 
     ctypes.CDLL.__init__ = load  # type: ignore[method-assign]
-    for name in ("replace", "rename", "unlink", "remove"):
-        setattr(os, name, _refusing(getattr(os, name), exists=name == "rename"))
+    no_replacing_of_open_files().__enter__()
     ctypes.windll = SimpleNamespace(kernel32=Kernel32())  # type: ignore[attr-defined]
     sys.platform = "win32"
+
+
+@contextmanager
+def no_replacing_of_open_files() -> Iterator[None]:
+    """Until the end of the `with`."""
+    names = ("replace", "rename", "unlink", "remove")
+    usual = {name: getattr(os, name) for name in names}
+    for name in names:
+        setattr(os, name, _refusing(usual[name], exists=name == "rename"))
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(os, name, usual[name])
 
 
 def _refusing(act: Any, exists: bool) -> Any:
@@ -147,13 +160,16 @@ def failures(names: Iterable[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """With file names of tests: import the package, scripts/install and them; with `edgespec ...`: run the command."""
+    """With files of tests: import the package, scripts/install and them; with `edgespec ...` or `-c TEXT`: run it."""
     modules = own_modules()
-    if sys.argv[1] == "edgespec":
+    if sys.argv[1] in ("edgespec", "-c"):
         import_others(path for name, path in modules.items() if not re.search("torch|mlx|convert", name))
         take_away()
         sys.argv = sys.argv[1:]
-        import_module("edgespec.cli.commands").main()
+        if sys.argv[0] == "-c":
+            exec(sys.argv[1])
+        else:
+            import_module("edgespec.cli.commands").main()
         return
     tests = [Path(name) for name in sys.argv[1:]]
     import_others([*modules.values(), ROOT / "scripts" / "install", *tests])

@@ -68,4 +68,4 @@ def test_a_cache_that_cannot_be_written_is_noted(monkeypatch: pytest.MonkeyPatch
     assert measurements.why_not_kept() == ""
     (tmp_path / "file").write_text("no folder can be made in it", "utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert f"{tmp_path / 'file'}/edgespec/measured cannot be written" in measurements.why_not_kept()
+    assert f"{tmp_path / 'file' / 'edgespec' / 'measured'} cannot be written" in measurements.why_not_kept()
