@@ -5,7 +5,7 @@ BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 DROP := 10-13
 # Tests that need no streaming, no fork and no POSIX shell; tests/test_on_windows.py imports them as Windows would.
 ON_WINDOWS := $(addsuffix .py,$(addprefix tests/test_,tree verify sampling text planner specexec sssd lossless_reference \
-  datastore saved remembered json_lines streams user_folders registry server python_api))
+  datastore saved remembered json_lines user_folders registry server python_api))
 ORDER ?= -p no:randomly
 
 .PHONY: run pair test test-all lint check-mac check-windows dist check-wheel check-tag clean
