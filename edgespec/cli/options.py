@@ -136,7 +136,8 @@ DRAFT_OPTION = click.option(
     "--draft",
     metavar="MODEL",
     shell_complete=complete_model,
-    help="Draft model or head: a name, path or source like MODEL; head is the one in the file of MODEL.",
+    help="Draft model or head: a name, path or source like MODEL; head is the one in the file of MODEL; "
+    "layers are those of MODEL that stay in memory (mlx, torch).",
 )
 BUDGET_OPTION = click.option(
     "--budget",
