@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from edgespec.machine import files, measurements
 from edgespec.machine.this_machine import this_machine
 from edgespec.measure import doctor
 from edgespec.planners.datastore import build, open_datastore
+from edgespec.weights.ring import CANNOT_STREAM
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows shows it itself: make check-windows")
 
@@ -85,11 +87,13 @@ def test_files_are_replaced_once_they_are_closed(monkeypatch: pytest.MonkeyPatch
 def test_doctor_measures_no_disk_that_nothing_is_streamed_from(
     run: Run, smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "can_stream", lambda machine: False)
+    for module in (doctor, import_module("edgespec.backends.llamacpp.memory.planning")):
+        monkeypatch.setattr(module, "can_stream", lambda machine: False)
     monkeypatch.delattr(os, "preadv")
-    code, out, _ = run("doctor", str(smollm2), "--backend", "llamacpp", "--ctx", "256", "--exact", "off")
+    code, out, _ = run("doctor", str(smollm2), "--backend", "llamacpp", "--ctx", "256", "--exact", "off", "--memory=1M")
     assert code == 0
-    assert re.search(r"^ *disk +not measured", out, re.M)
+    for line in (r"disk +not measured", r"plan +nothing is streamed: see the note", f"note +{CANNOT_STREAM}"):
+        assert re.search(f"^{line}", out, re.M)
 
 
 def test_borrowing_layers_is_refused_in_one_line(smollm2: Path) -> None:

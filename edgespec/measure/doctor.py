@@ -358,8 +358,9 @@ def report(diagnosis: Diagnosis) -> str:
         lines.append(("computes", diagnosis.where.line))
     plan = diagnosis.plan
     if plan is None:
-        fits = "nothing is streamed" if CANNOT_STREAM in diagnosis.notes else "everything fits into memory"
-        lines.append(("plan", "layers are streamed: see the note" if diagnosis.streams else fits))
+        fits = "everything fits into memory; nothing is streamed"
+        noted = "layers are" if diagnosis.streams else "nothing is" if CANNOT_STREAM in diagnosis.notes else ""
+        lines.append(("plan", f"{noted} streamed: see the note" if noted else fits))
     else:
         lines += [
             ("stays", f"{format_size(plan.pinned_bytes)} of weights, {format_size(plan.needed)} for all else"),
