@@ -8,7 +8,7 @@ ON_WINDOWS := $(addsuffix .py,$(addprefix tests/test_,tree verify sampling text 
   datastore saved remembered json_lines user_folders registry server python_api))
 ORDER ?= -p no:randomly
 
-.PHONY: run pair test test-all lint check-mac check-windows dist check-wheel check-tag clean
+.PHONY: run pair test test-all lint docs check-mac check-windows dist check-wheel check-tag clean
 
 run: .venv/run
 	@$(BIN)/edgespec run smollm2-135m "$$PROMPT" --max-tokens 128
@@ -49,6 +49,10 @@ lint: .venv/test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The pages as a site: build/site/index.html.
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/site/mkdocs.yml
+
 # A source archive and a wheel in dist/.
 dist: .venv/dist
 	rm -rf dist build/lib
@@ -80,6 +84,10 @@ check-tag: .venv/run
 
 .venv/pair: .venv/run
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[bench]"
+	touch $@
+
+.venv/docs: .venv/run
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[docs]"
 	touch $@
 
 .venv/test: .venv/run Makefile
