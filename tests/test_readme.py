@@ -44,7 +44,9 @@ def test_the_python_examples_of_the_pages_and_of_help_run(
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_commands_and_options_shown_exist(path: Path) -> None:
     commands = all_commands()
-    shown = re.findall(r"^ {4,}(?:.*\| )?(edgespec \w+(?: build)?)( .*)?$", path.read_text(), re.MULTILINE)
+    shown = re.findall(
+        r"^ {4,}(?:.*\| )?(edgespec \w+(?: build)?)( .*)?$", path.read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert shown or path not in (ROOT / "README.md", ROOT / "docs" / "start.md")
     for name, rest in shown:
         known = {option for one in commands[name].params for option in (*one.opts, *one.secondary_opts)}
@@ -53,7 +55,7 @@ def test_the_commands_and_options_shown_exist(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_and_scripts_exist(path: Path) -> None:
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text):
         assert (path.parent / link).exists(), link
     for script in re.findall(r"(?<![\w/])(?:scripts|tests|backends|edgespec/\w+)/[\w/.-]*\w", text):

@@ -35,7 +35,7 @@ def imported(path: Path, module: str) -> set[str]:
     """Modules that a file imports; of `from a import b` both a and a.b, since b may be a module."""
     found = set[str]()
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

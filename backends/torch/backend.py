@@ -37,6 +37,7 @@ from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.models.safetensors_header import read_safetensors_header
 from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, choose_width
+from edgespec.weights.ring import CANNOT_STREAM, can_stream
 
 from ..common.heads import head_size
 from ..common.hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
@@ -281,6 +282,7 @@ class TorchPlan(LoadPlan):
         memory: host memory that may be used.
         used: host memory that this program uses now.
         cores: of the machine.
+        streams: layers can be read from disk in every pass.
     """
 
     device: str
@@ -290,6 +292,7 @@ class TorchPlan(LoadPlan):
     memory: int
     used: int
     cores: int
+    streams: bool
 
 
 class TorchEngine(Engine):
@@ -336,7 +339,7 @@ class TorchEngine(Engine):
         most = memory or int(machine.free * (1 - SAFETY))
         return TorchPlan(
             path=path, options=options, device=device, gpu=gpu, others=others, shared=shared, memory=most,
-            used=machine.used, cores=machine.cores,
+            used=machine.used, cores=machine.cores, streams=can_stream(machine),
         )  # fmt: skip
 
     def load(self, plan: TorchPlan, way: Computing | None = None, progress: Progress | None = None) -> TorchBackend:
@@ -398,10 +401,11 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
             numbers = 0, math.prod(cache_shape(model.config.get_text_config(), 1))
         head = tuple(count * model.dtype.itemsize for count in numbers)
         needed, host = plan.used + grown + sum(map(_bytes_of_weights, _mapped)) + MARGIN, None
-        if gpu:
+        weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) + head[0]
+        paged = not plan.streams and (options.memory is not None or weights + needed > plan.memory)
+        if gpu and plan.streams:
             host = Host(folder, plan.memory, needed, apart=True)
-        elif device.type == "cpu":
-            weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) + head[0]
+        elif device.type == "cpu" and plan.streams:
             if options.memory is not None or 2 * weights + needed >= plan.memory:
                 there, host = plan.memory, Host(folder, plan.memory, needed, apart=False)
         elif plan.shared is not None:
@@ -434,6 +438,8 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
     backend.content = content_of(*backend._files)
     if kept:
         backend.notes = [*backend.notes, kept.note]
+    if paged:
+        backend.notes = [*backend.notes, CANNOT_STREAM]
     if options.gpu_layers and not gpu:
         backend.notes = [*backend.notes, f"the device is {device.type}, so --gpu-layers changes nothing"]
     if dtype == NF4:
