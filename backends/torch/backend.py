@@ -84,6 +84,7 @@ from .recurrent import (
 from .session import Placement as NodePlacement
 from .session import TorchSession
 from .spans import Cells, Spans, connect
+from .sparse import ROWS, SparseAttention
 
 __all__ = ["TorchBackend", "TorchEngine", "load", "load_vocab"]
 
@@ -111,6 +112,9 @@ class TorchBackend:
         cache: of states; None: no layer is recurrent.
         streamer: None: all layers are resident.
         first: 1: the cell of a sequence's first token is hidden.
+        sparse: chooses cells; None: all are read.
+        keeps_queries: sessions have `TorchSession.queries`.
+        opened: sessions; those that were closed since the last was opened, too.
     """
 
     name = "torch"
@@ -147,6 +151,9 @@ class TorchBackend:
         self.placed = placed(spans, len(streamer.blocks) if streamer else 0)
         self.interrupted = Event()
         self._kept: KeptInputs | None = None
+        self.sparse: SparseAttention | None = None
+        self.keeps_queries = False
+        self.opened: list[TorchSession] = []
         self._files: Sequence[str] = ()
         self.content = ""
 
@@ -158,7 +165,9 @@ class TorchBackend:
         self._check_open()
         if not self._free:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
-        return self._new_session(self._free.pop())
+        session = self._new_session(self._free.pop())
+        self.opened = [*(one for one in self.opened if one.cells is not None), session]
+        return session
 
     def _new_session(self, cells: Cells) -> TorchSession:
         if self.capabilities.paths:
@@ -189,7 +198,7 @@ class TorchBackend:
             tokens += work.token_ids.tolist()
             positions += placement.positions
             wanted += [start + node - placement.first for node in work.wanted.tolist()]
-            parts.append(self._part(session, placement, slice(start, len(tokens))))
+            parts.append(self._part(session, work, placement, slice(start, len(tokens))))
         if shape := shape_of(self.capabilities, batch):
             more = shape.rows(len(tokens)) - len(tokens)
             tokens, positions = tokens + [0] * more, positions + [0] * more
@@ -201,6 +210,7 @@ class TorchBackend:
         found = list[Logits]()
         for session, work, placement, part in zip(sessions, batch, placements, parts, strict=True):
             session.add(work, placement)
+            session.latest = part.queries
             rows = dict(enumerate(range(part.rows.start, part.rows.stop), placement.first))
             found.append(self.logits(logits[: len(work.wanted)], work.wanted.tolist(), rows))
             logits = logits[len(work.wanted) :]
@@ -236,7 +246,7 @@ class TorchBackend:
     def identity(self) -> dict[str, Any]:
         return identity_of(self, self.content)
 
-    def _part(self, session: TorchSession, placement: NodePlacement, rows: slice) -> Part:
+    def _part(self, session: TorchSession, work: Work, placement: NodePlacement, rows: slice) -> Part:
         length = len(session.token_ids)
         everywhere = session.positions + placement.positions
         masks = {
@@ -244,7 +254,11 @@ class TorchBackend:
             for window in set(self.windows)
         }
         start = length + placement.first
-        return Part(rows, rows, session.cells.by_layer, start, start + rows.stop - rows.start, masks)
+        end = start + rows.stop - rows.start
+        chosen = self.sparse.cells(session, work, end, self.device) if self.sparse else {}
+        return Part(
+            rows, rows, session.cells.by_layer, start, end, masks, chosen, ROWS if self.keeps_queries else 0
+        )  # fmt: skip
 
     def close(self) -> None:
         if self.streamer is not None:

@@ -8,10 +8,13 @@ from .backend import TorchBackend, TorchEngine, named, out_of_memory
 from .head import load_eagle
 from .mtp import load_mtp
 from .mtp_files import head_tensors
+from .sparse import follow
 
 
 class TorchHeadEngine(TorchEngine):
-    """See `LoadsHeads`."""
+    """See `LoadsHeads` and `SparseEngine`."""
+
+    supported = TorchEngine.supported | {"sparse_attention"}
 
     def has_head(self, path: str) -> bool:
         return is_head(path) or bool(head_tensors(path))
@@ -20,6 +23,9 @@ class TorchHeadEngine(TorchEngine):
         assert isinstance(target, TorchBackend)
         with named(path), out_of_memory("the head"):
             return (load_eagle if is_head(path) else load_mtp)(target, path, options)
+
+    def attend_sparsely(self, target: TorchBackend, draft: TorchBackend, share: float, *, keep: bool = True) -> None:
+        follow(target, draft, share, keep=keep)
 
 
 engine = TorchHeadEngine()
