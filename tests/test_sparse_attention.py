@@ -16,7 +16,7 @@ from edgespec.backends.torch import sparse as sparse_module
 from edgespec.backends.torch.attention import Part, Tree, build_mask, tree_attention
 from edgespec.backends.torch.backend import load
 from edgespec.backends.torch.engine import engine
-from edgespec.backends.torch.sparse import WHOLE, attention, heaviest, least_in_order
+from edgespec.backends.torch.sparse import attention, heaviest, least_in_order
 from hf_models import save, tiny_model, torch
 
 import edgespec

@@ -1,15 +1,15 @@
 """SpecAttn (arXiv 2510.27641), approximate: the cells that a draft model attends to are those that its target reads.
 
-A draft has read a text up to the root before its target verifies a tree. In each layer of the target but the first ones,
-the root and the tree's nodes see each other, and the fewest committed cells that hold a share of the attention of the
-root in one of the draft's layers. Which one, `layer_map` has found on a text. Prompts are read whole, as is everything
-where the draft has not just read the root.
+Before a target verifies a tree, its draft has read the text up to the root. In each layer of the target but the first
+ones, the root and the tree's nodes read each other and the fewest committed cells that hold a share of the attention of
+the root in one layer of the draft: that of `layer_map`. Prompts read all cells, and so does a tree whose root is not the
+last token that the draft has read.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pydoc_data.topics import topics
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,17 +20,13 @@ from edgespec.loop.backend import Work
 from edgespec.loop.passes import prefill
 from edgespec.machine.measurements import recall, remember
 
-if TYPE_CHECKING:
-    from .backend import TorchBackend
-    from .session import TorchSession
-
 WHOLE = 2  # first layers, whose attention is spread over the text
 TOKENS, ROWS = 512, 32  # tokens of the text for `layer_map`, and its last rows, whose attention is compared
 LEAST = 1e-9  # probability: less counts as this in a divergence
 
 
 class SparseAttention:
-    def __init__(self, draft: "TorchBackend", share: float, layers: Sequence[int]) -> None:
+    def __init__(self, draft: Any, share: float, layers: Sequence[int]) -> None:
         """
         Args:
             draft: keeps queries.
@@ -40,7 +36,7 @@ class SparseAttention:
         self._draft, self._share, self._layers = draft, share, layers
 
     @torch.inference_mode()
-    def cells(self, session: "TorchSession", work: Work, end: int, device: Any) -> dict[int, Any]:
+    def cells(self, session: Any, work: Work, end: int, device: Any) -> dict[int, Any]:
         """
         Args:
             session: of the target.
@@ -96,7 +92,7 @@ def heaviest(weights: Any, share: float) -> Any:
     return order[:count].sort().values
 
 
-def layer_map(target: "TorchBackend", draft: "TorchBackend", token_ids: Sequence[int]) -> list[int]:
+def layer_map(target: Any, draft: Any, token_ids: Sequence[int]) -> list[int]:
     """
     Returns:
         A layer of the draft for each of the target, by which their attention over a text diverges least.
@@ -124,7 +120,7 @@ def least_in_order(costs: ArrayLike) -> list[int]:
     return found[::-1]
 
 
-def _read(backend: "TorchBackend", token_ids: Sequence[int]) -> list[Any]:
+def _read(backend: Any, token_ids: Sequence[int]) -> list[Any]:
     """Attention [rows, cells] of the last rows in each layer."""
     session = backend.open()
     try:
@@ -137,7 +133,7 @@ def _read(backend: "TorchBackend", token_ids: Sequence[int]) -> list[Any]:
         session.close()
 
 
-def follow(target: "TorchBackend", draft: "TorchBackend", share: float, *, keep: bool) -> None:
+def follow(target: Any, draft: Any, share: float, *, keep: bool) -> None:
     """Arguments and errors as for `SparseEngine`."""
     for name, backend in (("target", target), ("draft", draft)):
         if backend.capabilities.paths or any(backend.windows):
