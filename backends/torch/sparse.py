@@ -1,9 +1,9 @@
 """SpecAttn (arXiv 2510.27641), approximate: the cells that a draft model attends to are those that its target reads.
 
-Before a target verifies a tree, its draft has read the text up to the root. In each layer of the target but the first
-ones, the root and the tree's nodes read each other and the fewest committed cells that hold a share of the attention of
-the root in one layer of the draft: that of `layer_map`. Prompts read all cells, and so does a tree whose root is not the
-last token that the draft has read.
+Before a target verifies a tree, its draft has read the text up to the root. The target's first layers read all cells.
+In each other layer, the root and the tree's nodes read each other, and the fewest committed cells that hold a share of
+the root's attention in one layer of the draft, which `layer_map` gives. Prompts read all cells. So does a tree whose
+root is not the last token that the draft has read.
 """
 
 from collections.abc import Sequence
@@ -74,11 +74,10 @@ def attention(queries: Any, keys: Any) -> Any:
     Returns:
         [rows, cells], the mean of the heads.
     """
-    shared = queries.float().unflatten(0, (len(keys), -1))
-    scores = shared @ keys[:, None].float().transpose(-1, -2)
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=keys.device).triu(
-        1 + keys.shape[1] - queries.shape[1]
-    )
+    rows, cells = queries.shape[1], keys.shape[1]
+    grouped = queries.float().unflatten(0, (len(keys), -1)).flatten(1, 2)  # heads as rows: no copies of the keys
+    scores = (grouped @ keys.float().transpose(1, 2)).unflatten(1, (-1, rows))
+    later = torch.ones((rows, cells), dtype=torch.bool, device=keys.device).triu(1 + cells - rows)
     return torch.softmax(scores.masked_fill_(later, -torch.inf), -1).mean((0, 1))
 
 
