@@ -1,4 +1,4 @@
-"""What sparse attention costs in perplexity, and gains in time: passes over a text, dense and sparse by turns."""
+"""Perplexity and time of sparse attention: dense and sparse passes over the same tokens, interleaved."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
