@@ -48,7 +48,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import Message, TextStream, render_chat, user_messages
 from edgespec.models.own_sampling import choose_sampling, choose_seed
-from edgespec.models.registry import Entry, find_draft, find_model, local_path
+from edgespec.models.registry import OWN_LAYERS, Entry, find_draft, find_model, local_path
 from edgespec.planners.auto import AutoState, new_auto_state
 from edgespec.planners.choice import CHECKS, USE_DRAFT, check_planner, make_planner
 from edgespec.scheduler import drive
@@ -509,7 +509,7 @@ def load(
     Args:
         target: a name from models.yaml, the path of a GGUF file or of a model folder, OWNER/REPOSITORY on the hub, or a
             source such as hf:owner/repository/file.gguf.
-        draft: the same for the draft model; default: that of models.yaml.
+        draft: the same for the draft model, or "head" or "layers" of the target; default: that of models.yaml.
         planner: one of `PLANNERS`; default: that of models.yaml, else auto: the fastest in every step.
         budget: most draft tokens per pass; default: by measured pass times, at most the budget of models.yaml or 64;
             where torch or mlx stream weights, up to 1024.
@@ -626,7 +626,8 @@ def load(
                 entry.target,
                 *([find_draft(draft, entry, models_file).target] if draft and backends[1:] else []),
             ]
-            at_close = recall_auto_state(pace, sources, backends[0], options, learn)
+            about = replace(options, own_layers=draft == OWN_LAYERS)
+            at_close = recall_auto_state(pace, sources, backends[0], about, learn)
         names = (target, draft or "" if backends[1:] else "")
         return Model(
             backends[0],

@@ -128,7 +128,7 @@ def test_doctor_times_a_head_as_the_draft(files: dict[str, Path], run: Run) -> N
     )
 
 
-@pytest.mark.parametrize("draft", ["eagle3", "head"])
+@pytest.mark.parametrize("draft", ["eagle3", "head", "layers"])
 def test_pair_says_how_a_head_is_measured(files: dict[str, Path], run: Run, draft: str) -> None:
     name = str(files.get(draft, draft))
     status, out, err = run("pair", str(files["llama"]), name)

@@ -145,7 +145,7 @@ def test_a_head_that_is_not_asked_reads_nothing_and_keeps_few_states():
     head = HeadOfTest()
     tokens = generated(make_planner("specexec", [Target(), head]), 0.0, max_tokens=300, budget=0)
     [session] = head.opened
-    assert len(session.token_ids) == len(PROMPT) - 1
+    assert len(session.token_ids) == len(PROMPT)
     assert head.given >= len(tokens) - 2
     assert len(session._given) == KEPT + 1
 
@@ -169,7 +169,7 @@ def test_auto_tries_a_head_again_in_the_same_text():
     assert drafting.wait(text) == len(text) - 1  # it would have to read the prompt
     generation.read_prompt()
     assert drafting.wait(text) == 0
-    missed = len(text) - len(PROMPT)
+    missed = len(text) - 1 - len(PROMPT)
     assert drafting.draft_seconds(np.ones(1), text, plain=1.0) == pytest.approx(missed / LAYERS)
 
 

@@ -179,8 +179,8 @@ class LlamaBackend:
                 rows.wanted.extend(index[node] for node in placement.work.wanted.tolist())
             self.cells.end += len(rows.tokens)
             count = len(rows.tokens)
-            if shape := shape_of(self.capabilities, batch):
-                rows.fill(shape, self.cells.padding_id)
+            if (exact := self.capabilities.exact) and (shape := shape_of(self.capabilities, batch)):
+                rows.fill(shape, exact.trees, self.cells.padding_id)
             if self.state_width:
                 llama_cpp.llama_set_embeddings(self.context, len(rows.wanted) == len(rows.tokens))
             self.compute(rows, prompt=any(work.prompt for work in batch), padding=len(rows.tokens) - count)

@@ -1,4 +1,4 @@
-"""The engine for MLX, with heads as drafts."""
+"""The engine for MLX, with heads and own layers as drafts."""
 
 import re
 from pathlib import Path
@@ -12,6 +12,7 @@ from edgespec.models.safetensors_header import read_safetensors_header
 
 from .backend import MlxBackend, MlxEngine
 from .head import load_head
+from .own_layers import load_own_layers
 
 # Names in what models' folders have for multi-token prediction, which mlx-lm leaves out when it loads them.
 IN_FOLDER = re.compile(r"(^|\.)mtp[._]|\.(eh_proj|nextn)\.")
@@ -27,7 +28,7 @@ class MlxHeadEngine(MlxEngine):
         return is_head(path)
 
     def load_head(self, target: Backend, path: str, options: LoadOptions) -> Backend:
-        return load_head(cast(MlxBackend, target), path, options)
+        return (load_own_layers if options.own_layers else load_head)(cast(MlxBackend, target), path, options)
 
 
 engine = MlxHeadEngine()

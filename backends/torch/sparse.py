@@ -50,7 +50,7 @@ class SparseAttention:
         tokens, found = [*session.token_ids, *work.token_ids[:1].tolist()], dict[int, Any]()
         if work.prompt or session.nodes or len(tokens) == 1:
             return found
-        draft = next((one for one in self._draft.opened if one.queries and one.token_ids == tokens), None)
+        draft = next((one for one in self._draft.sessions if one.queries and one.token_ids == tokens), None)
         if draft is None:
             return found
         nodes, chosen = torch.arange(len(tokens) - 1, end, device=device), dict[int, Any]()

@@ -23,7 +23,17 @@ from edgespec.machine.measurements import remember as keep
 from edgespec.machine.memory import left_of
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.heads import check_folder, is_head
-from edgespec.models.registry import OWN_HEAD, Entry, find_draft, find_model, is_folder, local_head, local_path
+from edgespec.models.registry import (
+    OWN,
+    OWN_HEAD,
+    OWN_LAYERS,
+    Entry,
+    find_draft,
+    find_model,
+    is_folder,
+    local_head,
+    local_path,
+)
 from edgespec.planners.auto import AutoState
 
 DEFAULT_BUDGET = 64
@@ -64,8 +74,8 @@ class PairPlan:
 
     @property
     def head(self) -> bool:
-        """True: the draft is a head, which is loaded after its target."""
-        return self.options.own_head or any(map(is_head, self.paths[1:]))
+        """True: the draft is a head or layers of its target, after which it is loaded."""
+        return self.options.own_head or self.options.own_layers or any(map(is_head, self.paths[1:]))
 
 
 def find_head(entry: Entry, backend: str | None, say: Callable[[str], None], notes: list[str]) -> str | None:
@@ -96,14 +106,21 @@ def find_head(entry: Entry, backend: str | None, say: Callable[[str], None], not
         return None
 
 
-def with_head(names: Sequence[str], paths: Sequence[str], own: bool, options: LoadOptions) -> LoadOptions:
-    """Options of a target that gets a head; arguments as in `PairPlan`.
+def with_head(names: Sequence[str], paths: Sequence[str], draft: str, options: LoadOptions) -> LoadOptions:
+    """Options of a target whose draft is a head, or one of `OWN` by name; other arguments as in `PairPlan`.
 
     Raises:
         UsageError: the engine cannot draft with it, or the target's own file has none.
         ModelError: as for `LoadsHeads.has_head`.
     """
-    engine = find_engine(names[0])
+    engine, own = find_engine(names[0]), draft == OWN_HEAD
+    if draft == OWN_LAYERS:
+        if "own_layers" not in engine.supported:
+            raise UsageError(
+                f"the backend {names[0]} cannot draft with layers of the target (--draft {OWN_LAYERS}); "
+                "edgespec convert --drop-layers makes a draft of them"
+            )
+        return replace(options, own_layers=True)
     if len(set(names)) > 1 or not isinstance(engine, LoadsHeads):
         raise UsageError(f"the backend {names[0]} cannot draft with the head {paths[1]}; use a draft model")
     if not engine.has_head(paths[1]):
@@ -133,10 +150,10 @@ def plan_pair(
     check_supported(names, options)
     paths = [local_path(source, say=say) for source in sources]
     check_folder(paths[0])
-    if draft and (draft == OWN_HEAD or is_head(paths[1])):
+    if draft and (draft in OWN or is_head(paths[1])):
         if share is not None:
-            raise UsageError(f"--sparse-attention needs a draft model, and {draft} is a head")
-        options = with_head(names, paths, draft == OWN_HEAD, options)
+            raise UsageError(f"--sparse-attention needs a draft model with a file of its own, and {draft} is none")
+        options = with_head(names, paths, draft, options)
         return PairPlan(names, paths, options, _plan(names[0], paths[0], options))
     if share is not None and (len(set(names)) > 1 or not isinstance(find_engine(names[0]), SparseEngine)):
         raise UsageError(f"--sparse-attention needs both models on torch, and they are on {' and '.join(names)}")
@@ -269,7 +286,7 @@ def recall_auto_state(
         "draft": identity(local_path(sources[1], fetch=False)) if sources[1:] else "",
         "exact": str(target.capabilities.exact or ""),
         "experts": str(target.capabilities.experts),
-        **given | {"lenders": ",".join(options.lenders)},
+        **given | {"lenders": ",".join(options.lenders)} | ({"own_layers": True} if options.own_layers else {}),
     }  # fmt: skip
     passes = 0
     try:

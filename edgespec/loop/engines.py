@@ -106,6 +106,7 @@ class LoadOptions:
         in_order: a session's cells lie in the order of its tokens, which a draft does not need.
         share: part of a context that each further session adds to the cells of all sessions.
         own_head: the head in the model's own file is loaded, too, and stays in memory; see `LoadsHeads`.
+        own_layers: some of the model's own layers will draft; whole layers are streamed then.
         sparse_attention: share of the draft's attention whose cells are read; see `SparseEngine`.
     """
 
@@ -130,6 +131,7 @@ class LoadOptions:
     in_order: bool = True
     share: float | None = None
     own_head: bool = False
+    own_layers: bool = False
     sparse_attention: float | None = None
 
     def __post_init__(self) -> None:
@@ -213,7 +215,7 @@ class Engine(Protocol):
     """Loads models.
 
     Attributes:
-        supported: fields of `LoadOptions` that it uses, of `ENGINE_OPTIONS` and "draft_files".
+        supported: fields of `LoadOptions` that it uses, of `ENGINE_OPTIONS`, "draft_files" and "own_layers".
     """
 
     supported: frozenset[str] = frozenset()
@@ -269,7 +271,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class LoadsHeads(Protocol):
-    """An engine that can draft with a head: an optional feature, for `planners/heads.py`."""
+    """An engine that can draft with a head (`planners/heads.py`), or with own layers: an optional feature."""
 
     def has_head(self, path: str) -> bool:
         """
@@ -287,11 +289,11 @@ class LoadsHeads(Protocol):
         Args:
             target: loaded by this engine, with `own_head` if `path` is its own, and without open sessions.
             path: of the head, or of the target.
-            options: as `LoadOptions.for_draft`.
+            options: as `LoadOptions.for_draft`; with `own_layers` those draft, and no logits give states.
 
         Returns:
-            The head with the target's vocabulary; `Capabilities.head` and `one_thread` are true. It is closed before
-            its target.
+            The draft with the target's vocabulary; `Capabilities.one_thread` is true, and `head` of a head. It is
+            closed before its target.
 
         Raises:
             ModelError: it does not fit the target, or the engine lacks what it needs.

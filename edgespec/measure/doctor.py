@@ -43,7 +43,7 @@ from edgespec.machine.memory import disk_bandwidth, file_system, format_size, in
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.gguf_model import check_magic
 from edgespec.models.heads import check_folder, is_head
-from edgespec.models.registry import OWN_HEAD, find_draft, find_model, is_folder, local_path
+from edgespec.models.registry import OWN, OWN_HEAD, OWN_LAYERS, find_draft, find_model, is_folder, local_path
 from edgespec.planners.auto import AutoState
 from edgespec.planners.path_cost import note
 from edgespec.weights.plan import REMEDY, SAFETY, SLOW, Plan, two_digits
@@ -111,7 +111,7 @@ def tokens_per_second(diagnosis: Diagnosis) -> dict[str, float]:
         return {}
     one, *trees = diagnosis.passes
     expected = {"none": 1 / one.seconds}
-    for name in ("sssd", "specexec") if trees and diagnosis.draft_size else ("sssd",) if trees else ():
+    for name in ("sssd", "specexec") if trees and diagnosis.draft_seconds else ("sssd",) if trees else ():
         speeds = []
         for tree in trees:
             usual = EXPECTED_TOKENS["head" if name == "specexec" and diagnosis.by_head else name]
@@ -172,7 +172,7 @@ def diagnose(
     )  # fmt: skip
     check_supported([engine], options)
     paths = list(map(local_path, sources))
-    card, own = _head(paths[0]), draft == OWN_HEAD
+    card = _head(paths[0])
     room = in_bytes("memory", memory)
     sizes = [_weight_files(path) for path in paths]
     say("disk")
@@ -183,7 +183,11 @@ def diagnose(
         file_size=sum(sizes[0].values()),
         file_system=file_system(paths[0]),
         memory=room if room is not None else int(this_machine().free * (1 - SAFETY)),
-        draft_size=card.size if own and card else sum(sum(files.values()) for files in sizes[1:]),
+        draft_size=0
+        if draft == OWN_LAYERS
+        else card.size
+        if draft == OWN_HEAD and card
+        else sum(sum(files.values()) for files in sizes[1:]),
         disk=disk.speed,
         reading=f"{disk.threads} x {format_size(disk.size)} at once",
         head=card.line if card else "",
@@ -192,7 +196,7 @@ def diagnose(
         remembered=[one for one in everything() if about.items() <= one["about"].items()],
     )
     try:
-        _try(found, paths, options, disk, own, say)
+        _try(found, paths, options, disk, draft, say)
     except NoRoom as error:
         found.cannot_run = str(error)
     return found
@@ -256,7 +260,7 @@ def _try(
     paths: Sequence[str],
     options: LoadOptions,
     disk: Reading,
-    own: bool,
+    draft: str | None,
     say: Callable[[str], None],
 ) -> None:
     """Load the models, time passes, and put the results into `found`.
@@ -269,12 +273,15 @@ def _try(
     say("memory")
     machine = replace(this_machine(gpus=engine.gpus(options.device)), disk=disk)
 
-    found.by_head = head = bool(drafts) and (own or is_head(drafts[0]))
+    head = bool(drafts) and (draft in OWN or is_head(drafts[0]))
+    found.by_head = head and draft != OWN_LAYERS
 
     def planned(paths: Sequence[str]) -> PairPlan:
         names = [found.engine] * len(paths)
         with_it = head and len(paths) > 1
-        made = with_head(names, paths, own, options) if with_it else replace(options, draft_files=tuple(paths[1:]))
+        made = (
+            with_head(names, paths, draft or "", options) if with_it else replace(options, draft_files=tuple(paths[1:]))
+        )
         return PairPlan(names, paths, made, engine.plan(path, made, machine))
 
     pair = planned(paths)
@@ -299,10 +306,10 @@ def _try(
         between = [n for n in (SIZES_OF_MIXTURES if limits.experts else SIZES) if n < nodes]
         passes = [time_pass(backend, n) for n in (1, *between, nodes)]
         if head and isinstance(engine, LoadsHeads):
-            with closing(engine.load_head(backend, drafts.pop(), options.for_draft())) as small:
+            with closing(engine.load_head(backend, drafts.pop(), pair.options.for_draft())) as small:
                 found.draft_seconds = time_pass(small, BEAM).seconds * draft_passes(nodes)
-    for draft in drafts:
-        with closing(load_draft(engine, draft, options.for_draft())) as backend:
+    for small_path in drafts:
+        with closing(load_draft(engine, small_path, options.for_draft())) as backend:
             found.draft_seconds = time_pass(backend, BEAM).seconds * draft_passes(nodes)
     found.passes = passes
 

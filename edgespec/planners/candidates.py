@@ -89,7 +89,7 @@ class Drafting(Candidate):
         likely = self._eager or self._state.ledger().has_gained(self.planner.name)
         if likely and (times := self._state.times(length)):
             likely = self._predict(times, length, 1, self.planner.depth) > GAIN / times.plain
-        self._wanted = length if likely else 0
+        self._wanted = length + 1 if likely else 0  # the first token is known before the draft reads
         self.planner.begin(prompt_ids)
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:

@@ -24,7 +24,7 @@ class HeadDrafter(Drafter):
     _prompt: Sequence[int]
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        self._prompt = prompt_ids[:-1]
+        self._prompt = prompt_ids
         super().begin(prompt_ids)
 
     def saw_prompt(self, start: int, count: int, logits: Logits) -> None:

@@ -77,7 +77,8 @@ class Scheduler:
             emit: receives every event, in the thread that makes passes; must be fast.
             stats: filled in as tokens come.
             idle_limit: None: a real request; else idle work, for which the prompt is read and at most this many tokens
-                are generated, while there is no other work and until `promote`; other requests may end it.
+                are generated (0: but for the prompt's), while there is no other work and until `promote`; other
+                requests may end it.
 
         Raises:
             ContextFull: the prompt leaves no room for a token.
@@ -241,19 +242,18 @@ class Scheduler:
             handle.begin()
         self._queue.remove(handle)
         with self._failing([lane]):
-            self.pool.begin(lane, self._budget)
-            if not handle.stats.tokens:  # else it was parked
+            chunks = self.pool.begin(lane, self._budget)
+            self.counts.add_tokens(chunks)
+            if handle.stats.tokens == len(chunks):  # else it was parked
                 self.counts.prompt_tokens += len(handle.request.prompt_ids)
                 self.counts.cached_tokens += handle.stats.cached_tokens
-                lane.report_read()
+        if lane.is_complete:
+            self._end(lane, None)
 
     def _read_draft(self) -> None:
-        """Have the draft read one chunk for the oldest request that needs it; for idle work the target reads first."""
+        """Have the draft read one chunk for the oldest request that needs it."""
         lanes = self.pool.with_work
-        wanted = [
-            one for one in lanes if one.draft_prompt and not (one.unread and one.handle and one.handle.is_idle_work)
-        ]
-        if lane := min(wanted, key=lambda one: one.used, default=None):
+        if lane := min((one for one in lanes if one.draft_prompt), key=lambda one: one.used, default=None):
             with self._failing([lane]), suppress(Interrupted):
                 read_draft(lane, self._draft_chunks, self._pass_now, single=len(lanes) == 1)
 
@@ -323,9 +323,6 @@ class Scheduler:
             self.pool.release(lane)
 
     def _accept(self, lane: Lane, pass_: Pass, logits: Logits, *, single: bool) -> None:
-        if pass_.tree is None:
-            lane.accept_prompt(pass_, logits)
-            return
         with self._failing([lane]):
             self.counts.add_tokens(lane.accept(pass_, logits, single=single))
         if lane.is_complete:

@@ -13,9 +13,10 @@ from typing import Any
 
 from edgespec.errors import ContextFull, SessionFileError, UsageError
 from edgespec.loop.backend import Backend, Capabilities, Logits, Session
-from edgespec.loop.generate import Generation
+from edgespec.loop.generate import Generation, Step
 from edgespec.loop.passes import Pass, Prefill, common_prefix, start_of
 from edgespec.loop.planner import Planner
+from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import draft_file, has, load_draft_session
 from edgespec.loop.shapes import whole_tiles
 from edgespec.scheduler.disk_cache import DiskCache
@@ -51,6 +52,7 @@ class Lane:
         passed: serial number of the last pass that it had a part in.
         source: the session with which it shares its first `forked` cells.
         looked_at: `save_one` has considered its tokens.
+        last_row: the last prompt that was read to its end, and the logits of its last row.
     """
 
     session: Session
@@ -63,6 +65,7 @@ class Lane:
     source: "Lane | None" = None
     forked: int = 0
     looked_at: bool = False
+    last_row: tuple[list[int], Float32Array] | None = None
 
     @property
     def draft(self) -> Session | None:
@@ -114,16 +117,16 @@ class Lane:
         shared = min(self.forked, common_prefix(tokens, self.source.session.token_ids)) if self.source else 0
         return len(tokens) - whole_tiles(shared)
 
-    def accept_prompt(self, pass_: Pass, logits: Logits) -> None:
+    def report_read(self, first: Step | None) -> list[Chunk]:
+        """Report how much of the prompt is read, and at its end the first token."""
+        assert self.handle
         assert self.generation
-        self.phase = Phase.CHANGING
-        self.generation.accept_prompt(pass_, logits)
-        self.phase = Phase.PASSING
-        self.report_read()
-
-    def report_read(self) -> None:
-        if self.handle:
-            self.handle.tell(Reading(len(self.session.token_ids), len(self.handle.request.prompt_ids) - 1))
+        prompt, row = self.handle.request.prompt_ids, self.generation.last_row
+        self.handle.tell(Reading(len(self.session.token_ids), len(prompt)))
+        if first is None or row is None:
+            return []
+        self.last_row = prompt, row
+        return self.handle.write(first)
 
     @property
     def is_complete(self) -> bool:
@@ -132,7 +135,7 @@ class Lane:
         return handle is not None and bool(handle.ended or handle.text.stopped or stopped)
 
     def accept(self, pass_: Pass, logits: Logits, *, single: bool) -> list[Chunk]:
-        """Commit and report the accepted tokens of a pass.
+        """Commit and report the accepted tokens of a pass, or its part of the prompt.
 
         Returns:
             The new chunks.
@@ -140,7 +143,10 @@ class Lane:
         assert self.handle
         assert self.generation
         self.phase = Phase.CHANGING
-        chunks = self.handle.write(self.generation.accept(pass_, logits, single=single))
+        if pass_.tree is None:
+            chunks = self.report_read(self.generation.accept_prompt(pass_, logits))
+        else:
+            chunks = self.handle.write(self.generation.accept(pass_, logits, single=single))
         self.phase = Phase.PASSING
         return chunks
 
@@ -213,7 +219,7 @@ class SessionPool:
         reserved = [self._reserved(lane) for lane in self.busy]
         if self.limits.cells is None or not reserved:
             return True
-        source, shared = self._best(handle.request.prompt_ids[:-1])
+        source, shared = self._best(handle.request.prompt_ids)
         shares = source.handle and shared >= WORTH_SHARING and not handle.parked
         common = whole_tiles(shared) if shares else 0
         return sum(reserved) + self._needed(handle) - common <= self.limits.cells
@@ -227,8 +233,11 @@ class SessionPool:
         lane.handle, lane.used = handle, self._requests
         return lane
 
-    def begin(self, lane: Lane, budget: int) -> None:
+    def begin(self, lane: Lane, budget: int) -> list[Chunk]:
         """Begin the assigned request, with at most `budget` draft tokens a pass.
+
+        Returns:
+            As `Lane.accept`.
 
         Raises:
             Exception: what the engine, the planner or the disk cache raises; the request cannot begin then.
@@ -237,28 +246,30 @@ class SessionPool:
         assert handle
         if handle.parked and self._take_up(lane, handle, handle.parked):
             lane.phase = Phase.SETTLED
-            return
+            return []
         request = handle.request
         self._prepare(lane, request.prompt_ids)
         lane.generation = Generation(
             self._target, lane.session, lane.planner, request.prompt_ids, request.sampling,
             max_tokens=request.max_tokens, budget=0 if request.plain else budget, stats=handle.stats,
             log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
-            hint_texts=request.hint_texts,
+            hint_texts=request.hint_texts, last_row=self._last_row(request.prompt_ids),
         )  # fmt: skip
         handle.stats.approximate = self.limits.approximate
         lane.generation.prompt.retries = PROMPT_RETRIES
-        lane.generation.begin()
+        first = lane.generation.begin()
         while self.limits.cells is not None and sum(map(self._reserved, self.lanes)) > self.limits.cells:
             if not self.forget_oldest():
                 break
+        chunks = lane.report_read(first)
         lane.phase = Phase.SETTLED
+        return chunks
 
     def _prepare(self, lane: Lane, prompt: Sequence[int]) -> None:
         cache, in_memory = self.disk_cache, self._in_memory(prompt) if self.disk_cache else 0
-        source, start = self._start(lane, prompt[:-1])
+        source, start = self._start(lane, prompt)
         forks = source is not lane
-        held, common = lane.session.token_ids, common_prefix(lane.session.token_ids, prompt[:-1])
+        held, common = lane.session.token_ids, common_prefix(lane.session.token_ids, prompt)
         if cache and lane.session.reusable_prefix(len(held)) - (0 if forks else common) >= cache.least:
             cache.put(lane.session, lane.draft)
         self._hand_over_shared(lane, 0 if forks else start)
@@ -442,7 +453,7 @@ class SessionPool:
         return max(common_prefix(lane.session.token_ids, prompt) for lane in self.lanes)
 
     def _idle_for(self, prompt: Sequence[int]) -> Lane:
-        source, start = self._best(prompt[:-1])
+        source, start = self._best(prompt)
         empty = [lane for lane in self.idle if not lane.session.token_ids]
         held, shared = len(source.session.token_ids), common_prefix(source.session.token_ids, prompt)
         if start and source.handle is None and 2 * shared >= held and (held < shared + WORTH_KEEPING or not empty):
@@ -454,7 +465,7 @@ class SessionPool:
         """The session to start from, its own unless another is clearly better, and the tokens that it spares."""
         source, most = self._best(prompt)
         shares = self.limits.cells is not None and source.handle is not None  # `has_room` counts on it
-        own = 0 if shares else start_of(self.limits, lane.session, prompt)
+        own = 0 if shares else self._kept_of(lane, prompt)
         return (source, most) if most - own >= WORTH_SHARING else (lane, own)
 
     def _best(self, prompt: Sequence[int]) -> tuple[Lane, int]:
@@ -466,9 +477,18 @@ class SessionPool:
         def worth(lane: Lane) -> tuple[int, bool, int]:
             return starts[lane], lane.handle is not None, -len(lane.session.token_ids)
 
-        starts = {lane: start_of(self.limits, lane.session, prompt) for lane in self.lanes}
+        starts = {lane: self._kept_of(lane, prompt) for lane in self.lanes}
         best = max(self.lanes, key=worth)
         return best, starts[best]
+
+    def _kept_of(self, lane: Lane, prompt: Sequence[int]) -> int:
+        """Number of the prompt's first tokens that its session spares."""
+        return start_of(self.limits, lane.session, prompt, want_last=self._last_row(prompt) is None)
+
+    def _last_row(self, prompt: Sequence[int]) -> Float32Array | None:
+        """Logits of the prompt's last row if a session has read it; they depend on nothing else."""
+        known = (lane.last_row for lane in self.lanes if lane.last_row)
+        return next((row for other, row in known if other == prompt), None)
 
     def _hand_over_shared(self, lane: Lane, kept: int) -> None:
         """Count the shared cells in the longest fork from now on; called before the lane is truncated.

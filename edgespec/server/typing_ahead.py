@@ -52,7 +52,7 @@ class Prepared:
         self.handle.cancel(useful=self.begins(wanted, self.handle.completion or ()))
 
     def begins(self, prompt_ids: Sequence[int], completion: Sequence[int] = ()) -> bool:
-        typed = [*self.request.prompt_ids, *completion] if completion else self.request.prompt_ids[:-1]
+        typed = [*self.request.prompt_ids, *completion]
         return typed == list(prompt_ids[: len(typed)])
 
     def _pass_on(self, event: Event) -> None:
@@ -81,7 +81,7 @@ class TypingAhead:
     def take_over(self, request: Request, emit: Emit) -> Handle | None:
         """The handle of an equal request that has begun, if it is still there.
 
-        Prompts that this request begins with, but for the last token, are dropped.
+        Prompts that this request begins with are dropped.
         """
         for name, prepared in self._latest.items():
             if prepared.request == request:

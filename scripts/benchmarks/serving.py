@@ -87,6 +87,6 @@ def stream_chat(port: int, body: dict[str, Any]) -> Streamed:
                 words.append(time.perf_counter())
             if usage := data.get("usage"):
                 tokens, cached = usage["completion_tokens"], usage.get("prompt_tokens_details") or {}
-                unread = usage["prompt_tokens"] - cached.get("cached_tokens", 0)
+                unread = usage.get("prompt_tokens", 0) - cached.get("cached_tokens", 0)
     first = words[0] - started if words else 0.0
     return Streamed(text, tokens, first, time.perf_counter() - started, words, unread)
