@@ -264,7 +264,8 @@ class TorchBackend:
         }
         start = length + placement.first
         end = start + rows.stop - rows.start
-        chosen = self.sparse.cells(session, work, end, self.device) if self.sparse else {}
+        with torch.inference_mode():
+            chosen = self.sparse.cells(session, work, end, self.device) if self.sparse else {}
         return Part(
             rows, rows, session.cells.by_layer, start, end, masks, chosen, ROWS if self.keeps_queries else 0
         )  # fmt: skip

@@ -35,7 +35,6 @@ class SparseAttention:
         """
         self._draft, self._share, self._layers = draft, share, layers
 
-    @torch.inference_mode()
     def cells(self, session: Any, work: Work, end: int, device: Any) -> dict[int, Any]:
         """
         Args:
@@ -142,7 +141,7 @@ def follow(target: Any, draft: Any, share: float, *, keep: bool) -> None:
         "dtypes": f"{target.dtype}, {draft.dtype}", "build": target.build,
     }  # fmt: skip
     count = len(target.windows)
-    layers = recall(about) if keep else None
+    layers: Any = recall(about) if keep else None
     whole = isinstance(layers, list) and len(layers) == count and all(i in range(len(draft.windows)) for i in layers)
     target.keeps_queries = draft.keeps_queries = True
     if not whole:
