@@ -48,7 +48,7 @@ from edgespec.planners.auto import AutoState
 from edgespec.planners.path_cost import note
 from edgespec.weights.plan import REMEDY, SAFETY, SLOW, Plan, two_digits
 
-# Tokens per pass in a chat, with trees of 8 and of 64 nodes, as in README and docs/measured.md ("Heads").
+# Tokens per pass in a chat, with trees of 8 and of 64 nodes, as in docs/measured.md.
 EXPECTED_TOKENS = {"specexec": (4.0, 7.0), "sssd": (1.6, 2.0), "head": (1.8, 2.25)}
 OF_A_HEAD = " (computed, with the tokens per pass of another model's head)"
 SIZES, SIZES_OF_MIXTURES = (8,), (2, 4, 8, 16)  # nodes of passes, besides one and a full tree
