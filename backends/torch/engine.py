@@ -1,5 +1,8 @@
 """The engine for PyTorch, with heads and own layers as drafts."""
 
+from collections.abc import Callable
+from typing import Any
+
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
 from edgespec.models.heads import is_head
@@ -27,8 +30,16 @@ class TorchHeadEngine(TorchEngine):
                 return TorchOwnLayers(target, options.sessions)
             return (load_eagle if is_head(path) else load_mtp)(target, path, options)
 
-    def attend_sparsely(self, target: TorchBackend, draft: TorchBackend, share: float, *, keep: bool = True) -> None:
-        follow(target, draft, share, keep=keep)
+    def attend_sparsely(
+        self,
+        target: Any,
+        draft: Any,
+        share: float,
+        *,
+        keep: bool = True,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        follow(target, draft, share, keep, say)
 
 
 engine = TorchHeadEngine()

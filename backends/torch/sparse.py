@@ -6,7 +6,7 @@ the root's attention in one layer of the draft, which `layer_map` gives. Prompts
 root is not the last token that the draft has read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pydoc_data.topics import topics
 from typing import Any
@@ -131,7 +131,7 @@ def _read(backend: Any, token_ids: Sequence[int]) -> list[Any]:
         session.close()
 
 
-def follow(target: Any, draft: Any, share: float, *, keep: bool) -> None:
+def follow(target: Any, draft: Any, share: float, keep: bool, say: Callable[[str], None]) -> None:
     """Arguments and errors as for `SparseEngine`."""
     for name, backend in (("target", target), ("draft", draft)):
         if backend.capabilities.paths or any(backend.windows):
@@ -145,6 +145,7 @@ def follow(target: Any, draft: Any, share: float, *, keep: bool) -> None:
     whole = isinstance(layers, list) and len(layers) == count and all(i in range(len(draft.windows)) for i in layers)
     target.keeps_queries = draft.keeps_queries = True
     if not whole:
+        say("comparing the attention of the two models")
         text = "\n\n".join(text for _, text in sorted(topics.items()))
         most = min(TOKENS, target.capabilities.context_length, draft.capabilities.context_length)
         layers = layer_map(

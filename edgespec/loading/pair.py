@@ -205,8 +205,7 @@ def load_pair(
                 ]
         if options.sparse_attention is not None:
             assert isinstance(engines[0], SparseEngine)
-            say("comparing the attention of the two models")
-            engines[0].attend_sparsely(backends[0], backends[1], options.sparse_attention, keep=remember)
+            engines[0].attend_sparsely(backends[0], backends[1], options.sparse_attention, keep=remember, say=say)
         apply_row_class(backends[0], pair.paths[0], options.exact, keep=remember, say=say)
     except BaseException:
         close_all(backends)

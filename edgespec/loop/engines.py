@@ -305,13 +305,22 @@ class LoadsHeads(Protocol):
 class SparseEngine(Protocol):
     """An engine whose targets can read the cells that a draft attends to: an optional feature, approximate."""
 
-    def attend_sparsely(self, target: Any, draft: Any, share: float, *, keep: bool = True) -> None:
+    def attend_sparsely(
+        self,
+        target: Any,
+        draft: Any,
+        share: float,
+        *,
+        keep: bool = True,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
         """
         Args:
             target: loaded by this engine, with room for a session.
             draft: as `target`.
             share: of the draft's attention, above 0; with 1 all cells are read.
             keep: remember which layers of the two attend alike.
+            say: as for `edgespec.load`.
 
         Raises:
             UsageError: a layer of the two does not attend to the whole text.
