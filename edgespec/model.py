@@ -495,6 +495,7 @@ def load(
     ahead: bool | None = None,
     targets: int | None = None,
     cluster: str | None = None,
+    sparse_attention: float | None = None,
     models_file: Path | None = None,
     remember: bool = True,
     progress: Callable[[int, int], None] | None = None,
@@ -541,6 +542,8 @@ def load(
         targets: verify in this number of processes, each with a copy of the target (docs/guides/several-machines.md).
             They import the program again: scripts need `if __name__ == "__main__":`.
         cluster: the same on all workers of a Dask scheduler, at "tls://HOST:PORT".
+        sparse_attention: torch, approximate: the target reads the fewest cells that hold this share of the draft's
+            attention, such as 0.99 (docs/guides/approximate.md).
         models_file: a models.yaml whose entries come before the user's own and the built-in ones.
         remember: keep pass times and row classes from run to run, in the user's cache folder.
         progress: llamacpp, mlx: called while a streamed model is prepared, with (bytes read, bytes in all) of the
@@ -582,10 +585,15 @@ def load(
         widest=0 if fixed or entry.defaults.budget else WIDEST, sessions=parallel,
         wide=fixed and budget >= WIDE and drafted, exact=exact, backend=backend, threads=threads,
         gpu_layers=gpu_layers, memory=memory, kv_type=kv_type, lenders=check_texts("lenders", lenders), device=device,
-        dtype=dtype, gpu_memory=gpu_memory, keep_packed=keep_packed,
+        dtype=dtype, gpu_memory=gpu_memory, keep_packed=keep_packed, sparse_attention=sparse_attention,
     )  # fmt: skip
     if targets is not None or cluster is not None:
-        refused = {"datastore": datastore, "lenders": lenders or None, "ahead": ahead}
+        refused = {
+            "datastore": datastore,
+            "lenders": lenders or None,
+            "ahead": ahead,
+            "sparse_attention": sparse_attention,
+        }
         check_targets(targets, cluster, draft, planner, parallel, planner_options | refused)
         remote, writer = open_targets(
             target, entry, draft or "", models_file, replace(options, wide=False), count=targets, cluster=cluster,
@@ -595,12 +603,15 @@ def load(
     draft = draft if planner in USE_DRAFT else None
     if ahead and not draft:
         raise UsageError("--ahead is for a draft model, which then runs ahead: name one with --draft (draft=…)")
+    if ahead and sparse_attention:
+        raise UsageError("--ahead does not go with --sparse-attention, which needs a draft that has just read the root")
     backends, learn = open_pair(
-        entry, draft, models_file, options, leave_out=planner == "auto" and not fixed, remember=remember,
-        progress=progress, say=say,
+        entry, draft, models_file, options, leave_out=planner == "auto" and not fixed and not sparse_attention,
+        remember=remember, progress=progress, say=say,
     )  # fmt: skip
     try:
         limits = backends[0].capabilities
+        ahead = False if limits.approximate else ahead
         pace = None if fixed else new_auto_state(limits.streams, limits.experts)
         planners = [
             make_planner(planner, backends, datastore, pace, sequences=parallel, ahead=ahead, **planner_options)

@@ -86,6 +86,7 @@ from .recurrent import (
 from .session import Placement as NodePlacement
 from .session import TorchSession
 from .spans import Cells, Spans, connect
+from .sparse import ROWS, SparseAttention
 
 __all__ = ["TorchBackend", "TorchEngine", "load", "load_vocab"]
 
@@ -115,6 +116,8 @@ class TorchBackend:
         sessions: that are open.
         spans: of all layers.
         first: 1: the cell of a sequence's first token is hidden.
+        sparse: chooses cells; None: all are read.
+        keeps_queries: sessions have `TorchSession.queries`.
     """
 
     name = "torch"
@@ -153,6 +156,8 @@ class TorchBackend:
         self.interrupted = Event()
         self._kept: KeptInputs | None = None
         self._groups: LayerGroups | None = None
+        self.sparse: SparseAttention | None = None
+        self.keeps_queries = False
         self._files: Sequence[str] = ()
         self.content = ""
 
@@ -196,7 +201,7 @@ class TorchBackend:
             tokens += work.token_ids.tolist()
             positions += placement.positions
             wanted += [start + node - placement.first for node in work.wanted.tolist()]
-            parts.append(self._part(session, placement, slice(start, len(tokens))))
+            parts.append(self._part(session, work, placement, slice(start, len(tokens))))
         if (exact := self.capabilities.exact) and (shape := shape_of(self.capabilities, batch)):
             more = shape.rows(len(tokens)) - len(tokens)
             tokens, positions = tokens + [0] * more, positions + [0] * more
@@ -208,6 +213,7 @@ class TorchBackend:
         found = list[Logits]()
         for session, work, placement, part in zip(sessions, batch, placements, parts, strict=True):
             session.add(work, placement)
+            session.latest = part.queries
             rows = dict(enumerate(range(part.rows.start, part.rows.stop), placement.first))
             found.append(self.logits(logits[: len(work.wanted)], work.wanted.tolist(), rows))
             logits = logits[len(work.wanted) :]
@@ -250,7 +256,7 @@ class TorchBackend:
     def identity(self) -> dict[str, Any]:
         return identity_of(self, self.content)
 
-    def _part(self, session: TorchSession, placement: NodePlacement, rows: slice) -> Part:
+    def _part(self, session: TorchSession, work: Work, placement: NodePlacement, rows: slice) -> Part:
         length = len(session.token_ids)
         everywhere = session.positions + placement.positions
         masks = {
@@ -258,7 +264,12 @@ class TorchBackend:
             for window in set(self.windows)
         }
         start = length + placement.first
-        return Part(rows, rows, session.cells.by_layer, start, start + rows.stop - rows.start, masks)
+        end = start + rows.stop - rows.start
+        with torch.inference_mode():
+            chosen = self.sparse.cells(session, work, end, self.device) if self.sparse else {}
+        return Part(
+            rows, rows, session.cells.by_layer, start, end, masks, chosen, ROWS if self.keeps_queries else 0
+        )  # fmt: skip
 
     def close(self) -> None:
         if self.streamer is not None:

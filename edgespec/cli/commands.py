@@ -27,6 +27,7 @@ from edgespec.cli.options import (
     NO_MEMORY_OPTION,
     PLANNER_OPTION,
     SAMPLING_OPTIONS,
+    SPARSE_OPTION,
     TARGETS_OPTIONS,
     TEXT,
     YES_OPTION,
@@ -126,6 +127,7 @@ Examples:
 @click.argument("prompt", required=False, type=TEXT)
 @PLANNER_OPTION
 @MODEL_OPTIONS
+@SPARSE_OPTION
 @NO_MEMORY_OPTION
 @TARGETS_OPTIONS
 @click.option(

@@ -17,6 +17,7 @@ SECTIONS = {  # title -> names of parameters, in this order
     "Memory": ("memory", "gpu_memory", "gpu_layers", "kv_type", "lenders", "keep_packed"),
     "Drafting": (
         "draft", "planner", "planners", "budget", "exact", "datastore", "tau", "ahead", "targets", "cluster",
+        "sparse_attention",
     ),
     "Sampling": ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
     "Prompt and output": (
@@ -200,6 +201,12 @@ MODEL_OPTIONS = _options(
 TARGETS_OPTIONS = _options(
     click.option("--targets", type=int, metavar="N", help="Verify in N processes, each with a copy of MODEL."),
     click.option("--cluster", metavar="ADDRESS", help="Verify on the workers of a Dask scheduler: tls://HOST:PORT."),
+)
+SPARSE_OPTION = click.option(
+    "--sparse-attention",
+    type=float,
+    metavar="SHARE",
+    help="torch, approximate: read the fewest cells with this SHARE of the draft's attention, such as 0.99.",
 )
 NO_MEMORY_OPTION = outdated("--no-memory-of-costs", instead=f"set {OFF}=1", is_flag=True)
 SAMPLING_OPTIONS = _options(

@@ -11,6 +11,7 @@ from edgespec.loop.engines import (
     LoadPlan,
     LoadsHeads,
     Progress,
+    SparseEngine,
     TellsPlan,
     check_supported,
     choose_backend,
@@ -138,14 +139,24 @@ def plan_pair(
     """Arguments and errors as for `open_backends`."""
     check_choice(options.exact)
     sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft else [])]
-    here = this_machine()
+    here, share = this_machine(), options.sparse_attention
+    if share is not None and len(sources) == 1:
+        raise UsageError("--sparse-attention needs a draft model, whose attention it follows: name one with --draft")
+    if share is not None and options.exact not in (None, "off"):
+        raise UsageError(
+            f"--exact {options.exact} does not go with --sparse-attention, which is approximate: leave it out"
+        )
     names = [choose_backend(is_folder(source), here, options.backend) for source in sources]
     check_supported(names, options)
     paths = [local_path(source, say=say) for source in sources]
     check_folder(paths[0])
     if draft and (draft in OWN or is_head(paths[1])):
+        if share is not None:
+            raise UsageError(f"--sparse-attention needs a draft model with a file of its own, and {draft} is none")
         options = with_head(names, paths, draft, options)
         return PairPlan(names, paths, options, _plan(names[0], paths[0], options))
+    if share is not None and (len(set(names)) > 1 or not isinstance(find_engine(names[0]), SparseEngine)):
+        raise UsageError(f"--sparse-attention needs both models on torch, and they are on {' and '.join(names)}")
     if len(set(names)) == 1 and (not draft or "draft_files" in find_engine(names[0]).supported):
         options = replace(options, draft_files=tuple(paths[1:]))
         return PairPlan(names, paths, options, _plan(names[0], paths[0], options))
@@ -192,6 +203,9 @@ def load_pair(
                     f"with the draft {missing / 1e9:.2f} GB are read in every pass, without it nothing: "
                     "edgespec pair TARGET DRAFT --memory SIZE tells what is quicker",
                 ]
+        if options.sparse_attention is not None:
+            assert isinstance(engines[0], SparseEngine)
+            engines[0].attend_sparsely(backends[0], backends[1], options.sparse_attention, keep=remember, say=say)
         apply_row_class(backends[0], pair.paths[0], options.exact, keep=remember, say=say)
     except BaseException:
         close_all(backends)
