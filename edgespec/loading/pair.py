@@ -100,6 +100,8 @@ def with_head(names: Sequence[str], paths: Sequence[str], own: bool, options: Lo
         ModelError: as for `LoadsHeads.has_head`.
     """
     engine = find_engine(names[0])
+    if options.mixed:
+        raise UsageError(f"--cascade needs a draft model, and {paths[1] if not own else 'head'} is a head")
     if len(set(names)) > 1 or not isinstance(engine, LoadsHeads):
         raise UsageError(f"the backend {names[0]} cannot draft with the head {paths[1]}; use a draft model")
     if not engine.has_head(paths[1]):
@@ -123,7 +125,8 @@ def plan_pair(
     check_supported(names, options)
     paths = [local_path(source, say=say) for source in sources]
     check_folder(paths[0])
-    if draft and (draft == OWN_HEAD or is_head(paths[1])):
+    # Other engines have other files, and no heads.
+    if draft and (draft == OWN_HEAD or (isinstance(find_engine(names[1]), LoadsHeads) and is_head(paths[1]))):
         options = with_head(names, paths, draft == OWN_HEAD, options)
         return PairPlan(names, paths, options, _plan(names[0], paths[0], options), head=True)
     if len(set(names)) == 1 and (not draft or "draft_files" in find_engine(names[0]).supported):
@@ -172,7 +175,8 @@ def load_pair(
                     f"with the draft {missing / 1e9:.2f} GB are read in every pass, without it nothing: "
                     "edgespec pair TARGET DRAFT --memory SIZE tells what is quicker",
                 ]
-        apply_row_class(backends[0], pair.paths[0], options.exact, keep=remember, say=say)
+        for backend, path in zip(backends, pair.paths if options.mixed else pair.paths[:1], strict=False):
+            apply_row_class(backend, path, options.exact, keep=remember, say=say)
     except BaseException:
         close_all(backends)
         raise

@@ -96,6 +96,7 @@ class LoadOptions:
         in_order: a session's cells lie in the order of its tokens, which a draft does not need.
         share: part of a context that each further session adds to the cells of all sessions.
         own_head: the head in the model's own file is loaded, too, and stays in memory; see `LoadsHeads`.
+        mixed: the draft's logits change what is sampled, so that it has a row class, and two sessions for each.
     """
 
     context_length: int = 4096
@@ -119,6 +120,7 @@ class LoadOptions:
     in_order: bool = True
     share: float | None = None
     own_head: bool = False
+    mixed: bool = False
 
     def __post_init__(self) -> None:
         """
@@ -142,8 +144,9 @@ class LoadOptions:
         """Options of a draft, which stays in memory, and uses the GPU unless `gpu_layers` is 0."""
         gpu_layers = 0 if self.gpu_layers == 0 else None
         return replace(
-            self, exact="off", widest=0, memory=None, gpu_memory=None, gpu_layers=gpu_layers, lenders=(),
-            draft_files=(), resident=True, in_order=False, own_head=False,
+            self, exact=self.exact if self.mixed else "off", widest=0, memory=None, gpu_memory=None,
+            gpu_layers=gpu_layers, lenders=(), draft_files=(), resident=True, in_order=self.mixed, own_head=False,
+            sessions=self.sessions * (2 if self.mixed else 1),
         )  # fmt: skip
 
 

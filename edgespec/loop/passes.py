@@ -178,6 +178,36 @@ class Prefill:
         return True
 
 
+@dataclass(slots=True)
+class Following(Prefill):
+    """Reads a prompt in the row class of prompts, and the output after it in that of trees, as a target does.
+
+    Attributes:
+        prompt: number of the first tokens that are read as a prompt.
+    """
+
+    prompt: int = 0
+
+    def resume(self) -> int:
+        """As `Prefill.resume`; output stays, too."""
+        kept = min(common_prefix(self.session.token_ids, self.token_ids), len(self.token_ids) - self.want_last)
+        if kept < self.prompt:
+            kept = start_of(self.backend.capabilities, self.session, self.token_ids[: self.prompt])
+        self.session.rewind(kept)
+        return kept
+
+    def work(self, most: int | None = None) -> Work:
+        """As `Prefill.work`; `most` is for the prompt."""
+        start = self.resume()
+        if start < self.prompt:
+            return Prefill(self.backend, self.session, self.token_ids[: self.prompt]).work(most)
+        rows = most_nodes(self.backend.capabilities, self.session.unread_committed)
+        piece = np.asarray(self.token_ids[start : start + rows], np.int32)
+        nodes = np.arange(len(piece), dtype=np.int32)
+        wanted = nodes[-1:] if self.want_last and start + len(piece) == len(self.token_ids) else nodes[:0]
+        return Work(self.session, piece, nodes - 1, wanted)
+
+
 def prefill(
     backend: Backend,
     session: Session,

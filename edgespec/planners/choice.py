@@ -13,6 +13,7 @@ from edgespec.loop.planner import Planner
 from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner
 from edgespec.planners.auto import AutoPlanner, AutoState
 from edgespec.planners.candidates import Drafting, Lookup
+from edgespec.planners.cascade import CascadePlanner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.datastore import Datastore, open_datastore
 from edgespec.planners.none import NonePlanner
@@ -118,6 +119,7 @@ def make_planner(
     ahead: bool | None = None,
     top_up: bool = True,
     forks: int = 0,
+    cascade: float = 0.0,
     **options: Any,
 ) -> Planner:
     """Make a planner, after `check_planner`.
@@ -133,6 +135,7 @@ def make_planner(
             default: with a state, where the draft has a processor of its own.
         top_up: as for `AheadPlanner`.
         forks: as for `AheadPlanner`.
+        cascade: as for `edgespec.load`; the draft has room for another session.
         options: of the planner.
 
     Raises:
@@ -140,6 +143,9 @@ def make_planner(
         UsageError: `ahead` is asked for, and the draft cannot.
     """
     target, *drafts = backends
+    if cascade:
+        planner = make_planner(name, backends, datastore, state, sequences=sequences, ahead=False, **options)
+        return CascadePlanner(planner, drafts[0], cascade)
     if name == "auto" and state is None:
         copying = datastore is not None or target.capabilities.streams
         name = "specexec" if drafts else "sssd" if copying else "none"

@@ -227,6 +227,7 @@ class SessionPool:
             log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
             hint_texts=request.hint_texts,
         )  # fmt: skip
+        handle.stats.approximate = lane.planner.approximate
         lane.generation.prompt.retries = PROMPT_RETRIES
         lane.generation.begin()
         while self.limits.cells is not None and sum(map(self._reserved, self.lanes)) > self.limits.cells:
