@@ -135,7 +135,7 @@ def test_a_pass_of_the_draft_reads_several_tokens_that_are_sampled_from():
         return inner(batch)
 
     draft.forward = watched
-    output, stats = write(target, planner, PROMPT, SamplingParams(), **PLAIN)
+    output, _ = write(target, planner, PROMPT, SamplingParams(), **PLAIN)
     assert len(rows) < len(output)
     assert max(rows) > 2
 
@@ -310,9 +310,10 @@ def test_answers_of_the_server_say_so(load):
 
     fingerprints = set()
     for alpha in (0.5, 0.6):
-        with load(cascade=alpha) as model, testclient.TestClient(
-            make_app(Service(model, "m")), base_url="http://127.0.0.1"
-        ) as client:
+        with (
+            load(cascade=alpha) as model,
+            testclient.TestClient(make_app(Service(model, "m")), base_url="http://127.0.0.1") as client,
+        ):
             assert client.get("/health").json()["approximate"] == f"cascade {alpha}"
             asked = {"model": "m", "prompt": "a b", "max_tokens": 3}
             answer = client.post("/v1/completions", json=asked).json()
