@@ -549,7 +549,9 @@ def load(
         defaults, at_close = _defaults(entry), lambda: None
         defaults["notes"] += notes
         if fixed and drafted:
-            defaults["notes"] += note_on_budget(budget, backends[0], local_path(entry.target, fetch=False))
+            defaults["notes"] += note_on_budget(
+                budget, backends[0], local_path(entry.target, fetch=False), approximate=alpha > 0
+            )
         if pace and planner != "none" and remember and not alpha:  # a cascade accepts more than exact runs will
             sources = [
                 entry.target,

@@ -168,7 +168,7 @@ MOST = 29.9  # chi square with six degrees of freedom, which chance exceeds once
 
 @pytest.mark.parametrize(
     ("sampling", "alpha"),
-    [(SamplingParams(temperature=1.0), 0.5), (SamplingParams(temperature=1.0), 0.85),
+    [(SamplingParams(temperature=1.0), 0.5),
      (SamplingParams(temperature=0.7, top_p=0.9), 0.6)],
 )  # fmt: skip
 def test_draws_have_the_distribution_pi(sampling, alpha):

@@ -108,12 +108,13 @@ def price(found: Found, exact: BatchInvariance | None, streams: bool) -> list[st
     ]
 
 
-def note_on_budget(budget: int, target: Backend, path: str) -> list[str]:
+def note_on_budget(budget: int, target: Backend, path: str, *, approximate: bool = False) -> list[str]:
     """
     Args:
         budget: draft tokens per pass that were asked for.
         target: loaded, and kept to a row class.
         path: of its model.
+        approximate: `check_cascade` allows no other class.
 
     Returns:
         A note for the user if the row class allows fewer, with what lifts this limit.
@@ -127,7 +128,7 @@ def note_on_budget(budget: int, target: Backend, path: str) -> list[str]:
     lifts = "--exact off"
     with suppress(UsageError):
         wide = choose(found, limits, "wide")
-        lifts = "--exact wide or off" if wide and wide.trees.most > exact.trees.most else lifts
+        lifts = "--exact wide or off" if wide and wide.trees.most > exact.trees.most and not approximate else lifts
     return [
         f"passes have at most {exact.trees.most - 1} draft tokens, not {budget}: more than {exact.trees.most} rows "
         f"are not bit-identical in the row class {exact.name}; {lifts} lifts this limit"
