@@ -191,6 +191,9 @@ class Following(Prefill):
     def resume(self) -> int:
         """As `Prefill.resume`; output stays, too."""
         kept = min(common_prefix(self.session.token_ids, self.token_ids), len(self.token_ids) - self.want_last)
+        unread = self.session.unread_committed
+        if most_nodes(self.backend.capabilities, unread) < 1:  # more than a pass takes are read in parts
+            kept = min(kept, len(self.session.token_ids) - unread)
         if kept < self.prompt:
             kept = start_of(self.backend.capabilities, self.session, self.token_ids[: self.prompt])
         self.session.rewind(kept)
@@ -204,8 +207,7 @@ class Following(Prefill):
         rows = most_nodes(self.backend.capabilities, self.session.unread_committed)
         piece = np.asarray(self.token_ids[start : start + rows], np.int32)
         nodes = np.arange(len(piece), dtype=np.int32)
-        wanted = nodes[-1:] if self.want_last and start + len(piece) == len(self.token_ids) else nodes[:0]
-        return Work(self.session, piece, nodes - 1, wanted)
+        return Work(self.session, piece, nodes - 1, nodes[-1:])  # a tree's pass always has logits
 
 
 def prefill(
