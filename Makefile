@@ -7,7 +7,7 @@ DROP := 10-13
 ON_WINDOWS := $(addprefix tests/test_,tree.py verify.py sampling.py text.py planner.py user_folders.py registry.py server.py python_api.py)
 ORDER ?= -p no:randomly
 
-.PHONY: run pair test test-all lint check-mac check-windows dist check-wheel check-tag clean
+.PHONY: run pair test test-all lint docs check-mac check-windows dist check-wheel check-tag clean
 
 run: .venv/run
 	@$(BIN)/edgespec run smollm2-135m "$$PROMPT" --max-tokens 128
@@ -48,6 +48,10 @@ lint: .venv/test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The pages as a site: build/site/index.html.
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/site/mkdocs.yml
+
 # A source archive and a wheel in dist/.
 dist: .venv/dist
 	rm -rf dist build/lib
@@ -79,6 +83,10 @@ check-tag: .venv/run
 
 .venv/pair: .venv/run
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[bench]"
+	touch $@
+
+.venv/docs: .venv/run
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[docs]"
 	touch $@
 
 .venv/test: .venv/run Makefile

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from edgespec.loop.tree import Source as Source
     from edgespec.model import GenerationResult, Model, load
     from edgespec.scheduler.requests import Chunk as Chunk
+    from edgespec.server.tool_cache import ToolCache as ToolCache
 
 __version__ = "1.0.0rc1"
 
@@ -39,6 +40,7 @@ _MODULES = {
     "loop.tree": ["Source"],
     "model": ["GenerationResult", "Model", "load"],
     "scheduler.requests": ["Chunk"],
+    "server.tool_cache": ["ToolCache"],
 }
 
 

@@ -1,6 +1,7 @@
 """The Python API: a target, perhaps a draft, and a planner, loaded together."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from edgespec.errors import (
     Closed,
     UsageError,
     check_flag,
+    check_number,
     check_path,
     check_text,
     check_texts,
@@ -46,7 +48,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import Message, TextStream, render_chat, user_messages
 from edgespec.models.own_sampling import choose_sampling, choose_seed
-from edgespec.models.registry import Entry, find_draft, find_model, local_path
+from edgespec.models.registry import OWN_LAYERS, Entry, find_draft, find_model, local_path
 from edgespec.planners.auto import AutoState, new_auto_state
 from edgespec.planners.choice import CHECKS, USE_DRAFT, check_planner, make_planner
 from edgespec.scheduler import drive
@@ -238,7 +240,7 @@ class Model:
             max_tokens: most tokens to generate; None: until the end, or until the context is full.
             stop: one string or several that end the output; not part of it.
             grammar: what the output must match: of `edgespec.json_schema`, `json_object`, `regex` or `lark`.
-            prediction: likely output, such as a file that is to be edited, from which the planners auto and sssd draft;
+            prediction: likely output, such as a file that is to be edited, from which auto, sssd and lookahead draft;
                 cut to the context's length. It changes no output.
             sampling: fields of `SamplingParams` to change for this call; None: the model's; for `seed`: a new one,
                 which `stats.seed` reports.
@@ -344,12 +346,81 @@ class Model:
             replace(first, sampling=replace(first.sampling, seed=(seed + i) % 2**64), hint_texts=hint_texts)
             for i in range(k)
         ]
+        return self._all(requests)
+
+    def _all(self, requests: Sequence[Request]) -> list[GenerationResult]:
         results = [GenerationResult() for _ in requests]
         with closing(drive.events_of(self.scheduler, requests, [result.stats for result in results])) as events:
             for number, event in events:
                 for chunk in drive.chunks_in(event):
                     results[number].add(chunk)
         return results
+
+    def search(
+        self,
+        prompt: Prompt,
+        score: Callable[[list[str]], Sequence[float]],
+        *,
+        width: int = 4,
+        keep: int = 1,
+        depth: int = 8,
+        **options: Any,
+    ) -> list[GenerationResult]:
+        """Search over thoughts: in each round every sequence goes on with `width` thoughts, and the best are kept.
+
+        Args:
+            prompt: as for `stream`.
+            score: of the texts so far, a number each; a larger one is better.
+            width: thoughts that a sequence goes on with.
+            keep: sequences that a round keeps.
+            depth: most rounds.
+            options: as for `branch`, without `grammar`; `stop` (default: an empty line) and `max_tokens` end a thought.
+                Thought i of round r has seed + r * keep * width + i.
+
+        Returns:
+            The sequences of the last round, best first, each with the stats of its last thought.
+        """
+        width, depth = check_whole("width", width, 1, MOST_BRANCHES), check_whole("depth", depth, 1)
+        keep = check_whole("keep", keep, 1, MOST_BRANCHES // width)
+        if not callable(score):
+            raise must_be("score", score, "a function")
+        first = self.request(prompt, **{"stop": "\n\n"} | options)
+        if first.grammar:
+            raise UsageError("search takes no grammar: each thought would have to match it")
+        limits, vocab, texts = self.target.capabilities, self.target.vocab, [GenerationResult()]
+        hint_texts = self.hint_texts(first.prompt_ids, options.get("prediction"), 1 + width * keep)
+
+        def is_whole(text: GenerationResult) -> bool:
+            ids = text.token_ids
+            return bool(ids) and (ids[-1] in vocab.eog_ids or len(first.prompt_ids) + len(ids) >= limits.context_length)
+
+        for number in range(depth):
+            begun = [text for text in texts if not is_whole(text) for _ in range(width)]
+            if not begun:
+                break
+            seed = first.sampling.seed + number * keep * width
+            requests = [
+                replace(
+                    first,
+                    prompt_ids=first.prompt_ids + text.token_ids,
+                    sampling=replace(first.sampling, seed=(seed + i) % 2**64),
+                    hint_texts=hint_texts,
+                )
+                for i, text in enumerate(begun)
+            ]
+            found = {tuple(text.token_ids): text for text in texts if is_whole(text)}
+            for text, thought in zip(begun, self._all(requests), strict=True):
+                token_ids, stream = text.token_ids + thought.token_ids, TextStream(vocab)
+                whole = "".join(map(stream.push, token_ids)) + stream.finish()
+                found.setdefault(tuple(token_ids), GenerationResult(whole, token_ids, thought.stats))
+            scores = score([text.text for text in found.values()])
+            if not hasattr(scores, "__len__") or len(scores) != len(found):
+                raise must_be("what score returns", scores, f"a list of {len(found)} numbers")
+            for value in scores:
+                check_number("a score", value, lambda value: not math.isnan(value), "a number")
+            ranked = sorted(zip(scores, found.values(), strict=True), key=lambda one: -one[0])
+            texts = [text for _, text in ranked[:keep]]
+        return texts
 
     def chat(self, messages: Prompt, **options: Any) -> GenerationResult:
         """Answer a user's message, or a conversation, through the model's chat template.
@@ -443,13 +514,13 @@ def load(
     Args:
         target: a name from models.yaml, the path of a GGUF file or of a model folder, OWNER/REPOSITORY on the hub, or a
             source such as hf:owner/repository/file.gguf.
-        draft: the same for the draft model; default: that of models.yaml.
+        draft: the same for the draft model, or "head" or "layers" of the target; default: that of models.yaml.
         planner: one of `PLANNERS`; default: that of models.yaml, else auto: the fastest in every step.
         budget: most draft tokens per pass; default: by measured pass times, at most the budget of models.yaml or 64;
             where torch or mlx stream weights, up to 1024.
             With a number no tree depends on pass times, and auto is specexec with a draft, sssd with a datastore or
             streamed weights, else none.
-        datastore: a file made by `edgespec datastore build`, for the planners auto and sssd.
+        datastore: a file made by `edgespec datastore build`, for the planners auto, sssd and lookahead.
         context_length: most tokens of a sequence; 0 = the length that the model was trained for.
         backend: engine of both models: llamacpp, mlx, torch or another package's. Default: llamacpp for files; for
             folders mlx on a Mac with Apple silicon, torch elsewhere, or the installed one.
@@ -499,7 +570,7 @@ def load(
         for name, value in (("draft", draft), ("datastore", datastore), ("models_file", models_file))
     )
     parallel, remember = check_whole("parallel", parallel, 1, MOST_PARALLEL), check_flag("remember", remember)
-    for name, text in (("planner", planner), ("cluster", cluster), ("backend", backend)):
+    for name, text in (("planner", planner), ("cluster", cluster)):
         check_text(name, text if text is not None else "")
     check_flag("ahead", ahead if ahead is not None else False)
     for name, call in (("progress", progress), ("say", say)):
@@ -557,7 +628,8 @@ def load(
                 entry.target,
                 *([find_draft(draft, entry, models_file).target] if draft and backends[1:] else []),
             ]
-            at_close = recall_auto_state(pace, sources, backends[0], options, learn)
+            about = replace(options, own_layers=draft == OWN_LAYERS)
+            at_close = recall_auto_state(pace, sources, backends[0], about, learn)
         names = (target, draft or "" if backends[1:] else "")
         return Model(
             backends[0],

@@ -13,7 +13,7 @@ from edgespec.loop.backend import Backend, Capabilities
 from edgespec.loop.engines import Computing, LoadPlan
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.machine.measurements import why_not_kept
-from edgespec.models.registry import OWN_HEAD
+from edgespec.models.registry import OWN
 
 CHOICES = ("narrow", "wide", "any", "off")
 FEW = 3  # rows: a class that reaches no further has no room for a tree
@@ -155,7 +155,7 @@ def check_cascade(
         UsageError: it is out of range, there is no draft model, or an option asks for what it cannot give.
     """
     alpha = check_number("cascade", cascade or 0.0, lambda alpha: 0 <= alpha <= 1, "from 0 to 1")
-    if alpha and (not draft or draft == OWN_HEAD):
+    if alpha and (not draft or draft in OWN):
         raise UsageError("--cascade needs a draft model, not a head: name one with --draft (draft=…)")
     if alpha and exact not in (None, "off"):
         raise UsageError(f"--exact {exact} asks for the text of plain decoding, --cascade for another: leave one out")
@@ -197,7 +197,7 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> BatchInvari
     trees = _shape(chosen, most)
     if mixture:  # only equal blocks have equal bits
         return BatchInvariance(name, trees, RowClass(1, min(BLOCK, limits.max_nodes)), blocks=True)
-    # A pass is padded with wanted rows, too.
+    # Of the fewest rows of a pass, all may be wanted.
     prompts = [group for group in found if group.least <= limits.max_wanted][-1]
     if chosen is prompts:
         return BatchInvariance(name, trees, trees)

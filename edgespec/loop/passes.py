@@ -195,7 +195,7 @@ class Following(Prefill):
         if most_nodes(self.backend.capabilities, unread) < 1:  # more than a pass takes are read in parts
             kept = min(kept, len(self.session.token_ids) - unread)
         if kept < self.prompt:
-            kept = start_of(self.backend.capabilities, self.session, self.token_ids[: self.prompt])
+            kept = self._of_prompt().resume()
         self.session.rewind(kept)
         return kept
 
@@ -203,11 +203,15 @@ class Following(Prefill):
         """As `Prefill.work`; `most` is for the prompt."""
         start = self.resume()
         if start < self.prompt:
-            return Prefill(self.backend, self.session, self.token_ids[: self.prompt]).work(most)
+            return self._of_prompt().work(most)
         rows = most_nodes(self.backend.capabilities, self.session.unread_committed)
         piece = np.asarray(self.token_ids[start : start + rows], np.int32)
         nodes = np.arange(len(piece), dtype=np.int32)
         return Work(self.session, piece, nodes - 1, nodes[-1:])  # a tree's pass always has logits
+
+    def _of_prompt(self) -> Prefill:
+        prompt = self.token_ids[: self.prompt]
+        return Prefill(self.backend, self.session, prompt, self.want_last and len(self.token_ids) <= self.prompt)
 
 
 def prefill(

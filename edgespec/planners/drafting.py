@@ -50,16 +50,17 @@ class Drafter:
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """Keep the prefix of the prompt that the session holds."""
-        self._prompt_length, self._prefill = len(prompt_ids), self._reader(prompt_ids[:-1], len(prompt_ids) - 1)
+        self._prompt_length = len(prompt_ids)
+        self._prefill = self._reader(prompt_ids)
         self._prefill.resume()
         self.evaluated, self.seconds, self.passes = 0, 0.0, 0
 
-    def _reader(self, token_ids: Sequence[int], prompt: int, *, want_last: bool = False) -> Prefill:
+    def _reader(self, token_ids: Sequence[int], *, want_last: bool = False) -> Prefill:
         """Reads all as a prompt; a draft with a row class of prompts could not keep output that it read so."""
         exact = self.draft.capabilities.exact
         if exact is None or exact.prompts == exact.trees:
             return Prefill(self.draft, self.session, token_ids, want_last)
-        return Following(self.draft, self.session, token_ids, want_last, prompt=prompt)
+        return Following(self.draft, self.session, token_ids, want_last, prompt=self._prompt_length)
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
         """As for `Planner`: the prompt, or generated tokens if they are too many for `propose`."""
@@ -86,7 +87,7 @@ class Drafter:
         return run_one(self.reading(token_ids))
 
     def reading(self, token_ids: Sequence[int]) -> DraftSteps[tuple[Logits, int]]:
-        reading, self.evaluated = self._reader(token_ids, self._prompt_length - 1, want_last=True), 0
+        reading, self.evaluated = self._reader(token_ids, want_last=True), 0
         while True:
             work = reading.work()
             try:
