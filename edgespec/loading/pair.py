@@ -74,7 +74,7 @@ class PairPlan:
     @property
     def head(self) -> bool:
         """True: the draft is a head or layers of its target, after which it is loaded."""
-        return self.options.own_head or self.options.own_layers or any(map(is_head, self.paths[1:]))
+        return self.options.own_head or self.options.own_layers or _has_head(self.names, self.paths)
 
 
 def find_head(entry: Entry, backend: str | None, say: Callable[[str], None], notes: list[str]) -> str | None:
@@ -145,14 +145,18 @@ def plan_pair(
     check_supported(names, options)
     paths = [local_path(source, say=say) for source in sources]
     check_folder(paths[0])
-    # Other engines have other files, and no heads.
-    if draft and (draft in OWN or (isinstance(find_engine(names[1]), LoadsHeads) and is_head(paths[1]))):
+    if draft and (draft in OWN or _has_head(names, paths)):
         options = with_head(names, paths, draft, options)
         return PairPlan(names, paths, options, _plan(names[0], paths[0], options))
     if len(set(names)) == 1 and (not draft or "draft_files" in find_engine(names[0]).supported):
         options = replace(options, draft_files=tuple(paths[1:]))
         return PairPlan(names, paths, options, _plan(names[0], paths[0], options))
     return PairPlan(names, paths, options, None)
+
+
+def _has_head(names: Sequence[str], paths: Sequence[str]) -> bool:
+    """True if the draft's file is a head; engines of other packages may have other files, and no heads."""
+    return bool(paths[1:]) and isinstance(find_engine(names[1]), LoadsHeads) and is_head(paths[1])
 
 
 def _plan(name: str, path: str, options: LoadOptions) -> LoadPlan:

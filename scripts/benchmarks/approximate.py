@@ -258,8 +258,10 @@ def measure(
             results = _answers(backends, [problem.question for problem in asked], seeds, variant, settings)
             for problem, result in zip(asked, results, strict=True):
                 stats, right = result.stats, problem.is_right(result.text)
-                figures = stats.tokens, stats.passes, round(stats.seconds, 3)
-                answer = Answer(problem.name, *variant, options, right, *figures, result.text)
+                seconds = round(stats.seconds, 3)
+                answer = Answer(
+                    problem.name, *variant, options, right, stats.tokens, stats.passes, seconds, result.text
+                )  # fmt: skip
                 done[problem.name, *variant] = answer
                 append(out, answer)
     progress(len(wanted), len(wanted))
@@ -291,7 +293,7 @@ def _answers(
 def mcnemar(lost: int, won: int) -> float:
     """The probability that chance parts as many pairs as unevenly, by the exact test."""
     count = lost + won
-    return min(1.0, 2 * sum(comb(count, k) for k in range(min(lost, won) + 1)) / 2**count)
+    return min(1.0, 2 * sum(comb(count, k) for k in range(min(lost, won) + 1)) / float(2**count))
 
 
 def quality_table(answers: Sequence[Answer], settings: Settings) -> str:
