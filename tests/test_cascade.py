@@ -160,6 +160,42 @@ def test_the_draft_reads_prompt_and_output_in_their_row_classes():
     assert output == write(target, cascade(NonePlanner, plain), prompt, SAMPLED, **PLAIN)[0]
 
 
+def test_after_an_interruption_output_is_read_as_output():
+    """The planner begins again, and knows only the prompt."""
+    _, draft = pair(context_length=200)
+    draft.keep_to(BatchInvariance("narrow", RowClass(1, 7), RowClass(16, 20)))
+    inner, seen, planner = draft.forward, [], cascade(NonePlanner, draft)
+
+    def watched(batch):
+        seen.extend((work.prompt, len(work.session.token_ids), len(work.token_ids)) for work in batch)
+        return inner(batch)
+
+    draft.forward = watched
+    prompt = [3 + i % 40 for i in range(25)]
+    planner.begin(prompt)
+    planner.mix(np.zeros(48, np.float32), SAMPLED, [*prompt, *range(5, 14)], [], None)
+    assert seen == [(True, 0, 20), (True, 20, 4), (False, 24, 7), (False, 31, 2), (False, 33, 1)]
+
+
+def test_a_grammar_and_penalties_act_on_both_distributions():
+    class Even:
+        def masked(self, row):
+            return np.where(np.arange(len(row)) % 2 == 0, row, -np.inf).astype(np.float32)
+
+    _, draft = pair()
+    planner, output = cascade(NonePlanner, draft, 0.9), [6, 6, 8]
+    planner.begin(PROMPT)
+    alone = ReferenceBackend(DRAFT)
+    logits, node = prefill(alone, alone.open(), [*PROMPT, *output], want_last=True)
+    q, p = logits.row(node), np.linspace(0, 1, 48, dtype=np.float32)
+    sampling = SamplingParams(temperature=0.8, frequency_penalty=0.7, logit_bias={10: 2.0})
+    row, drawn = planner.mix(Even().masked(p), sampling, [*PROMPT, *output[:2]], output[2:], Even())
+    both = [adjust(Even().masked(one), sampling, PROMPT, output) for one in (p, q)]
+    assert np.exp(row) == pytest.approx(mixture(*both, 0.9, sampling), abs=1e-6)
+    assert np.exp(row[::2]).sum() == pytest.approx(1, abs=1e-5)
+    assert (drawn.temperature, drawn.has_penalties, drawn.logit_bias) == (1.0, False, {})
+
+
 DRAWS = 100_000
 P = np.log(np.array([0.02, 0.2, 0.42, 0.1, 0.08, 0.04, 0.03, 0.11], np.float32))
 Q = np.log(np.array([0.2, 0.3, 0.1, 0.2, 0.05, 0.05, 0.05, 0.05], np.float32))
