@@ -16,8 +16,8 @@ SECTIONS = {  # title -> names of parameters, in this order
     "Model": ("model", "backend", "context_length", "threads", "device", "dtype", "models_file", "yes"),
     "Memory": ("memory", "gpu_memory", "gpu_layers", "kv_type", "lenders", "keep_packed"),
     "Drafting": (
-        "draft", "planner", "planners", "budget", "exact", "datastore", "tau", "ahead", "targets", "cluster",
-        "sparse_attention",
+        "draft", "planner", "planners", "budget", "exact", "datastore", "tau", "ahead", "targets", "cluster", "cascade",
+        "sparse_attention", "allow_approximate",
     ),
     "Sampling": ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
     "Prompt and output": (
@@ -194,6 +194,12 @@ MODEL_OPTIONS = _options(
         "--ahead/--no-ahead",
         default=None,
         help="Draft on while MODEL computes. [default: only where the draft has its own processor]",
+    ),
+    click.option(
+        "--cascade",
+        type=float,
+        metavar="ALPHA",
+        help="Approximate: take the draft's tokens that MODEL finds at least 1 - ALPHA times as likely as its best.",
     ),
     _in_python("--min-probability", "edgespec.load(…, min_probability=…)", type=float),
     _in_python("--no-coupling", "edgespec.load(…, coupling=False)", is_flag=True),

@@ -75,7 +75,7 @@ class PairPlan:
     @property
     def head(self) -> bool:
         """True: the draft is a head or layers of its target, after which it is loaded."""
-        return self.options.own_head or self.options.own_layers or any(map(is_head, self.paths[1:]))
+        return self.options.own_head or self.options.own_layers or _has_head(self.names, self.paths)
 
 
 def find_head(entry: Entry, backend: str | None, say: Callable[[str], None], notes: list[str]) -> str | None:
@@ -114,6 +114,8 @@ def with_head(names: Sequence[str], paths: Sequence[str], draft: str, options: L
         ModelError: as for `LoadsHeads.has_head`.
     """
     engine, own = find_engine(names[0]), draft == OWN_HEAD
+    if options.mixed:
+        raise UsageError(f"--cascade needs a draft model of its own, and {draft if draft in OWN else paths[1]} is none")
     if draft == OWN_LAYERS:
         if "own_layers" not in engine.supported:
             raise UsageError(
@@ -150,7 +152,7 @@ def plan_pair(
     check_supported(names, options)
     paths = [local_path(source, say=say) for source in sources]
     check_folder(paths[0])
-    if draft and (draft in OWN or is_head(paths[1])):
+    if draft and (draft in OWN or _has_head(names, paths)):
         if share is not None:
             raise UsageError(f"--sparse-attention needs a draft model with a file of its own, and {draft} is none")
         options = with_head(names, paths, draft, options)
@@ -161,6 +163,11 @@ def plan_pair(
         options = replace(options, draft_files=tuple(paths[1:]))
         return PairPlan(names, paths, options, _plan(names[0], paths[0], options))
     return PairPlan(names, paths, options, None)
+
+
+def _has_head(names: Sequence[str], paths: Sequence[str]) -> bool:
+    """True if the draft's file is a head; engines of other packages may have other files, and no heads."""
+    return bool(paths[1:]) and isinstance(find_engine(names[1]), LoadsHeads) and is_head(paths[1])
 
 
 def _plan(name: str, path: str, options: LoadOptions) -> LoadPlan:
@@ -206,7 +213,8 @@ def load_pair(
         if options.sparse_attention is not None:
             assert isinstance(engines[0], SparseEngine)
             engines[0].attend_sparsely(backends[0], backends[1], options.sparse_attention, keep=remember, say=say)
-        apply_row_class(backends[0], pair.paths[0], options.exact, keep=remember, say=say)
+        for backend, path in zip(backends, pair.paths if options.mixed else pair.paths[:1], strict=False):
+            apply_row_class(backend, path, options.exact, keep=remember, say=say)
     except BaseException:
         close_all(backends)
         raise

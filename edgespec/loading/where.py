@@ -57,15 +57,16 @@ class Where:
         return {"engine": self.engine, **placed, "exact": self.exact, "unused": self.unused, "line": self.line}
 
 
-def where(backend: Backend, gpu_layers: int | None = None) -> Where:
+def where(backend: Backend, gpu_layers: int | None = None, approximate: str = "") -> Where:
     """
     Args:
         backend: loaded.
         gpu_layers: as asked for.
+        approximate: as for `Where`.
     """
     placed = backend.placed if isinstance(backend, TellsPlaced) else None
     unused = _unused(backend.name, nvidia_cards()) if placed and not placed.device and gpu_layers != 0 else ""
-    approximate = backend.capabilities.approximate
+    approximate = approximate or backend.capabilities.approximate
     exact = backend.capabilities.logit_tolerance == 0 and not approximate
     return Where(engine=backend.name, placed=placed, exact=exact, unused=unused, approximate=approximate)
 

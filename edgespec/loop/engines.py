@@ -108,6 +108,7 @@ class LoadOptions:
         own_head: the head in the model's own file is loaded, too, and stays in memory; see `LoadsHeads`.
         own_layers: some of the model's own layers will draft; whole layers are streamed then.
         sparse_attention: share of the draft's attention whose cells are read; see `SparseEngine`.
+        mixed: the draft's logits change what is sampled, so that it has a row class, and two sessions for each.
     """
 
     context_length: int = 4096
@@ -133,6 +134,7 @@ class LoadOptions:
     own_head: bool = False
     own_layers: bool = False
     sparse_attention: float | None = None
+    mixed: bool = False
 
     def __post_init__(self) -> None:
         """
@@ -158,8 +160,9 @@ class LoadOptions:
         """Options of a draft, which stays in memory, and uses the GPU unless `gpu_layers` is 0."""
         gpu_layers = 0 if self.gpu_layers == 0 else None
         return replace(
-            self, exact="off", widest=0, memory=None, gpu_memory=None, gpu_layers=gpu_layers, lenders=(),
-            draft_files=(), resident=True, in_order=False, own_head=False, sparse_attention=None,
+            self, exact=self.exact if self.mixed else "off", widest=0, memory=None, gpu_memory=None,
+            gpu_layers=gpu_layers, lenders=(), draft_files=(), resident=True, in_order=self.mixed, own_head=False,
+            sessions=self.sessions * (2 if self.mixed else 1), sparse_attention=None,
         )  # fmt: skip
 
 
