@@ -25,7 +25,7 @@ from edgespec.errors import (
     no_such,
 )
 from edgespec.loading.draft_or_memory import open_pair
-from edgespec.loading.exact import check_cascade, note_on_budget
+from edgespec.loading.exact import check_alpha, check_cascade, note_on_budget
 from edgespec.loading.pair import (
     DEFAULT_BUDGET,
     WIDE,
@@ -581,10 +581,11 @@ def load(
     say = say or (lambda text: None)
     entry = find_model(target, models_file)
     planner, notes = planner or entry.defaults.planner or "auto", list[str]()
-    if planner in USE_DRAFT or cascade:
-        here = targets is None and cluster is None and not cascade
+    alpha = check_alpha(cascade)
+    if planner in USE_DRAFT or alpha:
+        here = targets is None and cluster is None and not alpha
         draft = draft or entry.draft or (find_head(entry, backend, say, notes) if here else None)
-    alpha = check_cascade(cascade, draft, exact, ahead)
+    check_cascade(alpha, draft, exact, ahead)
     if alpha and sparse_attention is not None:
         raise UsageError("--cascade and --sparse-attention are both approximate: give one of them")
     check_planner(planner, draft is not None, datastore is not None, planner_options)

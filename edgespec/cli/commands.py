@@ -366,7 +366,8 @@ Examples:
 )
 @click.option("--keep-size", default="10G", show_default=True, metavar="SIZE", help="Most bytes in DIR.")
 @click.option("--log-requests", "log", is_flag=True, help="Log paths and statuses, never prompts or answers.")
-@click.option("--allow-approximate", is_flag=True, help="Serve texts that are not MODEL's own, as --cascade gives.")
+@SPARSE_OPTION
+@click.option("--allow-approximate", is_flag=True, help="Serve texts that are not MODEL's own, as of --cascade.")
 @YES_OPTION
 @PLANNER_OPTION
 @MODEL_OPTIONS
@@ -380,8 +381,10 @@ def serve(
     from edgespec.cli import serve as server
 
     server.check_server()
-    if options["cascade"] and not allow_approximate:
-        raise UsageError("--cascade serves texts that are not the model's own: add --allow-approximate")
+    for name in ("cascade", "sparse_attention"):
+        if options[name] and not allow_approximate:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} serves texts that are not the model's own: add --allow-approximate")
     keys, most_kept = server.read_keys(api_key, api_key_file), parse_size(keep_size)
     if keep and Path(keep).is_file():
         raise UsageError(f"--keep-on-disk {keep}: is a file; give a folder, or write MODEL in front of --keep-on-disk")

@@ -144,24 +144,28 @@ def check_choice(asked: str | None) -> None:
         raise UsageError(f"exact is {asked!r}, but must be one of {', '.join(CHOICES)}")
 
 
-def check_cascade(
-    cascade: float | None, draft: str | None, exact: str | None = None, ahead: bool | None = None
-) -> float:
+def check_alpha(cascade: float | None) -> float:
     """
     Returns:
         Alpha; 0: texts are exact.
 
     Raises:
-        UsageError: it is out of range, there is no draft model, or an option asks for what it cannot give.
+        UsageError: it is out of range.
     """
-    alpha = check_number("cascade", cascade or 0.0, lambda alpha: 0 <= alpha <= 1, "from 0 to 1")
+    return check_number("cascade", 0.0 if cascade is None else cascade, lambda alpha: 0 <= alpha <= 1, "from 0 to 1")
+
+
+def check_cascade(alpha: float, draft: str | None, exact: str | None = None, ahead: bool | None = None) -> None:
+    """
+    Raises:
+        UsageError: there is no draft model, or an option asks for what a cascade cannot give.
+    """
     if alpha and (not draft or draft in OWN):
         raise UsageError("--cascade needs a draft model, not a head: name one with --draft (draft=…)")
     if alpha and exact not in (None, "off"):
         raise UsageError(f"--exact {exact} asks for the text of plain decoding, --cascade for another: leave one out")
     if alpha and ahead:
         raise UsageError("--ahead does not go with --cascade, for which the draft waits until the target has run")
-    return alpha
 
 
 def choose(found: Found, limits: Capabilities, asked: str | None) -> BatchInvariance | None:
