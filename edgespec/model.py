@@ -25,7 +25,7 @@ from edgespec.errors import (
     no_such,
 )
 from edgespec.loading.draft_or_memory import open_pair
-from edgespec.loading.exact import check_cascade, note_on_budget
+from edgespec.loading.exact import check_alpha, check_cascade, note_on_budget
 from edgespec.loading.pair import (
     DEFAULT_BUDGET,
     WIDE,
@@ -573,6 +573,7 @@ def load(
     for name, text in (("planner", planner), ("cluster", cluster)):
         check_text(name, text if text is not None else "")
     check_flag("ahead", ahead if ahead is not None else False)
+    cascade = check_alpha(cascade)
     for name, call in (("progress", progress), ("say", say)):
         _check_call(name, call)
     say = say or (lambda text: None)

@@ -144,6 +144,14 @@ def check_choice(asked: str | None) -> None:
         raise UsageError(f"exact is {asked!r}, but must be one of {', '.join(CHOICES)}")
 
 
+def check_alpha(cascade: float | None) -> float:
+    """
+    Raises:
+        UsageError: it is no number from 0 to 1.
+    """
+    return check_number("cascade", 0.0 if cascade is None else cascade, lambda alpha: 0 <= alpha <= 1, "from 0 to 1")
+
+
 def check_cascade(
     cascade: float | None, draft: str | None, exact: str | None = None, ahead: bool | None = None
 ) -> float:
@@ -154,7 +162,7 @@ def check_cascade(
     Raises:
         UsageError: it is out of range, there is no draft model, or an option asks for what it cannot give.
     """
-    alpha = check_number("cascade", cascade or 0.0, lambda alpha: 0 <= alpha <= 1, "from 0 to 1")
+    alpha = check_alpha(cascade)
     if alpha and (not draft or draft in OWN):
         raise UsageError("--cascade needs a draft model, not a head: name one with --draft (draft=…)")
     if alpha and exact not in (None, "off"):
