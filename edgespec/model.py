@@ -1,11 +1,14 @@
 """The Python API: a target, perhaps a draft, and a planner, loaded together."""
 
 import asyncio
+import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from inspect import signature
+from math import isfinite
 from os import PathLike
 from types import TracebackType
 from typing import Any, Self
@@ -15,6 +18,7 @@ from edgespec.errors import (
     Closed,
     UsageError,
     check_flag,
+    check_number,
     check_path,
     check_text,
     check_texts,
@@ -42,6 +46,7 @@ from edgespec.loop.grammar import Compiled, Compiler, Grammar
 from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.passes import check_room
 from edgespec.loop.planner import Planner
+from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import Message, TextStream, render_chat, user_messages
@@ -49,7 +54,7 @@ from edgespec.models.own_sampling import choose_sampling, choose_seed
 from edgespec.models.registry import Entry, find_draft, find_model, local_path
 from edgespec.planners.auto import AutoState, new_auto_state
 from edgespec.planners.choice import CHECKS, USE_DRAFT, check_planner, make_planner
-from edgespec.scheduler import drive
+from edgespec.scheduler import drive, scaling
 from edgespec.scheduler.requests import Chunk, Ended, Event, Request
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.scheduler.targets.coordinator import Targets
@@ -90,6 +95,33 @@ class GenerationResult:
     def __repr__(self) -> str:
         about = f"{self.finish_reason or 'unfinished'}, {self.stats.summary()}, seed {self.stats.seed}"
         return f"<GenerationResult {self.text!r}: {about}>"
+
+
+@dataclass(slots=True, repr=False)
+class ScaleResult(GenerationResult):
+    """The text that `scale` chose, with all others.
+
+    Attributes:
+        samples: all texts, of seed, seed + 1, and so on.
+        answers: of each text; None: it has none.
+        votes: number of texts with each answer, most first.
+        chunks: number of the draft's chunks that the target scored.
+        rejected: share of them that the target wrote again.
+        passes: of the target, over the prompt and for scores, too.
+        calibration: the latest scores.
+    """
+
+    samples: list[GenerationResult] = field(default_factory=list)
+    answers: list[str | None] = field(default_factory=list)
+    votes: dict[str, int] = field(default_factory=dict)
+    chunks: int = 0
+    rejected: float = 0.0
+    passes: int = 0
+    calibration: list[float] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        about = f"{self.rejected:.0%} of {self.chunks} chunks rejected, {self.passes} passes"
+        return f"<ScaleResult {self.text!r}: votes {self.votes}, {about}, {self.stats.approximate}>"
 
 
 class Model:
@@ -334,11 +366,8 @@ class Model:
         self._check_open()
         k = check_whole("k", k, 1, MOST_BRANCHES)
         first = self.request(prompt, **options)
-        hint_texts, seed = self.hint_texts(first.prompt_ids, options.get("prediction"), k), first.sampling.seed
-        requests = [
-            replace(first, sampling=replace(first.sampling, seed=(seed + i) % 2**64), hint_texts=hint_texts)
-            for i in range(k)
-        ]
+        hint_texts = self.hint_texts(first.prompt_ids, options.get("prediction"), k)
+        requests = _seeded(replace(first, hint_texts=hint_texts), k)
         results = [GenerationResult() for _ in requests]
         with closing(drive.events_of(self.scheduler, requests, [result.stats for result in results])) as events:
             for number, event in events:
@@ -560,6 +589,132 @@ def load(
     except BaseException:
         close_all(backends)
         raise
+
+
+def scale(
+    target: Model,
+    draft: Model | None,
+    prompt: Prompt,
+    *,
+    samples: int = 8,
+    chunk: int = 128,
+    reject: float = 0.4,
+    answer: str | Callable[[str], str | None] | None = None,
+    score: Callable[[str], float] | None = None,
+    window: int = 64,
+    calibration: Sequence[float] = (),
+    max_tokens: int | None = 512,
+    temperature: float = 0.7,
+    progress: Callable[[int, int], None] | None = None,
+    **sampling: Any,
+) -> ScaleResult:
+    """Choose one of several texts. The draft writes them in chunks, and the target those again that surprise it most.
+
+    This is approximate: a text is not what the target would write. `reject` bounds the share of chunks that the target
+    writes, if chunks are alike; nothing is guaranteed about answers. With `reject` 0 all texts are the draft's, with 1
+    or without a draft the target's, as of `Model.branch`. Load both models with `parallel` = `samples`.
+
+    Args:
+        target: scores the chunks by their perplexity, and writes those that are rejected.
+        draft: a model of its own with the target's vocabulary; None: the target writes all.
+        prompt: as for `Model.stream`.
+        samples: number of texts; from 1 to 1024.
+        chunk: tokens that are scored together.
+        reject: from 0 to 1; a chunk is rejected if at most this share of the latest scores is as high as its own.
+        answer: a regular expression, whose last match (its first group) is a text's answer, or a function that finds
+            it; the answer of most texts wins. None: the text with the best score wins.
+        score: of a text, the higher the better; decides between answers with as many votes. Default: the first text,
+            and without `answer` the one with the lowest perplexity under the target.
+        window: number of latest scores, those of the round included.
+        calibration: the scores with which the window begins: `ScaleResult.calibration` of an earlier call.
+        max_tokens: of a text; None: until its end, or until a context is full.
+        temperature: as for `Model.stream`; with 0 all texts are equal.
+        progress: called with (tokens written, most tokens) after every round of chunks.
+        sampling: further fields of `SamplingParams`.
+
+    Raises:
+        UsageError, ContextFull, Closed: as for `Model.stream`.
+        VocabMismatch: the draft has another vocabulary.
+    """
+    for name, model in (("target", target), ("draft", target if draft is None else draft)):
+        if not isinstance(model, Model):
+            raise must_be(name, model, "a model of edgespec.load")
+    samples, chunk = check_whole("samples", samples, 1, MOST_BRANCHES), check_whole("chunk", chunk, 1)
+    reject = check_number("reject", reject, lambda share: 0 <= share <= 1, "from 0 to 1") if draft else 1.0
+    if not isinstance(calibration, Sequence):
+        raise must_be("calibration", calibration, "a list of scores")
+    known = [check_number("a score in calibration", one, lambda value: value > 0, "above 0") for one in calibration]
+    latest, find = scaling.Calibration(check_whole("window", window, 1), known), _finder(answer)
+    _check_call("score", score)
+    _check_call("progress", progress)
+    for name in sampling.keys() - SamplingParams.__dataclass_fields__:
+        raise _unknown(name, *_keywords(scale), *SamplingParams.__dataclass_fields__)
+    if not isinstance(target.scheduler, Scheduler):
+        raise UsageError("several targets give no scores: load the target without targets and cluster")
+    first = target.request(prompt, max_tokens=max_tokens, temperature=temperature, **sampling)
+    params, room = first.sampling, target.target.capabilities.context_length
+    if draft:
+        draft._check_open()
+        check_same_vocab(target.target.vocab, draft.target.vocab)
+        check_room(draft.target, len(first.prompt_ids))
+        room = min(room, draft.target.capabilities.context_length)
+    first = replace(first, max_tokens=min(first.max_tokens, room - len(first.prompt_ids)))
+    before, done = target.scheduler.counts.passes, scaling.Scaled([])
+    if draft and 0 < reject < 1:
+        if params.presence_penalty or params.frequency_penalty:
+            raise UsageError("presence_penalty and frequency_penalty would count in one chunk only: leave them at 0")
+        requests = _seeded(first, samples)
+        done = scaling.scale(target.scheduler, draft.scheduler, requests, chunk, reject, latest, progress)
+        found = [GenerationResult(_text_of(target, one.token_ids), one.token_ids, one.stats) for one in done.samples]
+    else:
+        writer = draft if draft and not reject else target
+        found = writer.branch(prompt, samples, max_tokens=first.max_tokens, **asdict(params))
+        if progress:
+            progress(samples * first.max_tokens, samples * first.max_tokens)
+    answers = [find(one.text) for one in found] if find else [None] * samples
+    for one in answers:
+        if not isinstance(one, str | None):
+            raise must_be("an answer", one, "a text, or None")
+    votes = Counter(one for one in answers if one is not None)
+    best = [one for one, its in zip(found, answers, strict=True) if not votes or votes[its] == max(votes.values())]
+    if score:
+        best.sort(key=lambda one: -check_number("the score", score(one.text), isfinite, "finite"))
+    elif not find:
+        texts = [(first.prompt_ids, one.token_ids) for one in found]
+        losses = scaling.perplexities(target.scheduler, first.prompt_ids, texts)
+        best = [found[losses.index(min(losses))]]
+    for one in found:
+        one.stats.approximate = f"scale reject {reject:g}"
+    return ScaleResult(
+        best[0].text, best[0].token_ids, best[0].stats, found, answers, dict(votes.most_common()), done.scored,
+        done.rejected / max(1, done.scored), target.scheduler.counts.passes - before, latest.scores,
+    )  # fmt: skip
+
+
+def _finder(answer: str | Callable[[str], str | None] | None) -> Callable[[str], str | None] | None:
+    if answer is None or callable(answer):
+        return answer
+    try:
+        pattern = re.compile(check_text("answer", answer))
+    except re.error as error:
+        raise must_be("answer", answer, f"a regular expression: {error}") from error
+
+    def last(text: str) -> str | None:
+        *_, match = [None, *pattern.finditer(text)]
+        return match[min(1, pattern.groups)] if match else None
+
+    return last
+
+
+def _text_of(model: Model, token_ids: Sequence[int]) -> str:
+    text = TextStream(model.target.vocab)
+    return "".join(map(text.push, token_ids)) + text.finish()
+
+
+def _seeded(first: Request, count: int) -> list[Request]:
+    """Requests that differ only in the seed, which counts up."""
+    seeds = [(first.sampling.seed + i) % 2**64 for i in range(count)]
+    return [replace(first, sampling=replace(first.sampling, seed=seed)) for seed in seeds]
 
 
 def _defaults(entry: Entry) -> dict[str, Any]:

@@ -15,6 +15,7 @@ class GenerationStats:
     Attributes:
         backend: the target's engine.
         exact: name of the row class that passes were kept to; "": none.
+        approximate: the method that made the text another than the target's own, such as "scale reject 0.4"; "": none.
         cached_tokens: prompt tokens that were still in the cache.
         tokens: of the output, an end-of-text token included.
         passes: of the target, prefill not counted.
@@ -34,6 +35,7 @@ class GenerationStats:
     planner: str = "none"
     backend: str = ""
     exact: str = ""
+    approximate: str = ""
     seed: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -220,7 +220,7 @@ class SessionPool:
         handle = lane.handle
         assert handle
         request = handle.request
-        self._prepare(lane, request.prompt_ids)
+        self.prepare(lane, request.prompt_ids)
         lane.generation = Generation(
             self._target, lane.session, lane.planner, request.prompt_ids, request.sampling,
             max_tokens=request.max_tokens, budget=0 if request.plain else budget, stats=handle.stats,
@@ -234,7 +234,7 @@ class SessionPool:
                 break
         lane.phase = Phase.SETTLED
 
-    def _prepare(self, lane: Lane, prompt: Sequence[int]) -> None:
+    def prepare(self, lane: Lane, prompt: Sequence[int]) -> None:
         cache, in_memory = self.disk_cache, self._in_memory(prompt) if self.disk_cache else 0
         source, start = self._start(lane, prompt[:-1])
         forks = source is not lane
