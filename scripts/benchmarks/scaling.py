@@ -104,22 +104,30 @@ def measure(
     done = {one.question: one for one in resume(out, Problem, options)}
     kept = {name: run["calibration"] for one in done.values() for name, run in one.methods.items()}
     shared = {
-        "samples": settings.samples, "chunk": settings.chunk, "window": settings.window, "seed": settings.seed,
-        "temperature": settings.temperature, "max_tokens": settings.max_tokens, "answer": number_in,
+        "chunk": settings.chunk, "window": settings.window, "seed": settings.seed, "max_tokens": settings.max_tokens,
+        "answer": number_in,
+    }  # fmt: skip
+    several = {
+        f"reject {reject:g}": (draft, reject, settings.samples, settings.temperature) for reject in settings.rejects
+    }
+    plain = {
+        GREEDY: (None, 1, 1, 0.0), TARGET: (None, 1, settings.samples, settings.temperature),
+        DRAFT: (draft, 0, settings.samples, settings.temperature),
     }  # fmt: skip
     for number, (question, answer) in enumerate(problems):
         progress(number, len(problems))
         if question in done:
             continue
-        prompt, started, methods = user_messages(question + ASK), process_time(), dict[str, dict[str, Any]]()
-        methods[GREEDY] = run(scale(target, None, prompt, **shared | {"samples": 1, "temperature": 0.0}), answer)
-        methods[TARGET] = run(scale(target, None, prompt, **shared), answer)
-        methods[DRAFT] = run(scale(target, draft, prompt, reject=0, **shared), answer)
-        for reject in settings.rejects:
-            name = f"reject {reject:g}"
-            found = scale(target, draft, prompt, reject=reject, calibration=kept.get(name, ()), **shared)
+        started, methods = process_time(), dict[str, dict[str, Any]]()
+        for name, (writer, reject, samples, temperature) in (plain | several).items():
+            for model in (target, draft):
+                model.scheduler.forget()  # no method finds the prompt read
+            found = scale(
+                target, writer, user_messages(question + ASK), samples=samples, reject=reject, temperature=temperature,
+                calibration=kept.get(name, ()), **shared,
+            )  # fmt: skip
             methods[name] = run(found, answer)
-            kept[name] = found.calibration
+            kept[name] = methods[name]["calibration"]
         done[question] = Problem(question, options, answer, methods, round(process_time() - started, 1))
         append(out, done[question])
     progress(len(problems), len(problems))
