@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from edgespec.model import GenerationResult, Model, load, scale
     from edgespec.model import ScaleResult as ScaleResult
     from edgespec.scheduler.requests import Chunk as Chunk
+    from edgespec.server.tool_cache import ToolCache as ToolCache
 
 __version__ = "1.0.0rc1"
 
@@ -40,6 +41,7 @@ _MODULES = {
     "loop.tree": ["Source"],
     "model": ["GenerationResult", "Model", "ScaleResult", "load", "scale"],
     "scheduler.requests": ["Chunk"],
+    "server.tool_cache": ["ToolCache"],
 }
 
 

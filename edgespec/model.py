@@ -1,6 +1,7 @@
 """The Python API: a target, perhaps a draft, and a planner, loaded together."""
 
 import asyncio
+import math
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -8,7 +9,6 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from inspect import signature
-from math import isfinite
 from os import PathLike
 from types import TracebackType
 from typing import Any, Self
@@ -40,7 +40,7 @@ from edgespec.loading.pair import (
 )
 from edgespec.loading.targets import check_targets, open_targets
 from edgespec.loading.where import Where, where
-from edgespec.loop.backend import Backend
+from edgespec.loop.backend import Backend, Vocab
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.grammar import Compiled, Compiler, Grammar
 from edgespec.loop.hint_texts import HintTexts
@@ -51,7 +51,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import Message, TextStream, render_chat, user_messages
 from edgespec.models.own_sampling import choose_sampling, choose_seed
-from edgespec.models.registry import Entry, find_draft, find_model, local_path
+from edgespec.models.registry import OWN_LAYERS, Entry, find_draft, find_model, local_path
 from edgespec.planners.auto import AutoState, new_auto_state
 from edgespec.planners.choice import CHECKS, USE_DRAFT, check_planner, make_planner
 from edgespec.scheduler import drive, scaling
@@ -270,7 +270,7 @@ class Model:
             max_tokens: most tokens to generate; None: until the end, or until the context is full.
             stop: one string or several that end the output; not part of it.
             grammar: what the output must match: of `edgespec.json_schema`, `json_object`, `regex` or `lark`.
-            prediction: likely output, such as a file that is to be edited, from which the planners auto and sssd draft;
+            prediction: likely output, such as a file that is to be edited, from which auto, sssd and lookahead draft;
                 cut to the context's length. It changes no output.
             sampling: fields of `SamplingParams` to change for this call; None: the model's; for `seed`: a new one,
                 which `stats.seed` reports.
@@ -368,12 +368,71 @@ class Model:
         first = self.request(prompt, **options)
         hint_texts = self.hint_texts(first.prompt_ids, options.get("prediction"), k)
         requests = _seeded(replace(first, hint_texts=hint_texts), k)
+        return self._all(requests)
+
+    def _all(self, requests: Sequence[Request]) -> list[GenerationResult]:
         results = [GenerationResult() for _ in requests]
         with closing(drive.events_of(self.scheduler, requests, [result.stats for result in results])) as events:
             for number, event in events:
                 for chunk in drive.chunks_in(event):
                     results[number].add(chunk)
         return results
+
+    def search(
+        self,
+        prompt: Prompt,
+        score: Callable[[list[str]], Sequence[float]],
+        *,
+        width: int = 4,
+        keep: int = 1,
+        depth: int = 8,
+        **options: Any,
+    ) -> list[GenerationResult]:
+        """Search over thoughts: in each round every sequence goes on with `width` thoughts, and the best are kept.
+
+        Args:
+            prompt: as for `stream`.
+            score: of the texts so far, a number each; a larger one is better.
+            width: thoughts that a sequence goes on with.
+            keep: sequences that a round keeps.
+            depth: most rounds.
+            options: as for `branch`, without `grammar`; `stop` (default: an empty line) and `max_tokens` end a thought.
+                Thought i of round r has seed + r * keep * width + i.
+
+        Returns:
+            The sequences of the last round, best first, each with the stats of its last thought.
+        """
+        width, depth = check_whole("width", width, 1, MOST_BRANCHES), check_whole("depth", depth, 1)
+        keep = check_whole("keep", keep, 1, MOST_BRANCHES // width)
+        if not callable(score):
+            raise must_be("score", score, "a function")
+        first = self.request(prompt, **{"stop": "\n\n"} | options)
+        if first.grammar:
+            raise UsageError("search takes no grammar: each thought would have to match it")
+        limits, vocab, texts = self.target.capabilities, self.target.vocab, [GenerationResult()]
+        hint_texts = self.hint_texts(first.prompt_ids, options.get("prediction"), 1 + width * keep)
+        first = replace(first, hint_texts=hint_texts)
+
+        def is_whole(text: GenerationResult) -> bool:
+            ids = text.token_ids
+            return bool(ids) and (ids[-1] in vocab.eog_ids or len(first.prompt_ids) + len(ids) >= limits.context_length)
+
+        for number in range(depth):
+            begun = [text for text in texts if not is_whole(text) for _ in range(width)]
+            if not begun:
+                break
+            requests = [
+                replace(one, prompt_ids=first.prompt_ids + text.token_ids)
+                for one, text in zip(_seeded(first, len(begun), number * keep * width), begun, strict=True)
+            ]
+            found = {tuple(text.token_ids): text for text in texts if is_whole(text)}
+            for text, thought in zip(begun, self._all(requests), strict=True):
+                token_ids = text.token_ids + thought.token_ids
+                found.setdefault(
+                    tuple(token_ids), GenerationResult(_text_of(vocab, token_ids), token_ids, thought.stats)
+                )
+            texts = _best_first(list(found.values()), score)[:keep]
+        return texts
 
     def chat(self, messages: Prompt, **options: Any) -> GenerationResult:
         """Answer a user's message, or a conversation, through the model's chat template.
@@ -466,13 +525,13 @@ def load(
     Args:
         target: a name from models.yaml, the path of a GGUF file or of a model folder, OWNER/REPOSITORY on the hub, or a
             source such as hf:owner/repository/file.gguf.
-        draft: the same for the draft model; default: that of models.yaml.
+        draft: the same for the draft model, or "head" or "layers" of the target; default: that of models.yaml.
         planner: one of `PLANNERS`; default: that of models.yaml, else auto: the fastest in every step.
         budget: most draft tokens per pass; default: by measured pass times, at most the budget of models.yaml or 64;
             where torch or mlx stream weights, up to 1024.
             With a number no tree depends on pass times, and auto is specexec with a draft, sssd with a datastore or
             streamed weights, else none.
-        datastore: a file made by `edgespec datastore build`, for the planners auto and sssd.
+        datastore: a file made by `edgespec datastore build`, for the planners auto, sssd and lookahead.
         context_length: most tokens of a sequence; 0 = the length that the model was trained for.
         backend: engine of both models: llamacpp, mlx, torch or another package's. Default: llamacpp for files; for
             folders mlx on a Mac with Apple silicon, torch elsewhere, or the installed one.
@@ -520,7 +579,7 @@ def load(
         for name, value in (("draft", draft), ("datastore", datastore), ("models_file", models_file))
     )
     parallel, remember = check_whole("parallel", parallel, 1, MOST_PARALLEL), check_flag("remember", remember)
-    for name, text in (("planner", planner), ("cluster", cluster), ("backend", backend)):
+    for name, text in (("planner", planner), ("cluster", cluster)):
         check_text(name, text if text is not None else "")
     check_flag("ahead", ahead if ahead is not None else False)
     for name, call in (("progress", progress), ("say", say)):
@@ -573,7 +632,8 @@ def load(
                 entry.target,
                 *([find_draft(draft, entry, models_file).target] if draft and backends[1:] else []),
             ]
-            at_close = recall_auto_state(pace, sources, backends[0], options, learn)
+            about = replace(options, own_layers=draft == OWN_LAYERS)
+            at_close = recall_auto_state(pace, sources, backends[0], about, learn)
         names = (target, draft or "" if backends[1:] else "")
         return Model(
             backends[0],
@@ -600,7 +660,7 @@ def scale(
     chunk: int = 128,
     reject: float = 0.4,
     answer: str | Callable[[str], str | None] | None = None,
-    score: Callable[[str], float] | None = None,
+    score: Callable[[list[str]], Sequence[float]] | None = None,
     window: int = 64,
     calibration: Sequence[float] = (),
     max_tokens: int | None = 512,
@@ -623,8 +683,8 @@ def scale(
         reject: from 0 to 1; a chunk is rejected if at most this share of the latest scores is as high as its own.
         answer: a regular expression, whose last match (its first group) is a text's answer, or a function that finds
             it; the answer of most texts wins. None: the text with the best score wins.
-        score: of a text, the higher the better; decides between answers with as many votes. Default: the first text,
-            and without `answer` the one with the lowest perplexity under the target.
+        score: of texts, a number each, a larger one is better; decides between answers with as many votes. Default: the
+            first text wins, and without `answer` the one with the lowest perplexity under the target.
         window: number of latest scores, those of the round included.
         calibration: the scores with which the window begins: `ScaleResult.calibration` of an earlier call.
         max_tokens: of a text; None: until its end, or until a context is full.
@@ -663,22 +723,23 @@ def scale(
     if draft and 0 < reject < 1:
         if params.presence_penalty or params.frequency_penalty:
             raise UsageError("presence_penalty and frequency_penalty would count in one chunk only: leave them at 0")
-        requests = _seeded(first, samples)
+        requests, vocab = _seeded(first, samples), target.target.vocab
         done = scaling.scale(target.scheduler, draft.scheduler, requests, chunk, reject, latest, progress)
-        found = [GenerationResult(_text_of(target, one.token_ids), one.token_ids, one.stats) for one in done.samples]
+        found = [GenerationResult(_text_of(vocab, one.token_ids), one.token_ids, one.stats) for one in done.samples]
     else:
         writer = draft if draft and not reject else target
         found = writer.branch(prompt, samples, max_tokens=first.max_tokens, **asdict(params))
         if progress:
             progress(samples * first.max_tokens, samples * first.max_tokens)
-    answers = [find(one.text) for one in found] if find else [None] * samples
-    for one in answers:
-        if not isinstance(one, str | None):
-            raise must_be("an answer", one, "a text, or None")
-    votes = Counter(one for one in answers if one is not None)
-    best = [one for one, its in zip(found, answers, strict=True) if not votes or votes[its] == max(votes.values())]
+    answers = [find(one.text) if find else None for one in found]
+    for given in answers:
+        if not isinstance(given, str | None):
+            raise must_be("an answer", given, "a text, or None")
+    votes = Counter(given for given in answers if given is not None)
+    winners = {given for given, count in votes.items() if count == max(votes.values())} or {None}
+    best = [one for one, given in zip(found, answers, strict=True) if given in winners]
     if score:
-        best.sort(key=lambda one: -check_number("the score", score(one.text), isfinite, "finite"))
+        best = _best_first(best, score)
     elif not find:
         texts = [(first.prompt_ids, one.token_ids) for one in found]
         losses = scaling.perplexities(target.scheduler, first.prompt_ids, texts)
@@ -706,14 +767,23 @@ def _finder(answer: str | Callable[[str], str | None] | None) -> Callable[[str],
     return last
 
 
-def _text_of(model: Model, token_ids: Sequence[int]) -> str:
-    text = TextStream(model.target.vocab)
+def _best_first(texts: list[GenerationResult], score: Callable[[list[str]], Sequence[float]]) -> list[GenerationResult]:
+    scores = score([one.text for one in texts])
+    if not hasattr(scores, "__len__") or len(scores) != len(texts):
+        raise must_be("what score returns", scores, f"a list of {len(texts)} numbers")
+    for value in scores:
+        check_number("a score", value, lambda value: not math.isnan(value), "a number")
+    return [texts[i] for i in sorted(range(len(texts)), key=lambda i: -scores[i])]
+
+
+def _text_of(vocab: Vocab, token_ids: Sequence[int]) -> str:
+    text = TextStream(vocab)
     return "".join(map(text.push, token_ids)) + text.finish()
 
 
-def _seeded(first: Request, count: int) -> list[Request]:
-    """Requests that differ only in the seed, which counts up."""
-    seeds = [(first.sampling.seed + i) % 2**64 for i in range(count)]
+def _seeded(first: Request, count: int, start: int = 0) -> list[Request]:
+    """Requests that differ only in the seed, which counts up from the first one's plus `start`."""
+    seeds = [(first.sampling.seed + start + i) % 2**64 for i in range(count)]
     return [replace(first, sampling=replace(first.sampling, seed=seed)) for seed in seeds]
 
 

@@ -8,6 +8,7 @@ import gc
 import io
 import json
 import os
+import runpy
 import shutil
 import signal
 import sys
@@ -314,3 +315,19 @@ def converted(gguf: Path, folder: Path) -> None:
         convert(gguf, folder, dtype="float32")
     except MissingPackage as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs the test file's `SCRIPT` in this process: exit code, output, errors."""
+
+    def call(*arguments: Any) -> tuple[Any, str, str]:
+        monkeypatch.setattr(sys, "argv", [str(request.module.SCRIPT), *map(str, arguments)])
+        capfd.readouterr()
+        try:
+            runpy.run_path(str(request.module.SCRIPT), run_name="__main__")
+        except SystemExit as ended:
+            return ended.code, *capfd.readouterr()
+        return 0, *capfd.readouterr()
+
+    return call

@@ -1,6 +1,6 @@
 """GGUFs of tiny heads with random weights, for the made-up targets of `gguf_files.py` and `hybrid_files.py`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def write_eagle3(
         norm: states have a norm of their own.
         changed: keys of the header, without "eagle3.".
     """
-    writer, generator = gguf.GGUFWriter(path, "eagle3"), np.random.default_rng(1)
+    writer = gguf.GGUFWriter(path, "eagle3")
     writer.add_file_type(0)
     keys: dict[str, Any] = {
         "block_count": 1, "context_length": 2048, "embedding_length": width, "feed_forward_length": 2 * width,
@@ -63,68 +63,61 @@ def write_eagle3(
         shapes["enc.output_norm"] = (3 * width,)
     if whole:
         shapes["token_embd"] = (vocab, width)
-    for name, shape in shapes.items():
-        spread = generator.normal(0, 1 / np.sqrt(shape[-1]), shape)
-        values = 1 + 0.1 * spread if name.endswith(("norm", "norm_2")) else spread
-        writer.add_tensor(f"{name}.weight", values.astype(np.float32))
     if known:
         writer.add_tensor("d2t", np.array(known, np.int64))
-    return _written(writer, path)
+    return _written(writer, shapes, 1, path)
 
 
 def write_glm4moe(path: Path, width: int = 256, hidden: int = 128, experts: int = 4, layers: int = 3) -> Path:
     """A mixture of experts with a head of its own, the last layer, which asks for all rows of the layer before."""
-    writer, generator = gguf.GGUFWriter(path, "glm4moe"), np.random.default_rng(2)
-    writer.add_file_type(0)
     keys = {
-        "block_count": layers + 1, "nextn_predict_layers": 1, "context_length": 2048, "embedding_length": width,
-        "feed_forward_length": hidden, "attention.head_count": 4, "attention.head_count_kv": 2,
-        "attention.key_length": 64, "attention.value_length": 64, "rope.dimension_count": 64, "expert_count": experts,
-        "expert_used_count": 2, "expert_shared_count": 1, "expert_feed_forward_length": hidden,
-        "leading_dense_block_count": 1,
+        "feed_forward_length": hidden, "expert_count": experts, "expert_used_count": 2, "expert_shared_count": 1,
+        "expert_feed_forward_length": hidden, "leading_dense_block_count": 1,
     }  # fmt: skip
-    for name, value in keys.items():
-        writer.add_uint32(f"glm4moe.{name}", value)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    byte_level_vocab(writer)
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_embd": (VOCAB, width),
-        "output_norm": (width,),
-        "output": (VOCAB, width),
-    }
-    for layer in range(layers + 1):
-        found = {"attn_norm": (width,), "attn_q": (256, width), "attn_k": (128, width), "attn_v": (128, width)}
-        found |= {"attn_output": (width, 256), "post_attention_norm": (width,)}
+
+    def feed_forward(layer: int) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {"post_attention_norm": (width,)}
         parts = {"": (hidden, width)} if layer == 0 else {"_exps": (experts, hidden, width), "_shexp": (hidden, width)}
         for part, shape in parts.items():
             found |= {f"ffn_gate{part}": shape, f"ffn_up{part}": shape, f"ffn_down{part}": (*shape[:-2], width, hidden)}
-        if layer:
-            found |= {"ffn_gate_inp": (experts, width), "exp_probs_b.bias": (experts,)}
-        if layer == layers:
-            found |= {"nextn.eh_proj": (width, 2 * width)}
-            found |= {f"nextn.{name}": (width,) for name in ("enorm", "hnorm", "shared_head_norm")}
-        shapes |= {f"blk.{layer}.{name}": shape for name, shape in found.items()}
-    for name, shape in shapes.items():
-        spread = generator.normal(0, 1 / np.sqrt(shape[-1]), shape)
-        values = 1 + 0.1 * spread if name.endswith("norm") else spread
-        writer.add_tensor(name if name.endswith("bias") else f"{name}.weight", values.astype(np.float32))
-    return _written(writer, path)
+        return found | ({"ffn_gate_inp": (experts, width), "exp_probs_b.bias": (experts,)} if layer else {})
+
+    writer, shapes = _with_heads(path, "glm4moe", keys, width, layers, 1, feed_forward)
+    return _written(writer, shapes, 2, path)
 
 
 def write_step35(path: Path, width: int = 256, layers: int = 3, heads: int = 3) -> Path:
     """A model with a chain of heads, and a sliding window in every second layer."""
-    writer, generator = gguf.GGUFWriter(path, "step35"), np.random.default_rng(4)
-    writer.add_file_type(0)
     keys = {
-        "block_count": layers + heads, "nextn_predict_layers": heads, "context_length": 2048, "embedding_length": width,
-        "feed_forward_length": 2 * width, "attention.head_count": 4, "attention.head_count_kv": 2,
-        "attention.key_length": 64, "attention.value_length": 64, "rope.dimension_count": 64,
-        "expert_feed_forward_length": width, "attention.sliding_window": 64,
+        "feed_forward_length": 2 * width, "expert_feed_forward_length": width, "attention.sliding_window": 64,
     }  # fmt: skip
-    for name, value in keys.items():
-        writer.add_uint32(f"step35.{name}", value)
+    wide = {"ffn_gate": (2 * width, width), "ffn_up": (2 * width, width), "ffn_down": (width, 2 * width)}
+    writer, shapes = _with_heads(
+        path, "step35", keys, width, layers, heads, lambda layer: {"ffn_norm": (width,), **wide}
+    )
     writer.add_array("step35.attention.sliding_window_pattern", [layer % 2 == 1 for layer in range(layers + heads)])
+    return _written(writer, shapes, 4, path)
+
+
+def _with_heads(
+    path: Path,
+    kind: str,
+    keys: dict[str, int],
+    width: int,
+    layers: int,
+    heads: int,
+    feed_forward: Callable[[int], dict[str, tuple[int, ...]]],
+) -> tuple[Any, dict[str, tuple[int, ...]]]:
+    """The header of a model with heads for multi-token prediction, its last layers, and the shapes of all tensors."""
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_file_type(0)
+    common = {
+        "block_count": layers + heads, "nextn_predict_layers": heads, "context_length": 2048, "embedding_length": width,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 64,
+        "attention.value_length": 64, "rope.dimension_count": 64,
+    }  # fmt: skip
+    for name, value in (common | keys).items():
+        writer.add_uint32(f"{kind}.{name}", value)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     byte_level_vocab(writer)
@@ -135,20 +128,20 @@ def write_step35(path: Path, width: int = 256, layers: int = 3, heads: int = 3) 
     }
     for layer in range(layers + heads):
         found = {"attn_norm": (width,), "attn_q": (256, width), "attn_k": (128, width), "attn_v": (128, width)}
-        found |= {"attn_output": (width, 256), "ffn_norm": (width,), "ffn_gate": (2 * width, width)}
-        found |= {"ffn_up": (2 * width, width), "ffn_down": (width, 2 * width)}
+        found |= {"attn_output": (width, 256), **feed_forward(layer)}
         if layer >= layers:
             found |= {"nextn.eh_proj": (width, 2 * width)}
             found |= {f"nextn.{name}": (width,) for name in ("enorm", "hnorm", "shared_head_norm")}
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in found.items()}
+    return writer, shapes
+
+
+def _written(writer: Any, shapes: dict[str, tuple[int, ...]], seed: int, path: Path) -> Path:
+    generator = np.random.default_rng(seed)
     for name, shape in shapes.items():
         spread = generator.normal(0, 1 / np.sqrt(shape[-1]), shape)
-        values = 1 + 0.1 * spread if name.endswith("norm") else spread
-        writer.add_tensor(f"{name}.weight", values.astype(np.float32))
-    return _written(writer, path)
-
-
-def _written(writer: Any, path: Path) -> Path:
+        values = 1 + 0.1 * spread if name.endswith(("norm", "norm_2")) else spread
+        writer.add_tensor(name if name.endswith("bias") else f"{name}.weight", values.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

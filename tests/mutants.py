@@ -253,8 +253,8 @@ MUTANTS = [
     mutant(
         "loop-commit-beyond-the-end",
         "generate.py",
-        "path = result.path[: len(output)]",
-        "path = result.path",
+        "tree, found.path[: len(output)]",
+        "tree, found.path",
         "test_lossless_reference.py::test_end_of_text_in_the_middle_of_a_pass",
     ),
     mutant(
@@ -295,9 +295,30 @@ MUTANTS = [
     mutant(
         "loop-sources-shifted",
         "generate.py",
-        "tree.source[result.path[1:]]]",
-        "tree.source[result.path[:-1]]]",
+        "tree.source[found.path[1:]])",
+        "tree.source[found.path[:-1]])",
         "test_lossless_reference.py::test_a_perfect_draft_is_always_right",
+    ),
+    mutant(
+        "loop-first-token-waits-for-the-draft",
+        "generate.py",
+        "if self._budget and not self.prompt.unread else None",
+        "if self._budget else None",
+        "test_draft_reads.py::test_another_sequence_waits_for_one_chunk_at_most",
+    ),
+    mutant(
+        "pool-row-of-another-prompt",
+        "session_pool.py",
+        "if other == prompt",
+        "if other[:9] == prompt[:9]",
+        "test_first_token.py::test_the_text_does_not_depend_on_what_was_cached",
+    ),
+    mutant(
+        "verifier-first-token-of-a-tree",
+        "verifier.py",
+        "if len(tokens) == task.prompt_length:",
+        "if not tokens:",
+        "test_first_token.py::test_several_targets_write_the_same_first_token",
     ),
     # llama.cpp's cells and sessions.
     mutant(
@@ -516,8 +537,8 @@ MUTANTS = [
     mutant(
         "scheduler-half-a-commit-is-kept",
         "session_pool.py",
-        "self.phase = Phase.CHANGING\n        chunks =",
-        "chunks =",
+        "self.phase = Phase.CHANGING\n        if pass_",
+        "if pass_",
         "test_interrupted_step.py::test_an_interrupt_at_a_call_changes_no_tokens",
     ),
     mutant(
@@ -607,7 +628,7 @@ MUTANTS = [
     mutant(
         "slots-room-for-one-more",
         "session_pool.py",
-        "+ self._needed(request) - common <= self.limits.cells",
+        "+ self._needed(handle) - common <= self.limits.cells",
         "- common <= self.limits.cells",
         "test_pool.py::test_texts_wait_until_there_are_cells_for_them",
     ),
@@ -643,8 +664,8 @@ MUTANTS = [
     mutant(
         "auto-late-draft-reads-at-once",
         "candidates.py",
-        "return self._unread(self._wanted) <= 1 + CATCH_UP",
-        "return True",
+        "if self._unread(self._wanted) <= 1 + CATCH_UP:",
+        "if True:",
         "test_draft_reads.py::test_a_draft_that_is_asked_late_reads_in_chunks_too",
     ),
     mutant(

@@ -20,6 +20,8 @@ from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner, DraftThread
 from edgespec.planners.auto import AutoPlanner, AutoState
 from edgespec.planners.choice import goes_ahead, has_own_processor, make_planner
 from edgespec.planners.none import NonePlanner
+from edgespec.planners.pearl import PearlPlanner
+from edgespec.planners.spec_branch import SpecBranchPlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler.requests import Ended, Request, Wrote
@@ -67,10 +69,9 @@ def planners(draft, pace, **options):
         "none": NonePlanner,
         "sssd": SssdPlanner,
         "specexec": lambda: AheadPlanner(draft(), depth=6, beam=4, **pair),
-        "forks": lambda: AheadPlanner(draft(), depth=6, beam=4, forks=4, **pair),
-        "pre-verify": lambda: AheadPlanner(draft(), depth=6, beam=4, top_up=False, **pair),
+        "specbranch": lambda: SpecBranchPlanner(draft(), depth=6, beam=4, **pair),
         "chain": lambda: AheadChainPlanner(draft(), depth=5, **pair),
-        "pearl": lambda: AheadChainPlanner(draft(), depth=5, top_up=False, **pair),
+        "pearl": lambda: PearlPlanner(draft(), depth=5, **pair),
         "auto": lambda: auto_planner(
             "auto", pace, SssdPlanner(), AheadPlanner(draft(), depth=6, cost=pace.draft, **pair), goes_ahead=True
         ),
@@ -110,22 +111,52 @@ def test_it_finds_something_meanwhile():
     assert "drafting hidden" not in serial.summary()
 
 
-def test_without_topping_up_the_target_starts_at_once():
-    """Serially only the first tree is drafted; after a miss the target judges its root alone."""
-    planner = AheadPlanner(backend(DRAFTS["bad"], max_nodes=40), depth=6, top_up=False, nice=False)
-    trees, propose = [], planner.propose
+def pearl_trees(planner, target):
+    """The trees of a text, and the draft passes that the target waited for before each."""
+    trees, waited, propose = [], [], planner.propose
 
     def planned(context, budget):
         before = planner.stats.draft_passes
         trees.append((yield from propose(context, budget)).tree)
-        assert planner.stats.draft_passes == before or len(trees) == 1
+        waited.append(planner.stats.draft_passes - before)
         return Proposal(trees[-1])
 
     planner.propose = planned
-    _, stats = write(planner, SAMPLINGS[1], patient(backend(), planner), count=20)
+    _, stats = write(planner, SAMPLINGS[1], patient(target, planner), count=20)
+    assert stats.passes == len(trees)
+    return trees, waited
+
+
+def test_with_pearl_the_target_waits_for_the_first_tree_only():
+    """After a miss its pass is over the root, and otherwise over what was drafted during the last one."""
+    planner = PearlPlanner(backend(perturbed(MODEL, 0.5, 1), max_nodes=40), depth=6, nice=False)
+    trees, waited = pearl_trees(planner, backend())
+    assert waited[0] > 0
+    assert not any(waited[1:])
     assert any(len(tree) == 1 for tree in trees)  # pre-verify
     assert any(len(tree) > 1 for tree in trees[1:])  # post-verify
-    assert stats.passes == len(trees)
+
+
+def test_pearl_drafts_as_many_tokens_as_draft_passes_fit_into_a_target_pass():
+    planner = PearlPlanner(backend(DRAFTS["good"]), depth=12, nice=False)
+    assert planner.length > 1  # nothing is measured
+    planner._drafter.last = 0.02
+    for seconds, length in ((0.1, 5), (0.011, 1), (0.0, 1)):  # the last pass was shared, so its time says nothing
+        planner.observe([1], seconds)
+        assert planner.length == length
+    planner.close()
+
+
+def test_pearls_draft_ends_with_its_length():
+    """Also where the target's pass lasts longer than the last one."""
+
+    class Two(PearlPlanner):
+        length = 2
+
+    planner = Two(backend(DRAFTS["good"]), depth=12, nice=False)
+    trees, _ = pearl_trees(planner, backend())
+    assert max(map(len, trees)) == 1 + 2
+    assert not planner._thread.busy
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[:2], ids=lambda sampling: str(sampling.temperature))
@@ -182,6 +213,17 @@ def test_two_texts_at_once_draft_before_their_passes():
         assert found[i] == write(NonePlanner(), SAMPLINGS[i], count=40)[0]
     assert stats[0].draft_went_on + stats[1].draft_went_on > 0  # searches go on below what was written, though
     assert stats[0].hidden_seconds == stats[1].hidden_seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "gives_way"), [(AheadPlanner, True), (SpecBranchPlanner, True), (PearlPlanner, False)]
+)
+def test_pearls_draft_does_not_give_way_to_the_target(kind, gives_way, monkeypatch):
+    """On shared processors it would have no draft tokens when the target's pass ends, step after step."""
+    lowered = []
+    monkeypatch.setattr("edgespec.planners.ahead.lower_priority", lambda: lowered.append(True))
+    write(kind(backend(DRAFTS["good"]), depth=6, nice=True), SAMPLINGS[0], count=8)
+    assert bool(lowered) == gives_way
 
 
 class Draft:
@@ -284,12 +326,23 @@ def test_the_default_needs_a_processor_for_the_draft_alone():
         planner.close()
 
 
+@pytest.mark.parametrize(("name", "kind"), [("pearl", PearlPlanner), ("specbranch", SpecBranchPlanner)])
+def test_planners_that_work_while_the_target_runs_need_no_option(name, kind):
+    for ahead in (None, False):
+        planner = make_planner(name, [backend(), backend(DRAFTS["good"])], ahead=ahead)
+        assert isinstance(planner, kind)
+        assert planner.name == name
+        planner.close()
+
+
 def test_a_draft_bound_to_its_thread_does_not_go_ahead():
     draft = backend()
     draft.capabilities = replace(draft.capabilities, one_thread=True)
     assert not goes_ahead(None, True, draft)
     with pytest.raises(UsageError, match="--ahead"):
         goes_ahead(True, True, draft)
+    with pytest.raises(UsageError, match="cannot go on while the target runs"):
+        make_planner("pearl", [backend(), draft])
 
 
 @pytest.mark.parametrize("planner", [None, "none", "sssd"])

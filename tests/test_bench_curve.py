@@ -1,8 +1,6 @@
 """scripts/bench-curve: tokens per pass against the budget, on the target's own texts."""
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,20 +20,6 @@ from edgespec.planners.choice import make_planner
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-curve"
 QUESTIONS = [{"prompt": "Count from one to ten."}, {"question": "Why?"}, {"turns": ["Say it again and again."]}]
 BUDGETS = 2, 4, 16
-
-
-@pytest.fixture
-def script(monkeypatch, capfd):
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
-        capfd.readouterr()
-        try:
-            runpy.run_path(str(SCRIPT), run_name="__main__")
-        except SystemExit as ended:
-            return ended.code, *capfd.readouterr()
-        return 0, *capfd.readouterr()
-
-    return call
 
 
 @pytest.fixture

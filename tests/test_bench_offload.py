@@ -53,7 +53,7 @@ def passes(one: float, many: float) -> dict[str, dict[str, float]]:
 
 
 def texts(seconds: float, passes: int) -> dict[str, object]:
-    run = {"tokens": 10, "passes": passes, "seconds": seconds, "target_seconds": seconds}
+    run = {"tokens": 11, "gained": 10, "passes": passes, "seconds": seconds, "target_seconds": seconds}
     return {"runs": [run], "bytes": 0, "user_seconds": 1.0, "system_seconds": 1.0}
 
 
@@ -104,6 +104,11 @@ def test_what_mlx_lm_does_alone_can_be_summed_up(monkeypatch: pytest.MonkeyPatch
     about = {"peak": 5, "stayed_in_cache": 0.25, "limit": 1, "bandwidth": 1.0}
     report = make_report(Task("folder"), 1, {}, {"alone": [result | about]})
     found = report["texts"]["alone"]
-    assert (found["tokens"], found["passes"], found["peak"]) == (4, 4, 5)  # the first comes with the prompt
+    assert (found["tokens"], found["gained"], found["passes"], found["peak"]) == (
+        6,
+        4,
+        4,
+        5,
+    )  # the first comes with the prompt
     assert found["stayed_in_cache"] == 0.25
     assert found["user_seconds"] >= 0 <= found["system_seconds"]

@@ -2,8 +2,6 @@
 
 import json
 import re
-import runpy
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,20 +12,6 @@ from edgespec.measure.replay import Recording
 from edgespec.planners.datastore import build
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-sssd"
-
-
-@pytest.fixture
-def script(monkeypatch, capfd):
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
-        capfd.readouterr()
-        try:
-            runpy.run_path(str(SCRIPT), run_name="__main__")
-        except SystemExit as ended:
-            return ended.code, *capfd.readouterr()
-        return 0, *capfd.readouterr()
-
-    return call
 
 
 def test_answers_are_recorded_once_and_guessed(script, smollm2_tiny, tmp_path):

@@ -70,6 +70,13 @@ def test_each_planner_is_predicted_with_the_tree_that_pays_most(
     assert tokens_per_second(replace(found, passes=passes[:1])) == only_one
 
 
+def test_a_head_is_predicted_by_the_tokens_of_a_measured_head() -> None:
+    passes = [Pass(nodes, seconds, 0.0) for nodes, seconds in ((1, 2.0), (8, 2.1), (65, 2.5))]
+    found = replace(diagnosis(None, *passes), draft_size=1, draft_seconds=1.0, by_head=True)
+    says = "specexec about 0.81 (computed, with the tokens per pass of another model's head), auto about 0.81"
+    assert says in report(found)
+
+
 def test_what_limits_a_pass_is_what_its_parts_say() -> None:
     layers = (Layer(0, (Extent(0, 0, GB),)),)
     found = diagnosis(Plan(24 << 30, GB, (), layers, (), 2, 20), Pass(1, 3.0, 0.0), Pass(65, 3.0, 2.0))

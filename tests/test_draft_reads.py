@@ -16,6 +16,7 @@ from edgespec.loop.shapes import TILE
 from edgespec.loop.stats import GenerationStats
 from edgespec.planners.ahead import AheadPlanner
 from edgespec.planners.auto import AutoState
+from edgespec.planners.candidates import READ, Drafting
 from edgespec.planners.drafting import CATCH_UP
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -73,11 +74,12 @@ def test_another_sequence_waits_for_one_chunk_at_most(shape, temperature, known)
         scheduler.step()
     own, steps = scheduler.pool.busy[0].draft, 0
     long = Reader(scheduler, LONG_PROMPT, temperature, 2, 5)
-    while not long.tokens:
+    while not long.stats.passes:  # the first token does not wait for the draft
         before, told = len(draft.parts), len(first.tokens)
         scheduler.step()
         chunks = draft.read_by_others(own, before)
-        assert sum(chunks[:-1]) <= TILE if long.tokens else len(chunks) <= 1
+        assert long.tokens or not chunks
+        assert sum(chunks[:-1]) <= TILE if long.stats.passes else len(chunks) <= 1
         assert max(chunks, default=0) <= TILE + 29  # a rest that would be padded joins the last chunk
         assert len(first.tokens) > told or first.ended
         steps += bool(chunks)
@@ -96,7 +98,7 @@ def test_a_sequence_alone_has_chunks_as_long_as_fit():
     run(scheduler)
     reader.check()
     assert draft.parts[0] == 2 * TILE
-    assert sum(draft.parts[:2]) == len(LONG) - 1
+    assert sum(draft.parts[:2]) == len(LONG)
     assert reader.stats.prefill_seconds > 0
     scheduler.close()
 
@@ -112,13 +114,16 @@ def test_a_plain_request_has_the_draft_read_nothing():
 
 
 def test_without_a_scheduler_the_draft_reads_the_prompt_before_the_first_tree():
+    """The first token does not wait for it."""
     draft, target, stats = Draft(sessions=1), backend(sessions=1), GenerationStats()
     steps = Generation(
         target, target.open(), SpecExecPlanner(draft, depth=4), LONG, SamplingParams(),
         max_tokens=4, budget=8, stats=stats,
     ).steps()  # fmt: skip
     next(steps)
-    assert draft.parts == [150, len(LONG) - 151, 1]
+    assert draft.parts == []
+    next(steps)
+    assert draft.parts == [150, len(LONG) - 150, 1]
 
 
 def test_a_draft_whose_context_is_full_reads_no_further():
@@ -211,25 +216,31 @@ def test_a_draft_whose_cells_are_scattered_reads_again_once(times):
 
 
 def test_a_request_that_is_cancelled_while_its_draft_reads_ends_at_once():
-    draft, begun, ended = Draft(), Event(), Event()
+    draft, begun, ended, passes = Draft(), Event(), Event(), []
     target, scheduler = drafting(draft)
 
     def waits(batch):
         if batch[0].prompt and len(batch[0].token_ids) > 8:
+            passes.append(len(target.passes))
             begun.set()
             assert draft.interrupted.wait(20)
 
     draft.failing = waits
     reader = Reader(scheduler, LONG_PROMPT, 0.7, 1, 5)
-    thread = Thread(target=lambda: (scheduler.step(), scheduler.step(), ended.set()))
+
+    def steps():
+        while not reader.ended:
+            scheduler.step()
+        ended.set()
+
+    thread = Thread(target=steps)
     thread.start()
     assert begun.wait(20)
     reader.handle.cancel()
     assert ended.wait(20)
     thread.join()
     reader.check()
-    assert reader.ended
-    assert len(target.passes) <= 1
+    assert passes == [len(target.passes)]
     draft.failing = lambda batch: None
     again = Reader(scheduler, LONG_PROMPT, 0.7, 1, 5)
     run(scheduler)
@@ -308,3 +319,16 @@ def test_a_request_that_is_decoded_plainly_lets_the_draft_read_nothing(plain, co
     assert draft.parts == []
     assert reader.stats.draft_passes == 0
     scheduler.close()
+
+
+@pytest.mark.parametrize(("length", "unpaid"), [(1 + CATCH_UP, 0), (3 * CATCH_UP, 3 * CATCH_UP - 1)])
+def test_what_a_draft_reads_is_charged_once(length, unpaid):
+    state, text = AutoState(), list(range(1, length + 1))
+    drafting = Drafting(SpecExecPlanner(Draft()), state)
+    drafting.begin(text[:9])
+    account = state.ledger()._account("specexec")
+    assert drafting.is_ready(text) == (unpaid == 0)  # then its proposal reads, which is charged as drafting
+    assert account.lost == pytest.approx(READ * unpaid)
+    if unpaid:
+        drafting.is_ready([*text, 5])
+        assert account.lost == pytest.approx(READ * (unpaid + 1))

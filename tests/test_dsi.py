@@ -1,15 +1,17 @@
 """Several targets write what one writes alone: to the bit, whatever is slow, late, or dies."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from time import sleep
 
 import numpy as np
 import pytest
 from dsi_models import Slow, SlowSpec
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 
+from benchmarks.dsi_chain import NoisySpec, TargetsProposer, targets_of
 from benchmarks.dsi_wall import SIZE, Recorded, open_places, plain_text
 from edgespec.errors import Closed, EdgespecError, MissingPackage, UsageError
 from edgespec.loop.sampling import SamplingParams
@@ -60,7 +62,7 @@ def test_texts_are_those_of_one_target(temperature: float, right: float) -> None
     assert text == expected
     assert stats.tokens == sum(stats.tokens_by_source.values()) == 40
     assert stats.finish_reason == "length"
-    assert (stats.passes == 40) == (right == 0)
+    assert (stats.passes == stats.gained) == (right == 0)
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
@@ -74,6 +76,47 @@ def test_a_draft_model_guesses(temperature: float, lookahead: int) -> None:
             text, stats = write(made, sampling)
             assert text == plain(sampling)
             assert stats.tokens_by_source["draft"] > 0
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("noises", [(0.3, 0.1), (0.05, 2.0), (0.5, 0.3, 0.1)], ids=str)
+def test_a_chain_of_models_writes_the_targets_text(temperature: float, noises: Sequence[float]) -> None:
+    """Also where a smaller model is the better draft, and with four models."""
+    specs = [NoisySpec(0.002 * (i + 1), noise) for i, noise in enumerate([*noises, 0.0])]
+    with closing(targets_of(specs, 2)) as made:
+        for seed in (3, 4):
+            sampling = SamplingParams(temperature=temperature, seed=seed)
+            assert write(made, sampling)[0] == plain_text(specs[-1].open(), PROMPT, sampling, 40)
+
+
+def test_a_middle_model_drafts_for_a_slow_target() -> None:
+    with closing(targets_of([NoisySpec(0.001, 0.1), NoisySpec(0.001, 0.05), NoisySpec(0.1, 0.0)], 2)) as made:
+        _, stats = write(made, SamplingParams(), count=20)
+    assert stats.tokens_by_source["draft"] > 0
+
+
+def test_a_middle_model_that_fails_is_an_error() -> None:
+    middle, vocab = SlowSpec(fails="no room for the model"), SlowSpec().open().vocab
+    described = threads(1)[0].executor.submit(describe, SlowSpec()).result()
+    drafts = Targets(vocab, described, middle, threads(2), Recorded([], 1.0), stop_ids=frozenset())
+    with (
+        targets(SlowSpec(0.01), threads(2), TargetsProposer(drafts)) as made,
+        pytest.raises(EdgespecError, match="no copy of the target does its tasks: no room for the model"),
+    ):
+        write(made, SamplingParams())
+
+
+def test_a_stop_ends_the_pass_of_a_middle_model() -> None:
+    vocab, slow = SlowSpec().open().vocab, SlowSpec(60.0)
+    described = threads(1)[0].executor.submit(describe, slow).result()
+    proposer = TargetsProposer(Targets(vocab, described, slow, threads(1), Recorded([], 1.0), stop_ids=frozenset()))
+    proposer.begin(PROMPT, SamplingParams())
+    with ThreadPoolExecutor(1) as pool, closing(proposer):
+        drafted = pool.submit(list, proposer.after(PROMPT))
+        while proposer._handle is None:
+            sleep(0.01)
+        proposer.stop()
+        assert drafted.result(30) == []
 
 
 def test_a_second_text_may_have_another_prompt() -> None:
@@ -181,7 +224,7 @@ def test_a_draft_that_fails_is_an_error() -> None:
             raise EdgespecError("the draft is broken")
 
     with (
-        targets(SlowSpec(), threads(2), Failing([], 1.0)) as made,
+        targets(SlowSpec(0.05), threads(2), Failing([], 1.0)) as made,
         pytest.raises(EdgespecError, match="the draft is broken"),
     ):
         write(made, SamplingParams())

@@ -210,7 +210,7 @@ def test_the_choice(
 
 
 def test_prompts_are_read_in_a_class_whose_rows_can_be_wanted() -> None:
-    """Passes are padded with wanted rows; more of them than an engine takes would end the process."""
+    """More of them than an engine takes would end the process."""
     found = [group(1, 17), group(32, 65), group(128, 512)]
     for most, prompts in ((128, (128, 512)), (127, (32, 65)), (64, (32, 65)), (31, (1, 17))):
         exact = choose(found, replace(LIMITS, max_wanted=most), "narrow")
@@ -594,8 +594,8 @@ def test_what_was_written_is_read_again() -> None:
     held = [5, 6, 7, 8, *written][:-1]
     assert session.token_ids == held
     assert stats.exact == "narrow"
-    assert session.reusable_prefix(len(held)) == 3  # the prompt's last token was the first tree's root
-    assert session.fork().reusable_prefix(len(held)) == 3
+    assert session.reusable_prefix(len(held)) == 4  # the prompt
+    assert session.fork().reusable_prefix(len(held)) == 4
     prefill(backend, session, [*held, 9])
     assert session.token_ids == [*held, 9]
     assert session.reusable_prefix(len(held) + 1) == len(held) + 1

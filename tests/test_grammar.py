@@ -22,6 +22,7 @@ from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import Noise, SamplingParams, sample
 from edgespec.loop.text import user_messages
 from edgespec.loop.tree import Source, make_tree
+from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -52,6 +53,7 @@ GRAMMARS = {
 PLANNERS = {
     "none": NonePlanner,
     "sssd": lambda: SssdPlanner(depth=6),
+    "lookahead": lambda: LookaheadPlanner(depth=6),
     "specexec": lambda: SpecExecPlanner(DRAFT, depth=5, beam=4),
 }
 samplings = st.builds(
@@ -96,7 +98,7 @@ def by_definition(prompt, sampling, grammar, count):
 
 @pytest.mark.parametrize("kind", GRAMMARS)
 @settings(max_examples=12, deadline=None)
-@given(samplings, st.sampled_from(["sssd", "specexec"]), st.sampled_from([1, 7, 30]))
+@given(samplings, st.sampled_from(["sssd", "lookahead", "specexec"]), st.sampled_from([1, 7, 30]))
 def test_the_text_is_the_one_of_the_definition(kind, sampling, planner, budget):
     prompt = TARGET.vocab.encode('{"city": "Prague"', add_bos=True, parse_special=False)
     request = Request(prompt, sampling, 45, grammar=COMPILER.compiled(GRAMMARS[kind]))

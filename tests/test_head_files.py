@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -68,7 +69,8 @@ def test_a_head_named_as_a_model_is_one_line_that_says_what_it_is_for(
 
 @pytest.mark.parametrize("command", [("run", "Hi"), ("doctor",)])
 def test_a_folder_that_is_a_head_is_one_line_too(run: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
-    config = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 64}
+    layer = {"num_hidden_layers": 1, "hidden_size": 64}  # as of vLLM's speculators
+    config = {"architectures": ["Speculator"], "draft_vocab_size": 9, "transformer_layer_config": layer}
     (tmp_path / "config.json").write_text(json.dumps(config))
     status, out, err = run(command[0], str(tmp_path), *command[1:])
     assert (status, out) == (1, "")
@@ -76,6 +78,18 @@ def test_a_folder_that_is_a_head_is_one_line_too(run: Run, tmp_path: Path, comma
         f"edgespec: {tmp_path}: is a head (EAGLE-3) for models with states of 64, not a model: "
         f"edgespec run TARGET --draft {tmp_path}\n"
     )
+
+
+@pytest.mark.parametrize("place", ["target", "draft"])
+def test_a_folder_with_a_head_of_another_kind_is_one_line(
+    files: dict[str, Path], run: Run, tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}))
+    arguments = [str(tmp_path)] if place == "target" else [str(files["llama"]), "--draft", str(tmp_path)]
+    status, out, err = run("run", *arguments, "--raw", "Hi", *SHORT)
+    assert (status, out) == (1, "")
+    says = f"edgespec: {tmp_path}: is a head that drafts blocks (DFlash), which is not supported: use another\n"
+    assert err.endswith(says)
 
 
 @pytest.mark.parametrize("name", ["qwen35", "gemma4"])
@@ -109,10 +123,12 @@ def test_doctor_tells_of_a_head_in_the_file(files: dict[str, Path], run: Run) ->
 def test_doctor_times_a_head_as_the_draft(files: dict[str, Path], run: Run) -> None:
     status, out, err = run("doctor", str(files["llama"]), "--draft", str(files["eagle3"]), *SHORT)
     assert status == 0, err
-    assert "specexec about" in out
+    assert re.search(
+        "specexec about [0-9.]+ \\(computed, with the tokens per pass of another model's head\\), auto", out
+    )
 
 
-@pytest.mark.parametrize("draft", ["eagle3", "head"])
+@pytest.mark.parametrize("draft", ["eagle3", "head", "layers"])
 def test_pair_says_how_a_head_is_measured(files: dict[str, Path], run: Run, draft: str) -> None:
     name = str(files.get(draft, draft))
     status, out, err = run("pair", str(files["llama"]), name)

@@ -4,20 +4,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from edgespec.backends.common.heads import HeadSession
+from edgespec.backends.common.heads import KEPT, HeadSession
 from edgespec.backends.common.row_logits import RowLogits
 from edgespec.backends.reference.backend import ReferenceBackend, ReferenceSession, random_model
 
+from edgespec.loop.draft_passes import run_one
 from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
+from edgespec.planners.auto import new_auto_state
 from edgespec.planners.choice import make_planner
-from edgespec.planners.drafting import CATCH_UP
 from edgespec.scheduler.requests import Ended, Request, Wrote
 from edgespec.scheduler.scheduler import Scheduler
 
 MODEL = random_model(seed=5, vocab_size=40, layers=2, heads=2, width=16)
+LAYERS = 30  # of the target, as its capabilities say
 SIZE = MODEL.embedding.shape[1]
 PROMPT = [0, 5, 9, 12, 7, 30, 5, 9]
 
@@ -40,9 +42,9 @@ class TargetSession(ReferenceSession):
 
 
 class Target(ReferenceBackend):
-    def __init__(self, **options):
-        super().__init__(MODEL, context_length=200, **options)
-        self.capabilities = replace(self.capabilities, states=SIZE)
+    def __init__(self, context_length=200, **options):
+        super().__init__(MODEL, context_length=context_length, **options)
+        self.capabilities = replace(self.capabilities, states=SIZE, layers=LAYERS)
         self.vocab.eog_ids = frozenset()
 
     def open(self):
@@ -92,14 +94,21 @@ def states_of(tokens):
     return np.stack(found)
 
 
-def generated(planner, temperature, max_tokens=24, budget=8):
-    target = Target()
-    generation = Generation(
+def generation_of(target, planner, temperature, max_tokens=24, budget=8):
+    return Generation(
         target, target.open(), planner, PROMPT, SamplingParams(temperature=temperature, seed=3),
         max_tokens=max_tokens, budget=budget, stats=GenerationStats(),
     )  # fmt: skip
-    for _ in generation.steps():
-        pass
+
+
+def generated(planner, temperature, max_tokens=24, budget=8, rests=0):
+    """Tokens of a text; for the first `rests` steps the planner is not asked."""
+    target = Target(len(PROMPT) + max_tokens)
+    generation = generation_of(target, planner, temperature, max_tokens, budget)
+    generation.read_prompt()
+    while not generation.finished:
+        pass_ = generation.cut(run_one(generation.propose(0 if generation.stats.passes < rests else None)))
+        generation.accept(pass_, target.forward([pass_.work])[0])
     return generation.token_ids
 
 
@@ -132,14 +141,36 @@ def test_nodes_start_from_the_heads_own_state_of_their_parent():
     assert all((state < 0).all() and (state == state[0]).all() for state in drafted)
 
 
-def test_a_head_that_is_not_asked_reads_on_so_that_few_states_are_kept():
+def test_a_head_that_is_not_asked_reads_nothing_and_keeps_few_states():
     head = HeadOfTest()
-    planner = make_planner("specexec", [Target(), head])
-    tokens = generated(planner, 0.0, max_tokens=150, budget=0)
+    tokens = generated(make_planner("specexec", [Target(), head]), 0.0, max_tokens=300, budget=0)
     [session] = head.opened
+    assert len(session.token_ids) == len(PROMPT)
     assert head.given >= len(tokens) - 2
-    assert len(session._given) <= CATCH_UP + 2
-    assert len(session.token_ids) >= len(tokens) - CATCH_UP - 2
+    assert len(session._given) == KEPT + 1
+
+
+def test_a_head_that_was_not_asked_for_a_while_reads_what_it_missed_from_the_targets_states():
+    head = HeadOfTest()
+    tokens = generated(make_planner("specexec", [Target(), head]), 0.8, max_tokens=60, rests=30)
+    states = states_of(tokens)
+    read = [(position, state) for position, _, committed, state in head.rows if committed]
+    assert {position for position, _ in read} >= set(range(len(PROMPT) + 30))
+    for position, state in read:
+        np.testing.assert_array_equal(state, states[position - 1] if position else np.zeros(SIZE))
+
+
+def test_auto_tries_a_head_again_in_the_same_text():
+    target, head, text = Target(), HeadOfTest(), [*PROMPT, *range(30)]
+    auto = make_planner("auto", [target, head], state=new_auto_state(streams=False))
+    generation = generation_of(target, auto, 0.0)
+    [drafting] = auto._with_draft
+    generation.begin()
+    assert drafting.wait(text) == len(text) - 1  # it would have to read the prompt
+    generation.read_prompt()
+    assert drafting.wait(text) == 0
+    missed = len(text) - 1 - len(PROMPT)
+    assert drafting.draft_seconds(np.ones(1), text, plain=1.0) == pytest.approx(missed / LAYERS)
 
 
 def texts_of(scheduler, prompts, temperature):

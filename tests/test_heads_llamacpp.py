@@ -31,11 +31,12 @@ from gemma4_files import copy, write_assistant, write_gemma4
 from gguf_files import small_llama
 from head_files import gguf, write_eagle3, write_glm4moe, write_step35
 from hybrid_files import write_with_head
-from test_offload_llamacpp import least_memory
+from test_offload_llamacpp import last_row, least_memory
 
 import edgespec
 import edgespec.loading.pair as pair_module
 from edgespec.errors import Closed, Interrupted, ModelError
+from edgespec.loop.backend import GivesStates
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import prefill
 from edgespec.loop.tree import path_to
@@ -431,15 +432,18 @@ def test_a_target_that_gives_no_inputs_of_layers_is_refused_by_name(tmp_path, fi
     assert "EAGLE-3 needs the inputs of layers, which llama.cpp does not give for qwen2" in err
 
 
-@pytest.mark.parametrize("name", ["dflash"])
+@pytest.mark.parametrize("name", ["dflash", "deepseek32", "deepseek4", "glm-dsa"])
 def test_other_kinds_of_heads_are_refused_by_name(name, tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "head.gguf", name)
-    writer.add_block_count(1)
+    writer.add_block_count(2)
+    writer.add_nextn_predict_layers(1)
+    for tensor in ("blk.0.attn_norm", "blk.1.nextn.eh_proj"):
+        writer.add_tensor(f"{tensor}.weight", np.zeros(32, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelError, match=rf"is a head that .* \({name}\), which is not supported"):
+    with pytest.raises(ModelError, match=rf"a head .*{name}.* which is not supported: use"):
         engine.has_head(str(tmp_path / "head.gguf"))
 
 
@@ -527,3 +531,16 @@ def test_a_head_of_another_model_is_named_before_anything_is_loaded(files, tmp_p
     head = write_eagle3(tmp_path / "other.gguf", width=width)
     with pytest.raises(ModelError, match=line):
         edgespec.load(str(target), draft=str(head), context_length=256, remember=False)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mixture"])
+def test_states_are_kept_only_while_a_head_is_loaded(files, kind):
+    with pair(*files[kind]) as (target, head):
+        with_head, computing = last_row(target, TEXT), target.computing
+        assert target.capabilities.states
+        head.close()
+        assert target.capabilities.states == 0
+        assert (target.computing == computing) == (kind == "eagle3")  # the mixture's whole last layer was computed
+        np.testing.assert_allclose(last_row(target, TEXT), with_head, atol=1e-4)
+        [logits] = target.forward([work(target.open(), TEXT, range(-1, len(TEXT) - 1))])
+        assert not isinstance(logits, GivesStates)

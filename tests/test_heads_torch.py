@@ -9,10 +9,10 @@ pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]
 
 import torch
 from edgespec.backends.torch.backend import load
-from edgespec.backends.torch.eagle import EagleHead, attend_cells
+from edgespec.backends.torch.eagle import EagleHead, attend_cells, load_head
 from edgespec.backends.torch.engine import engine
 from hf_models import SMALL, VOCAB_SIZE, save, tiny_model, transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_lossless_torch import by_temperature, check_lossless
 from test_torch import Recorder, memory_for
 
@@ -142,6 +142,18 @@ def test_a_node_of_a_tree_has_the_logits_of_its_chain(pair):
         session.close()
 
 
+def test_states_are_kept_only_while_a_head_is_loaded(pair):
+    target, head = pair
+
+    def watched():
+        return [module for module in target.model.modules() if module._forward_pre_hooks]
+
+    assert len(watched()) == len(LAYERS)
+    head.close()
+    assert watched() == []
+    assert target.capabilities.states == 0
+
+
 @by_temperature
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral, window", "qwen3 moe", "qwen3-next"])
 def test_texts_with_a_head_are_plain_ones(tmp_path, folders, family, sampling):
@@ -161,12 +173,29 @@ def test_a_head_of_a_streamed_target(tmp_path, folders, sampling):
     check_lossless(target, [SpecExecPlanner(head, depth=5, tau=0.3)], TEXT, sampling, 24)
 
 
+def test_a_folder_of_vllms_speculators_is_the_same_head(tmp_path, folders):
+    """Its layer has another name, and a part of config.json of its own."""
+    weights, about = load_file(folders[1] / "model.safetensors"), json.loads((folders[1] / "config.json").read_text())
+    other = {name.replace("midlayer.", "layers.0."): weight for name, weight in weights.items()}
+    mine = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
+    layer = {name: value for name, value in about.items() if name not in mine}
+    save_file(other, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(
+        json.dumps({name: about[name] for name in mine} | {"transformer_layer_config": layer})
+    )
+    heads = [load_head(folder, 3) for folder in (tmp_path, folders[1])]
+    assert heads[0].layers == heads[1].layers
+    for name, weight in heads[1].state_dict().items():
+        assert torch.equal(heads[0].state_dict()[name], weight)
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
         ({"hidden_size": 64, "head_dim": 16}, "64 wide vectors"),
         ({"vocab_size": 300}, "300 tokens"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, "reads layer 9 of its target, which has 3"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, r"reads the layers \[0, 1, 9\] of its target, which has 3"),
+        ({"eagle_aux_hidden_state_layer_ids": "all"}, "reads the layers all of its target"),
     ],
 )
 def test_a_head_of_another_model_is_refused(tmp_path, folders, changes, line):

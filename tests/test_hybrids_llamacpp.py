@@ -32,6 +32,7 @@ from edgespec.loop.stats import GenerationStats
 from edgespec.machine.this_machine import this_machine
 from edgespec.measure.lossless import explain
 from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.path_cost import MOST_UNREAD
 from edgespec.planners.specexec import SpecExecPlanner
@@ -54,6 +55,7 @@ def planners(draft: LlamaBackend) -> list[Any]:
         lambda: SpecExecPlanner(draft, depth=6, beam=4),
         lambda: ChainPlanner(draft, depth=4),
         lambda: SssdPlanner(depth=5),
+        lambda: LookaheadPlanner(depth=5),
     ]
 
 
@@ -102,13 +104,15 @@ def granite(folder: Path) -> Path:
 def test_a_chat_of_five_turns_keeps_what_it_has_read(granite: Path) -> None:
     """Each turn reads only what is new since the last state; its text is a fresh session's."""
 
-    def turn(session: Any, planner: Any, prompt: list[int], seed: int) -> tuple[list[int], GenerationStats]:
-        sampling, stats, output = SamplingParams(temperature=0.8, seed=seed), GenerationStats(), list[int]()
-        for round_ in Generation(
-            target, session, planner, prompt, sampling, max_tokens=12, budget=16, stats=stats, stop_ids=frozenset()
-        ).steps():
+    def turn(session: Any, planner: Any, prompt: list[int], seed: int, row: Any = None) -> tuple[list[int], Generation]:
+        sampling, output = SamplingParams(temperature=0.8, seed=seed), list[int]()
+        generation = Generation(
+            target, session, planner, prompt, sampling, max_tokens=12, budget=16, stats=GenerationStats(),
+            stop_ids=frozenset(), last_row=row,
+        )  # fmt: skip
+        for round_ in generation.steps():
             output += round_.tokens
-        return output, stats
+        return output, generation
 
     with loaded(granite, sessions=2) as target, loaded(granite, in_order=False, resident=True) as draft:
         session, planner, prompt, ends = target.open(), SpecExecPlanner(draft, depth=5, beam=4), PROMPT, list[int]()
@@ -116,15 +120,15 @@ def test_a_chat_of_five_turns_keeps_what_it_has_read(granite: Path) -> None:
             fresh = target.open()
             plain, _ = turn(fresh, NonePlanner(), prompt, number)
             fresh.close()
-            output, stats = turn(session, planner, prompt, number)
+            output, turned = turn(session, planner, prompt, number)
             found = explain(target, prompt, plain, output, SamplingParams(temperature=0.8, seed=number))
             assert found is None or found.tie
-            assert stats.cached_tokens >= (ends[-1] if ends else 0)
-            ends.append(len(prompt) - 1)
+            assert turned.stats.cached_tokens >= (ends[-1] if ends else 0)
+            ends.append(len(prompt))
             prompt = [*prompt, *output, 40 + number, 41, 42]
         # The last answer once more: its prompt is all there.
-        _, stats = turn(session, planner, prompt[: ends[-1] + 1], 9)
-        assert stats.cached_tokens == ends[-1]
+        _, turned = turn(session, planner, prompt[: ends[-1]], 9, turned.last_row)
+        assert turned.stats.cached_tokens == ends[-1]
         planner.close()
 
 

@@ -19,6 +19,7 @@ from edgespec.loop.backend import Work
 from edgespec.loop.passes import prefill
 from edgespec.machine.this_machine import this_machine
 from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -29,6 +30,7 @@ MAKERS = [
     lambda draft: SpecExecPlanner(draft, depth=6, beam=4),
     lambda draft: ChainPlanner(draft, depth=4),
     lambda draft: SssdPlanner(depth=5),
+    lambda draft: LookaheadPlanner(depth=5),
 ]
 
 

@@ -22,6 +22,7 @@ from edgespec.errors import ModelError
 from edgespec.loop.backend import Capabilities, Work
 from edgespec.loop.passes import prefill
 from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 
@@ -30,6 +31,7 @@ MAKERS = [
     lambda draft: SpecExecPlanner(draft, depth=6, beam=4),
     lambda draft: ChainPlanner(draft, depth=4),
     lambda draft: SssdPlanner(depth=5),
+    lambda draft: LookaheadPlanner(depth=5),
 ]
 SIZES = [(4, 2), (9, 1), (4, 3), (2, 1), (4, 2)]  # of works: the width of their lanes, and how many
 LAYERS = {

@@ -32,7 +32,10 @@ from edgespec.measure.lossless import explain, replay
 from edgespec.planners.ahead import AheadPlanner
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
+from edgespec.planners.pearl import PearlPlanner
+from edgespec.planners.spec_branch import SpecBranchPlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler.requests import Ended, Request
@@ -158,7 +161,7 @@ class Resting(AheadPlanner):
 
 @pytest.mark.covering(1)
 @by_temperature
-@pytest.mark.parametrize("kind", [Resting, AheadPlanner])
+@pytest.mark.parametrize("kind", [Resting, AheadPlanner, PearlPlanner, SpecBranchPlanner])
 def test_searches_that_go_on(target, usual_draft, sampling, kind):
     """From pass to pass, and while the target works."""
     planner = kind(usual_draft, depth=8, beam=4)
@@ -198,8 +201,9 @@ def test_chains(target, draft, sampling):
 
 
 @by_temperature
-def test_copies(target, sampling):
-    check_lossless(target, SssdPlanner(), sampling, 32)
+@pytest.mark.parametrize("kind", [SssdPlanner, LookaheadPlanner])
+def test_copies(target, sampling, kind):
+    check_lossless(target, kind(), sampling, 32)
 
 
 @pytest.mark.covering(1)

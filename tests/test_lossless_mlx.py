@@ -16,6 +16,7 @@ from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay
 from edgespec.models.convert.folder_from_gguf import convert
 from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -82,6 +83,7 @@ def test_tiny_models(models, sampling):
     check_lossless(target, SpecExecPlanner(damaged, depth=6, beam=4), prompt, plain, sampling)
     check_lossless(target, ChainPlanner(damaged, depth=5), prompt, plain, sampling)
     check_lossless(target, SssdPlanner(), prompt, plain, sampling)
+    check_lossless(target, LookaheadPlanner(), prompt, plain, sampling)
 
 
 def test_a_wrong_text_is_noticed(models):

@@ -24,7 +24,7 @@ def test_the_state_reaches_back_to_the_first_token():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("name", ["specexec", "chain", "sssd", "auto"])
+@pytest.mark.parametrize("name", ["specexec", "chain", "pearl", "specbranch", "sssd", "lookahead", "auto"])
 @pytest.mark.parametrize("kind", ["equal", "perturbed"])
 def test_the_grid(name, temperature, kind):
     target = ReferenceBackend(MODEL, max_leaves=8)

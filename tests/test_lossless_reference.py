@@ -20,7 +20,10 @@ from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
+from edgespec.planners.pearl import PearlPlanner
+from edgespec.planners.spec_branch import SpecBranchPlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 
@@ -35,7 +38,12 @@ PLANNERS: dict[str, Callable[[Backend, Callable[..., int]], Planner]] = {
     "chain": lambda draft, draw: ChainPlanner(
         draft, depth=draw(1, 12), tau=draw(2, 30) / 10, coupling=bool(draw(0, 1))
     ),
+    "pearl": lambda draft, draw: PearlPlanner(draft, depth=draw(1, 12), coupling=bool(draw(0, 1)), nice=False),
+    "specbranch": lambda draft, draw: SpecBranchPlanner(
+        draft, depth=draw(1, 12), beam=draw(1, 12), tau=draw(2, 30) / 10, coupling=bool(draw(0, 1)), nice=False
+    ),
     "sssd": lambda draft, draw: SssdPlanner(depth=draw(1, 12)),
+    "lookahead": lambda draft, draw: LookaheadPlanner(depth=draw(1, 12)),
     "pia": lambda draft, draw: Pia(),
     "first-match": lambda draft, draw: FirstMatch(),
     "auto": lambda draft, draw: auto(draft, bool(draw(0, 1)), draw(0, 20) / 10),
@@ -83,10 +91,13 @@ def write(
         # The cache holds everything but the last token, the next root.
         assert own.token_ids == [*prompt, *output][:-1]
     assert stats.tokens == len(output) == sum(stats.tokens_by_source.values())
-    assert stats.passes == len(rounds)
-    assert stats.tokens - stats.passes <= stats.drafted <= stats.passes * options["budget"]
+    first = rounds[0]  # of the prompt's last row
+    assert (len(first.tokens), first.tree.token_ids.tolist(), first.path) == (1, prompt[-1:], [0])
+    assert stats.passes == len(rounds) - 1
+    assert stats.gained == len(output) - 1
+    assert stats.gained - stats.passes <= stats.drafted <= stats.passes * options["budget"]
     guessed = stats.tokens - stats.tokens_by_source["target"]
-    assert guessed >= stats.tokens - stats.passes  # at most one bonus in a pass
+    assert guessed >= stats.gained - stats.passes  # at most one bonus in a pass
     assert [round_.finished for round_ in rounds[:-1]] == [""] * (len(rounds) - 1)
     assert stats.finish_reason == rounds[-1].finished in ("stop", "length")
     assert (stats.planner, stats.seed, stats.prompt_tokens) == (planner.name, sampling.seed, len(prompt))
@@ -138,7 +149,7 @@ def test_a_perfect_draft_is_always_right(name, temperature):
     kind = {"specexec": partial(SpecExecPlanner, beam=6), "chain": ChainPlanner}[name]
     planner = kind(draft, depth=6, tau=0.01)
     sampling = SamplingParams(temperature=temperature, seed=3)
-    options = {"max_tokens": 28, "budget": 6, "stop_ids": frozenset[int]()}
+    options = {"max_tokens": 29, "budget": 6, "stop_ids": frozenset[int]()}
     plain, _ = write(target, NonePlanner(), [0, 9], sampling, **options)
     output, stats = write(target, planner, [0, 9], sampling, **options)
     assert output == plain
@@ -210,7 +221,7 @@ def test_no_node_is_deeper_than_the_text_can_still_go(name):
         target, target.open(), planner, [5] * 9, sampling,
         max_tokens=left, budget=12, stats=GenerationStats(), stop_ids=nothing,
     )  # fmt: skip
-    generation.read_prompt()
+    left -= len(generation.read_prompt().tokens)
     while not generation.finished:
         pass_ = generation.cut(run_one(generation.propose()))
         assert pass_.tree.depth.max() <= left - 1
@@ -265,7 +276,8 @@ def test_a_generation_that_was_left(name):
     half = Generation(
         target, session, planner, prompt, sampling, max_tokens=16, budget=12, stats=GenerationStats()
     ).steps()
-    next(half)
+    for _ in range(2):  # the prompt, and a pass
+        next(half)
     half.close()
     assert write(target, planner, prompt, sampling, session=session)[0] == plain
 

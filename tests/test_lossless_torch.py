@@ -16,6 +16,8 @@ from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay
+from edgespec.planners.easyspec import EasySpecPlanner
+from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -78,7 +80,7 @@ def pair(request, tmp_path_factory):
 def test_tiny_models(pair, sampling):
     target, same, damaged = load(str(pair[0]), **OPTIONS), *(load(str(path), **OPTIONS) for path in pair)
     planners = [SpecExecPlanner(draft, depth=8, beam=4, tau=0.3) for draft in (same, damaged)]
-    lengths = check_lossless(target, [*planners, SssdPlanner()], [5, 9, 30, 7, 9, 30], sampling, 32)
+    lengths = check_lossless(target, [*planners, SssdPlanner(), LookaheadPlanner()], [5, 9, 30, 7, 9, 30], sampling, 32)
     assert lengths[0] > 4
     assert 1 < lengths[1] <= lengths[0]
 
@@ -95,7 +97,7 @@ def test_streamed_weights(tmp_path, sampling, options):
         str(folder), **OPTIONS, **options, gpu_memory=memory_for(folder, 1, **OPTIONS, **options), copies=Recorder
     )
     assert target.streamer is not None
-    planners = [SpecExecPlanner(draft, depth=8, beam=4, tau=0.3), SssdPlanner()]
+    planners = [SpecExecPlanner(draft, depth=8, beam=4, tau=0.3), SssdPlanner(), LookaheadPlanner()]
     assert check_lossless(target, planners, [5, 9, 30, 7, 9, 30], sampling, 32)[0] > 2
 
 
@@ -104,9 +106,16 @@ class TestSmolLM2:
     def test_trees_and_copies(self, smollm2_models, sampling):
         target, same, damaged = smollm2_models
         prompt = target.vocab.encode("def is_prime(n):\n    ", add_bos=True, parse_special=False)
-        planners = [SpecExecPlanner(same, depth=6, beam=4), SpecExecPlanner(damaged, depth=4, beam=4), SssdPlanner()]
+        drafted = [SpecExecPlanner(same, depth=6, beam=4), SpecExecPlanner(damaged, depth=4, beam=4)]
+        planners = [*drafted, SssdPlanner(), LookaheadPlanner()]
         lengths = check_lossless(target, planners, prompt, sampling, 12)
         assert lengths[0] > 2
+
+    @by_temperature
+    def test_a_draft_with_layers_in_groups(self, smollm2_models, sampling):
+        target, same, _ = smollm2_models
+        prompt = target.vocab.encode("def is_prime(n):\n    ", add_bos=True, parse_special=False)
+        check_lossless(target, [EasySpecPlanner(same, depth=6, beam=4)], prompt, sampling, 12)
 
     def test_a_wrong_text_is_noticed(self, smollm2_models):
         """The check above can fail: another seed's text is no tie."""

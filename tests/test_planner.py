@@ -28,6 +28,7 @@ class Bigrams(Planner):
 
     def begin(self, prompt_ids):
         self.begun += 1
+        self.path = []
 
     def propose(self, context, budget):
         yield from ()
@@ -47,11 +48,12 @@ class Bigrams(Planner):
     def saw(self, start, tree, path, logits):
         for node in path:
             self.after[int(tree.token_ids[node])] = np.argsort(-logits.row(node))[:2].tolist()
-        self.steps.append([tree.token_ids[path].tolist()])
+        self.path = tree.token_ids[path].tolist()
 
     def observe(self, tokens, seconds):
         if tokens:
-            self.steps[-1].append(list(tokens))
+            self.steps.append((self.path, list(tokens)))
+        self.path = []
 
     def close(self):
         self.closed = True
@@ -108,13 +110,13 @@ def test_a_planner_sees_every_step_once_and_in_order(table):
     planner = make_planner("bigrams", [target()])
     outputs, _ = generated([planner], 0.7)
     root = [prompt[-1] for prompt in PROMPTS]
-    assert len(planner.steps) == sum(len(step) == 2 for step in planner.steps)
+    assert [len(output) for path, output in planner.steps if not path] == [1] * len(PROMPTS)  # the first tokens
     tokens = [token for _, output in planner.steps for token in output]
     assert tokens == [token for output in outputs for token in output]
     for path, output in planner.steps:
-        assert path[1:] == output[: len(path) - 1]
+        assert path[1:] == output[: max(0, len(path) - 1)]
+        assert path[:1] == [] or path[0] in root
         root.append(output[-1])
-        assert path[0] in root
 
 
 def test_a_new_planner_in_a_model_and_under_auto(table):

@@ -28,6 +28,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 ARGUMENTS = {  # of every parameter that has no default, a good value
     "prompt": "hello", "messages": "hello", "k": 2, "prompt_ids": [3, 4], "schema": {"type": "object"}, "pattern": "a",
     "rules": 'start: "a"', "grammar": edgespec.regex("a"), "target": "tiny.gguf", "draft": None,
+    "score": lambda texts: [len(text) for text in texts],
 }  # fmt: skip
 ODD = [
     None, Path("x"), os.fsencode("x"), "hot", "", "\ud800", 5, -1, 0, 2**70, 10**5000, 1.5, 1e400, math.nan, True,
@@ -199,6 +200,7 @@ def test_a_wrong_argument_of_a_call_is_named_with_its_value(model, arguments, sa
         ({"ahead": "yes"}, "ahead is 'yes', but must be True or False"),
         ({"draft": 5}, "draft is 5, but must be a name or a path"),
         ({"device": 0}, "device is 0, but must be a text"),
+        ({"backend": 0}, "backend is 0, but must be a text"),
         ({"lenders": 5}, "lenders is 5, but must be a text or a list of texts"),
         ({"say": "loud"}, "say is 'loud', but must be a function"),
     ],

@@ -360,11 +360,13 @@ def test_speculative_text_follows_the_targets_distribution(seeds):
     for seed in range(seeds):  # two draws each
         stats, text = GenerationStats(), list[int]()
         chosen = SamplingParams(temperature=temperature, seed=seed)
-        for round_ in Generation(
-            target, session, planner, prompt, chosen, max_tokens=2, budget=3, stats=stats, stop_ids=frozenset()
-        ).steps():
+        for round_ in Generation(  # the prompt gives the first token, so its last one is generated
+            target, session, planner, prompt[:-1], chosen, max_tokens=3, budget=3, stats=stats, stop_ids=frozenset(),
+            last_row=np.where(np.arange(size) == prompt[-1], 0, -np.inf).astype(np.float32),
+        ).steps():  # fmt: skip
             text += round_.tokens
-        counts[text[0], text[1]] += 1
+        assert text[0] == prompt[-1]
+        counts[text[1], text[2]] += 1
         accepted += stats.tokens_by_source["draft"]
     assert 0.2 * seeds < accepted < 0.95 * seeds  # the speculation was real, and was not always right
     assert chi_square(counts.ravel(), joint.ravel()) < limit(size * size - 1)

@@ -236,12 +236,15 @@ def test_a_text_without_an_answer_has_no_vote(pair):
 
 
 def test_a_score_decides_between_equal_votes_and_chooses_the_best_of_n(pair):
+    def counts(texts):
+        return [text.count("e") for text in texts]
+
     found = iter(["a", "b", "b", "a", "c"])
-    result = edgespec.scale(
-        pair[0], None, PROMPT, samples=5, answer=lambda text: next(found), score=lambda text: text.count("e"), **ASKED
-    )
+    result = edgespec.scale(pair[0], None, PROMPT, samples=5, answer=lambda text: next(found), score=counts, **ASKED)
     assert result.text == max(texts(result.samples[:4]), key=lambda text: text.count("e"))
-    result = edgespec.scale(pair[0], None, PROMPT, samples=5, score=lambda text: -len(text), **ASKED)
+    result = edgespec.scale(
+        pair[0], None, PROMPT, samples=5, score=lambda texts: [-len(text) for text in texts], **ASKED
+    )
     assert result.text == min(texts(result.samples), key=len)
 
 
@@ -270,7 +273,8 @@ def test_without_answer_and_score_the_text_with_the_lowest_perplexity_wins(pair,
         ({"answer": 5}, "answer is 5, but must be a text"),
         ({"answer": lambda text: [text]}, "an answer is ["),
         ({"score": 5}, "score is 5, but must be a function"),
-        ({"score": lambda text: math.nan}, "the score is nan, but must be finite"),
+        ({"score": lambda texts: [math.nan for _ in texts]}, "a score is nan, but must be a number"),
+        ({"score": lambda texts: 1}, "what score returns is 1, but must be a list of "),
         ({"window": 0}, "window is 0, but must be at least 1"),
         ({"calibration": 5}, "calibration is 5, but must be a list of scores"),
         ({"calibration": [1.5, "x"]}, "a score in calibration is 'x', but must be a number, above 0"),

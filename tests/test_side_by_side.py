@@ -8,7 +8,7 @@ from edgespec.errors import UsageError
 
 def test_a_variants_name_says_its_settings():
     assert parse_variant("specexec") == ("specexec", {})
-    assert parse_variant("specexec+ahead+forks") == ("specexec", {"ahead": True, "forks": 4})
+    assert parse_variant("specexec+ahead") == ("specexec", {"ahead": True})
     with pytest.raises(UsageError, match="no setting 'fast'"):
         parse_variant("specexec+fast")
 

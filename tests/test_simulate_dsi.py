@@ -1,5 +1,6 @@
 """The closed forms of plain decoding, SI and DSI, and the program that measures the real thing."""
 
+import json
 import subprocess
 import sys
 from functools import partial
@@ -12,19 +13,24 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.dsi import (
+    LOOKAHEADS,
     TABLE_2,
     TOKENS,
+    best_dsi,
     dsi_round,
     dsi_round_as_released,
     enough,
     expected,
     expected_si,
     figure_2,
+    least_lookahead,
     seconds_of,
     si_round_as_released,
     speedups,
 )
+from benchmarks.dsi_chain import acceptance_rate, accepted_lengths, closed_forms
 from benchmarks.dsi_wall import PROMPT, SIZE, Recorded
+from edgespec.measure.replay import Recording
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "simulate-dsi"
 
@@ -68,6 +74,7 @@ def test_limits() -> None:
     # Proposition 1 of the paper: at most t p (N - 1) + T ((1 - p)(N - 1) + 1).
     bound = 0.1 * 0.8 * (TOKENS - 1) + 0.2 * (TOKENS - 1) + 1
     assert expected(0.8, partial(dsi_round, 1.0, 0.1, 1)) <= bound + 1e-9
+    assert [least_lookahead(1.0, 0.1, copies) for copies in (1, 3, 5, 10, 20)] == [10, 4, 2, 1, 1]
     assert (enough(1.0, 0.1, 1, 10), enough(1.0, 0.1, 1, 9), enough(1.0, 0.1, 2, 5)) == (True, False, True)
 
 
@@ -100,18 +107,51 @@ def test_recorded_guesses_know_their_rounds() -> None:
     assert len(rights) > 5
 
 
-def test_the_program_runs() -> None:
+def test_accepted_lengths_are_those_of_the_paper() -> None:
+    """Draft tokens that are right from the prompt on, then after each wrong one; the answer's end cuts the last one."""
+    text = list(range(2, 42))
+    guesser = Recorded([*PROMPT, *text], 0.6)
+    *complete, cut = guesser.rounds()
+    assert cut > 0
+    assert accepted_lengths(guesser, Recording(list(PROMPT), text)) == [*complete, cut]
+    assert accepted_lengths(Recorded([*PROMPT, *text], 1.0), Recording(list(PROMPT), text)) == [40]
+    assert accepted_lengths(Recorded([], 1.0), Recording(list(PROMPT), text)) == []  # its context is full
+    assert accepted_lengths(Recorded([*PROMPT, *text], 0.0), Recording(list(PROMPT), text)) == [0] * len(text)
+
+
+def test_the_acceptance_rate_is_found_again() -> None:
+    assert acceptance_rate(rounds(Random(3), 0.8)) == pytest.approx(0.8, abs=0.06)
+    assert (acceptance_rate([8]), acceptance_rate([0, 0]), acceptance_rate([])) == (1 - 1 / 9, 0.0, 0.0)
+    assert closed_forms(0.8, 1.0, 0.1)[1] <= best_dsi(0.8, 1.0, 0.1, LOOKAHEADS)
+    assert max(closed_forms(0.8, 10.0, 0.001)) < TOKENS * 10.0  # no lookahead of the grid suffices for seven copies
+
+
+def call(*arguments: str) -> str:
     loader = SourceFileLoader("simulate_dsi", str(SCRIPT))
     script = module_from_spec(ModuleSpec("simulate_dsi", loader))
     loader.exec_module(script)
+    done = CliRunner().invoke(script.cli, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
 
-    def call(*arguments: str) -> str:
-        done = CliRunner().invoke(script.cli, arguments, catch_exceptions=False)
-        assert done.exit_code == 0, done.output
-        return done.output
 
+def test_the_acceptance_of_an_own_pair(tmp_path: Path, smollm2_tiny: Path) -> None:
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text(
+        json.dumps({"prompt_ids": [1, 2], "output_ids": [9, 9, 9], "category": "", "question": ""}) + "\n"
+    )
+    found = call("acceptance", str(smollm2_tiny), str(answers), "--target-ms", "100")
+    assert "as the paper  1 lengths" in found
+    assert "all steps" in found
+    assert found.count("plain / DSI") == 2
+
+
+def test_the_program_runs() -> None:
     assert "Starcoder" in call("table2")
     assert "25 cells" in call("figure2", "--step", "0.25")
+    found = call("models", "--ms", "1,2,4")
+    assert found.count("plain / DSI") == 3
+    assert "1 ms -> 2 ms -> 4 ms" in found
     found = call("wall", "--target-ms", "1", "--shares", "0.5", "--acceptances", "0.8", "--copies", "2")
     assert "all sequences equal" in found
     bad = subprocess.run(

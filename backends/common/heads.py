@@ -31,6 +31,7 @@ class HeadOwner(Owner, Protocol):
         """
 
 
+KEPT = 256  # states of unread tokens that a session keeps, besides the last given: each has tens of kilobytes
 TABLES = ("d2t", "t2d")  # tensors of EAGLE-3 heads that are no weights
 
 
@@ -62,8 +63,11 @@ class HeadSession(NodeSession):
         self._own: dict[int, Float32Array] = {}  # node -> the head's own state
 
     def give(self, start: int, states: Float32Array) -> None:
-        self._given = {position: state for position, state in self._given.items() if position < start}
+        while self._given and next(reversed(self._given)) >= start:
+            self._given.popitem()
         self._given |= enumerate(states, start)
+        for position in list(self._given)[: -KEPT - len(states)]:
+            del self._given[position]
 
     def inputs(self, work: Work, positions: Sequence[int]) -> Float32Array:
         """

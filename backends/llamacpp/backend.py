@@ -179,8 +179,8 @@ class LlamaBackend:
                 rows.wanted.extend(index[node] for node in placement.work.wanted.tolist())
             self.cells.end += len(rows.tokens)
             count = len(rows.tokens)
-            if shape := shape_of(self.capabilities, batch):
-                rows.fill(shape, self.cells.padding_id)
+            if (exact := self.capabilities.exact) and (shape := shape_of(self.capabilities, batch)):
+                rows.fill(shape, exact.trees, self.cells.padding_id)
             if self.state_width:
                 llama_cpp.llama_set_embeddings(self.context, len(rows.wanted) == len(rows.tokens))
             self.compute(rows, prompt=any(work.prompt for work in batch), padding=len(rows.tokens) - count)
@@ -209,10 +209,13 @@ class LlamaBackend:
         """Keep states in passes, for a head; called before the first session is opened.
 
         Args:
-            layers: as of `RowStates`.
+            layers: as of `RowStates`; none: end it, after the last session was closed.
         """
-        self.states = states_of(self.model, self.context, layers)
-        self.capabilities = replace(self.capabilities, states=self.states.size)
+        if self.states:
+            self.states.close()
+        self.states = states_of(self.model, self.context, layers) if layers else None
+        self.capabilities = replace(self.capabilities, states=self.states.size if self.states else 0)
+        self.computing = {name: value for name, value in self.computing.items() if name != LAST_LAYER}
         name = metadata(self.model, "general.architecture").decode()
         if NEXTN in layers and name in WHOLE_LAST_LAYER:
             self.computing = {**self.computing, LAST_LAYER: "whole"}

@@ -66,9 +66,10 @@ class Rows:
         self.add([0] * count, places, [[seq]] * count)
         self.padding += count
 
-    def fill(self, shape: RowClass, seq: int) -> None:
+    def fill(self, shape: RowClass, trees: RowClass, seq: int) -> None:
+        """Pad the rows to the class of the pass, and the wanted ones to that of trees."""
         self.pad(shape.rows(len(self.tokens)) - len(self.tokens), seq)
-        self.wanted += also_wanted(self.wanted, len(self.tokens), shape)
+        self.wanted += also_wanted(self.wanted, len(self.tokens), trees)
 
 
 class Holder(Protocol):

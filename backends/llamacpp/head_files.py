@@ -80,7 +80,7 @@ def find_head(path: str) -> HeadFile | None:
     if not any(tensor.name == f"blk.{count - layers}.nextn.eh_proj.weight" for tensor in all_tensors(path)):
         return None
     if name not in OWN_HEADS:
-        raise ModelError(f"{path}: llama.cpp does not draft with the head of {name}")
+        raise ModelError(f"{path}: has a head of {name}, which is not supported: use a draft model")
     if layers > 1 and name not in CHAINED:
         raise ModelError(f"{path}: has {layers} heads, but llama.cpp drafts with one of {name}")
     return HeadFile(name, whole=not is_head(path))

@@ -93,6 +93,14 @@ class LlamaHead(LlamaBackend):
     def kind(self) -> Any:
         return LlamaHeadSession
 
+    def close(self) -> None:
+        heads = self.target.heads
+        if self in heads:
+            heads.remove(self)
+            if not heads:
+                self.target.keep_states([])
+        super().close()
+
     def _begin(self) -> None:
         self._inputs, self._numbers = list[Float32Array](), list[int]()
         self._kept = dict[int, tuple[Float32Array, Float32Array]]()  # row -> logits and state, of several heads

@@ -76,11 +76,17 @@ class RowStates:
             masked: as for llama_set_embeddings_nextn.
         """
         self._context, self._width, self._layers = context, width, layers
-        for layer in layers:
+        self._keep(True, masked)
+
+    def _keep(self, on: bool, masked: bool) -> None:
+        for layer in self._layers:
             if layer == NEXTN:
-                functions().llama_set_embeddings_nextn(context, True, masked)
+                functions().llama_set_embeddings_nextn(self._context, on, masked)
             else:
-                functions().llama_set_embeddings_layer_inp(context, layer, True)
+                functions().llama_set_embeddings_layer_inp(self._context, layer, on)
+
+    def close(self) -> None:
+        self._keep(False, False)
 
     @property
     def size(self) -> int:
@@ -89,12 +95,14 @@ class RowStates:
 
     def rows(self, rows: Sequence[int]) -> Float32Array:
         """Copies for some rows of the last pass, [n, size], layer after layer."""
-        found = np.empty((len(rows), self.size), np.float32)
+        found = np.empty((len(rows), len(self._layers), self._width), np.float32)
+        start, size = found.ctypes.data, self._width * found.itemsize
         for i, layer in enumerate(self._layers if rows else ()):
             if layer == NEXTN:
                 pointer = functions().llama_get_embeddings_nextn(self._context)
             else:
                 pointer = functions().llama_get_embeddings_layer_inp(self._context, layer)
-            every = np.ctypeslib.as_array(pointer, (max(rows) + 1, self._width))
-            found[:, i * self._width : (i + 1) * self._width] = every[list(rows)]
-        return found
+            states = ctypes.addressof(pointer.contents)
+            for j, row in enumerate(rows):  # for one row, as in plain decoding, half the time of numpy's indexing
+                ctypes.memmove(start + (j * len(self._layers) + i) * size, states + row * size, size)
+        return found.reshape(len(rows), self.size)

@@ -160,6 +160,8 @@ class MlxBackend:
 
     Attributes:
         plan: of the weights that stay in memory; None: all.
+        windows: of layers with attention, in tokens; None: all.
+        sessions: that are open.
         inputs: of layers, for a head; None: no head is loaded.
     """
 
@@ -184,12 +186,12 @@ class MlxBackend:
         self.notes = notes
         self._model = model
         self._sweep = sweep
-        self._windows = windows
+        self.windows = windows
         self._kinds = kinds  # as for `MlxRecurrentSession`
         self._max_sessions = sessions
         self.content = ""
         self._interrupted = sweep.interrupted if sweep else Event()
-        self._sessions: list[MlxSession] = []
+        self.sessions: list[MlxSession] = []
         self._rows: Any = None  # rows whose final states the head gets; None: all
         self._cuts_rows = cut_rows(model, lambda: self._rows)
 
@@ -211,16 +213,16 @@ class MlxBackend:
 
     def open(self) -> MlxSession:
         self._check_open()
-        if len(self._sessions) == self._max_sessions:
+        if len(self.sessions) == self._max_sessions:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
         capacity = self.capabilities.context_length + self.capabilities.max_nodes
-        self._sessions.append(self._session(capacity))
-        return self._sessions[-1]
+        self.sessions.append(self._session(capacity))
+        return self.sessions[-1]
 
     def _session(self, capacity: int) -> MlxSession:
         if self.capabilities.paths:
-            return MlxRecurrentSession(self, [LaneCache(capacity, window) for window in self._windows], self._kinds)
-        return MlxSession(self, [TreeCache(capacity, window) for window in self._windows])
+            return MlxRecurrentSession(self, [LaneCache(capacity, window) for window in self.windows], self._kinds)
+        return MlxSession(self, [TreeCache(capacity, window) for window in self.windows])
 
     @property
     def plan(self) -> Plan | None:
@@ -237,7 +239,7 @@ class MlxBackend:
         return self._sweep.streamer.wait_seconds if self._sweep else 0.0
 
     def forget(self, session: MlxSession) -> None:
-        self._sessions = [other for other in self._sessions if other is not session]
+        self.sessions = [other for other in self.sessions if other is not session]
 
     def small_session(self) -> MlxSession:
         return self._session(CELLS_OF_SMALL)
@@ -292,8 +294,8 @@ class MlxBackend:
             As `_graph`; states of the work's nodes, or None.
         """
         count = len(work.token_ids)
-        if shape := shape_of(self.capabilities, [work]):
-            work = padded(work, session.nodes, shape)
+        if (exact := self.capabilities.exact) and (shape := shape_of(self.capabilities, [work])):
+            work = padded(work, session.nodes, shape, exact.trees)
         tokens, rows = session.place(work)
         wanted = rows[work.wanted - session.nodes]
         logits = self._graph(session, tokens, wanted if len(wanted) else None)
@@ -309,15 +311,18 @@ class MlxBackend:
         Returns:
             Logits float32 [rows, V], or None.
         """
-        self._rows = None if rows is None else mx.array(rows)
-        logits = self._model(mx.array(tokens), cache=session.given)
+        self._rows = chosen = None if rows is None else mx.array(rows)
+        try:
+            logits = self._model(mx.array(tokens), cache=session.given)
+        finally:
+            self._rows = None  # a draft may run the same model
         if rows is None:
             return None  # nothing evaluates the logits
         logits = logits.flatten(0, 1)
-        return (logits if self._cuts_rows else logits[self._rows]).astype(mx.float32)
+        return (logits if self._cuts_rows else logits[chosen]).astype(mx.float32)
 
     def close(self) -> None:
-        for session in list(self._sessions):
+        for session in list(self.sessions):
             session.close()
         if self._sweep:
             self._sweep.close()
@@ -325,20 +330,21 @@ class MlxBackend:
         mx.clear_cache()
 
 
-def padded(work: Work, first: int, shape: RowClass) -> Work:
+def padded(work: Work, first: int, shape: RowClass, trees: RowClass) -> Work:
     """Pad a work to a row class.
 
     Args:
         work: the work.
         first: number of its first new node.
-        shape: the row class.
+        shape: the row class of its pass.
+        trees: that of wanted rows.
 
     Returns:
         A copy with more nodes and wanted rows. The session does not know these nodes, so a later pass overwrites them.
     """
     count = shape.rows(len(work.token_ids))
     more = count - len(work.token_ids)
-    extra = also_wanted((work.wanted - first).tolist(), count, shape)
+    extra = also_wanted((work.wanted - first).tolist(), count, trees)
     wanted = np.concatenate([work.wanted, first + np.array(extra, np.int32)])
     tokens = np.concatenate([work.token_ids, np.zeros(more, np.int32)])
     parents = np.concatenate([work.parents, np.full(more, -1, np.int32)])
@@ -374,7 +380,7 @@ class MlxEngine(Engine):
             larger, weights are streamed.
     """
 
-    supported = frozenset({"memory", "draft_files"})
+    supported = frozenset({"memory", "draft_files", "own_layers"})
 
     def gpus(self, device: str | None) -> list[Gpu]:
         return find_gpus()
@@ -394,7 +400,9 @@ class MlxEngine(Engine):
         plan, layout, notes = None, None, list[str]()
         if not options.resident and can_stream(machine):
             drafts = sum(_draft_bytes(other, size) for other in options.draft_files)
-            plan, size, layout, notes = plan_memory(lazy, size, memory, used, drafts, machine, options.widest)
+            plan, size, layout, notes = plan_memory(
+                lazy, size, memory, used, drafts, machine, options.widest, options.own_layers
+            )
         return MlxPlan(
             path=path, options=options, lazy=lazy, vocab=vocab, size=size, layout=layout, weights=plan, told=notes,
             machine=machine,

@@ -1,5 +1,6 @@
-"""The engine for MLX, with heads as drafts."""
+"""The engine for MLX, with heads and own layers as drafts."""
 
+import re
 from pathlib import Path
 from typing import cast
 
@@ -11,6 +12,10 @@ from edgespec.models.safetensors_header import read_safetensors_header
 
 from .backend import MlxBackend, MlxEngine
 from .head import load_head
+from .own_layers import load_own_layers
+
+# Names in what models' folders have for multi-token prediction, which mlx-lm leaves out when it loads them.
+IN_FOLDER = re.compile(r"(^|\.)mtp[._]|\.(eh_proj|nextn)\.")
 
 
 class MlxHeadEngine(MlxEngine):
@@ -18,12 +23,12 @@ class MlxHeadEngine(MlxEngine):
 
     def has_head(self, path: str) -> bool:
         stored = (one for file in Path(path).glob("*.safetensors") for one in read_safetensors_header(file))
-        if any(one.name.startswith(("mtp.", "model.mtp.")) for one in stored):
+        if any(IN_FOLDER.search(one.name) for one in stored):
             raise ModelError(f"{path}: MLX cannot draft with the head in this folder; the backend torch can")
         return is_head(path)
 
     def load_head(self, target: Backend, path: str, options: LoadOptions) -> Backend:
-        return load_head(cast(MlxBackend, target), path, options)
+        return (load_own_layers if options.own_layers else load_head)(cast(MlxBackend, target), path, options)
 
 
 engine = MlxHeadEngine()

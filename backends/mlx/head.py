@@ -20,12 +20,13 @@ from edgespec.loop.backend import Capabilities, GivesStates, Logits, Work
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of
+from edgespec.models.heads import LAYER, eagle_config, layers_read, own_name
 from edgespec.models.safetensors_header import Stored
 
 from ..common.heads import HeadOwner, HeadSession
 from ..common.hf_vocab import first_line, weight_files
 from .backend import MlxBackend
-from .head_files import head_config, head_name, head_tensors
+from .head_files import head_tensors
 from .memory import MIN_NODES
 from .session import MlxOwner, MlxSession
 from .tree import Pass, TreeCache, runs_layers, wrap_ropes
@@ -159,7 +160,7 @@ class MlxHead(MlxBackend):
 
 def load_head(target: MlxBackend, path: str, options: LoadOptions) -> MlxHead:
     """See `LoadsHeads.load_head`."""
-    config, stored = head_config(path), head_tensors(path)
+    config, stored = eagle_config(path), head_tensors(path)
     try:
         return _load(target, path, options, config, stored)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -173,19 +174,17 @@ def _load(
     if embed is None:
         raise ModelError(f"{path}: its target's embedding is not found, so it cannot have a head on MLX")
     layers = len(target.model.layers)
-    chosen = config.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
+    chosen = layers_read(path, config, layers)
     hidden = embed(mx.array([0])).shape[-1]
     fused, vocab = stored["fc.weight"].shape[1], target.vocab.size
-    if fused != hidden * len(chosen) or not all(0 <= number <= layers for number in chosen):
-        raise ModelError(
-            f"{path}: reads {fused} values of the layers {chosen}; its target has {layers} layers of {hidden} values"
-        )
+    if fused != hidden * len(chosen):
+        raise ModelError(f"{path}: reads {fused} values of the layers {chosen}, which have {hidden} each in its target")
     if config["vocab_size"] != vocab:
         raise ModelError(f"{path}: is for a vocabulary of {config['vocab_size']} tokens, but its target has {vocab}")
     own = "embed_tokens.weight" in stored
     head, weights = Eagle3(config, fused, own), dict[str, Any]()
     for file in sorted(Path(path).glob("*.safetensors")):
-        weights |= {head_name(name): array for name, array in mx.load(str(file)).items() if name != "t2d"}
+        weights |= {own_name(name, LAYER[1]): array for name, array in mx.load(str(file)).items() if name != "t2d"}
     ids = mx.arange(config["draft_vocab_size"])
     if (offsets := weights.pop("d2t", None)) is not None:
         ids = ids + offsets

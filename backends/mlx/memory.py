@@ -159,7 +159,14 @@ class PassSize:
 
 
 def plan_memory(
-    lazy: LazyModel, size: PassSize, memory: int | None, used: int, drafts: int, machine: Machine, widest: int = 0
+    lazy: LazyModel,
+    size: PassSize,
+    memory: int | None,
+    used: int,
+    drafts: int,
+    machine: Machine,
+    widest: int = 0,
+    own_layers: bool = False,
 ) -> tuple[Plan | None, PassSize, Layout, list[str]]:
     """Choose the weights that stay in memory, and the size of a prompt's passes.
 
@@ -171,6 +178,7 @@ def plan_memory(
         drafts: bytes of the draft models.
         machine: to plan for.
         widest: of `LoadOptions`.
+        own_layers: of `LoadOptions`.
 
     Returns:
         The plan (None: all weights stay), the size, the layout, and messages for the user.
@@ -190,14 +198,15 @@ def plan_memory(
     fixed = used + MARGIN + drafts + freed_buffers(machine.gpus) + size.states(model)
 
     def needed(one: PassSize) -> int:
-        return fixed + one.sessions * one.cells * cell + work_bytes(lazy.text_config, one, item)
+        cells = one.sessions * one.cells * cell * (1 + own_layers)  # of at most all layers
+        return fixed + cells + work_bytes(lazy.text_config, one, item)
 
     if layout.size + needed(size) <= room:
         return None, size, layout, notes
     sizes = [replace(size, chunk=chunk) for chunk in sorted({size.chunk, *CHUNKS})]
     try:
         smallest, *larger = [one for one in sizes if one.chunk >= min(size.chunk, size.budget + 1)]
-        best, plan = smallest, _plan(layout, room, needed(smallest))
+        best, plan = smallest, _plan(layout, room, needed(smallest), own_layers)
     except NoRoom as error:
         if not layout.rebuilt:
             raise
@@ -209,7 +218,7 @@ def plan_memory(
     least = plan.streamed_bytes if plan else 0
     for one in larger:
         try:
-            other = _plan(layout, room, needed(one))
+            other = _plan(layout, room, needed(one), own_layers)
         except NoRoom:
             break
         if other and other.streamed_bytes <= least * (1 + CHEAP):
@@ -217,20 +226,22 @@ def plan_memory(
     if plan and not is_recurrent(model):
 
         def read(width: int) -> int:
-            found = _plan(layout, room, needed(replace(best, budget=width)))
+            found = _plan(layout, room, needed(replace(best, budget=width)), own_layers)
             return found.streamed_bytes if found else 0
 
         # On a processor, neither reads nor a prompt's passes become larger.
         most, cheap = (widest, CHEAP) if on_gpu() else (min(widest, best.max_nodes - 1), 0.0)
         best = replace(best, budget=choose_width(best.budget, most, cheap, read))
-        plan = _plan(layout, room, needed(best))
+        plan = _plan(layout, room, needed(best), own_layers)
     return (replace(plan, draft_bytes=drafts) if plan else None), best, layout, notes
 
 
-def _plan(layout: Layout, room: int, needed: int) -> Plan | None:
+def _plan(layout: Layout, room: int, needed: int, own_layers: bool) -> Plan | None:
     most = max(Counter(one.layer for one in layout.placed if one.layer >= 0).values(), default=0)
     # Reads are of whole pages: each extent of a layer takes at most 3 pages more in a slot.
-    return make_plan(layout.tensors, room, needed + MORE_SLOTS * 3 * most * ALIGNED, page=1, whole=True)
+    return make_plan(
+        layout.tensors, room, needed + MORE_SLOTS * 3 * most * ALIGNED, page=1, whole=True, whole_layers=own_layers
+    )
 
 
 KEPT = 32 << 20  # bytes of freed buffers that MLX keeps on the CPU

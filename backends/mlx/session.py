@@ -35,7 +35,7 @@ class MlxSession(NodeSession):
             The model's tokens [lanes, width], and the rows of the work's nodes among them.
         """
         here = Pass(self._parents + work.parents.tolist(), len(self._parents), len(self.token_ids))
-        for cache in self.caches:
+        for cache in self.given:
             cache.offset = here
         return work.token_ids[None], np.arange(len(work.token_ids))
 

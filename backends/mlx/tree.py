@@ -154,6 +154,12 @@ class TreeCache:
         self.keys[..., : keys.shape[2], :] = keys
         self.values[..., : values.shape[2], :] = values
 
+    def take(self, other: "TreeCache", start: int, end: int) -> None:
+        """Copy cells of another cache of this layer."""
+        self._make(other.keys, other.values)
+        self.keys[..., start:end, :] = other.keys[..., start:end, :]
+        self.values[..., start:end, :] = other.values[..., start:end, :]
+
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
         here = cast(Pass, self.offset)
         if n != here.end - here.start:

@@ -156,6 +156,7 @@ class RecurrentSession(ReferenceSession):
         model, head = backend.model, self._cells.shape[-1]
         self._empty = np.zeros((len(model.layers), model.heads, head, head))
         self._states = States[Array](KEPT_STATES)
+        self._after_prompt = False
 
     def _forget_nodes(self) -> None:
         super()._forget_nodes()
@@ -163,7 +164,7 @@ class RecurrentSession(ReferenceSession):
 
     def add(self, work: Work, positions: Sequence[int]) -> Logits:
         length, first = len(self.token_ids), self.nodes
-        if not work.prompt:
+        if self._after_prompt and not work.prompt:
             self._states.mark(length)
         self._add_nodes(work, positions)
         if self._behind > MOST_UNREAD:
@@ -211,6 +212,7 @@ class RecurrentSession(ReferenceSession):
 
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
         super()._commit_cells(path, stay)
+        self._after_prompt = self._prompt.reading
         if path and path[-1] in self._tips:
             self._states.add(len(self.token_ids) + len(path), self._tips[path[-1]])
 

@@ -45,6 +45,7 @@ from ..common.loader import loader
 from ..common.recurrent import most_paths, states_of
 from .attention import Part, Tree, build_mask, run
 from .disk import NUMBER
+from .layer_groups import LayerGroups
 from .loading import (
     NF4,
     PLAIN,
@@ -110,6 +111,8 @@ class TorchBackend:
     Attributes:
         cache: of states; None: no layer is recurrent.
         streamer: None: all layers are resident.
+        sessions: that are open.
+        spans: of all layers.
         first: 1: the cell of a sequence's first token is hidden.
     """
 
@@ -144,9 +147,11 @@ class TorchBackend:
             "device": ", ".join(str(group.device) for group in groups),
         }  # fmt: skip
         self.streamer = streamer
+        self.sessions, self.spans = WeakSet[TorchSession](), spans
         self.placed = placed(spans, len(streamer.blocks) if streamer else 0)
         self.interrupted = Event()
         self._kept: KeptInputs | None = None
+        self._groups: LayerGroups | None = None
         self._files: Sequence[str] = ()
         self.content = ""
 
@@ -158,7 +163,8 @@ class TorchBackend:
         self._check_open()
         if not self._free:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
-        return self._new_session(self._free.pop())
+        self.sessions.add(session := self._new_session(self._free.pop()))
+        return session
 
     def _new_session(self, cells: Cells) -> TorchSession:
         if self.capabilities.paths:
@@ -190,10 +196,10 @@ class TorchBackend:
             positions += placement.positions
             wanted += [start + node - placement.first for node in work.wanted.tolist()]
             parts.append(self._part(session, placement, slice(start, len(tokens))))
-        if shape := shape_of(self.capabilities, batch):
+        if (exact := self.capabilities.exact) and (shape := shape_of(self.capabilities, batch)):
             more = shape.rows(len(tokens)) - len(tokens)
             tokens, positions = tokens + [0] * more, positions + [0] * more
-            wanted += also_wanted(wanted, len(tokens), shape)
+            wanted += also_wanted(wanted, len(tokens), exact.trees)
         with torch.inference_mode(), out_of_memory("a pass"):
             tree = Tree(tuple(parts), self.windows, self.interrupted)
             with interruptible(sessions, self.interrupted):
@@ -218,10 +224,19 @@ class TorchBackend:
         return run(self.model, token_ids, positions, wanted, tree, self.device)
 
     def keep_states(self, modules: Sequence[Any]) -> None:
-        """Keep the inputs of these modules as states, for a head."""
-        self._kept = KeptInputs(modules)
-        size = len(modules) * self.model.config.get_text_config().hidden_size
+        """Keep the inputs of these modules as states, for a head; no modules: end it."""
+        if self._kept:
+            self._kept.close()
+        self._kept = KeptInputs(modules) if modules else None
+        size = len(modules) * self.model.config.get_text_config().hidden_size if modules else 0
         self.capabilities = replace(self.capabilities, states=size)
+
+    def group_layers(self, count: int) -> None:
+        """See `edgespec.loop.backend.GroupsLayers`."""
+        if self.streamer is not None:
+            raise UsageError("the planner easyspec needs a draft that is in memory: this one is streamed")
+        self._groups = self._groups or LayerGroups(decoder_layers(self.model))
+        self._groups.size = count
 
     def logits(self, logits: Any, wanted: Sequence[int], rows: Mapping[int, int]) -> Logits:
         """Logits of a work of the last pass; arguments as for `TorchLogitsWithStates`."""
@@ -247,7 +262,9 @@ class TorchBackend:
     def close(self) -> None:
         if self.streamer is not None:
             self.streamer.close()
-        self.model = self.streamer = self.cache = None
+        if self._groups:
+            self._groups.close()
+        self.model = self.streamer = self.cache = self._groups = None
         self._free = []
         _mapped.discard(self)
 
@@ -289,7 +306,9 @@ class TorchEngine(Engine):
         keep_packed: keep layers that are quantised (nf4) in the cache folder, for the next start.
     """
 
-    supported = frozenset({"threads", "gpu_layers", "memory", "device", "dtype", "gpu_memory", "keep_packed"})
+    supported = frozenset(
+        {"threads", "gpu_layers", "memory", "device", "dtype", "gpu_memory", "keep_packed", "own_layers"}
+    )
 
     def gpus(self, device: str | None) -> list[Gpu]:
         return find_gpus(device)
@@ -374,7 +393,10 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
         check_folder_fits(folder, dtype, plan.memory)
         model = load_model(folder, dtype)
         grown = max(0, process.private_memory() - before)
-        head = tuple(numbers * model.dtype.itemsize for numbers in _head_size(path, options))
+        numbers = _head_size(path, options)
+        if options.own_layers:  # at most all layers
+            numbers = 0, math.prod(cache_shape(model.config.get_text_config(), 1))
+        head = tuple(count * model.dtype.itemsize for count in numbers)
         needed, host = plan.used + grown + sum(map(_bytes_of_weights, _mapped)) + MARGIN, None
         if gpu:
             host = Host(folder, plan.memory, needed, apart=True)
@@ -400,7 +422,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
             sessions=options.sessions, memory=there, gpu=gpu, others=plan.others,
             gpu_layers=options.gpu_layers if gpu else None,
             copies=copies or (CudaCopies if device.type == "cuda" else HostCopies), host=host,
-            form=form, head=head,
+            form=form, head=head, own_layers=options.own_layers,
         )  # fmt: skip
         if device.type != "cpu":
             try:
@@ -438,6 +460,7 @@ def assemble(
     host: Host | None = None,
     form: Form = PLAIN,
     head: Sequence[int] = (0, 0),
+    own_layers: bool = False,
 ) -> TorchBackend:
     """Place a transformers model that uses `tree_attention` on a device, and make its caches.
 
@@ -456,7 +479,8 @@ def assemble(
         copies: makes the copy engine.
         host: as for `choose_placement`.
         form: of the placed layers.
-        head: bytes of the weights of a head that will be loaded, and of a cell of it.
+        head: bytes of the weights of a head that will be loaded, and of a cell of it, or of own layers that draft.
+        own_layers: of `LoadOptions`.
 
     Raises:
         ModelError: the model cannot hold a tree.
@@ -512,7 +536,7 @@ def assemble(
             work = work_bytes(model, limits(width), None)
             rooms = [min(most, one.free + one.used) - one.used - work for one in others]
             return choose_placement(
-                sizes, memory or sys.maxsize, fixed(width), host, gpu_layers, rooms, caches_of(width)
+                sizes, memory or sys.maxsize, fixed(width), host, gpu_layers, rooms, caches_of(width), own_layers
             )
 
         if device.type == "mps" and memory is not None and fixed(budget) + sum(sizes) > memory:

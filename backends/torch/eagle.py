@@ -8,7 +8,6 @@ Names are those of published files: config.json, and model.safetensors with fc, 
 d2t holds a target's id minus the id in the draft vocabulary. t2d is True for the target's ids in the draft vocabulary.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from edgespec.errors import ModelError
+from edgespec.models.heads import LAYER, eagle_config, layers_read, own_name
 
 from ..common.hf_vocab import first_line
 
@@ -29,11 +29,6 @@ LAYERS = 3  # of the target, whose inputs a head reads
 
 # Of query, key and value, each [..., heads or key heads, n, d]; returns [..., heads, n, d].
 Attend = Callable[[Any, Any, Any], Any]
-
-
-def default_layers(count: int) -> list[int]:
-    """The layers of a target with `count` layers whose inputs a head reads, where its config.json names none."""
-    return [2, count // 2, count - 3]
 
 
 class Attention(nn.Module):  # type: ignore[misc]
@@ -176,14 +171,13 @@ def load_head(folder: Path, target_layers: int) -> EagleHead:
         target_layers: number of the target's layers.
 
     Raises:
-        ModelError: the files are missing or damaged, or are no EAGLE-3 head.
+        ModelError: the files are missing or damaged, are no EAGLE-3 head, or one of another target.
     """
     try:
-        about = json.loads((folder / "config.json").read_text("utf-8"))
-        tensors = load_file(folder / "model.safetensors")
-        config = LlamaConfig.from_dict(about)
-        layers = about.get("eagle_aux_hidden_state_layer_ids") or default_layers(target_layers)
-        head = EagleHead(config, layers, own_embeddings="embed_tokens.weight" in tensors)
+        about = eagle_config(str(folder))
+        tensors = {own_name(name, LAYER[0]): one for name, one in load_file(folder / "model.safetensors").items()}
+        layers = layers_read(str(folder), about, target_layers)
+        head = EagleHead(LlamaConfig.from_dict(about), layers, own_embeddings="embed_tokens.weight" in tensors)
         head.load_state_dict(tensors)
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"{folder}: is no EAGLE-3 head, or is damaged: {first_line(error)}") from error

@@ -1,4 +1,4 @@
-"""The engine for PyTorch, with heads as drafts."""
+"""The engine for PyTorch, with heads and own layers as drafts."""
 
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
@@ -8,6 +8,7 @@ from .backend import TorchBackend, TorchEngine, named, out_of_memory
 from .head import load_eagle
 from .mtp import load_mtp
 from .mtp_files import head_tensors
+from .own_layers import TorchOwnLayers
 
 
 class TorchHeadEngine(TorchEngine):
@@ -18,7 +19,9 @@ class TorchHeadEngine(TorchEngine):
 
     def load_head(self, target: Backend, path: str, options: LoadOptions) -> TorchBackend:
         assert isinstance(target, TorchBackend)
-        with named(path), out_of_memory("the head"):
+        with named(path), out_of_memory("the draft"):
+            if options.own_layers:
+                return TorchOwnLayers(target, options.sessions)
             return (load_eagle if is_head(path) else load_mtp)(target, path, options)
 
 

@@ -52,10 +52,16 @@ class TorchHead(TorchBackend):
         cells = [Cells(spans, [LAYER.layer_idx], shape[1:], target.dtype) for _ in range(sessions)]
         super().__init__(head, target.vocab, limits, (None,), cells, spans, None)
         self.width = int(head.config.hidden_size)
+        self._target = target
         self._embed = head.embed_tokens or target.model.get_input_embeddings()
 
     def _new_session(self, cells: Cells) -> TorchHeadSession:
         return TorchHeadSession(cast(TorchHeadOwner, self), cells)
+
+    def close(self) -> None:
+        if self.model is not None:
+            self._target.keep_states([])
+        super().close()
 
     def fuse(self, states: Float32Array) -> Float32Array:
         with torch.inference_mode():
@@ -111,8 +117,6 @@ def load_eagle(target: TorchBackend, path: str, options: LoadOptions) -> TorchHe
             f"was made for a model with {made_for[0]} wide vectors and {made_for[1]} tokens; this target has "
             f"{config.hidden_size} and {config.vocab_size}"
         )
-    if (last := max(head.layers)) > len(layers):
-        raise ModelError(f"reads layer {last} of its target, which has {len(layers)}")
     head.to(target.device, target.dtype)
     backend = TorchHead(target, head, options.sessions)
     backend.content = content_of(*map(str, sorted(Path(path).glob("*.safetensors"))))

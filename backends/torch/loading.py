@@ -16,7 +16,7 @@ from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
 from edgespec.loop.backend import Capabilities
 from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import Gpu
-from edgespec.weights.plan import layers_by_device, layers_on_gpu
+from edgespec.weights.plan import consecutive_layers, layers_by_device, layers_on_gpu
 
 from ..common.hf_vocab import LOCAL, first_line, read_config
 from .attention import ATTENTION, Probe, run
@@ -299,6 +299,7 @@ def choose_placement(
     gpu_layers: int | None = None,
     rooms: Sequence[int] = (),
     caches: Sequence[int] = (),
+    own_layers: bool = False,
 ) -> Placement:
     """Decide which layers stay on which device.
 
@@ -310,6 +311,7 @@ def choose_placement(
         gpu_layers: layers that stay on GPUs, the output included; -1: all; None: as many as fit.
         rooms: as for `layers_by_device`.
         caches: as for `layers_by_device`.
+        own_layers: of `LoadOptions`.
 
     Raises:
         NoRoom: the device cannot hold `BUFFERS` layers or `gpu_layers`, or the host cannot hold `STAGING` layers.
@@ -320,7 +322,8 @@ def choose_placement(
     sizes, fixed = sizes[: counts[0]], fixed - sum(caches[counts[0] :])
 
     def place(count: int, room: int, wait: Callable[[Sequence[int]], Sequence[int]]) -> Placement:
-        streamed = streamed_layers(len(sizes), count)
+        total = len(sizes)
+        streamed = consecutive_layers(total, total - count) if own_layers else streamed_layers(total, count)
         left = room - sum(size for i, size in enumerate(sizes) if i not in streamed)
         buffers = min(left // max(sizes), MOST_BUFFERS, len(streamed))
         return Placement(streamed, wait(streamed), max(buffers, BUFFERS), counts)

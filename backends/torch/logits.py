@@ -63,8 +63,11 @@ class KeptInputs:
         modules: in the order of the parts; each takes hidden vectors [1, n, size], or [lanes, width, size], first.
         """
         self.parts: list[Any] = [None] * len(modules)
-        for i, module in enumerate(modules):
-            module.register_forward_pre_hook(self._keeper(i))
+        self._hooks = [module.register_forward_pre_hook(self._keeper(i)) for i, module in enumerate(modules)]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def logits(self, logits: Any, wanted: Sequence[int], rows: Mapping[int, int]) -> TorchLogits:
         """Logits of the last pass; arguments as for `TorchLogitsWithStates`."""

@@ -249,7 +249,7 @@ class Streamer:
             buffers: number of buffers on the device.
         """
         size = max(block.size for block in blocks)
-        self.blocks = blocks
+        self.layers, self.blocks = layers, blocks
         self.device = device
         self._engine = engine
         self.feeder = feeder
@@ -336,7 +336,7 @@ class Streamer:
         self._engine.close()
         for block in self.blocks:
             block.close()
-        self._hooks, self._buffers, self.blocks = [], [], []
+        self._hooks, self._buffers, self.layers, self.blocks = [], [], [], []
 
 
 def count_resident(

@@ -515,7 +515,7 @@ def bench(prompts: str, model: str, planners: str, as_json: bool, **options: Any
 
 @cli.group()
 def datastore() -> None:
-    """Build datastores: text of your own that the planners auto and sssd copy from."""
+    """Build datastores: text of your own that the planners auto, sssd and lookahead copy from."""
 
 
 @datastore.command(

@@ -136,7 +136,8 @@ DRAFT_OPTION = click.option(
     "--draft",
     metavar="MODEL",
     shell_complete=complete_model,
-    help="Draft model or head: a name, path or source like MODEL; head is the one in the file of MODEL.",
+    help="Draft model or head: a name, path or source like MODEL; head is the one in the file of MODEL; "
+    "layers are those of MODEL that stay in memory (mlx, torch).",
 )
 BUDGET_OPTION = click.option(
     "--budget",
@@ -166,7 +167,7 @@ DOCTOR_OPTIONS = _options(
 )  # fmt: skip
 MODEL_OPTIONS = _options(
     DRAFT_OPTION,
-    click.option("--datastore", metavar="FILE", help="auto, sssd: datastore to copy draft tokens from."),
+    click.option("--datastore", metavar="FILE", help="auto, sssd, lookahead: datastore to copy draft tokens from."),
     BUDGET_OPTION,
     CONTEXT_OPTION,
     click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: by what MODEL is]"),
@@ -186,7 +187,7 @@ MODEL_OPTIONS = _options(
     click.option(
         "--tau",
         type=float,
-        help="specexec, chain: disagreement of the pair, in logits. [default: 0.7 when greedy, else 1.3]",
+        help="With a draft: disagreement of the pair, in logits. [default: 0.7 when greedy, else 1.3]",
     ),
     click.option(
         "--ahead/--no-ahead",

@@ -9,7 +9,7 @@ from edgespec.cli.completion import complete_model
 from edgespec.cli.options import MODELS_OPTION
 from edgespec.cli.terminal import Bars
 from edgespec.errors import UsageError
-from edgespec.models.registry import OWN_HEAD, Entry, find_model, is_folder, local_path
+from edgespec.models.registry import OWN, Entry, find_model, is_folder, local_path
 
 
 @click.command(
@@ -107,7 +107,7 @@ def _suits(
     from edgespec.machine.memory import available_memory, parse_size
     from edgespec.measure.pair_checks import check_pair, no_states
 
-    if draft == OWN_HEAD:
+    if draft in OWN:
         raise UsageError(no_states(draft))
     other = _file(find_model(draft, models_file))
     room = parse_size(memory) if memory else available_memory()

@@ -175,7 +175,7 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> BatchInvari
     trees = _shape(chosen, most)
     if mixture:  # only equal blocks have equal bits
         return BatchInvariance(name, trees, RowClass(1, min(BLOCK, limits.max_nodes)), blocks=True)
-    # A pass is padded with wanted rows, too.
+    # Of the fewest rows of a pass, all may be wanted.
     prompts = [group for group in found if group.least <= limits.max_wanted][-1]
     if chosen is prompts:
         return BatchInvariance(name, trees, trees)

@@ -22,7 +22,17 @@ from edgespec.machine.measurements import remember as keep
 from edgespec.machine.memory import left_of
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.heads import check_folder, is_head
-from edgespec.models.registry import OWN_HEAD, Entry, find_draft, find_model, is_folder, local_head, local_path
+from edgespec.models.registry import (
+    OWN,
+    OWN_HEAD,
+    OWN_LAYERS,
+    Entry,
+    find_draft,
+    find_model,
+    is_folder,
+    local_head,
+    local_path,
+)
 from edgespec.planners.auto import AutoState
 
 DEFAULT_BUDGET = 64
@@ -54,14 +64,17 @@ class PairPlan:
         paths: of their files or folders.
         options: of the target; without a `backend` the two may have different engines.
         plan: of the target; None: it is planned for the memory that the loaded draft leaves.
-        head: the draft is a head, which is loaded after its target.
     """
 
     names: Sequence[str]
     paths: Sequence[str]
     options: LoadOptions
     plan: LoadPlan | None
-    head: bool = False
+
+    @property
+    def head(self) -> bool:
+        """True: the draft is a head or layers of its target, after which it is loaded."""
+        return self.options.own_head or self.options.own_layers or any(map(is_head, self.paths[1:]))
 
 
 def find_head(entry: Entry, backend: str | None, say: Callable[[str], None], notes: list[str]) -> str | None:
@@ -75,7 +88,7 @@ def find_head(entry: Entry, backend: str | None, say: Callable[[str], None], not
     Returns:
         The name of a head that its engine can use: of a file that was pulled with it, or `OWN_HEAD`; None: it has none.
     """
-    engine = find_engine(backend or choose_backend(is_folder(entry.target), this_machine()))
+    engine = find_engine(choose_backend(is_folder(entry.target), this_machine(), backend))
     if not isinstance(engine, LoadsHeads):
         return None
     path = local_path(entry.target, say=say)
@@ -92,14 +105,21 @@ def find_head(entry: Entry, backend: str | None, say: Callable[[str], None], not
         return None
 
 
-def with_head(names: Sequence[str], paths: Sequence[str], own: bool, options: LoadOptions) -> LoadOptions:
-    """Options of a target that gets a head; arguments as in `PairPlan`.
+def with_head(names: Sequence[str], paths: Sequence[str], draft: str, options: LoadOptions) -> LoadOptions:
+    """Options of a target whose draft is a head, or one of `OWN` by name; other arguments as in `PairPlan`.
 
     Raises:
         UsageError: the engine cannot draft with it, or the target's own file has none.
         ModelError: as for `LoadsHeads.has_head`.
     """
-    engine = find_engine(names[0])
+    engine, own = find_engine(names[0]), draft == OWN_HEAD
+    if draft == OWN_LAYERS:
+        if "own_layers" not in engine.supported:
+            raise UsageError(
+                f"the backend {names[0]} cannot draft with layers of the target (--draft {OWN_LAYERS}); "
+                "edgespec convert --drop-layers makes a draft of them"
+            )
+        return replace(options, own_layers=True)
     if len(set(names)) > 1 or not isinstance(engine, LoadsHeads):
         raise UsageError(f"the backend {names[0]} cannot draft with the head {paths[1]}; use a draft model")
     if not engine.has_head(paths[1]):
@@ -119,13 +139,13 @@ def plan_pair(
     check_choice(options.exact)
     sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft else [])]
     here = this_machine()
-    names = [options.backend or choose_backend(is_folder(source), here) for source in sources]
+    names = [choose_backend(is_folder(source), here, options.backend) for source in sources]
     check_supported(names, options)
     paths = [local_path(source, say=say) for source in sources]
     check_folder(paths[0])
-    if draft and (draft == OWN_HEAD or is_head(paths[1])):
-        options = with_head(names, paths, draft == OWN_HEAD, options)
-        return PairPlan(names, paths, options, _plan(names[0], paths[0], options), head=True)
+    if draft and (draft in OWN or is_head(paths[1])):
+        options = with_head(names, paths, draft, options)
+        return PairPlan(names, paths, options, _plan(names[0], paths[0], options))
     if len(set(names)) == 1 and (not draft or "draft_files" in find_engine(names[0]).supported):
         options = replace(options, draft_files=tuple(paths[1:]))
         return PairPlan(names, paths, options, _plan(names[0], paths[0], options))
@@ -220,7 +240,7 @@ def open_draft(draft: str, models_file: str | None, options: LoadOptions) -> Bac
     """Load a draft whose target is in other processes; arguments and errors as for `open_backends`."""
     source = find_model(draft, models_file).target
     here = replace(options.for_draft(), gpu_layers=options.gpu_layers, gpu_memory=options.gpu_memory, wide=False)
-    name = options.backend or choose_backend(is_folder(source), this_machine())
+    name = choose_backend(is_folder(source), this_machine(), options.backend)
     return load_draft(find_engine(name), local_path(source), here)
 
 
@@ -251,7 +271,7 @@ def recall_auto_state(
         "draft": identity(local_path(sources[1], fetch=False)) if sources[1:] else "",
         "exact": str(target.capabilities.exact or ""),
         "experts": str(target.capabilities.experts),
-        **given | {"lenders": ",".join(options.lenders)},
+        **given | {"lenders": ",".join(options.lenders)} | ({"own_layers": True} if options.own_layers else {}),
     }  # fmt: skip
     passes = 0
     try:

@@ -115,7 +115,7 @@ def open_targets(
     with ExitStack() as undo:
         backend = open_draft(draft, models_file, options)
         undo.callback(backend.close)
-        name = options.backend or choose_backend(is_folder(entry.target), this_machine())
+        name = choose_backend(is_folder(entry.target), this_machine(), options.backend)
         vocab = load_vocab(name, local_path(entry.target, weights=False))
         check_same_vocab(vocab, backend.vocab)
         places = processes(count) if count else []

@@ -96,6 +96,7 @@ class LoadOptions:
         in_order: a session's cells lie in the order of its tokens, which a draft does not need.
         share: part of a context that each further session adds to the cells of all sessions.
         own_head: the head in the model's own file is loaded, too, and stays in memory; see `LoadsHeads`.
+        own_layers: some of the model's own layers will draft; whole layers are streamed then.
     """
 
     context_length: int = 4096
@@ -119,6 +120,7 @@ class LoadOptions:
     in_order: bool = True
     share: float | None = None
     own_head: bool = False
+    own_layers: bool = False
 
     def __post_init__(self) -> None:
         """
@@ -131,7 +133,7 @@ class LoadOptions:
         for name in ("memory", "gpu_memory"):
             if not isinstance(value := getattr(self, name), str | None):
                 object.__setattr__(self, name, check_whole(name, value, 1))
-        for name in ("exact", "backend", "kv_type", "device", "dtype"):
+        for name in ("exact", "kv_type", "device", "dtype"):
             if (value := getattr(self, name)) is not None:
                 check_text(name, value)
         if self.keep_packed is not None:
@@ -199,7 +201,7 @@ class Engine(Protocol):
     """Loads models.
 
     Attributes:
-        supported: fields of `LoadOptions` that it uses, of `ENGINE_OPTIONS` and "draft_files".
+        supported: fields of `LoadOptions` that it uses, of `ENGINE_OPTIONS`, "draft_files" and "own_layers".
     """
 
     supported: frozenset[str] = frozenset()
@@ -255,7 +257,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class LoadsHeads(Protocol):
-    """An engine that can draft with a head: an optional feature, for `planners/heads.py`."""
+    """An engine that can draft with a head (`planners/heads.py`), or with own layers: an optional feature."""
 
     def has_head(self, path: str) -> bool:
         """
@@ -273,11 +275,11 @@ class LoadsHeads(Protocol):
         Args:
             target: loaded by this engine, with `own_head` if `path` is its own, and without open sessions.
             path: of the head, or of the target.
-            options: as `LoadOptions.for_draft`.
+            options: as `LoadOptions.for_draft`; with `own_layers` those draft, and no logits give states.
 
         Returns:
-            The head with the target's vocabulary; `Capabilities.head` and `one_thread` are true. It is closed before
-            its target.
+            The draft with the target's vocabulary; `Capabilities.one_thread` is true, and `head` of a head. It is
+            closed before its target.
 
         Raises:
             ModelError: it does not fit the target, or the engine lacks what it needs.
@@ -337,15 +339,16 @@ def check_supported(names: Sequence[str], options: LoadOptions) -> None:
             raise UsageError(f"the backend {engines} has no option {option!r}; its options: {others}")
 
 
-def choose_backend(folder: bool, machine: Machine) -> str:
+def choose_backend(folder: bool, machine: Machine, asked: str | None = None) -> str:
     """
     Returns:
-        The built-in engine for a model file, or for a model folder.
+        `asked`, else the built-in engine for a model file, or for a model folder.
 
     Raises:
         MissingPackage: no engine for folders is installed.
+        UsageError: `asked` is no text.
     """
-    return installed_backends(folder, machine)[0]
+    return installed_backends(folder, machine)[0] if asked is None else check_text("backend", asked)
 
 
 def installed_backends(folder: bool, machine: Machine) -> list[str]:

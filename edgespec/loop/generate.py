@@ -1,7 +1,7 @@
 """The loop: propose a tree, evaluate it in one pass, verify, accept what the target would have sampled.
 
-Only `verify.walk` and `sampling.sample` decide the tokens. The caller of a `Generation` makes the passes, so that
-sequences can share them; `Generation.steps` makes those of a single sequence:
+Only `verify.walk` and `sampling.sample` decide the tokens; the prompt's last row gives the first one. The caller of a
+`Generation` makes the passes, so that sequences can share them; `Generation.steps` makes those of a single sequence:
 
     proposed = run_one(generation.propose())            draft
     pass_ = generation.cut(proposed)                    keep the nodes that the pass has room for
@@ -22,12 +22,14 @@ from edgespec.loop.backend import Backend, Logits, Session, Work
 from edgespec.loop.draft_passes import DraftSteps, run_one
 from edgespec.loop.grammar import Constraint
 from edgespec.loop.hint_texts import HintTexts
-from edgespec.loop.passes import Pass, Prefill, Proposed, check_room, fitting, most_nodes, prefill
+from edgespec.loop.passes import Pass, Prefill, Proposed, check_room, common_prefix, fitting, most_nodes, prefill
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
 from edgespec.loop.stats import COMPARED, GenerationStats
-from edgespec.loop.tree import DraftTree, Proposal, Source, only, shallow
-from edgespec.loop.verify import walk
+from edgespec.loop.tree import DraftTree, Proposal, Source, only, root_only, shallow
+from edgespec.loop.verify import Walk, walk
+
+COMPLETIONS = 3  # of an unfinished prompt: the likeliest, and samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,8 @@ class Generation:
     Attributes:
         token_ids: all committed tokens; the last is the next tree's root.
         foreseen: predicted next tokens, far beyond the next tree.
-        prompt: the prompt without its last token, which is the first tree's root.
+        prompt: the prompt, whose last row gives the first token.
+        last_row: the logits of this row, [V]; None: not computed yet.
         finished: the finish reason; "": the sequence goes on.
         stats: updated by every step.
     """
@@ -91,6 +94,7 @@ class Generation:
         log_probs: int | None = None,
         grammar: Constraint | None = None,
         hint_texts: HintTexts | None = None,
+        last_row: Float32Array | None = None,
     ) -> None:
         """Args:
             target: the model whose output is wanted.
@@ -105,6 +109,7 @@ class Generation:
             log_probs: number of most probable tokens that steps report; None: no log-probabilities.
             grammar: constraint that the output must match, at its beginning.
             hint_texts: the request's, which this sequence joins.
+            last_row: logits of the prompt's last row, from an earlier pass of the target.
 
         Raises:
             ContextFull: the prompt leaves no room for a token.
@@ -122,7 +127,7 @@ class Generation:
         self._last_plain = list[float]()  # of those since the last such step
         self._shared = False  # a pass, with other sequences
         self._prompt_ids = prompt_ids
-        self.prompt = Prefill(target, session, prompt_ids[:-1])
+        self.prompt, self.last_row = Prefill(target, session, prompt_ids, want_last=last_row is None), last_row
         self._sampling = sampling
         self._log_probs, self._step_log_probs = log_probs, list[LogProbs]()
         self._grammar = grammar
@@ -135,31 +140,62 @@ class Generation:
         stats.exact = limits.exact.name if limits.exact else ""
         stats.seed, stats.prompt_tokens = sampling.seed, len(prompt_ids)
 
-    def begin(self) -> None:
-        """Keep the prefixes of the prompt that the sessions of target and draft hold."""
+    def begin(self) -> Step | None:
+        """Keep the prefixes of the prompt that the sessions of target and draft hold; result as of `accept_prompt`."""
         self._planner.begin(self._prompt_ids)
         self.stats.cached_tokens = self.prompt.resume()
+        return self._first_step()
+
+    def move(self, session: Session, planner: Planner) -> None:
+        """Go on in a session that holds all tokens but the last, with a planner of any sequence."""
+        self.session = self.prompt.session = session
+        self._planner = planner
+        planner.begin(self._prompt_ids)
+        if written := self.token_ids[len(self._prompt_ids) :]:
+            planner.observe(written, 0.0)
 
     def prompt_pass(self, work: Work) -> Pass:
         """A pass over a part of `prompt`."""
         return Pass(work, perf_counter(), self.target.wait_seconds)
 
-    def accept_prompt(self, pass_: Pass, logits: Logits) -> None:
-        """Commit a part of `prompt` after its pass."""
+    def accept_prompt(self, pass_: Pass, logits: Logits) -> Step | None:
+        """Commit a part of `prompt` after its pass.
+
+        Returns:
+            The first token, as a step without draft tokens; None: the prompt goes on.
+        """
         self._saw_prompt(pass_.work, logits)
         self.prompt.commit(pass_.work)
+        step = self._first_step()
         self.stats.prefill_seconds += perf_counter() - pass_.began
+        return step
 
-    def read_prompt(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Commit the prompt but for its last token; `progress` as for `passes.prefill`."""
-        self.begin()
+    def read_prompt(self, progress: Callable[[int, int], None] | None = None) -> Step:
+        """Commit the prompt; `progress` as for `passes.prefill`, result as of `accept_prompt`."""
         started = perf_counter()
-        prefill(self.target, self.session, self.prompt.token_ids, progress=progress, saw=self._saw_prompt)
+        if (step := self.begin()) is None:
+            wanted = self.prompt.want_last
+            prefill(
+                self.target, self.session, self._prompt_ids, want_last=wanted, progress=progress, saw=self._saw_prompt
+            )  # fmt: skip
+            step = self._first_step()
+            assert step, "the prompt is read"
         self.stats.prefill_seconds += perf_counter() - started
-        self.read_draft()
+        return step
 
     def _saw_prompt(self, work: Work, logits: Logits) -> None:
+        if len(work.wanted):
+            self.last_row = logits.row(int(work.wanted[-1]))
         self._planner.saw_prompt(len(self.session.token_ids), len(work.token_ids), logits)
+
+    def _first_step(self) -> Step | None:
+        """Sample the first token when all of the prompt is read."""
+        if self.last_row is None or self.prompt.unread or len(self.token_ids) > len(self._prompt_ids):
+            return None
+        step = self._step(root_only(self._prompt_ids[-1]), Walk([0], [self._sample(self.last_row, [])]))
+        self._extend(step, 0.0)
+        self.stats.add(step.sources)
+        return step
 
     @property
     def draft_prompt(self) -> Prefill | None:
@@ -167,7 +203,7 @@ class Generation:
         Returns:
             Tokens that the draft reads before the next `propose`, by `read_draft` or `read_draft_part`; None: none.
         """
-        return self._planner.unread(self.token_ids) if self._budget else None
+        return self._planner.unread(self.token_ids) if self._budget and not self.prompt.unread else None
 
     def read_draft(self) -> None:
         """Let the draft read all of `draft_prompt`; errors as for `read_draft_part`."""
@@ -186,7 +222,7 @@ class Generation:
         started = perf_counter()
         was_read = reading.read(work) is not None
         seconds = perf_counter() - started
-        if self.stats.tokens:
+        if self.stats.passes:
             self.stats.draft_seconds += seconds
         else:
             self.stats.prefill_seconds += seconds
@@ -255,6 +291,26 @@ class Generation:
         known += new[:end]
         return bool(new)
 
+    def complete(self, seconds: float, most: int) -> list[int]:
+        """Have the draft complete an unfinished prompt, and let `prompt` go on with what its completions share.
+
+        Args:
+            seconds: about the time that each completion takes.
+            most: most tokens.
+        """
+        room = self.target.capabilities.context_length - len(self._prompt_ids) - 1
+        shared: list[int] | None = None
+        for seed in range(COMPLETIONS):
+            sampling, noise = SamplingParams(float(seed > 0), seed=seed), Noise(seed, self.target.vocab.size)
+            context = replace(self._context(self._prompt_ids, room), sampling=sampling, noise=noise)
+            found = self._planner.foresee(context, min(most, room), seconds)
+            shared = found if shared is None else shared[: common_prefix(shared, found)]
+        end = next((i for i, token in enumerate(shared or ()) if token in self._stop_ids), None)
+        shared = (shared or [])[:end]
+        if shared:
+            self.prompt.token_ids = [*self._prompt_ids, *shared]
+        return shared
+
     def while_target_runs(self, pass_: Pass) -> AbstractContextManager[None]:
         """Context of a pass of the target that no other sequence shares; the draft may run meanwhile."""
         return self._planner.while_target_runs(len(pass_.work.token_ids))
@@ -274,22 +330,12 @@ class Generation:
         began, tree = perf_counter(), pass_.tree
         assert tree, "a part of the prompt is for accept_prompt"
         waited, passed = self.target.wait_seconds - pass_.waited, began - pass_.began
-        result = walk(tree, lambda node, accepted: self._sample(logits, node, accepted))
-        output, self.finished = until_stop(result.output, self._stop_ids, self._limit - len(self.token_ids))
-        path = result.path[: len(output)]
-        sources = [Source(source) for source in tree.source[result.path[1:]]] + [Source.TARGET]
-        del sources[len(output) :]
-        self.session.commit(path)  # the last token of the output is the next root
-        self._planner.saw(len(self.token_ids) - 1, tree, path, logits)
-        self._planner.observe(output, passed if single else 0.0)
-        right = self.foreseen[: len(output)] == output
-        self.foreseen = self.foreseen[len(output) :] if right else []
-        self.token_ids.extend(output)
-        if self._hint_texts:
-            self._hint_texts.extend(self._number, output)
+        step = self._step(tree, walk(tree, lambda node, accepted: self._sample(logits.view(node), accepted)))
+        self.session.commit(step.path)  # the last token of the output is the next root
+        self._planner.saw(len(self.token_ids) - 1, tree, step.path, logits)
+        self._extend(step, passed if single else 0.0)
         stats, planner = self.stats, self._planner.stats
-        stats.count(sources, drafted=len(tree) - 1)
-        stats.finish_reason = self.finished
+        stats.count(step.sources, drafted=len(tree) - 1)
         stats.draft_seconds += pass_.draft_seconds
         stats.draft_passes, stats.draft_went_on = planner.draft_passes, planner.went_on
         stats.hidden_seconds = planner.hidden_seconds
@@ -297,8 +343,25 @@ class Generation:
         stats.wait_seconds += waited
         self._compare(passed + perf_counter() - began, plain=pass_.plain, single=single)
         stats.plan_seconds += perf_counter() - pass_.started - pass_.draft_seconds - passed
+        return step
+
+    def _step(self, tree: DraftTree, found: Walk) -> Step:
+        """The step that ends where the output does."""
+        output, finished = until_stop(found.output, self._stop_ids, self._limit - len(self.token_ids))
+        sources = [*(Source(source) for source in tree.source[found.path[1:]]), Source.TARGET][: len(output)]
         log_probs, self._step_log_probs = self._step_log_probs[: len(output)], []
-        return Step(output, sources, self.finished, tree, path, log_probs)
+        return Step(output, sources, finished, tree, found.path[: len(output)], log_probs)
+
+    def _extend(self, step: Step, seconds: float) -> None:
+        """Append the tokens of a step, and let the planner learn from it; `seconds` as for `Planner.observe`."""
+        output = step.tokens
+        self._planner.observe(output, seconds)
+        right = self.foreseen[: len(output)] == output
+        self.foreseen = self.foreseen[len(output) :] if right else []
+        self.token_ids.extend(output)
+        if self._hint_texts:
+            self._hint_texts.extend(self._number, output)
+        self.finished = self.stats.finish_reason = step.finished
 
     def _compare(self, seconds: float, *, plain: bool, single: bool) -> None:
         """Learn from a pass what plain decoding of this sequence takes; shared passes do not show it."""
@@ -311,11 +374,11 @@ class Generation:
         elif not single:
             self._shared = True
         comparable = len(passes) >= COMPARED and not self._shared
-        stats.plain_seconds = stats.tokens * median(passes) if comparable else 0.0
+        stats.plain_seconds = stats.gained * median(passes) if comparable else 0.0
 
     def steps(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Step]:
         """Read the prompt and decode to the end, without sharing passes; arguments as for `read_prompt`."""
-        self.read_prompt(progress)
+        yield self.read_prompt(progress)
         while not self.finished:
             self.read_draft()
             pass_ = self.cut(run_one(self.propose()))
@@ -323,10 +386,9 @@ class Generation:
                 logits = self.target.forward([pass_.work])[0]
             yield self.accept(pass_, logits)
 
-    def _sample(self, logits: Logits, node: int, accepted: list[int]) -> int:
+    def _sample(self, row: Float32Array, accepted: list[int]) -> int:
         position = len(self.token_ids) + len(accepted)
         output = self.token_ids[len(self._prompt_ids) :] + accepted if self._sampling.has_penalties else accepted
-        row = logits.view(node)
         allowed = self._grammar.masked(row) if self._grammar else row
         token = sample(allowed, position, self._sampling, self._noise, self._prompt_ids, output)
         if self._grammar:

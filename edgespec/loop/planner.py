@@ -1,6 +1,7 @@
 """The contract between the loop and planners, which propose draft tokens and never decide the output.
 
-The calls of one step, in their order:
+After `begin`, `saw_prompt` and `observe` report the prompt's passes and the first token. The calls of a step follow, in
+their order:
 
     unread              tokens that the draft reads first
     propose             a tree of draft tokens
@@ -124,7 +125,7 @@ class Planner(ABC):
         return nullcontext()
 
     def saw_prompt(self, start: int, count: int, logits: Logits) -> None:
-        """Learn from the target's pass over a part of the prompt, between `begin` and the first `propose`.
+        """Learn from the target's pass over a part of the prompt, between `begin` and the first `observe`.
 
         Args:
             start: position of its first token.
@@ -147,7 +148,8 @@ class Planner(ABC):
 
         Args:
             tokens: committed by it: accepted draft tokens, then the bonus; empty: the tree was not verified.
-            seconds: of the target's pass; 0: other sequences shared it, and the tree may have been cut further.
+            seconds: of the target's pass; 0: other sequences shared it, and the tree may have been cut further, or the
+                tokens are not of a step: the first one, or those before an interruption.
         """
 
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:

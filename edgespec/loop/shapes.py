@@ -104,7 +104,7 @@ def also_wanted(wanted: Sequence[int], rows: int, shape: RowClass) -> list[int]:
     Args:
         wanted: rows whose logits are needed.
         rows: number of rows of the pass, padding included.
-        shape: the pass's class.
+        shape: the class of trees, also in a prompt's pass: a prompt has one wanted row, after which its layers end.
 
     Returns:
         Rows whose logits are computed only to keep the output matrix in the row class, too.

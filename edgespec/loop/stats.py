@@ -18,7 +18,7 @@ class GenerationStats:
         approximate: the method that made the text another than the target's own, such as "scale reject 0.4"; "": none.
         cached_tokens: prompt tokens that were still in the cache.
         tokens: of the output, an end-of-text token included.
-        passes: of the target, prefill not counted.
+        passes: of the target, prefill not counted, though it gives the first token.
         drafted: draft nodes verified, roots not counted.
         finish_reason: "stop": end of text or a stop string; "length": max_tokens or context; "interrupted".
         prefill_seconds: of both models.
@@ -28,8 +28,8 @@ class GenerationStats:
         target_seconds: of the target's passes.
         wait_seconds: the part of `target_seconds` in which passes waited for weights.
         plan_seconds: the rest of the steps: planning, sampling and bookkeeping.
-        plain_seconds: of plain decoding of these tokens, by the plain passes that lay among steps with draft tokens; 0:
-            there were fewer than `COMPARED`.
+        plain_seconds: of plain decoding of `gained` tokens, by the plain passes that lay among steps with draft tokens;
+            0: there were fewer than `COMPARED`.
     """
 
     planner: str = "none"
@@ -55,9 +55,14 @@ class GenerationStats:
     plain_seconds: float = 0.0
 
     @property
+    def gained(self) -> int:
+        """Tokens that `passes` gave: all but the first."""
+        return max(0, self.tokens - 1)
+
+    @property
     def acceptance_length(self) -> float:
         """Tokens per pass of the target, the bonus token included."""
-        return self.tokens / self.passes if self.passes else 0.0
+        return self.gained / self.passes if self.passes else 0.0
 
     @property
     def seconds(self) -> float:
@@ -67,7 +72,7 @@ class GenerationStats:
     @property
     def tokens_per_second(self) -> float:
         """Decoding speed, prefill not counted."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+        return self.gained / self.seconds if self.seconds else 0.0
 
     @property
     def times_plain(self) -> float:
@@ -87,8 +92,12 @@ class GenerationStats:
     def count(self, sources: Sequence[Source], drafted: int) -> None:
         """Count a pass of the target over `drafted` draft nodes that gained tokens of these sources."""
         self.passes += 1
-        self.tokens += len(sources)
         self.drafted += drafted
+        self.add(sources)
+
+    def add(self, sources: Sequence[Source]) -> None:
+        """Count tokens of these sources."""
+        self.tokens += len(sources)
         for source in sources:
             self.tokens_by_source[source.name.lower()] += 1
 
@@ -100,7 +109,7 @@ class GenerationStats:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the fields, and the values derived from them."""
-        derived = ("acceptance_length", "seconds", "tokens_per_second", "times_plain")
+        derived = ("gained", "acceptance_length", "seconds", "tokens_per_second", "times_plain")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
     def summary(self) -> str:

@@ -43,13 +43,14 @@ from edgespec.machine.memory import disk_bandwidth, file_system, format_size, in
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.gguf_model import check_magic
 from edgespec.models.heads import check_folder, is_head
-from edgespec.models.registry import OWN_HEAD, find_draft, find_model, is_folder, local_path
+from edgespec.models.registry import OWN, OWN_HEAD, OWN_LAYERS, find_draft, find_model, is_folder, local_path
 from edgespec.planners.auto import AutoState
 from edgespec.planners.path_cost import note
 from edgespec.weights.plan import REMEDY, SAFETY, SLOW, Plan, two_digits
 
-# Tokens per pass in a chat, with trees of 8 and of 64 nodes: measured by this project (README).
-EXPECTED_TOKENS = {"specexec": (4.0, 7.0), "sssd": (1.6, 2.0)}
+# Tokens per pass in a chat, with trees of 8 and of 64 nodes, as in README and docs/measured.md ("Heads").
+EXPECTED_TOKENS = {"specexec": (4.0, 7.0), "sssd": (1.6, 2.0), "head": (1.8, 2.25)}
+OF_A_HEAD = " (computed, with the tokens per pass of another model's head)"
 SIZES, SIZES_OF_MIXTURES = (8,), (2, 4, 8, 16)  # nodes of passes, besides one and a full tree
 BEAM = 16  # nodes of a draft pass; a tree takes about twice its nodes
 
@@ -70,6 +71,7 @@ class Diagnosis:
         where: what computes which layers; None if the model cannot run.
         passes: over one node up to a full tree; empty if the model cannot run.
         draft_seconds: to draft one full tree.
+        by_head: the draft is a head.
         notes: messages for the user.
     """
 
@@ -91,6 +93,7 @@ class Diagnosis:
     where: Where | None = None
     passes: Sequence[Pass] = ()
     draft_seconds: float = 0.0
+    by_head: bool = False
     notes: Sequence[str] = ()
 
 
@@ -108,10 +111,11 @@ def tokens_per_second(diagnosis: Diagnosis) -> dict[str, float]:
         return {}
     one, *trees = diagnosis.passes
     expected = {"none": 1 / one.seconds}
-    for name in ("sssd", "specexec") if trees and diagnosis.draft_size else ("sssd",) if trees else ():
+    for name in ("sssd", "specexec") if trees and diagnosis.draft_seconds else ("sssd",) if trees else ():
         speeds = []
         for tree in trees:
-            tokens = float(np.interp(log2(tree.nodes), (0, 3, 6), (1.0, *EXPECTED_TOKENS[name])))
+            usual = EXPECTED_TOKENS["head" if name == "specexec" and diagnosis.by_head else name]
+            tokens = float(np.interp(log2(tree.nodes), (0, 3, 6), (1.0, *usual)))
             share = draft_passes(tree.nodes) / draft_passes(trees[-1].nodes) if name == "specexec" else 0
             speeds.append(tokens / (tree.seconds + share * diagnosis.draft_seconds))
         expected[name] = max(speeds)
@@ -161,14 +165,14 @@ def diagnose(
     sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft else [])]
     if len({is_folder(source) for source in sources}) > 1:
         raise UsageError("doctor looks at a pair on one engine: target and draft must both be GGUF files, or folders")
-    engine = backend or choose_backend(is_folder(sources[0]), this_machine())
+    engine = choose_backend(is_folder(sources[0]), this_machine(), backend)
     options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=choose_budget(budget, entry), memory=memory,
         kv_type=kv_type, exact=exact, lenders=tuple(lenders or ()),
     )  # fmt: skip
     check_supported([engine], options)
     paths = list(map(local_path, sources))
-    card, own = _head(paths[0]), draft == OWN_HEAD
+    card = _head(paths[0])
     room = in_bytes("memory", memory)
     sizes = [_weight_files(path) for path in paths]
     say("disk")
@@ -179,7 +183,11 @@ def diagnose(
         file_size=sum(sizes[0].values()),
         file_system=file_system(paths[0]),
         memory=room if room is not None else int(this_machine().free * (1 - SAFETY)),
-        draft_size=card.size if own and card else sum(sum(files.values()) for files in sizes[1:]),
+        draft_size=0
+        if draft == OWN_LAYERS
+        else card.size
+        if draft == OWN_HEAD and card
+        else sum(sum(files.values()) for files in sizes[1:]),
         disk=disk.speed,
         reading=f"{disk.threads} x {format_size(disk.size)} at once",
         head=card.line if card else "",
@@ -188,7 +196,7 @@ def diagnose(
         remembered=[one for one in everything() if about.items() <= one["about"].items()],
     )
     try:
-        _try(found, paths, options, disk, own, say)
+        _try(found, paths, options, disk, draft, say)
     except NoRoom as error:
         found.cannot_run = str(error)
     return found
@@ -252,7 +260,7 @@ def _try(
     paths: Sequence[str],
     options: LoadOptions,
     disk: Reading,
-    own: bool,
+    draft: str | None,
     say: Callable[[str], None],
 ) -> None:
     """Load the models, time passes, and put the results into `found`.
@@ -265,13 +273,16 @@ def _try(
     say("memory")
     machine = replace(this_machine(gpus=engine.gpus(options.device)), disk=disk)
 
-    head = bool(drafts) and (own or is_head(drafts[0]))
+    head = bool(drafts) and (draft in OWN or is_head(drafts[0]))
+    found.by_head = head and draft != OWN_LAYERS
 
     def planned(paths: Sequence[str]) -> PairPlan:
         names = [found.engine] * len(paths)
-        headed = head and len(paths) > 1
-        made = with_head(names, paths, own, options) if headed else replace(options, draft_files=tuple(paths[1:]))
-        return PairPlan(names, paths, made, engine.plan(path, made, machine), headed)
+        with_it = head and len(paths) > 1
+        made = (
+            with_head(names, paths, draft or "", options) if with_it else replace(options, draft_files=tuple(paths[1:]))
+        )
+        return PairPlan(names, paths, made, engine.plan(path, made, machine))
 
     pair = planned(paths)
     if ways := ways_of(pair, lambda: planned([path])):
@@ -295,10 +306,10 @@ def _try(
         between = [n for n in (SIZES_OF_MIXTURES if limits.experts else SIZES) if n < nodes]
         passes = [time_pass(backend, n) for n in (1, *between, nodes)]
         if head and isinstance(engine, LoadsHeads):
-            with closing(engine.load_head(backend, drafts.pop(), options.for_draft())) as small:
+            with closing(engine.load_head(backend, drafts.pop(), pair.options.for_draft())) as small:
                 found.draft_seconds = time_pass(small, BEAM).seconds * draft_passes(nodes)
-    for draft in drafts:
-        with closing(load_draft(engine, draft, options.for_draft())) as backend:
+    for small_path in drafts:
+        with closing(load_draft(engine, small_path, options.for_draft())) as backend:
             found.draft_seconds = time_pass(backend, BEAM).seconds * draft_passes(nodes)
     found.passes = passes
 
@@ -374,7 +385,9 @@ def report(diagnosis: Diagnosis) -> str:
             )
     lines.append(("exact", diagnosis.exact))
     expected = tokens_per_second(diagnosis)
-    lines.append(("tokens/s", ", ".join(f"{name} about {two_digits(speed)}" for name, speed in expected.items())))
+    computed = {"specexec": OF_A_HEAD} if diagnosis.by_head else {}
+    speeds = (f"{name} about {two_digits(speed)}{computed.get(name, '')}" for name, speed in expected.items())
+    lines.append(("tokens/s", ", ".join(speeds)))
     if max(expected.values()) < SLOW:
         lines.append(("warning", f"below {SLOW} tokens/s: {REMEDY}"))
     if both := diagnosis.draft_or_memory:

@@ -120,8 +120,10 @@ def plain_logits(backend: Backend, prompt_ids: Sequence[int], output_ids: Sequen
     check_room(backend, len(prompt_ids))
     session = backend.open()
     try:
-        prefill(backend, session, prompt_ids[:-1])
-        for token in [*prompt_ids[-1:], *output_ids][: len(output_ids)]:
+        read = prefill(backend, session, prompt_ids, want_last=True)
+        assert read, "an empty session reads the prompt"
+        yield read[0].row(read[1])
+        for token in output_ids[:-1]:
             one = np.array([token], np.int32)
             work = Work(session, one, np.array([-1], np.int32), np.array([0], np.int32))
             yield backend.forward([work])[0].row(0)

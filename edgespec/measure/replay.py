@@ -25,7 +25,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    acceptance_lengths: list[int]  # tokens gained by each pass, bonus included
+    acceptance_lengths: list[int]  # tokens gained by each pass, bonus included; the prompt gives the first token
     plan_seconds: list[float]
 
 
@@ -50,9 +50,10 @@ def replay(
         max_leaves: most leaves of a tree.
     """
     noise = Noise(sampling.seed, vocab_size)
-    token_ids, end = list(prompt_ids), len(prompt_ids) + len(output_ids)
+    token_ids, end = [*prompt_ids, *output_ids[:1]], len(prompt_ids) + len(output_ids)
     lengths, plan_seconds = list[int](), list[float]()
     planner.begin(prompt_ids)
+    planner.observe(output_ids[:1], 0.0)
     while len(token_ids) < end:
         context = Context(token_ids, len(prompt_ids), sampling, noise, end - len(token_ids) - 1, max_leaves)
         while reading := planner.unread(token_ids):

@@ -175,14 +175,14 @@ def _report(
     categories = sorted({prompt.category for prompt in prompts} - {""})
     for name, tally in tallies.items():
         runs = tally.runs
-        seconds, tokens, passes = (_total(runs, one) for one in ("seconds", "tokens", "passes"))
+        seconds, gained, passes = (_total(runs, one) for one in ("seconds", "gained", "passes"))
         rows[name] = {
-            "tokens": tokens,
+            "tokens": _total(runs, "tokens"),
             "passes": passes,
-            "acceptance_length": tokens / passes,
+            "acceptance_length": per(gained, passes),
             "mean_of_prompts": fmean(stats.acceptance_length for stats in runs),
-            "tokens_per_second": tokens / seconds,
-            **{f"{part}_share": _total(runs, f"{part}_seconds") / seconds for part in SHARES},
+            "tokens_per_second": per(gained, seconds),
+            **{f"{part}_share": per(_total(runs, f"{part}_seconds"), seconds) for part in SHARES},
             "by_prompt": [{"tokens": stats.tokens, "passes": stats.passes} for stats in runs],
             "ties": tally.ties,
             "unexplained": tally.unexplained,
@@ -190,8 +190,8 @@ def _report(
         }
         for category in categories:
             of_it = [stats for stats, prompt in zip(runs, prompts, strict=True) if prompt.category == category]
-            rows[name]["by_category"][category] = _total(of_it, "tokens") / _total(of_it, "passes")
-        rows[name]["ratio_to_plain"] = rows[name]["tokens_per_second"] / rows["none"]["tokens_per_second"]
+            rows[name]["by_category"][category] = per(_total(of_it, "gained"), _total(of_it, "passes"))
+        rows[name]["ratio_to_plain"] = per(rows[name]["tokens_per_second"], rows["none"]["tokens_per_second"])
     return {
         "prompts": len(prompts),
         "max_tokens": max_tokens,
@@ -204,6 +204,11 @@ def _report(
         "unexplained": sum(tally.unexplained for tally in tallies.values()),
         "planners": rows,
     }
+
+
+def per(amount: float, of: float) -> float:
+    """0 where nothing was decoded: a prompt gives an answer of one token."""
+    return amount / of if of else 0.0
 
 
 def _total(runs: Sequence[GenerationStats], name: str) -> Any:

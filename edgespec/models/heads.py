@@ -12,7 +12,9 @@ ARCHITECTURES = ("eagle3", "gemma4-assistant")  # `general.architecture` of llam
 NO_HEADS = ("gemma4-assistant", "granite-switch")
 MOST_LAYERS = 512  # LLAMA_MAX_LAYERS of llama-hparams.h
 FIRST_LAYER = "blk.0.attn_norm.weight"  # llama.cpp, too, finds by it that a file has only the layers of a head
-EAGLE3 = "Eagle3"  # part of `architectures` in a head's config.json
+LAYER = ("midlayer.", "layers.0.")  # names of the only layer in published folders with EAGLE-3 heads
+OTHER_KINDS = ("DFlash", "DSpark")  # parts of `architectures` in config.json
+READ = "eagle_aux_hidden_state_layer_ids"
 
 
 def is_head(path: str) -> bool:
@@ -26,15 +28,66 @@ def is_head(path: str) -> bool:
     if not Path(path).is_dir():
         alone = head_layers(path) and not SPLIT_NAME.fullmatch(path)
         return architecture(path) in ARCHITECTURES or bool(alone and FIRST_LAYER not in tensor_names(path))
-    return _folder_head(path) is not None
+    return find_eagle(path) is not None
 
 
-def _folder_head(path: str) -> dict[str, Any] | None:
+def find_eagle(path: str) -> dict[str, Any] | None:
+    """
+    Returns:
+        config.json of a folder with an EAGLE-3 head, known as llama.cpp's converter knows it; None: it is none.
+
+    Raises:
+        ModelError: it is a head of a kind that no engine here can use.
+    """
     try:
-        config = json.loads((Path(path) / "config.json").read_text("utf-8"))
-        return config if any(EAGLE3 in str(name) for name in config["architectures"]) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        config: dict[str, Any] = json.loads((Path(path) / "config.json").read_text("utf-8"))
+        if any(kind in str(config.get("architectures")) for kind in OTHER_KINDS):
+            raise ModelError(f"{path}: is a head that drafts blocks (DFlash), which is not supported: use another")
+        config |= config.get("transformer_layer_config") or {}  # where vLLM's speculators have the layer's
+        if rope := config.get("rope_parameters"):  # where transformers 5 has these two
+            config |= {"rope_theta": rope["rope_theta"], "rope_scaling": rope}
+        return config if "draft_vocab_size" in config and config["num_hidden_layers"] == 1 else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def eagle_config(path: str) -> dict[str, Any]:
+    """
+    Raises:
+        ModelError: the folder is no EAGLE-3 head.
+    """
+    if (config := find_eagle(path)) is None:
+        raise ModelError(f"{path}: is no EAGLE-3 head")
+    return config
+
+
+def layers_read(path: str, config: dict[str, Any], count: int) -> list[int]:
+    """
+    Args:
+        path: of the head.
+        config: of `eagle_config`.
+        count: of its target's layers.
+
+    Returns:
+        Layers whose inputs it reads; `count` means the last layer's output.
+
+    Raises:
+        ModelError: the target has no such layers.
+    """
+    found = config.get(READ) or default_layers(count)
+    if not isinstance(found, list) or not all(isinstance(one, int) and 0 <= one <= count for one in found):
+        raise ModelError(f"{path}: reads the layers {found} of its target, which has {count}")
+    return found
+
+
+def default_layers(count: int) -> list[int]:
+    """The layers that a head reads where its config.json names none."""
+    return [2, count // 2, count - 3]
+
+
+def own_name(stored: str, layer: str) -> str:
+    """A tensor's name with `layer` before what is in the only layer."""
+    return next((layer + stored.removeprefix(name) for name in LAYER if stored.startswith(name)), stored)
 
 
 def not_a_model(path: str, kind: str, target: str) -> ModelError:
@@ -46,7 +99,7 @@ def check_folder(path: str) -> None:
     Raises:
         ModelError: the folder is a head.
     """
-    if Path(path).is_dir() and (config := _folder_head(path)):
+    if Path(path).is_dir() and (config := find_eagle(path)):
         width = config.get("target_hidden_size") or config.get("hidden_size", "an unknown size")
         raise not_a_model(path, "EAGLE-3", f"for models with states of {width}")
 

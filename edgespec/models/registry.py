@@ -17,7 +17,7 @@ from edgespec.models import hub
 PACKAGE = Path(__file__).parent.parent
 # The file of a source folder is at the top level; setup.py copies it into a package.
 BUILT_IN = PACKAGE / "models.yaml" if (PACKAGE / "models.yaml").exists() else PACKAGE.parent / "models.yaml"
-OWN_HEAD = "head"  # as the name of a draft
+OWN_HEAD, OWN_LAYERS = OWN = "head", "layers"  # as names of a draft
 SCHEMES = ("package:", "file:", "hf:", "shape:")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w.-]+)?(:[\w.-]+)?")  # OWNER/REPOSITORY[@REVISION][:TYPE]
@@ -198,8 +198,8 @@ def is_folder(source: str) -> bool:
 
 
 def find_draft(name: str, entry: Entry, models_file: str | None) -> Entry:
-    """As `find_model`; `OWN_HEAD` is the head in the file of `entry`."""
-    return entry if name == OWN_HEAD else find_model(name, models_file)
+    """As `find_model`; `OWN` are parts of `entry`: the head in its file, and some of its layers."""
+    return entry if name in OWN else find_model(name, models_file)
 
 
 def local_path(

@@ -142,29 +142,6 @@ class AheadSearch(Search):
         nodes: NDArray[np.intp] = np.flatnonzero(self._open(depth) & (self.log_probs >= np.log(least)))
         return nodes[np.argsort(-self.log_probs[nodes], kind="stable")]
 
-    def forks(self, most: int, depth: int) -> NDArray[np.intp]:
-        """
-        Args:
-            most: most children, if the node's best child has probability 0; fewer in proportion to 1 - probability.
-            depth: most depth.
-
-        Returns:
-            Unread nodes among the best children of the least sure node of the most probable path.
-        """
-        at, least_sure, surest = 0, 0, 1.0
-        while True:
-            children = np.flatnonzero(self.parents == at)
-            if len(children) == 0:
-                break
-            best = int(children[np.argmax(self.log_probs[children])])
-            if (sure := float(np.exp(self.log_probs[best] - self.log_probs[at]))) < surest:
-                least_sure, surest = at, sure
-            at = best
-        children = np.flatnonzero((self.parents == least_sure) & (self.depth < depth))
-        best_first = children[np.argsort(-self.log_probs[children], kind="stable")][: max(1, int(most * (1 - surest)))]
-        unread: NDArray[np.intp] = best_first[self.place[best_first] == NOT_READ]
-        return unread
-
     def rerooted(self, node: int, kept: Sequence[int]) -> "AheadSearch | None":
         """
         Args:
@@ -198,34 +175,20 @@ class AheadSearch(Search):
 class AheadPlanner(SpecExecPlanner):
     _search: AheadSearch | None
 
-    def __init__(
-        self,
-        draft: Backend,
-        *,
-        sequences: int = 1,
-        top_up: bool = True,
-        forks: int = 0,
-        nice: bool = True,
-        **options: Any,
-    ) -> None:
+    def __init__(self, draft: Backend, *, sequences: int = 1, nice: bool = True, **options: Any) -> None:
         """
         Args:
             draft: a loaded draft model with the target's vocabulary.
             sequences: number of sequences that are generated at once, with sessions of this draft.
-            top_up: draft further before the target's pass; False: the pass begins at once, perhaps with the root only
-                (PEARL's pre-verify and post-verify, arXiv 2408.11850).
-            forks: most of `AheadSearch.forks` that are read first while the target runs (the branches of SpecBranch,
-                arXiv 2506.01979).
             nice: the thread gives way to others, since target and draft share processors.
             options: of `SpecExecPlanner`.
         """
         super().__init__(draft, **options)
         self._went_on = 0
         self._hidden_seconds = 0.0
-        self._sequences, self._top_up, self._forks = sequences, top_up, forks
+        self._sequences = sequences
         self._thread = DraftThread(draft.interrupt, nice=nice)
         self._context: Context | None = None
-        self._went_ahead = False
         self._reading = list[int]()
 
     @property
@@ -233,18 +196,13 @@ class AheadPlanner(SpecExecPlanner):
         return replace(super().stats, hidden_seconds=self._hidden_seconds, went_on=self._went_on)
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        self._went_ahead, self._went_on, self._hidden_seconds = False, 0, 0.0
+        self._went_on, self._hidden_seconds = 0, 0.0
         super().begin(prompt_ids)
 
     def _begun(self, context: Context, budget: int) -> Search:
-        search = self._search
+        search, self._context = self._search, context
         known = search is not None and not self._drafter.behind(context.token_ids)
         return search if search and known else AheadSearch(context.token_ids[-1], budget)
-
-    def _grow(self, search: Search, context: Context, steps: int) -> DraftSteps[None]:
-        at_once, self._context, self._went_ahead = self._went_ahead and not self._top_up, context, False
-        if not at_once:
-            yield from super()._grow(search, context, steps)
 
     def _read_root(self, search: Search, scores: ChildScores, context: Context) -> DraftSteps[None]:
         if search.place[0] == NOT_READ:
@@ -256,7 +214,6 @@ class AheadPlanner(SpecExecPlanner):
         if search is None or context is None:
             yield
             return
-        self._went_ahead = True
         due = perf_counter() + float(context.pass_times.seconds(nodes)) if context.pass_times else np.inf
         try:
             with self._thread.doing(partial(self._go_on, search, context, due)):
@@ -268,24 +225,27 @@ class AheadPlanner(SpecExecPlanner):
     def _go_on(self, search: AheadSearch, context: Context, due: float) -> None:
         """Read the most probable nodes until one more draft pass would last longer than the target's pass."""
         scores, depth = ChildScores(context, self.tau, self.coupling), min(2 * self.depth, self._drafter.room(context))
-        leaves, self._reading = self._limits.leaves(context.sequences), []
+        batches, self._reading = self._batches(search, depth, self._limits.leaves(context.sequences)), []
         drafter, before, cost = self._drafter, self._drafter.seconds, self._drafter.pass_cost
         drafter.pass_cost = PassTimes()  # passes take longer while the target runs, so they are not counted
         try:
             self._pass(self._read_root(search, scores, context))
-            forks = search.forks(self._forks, depth) if self._forks else None
             while not self._thread.stopped.is_set() and perf_counter() + drafter.last < due:
-                nodes = search.likeliest(depth, UNLIKELY) if forks is None else forks
-                batch = search.take(nodes, self._beam, leaves, self._limits.max_nodes)
-                if len(batch):
-                    self._reading = batch.tolist()
-                    self._pass(self._read(search, scores, batch))
-                elif forks is None:
+                if (batch := next(batches, None)) is None:
                     return
-                forks = None
+                self._reading = batch.tolist()
+                self._pass(self._read(search, scores, batch))
         finally:
             self._hidden_seconds += drafter.seconds - before
             drafter.seconds, drafter.pass_cost = before, cost
+
+    def _batches(self, search: AheadSearch, depth: int, leaves: int) -> Iterator[IdArray]:
+        """Yield nodes above `depth` for a draft pass each, as `Search.take` counts them."""
+        while len(batch := self._take(search, search.likeliest(depth, UNLIKELY), leaves)):
+            yield batch
+
+    def _take(self, search: AheadSearch, nodes: NDArray[np.intp], leaves: int) -> IdArray:
+        return search.take(nodes, self._beam, leaves, self._limits.max_nodes)
 
     def _pass(self, steps: DraftSteps[None]) -> None:
         with self._thread.passing():

@@ -19,7 +19,7 @@ from edgespec.planners.drafting import CATCH_UP, agreed
 from edgespec.planners.path_cost import best_part
 
 AGREEMENT = 0.7  # prior share of tokens in which draft and target agree
-READ = 0.1  # plain passes of the target that the draft takes to read a token
+READ = 0.1  # plain passes of the target that a draft model takes to read a token
 GAIN = 1.1  # ratio of rates that a draft must be predicted to reach: trying costs, too
 LEAST_TRUST = 0.05  # of `trust` in `path_cost.best_part`
 
@@ -57,27 +57,39 @@ class Lookup(Candidate):
 class Drafting(Candidate):
     """A planner with draft model; predicts a chain's gain by the share of tokens in which draft and target agree."""
 
-    def __init__(self, planner: Planner, state: AutoState, *, eager: bool = False, goes_ahead: bool = False) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        state: AutoState,
+        *,
+        eager: bool = False,
+        goes_ahead: bool = False,
+        read: float = READ,
+    ) -> None:
         """
         Args:
             planner: proposes with a draft model.
             state: measurements, which it continues.
             eager: a draft of which nothing is known is asked at once, not after as many tokens as it must read.
             goes_ahead: as in `Candidate`.
+            read: plain passes of the target that the draft takes to read a token.
         """
         super().__init__(planner)
         self.goes_ahead = goes_ahead
         self._state = state
         self._eager = eager
+        self._read = read
         self._agreement_here = Share(0.98)  # `AutoState.agreement` of this sequence
         self._wanted = 0  # tokens that the draft must read before it is asked
+        self._prompt_length = 0
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        self._agreement_here, length = Share(self._agreement_here.fading), len(prompt_ids)
+        self._agreement_here = Share(self._agreement_here.fading)
+        self._prompt_length = length = len(prompt_ids)
         likely = self._eager or self._state.ledger().has_gained(self.planner.name)
         if likely and (times := self._state.times(length)):
             likely = self._predict(times, length, 1, self.planner.depth) > GAIN / times.plain
-        self._wanted = length if likely else 0
+        self._wanted = length + 1 if likely else 0  # the first token is known before the draft reads
         self.planner.begin(prompt_ids)
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
@@ -85,24 +97,27 @@ class Drafting(Candidate):
 
     def is_ready(self, token_ids: Sequence[int]) -> bool:
         before, self._wanted = self._wanted, len(token_ids)
-        if not before:
-            self._state.ledger().pay(self.planner.name, READ * self._unread_count(token_ids))
-        return self._unread(self._wanted) <= 1 + CATCH_UP
+        if self._unread(self._wanted) <= 1 + CATCH_UP:  # `propose` reads, and its time is charged
+            return True
+        unpaid = min(self._unread_count(token_ids), self._wanted - before)
+        self._state.ledger().pay(self.planner.name, self._read * unpaid)
+        return False
 
     def forget(self) -> None:
         for share in (self._state.agreement, self._state.worth, self._agreement_here):
             share.forget()
 
     def wait(self, token_ids: Sequence[int]) -> int:
-        # As many as its draft would have to read; unless it follows the sequence, and only falls behind by waiting.
-        return 0 if self._wanted else self._unread_count(token_ids)
+        # As many as its draft would have to read; unless it has read the prompt, and only falls behind by waiting.
+        follows = self._wanted or self._unread(self._prompt_length) <= 1
+        return 0 if follows else self._unread_count(token_ids)
 
     def _unread_count(self, token_ids: Sequence[int]) -> int:
         return max(0, self._unread(len(token_ids)) - 1)
 
     def draft_seconds(self, nodes: NDArray[np.intp], token_ids: Sequence[int], plain: float) -> FloatArray:
         times, unread = self._state.draft.at(len(token_ids)), self._unread_count(token_ids)
-        reading = READ * plain * unread
+        reading = self._read * plain * unread
         return reading + (times.plain if times else 0.0) * np.minimum(nodes, self.planner.depth)
 
     def estimate(self, context: Context, budget: int) -> float:

@@ -12,10 +12,14 @@ from edgespec.loop.backend import Backend
 from edgespec.loop.planner import Planner
 from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner
 from edgespec.planners.auto import AutoPlanner, AutoState
-from edgespec.planners.candidates import Drafting, Lookup
+from edgespec.planners.candidates import READ, Drafting, Lookup
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.datastore import Datastore, open_datastore
+from edgespec.planners.easyspec import EasySpecPlanner
+from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
+from edgespec.planners.pearl import PearlPlanner
+from edgespec.planners.spec_branch import SpecBranchPlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 
@@ -59,6 +63,7 @@ class Method:
         needs_draft: it cannot do without.
         datastore: it can use a datastore.
         candidates: names of the planners that it chooses from, the cheapest first.
+        ahead: its draft goes on while the target runs, also where that is not asked for.
     """
 
     make: Callable[[Parts], Planner] | None = None
@@ -67,16 +72,23 @@ class Method:
     needs_draft: bool = False
     datastore: bool = False
     candidates: tuple[str, ...] = ()
+    ahead: bool = False
 
 
-SEARCH, COPY = ("depth", "beam", "tau", "coupling"), ("depth", "min_probability")
+SEARCH, CHAIN, COPY = ("depth", "beam", "tau", "coupling"), ("depth", "tau", "coupling"), ("depth", "min_probability")
 PLANNERS = {
     "auto": Method(None, (*SEARCH, "min_probability"), True, False, True, candidates=("sssd", "specexec")),
     "none": Method(lambda parts: NonePlanner()),
     "specexec": Method(lambda parts: parts.drafting(SpecExecPlanner, AheadPlanner), SEARCH, True, True),
     "sssd": Method(lambda parts: SssdPlanner(parts.datastore(), **parts.options), COPY, datastore=True),
-    "chain": Method(
-        lambda parts: parts.drafting(ChainPlanner, AheadChainPlanner), ("depth", "tau", "coupling"), True, True
+    "lookahead": Method(lambda parts: LookaheadPlanner(parts.datastore(), **parts.options), COPY, datastore=True),
+    "chain": Method(lambda parts: parts.drafting(ChainPlanner, AheadChainPlanner), CHAIN, True, True),
+    "pearl": Method(lambda parts: parts.drafting(ChainPlanner, PearlPlanner), CHAIN, True, True, ahead=True),
+    "specbranch": Method(
+        lambda parts: parts.drafting(SpecExecPlanner, SpecBranchPlanner), SEARCH, True, True, ahead=True
+    ),
+    "easyspec": Method(
+        lambda parts: replace(parts, ahead=None).drafting(EasySpecPlanner, AheadPlanner), SEARCH, True, True
     ),
 }
 CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # option -> refuses a wrong value
@@ -100,7 +112,7 @@ def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapp
     if PLANNERS[name].needs_draft and not has_draft:
         raise UsageError(f"the planner {name} needs a draft model: give one with --draft (draft=…)")
     if has_datastore and not PLANNERS[name].datastore:
-        raise UsageError(f"the planner {name} does not use a datastore; {' and '.join(USE_DATASTORE)} do")
+        raise UsageError(f"the planner {name} does not use a datastore; {', '.join(USE_DATASTORE)} do")
     for option, value in options.items():
         if option not in PLANNERS[name].options:
             known = ", ".join(PLANNERS[name].options) or "none"
@@ -116,8 +128,6 @@ def make_planner(
     *,
     sequences: int = 1,
     ahead: bool | None = None,
-    top_up: bool = True,
-    forks: int = 0,
     **options: Any,
 ) -> Planner:
     """Make a planner, after `check_planner`.
@@ -130,9 +140,7 @@ def make_planner(
             allows.
         sequences: number of sequences that are generated at once.
         ahead: the draft goes on while the target runs; with a state, with an account of its own (`planners/ledger.py`);
-            default: with a state, where the draft has a processor of its own.
-        top_up: as for `AheadPlanner`.
-        forks: as for `AheadPlanner`.
+            default: with a state, where the draft has a processor of its own. `pearl` and `specbranch` always do so.
         options: of the planner.
 
     Raises:
@@ -147,15 +155,17 @@ def make_planner(
     goes = None
     if drafts and any(PLANNERS[one].draft for one in names):
         own = has_own_processor(target, drafts[0])
-        if goes_ahead(ahead, own and state is not None, drafts[0]):
-            goes = {"sequences": sequences, "top_up": top_up, "forks": forks, "nice": not own}
+        if goes_ahead(PLANNERS[name].ahead or ahead, own and state is not None, drafts[0]):
+            goes = {"sequences": sequences, "nice": not own}
     parts = Parts(target, drafts[0] if drafts else None, datastore, state, goes)
     made = {one: _made(one, replace(parts, options=options_of(one, options))) for one in names}
     if state is None or name == "none":
         return made[name]
     eager = name != "auto" or target.capabilities.streams
+    head = drafts and drafts[0].capabilities.head
+    read = min(READ, 1 / target.capabilities.layers) if head else READ  # a head is about a layer
     return AutoPlanner(name, state, [
-        Drafting(planner, state, eager=eager, goes_ahead=goes is not None)
+        Drafting(planner, state, eager=eager, goes_ahead=goes is not None, read=read)
         if PLANNERS[one].draft
         else Lookup(planner, state)
         for one, planner in made.items()
@@ -186,7 +196,8 @@ def goes_ahead(asked: bool | None, usual: bool, draft: Backend) -> bool:
     """
     if asked and draft.capabilities.one_thread:
         raise UsageError(
-            f"a draft on {draft.name} cannot go on while the target runs (--ahead): its passes are made in one thread"
+            f"a draft on {draft.name} cannot go on while the target runs (--ahead, pearl, specbranch): "
+            "its passes are made in one thread"
         )
     return (usual if asked is None else asked) and not draft.capabilities.one_thread
 

@@ -50,7 +50,7 @@ class Drafter:
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """Keep the prefix of the prompt that the session holds."""
-        self._prompt_length, self._prefill = len(prompt_ids), Prefill(self.draft, self.session, prompt_ids[:-1])
+        self._prompt_length, self._prefill = len(prompt_ids), Prefill(self.draft, self.session, prompt_ids)
         self._prefill.resume()
         self.evaluated, self.seconds, self.passes = 0, 0.0, 0
 

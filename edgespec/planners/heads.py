@@ -14,36 +14,30 @@ from typing import cast
 from edgespec.loop.backend import GivesStates, Logits, TakesStates
 from edgespec.loop.passes import prefill
 from edgespec.loop.tree import DraftTree
-from edgespec.planners.drafting import CATCH_UP, Drafter
+from edgespec.planners.drafting import Drafter
 
 
 class HeadDrafter(Drafter):
     """A `Drafter` of a head, for a target whose logits are `GivesStates`."""
 
     foresees = False
-    _known: list[int]  # tokens that the target has seen
+    _prompt: Sequence[int]
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        self._known = list(prompt_ids[:-1])
+        self._prompt = prompt_ids
         super().begin(prompt_ids)
 
     def saw_prompt(self, start: int, count: int, logits: Logits) -> None:
         self._give(start, range(count), logits)
-        self._read_known(start + count)
+        end = start + count  # read at once, so that few states are kept
+        if end <= self.draft.capabilities.context_length:
+            prefill(self.draft, self.session, self._prompt[: end + 1])
 
     def saw(self, start: int, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
-        self._known[start:] = tree.token_ids[list(path)].tolist()
         self._give(start, path, logits)
-        if len(self._known) - len(self.session.token_ids) > CATCH_UP:
-            self._read_known(len(self._known))
 
     def _give(self, start: int, nodes: Sequence[int], logits: Logits) -> None:
         cast(TakesStates, self.session).give(start, cast(GivesStates, logits).states(nodes))
-
-    def _read_known(self, end: int) -> None:
-        """Read tokens at once, so that few states are kept: those whose states the target gave, before `end`."""
-        if end <= self.draft.capabilities.context_length:
-            prefill(self.draft, self.session, self._known[: end + 1])
 
     def commit(self, path: Sequence[int]) -> None:
         super().commit([])

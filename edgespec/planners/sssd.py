@@ -46,7 +46,7 @@ class Calibration(dict[tuple[int, int, int, int, int], float]):
 
     def __missing__(self, key: tuple[int, int, int, int, int]) -> float:
         source, length, depth, count, total = key
-        table = self._weights[Source.INPUT if source == Source.PREDICTION else Source(source)]
+        table = self._weights.get(Source(source), self._weights[Source.INPUT])
         weights = table[min(length, len(table) - 1)]
         score = sum(w * f for w, f in zip(weights, features(depth, count, total), strict=True))
         value = self[key] = -log(1 + exp(-max(score, -30.0)))

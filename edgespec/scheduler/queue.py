@@ -16,8 +16,8 @@ def first_come(handle: Handle) -> float:
 
 
 def shortest_first(handle: Handle) -> float:
-    """Highest response ratio next (Brinch Hansen, 1971): a small `max_tokens` comes first, unless others wait long."""
-    return -(perf_counter() - handle.since) / handle.request.max_tokens
+    """Highest response ratio next (Brinch Hansen, 1971): few tokens left come first, unless others wait long."""
+    return -(perf_counter() - handle.since) / max(1, handle.request.max_tokens - handle.stats.tokens)
 
 
 class Queue:
@@ -26,7 +26,7 @@ class Queue:
     def __init__(self, order: Order = first_come) -> None:
         self.changed = Condition()
         self.closed = False
-        self._order = order
+        self.order = order
         self._handles = list[Handle]()
 
     def put(self, handle: Handle) -> None:
@@ -41,11 +41,11 @@ class Queue:
             self.changed.notify()
 
     def put_back(self, handle: Handle) -> None:
-        """Restart a request that had a session, before equal ones."""
+        """Have a request that had a session wait again, before equal ones; it restarts unless it is parked."""
         with self.changed:
             if handle not in self._handles:
                 self._handles.insert(0, handle)
-            handle.restart()
+            handle.wait_again()
 
     def remove(self, handle: Handle) -> None:
         with self.changed:
@@ -55,7 +55,7 @@ class Queue:
     def in_order(self) -> list[Handle]:
         with self.changed:
             waiting = [handle for handle in self._handles if handle.status is Status.WAITING]
-        return sorted(waiting, key=lambda handle: (handle.is_idle_work, self._order(handle)))
+        return sorted(waiting, key=lambda handle: (handle.is_idle_work, self.order(handle)))
 
     def to_end(self) -> list[Handle]:
         with self.changed:

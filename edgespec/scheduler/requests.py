@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import RLock
 from time import perf_counter
 
 from edgespec.errors import EdgespecError
 from edgespec.loop.backend import Backend, Vocab, Work
-from edgespec.loop.generate import LogProbs, Step
+from edgespec.loop.generate import Generation, LogProbs, Step
 from edgespec.loop.grammar import Compiled
 from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.sampling import SamplingParams
@@ -27,7 +29,7 @@ class Request:
         plain: decode without draft tokens.
         grammar: what the output must match.
         hint_texts: texts to copy draft tokens from.
-        foresee: report the tokens that the draft expects to follow.
+        foresee: report the tokens that the draft expects to follow; idle work that generates nothing reads them.
         shown: control tokens whose names are part of the output.
     """
 
@@ -100,6 +102,18 @@ class Status(Enum):
     DONE = "done"
 
 
+class Parked:
+    """A generation whose session waits in a file, which `drop` deletes."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self._folder = TemporaryDirectory(prefix="edgespec-")
+        self.path = Path(self._folder.name, "session")
+
+    def drop(self) -> None:
+        self._folder.cleanup()
+
+
 @dataclass(slots=True, eq=False)
 class Handle:
     """The state of a request; any thread may call `cancel`, only the scheduler all else.
@@ -107,6 +121,8 @@ class Handle:
     Attributes:
         idle_limit: see `Scheduler.submit`.
         since: `perf_counter()` when it was submitted.
+        completion: tokens with which the draft completes an unfinished prompt; None: it has not yet.
+        parked: what it has generated, while another request has its session.
 
     Raises:
         UsageError: a stop string is empty.
@@ -122,6 +138,8 @@ class Handle:
     cancelled: bool = False
     since: float = field(default_factory=perf_counter)
     ended: Ended | None = None
+    completion: list[int] | None = None
+    parked: Parked | None = None
     text: TextStream = field(init=False)
     _told: list[int] = field(default_factory=list)  # tokens that the reader has
     _repeated: int = 0  # number of these decoded since the last restart
@@ -164,11 +182,20 @@ class Handle:
     def begin(self) -> None:
         self.status = Status.PREFETCHING if self.is_idle_work else Status.READING
 
+    def wait_again(self) -> None:
+        self.status = Status.WAITING
+        if not self.parked:
+            self.restart()
+
     def restart(self) -> None:
-        """Wait again: the same tokens will follow, of which `write` reports only new ones."""
+        """Begin again: the same tokens will follow, and `write` reports only new ones."""
         self.text, self._repeated = self._new_text(), 0
         self.stats.reset()
-        self.status = Status.WAITING
+
+    def unpark(self) -> None:
+        if self.parked:
+            self.parked.drop()
+        self.parked = None
 
     def write(self, step: Step) -> list[Chunk]:
         """Report those tokens of a step that the reader does not have.
@@ -193,6 +220,7 @@ class Handle:
         self.stats.finish_reason = "stop" if self.text.stopped else "length"
 
     def end(self, error: Exception | None) -> None:
+        self.unpark()
         self.ended = self.ended or Ended(error, self._rest)
         if error is not None:
             self.stats.finish_reason = "interrupted"

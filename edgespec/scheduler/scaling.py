@@ -200,9 +200,12 @@ def _lanes(pool: SessionPool, texts: Sequence[Text]) -> list[Lane]:
     for text in texts:
         found.append(max(free, key=lambda lane: common_prefix(lane.session.token_ids, text.token_ids)))
         free.remove(found[-1])
-    cells, needed = pool.limits.cells, sum(len(text.token_ids) for text in texts)
-    for lane in free if cells is not None else ():
-        if sum(len(lane.session.token_ids) for lane in free) + needed > cells:
+    needed = sum(len(text.token_ids) for text in texts)
+    for lane in free:
+        if (
+            pool.limits.cells is not None
+            and needed + sum(len(one.session.token_ids) for one in free) > pool.limits.cells
+        ):
             pool.forget(lane)
     return found
 

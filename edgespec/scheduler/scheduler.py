@@ -10,7 +10,7 @@ from threading import Lock, Thread
 from time import perf_counter
 from typing import Any
 
-from edgespec.errors import Closed, ContextFull, Interrupted
+from edgespec.errors import Closed, ContextFull, Interrupted, SessionFileError
 from edgespec.loop.backend import Backend, Logits
 from edgespec.loop.passes import Pass, check_room, common_prefix
 from edgespec.loop.planner import Planner
@@ -25,6 +25,8 @@ from edgespec.scheduler.worker import Worker
 
 AHEAD = 0.5  # part of a pass's time that may be spent on `Lane.foresee`
 MOST_AHEAD = 128  # tokens
+MOST_COMPLETED = 16  # tokens
+COMPLETING = 0.05  # seconds of each completion: the next letter waits for it
 
 
 class Scheduler:
@@ -36,6 +38,7 @@ class Scheduler:
         budget: int,
         pace: AutoState | None = None,
         order: Order = first_come,
+        park: bool = False,
     ) -> None:
         """
         Args:
@@ -45,6 +48,7 @@ class Scheduler:
             pace: times of the target's passes and accounts of batches, which it learns; None: trees fill each pass.
             order: of waiting requests, the one with the smallest value is served first, of equal ones the earliest; a
                 request with a larger value may wait for ever, unless its value falls meanwhile.
+            park: a waiting request that `order` puts before a running one gets its session; the other waits in a file.
         """
         self.target = target
         self.counts = Counts()
@@ -52,6 +56,7 @@ class Scheduler:
         self.turn = Lock()
         self._budget = budget
         self._pace = pace
+        self._park = park
         self._chunks, self._draft_chunks = PromptChunks(), PromptChunks()
         self._queue = Queue(order)
         self._pass_now = CurrentPass()
@@ -72,7 +77,8 @@ class Scheduler:
             emit: receives every event, in the thread that makes passes; must be fast.
             stats: filled in as tokens come.
             idle_limit: None: a real request; else idle work, for which the prompt is read and at most this many tokens
-                are generated, while there is no other work and until `promote`; other requests may end it.
+                are generated (0: but for the prompt's), while there is no other work and until `promote`; other
+                requests may end it.
 
         Raises:
             ContextFull: the prompt leaves no room for a token.
@@ -165,6 +171,10 @@ class Scheduler:
         self._admit()
         self.pool.mark(Phase.PASSING)
         self._read_draft()
+        for lane in self.pool.with_work:
+            if lane.may_complete and lane.draft_prompt is None:
+                with self._failing([lane]), suppress(Interrupted):
+                    lane.complete(COMPLETING, MOST_COMPLETED)
         lanes = self.pool.with_work
         writing = [lane for lane in lanes if lane.may_write]
         self._pass(*choose(lanes, self.target.capabilities, read_last=self._chunks.read_last))
@@ -191,13 +201,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         waiting = self._queue.in_order()
-        if waiting and not self.pool.idle:
-            self._end_idle_work()
+        if waiting and not self.pool.idle and not self._end_idle_work():
+            self._park_before(waiting[0])
         reading = [lane.generation.token_ids for lane in self.pool.with_work if lane.generation and lane.unread]
         for handle in waiting if self.pool.idle else ():
             prompt = handle.request.prompt_ids
-            while not self.pool.has_room(handle.request):
-                if (handle.is_idle_work and self.active) or not self._end_idle_work():
+            while not self.pool.has_room(handle):
+                if (handle.is_idle_work and self.active) or not (self._end_idle_work() or self._park_before(handle)):
                     return
             if max((common_prefix(other, prompt) for other in reading), default=0) <= self.pool.known(prompt):
                 self._begin(handle)
@@ -213,16 +223,32 @@ class Scheduler:
             self._end(lane, Cancelled("it gave way to another"))
         return lane is not None
 
+    def _park_before(self, first: Handle) -> bool:
+        """Park the running request that comes last, if it comes after `first`."""
+        order = self._queue.order
+        values = {lane: order(lane.handle) for lane in self.pool.busy if lane.handle and lane.may_park}
+        last = max(values, key=values.__getitem__, default=None)
+        if not self._park or first.is_idle_work or last is None or values[last] <= order(first):
+            return False
+        try:
+            self.pool.park(last, self._queue.put_back)
+        except (SessionFileError, OSError):
+            self._park = False
+        return self._park
+
     def _begin(self, handle: Handle) -> None:
         lane = self.pool.assign(handle)
         with self._queue.changed:
             handle.begin()
         self._queue.remove(handle)
         with self._failing([lane]):
-            self.pool.begin(lane, self._budget)
-            self.counts.prompt_tokens += len(handle.request.prompt_ids)
-            self.counts.cached_tokens += handle.stats.cached_tokens
-            lane.report_read()
+            chunks = self.pool.begin(lane, self._budget)
+            self.counts.add_tokens(chunks)
+            if handle.stats.tokens == len(chunks):  # else it was parked
+                self.counts.prompt_tokens += len(handle.request.prompt_ids)
+                self.counts.cached_tokens += handle.stats.cached_tokens
+        if lane.is_complete:
+            self._end(lane, None)
 
     def _read_draft(self) -> None:
         """Have the draft read one chunk for the oldest request that needs it."""
@@ -297,9 +323,6 @@ class Scheduler:
             self.pool.release(lane)
 
     def _accept(self, lane: Lane, pass_: Pass, logits: Logits, *, single: bool) -> None:
-        if pass_.tree is None:
-            lane.accept_prompt(pass_, logits)
-            return
         with self._failing([lane]):
             self.counts.add_tokens(lane.accept(pass_, logits, single=single))
         if lane.is_complete:

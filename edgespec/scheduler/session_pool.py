@@ -11,15 +11,16 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import UsageError
+from edgespec.errors import ContextFull, SessionFileError, UsageError
 from edgespec.loop.backend import Backend, Capabilities, Logits, Session
-from edgespec.loop.generate import Generation
+from edgespec.loop.generate import Generation, Step
 from edgespec.loop.passes import Pass, Prefill, common_prefix, start_of
 from edgespec.loop.planner import Planner
+from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import draft_file, has, load_draft_session
 from edgespec.loop.shapes import whole_tiles
 from edgespec.scheduler.disk_cache import DiskCache
-from edgespec.scheduler.requests import Chunk, Foresaw, Handle, Reading, Request, Status
+from edgespec.scheduler.requests import Chunk, Foresaw, Handle, Parked, Reading, Status
 
 WORTH_SHARING = 8  # tokens of a prompt that a fork must spare; a chat template has 24
 WORTH_KEEPING = 64  # tokens of an idle session: a request that would drop as many gets another session
@@ -51,6 +52,7 @@ class Lane:
         passed: serial number of the last pass that it had a part in.
         source: the session with which it shares its first `forked` cells.
         looked_at: `save_one` has considered its tokens.
+        last_row: the last prompt that was read to its end, and the logits of its last row.
     """
 
     session: Session
@@ -63,6 +65,7 @@ class Lane:
     source: "Lane | None" = None
     forked: int = 0
     looked_at: bool = False
+    last_row: tuple[list[int], Float32Array] | None = None
 
     @property
     def draft(self) -> Session | None:
@@ -81,13 +84,31 @@ class Lane:
         return self.generation is not None and not self.unread and self.draft_prompt is None
 
     @property
+    def may_park(self) -> bool:
+        handle = self.handle
+        return self.may_write and not (handle is None or handle.cancelled or handle.is_idle_work or handle.repeats)
+
+    @property
     def is_active(self) -> bool:
         return self.handle is not None and self.handle.status in (Status.READING, Status.WRITING)
 
     @property
     def has_work(self) -> bool:
         handle = self.handle
-        return handle is not None and (handle.cancelled or self.unread > 0 or not handle.is_prefetched)
+        left = self.unread > 0 or self.may_complete
+        return handle is not None and (handle.cancelled or left or not handle.is_prefetched)
+
+    @property
+    def may_complete(self) -> bool:
+        """Its prompt is unfinished, and read as far as it goes."""
+        handle = self.handle
+        if handle is None or handle.cancelled or handle.completion is not None or self.generation is None:
+            return False
+        return handle.idle_limit == 0 and handle.request.foresee and not self.unread
+
+    def complete(self, seconds: float, most: int) -> None:
+        if self.handle and self.generation:
+            self.handle.completion = self.generation.complete(seconds, most)
 
     @property
     def taken(self) -> int:
@@ -96,16 +117,16 @@ class Lane:
         shared = min(self.forked, common_prefix(tokens, self.source.session.token_ids)) if self.source else 0
         return len(tokens) - whole_tiles(shared)
 
-    def accept_prompt(self, pass_: Pass, logits: Logits) -> None:
+    def report_read(self, first: Step | None) -> list[Chunk]:
+        """Report how much of the prompt is read, and at its end the first token."""
+        assert self.handle
         assert self.generation
-        self.phase = Phase.CHANGING
-        self.generation.accept_prompt(pass_, logits)
-        self.phase = Phase.PASSING
-        self.report_read()
-
-    def report_read(self) -> None:
-        if self.handle:
-            self.handle.tell(Reading(len(self.session.token_ids), len(self.handle.request.prompt_ids) - 1))
+        prompt, row = self.handle.request.prompt_ids, self.generation.last_row
+        self.handle.tell(Reading(len(self.session.token_ids), len(prompt)))
+        if first is None or row is None:
+            return []
+        self.last_row = prompt, row
+        return self.handle.write(first)
 
     @property
     def is_complete(self) -> bool:
@@ -114,7 +135,7 @@ class Lane:
         return handle is not None and bool(handle.ended or handle.text.stopped or stopped)
 
     def accept(self, pass_: Pass, logits: Logits, *, single: bool) -> list[Chunk]:
-        """Commit and report the accepted tokens of a pass.
+        """Commit and report the accepted tokens of a pass, or its part of the prompt.
 
         Returns:
             The new chunks.
@@ -122,7 +143,10 @@ class Lane:
         assert self.handle
         assert self.generation
         self.phase = Phase.CHANGING
-        chunks = self.handle.write(self.generation.accept(pass_, logits, single=single))
+        if pass_.tree is None:
+            chunks = self.report_read(self.generation.accept_prompt(pass_, logits))
+        else:
+            chunks = self.handle.write(self.generation.accept(pass_, logits, single=single))
         self.phase = Phase.PASSING
         return chunks
 
@@ -149,10 +173,7 @@ class Lane:
         """
         self.session.rewind(len(self.session.token_ids))
         if self.handle and self.generation:
-            prompt = self.handle.request.prompt_ids
-            self.planner.begin(prompt)
-            if written := self.generation.token_ids[len(prompt) :]:
-                self.planner.observe(written, 0.0)
+            self.generation.move(self.session, self.planner)
         self.phase = Phase.SETTLED
 
 
@@ -194,13 +215,14 @@ class SessionPool:
         on_disk = self.disk_cache.best(prompt)[1] if self.disk_cache else 0
         return max(self._in_memory(prompt), on_disk)
 
-    def has_room(self, request: Request) -> bool:
+    def has_room(self, handle: Handle) -> bool:
         reserved = [self._reserved(lane) for lane in self.busy]
         if self.limits.cells is None or not reserved:
             return True
-        source, shared = self._best(request.prompt_ids[:-1])
-        common = whole_tiles(shared) if source.handle and shared >= WORTH_SHARING else 0
-        return sum(reserved) + self._needed(request) - common <= self.limits.cells
+        source, shared = self._best(handle.request.prompt_ids)
+        shares = source.handle and shared >= WORTH_SHARING and not handle.parked
+        common = whole_tiles(shared) if shares else 0
+        return sum(reserved) + self._needed(handle) - common <= self.limits.cells
 
     def assign(self, handle: Handle) -> Lane:
         """Give a request the idle session that loses least; `begin` comes next."""
@@ -211,34 +233,42 @@ class SessionPool:
         lane.handle, lane.used = handle, self._requests
         return lane
 
-    def begin(self, lane: Lane, budget: int) -> None:
+    def begin(self, lane: Lane, budget: int) -> list[Chunk]:
         """Begin the assigned request, with at most `budget` draft tokens a pass.
+
+        Returns:
+            As `Lane.accept`.
 
         Raises:
             Exception: what the engine, the planner or the disk cache raises; the request cannot begin then.
         """
         handle = lane.handle
         assert handle
+        if handle.parked and self._take_up(lane, handle, handle.parked):
+            lane.phase = Phase.SETTLED
+            return []
         request = handle.request
         self.prepare(lane, request.prompt_ids)
         lane.generation = Generation(
             self._target, lane.session, lane.planner, request.prompt_ids, request.sampling,
             max_tokens=request.max_tokens, budget=0 if request.plain else budget, stats=handle.stats,
             log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
-            hint_texts=request.hint_texts,
+            hint_texts=request.hint_texts, last_row=self._last_row(request.prompt_ids),
         )  # fmt: skip
         lane.generation.prompt.retries = PROMPT_RETRIES
-        lane.generation.begin()
+        first = lane.generation.begin()
         while self.limits.cells is not None and sum(map(self._reserved, self.lanes)) > self.limits.cells:
             if not self.forget_oldest():
                 break
+        chunks = lane.report_read(first)
         lane.phase = Phase.SETTLED
+        return chunks
 
     def prepare(self, lane: Lane, prompt: Sequence[int]) -> None:
         cache, in_memory = self.disk_cache, self._in_memory(prompt) if self.disk_cache else 0
-        source, start = self._start(lane, prompt[:-1])
+        source, start = self._start(lane, prompt)
         forks = source is not lane
-        held, common = lane.session.token_ids, common_prefix(lane.session.token_ids, prompt[:-1])
+        held, common = lane.session.token_ids, common_prefix(lane.session.token_ids, prompt)
         if cache and lane.session.reusable_prefix(len(held)) - (0 if forks else common) >= cache.least:
             cache.put(lane.session, lane.draft)
         self._hand_over_shared(lane, 0 if forks else start)
@@ -251,6 +281,53 @@ class SessionPool:
             self._hand_over_shared(lane, 0)
             while not cache.load(path, lane.session, lane.draft) and self.forget_oldest():
                 pass
+
+    def park(self, lane: Lane, wait: Callable[[Handle], None]) -> None:
+        """Save a sequence, free its session, and call `wait`; `begin` takes the sequence up again.
+
+        Raises:
+            SessionFileError: it cannot be saved, and goes on.
+        """
+        handle = lane.handle
+        assert handle
+        assert lane.generation
+        parked = Parked(lane.generation)
+        try:
+            lane.session.save(parked.path)
+            if lane.draft:
+                lane.draft.save(draft_file(parked.path))
+        except BaseException:
+            parked.drop()
+            raise
+        lane.give_up()
+        lane.phase, handle.parked = Phase.CHANGING, parked
+        wait(handle)
+        self.release(lane)
+        lane.phase = Phase.SETTLED
+
+    def _take_up(self, lane: Lane, handle: Handle, parked: Parked) -> bool:
+        """
+        Returns:
+            False: its file cannot be loaded, so the request begins again.
+        """
+        generation = parked.generation
+        self.forget(lane)
+        with suppress(SessionFileError):
+            while True:
+                try:
+                    lane.session.load(parked.path)
+                    break
+                except ContextFull:
+                    if not self.forget_oldest():
+                        break
+            load_draft_session(parked.path, lane.draft)
+        handle.unpark()
+        if held := lane.session.token_ids == generation.token_ids[:-1]:
+            generation.move(lane.session, lane.planner)
+            lane.generation = generation
+        else:
+            handle.restart()
+        return held
 
     def count_pass(self, lanes: Sequence[Lane]) -> None:
         for lane in lanes:
@@ -375,7 +452,7 @@ class SessionPool:
         return max(common_prefix(lane.session.token_ids, prompt) for lane in self.lanes)
 
     def _idle_for(self, prompt: Sequence[int]) -> Lane:
-        source, start = self._best(prompt[:-1])
+        source, start = self._best(prompt)
         empty = [lane for lane in self.idle if not lane.session.token_ids]
         held, shared = len(source.session.token_ids), common_prefix(source.session.token_ids, prompt)
         if start and source.handle is None and 2 * shared >= held and (held < shared + WORTH_KEEPING or not empty):
@@ -387,7 +464,7 @@ class SessionPool:
         """The session to start from, its own unless another is clearly better, and the tokens that it spares."""
         source, most = self._best(prompt)
         shares = self.limits.cells is not None and source.handle is not None  # `has_room` counts on it
-        own = 0 if shares else start_of(self.limits, lane.session, prompt)
+        own = 0 if shares else self._kept_of(lane, prompt)
         return (source, most) if most - own >= WORTH_SHARING else (lane, own)
 
     def _best(self, prompt: Sequence[int]) -> tuple[Lane, int]:
@@ -399,9 +476,18 @@ class SessionPool:
         def worth(lane: Lane) -> tuple[int, bool, int]:
             return starts[lane], lane.handle is not None, -len(lane.session.token_ids)
 
-        starts = {lane: start_of(self.limits, lane.session, prompt) for lane in self.lanes}
+        starts = {lane: self._kept_of(lane, prompt) for lane in self.lanes}
         best = max(self.lanes, key=worth)
         return best, starts[best]
+
+    def _kept_of(self, lane: Lane, prompt: Sequence[int]) -> int:
+        """Number of the prompt's first tokens that its session spares."""
+        return start_of(self.limits, lane.session, prompt, want_last=self._last_row(prompt) is None)
+
+    def _last_row(self, prompt: Sequence[int]) -> Float32Array | None:
+        """Logits of the prompt's last row if a session has read it; they depend on nothing else."""
+        known = (lane.last_row for lane in self.lanes if lane.last_row)
+        return next((row for other, row in known if other == prompt), None)
 
     def _hand_over_shared(self, lane: Lane, kept: int) -> None:
         """Count the shared cells in the longest fork from now on; called before the lane is truncated.
@@ -419,10 +505,12 @@ class SessionPool:
             heir.forked, lane.forked = min(heir.forked, lane.forked), heir.forked
         lane.forked = min(lane.forked, kept)
 
-    def _needed(self, request: Request) -> int:
-        return min(len(request.prompt_ids) + min(request.max_tokens, RESERVED), self.limits.context_length)
+    def _needed(self, handle: Handle) -> int:
+        request, parked = handle.request, handle.parked
+        held = len(parked.generation.token_ids) if parked else 0
+        return max(held, min(len(request.prompt_ids) + min(request.max_tokens, RESERVED), self.limits.context_length))
 
     def _reserved(self, lane: Lane) -> int:
         """Cells that it takes, shared ones left out, and that its request may still take."""
         held, new = len(lane.session.token_ids), lane.taken
-        return max(held, self._needed(lane.handle.request)) - held + new if lane.handle else new
+        return max(held, self._needed(lane.handle)) - held + new if lane.handle else new

@@ -259,6 +259,7 @@ def make_plan(
     experts_at_once: int = 0,
     page: int = PAGESIZE,
     whole: bool = False,
+    whole_layers: bool = False,
 ) -> Plan | None:
     """Decide what is pinned and what is streamed; None if everything fits.
 
@@ -273,6 +274,7 @@ def make_plan(
         experts_at_once: bytes of memory to compute one layer's experts, if they do not stay.
         page: bytes of a page of memory.
         whole: a part ends where a tensor ends, for engines that do not map files; `page` is 1 then.
+        whole_layers: with `whole`, a part is a layer; consecutive ones are streamed, and all others stay whole.
 
     Raises:
         NoRoom: not even the smallest plan fits; names the bytes it needs.
@@ -304,7 +306,8 @@ def make_plan(
     # Experts get the memory that is left, so other weights are streamed only where they do not fit themselves.
     sizes = [layer.size for layer in layers]
     excess = always + sum(sizes) + needed - memory
-    streamed, slots = _choose_parts(layers, excess, page, _ends(tensors) if whole else None)
+    ends = _ends(tensors) if whole else None
+    streamed, slots = _choose_parts(layers, excess, page, {} if whole_layers else ends)
     if streamed is None:
         least = always + needed + sum(sizes) - _freed(sizes, _largest_part(sizes, slots), slots)
         raise NoRoom(
@@ -332,7 +335,7 @@ def _choose_parts(layers: Sequence[Layer], excess: int, page: int, ends: Ends | 
     Returns:
         Parts to stream that free `excess` bytes (None: impossible), and the number of slots.
     """
-    inner, unit = (layers, page) if ends else (_inner(layers, HUGE), HUGE)
+    inner, unit = (layers, page) if ends is not None else (_inner(layers, HUGE), HUGE)
     streamed = _parts(inner, excess, unit, SLOTS, ends)
     if streamed and max(part.size for part in streamed) <= SMALL_PART:
         more = _parts(inner, excess, unit, MORE_SLOTS, ends)
@@ -371,7 +374,7 @@ def _parts(layers: Sequence[Layer], excess: int, unit: int, slots: int, ends: En
         excess: bytes to free.
         unit: bytes; parts are multiples of it.
         slots: parts in memory at once.
-        ends: where parts end instead.
+        ends: where parts end instead; {}: only where layers do.
 
     Returns:
         The parts with the fewest bytes in all, [] if nothing is to be freed, None if it is impossible.
@@ -380,11 +383,12 @@ def _parts(layers: Sequence[Layer], excess: int, unit: int, slots: int, ends: En
         return []
     best, least = None, 0
     for count in range(slots + 1, len(layers) + 1):
-        some = _spread(layers, count)
+        whole = ends == {}
+        some = [layers[i] for i in consecutive_layers(len(layers), count)] if whole else _spread(layers, count)
         part = _part_size([layer.size for layer in some], excess, unit, slots)
         if not part:
             continue
-        for cut in ([_part(layer, part, ends) for layer in some], some):  # else whole layers
+        for cut in (some,) if whole else ([_part(layer, part, ends) for layer in some], some):  # else whole layers
             sizes = [layer.size for layer in cut]
             if _freed(sizes, max(sizes), slots) >= excess and (best is None or sum(sizes) < least):
                 best, least = cut, sum(sizes)
@@ -428,6 +432,12 @@ def _part(layer: Layer, size: int, ends: Ends | None = None) -> Layer:
 
 def _spread(layers: Sequence[Layer], count: int) -> list[Layer]:
     return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
+
+
+def consecutive_layers(count: int, some: int) -> list[int]:
+    """Layers without which the others draft best: below them are a quarter of the others."""
+    first = -(-(count - some) // 4)
+    return list(range(first, first + some))
 
 
 def layer_of(tensor: Tensor) -> int:

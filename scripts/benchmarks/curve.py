@@ -27,7 +27,7 @@ from edgespec.measure.recording import record
 from edgespec.measure.rejection import acceptance, coins, coverage, expected_passes, probabilities, static_tree, stems
 from edgespec.measure.replay import Recording, replay
 from edgespec.measure.tables import table
-from edgespec.measure.texts import BenchPrompt
+from edgespec.measure.texts import BenchPrompt, per
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.drafting import ChildScores
 from edgespec.planners.search import MOST_DEPTH, Search
@@ -176,10 +176,11 @@ def _replayed(name: str, backends: Sequence[Backend], answer: Recording, setting
 
 
 def _expected(name: str, budget: int, accepted: FloatArray) -> dict[str, float]:
+    """Passes for all tokens but the first, which the prompt gives."""
     if name == "sequoia":
-        return {"": expected_passes(accepted, *static_tree(accepted.mean(0).tolist(), budget))}
+        return {"": expected_passes(accepted[1:], *static_tree(accepted.mean(0).tolist(), budget))}
     counts = [1 << power for power in range(min(budget, RULES[name][0]).bit_length())]
-    return {f"{n} x {budget // n}": expected_passes(accepted, *stems(n, budget // n)) for n in counts}
+    return {f"{n} x {budget // n}": expected_passes(accepted[1:], *stems(n, budget // n)) for n in counts}
 
 
 def _rows_of(
@@ -212,7 +213,9 @@ def rows(backend: Backend, token_ids: Sequence[int], start: int) -> Iterator[Flo
     """The logits for each token from `start` on, valid until the next is taken."""
     session = backend.open()
     try:
-        prefill(backend, session, token_ids[: start - 1])
+        read = prefill(backend, session, token_ids[:start], want_last=True)
+        assert read, "an empty session reads the prompt"
+        yield read[0].view(read[1])
         while (at := len(session.token_ids)) < len(token_ids) - 1:
             end = min(len(token_ids) - 1, at + most_nodes(backend.capabilities, session.unread_committed))
             nodes = np.arange(end - at, dtype=np.int32)
@@ -230,7 +233,7 @@ def best(problems: Sequence[Problem], method: str, budget: int) -> tuple[float, 
     """
     runs = [problem.passes[method][str(budget)] for problem in problems]
     passes, shape = min((sum(run[shape] for run in runs), shape) for shape in runs[0])
-    return sum(problem.tokens for problem in problems) / passes, shape
+    return per(sum(problem.tokens - 1 for problem in problems), passes), shape
 
 
 def curve_tables(problems: Sequence[Problem], settings: Settings) -> str:

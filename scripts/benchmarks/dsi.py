@@ -129,6 +129,10 @@ def enough(target: float, draft: float, lookahead: int, copies: int) -> bool:
     return math.ceil(round(target / (lookahead * draft), 9)) <= copies
 
 
+def least_lookahead(target: float, draft: float, copies: int) -> int:
+    return max(1, math.ceil(round(target / (copies * draft), 9)))
+
+
 def speedups(setting: Setting) -> tuple[float, float]:
     p, target, draft = setting.acceptance, setting.target, setting.draft
     first = (setting.first_target - 1) * target + (setting.first_draft - 1) * draft

@@ -12,7 +12,7 @@ from edgespec.measure.tables import table
 
 Results = Mapping[str, Sequence[dict[str, Any]]]  # name of a variant -> what its processes returned
 TOTALS = (
-    "tokens", "passes", "seconds", "draft_seconds", "target_seconds", "wait_seconds", "plan_seconds",
+    "tokens", "gained", "passes", "seconds", "draft_seconds", "target_seconds", "wait_seconds", "plan_seconds",
     "draft_passes", "draft_went_on", "hidden_seconds",
 )  # fmt: skip
 HEADINGS = (
@@ -62,9 +62,9 @@ def _texts(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return about
     totals = {name: sum(run.get(name, 0.0) for run in runs) for name in TOTALS}
     return about | totals | {
-        "tokens_per_second": totals["tokens"] / totals["seconds"],
-        "acceptance_length": totals["tokens"] / totals["passes"],
-        "by_prompt": [{"tokens": run["tokens"], "seconds": run["seconds"]} for run in runs],
+        "tokens_per_second": totals["gained"] / totals["seconds"],
+        "acceptance_length": totals["gained"] / totals["passes"],
+        "by_prompt": [{"tokens": run["gained"], "seconds": run["seconds"]} for run in runs],
         **{name: sum(result[name] for result in good) for name in ("user_seconds", "system_seconds")},
         "bytes_per_round": sum(result["bytes"] for result in good) / totals["passes"],  # prompts included
     }  # fmt: skip

@@ -117,12 +117,13 @@ def _measure_mlx_lm(task: Task) -> dict[str, Any]:
     with _used(found):
         for prompt in task.prompts:
             token_ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
-            count, started = -1, 0.0
+            gained, started = -1, 0.0
             for _ in stream_generate(model, tokenizer, token_ids, max_tokens=task.max_tokens):
-                count += 1
+                gained += 1
                 started = started or perf_counter()  # the prompt does not count
             seconds = perf_counter() - started
-            found["runs"].append({"tokens": count, "passes": count, "seconds": seconds, "target_seconds": seconds})
+            counts = {"tokens": gained + 1, "gained": gained, "passes": gained}
+            found["runs"].append(counts | {"seconds": seconds, "target_seconds": seconds})
     return found
 
 

@@ -103,7 +103,7 @@ def measure(
     options = asdict(settings)
     done = {one.question: one for one in resume(out, Problem, options)}
     kept = {name: run["calibration"] for one in done.values() for name, run in one.methods.items()}
-    shared = {
+    shared: dict[str, Any] = {
         "chunk": settings.chunk, "window": settings.window, "seed": settings.seed, "max_tokens": settings.max_tokens,
         "answer": number_in,
     }  # fmt: skip

@@ -24,6 +24,7 @@ class Streamed:
         first: seconds until the first word.
         seconds: until the end.
         words: when each part of the text came, in seconds of the monotonic clock.
+        unread: tokens of the prompt that had not been read before.
     """
 
     text: str
@@ -31,6 +32,7 @@ class Streamed:
     first: float
     seconds: float
     words: Sequence[float]
+    unread: int = 0
 
 
 @contextmanager
@@ -67,7 +69,7 @@ def stream_chat(port: int, body: dict[str, Any]) -> Streamed:
     Raises:
         EdgespecError: there is no answer.
     """
-    started, tokens, text, words = time.perf_counter(), 0, "", list[float]()
+    started, tokens, unread, text, words = time.perf_counter(), 0, 0, "", list[float]()
     sent = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}})
     with closing_connection(port) as connection:
         connection.request("POST", "/v1/chat/completions", sent, JSON)
@@ -83,6 +85,8 @@ def stream_chat(port: int, body: dict[str, Any]) -> Streamed:
             if new := "".join(choice["delta"].get("content") or "" for choice in data["choices"]):
                 text += new
                 words.append(time.perf_counter())
-            tokens = (data.get("usage") or {}).get("completion_tokens", tokens)
+            if usage := data.get("usage"):
+                tokens, cached = usage["completion_tokens"], usage.get("prompt_tokens_details") or {}
+                unread = usage.get("prompt_tokens", 0) - cached.get("cached_tokens", 0)
     first = words[0] - started if words else 0.0
-    return Streamed(text, tokens, first, time.perf_counter() - started, words)
+    return Streamed(text, tokens, first, time.perf_counter() - started, words, unread)

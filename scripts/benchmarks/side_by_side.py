@@ -9,8 +9,6 @@ from edgespec.errors import UsageError
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "ahead": {"ahead": True},
-    "preverify": {"top_up": False},
-    "forks": {"forks": 4},
 }
 DRAWS = 4000  # of the bootstrap
 

@@ -18,9 +18,11 @@ class Typed:
     """
     Attributes:
         seconds: from Enter to the first token, for each of `WAYS`.
+        unread: tokens of the prompt that were not read before Enter, for each of `WAYS`.
     """
 
     seconds: Sequence[float]
+    unread: Sequence[int]
     same: bool
 
 
@@ -58,4 +60,5 @@ def replay(port: int, model: Model, text: str, *, speed: float, pause: float, ma
             draft(text, pause=True)
             time.sleep(pause)
         answers.append(stream_chat(port, body(text)))
-    return Typed([answer.first for answer in answers], len({answer.text for answer in answers}) == 1)
+    same = len({answer.text for answer in answers}) == 1
+    return Typed([answer.first for answer in answers], [answer.unread for answer in answers], same)

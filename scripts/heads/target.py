@@ -10,6 +10,7 @@ from edgespec.backends.torch.loading import decoder_layers, load_model
 
 from edgespec.errors import ModelError
 from edgespec.models.convert.folder_from_gguf import check_space
+from edgespec.models.heads import default_layers
 from heads.answers import Sample
 
 STORED = torch.bfloat16
@@ -46,8 +47,6 @@ def load_target(folder: Path, layers: Sequence[int] | None, device: Any) -> Targ
     Raises:
         ModelError: the folder cannot be loaded, or its model has no such layers.
     """
-    from edgespec.backends.torch.eagle import default_layers
-
     model = load_model(folder, "float32")
     model.set_attn_implementation("sdpa")
     count = len(decoder_layers(model))

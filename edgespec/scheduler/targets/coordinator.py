@@ -119,7 +119,7 @@ class Targets:
     def _decode(self, handle: Handle) -> None:
         error = None
         with self._turn:
-            handle.tell(Reading(0, len(handle.request.prompt_ids) - 1))
+            handle.tell(Reading(0, len(handle.request.prompt_ids)))
             try:
                 for step in self._steps(handle):
                     handle.write(step)
@@ -164,7 +164,7 @@ class Targets:
         if len(prompt) > LONG_PROMPT:
             while len(self._idle) > 1:
                 self._submit([], only_read=True)
-        started, reading = perf_counter(), True
+        started = perf_counter()
         while not handle.cancelled:
             self._check_open()
             room = limit - len(self._text) - 1  # a deeper draft would leave no room for the bonus token
@@ -177,22 +177,27 @@ class Targets:
             known = len(self._text) - len(task.token_ids)
             if known >= len(tokens) or tokens[:known] != self._text[len(task.token_ids) :]:
                 continue
-            output, finished = until_stop(tokens[known:], self._stop_ids, limit - len(self._text))
-            sources = [Source.DRAFT] * (len(tokens) - known - 1) + [Source.TARGET]
-            del sources[len(output) :]
-            tree = chain_of([self._text[-1], *task.draft_tokens[known:].tolist()])
-            self._advance(output)
-            stats.count(sources, drafted=len(tree) - 1)
-            stats.finish_reason = finished
-            now = perf_counter()
-            if reading:
-                stats.prefill_seconds, reading = now - started, False
-            else:
-                stats.target_seconds += now - started
-            started = now
-            yield Step(output, sources, finished, tree, list(range(len(output))), [])
-            if finished:
-                return
+            drafted = task.draft_tokens.tolist()
+            parts = [(tokens[known:], drafted[known:])]
+            if reading := len(self._text) == len(prompt):
+                parts = [(tokens[:1], []), (tokens[1:], drafted[1:])] if tokens[1:] else [(tokens, [])]
+            for part, draft_tokens in parts:
+                output, finished = until_stop(part, self._stop_ids, limit - len(self._text))
+                sources = [Source.DRAFT] * (len(part) - 1) + [Source.TARGET]
+                del sources[len(output) :]
+                tree = chain_of([self._text[-1], *draft_tokens])
+                self._advance(output)
+                now = perf_counter()
+                if reading:
+                    stats.prefill_seconds, reading = now - started, False
+                    stats.add(sources)
+                else:
+                    stats.target_seconds += now - started
+                    stats.count(sources, drafted=len(draft_tokens))
+                stats.finish_reason, started = finished, now
+                yield Step(output, sources, finished, tree, list(range(len(output))), [])
+                if finished:
+                    return
 
     def _advance(self, tokens: list[int]) -> None:
         self._text += tokens

@@ -5,7 +5,7 @@ between calls of `verify`.
 """
 
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,9 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from edgespec.errors import Interrupted
-from edgespec.loop.backend import Backend, Capabilities, Logits, Placed, TellsPlaced, Work
+from edgespec.loop.backend import Backend, Capabilities, Placed, TellsPlaced, Work
 from edgespec.loop.passes import common_prefix, most_nodes, prefill
-from edgespec.loop.sampling import Noise, SamplingParams, sample
+from edgespec.loop.sampling import Float32Array, Noise, SamplingParams, sample
 from edgespec.loop.tree import IntArray, chain_of
 from edgespec.loop.verify import walk
 
@@ -72,6 +72,7 @@ class Verifier:
         self.target = target
         self._session = target.open()
         self._prompt: list[int] = []
+        self._last_row = np.zeros(0, np.float32)  # logits of its last row
 
     def verify(self, task: Task) -> list[int]:
         """
@@ -85,13 +86,17 @@ class Verifier:
         chain, root, output = tokens + task.draft_tokens.tolist(), len(tokens) - 1, list[int]()
         noise = Noise(task.sampling.seed, self.target.vocab.size)
 
-        def token_after(logits: Logits, first: int, node: int, accepted: list[int]) -> int:
+        def token_after(row: Callable[[int], Float32Array], first: int, node: int, accepted: list[int]) -> int:
             written = [*output, *accepted]
             return sample(
-                logits.row(first + node), len(tokens) + len(written), task.sampling, noise,
+                row(first + node), len(tokens) + len(written), task.sampling, noise,
                 tokens[: task.prompt_length], tokens[task.prompt_length :] + written,
             )  # fmt: skip
 
+        if len(tokens) == task.prompt_length:
+            root, output = len(tokens), [token_after(lambda _: self._last_row, 0, 0, [])]
+            if chain[root : root + 1] != output:
+                return output
         while is_wanted(task):
             held = len(self._session.token_ids)
             end = min(len(chain), held + most_nodes(self.target.capabilities, self._session.unread_committed))
@@ -102,7 +107,7 @@ class Verifier:
             if end <= root:
                 self._session.commit(nodes.tolist())
                 continue
-            found = walk(chain_of(chain[held + known : end]), partial(token_after, logits, known))
+            found = walk(chain_of(chain[held + known : end]), partial(token_after, logits.row, known))
             self._session.commit(list(range(known + len(found.path))))
             output += found.output
             if held + known + len(found.path) < end or end == len(chain) or found.output[-1] != chain[end]:
@@ -112,13 +117,14 @@ class Verifier:
     def read(self, task: Task) -> None:
         """Prefill the prompt, and nothing more: generated tokens are of trees' row class, as in plain decoding."""
         tokens, session = task.token_ids.tolist(), self._session
-        prompt = tokens[: task.prompt_length - 1]
+        prompt = tokens[: task.prompt_length]
         if prompt == self._prompt and common_prefix(session.token_ids, prompt) == len(prompt):
-            session.rewind(common_prefix(session.token_ids, tokens[:-1]))
+            session.rewind(max(len(prompt), common_prefix(session.token_ids, tokens[:-1])))
         else:
             self._prompt = []  # until all is read: an interrupt may come first
-            prefill(self.target, session, prompt)
-            self._prompt = prompt
+            read = prefill(self.target, session, prompt, want_last=True)
+            assert read, "a part was read, which ends the prompt"
+            self._prompt, self._last_row = prompt, read[0].row(read[1])
 
 
 _own = threading.local()

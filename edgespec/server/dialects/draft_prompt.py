@@ -40,7 +40,7 @@ async def draft_prompt(http: HttpRequest) -> Response:
         return JSONResponse(told | {"tokens": len(request.prompt_ids), "seed": request.sampling.seed})
     ids = await asyncio.to_thread(stable_ids, service.chat_format, question.conversation)
     if len(ids) > 1:
-        service.typing_ahead.prepare(body.id, replace(request, prompt_ids=ids), 0)
+        service.typing_ahead.prepare(body.id, replace(request, prompt_ids=ids, foresee=True), 0)
         told["tokens"] = len(ids)
     return JSONResponse(told)
 

@@ -202,9 +202,10 @@ function draw() {
   for (const { tokens: written } of state.passes) for (const { source } of written) { counts[source] += 1; tokens += 1; }
   for (const item of $("legend").children) item.lastChild.textContent = ` ${counts[item.dataset.source]}`;
   const last = state.passes.at(-1).seconds, written = last.draft + last.target + last.plan;
+  const passes = state.passes.length - 1, gained = tokens - 1;  // the first token comes with the prompt
   figures({
-    "tokens": tokens, "passes": state.passes.length, "tokens per pass": (tokens / state.passes.length).toFixed(2),
-    "tokens/s": (tokens / written).toFixed(1), "pass shown": state.current + 1,
+    "tokens": tokens, "passes": passes, "tokens per pass": (passes ? gained / passes : 0).toFixed(2),
+    "tokens/s": (written ? gained / written : 0).toFixed(1), "pass shown": state.current || "prompt",
   });
   drawTime({ ...last, target: last.target - last.wait });
 }
@@ -229,8 +230,9 @@ function drawStrip() {
   });
   strip.setAttribute("aria-valuemax", Math.max(1, state.passes.length));
   strip.setAttribute("aria-valuenow", state.current + 1);
+  const shown = state.passes[state.current];
   strip.setAttribute("aria-valuetext",
-    state.passes.length ? `pass ${state.current + 1}: ${state.passes[state.current].tokens.length} tokens` : "no pass yet");
+    shown ? `${state.current ? `pass ${state.current}` : "prompt"}: ${shown.tokens.length} tokens` : "no pass yet");
   strip.children[state.current]?.scrollIntoView({ block: "nearest", inline: "nearest" });
 }
 

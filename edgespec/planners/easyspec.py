@@ -1,0 +1,44 @@
+"""EasySpec (arXiv 2502.02493): draft passes compute several layers from one input, so keys and values are approximate.
+
+No node is committed, so the draft reads accepted tokens again, exactly, in the next step's first pass: the repair.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from edgespec.errors import UsageError
+from edgespec.loop.backend import Backend, GroupsLayers
+from edgespec.loop.draft_passes import DraftSteps
+from edgespec.loop.sampling import IdArray
+from edgespec.planners.drafting import ChildScores
+from edgespec.planners.search import Search
+from edgespec.planners.specexec import SpecExecPlanner
+
+
+class EasySpecPlanner(SpecExecPlanner):
+    name = "easyspec"
+    layers: ClassVar[int] = 4  # of a group
+
+    def __init__(self, draft: Backend, **options: Any) -> None:
+        """As `SpecExecPlanner`.
+
+        Raises:
+            UsageError: the draft's engine cannot, or its layers are of another kind.
+        """
+        if not isinstance(draft, GroupsLayers):
+            raise UsageError(f"the planner easyspec needs a draft on PyTorch (--backend torch), not on {draft.name}")
+        draft.group_layers(1)
+        super().__init__(draft, **options)
+        self._groups: GroupsLayers = draft
+
+    def _read(self, search: Search, scores: ChildScores, batch: IdArray) -> DraftSteps[None]:
+        self._groups.group_layers(self.layers)
+        try:
+            yield from super()._read(search, scores, batch)
+        finally:
+            self._groups.group_layers(1)
+
+    def observe(self, tokens: Sequence[int], seconds: float) -> None:
+        search, self._search = self._search, None
+        if search is not None:
+            self._drafter.commit([])

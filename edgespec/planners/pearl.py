@@ -1,0 +1,61 @@
+"""PEARL (arXiv 2408.11850): the target's pass begins at once, with the draft tokens found during the last one.
+
+pre-verify    there are none, so the pass is over the root
+post-verify   the pass is over them
+
+In both the draft goes on meanwhile. Its length is the number of draft passes in the time of a target pass, as both were
+measured last.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from edgespec.loop.backend import Backend
+from edgespec.loop.draft_passes import DraftSteps
+from edgespec.loop.planner import Context
+from edgespec.loop.sampling import IdArray
+from edgespec.planners.ahead import AheadChainPlanner, AheadSearch
+from edgespec.planners.search import Search
+
+FIRST_LENGTH = 8  # until both passes were measured
+
+
+class PearlPlanner(AheadChainPlanner):
+    name = "pearl"
+    usual_depth = 64
+
+    _target_seconds = 0.0  # of the last pass
+    _went_ahead = False
+
+    def __init__(self, draft: Backend, **options: Any) -> None:
+        """As `AheadPlanner`, but the draft's thread never gives way: the target would find no draft tokens."""
+        super().__init__(draft, **options | {"nice": False})
+
+    @property
+    def length(self) -> int:
+        target, draft = self._target_seconds, self._drafter.last
+        return max(1, round(target / draft)) if target and draft else FIRST_LENGTH
+
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        self._went_ahead = False
+        super().begin(prompt_ids)
+
+    def _grow(self, search: Search, context: Context, steps: int) -> DraftSteps[None]:
+        """Draft before the pass only if the draft could not go on during the last one."""
+        went_ahead, self._went_ahead = self._went_ahead, False
+        if not went_ahead:
+            yield from super()._grow(search, context, min(steps, self.length))
+
+    @contextmanager
+    def while_target_runs(self, nodes: int) -> Iterator[None]:
+        self._went_ahead = True
+        with super().while_target_runs(nodes):
+            yield
+
+    def _batches(self, search: AheadSearch, depth: int, leaves: int) -> Iterator[IdArray]:
+        return super()._batches(search, min(depth, int(search.depth.max()) + self.length), leaves)
+
+    def observe(self, tokens: Sequence[int], seconds: float) -> None:
+        self._target_seconds = seconds or self._target_seconds
+        super().observe(tokens, seconds)

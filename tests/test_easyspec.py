@@ -1,0 +1,92 @@
+"""The planner easyspec: layers of the draft in groups, and the pass that repairs its cache."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
+
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from edgespec.backends.torch.backend import load
+from hf_models import save, tiny_model
+from test_torch import Recorder, memory_for
+
+from edgespec.errors import Interrupted, UsageError
+from edgespec.loop.backend import Work
+from edgespec.loop.draft_passes import Passed, run_one
+from edgespec.loop.planner import Context
+from edgespec.loop.sampling import Noise, SamplingParams
+from edgespec.planners.easyspec import EasySpecPlanner
+
+OPTIONS = {"context_length": 128, "budget": 16, "threads": 1}
+TEXT = [5, 9, 30, 7, 9, 30]
+
+
+@pytest.fixture
+def draft(tmp_path):
+    folder = save(tiny_model("llama", num_hidden_layers=6), tmp_path)
+    backend = load(str(folder), **OPTIONS, sessions=2)
+    yield backend
+    backend.close()
+
+
+def last_row(backend, tokens=TEXT):
+    session, nodes = backend.open(), np.arange(len(tokens), dtype=np.int32)
+    row = backend.forward([Work(session, np.array(tokens, np.int32), nodes - 1, nodes[-1:])])[0].row(nodes[-1])
+    session.close()
+    return np.array(row)
+
+
+def test_groups_of_several_layers_approximate_the_model(draft):
+    exact = last_row(draft)
+    rows = []
+    for layers in (1, 2, 4):
+        draft.group_layers(layers)
+        rows.append(last_row(draft))
+    draft.group_layers(1)
+    assert (last_row(draft) == exact).all()
+    assert (rows[0] == exact).all()
+    assert (rows[1] != exact).any()
+    assert (rows[2] != rows[1]).any()
+
+
+def test_accepted_tokens_are_read_again_exactly(draft):
+    planner, text, vocab = EasySpecPlanner(draft, depth=6, beam=4), list(TEXT), draft.vocab.size
+    planner.begin(text)
+    for _ in range(4):
+        tree = run_one(planner.propose(Context(text, 3, SamplingParams(), Noise(0, vocab), 32, 64), 12)).tree
+        assert len(tree) > 2
+        accepted = tree.token_ids[1:3].tolist()  # the last is the bonus
+        planner.observe(accepted, 0.0)
+        assert planner.draft_session.token_ids == text  # no node of a grouped pass
+        text += accepted
+    logits, node = planner._drafter.read(text)
+    assert logits.row(node) == pytest.approx(last_row(draft, text), abs=1e-4)
+    planner.close()
+
+
+def test_passes_after_a_failed_one_are_exact(draft):
+    """The first pass of a step reads the root, and the second one is of nodes."""
+    planner, exact = EasySpecPlanner(draft, depth=6, beam=4), last_row(draft)
+    planner.begin(TEXT)
+    passes = planner.propose(Context(TEXT, 3, SamplingParams(), Noise(0, draft.vocab.size), 32, 64), 12)
+    work = next(passes).work
+    passes.send(Passed(draft.forward([work])[0], 1, len(work.token_ids), 0.01))
+    assert (last_row(draft) != exact).any()
+    with pytest.raises(Interrupted):
+        passes.throw(Interrupted("the pass was interrupted"))
+    assert (last_row(draft) == exact).all()
+    planner.close()
+
+
+def test_other_engines_and_layers_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="needs a draft on PyTorch"):
+        EasySpecPlanner(ReferenceBackend(random_model(0, vocab_size=48)))
+    other = load(str(save(tiny_model("gemma2"), tmp_path)), **OPTIONS)
+    with pytest.raises(UsageError, match="as in Llama"):
+        EasySpecPlanner(other)
+    other.close()
+    folder = save(tiny_model("llama", num_hidden_layers=5), tmp_path / "long")
+    streamed = load(str(folder), **OPTIONS, gpu_memory=memory_for(folder, 1, **OPTIONS), copies=Recorder)
+    with pytest.raises(UsageError, match="is streamed"):
+        EasySpecPlanner(streamed)
+    streamed.close()

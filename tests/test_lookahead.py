@@ -1,0 +1,148 @@
+"""Lookahead decoding: the window of its trees, the target's samples there, and what is copied from them."""
+
+from itertools import pairwise
+from math import log
+
+import numpy as np
+import pytest
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from test_lossless_reference import write
+
+from edgespec.loop.draft_passes import run_one
+from edgespec.loop.generate import Generation
+from edgespec.loop.pass_times import Curve
+from edgespec.loop.passes import prefill
+from edgespec.loop.planner import Context
+from edgespec.loop.sampling import Noise, SamplingParams, sample
+from edgespec.loop.stats import GenerationStats
+from edgespec.loop.tree import DraftTree, Source, path_to
+from edgespec.planners import lookahead
+from edgespec.planners.auto import new_auto_state
+from edgespec.planners.candidates import Lookup
+from edgespec.planners.lookahead import COLUMN, SHARE, WORTH, LookaheadPlanner
+from edgespec.planners.none import NonePlanner
+
+MODEL = random_model(1, vocab_size=48, sharpness=3.0)
+BUDGET = SHARE * COLUMN * 3  # three columns
+PROMPT = [0, 4, 8, 15, 16, 23]
+SAMPLINGS = [SamplingParams(), SamplingParams(temperature=0.9, seed=3, top_p=0.9, frequency_penalty=3.0)]
+
+
+def window_only() -> LookaheadPlanner:
+    """Trees without copies."""
+    return LookaheadPlanner(min_probability=0.999)
+
+
+def steps(planner, sampling, budget, *, count=24, model=MODEL, leaves=64):
+    """Of one text: tokens before each pass, the tree that was verified, and its committed nodes."""
+    target = ReferenceBackend(model, max_leaves=leaves)
+    generation = Generation(
+        target, target.open(), planner, PROMPT, sampling,
+        max_tokens=count, budget=budget, stats=GenerationStats(), stop_ids=frozenset(),
+    )  # fmt: skip
+    found, text = [], list(PROMPT)
+    for step in generation.steps():
+        found.append((text.copy(), step.tree, step.path))
+        text += step.tokens
+    return found
+
+
+def paths(tree: DraftTree) -> list[list[int]]:
+    """Tokens from the root's child to each leaf."""
+    inner, tokens = set(tree.parents.tolist()), tree.token_ids
+    return [tokens[path_to(tree.parents, leaf)[1:]].tolist() for leaf in range(len(tree)) if leaf not in inner]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=0.9"])
+def test_the_window_is_a_chain_with_a_column_below_each_of_its_tokens(sampling):
+    trees = [tree for _, tree, _ in steps(window_only(), sampling, BUDGET)[COLUMN:-6]]
+    for tree in trees:
+        assert 0 < len(tree) - 1 <= 3 * COLUMN
+        assert tree.depth.max() <= 3 + COLUMN - 1
+        assert set(tree.source[1:].tolist()) == {Source.DRAFT}
+        assert tree.log_probs[1:] == pytest.approx(log(WORTH))
+    assert any(len(tree) - 1 == 3 * COLUMN and len(paths(tree)) == 3 for tree in trees)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=0.9"])
+def test_a_column_goes_on_with_the_targets_sample_at_its_position(sampling):
+    """With penalties, top-p and the position's noise: what the target would generate if the column was its output."""
+    reader = ReferenceBackend(MODEL)
+    session, noise = reader.open(), Noise(sampling.seed, 48)
+    found, compared = steps(window_only(), sampling, SHARE * COLUMN)[:-4], 0
+    for (text, tree, path), (_, following, _) in pairwise(found):
+        if len(path) == 1:
+            [column] = paths(tree)
+            logits, node = prefill(reader, session, [*text, *column], want_last=True)
+            output = [*text[len(PROMPT) :], *column]
+            token = sample(logits.row(node), len(text) + len(column), sampling, noise, PROMPT, output)
+            assert paths(following) == [[*column, token][-COLUMN:]]
+            compared += 1
+    assert compared > 8
+
+
+def test_the_window_moves_as_far_as_the_output():
+    """Each first token was at the same position in the tree before, also where draft tokens were accepted."""
+    model, accepted = random_model(4, vocab_size=48, layers=1, sharpness=6.0), 0
+    for seed in range(4):
+        found = steps(window_only(), SamplingParams(0.9, seed=seed), BUDGET, count=40, model=model)[COLUMN:-6]
+        for (_, tree, path), (_, following, _) in pairwise(found):
+            if len(path) <= 3:  # else all columns are new
+                above = set(tree.token_ids[tree.depth == len(path) + 1].tolist())
+                assert set(following.token_ids[following.depth == 1].tolist()) <= above
+                accepted += len(path) - 1
+    assert accepted > 0
+
+
+def copied(temperature, recurrent):
+    """Accepted tokens of the window and of the pool; the text follows from its last few tokens."""
+    model = random_model(4, vocab_size=48, layers=1, sharpness=6.0, recurrent=recurrent)
+    target, accepted = ReferenceBackend(model, max_leaves=8), 0
+    for seed in range(6):
+        sampling, options = SamplingParams(temperature, seed=seed), {"max_tokens": 40, "stop_ids": frozenset[int]()}
+        plain, _ = write(target, NonePlanner(), [seed], sampling, **options)
+        output, stats = write(target, LookaheadPlanner(), [seed], sampling, **options | {"budget": BUDGET})
+        assert output == plain
+        accepted += stats.tokens_by_source["draft"]
+    return accepted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_samples_further_on_are_copied_in_later_steps(temperature, recurrent, monkeypatch):
+    """Also those of rejected draft tokens, which are all that recurrent layers give."""
+    accepted = copied(temperature, recurrent)
+    monkeypatch.setattr(lookahead, "POOL", 0)  # only the last step's
+    assert accepted > copied(temperature, recurrent) > 0
+
+
+def test_models_with_recurrent_layers_get_no_window():
+    model = random_model(1, vocab_size=48, layers=3, recurrent=True)
+    assert {len(tree) for _, tree, _ in steps(window_only(), SAMPLINGS[0], BUDGET, model=model, leaves=8)} == {1}
+
+
+def test_a_window_that_was_cut_goes_on_where_it_can():
+    """With one leaf only the first row is left."""
+    found = steps(window_only(), SAMPLINGS[1], BUDGET, leaves=1)
+    assert {len(paths(tree)) for _, tree, _ in found} == {1}
+    assert max(len(tree) for _, tree, _ in found) > 2
+
+
+def proposed(slope: float):
+    """The nodes that `auto` sends where a node costs so many plain passes."""
+    planner = Lookup(window_only(), new_auto_state(streams=True))
+    planner.begin(PROMPT)
+    times = Curve(np.ones(1), np.ones(1), slope)
+    context = Context(PROMPT, len(PROMPT), SAMPLINGS[0], Noise(0, 48), 40, 64, pass_times=times)
+    return run_one(planner.propose(context, BUDGET)).proposal.nodes
+
+
+def test_the_window_is_sent_where_nodes_cost_little():
+    assert len(proposed(WORTH / 10)) > 0
+    assert len(proposed(2 * WORTH)) == 0
+
+
+def test_a_new_text_begins_with_an_empty_pool():
+    planner = LookaheadPlanner()
+    first, again = (steps(planner, SAMPLINGS[1], BUDGET) for _ in range(2))
+    assert [tree.token_ids.tolist() for _, tree, _ in first] == [tree.token_ids.tolist() for _, tree, _ in again]

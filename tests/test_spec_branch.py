@@ -1,0 +1,103 @@
+"""Branches of the planner specbranch: where they are, how many, and what their predictor learns."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
+
+from benchmarks.branch_predictor import CONFIDENCE, fit, loss, steps
+from edgespec.measure.replay import Recording
+from edgespec.planners.ahead import AheadSearch
+from edgespec.planners.search import COMMITTED, NOT_READ
+from edgespec.planners.spec_branch import SpecBranchPlanner, features, likeliest_path
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "train-branches"
+SIZE = 48
+MODEL = random_model(0, vocab_size=SIZE, sharpness=3.0)
+
+
+def grown(first: float, second: float) -> AheadSearch:
+    """A root with three children, and two of the best one, all unread; `first` and `second`: of the best ones."""
+    search = AheadSearch(7, 16)
+    rest = (1 - first) / 2
+    search.add_children(np.array([0]), [COMMITTED], [np.array([10, 11, 12])], [np.log([first, rest, rest - 0.01])])
+    search.add_children(np.array([1]), [0], [np.array([20, 21])], [np.log([second, 0.9 - second])])
+    return search
+
+
+@pytest.fixture
+def planner():
+    made = SpecBranchPlanner(ReferenceBackend(MODEL), nice=False)
+    made.weights = CONFIDENCE
+    yield made
+    made.close()
+
+
+def branches(planner: SpecBranchPlanner, search: AheadSearch, depth: int = 9) -> list[int]:
+    planner._path = likeliest_path(search)
+    return planner.branches(search, depth).tolist()
+
+
+def test_branches_are_siblings_of_the_first_node_that_is_not_expected(planner):
+    search = grown(0.4, 0.8)
+    assert likeliest_path(search) == [1, 4]
+    assert branches(planner, search) == [2]  # two of four, of which the first was read
+    assert branches(planner, grown(0.8, 0.4)) == [5, 4]  # by probability: 0.5, 0.4
+
+
+def test_a_path_that_is_expected_goes_on_at_its_end(planner):
+    assert branches(planner, grown(0.9, 0.8)) == [4]
+    assert branches(planner, AheadSearch(7, 16)) == []
+
+
+def test_no_branch_is_too_deep(planner):
+    assert branches(planner, grown(0.8, 0.4), depth=2) == []
+
+
+def test_features_are_of_the_drafts_choice_and_of_the_last_path():
+    search = grown(0.4, 0.8)
+    first, second = features(search, [1, 4], 0.25).tolist()
+    q = np.array([0.4, 0.3, 0.29, 0.01])
+    assert first == pytest.approx([1.0, np.log(0.4 / 0.6), -(q * np.log(q)).sum(), 0.25])
+    assert second[1] == pytest.approx(np.log(0.8 / 0.2))
+    assert features(search, [], 1.0).shape == (0, 4)
+
+
+def test_the_share_is_that_of_the_last_path(planner):
+    for tokens, share in (([12], 0.0), ([10, 30], 0.5), ([10, 20, 5], 1.0)):
+        planner._search = grown(0.6, 0.8)
+        planner._search.place[1:] = NOT_READ
+        planner._path = [1, 4]
+        planner.observe(tokens, 0.0)
+        assert planner._share == share
+
+
+def test_weights_are_found_again():
+    rows = np.random.default_rng(0).normal(size=(4000, 4))
+    true = np.array([0.5, 1.0, -1.0, 2.0])
+    accepted = np.random.default_rng(1).random(len(rows)) < 1 / (1 + np.exp(-rows @ true))
+    assert fit(rows, accepted) == pytest.approx(true, abs=0.2)
+    assert loss(fit(rows, accepted), rows, accepted) <= loss(true, rows, accepted) < loss(CONFIDENCE, rows, accepted)
+
+
+def test_recorded_answers_tell_what_was_accepted():
+    """Nodes up to the first that the target left out, one step after the other."""
+    text = np.random.default_rng(0).integers(2, SIZE, 30).tolist()
+    rows, accepted = steps(ReferenceBackend(perturbed(MODEL, 0.3, 1)), [Recording([1, 2, 3], text)])
+    assert len(rows) == len(accepted) > 10
+    assert not accepted.all()
+    assert set(rows[:, 0]) == {1.0}
+
+
+def test_training_needs_two_answers(tmp_path):
+    answers = tmp_path / "a.jsonl"
+    answers.write_text(json.dumps({"prompt_ids": [1], "output_ids": [2], "category": "", "question": ""}) + "\n")
+    ended = subprocess.run(
+        [sys.executable, str(SCRIPT), "no.gguf", str(answers)], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert "has 1 answers" in ended.stderr

@@ -1,0 +1,155 @@
+"""Read-only tools run before they are called; a result is never one that a later call may have changed."""
+
+import json
+import runpy
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+import edgespec
+from edgespec.server import tool_cache
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-tools"
+
+
+@pytest.fixture
+def cache():
+    made = []
+
+    def run(name, arguments):
+        made.append((name, arguments))
+        if name == "broken":
+            raise OSError("no answer")
+        return len(made)
+
+    with closing(edgespec.ToolCache(run, {"look", "broken"}, size=3)) as found:
+        found.made = made
+        yield found
+
+
+def proposed(cache, *calls):
+    for call in calls:
+        cache.propose(*call)
+    cache._threads.submit(int).result()
+    for _, future in list(cache._results.values()):
+        future.exception()
+
+
+def test_a_proposed_call_runs_once(cache):
+    proposed(cache, ("look", '{"a": 1, "b": [2]}'), ("look", {"b": [2], "a": 1}))
+    assert cache.call("look", '{"b":[2], "a":1}') == cache.call("look", {"a": 1, "b": [2]}) == 1
+    assert cache.made == [("look", {"a": 1, "b": [2]})]
+    assert (cache.calls, cache.early, cache.started) == (2, 2, 1)
+
+
+def test_only_safe_calls_run_early_and_others_make_all_results_old(cache):
+    proposed(cache, ("look", "{}"), ("book", "{}"))
+    assert cache.made == [("look", {})]
+    assert cache.call("book", "{}") == 2
+    assert cache.call("look", "{}") == 3
+    assert cache.call("book", "{}") == 4
+
+
+def test_an_early_failure_is_tried_again_and_a_late_one_is_raised(cache):
+    proposed(cache, ("broken", "{}"))
+    for _ in range(2):
+        with pytest.raises(OSError, match="no answer"):
+            cache.call("broken", "{}")
+    assert len(cache.made) == 3
+
+
+def test_old_and_seldom_used_results_go(cache, monkeypatch):
+    proposed(cache, *(("look", {"n": n}) for n in range(3)))
+    cache.call("look", {"n": 0})
+    proposed(cache, ("look", {"n": 3}))
+    assert cache.call("look", {"n": 0}) == 1
+    assert cache.call("look", {"n": 1}) == 5
+    monkeypatch.setattr(tool_cache, "monotonic", lambda: 1e12)
+    assert cache.call("look", {"n": 0}) == 6
+
+
+def test_a_call_does_not_wait_behind_proposals():
+    go_on = Event()
+
+    def run(name, arguments):
+        return name if arguments.get("last") else go_on.wait(20)
+
+    with closing(edgespec.ToolCache(run, {"look"})) as cache:
+        for number in range(20):
+            cache.propose("look", {"number": number})
+        cache.propose("look", {"last": True})
+        assert cache.call("look", {"last": True}) == "look"
+        go_on.set()
+    cache.propose("look", {"late": True})
+
+
+def test_calls_that_the_server_proposes_are_started(cache):
+    told = {"status": "proposed", "name": "look", "arguments": '{"a": 1}'}
+    for part in ({"choices": []}, {"edgespec": {"speculative_tool_call": told}}):
+        cache.saw(part)
+    cache.saw({"edgespec": {"speculative_tool_call": told | {"status": "withdrawn"}}})
+    assert cache.call("look", {"a": 1}) == 1
+    assert cache.started == 1
+
+
+@pytest.mark.parametrize("arguments", ["[]", "{", 5, None])
+def test_arguments_that_are_no_object_are_refused(cache, arguments):
+    with pytest.raises((edgespec.UsageError, TypeError)):
+        cache.call("look", arguments)
+    assert not cache.made
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "says"),
+    [
+        (None, {}, "run is None, but must be a function"),
+        (print, {"size": 0}, "size is 0"),
+        (print, {"seconds": 0}, "seconds is 0, but must be above 0"),
+        (print, {"safe": [5]}, "one of safe is 5"),
+    ],
+)
+def test_wrong_options_are_one_line(run, options, says):
+    with pytest.raises(edgespec.UsageError, match=says):
+        edgespec.ToolCache(run, **{"safe": ["look"], **options})
+
+
+def call_of(name, **arguments):
+    return {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": json.dumps(arguments)}}]}
+
+
+def test_arguments_are_copied_from_where_earlier_ones_stood(cache):
+    """From one conversation to the next; not from places where none stood."""
+    first = [
+        {"role": "user", "content": "The bookings are listed below."},
+        {"role": "tool", "content": json.dumps({"bookings": ["QX1234", "QX9999"], "flight": "HAT123"})},
+        call_of("look", booking="QX1234"),
+    ]
+    cache.foresee(first)
+    second = [{"role": "tool", "content": json.dumps({"flight": "HAT777", "bookings": ["AB5678", "CD1122"]})}]
+    cache.foresee(second)
+    cache._threads.submit(int).result()
+    started = [arguments["booking"] for _, arguments in cache.made]
+    assert sorted(started) == ["AB5678", "CD1122", "QX9999"]
+    assert cache.call("look", {"booking": "CD1122"}) is not None
+    assert cache.early == 1
+
+
+def test_the_script_counts_calls_that_were_started_early(tmp_path, monkeypatch, capsys):
+    talk = [
+        {"role": "user", "content": "My id is ann_lee_1234."},
+        call_of("get_user", user="ann_lee_1234"),
+        {"role": "tool", "content": "{}"},
+        {"role": "assistant", "content": "Hello, Ann."},
+    ]
+    other = [{"role": "user", "content": "Mine is bob_ray_5678."}, call_of("get_user", user="bob_ray_5678")]
+    file = tmp_path / "tau.json"
+    file.write_text(
+        json.dumps([{"task_id": 0, "traj": talk}, {"task_id": 1, "traj": []}, {"task_id": 2, "traj": other}])
+    )
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(file)])
+    with suppress(SystemExit):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert "2 conversations: 1 of 2 calls (50%) were started early" in capsys.readouterr().out
