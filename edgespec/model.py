@@ -670,14 +670,14 @@ def scale(
 ) -> ScaleResult:
     """Choose one of several texts. The draft writes them in chunks, and the target those again that surprise it most.
 
-    This is approximate: a text is not what the target would write. `reject` bounds the share of chunks that the target
-    writes, if chunks are alike; nothing is guaranteed about answers. With `reject` 0 all texts are the draft's, with 1
-    or without a draft the target's, as of `Model.branch`. Load both models with `parallel` = `samples`.
+    This is approximate: texts are not the target's. With `reject` 0 they are all the draft's, with 1 or without a draft
+    the target's, as of `Model.branch`. `reject` bounds the share of chunks that the target writes, if chunks are alike;
+    nothing is guaranteed about answers. Load both models with `parallel` = `samples`. See docs/reference/api.md.
 
     Args:
         target: scores the chunks by their perplexity, and writes those that are rejected.
-        draft: a model of its own with the target's vocabulary; None: the target writes all.
-        prompt: as for `Model.stream`.
+        draft: a model of its own with the target's vocabulary.
+        prompt: as for `Model.stream`; so are `max_tokens`, `temperature` and `sampling` (fields of `SamplingParams`).
         samples: number of texts; from 1 to 1024.
         chunk: tokens that are scored together.
         reject: from 0 to 1; a chunk is rejected if at most this share of the latest scores is as high as its own.
@@ -686,15 +686,11 @@ def scale(
         score: of texts, a number each, a larger one is better; decides between answers with as many votes. Default: the
             first text wins, and without `answer` the one with the lowest perplexity under the target.
         window: number of latest scores, those of the round included.
-        calibration: the scores with which the window begins: `ScaleResult.calibration` of an earlier call.
-        max_tokens: of a text; None: until its end, or until a context is full.
-        temperature: as for `Model.stream`; with 0 all texts are equal.
+        calibration: scores with which the window begins: `ScaleResult.calibration` of an earlier call.
         progress: called with (tokens written, most tokens) after every round of chunks.
-        sampling: further fields of `SamplingParams`.
 
     Raises:
-        UsageError, ContextFull, Closed: as for `Model.stream`.
-        VocabMismatch: the draft has another vocabulary.
+        UsageError, VocabMismatch, ContextFull, Closed: a wrong argument, draft, prompt, or model.
     """
     for name, model in (("target", target), ("draft", target if draft is None else draft)):
         if not isinstance(model, Model):
@@ -736,8 +732,8 @@ def scale(
         if not isinstance(given, str | None):
             raise must_be("an answer", given, "a text, or None")
     votes = Counter(given for given in answers if given is not None)
-    winners = {given for given, count in votes.items() if count == max(votes.values())} or {None}
-    best = [one for one, given in zip(found, answers, strict=True) if given in winners]
+    winners: set[str | None] = {given for given, count in votes.items() if count == max(votes.values())}
+    best = [one for one, given in zip(found, answers, strict=True) if given in winners or not winners]
     if score:
         best = _best_first(best, score)
     elif not find:

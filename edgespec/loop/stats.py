@@ -15,7 +15,7 @@ class GenerationStats:
     Attributes:
         backend: the target's engine.
         exact: name of the row class that passes were kept to; "": none.
-        approximate: the method that made the text another than the target's own, such as "scale reject 0.4"; "": none.
+        approximate: what changed the distribution, such as "cascade 0.5"; "": nothing did.
         cached_tokens: prompt tokens that were still in the cache.
         tokens: of the output, an end-of-text token included.
         passes: of the target, prefill not counted, though it gives the first token.
@@ -115,6 +115,7 @@ class GenerationStats:
     def summary(self) -> str:
         """One line for a person."""
         remarks = f", {self.hidden_seconds:.1f} s of drafting hidden" if self.hidden_seconds else ""
+        remarks += f", approximate: {self.approximate}" if self.approximate else ""
         times = self.times_plain
         gain = f" ({times:.2f} x plain)" if times else ""
         if times and round(times, 2) < 1:

@@ -43,15 +43,13 @@ class Problem:
         question: as asked.
         options: the settings.
         answer: the right one.
-        methods: name -> `run` of it.
-        seconds: of this program on processors.
+        methods: name -> what `run` gives, and `seconds` of this program on processors.
     """
 
     question: str
     options: dict[str, Any]
     answer: str
     methods: dict[str, dict[str, Any]]
-    seconds: float
 
 
 def number_in(text: str) -> str | None:
@@ -118,17 +116,18 @@ def measure(
         progress(number, len(problems))
         if question in done:
             continue
-        started, methods = process_time(), dict[str, dict[str, Any]]()
+        methods = dict[str, dict[str, Any]]()
         for name, (writer, reject, samples, temperature) in (plain | several).items():
             for model in (target, draft):
                 model.scheduler.forget()  # no method finds the prompt read
+            began = process_time()
             found = scale(
                 target, writer, user_messages(question + ASK), samples=samples, reject=reject, temperature=temperature,
                 calibration=kept.get(name, ()), **shared,
             )  # fmt: skip
-            methods[name] = run(found, answer)
+            methods[name] = run(found, answer) | {"seconds": round(process_time() - began, 1)}
             kept[name] = methods[name]["calibration"]
-        done[question] = Problem(question, options, answer, methods, round(process_time() - started, 1))
+        done[question] = Problem(question, options, answer, methods)
         append(out, done[question])
     progress(len(problems), len(problems))
     return [done[question] for question, _ in problems]
@@ -136,12 +135,10 @@ def measure(
 
 def run(found: ScaleResult, answer: str) -> dict[str, Any]:
     """What a line says of a method."""
-    written = sum(one.stats.tokens_by_source["draft"] for one in found.samples) if found.chunks else 0
     return {
-        "right": next(iter(found.votes), None) == answer,
+        "right": number_in(found.text) == answer,
         "votes": found.votes,
         "tokens": sum(len(one.token_ids) for one in found.samples),
-        "kept": written,
         "passes": found.passes,
         "chunks": found.chunks,
         "rejected": round(found.rejected * found.chunks),
@@ -169,6 +166,8 @@ def scaling_table(problems: Sequence[Problem]) -> str:
             name, f"{right}", f"{low:.0%} to {high:.0%}", only,
             f"{passes[name] / count:.0f}", f"{passes[name] / max(1, passes[TARGET]):.2f}",
             f"{sum(each['rejected'] for each in runs) / chunks:.1%}" if chunks else "–",
+            f"{sum(each['seconds'] for each in runs) / count:.0f}",
         ])  # fmt: skip
-    headings = "right", "95 %", "it only : majority only", "target passes", "of the majority's", "rejected"
-    return table(f"{count} problems", ("method", *headings), rows)
+    headings = "right", "95 %", "gained : lost", "passes", "share", "rejected", "CPU seconds"
+    title = f"{count} problems; answers gained and lost, and share of passes, against the target's majority"
+    return table(title, ("method", *headings), rows)
