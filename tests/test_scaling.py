@@ -9,9 +9,11 @@ from edgespec.backends.reference.backend import ReferenceBackend, perturbed, ran
 
 import edgespec
 from edgespec.errors import Closed, ContextFull, UsageError, VocabMismatch
+from edgespec.loading.by_name import load_backend
 from edgespec.loop.backend import Work
 from edgespec.loop.sampling import log_sum_exp
 from edgespec.loop.shapes import BatchInvariance, RowClass
+from edgespec.measure.lossless import plain_logits
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler import scaling
@@ -338,3 +340,25 @@ def test_an_interrupted_score_leaves_the_model_usable(pair, monkeypatch):
         scaling.perplexities(target.scheduler, prompt, [(prompt, [5] * 90), (prompt, [6] * 90)])
     again = edgespec.scale(target, draft, PROMPT, samples=3, chunk=8, answer="x", **ASKED)
     assert texts(again.samples) == texts(expected.samples)
+
+
+# llama.cpp, whose prompts have another row class than its trees
+
+
+@pytest.mark.parametrize("options", [{}, {"exact": "off", "budget": 8}], ids=["row classes", "any shape"])
+def test_llama_cpp_scores_as_plain_decoding_does(smollm2_tiny, options):
+    shared = {"context_length": 400, "remember": False, "planner": "none", **options}
+    with edgespec.load(smollm2_tiny, parallel=3, **shared) as model:
+        prompt, generator = model.encode("Once upon a time, there was a fox. " * 9), np.random.default_rng(2)
+        sizes = [(0, 100), (40, 30), (9, 5), (150, 80)]
+        parts = [[generator.integers(300, 900, size).tolist() for size in both] for both in sizes]
+        parts = [([*prompt, *before], scored) for before, scored in parts]
+        found = [scaling.perplexities(model.scheduler, prompt, parts) for _ in range(2)]
+    with_one = load_backend("llamacpp", str(smollm2_tiny), context_length=400)
+    try:
+        for before, scored, *each in zip(*zip(*parts, strict=True), *found, strict=True):
+            rows = zip(plain_logits(with_one, before, scored), scored, strict=True)
+            losses = [log_sum_exp(row) - float(row[token]) for row, token in rows]
+            assert np.log(each) == pytest.approx(np.mean(losses), abs=0.1)  # rounding moves losses of 20
+    finally:
+        with_one.close()

@@ -10,17 +10,20 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from math import exp
+from statistics import fmean
 from time import perf_counter
 
 import numpy as np
 
-from edgespec.errors import Interrupted, UsageError
+from edgespec.errors import ContextFull, Interrupted, UsageError
 from edgespec.loop.backend import Capabilities, Work
 from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.passes import Prefill, common_prefix
 from edgespec.loop.sampling import log_sum_exp
+from edgespec.loop.shapes import whole_tiles
 from edgespec.loop.stats import GenerationStats
 from edgespec.scheduler import drive
+from edgespec.scheduler.prompt_chunks import can_share_passes
 from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.scheduler.session_pool import Lane, Phase, SessionPool
@@ -142,11 +145,14 @@ class Text:
 
     token_ids: Sequence[int]
     first: int
-    loss: float = 0.0
+    losses: dict[int, float] = field(default_factory=dict)  # by position: a part may be read again
 
     @property
     def perplexity(self) -> float:
-        return exp(min(self.loss / (len(self.token_ids) - 1 - self.first), LARGEST))
+        return exp(min(fmean(self.losses.values()), LARGEST))
+
+
+Part = tuple[Lane, Prefill, Text]
 
 
 def perplexities(
@@ -211,45 +217,58 @@ def _lanes(pool: SessionPool, texts: Sequence[Text]) -> list[Lane]:
 
 
 def _read(scheduler: Scheduler, pool: SessionPool, lanes: Sequence[Lane], texts: Sequence[Text]) -> None:
-    """Read texts into sessions, and add up the losses of their scored tokens."""
-    readings = list[tuple[Prefill, Text]]()
+    """Read texts into sessions, and find the losses of their scored tokens."""
+    target, parts = scheduler.target, list[Part]()
     for lane, text in zip(lanes, texts, strict=True):
         lane.phase = Phase.CHANGING
-        pool.prepare(lane, text.token_ids[: text.first + 1])
-        Prefill(scheduler.target, lane.session, text.token_ids[: text.first]).resume()
-        readings.append((Prefill(scheduler.target, lane.session, text.token_ids), text))
-    while unread := [one for one in readings if one[0].unread]:
-        batch, started = _plan(unread, scheduler.target.capabilities), perf_counter()
+        first = text.first if can_share_passes(target.capabilities) else whole_tiles(text.first)
+        pool.prepare(lane, text.token_ids[: first + 1])
+        Prefill(target, lane.session, text.token_ids[:first]).resume()
+        parts.append((lane, Prefill(target, lane.session, text.token_ids), text))
+    while unread := [part for part in parts if part[1].unread]:
+        batch, started = _plan(unread, target.capabilities), perf_counter()
         try:
-            logits = scheduler.target.forward([work for _, _, work in batch])
+            logits = target.forward([work for _, work in batch])
         except Interrupted:  # it was meant for a pass that had just ended
             continue
-        scheduler.counts.add_pass(perf_counter() - started, [work for _, _, work in batch])
-        for (reading, text, work), rows in zip(batch, logits, strict=True):
+        except ContextFull:
+            again = [lane for (lane, reading, _), _ in batch if reading.may_begin_again()]
+            if not again:
+                raise
+            for lane in again:
+                pool.empty(lane)
+            continue
+        scheduler.counts.add_pass(perf_counter() - started, [work for _, work in batch])
+        for ((_, reading, text), work), rows in zip(batch, logits, strict=True):
             at = len(reading.session.token_ids)
             for node in work.wanted.tolist():
-                row = rows.view(node)
-                text.loss += log_sum_exp(row) - float(row[text.token_ids[at + node + 1]])
+                row, token_id = rows.view(node), text.token_ids[at + node + 1]
+                text.losses[at + node + 1] = log_sum_exp(row) - float(row[token_id])
             reading.commit(work)
     for lane in lanes:
         lane.phase = Phase.SETTLED
 
 
-def _plan(unread: Sequence[tuple[Prefill, Text]], limits: Capabilities) -> list[tuple[Prefill, Text, Work]]:
-    """The next pass: parts of as many texts as it has room for."""
-    batch = list[tuple[Prefill, Text, Work]]()
+def _plan(unread: Sequence[Part], limits: Capabilities) -> list[tuple[Part, Work]]:
+    """The next pass: of as many texts as it has room for, a piece each."""
+    batch, shared = list[tuple[Part, Work]](), can_share_passes(limits)
     rows = min(limits.max_nodes, limits.exact.prompts.most) if limits.exact else limits.max_nodes
     wanted = limits.max_wanted
-    for reading, text in unread:
-        at, more = reading.resume(), reading.session.unread_committed
+    for part in unread:
+        _, reading, text = part
+        at, more, whole = reading.resume(), reading.session.unread_committed, len(text.token_ids)
         size = min(rows - more, max(0, text.first - at) + wanted)
+        if not shared and batch and at != whole_tiles(at):
+            break  # of prompts that share a pass, all but the first begin with a tile
+        if not shared and at + size < whole and whole_tiles(at + size) > at:
+            size = whole_tiles(at + size) - at
         if size < 1:
             break
         work = reading.work(size)
-        if batch and (work.short != batch[0][2].short or len(work.token_ids) > size):
+        if batch and (work.short != batch[0][1].short or len(work.token_ids) > size):
             break
         nodes = np.arange(len(work.token_ids), dtype=np.int32)
-        asked = nodes[(at + nodes >= text.first) & (at + nodes + 1 < len(text.token_ids))]
+        asked = nodes[(at + nodes >= text.first) & (at + nodes + 1 < whole)]
         rows, wanted = rows - more - len(nodes), wanted - len(asked)
-        batch.append((reading, text, replace(work, wanted=asked)))
+        batch.append((part, replace(work, wanted=asked)))
     return batch
