@@ -3,6 +3,7 @@
 import math
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
@@ -68,7 +69,8 @@ class RegistryError(EdgespecError):
 def pip_install(*what: str) -> str:
     """The command that installs packages for the Python that runs this."""
     here = os.path.join(os.getcwd(), "")
-    return shlex.join([sys.executable.removeprefix(here), "-m", "pip", "install", *what])
+    join = subprocess.list2cmdline if os.name == "nt" else shlex.join  # PowerShell runs no command in quotes
+    return join([sys.executable.removeprefix(here), "-m", "pip", "install", *what])
 
 
 class MissingPackage(EdgespecError):

@@ -27,7 +27,7 @@ from edgespec.errors import (
     no_such,
 )
 from edgespec.loading.draft_or_memory import open_pair
-from edgespec.loading.exact import note_on_budget
+from edgespec.loading.exact import check_cascade, note_on_budget
 from edgespec.loading.pair import (
     DEFAULT_BUDGET,
     WIDE,
@@ -323,7 +323,12 @@ class Model:
     @property
     def where(self) -> Where:
         """Engine, devices and exactness of the target; `line` is for a user."""
-        return where(self.target, self._gpu_layers)
+        return where(self.target, self._gpu_layers, self.approximate)
+
+    @property
+    def approximate(self) -> str:
+        """What changes the distribution, such as "cascade 0.5"; "": nothing does."""
+        return (self.planners[0].approximate if self.planners else "") or self.target.capabilities.approximate
 
     def compile(self, grammar: Grammar) -> Compiled:
         """Compile a grammar for this model; the first takes half a second.
@@ -512,6 +517,8 @@ def load(
     ahead: bool | None = None,
     targets: int | None = None,
     cluster: str | None = None,
+    sparse_attention: float | None = None,
+    cascade: float | None = None,
     models_file: Path | None = None,
     remember: bool = True,
     progress: Callable[[int, int], None] | None = None,
@@ -558,6 +565,10 @@ def load(
         targets: verify in this number of processes, each with a copy of the target (docs/guides/several-machines.md).
             They import the program again: scripts need `if __name__ == "__main__":`.
         cluster: the same on all workers of a Dask scheduler, at "tls://HOST:PORT".
+        sparse_attention: torch, approximate: the target reads the fewest cells that hold this share of the draft's
+            attention, such as 0.99 (docs/guides/approximate.md).
+        cascade: approximate: from 0 (off, the target's text) to 1 (the draft's); tokens that the target finds at least
+            1 - `cascade` times as probable as its best come from the draft (docs/guides/approximate.md).
         models_file: a models.yaml whose entries come before the user's own and the built-in ones.
         remember: keep pass times and row classes from run to run, in the user's cache folder.
         progress: llamacpp, mlx: called while a streamed model is prepared, with (bytes read, bytes in all) of the
@@ -587,9 +598,12 @@ def load(
     say = say or (lambda text: None)
     entry = find_model(target, models_file)
     planner, notes = planner or entry.defaults.planner or "auto", list[str]()
-    if planner in USE_DRAFT:
-        here = targets is None and cluster is None
+    if planner in USE_DRAFT or cascade:
+        here = targets is None and cluster is None and not cascade
         draft = draft or entry.draft or (find_head(entry, backend, say, notes) if here else None)
+    alpha = check_cascade(cascade, draft, exact, ahead)
+    if alpha and sparse_attention is not None:
+        raise UsageError("--cascade and --sparse-attention are both approximate: give one of them")
     check_planner(planner, draft is not None, datastore is not None, planner_options)
     fixed, budget = budget is not None, choose_budget(budget, entry)
     # With a fixed budget passes are wide, but for `auto` without a draft or datastore, which is plain decoding.
@@ -599,35 +613,43 @@ def load(
         widest=0 if fixed or entry.defaults.budget else WIDEST, sessions=parallel,
         wide=fixed and budget >= WIDE and drafted, exact=exact, backend=backend, threads=threads,
         gpu_layers=gpu_layers, memory=memory, kv_type=kv_type, lenders=check_texts("lenders", lenders), device=device,
-        dtype=dtype, gpu_memory=gpu_memory, keep_packed=keep_packed,
+        dtype=dtype, gpu_memory=gpu_memory, keep_packed=keep_packed, mixed=alpha > 0, sparse_attention=sparse_attention,
     )  # fmt: skip
     if targets is not None or cluster is not None:
-        refused = {"datastore": datastore, "lenders": lenders or None, "ahead": ahead}
+        refused = {"datastore": datastore, "lenders": lenders or None, "ahead": ahead, "cascade": alpha or None}
+        refused["sparse_attention"] = sparse_attention
         check_targets(targets, cluster, draft, planner, parallel, planner_options | refused)
         remote, writer = open_targets(
             target, entry, draft or "", models_file, replace(options, wide=False), count=targets, cluster=cluster,
             remember=remember, say=say, **planner_options,
         )  # fmt: skip
         return Model(remote, [], budget=budget, targets=writer, names=(target, draft or ""), **_defaults(entry))
-    draft = draft if planner in USE_DRAFT else None
+    draft = draft if planner in USE_DRAFT or alpha else None
     if ahead and not draft:
         raise UsageError("--ahead is for a draft model, which then runs ahead: name one with --draft (draft=…)")
+    if ahead and sparse_attention:
+        raise UsageError("--ahead does not go with --sparse-attention, which needs a draft that has just read the root")
     backends, learn = open_pair(
-        entry, draft, models_file, options, leave_out=planner == "auto" and not fixed, remember=remember,
-        progress=progress, say=say,
+        entry, draft, models_file, options, remember=remember, progress=progress, say=say,
+        leave_out=planner == "auto" and not fixed and not alpha and sparse_attention is None,
     )  # fmt: skip
     try:
         limits = backends[0].capabilities
+        ahead = False if limits.approximate else ahead
         pace = None if fixed else new_auto_state(limits.streams, limits.experts)
         planners = [
-            make_planner(planner, backends, datastore, pace, sequences=parallel, ahead=ahead, **planner_options)
+            make_planner(
+                planner, backends, datastore, pace, sequences=parallel, ahead=ahead, cascade=alpha, **planner_options
+            )
             for _ in range(parallel)
-        ]
+        ]  # fmt: skip
         defaults, at_close = _defaults(entry), lambda: None
         defaults["notes"] += notes
         if fixed and drafted:
-            defaults["notes"] += note_on_budget(budget, backends[0], local_path(entry.target, fetch=False))
-        if pace and planner != "none" and remember:
+            defaults["notes"] += note_on_budget(
+                budget, backends[0], local_path(entry.target, fetch=False), approximate=alpha > 0
+            )
+        if pace and planner != "none" and remember and not alpha:  # a cascade accepts more than exact runs will
             sources = [
                 entry.target,
                 *([find_draft(draft, entry, models_file).target] if draft and backends[1:] else []),

@@ -202,9 +202,9 @@ def fuzz(sources: Sequence[Source], seed: int, numbers: Sequence[int], folder: P
     Returns:
         The ends that are defects.
     """
-    import edgespec.backends.llamacpp.engine
+    import edgespec.backends.llamacpp.engine  # noqa: F401
 
-    import edgespec.cli.commands
+    import edgespec.cli.commands  # noqa: F401
     import edgespec.measure.doctor  # noqa: F401
 
     bad, codes, began, shown = list[Ended](), Counter[int](), time.monotonic(), 0.0

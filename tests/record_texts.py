@@ -162,7 +162,7 @@ def ask_run(case: Case, command: str, env: dict[str, str]) -> list[Answer]:
 
 def ask_serve(case: Case, command: str, env: dict[str, str]) -> list[Answer]:
     """By the server: five requests at once, of which the second and the fourth want log-probabilities, too."""
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         arguments = [command, "serve", case.target, "--port", "0", *_options(case.load)]
         server = subprocess.Popen(
             arguments, stdout=subprocess.PIPE, stderr=errors, env=env, text=True, stdin=subprocess.DEVNULL

@@ -138,8 +138,11 @@ def test_a_folder_without_config(run: Run, engine: str, broken: Path) -> None:
 
 
 def test_an_architecture_nobody_knows(run: Run, engine: str, broken: Path) -> None:
-    config = json.loads((broken / "config.json").read_text()) | {"model_type": "gpt-17", "architectures": ["Gpt17"]}
-    (broken / "config.json").write_text(json.dumps(config))
+    config = json.loads((broken / "config.json").read_text("utf-8")) | {
+        "model_type": "gpt-17",
+        "architectures": ["Gpt17"],
+    }
+    (broken / "config.json").write_text(json.dumps(config), "utf-8")
     refused(run, "run", str(broken), "hi", "--backend", engine, code=1, says="gpt-17")
 
 
@@ -246,7 +249,7 @@ class TestPairs:
 
     def test_a_datastore_serves_both(self, run: Run, smollm2_tiny: Path, smollm2_tiny_hf: Path, tmp_path: Path) -> None:
         text, store = tmp_path / "text.txt", tmp_path / "text.store"
-        text.write_text("The cat sat on the mat and purred. " * 20)
+        text.write_text("The cat sat on the mat and purred. " * 20, "utf-8")
         status, out, err = run("datastore", "build", str(store), str(text), "--model", str(smollm2_tiny_hf))
         assert status == 0, err
         assert "1 documents" in out
@@ -255,7 +258,7 @@ class TestPairs:
 
     def test_bench_names_the_engines(self, run: Run, smollm2_tiny: Path, smollm2_tiny_hf: Path, tmp_path: Path) -> None:
         prompts = tmp_path / "prompts.jsonl"
-        prompts.write_text('{"prompt": "Say hello."}\n')
+        prompts.write_text('{"prompt": "Say hello."}\n', "utf-8")
         options = ["--draft", str(smollm2_tiny_hf), "--planners", "specexec", "-n", "6", "--budget", "4", "--ctx", "64"]
         status, out, err = run("bench", str(prompts), "--model", str(smollm2_tiny), *options, "--json")
         assert status == 0, err

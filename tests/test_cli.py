@@ -228,7 +228,7 @@ def test_options_of_planners_are_checked(option: str, value: int, says: str) -> 
 
 def test_not_a_gguf(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "text.gguf"
-    path.write_text("hello")
+    path.write_text("hello", "utf-8")
     refused(run, "run", str(path), "hi", code=1, says="is not a GGUF file")
 
 
@@ -236,7 +236,7 @@ def test_not_a_gguf(run: Run, tmp_path: Path) -> None:
 def test_a_model_that_is_no_model_is_one_line(run: Run, tmp_path: Path) -> None:
     pipe, text, gone = tmp_path / "pipe.gguf", tmp_path / "notes.txt", tmp_path / "gone.gguf"
     os.mkfifo(pipe)
-    text.write_text("# Tides")
+    text.write_text("# Tides", "utf-8")
     for path, says in [
         (pipe, "is a pipe or a device, not a GGUF file"), (text, "is not a GGUF file"), (gone, "there is no such file"),
     ]:  # fmt: skip
@@ -255,7 +255,7 @@ def test_a_grace_below_zero_is_refused(run: Run) -> None:
 
 def test_a_broken_models_file_is_named_with_its_line(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "models.yaml"
-    path.write_text("models:\n  - name: a\n    goal: file:a\n")
+    path.write_text("models:\n  - name: a\n    goal: file:a\n", "utf-8")
     refused(run, "models", "--models", str(path), code=1, says=f"{path}, line 2")
 
 
@@ -277,7 +277,7 @@ def test_a_broken_models_file_is_named_with_its_line(run: Run, tmp_path: Path) -
 def test_an_unreadable_prompts_file_is_refused(run: Run, tmp_path: Path, content: str | None, says: str) -> None:
     path = tmp_path / "prompts.jsonl"
     if content is not None:
-        path.write_text(content)
+        path.write_text(content, "utf-8")
     refused(run, "bench", str(path), code=2, says=says)
 
 
@@ -369,7 +369,7 @@ def test_errors_that_need_a_model(run: Run, smollm2: Path, other_vocab_gguf: Pat
     refused(run, "run", str(cut), "hi", code=1, says="corrupted or incomplete")
     store = tmp_path / "a.store"
     text = tmp_path / "a.txt"
-    text.write_text("some words to copy from " * 50)
+    text.write_text("some words to copy from " * 50, "utf-8")
     assert run("datastore", "build", str(store), str(text), "--model", model)[0] == 0
     refused(
         run,
@@ -422,7 +422,7 @@ def test_a_closed_pipe_ends_quietly(smollm2: Path) -> None:
 def test_bench_compares_planners_and_finds_nothing_wrong(run: Run, smollm2_tiny: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
-        '{"prompt": "Say hello.", "category": "a"}\n{"turns": ["Name a colour.", "x"], "category": "b"}\n'
+        '{"prompt": "Say hello.", "category": "a"}\n{"turns": ["Name a colour.", "x"], "category": "b"}\n', "utf-8"
     )
     model = str(smollm2_tiny)
     arguments = ["bench", str(prompts), "--model", model, "--draft", model, "-n", "12", "--budget", "8"]
@@ -489,14 +489,14 @@ def test_text_on_standard_input_stands_above_the_prompt(run: Run, tiny: str, tmp
     alone = run(*arguments)[1]
     assert alone != expected
     file = tmp_path / "fox.txt"
-    file.write_text("a fox\n")
+    file.write_text("a fox\n", "utf-8")
     with file.open() as stdin:
         assert piped(arguments, stdin) == expected
     for text, is_ in [("a fox\n", expected), ("", alone)]:
         reader, writer = os.pipe()
         os.write(writer, text.encode())
         os.close(writer)
-        with open(reader) as stdin:
+        with open(reader, encoding="utf-8") as stdin:
             assert piped(arguments, stdin) == is_
     assert piped(arguments, None) == alone  # closed
 
@@ -514,7 +514,7 @@ def test_a_silent_pipe_is_not_waited_for_for_ever(tiny: str, run: Run) -> None:
     expected = run(*arguments)[1]
     patient = f"import edgespec.cli.commands as c; c.PATIENCE = 0.1; {EDGESPEC[-1]}"
     reader, writer = os.pipe()
-    with open(reader) as stdin, open(writer):
+    with open(reader, encoding="utf-8") as stdin, open(writer, encoding="utf-8"):
         done = subprocess.run(
             [sys.executable, "-c", patient, *arguments], stdin=stdin, capture_output=True, text=True, check=True
         )

@@ -38,6 +38,7 @@ CALLS = {  # of every public method, as a user makes them
     "hint_texts": [lambda model: model.hint_texts([3, 4], "hello"), lambda model: model.hint_texts([3, 4])],
     "generate": [lambda model: model.generate("hello", **SHORT), lambda model: model.generate(MESSAGES, **SHORT)],
     "request": [lambda model: model.request("hello"), lambda model: model.request(MESSAGES)],
+    "search": [lambda model: model.search("hello", lambda texts: [0.0] * len(texts), width=2, depth=1)],
     "stream": [lambda model: list(model.stream("hello", **SHORT))],
     "stream_chat": [lambda model: list(model.stream_chat("hello", **SHORT))],
     "__enter__": [lambda model: model.__enter__()],

@@ -3,6 +3,7 @@ import gzip
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from edgespec.cli.commands import NAMED
 from edgespec.errors import DatastoreError, UsageError
 from edgespec.loop.hint_texts import END
 from edgespec.planners.datastore import HEADER_SIZE, START, build, open_datastore, read_texts
+
+posix_only = pytest.mark.skipif(sys.platform == "win32", reason="pipes and links")
 
 
 class LetterVocab:
@@ -162,6 +165,7 @@ def test_an_interrupted_build_leaves_what_was_there(tmp_path, phase, error):
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("x", old)]
 
 
+@posix_only
 def test_only_a_datastore_is_replaced(tmp_path):
     for name, content in [("note.md", b"# Tides"), ("empty", b""), ("other.json", b'{"magic": "other"}')]:
         (tmp_path / name).write_bytes(content)
@@ -177,6 +181,7 @@ def test_only_a_datastore_is_replaced(tmp_path):
     assert len(open_datastore(tmp_path / "x", LetterVocab())) == 4
 
 
+@posix_only
 def test_the_command_replaces_no_file_that_a_user_may_miss(run, tmp_path):
     from gguf_files import small_llama
 
@@ -185,7 +190,7 @@ def test_the_command_replaces_no_file_that_a_user_may_miss(run, tmp_path):
     notes.mkdir()
     first, second, store = notes / "a.md", notes / "b.md", tmp_path / "x.store"
     for file in (first, second):
-        file.write_text(f"what {file.name} says")
+        file.write_text(f"what {file.name} says", "utf-8")
     (notes / "linked.md").symlink_to(second)
     os.link(first, tmp_path / "hard.md")
 
@@ -309,13 +314,14 @@ def test_a_missing_path_is_an_error(tmp_path):
         list(read_texts([tmp_path / "nowhere"]))
 
 
+@posix_only
 def test_a_folder_is_read_in_order_and_bad_files_are_counted(tmp_path):
     for name, data in BAD_FILES.items():
         (tmp_path / name).write_bytes(data)
     os.mkfifo(tmp_path / "pipe.txt")
     for name in ["sub/b.txt", "sub/a.txt", "z.py", ".git/config", ".hidden"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
+        (tmp_path / name).write_text(name, "utf-8")
     skipped = list[Path]()
     assert list(read_texts([tmp_path], skipped.append)) == ["z.py", "sub/a.txt", "sub/b.txt"]
     assert sorted(path.name for path in skipped) == sorted(BAD_FILES)
@@ -326,7 +332,7 @@ def test_left_out_files_are_named(run, tmp_path):
 
     model, notes = small_llama(tmp_path / "tiny.gguf", layers=1), tmp_path / "notes"
     notes.mkdir()
-    (notes / "good.txt").write_text("some text")
+    (notes / "good.txt").write_text("some text", "utf-8")
     for i in range(NAMED + 1):
         (notes / f"{i}.bin").write_bytes(b"\0")
         code, out, err = run("datastore", "build", str(tmp_path / "x"), str(notes), "--model", str(model))
@@ -337,6 +343,7 @@ def test_left_out_files_are_named(run, tmp_path):
     assert err.endswith(", …\n")
 
 
+@posix_only
 def test_a_pipe_is_refused_and_not_waited_for(run, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
@@ -347,7 +354,7 @@ def test_a_pipe_is_refused_and_not_waited_for(run, tmp_path):
 
 
 def test_half_a_character_in_json_does_not_stop_the_build(tmp_path):
-    (tmp_path / "a.json").write_text('["ab\\ud83d"]')
+    (tmp_path / "a.json").write_text('["ab\\ud83d"]', "utf-8")
     seen = list[str]()
 
     class Strict(LetterVocab):

@@ -221,14 +221,19 @@ def test_a_file_that_shrinks(content):
 
 def test_nothing_is_left_behind(content):
     path, layers, _ = content
-    files, mapped = len(os.listdir("/proc/self/fd")), len(Path("/proc/self/maps").read_text().splitlines())
+    files, mapped = (
+        len(os.listdir("/proc/self/fd")),
+        len(Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()),
+    )
     for _ in range(5):
         memory = ExpertMemory([str(path)], layers, 2)
         memory.want(0, range(COUNT))
         memory.close()
         memory.close()
     assert len(os.listdir("/proc/self/fd")) == files
-    assert len(Path("/proc/self/maps").read_text().splitlines()) < mapped + 40  # stacks of threads are kept for others
+    assert (
+        len(Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()) < mapped + 40
+    )  # stacks of threads are kept for others
 
 
 @pytest.fixture(scope="module")

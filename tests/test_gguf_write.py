@@ -294,6 +294,17 @@ def test_programs_in_a_folder_are_left_out(folder: Path, tmp_path: Path) -> None
     assert b"modeling.py" in (tmp_path / "b").read_bytes()
 
 
+def test_a_folder_without_programs_needs_no_links(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows lets not every user make them."""
+    monkeypatch.delattr(Path, "symlink_to")
+    (folder / "modeling.py").unlink()
+    script, out = tmp_path / "stub.py", tmp_path / "a"
+    convert_folder(folder, out, dtype="bfloat16", script=script, trust=False, progress=lambda *what: None)
+    assert out.read_bytes() == b"GGUFconfig.json model.safetensors"
+
+
 def test_a_folder_by_the_command(run: Run, folder: Path, tmp_path: Path) -> None:
     out, no = str(tmp_path / "out.gguf"), str(tmp_path / "no.gguf")
     code, said, error = run("convert", str(folder), out, "--to", "gguf", "--converter", str(tmp_path / "stub.py"))

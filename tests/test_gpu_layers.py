@@ -432,7 +432,9 @@ def test_a_target_on_another_engine_gets_what_its_draft_leaves(
     (tmp_path / "config.json").write_text("{}")
     for module in (loading, engines):
         monkeypatch.setattr(module, "find_engine", FakeEngine)
-    monkeypatch.setattr(loading, "choose_backend", lambda folder, machine: "torch" if folder else "llamacpp")
+    monkeypatch.setattr(
+        loading, "choose_backend", lambda folder, machine, asked: asked or ("torch" if folder else "llamacpp")
+    )
     monkeypatch.setattr(loading, "is_head", lambda path: False)
     entry = Entry(name="target", target=f"file:{tmp_path}", defaults=Defaults())
     refused = expected if isinstance(expected, str) else "asked"

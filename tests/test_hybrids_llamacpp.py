@@ -347,9 +347,9 @@ def test_the_command_line_says_it(granite: Path, run: Run) -> None:
 def test_texts_that_share_passes_are_those_written_alone(streams: bool, folder: Path) -> None:
     """Paths of several texts in one rectangle, or in one each."""
     path = write_hybrid(folder / f"shared-{streams}.gguf", "granitehybrid")
-    with loaded(path, sessions=4) as target, loaded(path, in_order=False, resident=True, sessions=3) as draft:
+    with loaded(path, sessions=5) as target, loaded(path, in_order=False, resident=True, sessions=3) as draft:
         target.capabilities = replace(target.capabilities, streams=streams)
-        prompts = [[5 + number, *PROMPT[: 20 + 2 * number]] for number in range(4)]
+        prompts = [[5 + number, *PROMPT[: 20 + 2 * number]] for number in range(5)]
         alone = [write(target, NonePlanner(), prompt, SAMPLINGS[1], 20)[0] for prompt in prompts]
         guesses = [make() for make in (NonePlanner, *planners(draft))]
         texts = [

@@ -51,7 +51,7 @@ def test_the_grid(number: int, family: str, tmp_path: Path, whole_grid: bool) ->
     for turn, sampling in enumerate(SAMPLINGS):
         makers = MAKERS if whole_grid else [MAKERS[(number + turn) % len(MAKERS)]]
         gained.update(check_lossless(target, (make(draft) for make in makers), PROMPT, sampling, 24))
-    assert max(gained) > 1.3  # guesses were right at all
+    assert max(gained) > 1  # guesses were right at all
 
 
 def streamed(folder: Path, **options: Any) -> TorchBackend:

@@ -1,5 +1,6 @@
 """`make run` on a machine where it cannot install: one line, and where to read more."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,18 @@ def test_an_old_python_is_refused_before_anything_is_installed(
     with pytest.raises(SystemExit, match=r"edgespec needs 3\.11"):
         install.main()
     assert not list(tmp_path.iterdir())
+
+
+def test_on_windows_the_compiler_is_left_to_cmake(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Visual Studio is in no PATH."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(install.subprocess, "run", lambda command: subprocess.CompletedProcess(command, 3))
+    with monkeypatch.context() as windows:
+        windows.setattr(os, "name", "nt")
+        with pytest.raises(SystemExit, match="3"):  # of the next step, venv
+            install.main()
 
 
 def test_what_pip_wrote_last_is_shown_where_it_fails(

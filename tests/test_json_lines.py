@@ -20,18 +20,18 @@ def test_a_line_that_was_cut_short_is_removed(tmp_path: Path) -> None:
     assert resume(path, Line) == []
     for line in lines:
         append(path, line)
-    whole = path.read_text()
+    whole = path.read_text("utf-8")
     for length in range(len(whole)):
-        path.write_text(whole[:length])
+        path.write_text(whole[:length], "utf-8")
         count = whole[:length].count("\n")
         assert resume(path, Line) == lines[:count]
-        assert path.read_text() == "".join(whole.splitlines(keepends=True)[:count])
+        assert path.read_text("utf-8") == "".join(whole.splitlines(keepends=True)[:count])
 
 
 @pytest.mark.parametrize("content", ["# Tides", "# Tides\n", '{"other": 1}', '{"other": 1}\n', "[1]"])
 def test_a_file_of_the_user_stays(tmp_path: Path, content: str) -> None:
     path = tmp_path / "notes.md"
-    path.write_text(content)
+    path.write_text(content, "utf-8")
     with pytest.raises(UsageError, match="holds something else"):
         resume(path, Line)
-    assert path.read_text() == content
+    assert path.read_text("utf-8") == content

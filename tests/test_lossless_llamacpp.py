@@ -287,7 +287,7 @@ def test_drafting_with_itself_pays(target, smollm2_tiny):
 
 
 def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/statm is Linux's")

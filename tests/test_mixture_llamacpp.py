@@ -354,11 +354,11 @@ def test_passes_do_not_grow(from_disk):
         return (
             threading.active_count(),
             len(os.listdir("/proc/self/fd")),
-            len(Path("/proc/self/maps").read_text().splitlines()),
+            len(Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()),
         )
 
     def resident():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize()
 
     def passes(count):
         for number in range(count):

@@ -550,7 +550,7 @@ def reading_threads() -> list[str]:
 def left_behind(path: Path) -> tuple[list[str], int, int, int]:
     """Reading threads, descriptors, locked KiB, mappings of the file."""
     gc.collect()
-    locked = re.search(r"VmLck:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    locked = re.search(r"VmLck:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     assert locked
     mapped = len(mappings(str(path)))
     return reading_threads(), len(os.listdir("/proc/self/fd")), int(locked[1]), mapped
@@ -608,7 +608,7 @@ def test_five_hundred_passes_do_not_grow(tiny: Path) -> None:
         while len(backend.streamer._shown) < backend.streamer.plan.slots:
             assert time.monotonic() < deadline
             time.sleep(0.002)
-        entries = len(Path("/proc/self/maps").read_text().splitlines())
+        entries = len(Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())
         return threading.active_count(), len(os.listdir("/proc/self/fd")), entries
 
     def passes(count: int) -> None:
@@ -631,7 +631,7 @@ def test_five_hundred_passes_do_not_grow(tiny: Path) -> None:
 
 
 def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize()
 
 
 # --- memory and the command line ---------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def test_every_method_works_or_refuses_in_one_line(model, name):
 
 @pytest.mark.parametrize("name", [name for name in edgespec.__all__ if inspect.isfunction(getattr(edgespec, name))])
 def test_every_function_works_or_refuses_in_one_line(name, gguf, tmp_path, monkeypatch):
-    (tmp_path / "models.yaml").write_text("models: []")
+    (tmp_path / "models.yaml").write_text("models: []", "utf-8")
     monkeypatch.setattr(registry, "BUILT_IN", tmp_path / "models.yaml")  # it is read by every load
     monkeypatch.setitem(ARGUMENTS, "target", gguf)
 
@@ -221,7 +221,7 @@ def test_paths_are_taken_wherever_a_file_is_named(gguf, tmp_path):
     from edgespec.planners.datastore import build
 
     models_file, session = tmp_path / "models.yaml", tmp_path / "a.session"
-    models_file.write_text("models: []\n")
+    models_file.write_text("models: []\n", "utf-8")
     options = {"context_length": 64, "budget": 4, "exact": "off", "remember": False, "models_file": models_file}
     with edgespec.load(gguf, draft=gguf, planner="specexec", **options) as model:
         expected = model.generate("hello", max_tokens=8).text
@@ -235,7 +235,7 @@ def test_paths_are_taken_wherever_a_file_is_named(gguf, tmp_path):
 @pytest.mark.parametrize("written", ["context_length: 64", "ctx: 64", "context_length: 0", ""])
 def test_models_yaml_calls_the_context_as_load_does(gguf, tmp_path, written):
     models_file = tmp_path / "models.yaml"
-    models_file.write_text(f"models:\n  - {{name: a, target: 'file:{gguf}', defaults: {{{written}}}}}\n")
+    models_file.write_text(f"models:\n  - {{name: a, target: 'file:{gguf}', defaults: {{{written}}}}}\n", "utf-8")
     with edgespec.load("a", models_file=models_file, planner="none", exact="off", remember=False) as model:
         wanted = {"context_length: 0": 2048, "": 4096}.get(written, 64)  # 2048: as trained
         assert model.target.capabilities.context_length == wanted

@@ -1,6 +1,8 @@
-"""README and docs: the example runs, and the commands, options, scripts and links that they show exist."""
+"""README and docs: examples run, and the commands, options, scripts and links that they show exist."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from textwrap import dedent
 
@@ -13,7 +15,10 @@ from edgespec.models import registry
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SITE = ROOT / "docs" / "site" / "mkdocs.yml"
 README = (ROOT / "README.md").read_text()
+FIGURES = (ROOT / "docs" / "figures.md").read_text()
+MACHINES = {"16", "24", "32", "64"}  # GB of memory: what a machine is called by
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
@@ -21,20 +26,12 @@ def test_readme_is_short() -> None:
     assert len(README.splitlines()) <= 100
 
 
-def test_the_python_example_runs(
-    smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(registry, "_package_file", lambda name: str(smollm2_tiny))
-    (example,) = PYTHON.findall(README)
-    exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
-    assert "tokens per pass" in capsys.readouterr().out
-
-
 def test_the_python_examples_of_the_pages_and_of_help_run(
     smollm2_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("big.gguf", "small.gguf"):
         (tmp_path / name).symlink_to(smollm2_tiny)
+    monkeypatch.setattr(registry, "_package_file", lambda name: str(smollm2_tiny))
     monkeypatch.chdir(tmp_path)
     examples = [example for path in PAGES if "docs" in path.parts for example in PYTHON.findall(path.read_text())]
     assert len(examples) > 1
@@ -47,7 +44,9 @@ def test_the_python_examples_of_the_pages_and_of_help_run(
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_commands_and_options_shown_exist(path: Path) -> None:
     commands = all_commands()
-    shown = re.findall(r"^ {4,}(?:.*\| )?(edgespec \w+(?: build)?)( .*)?$", path.read_text(), re.MULTILINE)
+    shown = re.findall(
+        r"^ {4,}(?:.*\| )?(edgespec \w+(?: build)?)( .*)?$", path.read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert shown or path not in (ROOT / "README.md", ROOT / "docs" / "start.md")
     for name, rest in shown:
         known = {option for one in commands[name].params for option in (*one.opts, *one.secondary_opts)}
@@ -56,16 +55,50 @@ def test_the_commands_and_options_shown_exist(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_and_scripts_exist(path: Path) -> None:
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text):
         assert (path.parent / link).exists(), link
     for script in re.findall(r"(?<![\w/])(?:scripts|tests|backends|edgespec/\w+)/[\w/.-]*\w", text):
         assert (ROOT / script).exists() or list(ROOT.glob(f"{script}*")), script
 
 
-def test_docs_list_every_page() -> None:
-    listed = set(re.findall(r"\]\(([\w/.-]+)\)", (ROOT / "docs" / "README.md").read_text()))
-    assert listed == {str(path.relative_to(ROOT / "docs")) for path in PAGES if "docs" in path.parts} - {"README.md"}
+def test_every_figure_of_the_readme_has_its_command() -> None:
+    table = re.findall(r"\| (?:measured|computed): (.+?), (.+?) \|$", README, re.MULTILINE)
+    text = re.findall(r"(\d[\d.]*)(?: (?:to|of) (\d[\d.]*))? (?:×|%|tokens/s|GiB|MB|GB|layers)", README)
+    figures = {one for found in (*table, *text) for one in found if one}
+    rows = re.findall(r"^\| (.+?) \| (?:.+) \| (?:.+) \|$", FIGURES, re.MULTILINE)
+    known = set(re.findall(r"(?<![\d.])\d+(?:\.\d+)?", " ".join(rows)))
+    assert len(table) == 5
+    assert figures - MACHINES <= known
+
+
+def test_every_picture_is_shown_and_has_its_command() -> None:
+    there = {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
+    shown = {name for path in PAGES for name in re.findall(r"!\[.+?\]\((?:.*/)?pictures/(.+?)\)", path.read_text())}
+    made = set(re.findall(r'out / "([\w.]+)"', (ROOT / "scripts" / "make-pictures").read_text()))
+    assert there == shown == made == set(re.findall(r"^\| `([\w.]+)` \|", FIGURES, re.MULTILINE))
+
+
+def test_docs_and_the_menu_of_the_site_list_every_page() -> None:
+    there = {str(path.relative_to(ROOT / "docs")) for path in PAGES if "docs" in path.parts}
+    listed = set(re.findall(r"\]\(([\w/.-]+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
+    menu = re.findall(r"^ *- (?:\w+: )?([\w/-]+\.md)$", SITE.read_text(), re.MULTILINE)
+    assert listed == there - {"README.md"}
+    assert sorted(menu) == sorted(there)
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    for name in ("material", "mkdocstrings_handlers"):
+        pytest.importorskip(name, reason="no site: pip install 'edgespec[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(SITE), "-d", str(tmp_path)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert "Continue the prompt" in (tmp_path / "reference" / "api.html").read_text()
+
+
+def test_the_page_of_python_has_the_docstring_of_every_name() -> None:
+    shown = re.findall(r"^::: edgespec\.(\w+)$", (ROOT / "docs" / "reference" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(shown) == sorted(name for names in edgespec._MODULES.values() for name in names)
 
 
 def test_the_page_of_options_is_current() -> None:

@@ -1,10 +1,11 @@
-"""Rooms and floors: the table in README.md is the only list of rooms; imports go down it, never up or sideways."""
+"""Rooms and floors: the table in docs/reference/rooms.md is the only list of rooms; imports go down it only."""
 
 import ast
-import re
 import subprocess
 import sys
 from pathlib import Path
+
+from pictures.rooms import floors as table
 
 ROOT = Path(__file__).parent.parent
 MOST_ROOMS, MOST_FLOORS = 12, 8
@@ -16,9 +17,8 @@ HEAVY = [
 
 
 def floors() -> dict[str, int]:
-    """Room -> floor, from README's table."""
-    rows = re.findall(r"^\| (\d+) \| (.+?) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    return {room: int(floor) for floor, names in rows for room in re.findall(r"`(\w+)(?:/|\.py)`", names)}
+    """Room -> floor."""
+    return {room.removesuffix("/").removesuffix(".py"): floor for floor, rooms, _ in table() for room in rooms}
 
 
 def modules() -> dict[str, set[str]]:
@@ -35,7 +35,7 @@ def imported(path: Path, module: str) -> set[str]:
     """Modules that a file imports; of `from a import b` both a and a.b, since b may be a module."""
     found = set[str]()
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -51,7 +51,7 @@ def room_of(module: str) -> str:
     return "" if name == "__main__" else name
 
 
-def test_readme_lists_every_room() -> None:
+def test_the_table_lists_every_room() -> None:
     there = {path.stem for path in (ROOT / "edgespec").iterdir() if path.name not in NO_ROOMS} | {"backends"}
     assert set(floors()) == there
     assert len(there - {"backends"}) <= MOST_ROOMS

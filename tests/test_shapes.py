@@ -16,7 +16,7 @@ MODELS = read_models(BUILT_IN)
 FILES = {source: facts for entry in MODELS for source, facts in entry.files.items() if facts.bytes and facts.shape}
 # Their publishers chose the types of tensors one by one, or `shapes.py` does not know the architecture.
 WITHOUT_SHAPES = {"qwen3.6-35b-a3b", "gemma-4-e2b", "gemma-4-e4b", "gemma-4-26b-a4b", "glm-4.7-flash"}
-OTHERS: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "published_shapes.yaml").read_text())
+OTHERS: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "published_shapes.yaml").read_text("utf-8"))
 TOKENIZERS = 16 << 20  # bytes, at most, of tokens and merges in a header
 SMALL = OTHERS["llama-3.1-8b"]
 

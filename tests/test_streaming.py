@@ -570,7 +570,7 @@ def descriptors() -> int:
 
 
 def locked_bytes() -> int:
-    found = re.search(r"VmLck:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    found = re.search(r"VmLck:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     assert found
     return int(found[1]) * 1024
 
@@ -796,7 +796,7 @@ class Mapped:
         return all(self.private(extent.start) for layer in layers for extent in layer.extents)
 
     def private(self, offset: int) -> bool:
-        for line in Path("/proc/self/maps").read_text().splitlines():
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
             fields = line.split(maxsplit=5)
             start, stop = (int(number, 16) for number in fields[0].split("-"))
             if start <= self.address + offset < stop:
@@ -951,7 +951,7 @@ def test_pinned_weights_that_cannot_be_locked_are_mapped(mapped: Mapped) -> None
 @linux_only
 def test_two_hundred_passes_leave_nothing_behind(mapped: Mapped) -> None:
     def entries() -> int:
-        return len(Path("/proc/self/maps").read_text().splitlines())
+        return len(Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())
 
     files, threads, locked, before = descriptors(), threading.active_count(), locked_bytes(), mappings(str(mapped.path))
     library = Recorder()

@@ -31,7 +31,7 @@ def answer(tiny: str, *arguments: str | bytes) -> list[str | bytes]:
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 def test_a_full_disk_is_one_line(tiny: str) -> None:
     for arguments in (["models"], answer(tiny, "hello"), answer(tiny, "hello", "--json")):
-        with FULL.open("w") as full:
+        with FULL.open("w", encoding="utf-8") as full:
             done = subprocess.run([*EDGESPEC, *arguments], stdin=DEVNULL, stdout=full, stderr=PIPE, check=False)
         last = done.stderr.decode().splitlines()[-1]
         assert (done.returncode, last) == (1, "edgespec: writing or reading failed: No space left on device")
@@ -79,12 +79,14 @@ def test_text_is_utf8_in_every_locale(tiny: str) -> None:
 
 def test_half_a_character_is_one_line(run: Run, tiny: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "good"}\n{"prompt": "a\\ud800b"}\n')
+    prompts.write_text('{"prompt": "good"}\n{"prompt": "a\\ud800b"}\n', "utf-8")
     code, out, err = run("bench", str(prompts), "--model", tiny, "--backend", "reference")
     assert (code, out) == (2, "")
     assert err == f"edgespec: {prompts}, line 2: needs a JSON object with UTF-8 text as prompt, turns, question, text\n"
     models = tmp_path / "models.yaml"
-    models.write_text(f'models:\n  - name: mine\n    target: "file:{tiny}"\n    defaults: {{system: "a\\ud800b"}}\n')
+    models.write_text(
+        f'models:\n  - name: mine\n    target: "file:{tiny}"\n    defaults: {{system: "a\\ud800b"}}\n', "utf-8"
+    )
     code, out, err = run("run", "mine", "hello", "--backend", "reference", "--models", str(models))
     assert (code, out, err.count("\n")) == (2, "", 2)  # the first says what computes
     assert "a message has half a surrogate pair, which no UTF-8 text can have" in err

@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +18,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'edgesp
 
 import contract
 from contract import chain_rows, work
+from edgespec.backends.common import loader as loader_module
 from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch import disk as disk_module
 from edgespec.backends.torch.backend import load
@@ -29,6 +31,8 @@ from safetensors.torch import load_file, save_file
 import edgespec
 from edgespec.errors import ModelError, NoRoom, UsageError
 from edgespec.machine.memory import private_memory
+from edgespec.machine.this_machine import this_machine
+from edgespec.weights.ring import CANNOT_STREAM
 
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install 'edgespec[nf4]'"
@@ -483,3 +487,13 @@ def test_what_cannot_be_streamed_in_another_type(halves):
         load(str(halves), **OPTIONS, dtype="float32", memory="1K")
     with pytest.raises(UsageError, match="is not a size"):
         load(str(halves), **OPTIONS, memory="much")
+
+
+def test_where_nothing_can_be_streamed_a_limit_on_memory_is_a_line(halves, monkeypatch):
+    """As on Windows."""
+    really = this_machine
+    monkeypatch.setattr(loader_module, "this_machine", lambda *looked: replace(really(*looked), platform="win32"))
+    for memory, notes in ((None, []), (1 << 20, [CANNOT_STREAM])):
+        backend = load(str(halves), **OPTIONS, device="cpu", memory=memory)
+        assert (backend.streamer, backend.notes) == (None, notes)
+        backend.close()

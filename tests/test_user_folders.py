@@ -57,7 +57,7 @@ def test_own_models_are_found_where_the_configuration_is(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     own = tmp_path / "edgespec" / "models.yaml"
     own.parent.mkdir()
-    own.write_text("models:\n  - {name: of-my-own, target: 'hf:a/b'}\n")
+    own.write_text("models:\n  - {name: of-my-own, target: 'hf:a/b'}\n", "utf-8")
     assert "of-my-own" in run("models")[1]
     assert check_writable("another") == own
 
@@ -66,6 +66,6 @@ def test_a_cache_that_cannot_be_written_is_noted(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv(measurements.OFF, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert measurements.why_not_kept() == ""
-    (tmp_path / "file").write_text("no folder can be made in it")
+    (tmp_path / "file").write_text("no folder can be made in it", "utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert f"{tmp_path / 'file'}/edgespec/measured cannot be written" in measurements.why_not_kept()
+    assert f"{tmp_path / 'file' / 'edgespec' / 'measured'} cannot be written" in measurements.why_not_kept()

@@ -86,6 +86,8 @@ class LlamaEngine(Engine):
     def plan(self, path: str, options: LoadOptions, machine: Machine) -> LoadPlan:
         check_whole("sessions", options.sessions, 1, LLAMA_MAX_SEQ)
         check_target(path)
+        if options.lenders and machine.platform == "win32":
+            raise UsageError("--lender (lenders) works on Linux and macOS only")
         return LoadPlan(path=path, options=options) if options.lenders else plan_here(path, options, machine)
 
     def load(

@@ -32,6 +32,9 @@ class Part:
         start: cell of the first new row.
         end: the cell after that of the last new row.
         masks: by window, as `build_mask` returns them.
+        chosen: cells that are read, by layer; other layers read all. See `sparse.py`.
+        keep: number of the last rows whose queries are kept.
+        queries: those that were kept, [heads, rows, d] by layer, scaled.
     """
 
     rows: slice
@@ -40,12 +43,16 @@ class Part:
     start: int
     end: int
     masks: dict[int | None, tuple[int, Any]]
+    chosen: Mapping[int, Any] = field(default_factory=dict)
+    keep: int = 0
+    queries: dict[int, Any] = field(default_factory=dict)
 
     def to(self, device: Any) -> Self:
         """A copy whose rows and masks lie on a device; cells stay where they are."""
         new = self.new if isinstance(self.new, slice) else self.new.to(device)
         masks = {window: (low, None if mask is None else mask.to(device)) for window, (low, mask) in self.masks.items()}
-        return replace(self, new=new, masks=masks)
+        chosen = {layer: cells.to(device) for layer, cells in self.chosen.items()}
+        return replace(self, new=new, masks=masks, chosen=chosen)
 
 
 @dataclass(slots=True)
@@ -124,14 +131,20 @@ def tree_attention(
         keys[:, start:end] = key[0, :, part.new]
         values[:, start:end] = value[0, :, part.new]
         low, mask = part.masks[tree.windows[layer]]
+        read = part.chosen.get(layer, slice(low, end))
+        if layer in part.chosen and mask is not None:
+            mask = mask[:, read]
         attend: Any = scaled_dot_product_attention
         if softcap is not None or s_aux is not None:
             attend = _by_definition(softcap, s_aux)
         # The batch dimension is the key head, so that its query heads share keys and values without a copy (stride 0).
         shared = query[0, :, part.rows].unflatten(0, (len(keys), -1))
-        k, v = (cells[:, None, low:end].expand(-1, shared.shape[1], -1, -1) for cells in (keys, values))
+        k, v = (cells[:, read][:, None].expand(-1, shared.shape[1], -1, -1) for cells in (keys, values))
         found = attend(shared, k, v, attn_mask=mask, scale=scaling, is_causal=mask is None and end - start > 1)
         out[0, part.rows] = found.flatten(0, 1).transpose(0, 1)
+        if part.keep:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            part.queries[layer] = query[0, :, part.rows][:, -part.keep :] * scale
     return out.unflatten(1, (lanes, -1))[0], None
 
 

@@ -37,6 +37,7 @@ from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.models.safetensors_header import read_safetensors_header
 from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, choose_width
+from edgespec.weights.ring import CANNOT_STREAM, can_stream
 
 from ..common.heads import head_size
 from ..common.hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
@@ -85,6 +86,7 @@ from .recurrent import (
 from .session import Placement as NodePlacement
 from .session import TorchSession
 from .spans import Cells, Spans, connect
+from .sparse import ROWS, SparseAttention
 
 __all__ = ["TorchBackend", "TorchEngine", "load", "load_vocab"]
 
@@ -114,6 +116,8 @@ class TorchBackend:
         sessions: that are open.
         spans: of all layers.
         first: 1: the cell of a sequence's first token is hidden.
+        sparse: chooses cells; None: all are read.
+        keeps_queries: sessions have `TorchSession.queries`.
     """
 
     name = "torch"
@@ -152,6 +156,8 @@ class TorchBackend:
         self.interrupted = Event()
         self._kept: KeptInputs | None = None
         self._groups: LayerGroups | None = None
+        self.sparse: SparseAttention | None = None
+        self.keeps_queries = False
         self._files: Sequence[str] = ()
         self.content = ""
 
@@ -195,7 +201,7 @@ class TorchBackend:
             tokens += work.token_ids.tolist()
             positions += placement.positions
             wanted += [start + node - placement.first for node in work.wanted.tolist()]
-            parts.append(self._part(session, placement, slice(start, len(tokens))))
+            parts.append(self._part(session, work, placement, slice(start, len(tokens))))
         if (exact := self.capabilities.exact) and (shape := shape_of(self.capabilities, batch)):
             more = shape.rows(len(tokens)) - len(tokens)
             tokens, positions = tokens + [0] * more, positions + [0] * more
@@ -207,6 +213,7 @@ class TorchBackend:
         found = list[Logits]()
         for session, work, placement, part in zip(sessions, batch, placements, parts, strict=True):
             session.add(work, placement)
+            session.latest = part.queries
             rows = dict(enumerate(range(part.rows.start, part.rows.stop), placement.first))
             found.append(self.logits(logits[: len(work.wanted)], work.wanted.tolist(), rows))
             logits = logits[len(work.wanted) :]
@@ -249,7 +256,7 @@ class TorchBackend:
     def identity(self) -> dict[str, Any]:
         return identity_of(self, self.content)
 
-    def _part(self, session: TorchSession, placement: NodePlacement, rows: slice) -> Part:
+    def _part(self, session: TorchSession, work: Work, placement: NodePlacement, rows: slice) -> Part:
         length = len(session.token_ids)
         everywhere = session.positions + placement.positions
         masks = {
@@ -257,7 +264,12 @@ class TorchBackend:
             for window in set(self.windows)
         }
         start = length + placement.first
-        return Part(rows, rows, session.cells.by_layer, start, start + rows.stop - rows.start, masks)
+        end = start + rows.stop - rows.start
+        with torch.inference_mode():
+            chosen = self.sparse.cells(session, work, end, self.device) if self.sparse else {}
+        return Part(
+            rows, rows, session.cells.by_layer, start, end, masks, chosen, ROWS if self.keeps_queries else 0
+        )  # fmt: skip
 
     def close(self) -> None:
         if self.streamer is not None:
@@ -281,6 +293,7 @@ class TorchPlan(LoadPlan):
         memory: host memory that may be used.
         used: host memory that this program uses now.
         cores: of the machine.
+        streams: layers can be read from disk in every pass.
     """
 
     device: str
@@ -290,6 +303,7 @@ class TorchPlan(LoadPlan):
     memory: int
     used: int
     cores: int
+    streams: bool
 
 
 class TorchEngine(Engine):
@@ -336,7 +350,7 @@ class TorchEngine(Engine):
         most = memory or int(machine.free * (1 - SAFETY))
         return TorchPlan(
             path=path, options=options, device=device, gpu=gpu, others=others, shared=shared, memory=most,
-            used=machine.used, cores=machine.cores,
+            used=machine.used, cores=machine.cores, streams=can_stream(machine),
         )  # fmt: skip
 
     def load(self, plan: TorchPlan, way: Computing | None = None, progress: Progress | None = None) -> TorchBackend:
@@ -398,10 +412,11 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
             numbers = 0, math.prod(cache_shape(model.config.get_text_config(), 1))
         head = tuple(count * model.dtype.itemsize for count in numbers)
         needed, host = plan.used + grown + sum(map(_bytes_of_weights, _mapped)) + MARGIN, None
-        if gpu:
+        weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) + head[0]
+        paged = not plan.streams and (options.memory is not None or weights + needed > plan.memory)
+        if gpu and plan.streams:
             host = Host(folder, plan.memory, needed, apart=True)
-        elif device.type == "cpu":
-            weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) + head[0]
+        elif device.type == "cpu" and plan.streams:
             if options.memory is not None or 2 * weights + needed >= plan.memory:
                 there, host = plan.memory, Host(folder, plan.memory, needed, apart=False)
         elif plan.shared is not None:
@@ -434,6 +449,8 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
     backend.content = content_of(*backend._files)
     if kept:
         backend.notes = [*backend.notes, kept.note]
+    if paged:
+        backend.notes = [*backend.notes, CANNOT_STREAM]
     if options.gpu_layers and not gpu:
         backend.notes = [*backend.notes, f"the device is {device.type}, so --gpu-layers changes nothing"]
     if dtype == NF4:

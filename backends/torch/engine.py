@@ -1,5 +1,8 @@
 """The engine for PyTorch, with heads and own layers as drafts."""
 
+from collections.abc import Callable
+from typing import Any
+
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
 from edgespec.models.heads import is_head
@@ -9,10 +12,13 @@ from .head import load_eagle
 from .mtp import load_mtp
 from .mtp_files import head_tensors
 from .own_layers import TorchOwnLayers
+from .sparse import follow
 
 
 class TorchHeadEngine(TorchEngine):
-    """See `LoadsHeads`."""
+    """See `LoadsHeads` and `SparseEngine`."""
+
+    supported = TorchEngine.supported | {"sparse_attention"}
 
     def has_head(self, path: str) -> bool:
         return is_head(path) or bool(head_tensors(path))
@@ -23,6 +29,17 @@ class TorchHeadEngine(TorchEngine):
             if options.own_layers:
                 return TorchOwnLayers(target, options.sessions)
             return (load_eagle if is_head(path) else load_mtp)(target, path, options)
+
+    def attend_sparsely(
+        self,
+        target: Any,
+        draft: Any,
+        share: float,
+        *,
+        keep: bool = True,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        follow(target, draft, share, keep, say)
 
 
 engine = TorchHeadEngine()

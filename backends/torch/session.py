@@ -1,6 +1,6 @@
 """One sequence's cells: places of nodes, the nodes that each node sees, and the moves of a commit."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -35,10 +35,18 @@ class Placement:
 
 
 class TorchSession(NodeSession):
+    """
+    Attributes:
+        queries: as in `Part`, of the pass that ended with the last committed token, if the backend keeps them.
+        latest: those of the last pass.
+    """
+
     _backend: TorchOwner
 
     def __init__(self, backend: TorchOwner, cells: Cells) -> None:
         super().__init__(backend)
+        self.queries: Mapping[int, Any] = {}
+        self.latest: Mapping[int, Any] = {}
         self.cells: Any = cells  # None when closed
 
     def _forget_nodes(self) -> None:
@@ -53,7 +61,13 @@ class TorchSession(NodeSession):
         self._add_nodes(work, placement.positions)
         self._sees.extend(placement.sees)
 
+    def rewind(self, length: int) -> None:
+        super().rewind(length)
+        self.queries = {}
+
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
+        if path:
+            self.queries = self.latest if path[-1] == self.nodes - 1 else {}
         length, order = len(self.token_ids), [*path, *stay]
         moved = next((i for i, node in enumerate(order) if i != node), len(order))
         if moved < len(order):

@@ -27,6 +27,7 @@ from edgespec.cli.options import (
     NO_MEMORY_OPTION,
     PLANNER_OPTION,
     SAMPLING_OPTIONS,
+    SPARSE_OPTION,
     TARGETS_OPTIONS,
     TEXT,
     YES_OPTION,
@@ -126,6 +127,7 @@ Examples:
 @click.argument("prompt", required=False, type=TEXT)
 @PLANNER_OPTION
 @MODEL_OPTIONS
+@SPARSE_OPTION
 @NO_MEMORY_OPTION
 @TARGETS_OPTIONS
 @click.option(
@@ -364,6 +366,7 @@ Examples:
 )
 @click.option("--keep-size", default="10G", show_default=True, metavar="SIZE", help="Most bytes in DIR.")
 @click.option("--log-requests", "log", is_flag=True, help="Log paths and statuses, never prompts or answers.")
+@click.option("--allow-approximate", is_flag=True, help="Serve texts that are not MODEL's own, as --cascade gives.")
 @YES_OPTION
 @PLANNER_OPTION
 @MODEL_OPTIONS
@@ -371,12 +374,14 @@ Examples:
 def serve(
     model: str, host: str, port: int, api_key: str | None, api_key_file: str | None, no_key: bool,
     hosts: tuple[str, ...], origins: tuple[str, ...], grace: int, keep: str | None, keep_size: str, log: bool,
-    yes: bool, **options: Any,
+    allow_approximate: bool, yes: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Serve MODEL, given as for `edgespec run`, by HTTP with the interfaces of OpenAI and Anthropic."""
     from edgespec.cli import serve as server
 
     server.check_server()
+    if options["cascade"] and not allow_approximate:
+        raise UsageError("--cascade serves texts that are not the model's own: add --allow-approximate")
     keys, most_kept = server.read_keys(api_key, api_key_file), parse_size(keep_size)
     if keep and Path(keep).is_file():
         raise UsageError(f"--keep-on-disk {keep}: is a file; give a folder, or write MODEL in front of --keep-on-disk")

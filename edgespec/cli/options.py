@@ -16,7 +16,8 @@ SECTIONS = {  # title -> names of parameters, in this order
     "Model": ("model", "backend", "context_length", "threads", "device", "dtype", "models_file", "yes"),
     "Memory": ("memory", "gpu_memory", "gpu_layers", "kv_type", "lenders", "keep_packed"),
     "Drafting": (
-        "draft", "planner", "planners", "budget", "exact", "datastore", "tau", "ahead", "targets", "cluster",
+        "draft", "planner", "planners", "budget", "exact", "datastore", "tau", "ahead", "targets", "cluster", "cascade",
+        "sparse_attention", "allow_approximate",
     ),
     "Sampling": ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
     "Prompt and output": (
@@ -194,12 +195,24 @@ MODEL_OPTIONS = _options(
         default=None,
         help="Draft on while MODEL computes. [default: only where the draft has its own processor]",
     ),
+    click.option(
+        "--cascade",
+        type=float,
+        metavar="ALPHA",
+        help="Approximate: take the draft's tokens that MODEL finds at least 1 - ALPHA times as likely as its best.",
+    ),
     _in_python("--min-probability", "edgespec.load(…, min_probability=…)", type=float),
     _in_python("--no-coupling", "edgespec.load(…, coupling=False)", is_flag=True),
 )
 TARGETS_OPTIONS = _options(
     click.option("--targets", type=int, metavar="N", help="Verify in N processes, each with a copy of MODEL."),
     click.option("--cluster", metavar="ADDRESS", help="Verify on the workers of a Dask scheduler: tls://HOST:PORT."),
+)
+SPARSE_OPTION = click.option(
+    "--sparse-attention",
+    type=float,
+    metavar="SHARE",
+    help="torch, approximate: read the fewest cells with this SHARE of the draft's attention, such as 0.99.",
 )
 NO_MEMORY_OPTION = outdated("--no-memory-of-costs", instead=f"set {OFF}=1", is_flag=True)
 SAMPLING_OPTIONS = _options(

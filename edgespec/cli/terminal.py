@@ -28,7 +28,8 @@ LONG_PROMPT = 256  # tokens, from which on the prefill gets a bar
 def open_streams() -> None:
     """Make the standard streams fit for a program of texts, before anything is opened.
 
-    Text is UTF-8 in every locale; a character that a terminal does not have becomes a question mark.
+    Text is UTF-8 in every locale, unless PYTHONIOENCODING says otherwise; a character that a terminal does not have
+    becomes a question mark.
 
     Raises:
         EdgespecError: standard output is closed.
@@ -45,7 +46,8 @@ def open_streams() -> None:
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="strict")
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+        piped = None if sys.stdout.isatty() or os.environ.get("PYTHONIOENCODING") else "utf-8"
+        sys.stdout.reconfigure(encoding=piped, errors="replace")
 
 
 def give_up_output() -> None:
@@ -197,7 +199,7 @@ def held_input() -> Iterator[None]:
 
 def mark_pastes(on: bool) -> None:
     """Let the terminal mark pasted text, so that it is one message; a prompt ends with the marks off."""
-    if sys.stdout.isatty() and not is_dumb():
+    if sys.stdout.isatty() and not is_dumb() and os.name != "nt":  # a console of Windows may show the code itself
         sys.stdout.write(f"\x1b[?2004{'h' if on else 'l'}")
         sys.stdout.flush()
 

@@ -7,12 +7,13 @@ from decode's, generated tokens are prefilled again in the next turn of a chat, 
 from collections.abc import Callable
 from contextlib import suppress
 
-from edgespec.errors import UsageError
+from edgespec.errors import UsageError, check_number
 from edgespec.loading.row_classes import MANY, Found, Group, find, is_timed
 from edgespec.loop.backend import Backend, Capabilities
 from edgespec.loop.engines import Computing, LoadPlan
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.machine.measurements import why_not_kept
+from edgespec.models.registry import OWN
 
 CHOICES = ("narrow", "wide", "any", "off")
 FEW = 3  # rows: a class that reaches no further has no room for a tree
@@ -107,12 +108,13 @@ def price(found: Found, exact: BatchInvariance | None, streams: bool) -> list[st
     ]
 
 
-def note_on_budget(budget: int, target: Backend, path: str) -> list[str]:
+def note_on_budget(budget: int, target: Backend, path: str, *, approximate: bool = False) -> list[str]:
     """
     Args:
         budget: draft tokens per pass that were asked for.
         target: loaded, and kept to a row class.
         path: of its model.
+        approximate: `check_cascade` allows no other class.
 
     Returns:
         A note for the user if the row class allows fewer, with what lifts this limit.
@@ -126,7 +128,7 @@ def note_on_budget(budget: int, target: Backend, path: str) -> list[str]:
     lifts = "--exact off"
     with suppress(UsageError):
         wide = choose(found, limits, "wide")
-        lifts = "--exact wide or off" if wide and wide.trees.most > exact.trees.most else lifts
+        lifts = "--exact wide or off" if wide and wide.trees.most > exact.trees.most and not approximate else lifts
     return [
         f"passes have at most {exact.trees.most - 1} draft tokens, not {budget}: more than {exact.trees.most} rows "
         f"are not bit-identical in the row class {exact.name}; {lifts} lifts this limit"
@@ -140,6 +142,26 @@ def check_choice(asked: str | None) -> None:
     """
     if asked not in (None, *CHOICES):
         raise UsageError(f"exact is {asked!r}, but must be one of {', '.join(CHOICES)}")
+
+
+def check_cascade(
+    cascade: float | None, draft: str | None, exact: str | None = None, ahead: bool | None = None
+) -> float:
+    """
+    Returns:
+        Alpha; 0: texts are exact.
+
+    Raises:
+        UsageError: it is out of range, there is no draft model, or an option asks for what it cannot give.
+    """
+    alpha = check_number("cascade", cascade or 0.0, lambda alpha: 0 <= alpha <= 1, "from 0 to 1")
+    if alpha and (not draft or draft in OWN):
+        raise UsageError("--cascade needs a draft model, not a head: name one with --draft (draft=…)")
+    if alpha and exact not in (None, "off"):
+        raise UsageError(f"--exact {exact} asks for the text of plain decoding, --cascade for another: leave one out")
+    if alpha and ahead:
+        raise UsageError("--ahead does not go with --cascade, for which the draft waits until the target has run")
+    return alpha
 
 
 def choose(found: Found, limits: Capabilities, asked: str | None) -> BatchInvariance | None:

@@ -11,6 +11,7 @@ from edgespec.loop.engines import (
     LoadPlan,
     LoadsHeads,
     Progress,
+    SparseEngine,
     TellsPlan,
     check_supported,
     choose_backend,
@@ -74,7 +75,7 @@ class PairPlan:
     @property
     def head(self) -> bool:
         """True: the draft is a head or layers of its target, after which it is loaded."""
-        return self.options.own_head or self.options.own_layers or any(map(is_head, self.paths[1:]))
+        return self.options.own_head or self.options.own_layers or _has_head(self.names, self.paths)
 
 
 def find_head(entry: Entry, backend: str | None, say: Callable[[str], None], notes: list[str]) -> str | None:
@@ -113,6 +114,8 @@ def with_head(names: Sequence[str], paths: Sequence[str], draft: str, options: L
         ModelError: as for `LoadsHeads.has_head`.
     """
     engine, own = find_engine(names[0]), draft == OWN_HEAD
+    if options.mixed:
+        raise UsageError(f"--cascade needs a draft model of its own, and {draft if draft in OWN else paths[1]} is none")
     if draft == OWN_LAYERS:
         if "own_layers" not in engine.supported:
             raise UsageError(
@@ -138,18 +141,33 @@ def plan_pair(
     """Arguments and errors as for `open_backends`."""
     check_choice(options.exact)
     sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft else [])]
-    here = this_machine()
+    here, share = this_machine(), options.sparse_attention
+    if share is not None and len(sources) == 1:
+        raise UsageError("--sparse-attention needs a draft model, whose attention it follows: name one with --draft")
+    if share is not None and options.exact not in (None, "off"):
+        raise UsageError(
+            f"--exact {options.exact} does not go with --sparse-attention, which is approximate: leave it out"
+        )
     names = [choose_backend(is_folder(source), here, options.backend) for source in sources]
     check_supported(names, options)
     paths = [local_path(source, say=say) for source in sources]
     check_folder(paths[0])
-    if draft and (draft in OWN or is_head(paths[1])):
+    if draft and (draft in OWN or _has_head(names, paths)):
+        if share is not None:
+            raise UsageError(f"--sparse-attention needs a draft model with a file of its own, and {draft} is none")
         options = with_head(names, paths, draft, options)
         return PairPlan(names, paths, options, _plan(names[0], paths[0], options))
+    if share is not None and (len(set(names)) > 1 or not isinstance(find_engine(names[0]), SparseEngine)):
+        raise UsageError(f"--sparse-attention needs both models on torch, and they are on {' and '.join(names)}")
     if len(set(names)) == 1 and (not draft or "draft_files" in find_engine(names[0]).supported):
         options = replace(options, draft_files=tuple(paths[1:]))
         return PairPlan(names, paths, options, _plan(names[0], paths[0], options))
     return PairPlan(names, paths, options, None)
+
+
+def _has_head(names: Sequence[str], paths: Sequence[str]) -> bool:
+    """True if the draft's file is a head; engines of other packages may have other files, and no heads."""
+    return bool(paths[1:]) and isinstance(find_engine(names[1]), LoadsHeads) and is_head(paths[1])
 
 
 def _plan(name: str, path: str, options: LoadOptions) -> LoadPlan:
@@ -192,7 +210,11 @@ def load_pair(
                     f"with the draft {missing / 1e9:.2f} GB are read in every pass, without it nothing: "
                     "edgespec pair TARGET DRAFT --memory SIZE tells what is quicker",
                 ]
-        apply_row_class(backends[0], pair.paths[0], options.exact, keep=remember, say=say)
+        if options.sparse_attention is not None:
+            assert isinstance(engines[0], SparseEngine)
+            engines[0].attend_sparsely(backends[0], backends[1], options.sparse_attention, keep=remember, say=say)
+        for backend, path in zip(backends, pair.paths if options.mixed else pair.paths[:1], strict=False):
+            apply_row_class(backend, path, options.exact, keep=remember, say=say)
     except BaseException:
         close_all(backends)
         raise

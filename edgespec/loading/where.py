@@ -22,16 +22,20 @@ class Where:
         placed: its layers; None: the engine does not tell.
         exact: the text is that of plain decoding to the bit; False: up to ties within rounding.
         unused: a card that does not compute, why, and what would help; "" if there is none.
+        approximate: what changes the distribution; "": nothing does.
     """
 
     engine: str
     placed: Placed | None
     exact: bool = False
     unused: str = ""
+    approximate: str = ""
 
     @property
     def line(self) -> str:
         exactness = EXACTLY if self.exact else UP_TO_TIES
+        if self.approximate:
+            exactness = f"approximate ({self.approximate}): not the text of plain decoding"
         return "; ".join([f"{self.engine}{self._places()}", exactness, *filter(None, [self.unused])])
 
     def _places(self) -> str:
@@ -53,15 +57,18 @@ class Where:
         return {"engine": self.engine, **placed, "exact": self.exact, "unused": self.unused, "line": self.line}
 
 
-def where(backend: Backend, gpu_layers: int | None = None) -> Where:
+def where(backend: Backend, gpu_layers: int | None = None, approximate: str = "") -> Where:
     """
     Args:
         backend: loaded.
         gpu_layers: as asked for.
+        approximate: as for `Where`.
     """
     placed = backend.placed if isinstance(backend, TellsPlaced) else None
     unused = _unused(backend.name, nvidia_cards()) if placed and not placed.device and gpu_layers != 0 else ""
-    return Where(engine=backend.name, placed=placed, exact=backend.capabilities.logit_tolerance == 0, unused=unused)
+    approximate = approximate or backend.capabilities.approximate
+    exact = backend.capabilities.logit_tolerance == 0 and not approximate
+    return Where(engine=backend.name, placed=placed, exact=exact, unused=unused, approximate=approximate)
 
 
 def _unused(engine: str, cards: Sequence[str]) -> str:

@@ -34,6 +34,7 @@ class Capabilities:
         widest: draft tokens of one pass for which memory is planned, as `LoadOptions.widest` asks; 0: its `budget`.
         states: size of the state that `GivesStates.states` gives of a node; 0: its logits are no `GivesStates`.
         head: it drafts from its target's states: its sessions are `TakesStates`.
+        approximate: what changes the distribution of its texts, such as "sparse attention 0.99"; "": nothing does.
     """
 
     context_length: int
@@ -54,6 +55,7 @@ class Capabilities:
     widest: int = 0
     states: int = 0
     head: bool = False
+    approximate: str = ""
 
     def leaves(self, sequences: int) -> int:
         """Most leaves of one session, if `sequences` sessions have trees at once."""

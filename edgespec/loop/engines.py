@@ -7,7 +7,16 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Protocol, Self, runtime_checkable
 
-from edgespec.errors import MissingPackage, UsageError, check_flag, check_text, check_texts, check_whole, no_such
+from edgespec.errors import (
+    MissingPackage,
+    UsageError,
+    check_flag,
+    check_number,
+    check_text,
+    check_texts,
+    check_whole,
+    no_such,
+)
 from edgespec.loop.backend import Backend, Vocab
 
 # Name -> module with an `engine`; others are in the entry-point group edgespec.backends.
@@ -20,6 +29,7 @@ BUILT_IN = {
 # Optional fields of `LoadOptions`, in the order in which messages name them.
 ENGINE_OPTIONS = (
     "threads", "gpu_layers", "memory", "kv_type", "device", "dtype", "gpu_memory", "lenders", "keep_packed",
+    "sparse_attention",
 )  # fmt: skip
 
 Computing = Mapping[str, str | int | None]  # `Backend.computing`
@@ -97,6 +107,8 @@ class LoadOptions:
         share: part of a context that each further session adds to the cells of all sessions.
         own_head: the head in the model's own file is loaded, too, and stays in memory; see `LoadsHeads`.
         own_layers: some of the model's own layers will draft; whole layers are streamed then.
+        sparse_attention: share of the draft's attention whose cells are read; see `SparseEngine`.
+        mixed: the draft's logits change what is sampled, so that it has a row class, and two sessions for each.
     """
 
     context_length: int = 4096
@@ -121,6 +133,8 @@ class LoadOptions:
     share: float | None = None
     own_head: bool = False
     own_layers: bool = False
+    sparse_attention: float | None = None
+    mixed: bool = False
 
     def __post_init__(self) -> None:
         """
@@ -136,6 +150,8 @@ class LoadOptions:
         for name in ("exact", "kv_type", "device", "dtype"):
             if (value := getattr(self, name)) is not None:
                 check_text(name, value)
+        if (share := self.sparse_attention) is not None:
+            check_number("sparse_attention", share, lambda share: 0 < share <= 1, "above 0 and at most 1")
         if self.keep_packed is not None:
             check_flag("keep_packed", self.keep_packed)
         object.__setattr__(self, "lenders", check_texts("lenders", self.lenders))
@@ -144,8 +160,9 @@ class LoadOptions:
         """Options of a draft, which stays in memory, and uses the GPU unless `gpu_layers` is 0."""
         gpu_layers = 0 if self.gpu_layers == 0 else None
         return replace(
-            self, exact="off", widest=0, memory=None, gpu_memory=None, gpu_layers=gpu_layers, lenders=(),
-            draft_files=(), resident=True, in_order=False, own_head=False,
+            self, exact=self.exact if self.mixed else "off", widest=0, memory=None, gpu_memory=None,
+            gpu_layers=gpu_layers, lenders=(), draft_files=(), resident=True, in_order=self.mixed, own_head=False,
+            sessions=self.sessions * (2 if self.mixed else 1), sparse_attention=None,
         )  # fmt: skip
 
 
@@ -283,6 +300,33 @@ class LoadsHeads(Protocol):
 
         Raises:
             ModelError: it does not fit the target, or the engine lacks what it needs.
+        """
+        ...
+
+
+@runtime_checkable
+class SparseEngine(Protocol):
+    """An engine whose targets can read the cells that a draft attends to: an optional feature, approximate."""
+
+    def attend_sparsely(
+        self,
+        target: Any,
+        draft: Any,
+        share: float,
+        *,
+        keep: bool = True,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """
+        Args:
+            target: loaded by this engine, with room for a session.
+            draft: as `target`.
+            share: of the draft's attention, above 0; with 1 all cells are read.
+            keep: remember which layers of the two attend alike.
+            say: as for `edgespec.load`.
+
+        Raises:
+            UsageError: a layer of the two does not attend to the whole text.
         """
         ...
 

@@ -390,7 +390,8 @@ class Generation:
         position = len(self.token_ids) + len(accepted)
         output = self.token_ids[len(self._prompt_ids) :] + accepted if self._sampling.has_penalties else accepted
         allowed = self._grammar.masked(row) if self._grammar else row
-        token = sample(allowed, position, self._sampling, self._noise, self._prompt_ids, output)
+        drawn = self._planner.mix(allowed, self._sampling, self.token_ids, accepted, self._grammar)
+        token = sample(drawn[0], position, drawn[1], self._noise, self._prompt_ids, output)
         if self._grammar:
             self._grammar.accept(token)
         if self._log_probs is not None:

@@ -178,6 +178,42 @@ class Prefill:
         return True
 
 
+@dataclass(slots=True)
+class Following(Prefill):
+    """Reads a prompt in the row class of prompts, and the output after it in that of trees, as a target does.
+
+    Attributes:
+        prompt: number of the first tokens that are read as a prompt.
+    """
+
+    prompt: int = 0
+
+    def resume(self) -> int:
+        """As `Prefill.resume`; output stays, too."""
+        kept = min(common_prefix(self.session.token_ids, self.token_ids), len(self.token_ids) - self.want_last)
+        unread = self.session.unread_committed
+        if most_nodes(self.backend.capabilities, unread) < 1:  # more than a pass takes are read in parts
+            kept = min(kept, len(self.session.token_ids) - unread)
+        if kept < self.prompt:
+            kept = self._of_prompt().resume()
+        self.session.rewind(kept)
+        return kept
+
+    def work(self, most: int | None = None) -> Work:
+        """As `Prefill.work`; `most` is for the prompt."""
+        start = self.resume()
+        if start < self.prompt:
+            return self._of_prompt().work(most)
+        rows = most_nodes(self.backend.capabilities, self.session.unread_committed)
+        piece = np.asarray(self.token_ids[start : start + rows], np.int32)
+        nodes = np.arange(len(piece), dtype=np.int32)
+        return Work(self.session, piece, nodes - 1, nodes[-1:])  # a tree's pass always has logits
+
+    def _of_prompt(self) -> Prefill:
+        prompt = self.token_ids[: self.prompt]
+        return Prefill(self.backend, self.session, prompt, self.want_last and len(self.token_ids) <= self.prompt)
+
+
 def prefill(
     backend: Backend,
     session: Session,

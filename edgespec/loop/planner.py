@@ -1,4 +1,4 @@
-"""The contract between the loop and planners, which propose draft tokens and never decide the output.
+"""The contract between the loop and planners, which propose draft tokens and never decide the output, but for `mix`.
 
 After `begin`, `saw_prompt` and `observe` report the prompt's passes and the first token. The calls of a step follow, in
 their order:
@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 from edgespec.loop.backend import Logits, Session
 from edgespec.loop.draft_passes import DraftSteps
+from edgespec.loop.grammar import Constraint
 from edgespec.loop.hint_texts import Hint
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.passes import Prefill
-from edgespec.loop.sampling import Noise, SamplingParams
+from edgespec.loop.sampling import Float32Array, Noise, SamplingParams
 from edgespec.loop.tree import DraftTree, Proposal
 
 
@@ -82,10 +83,12 @@ class Planner(ABC):
     Attributes:
         name: as users write it.
         depth: most depth of the trees that it proposes.
+        approximate: what changes the distribution, as users read it; "": nothing does.
     """
 
     name: str = ""
     depth: int = 1 << 30
+    approximate: str = ""
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """Start a sequence of at least one token, which may be too long for the draft, without making a pass."""
@@ -123,6 +126,24 @@ class Planner(ABC):
             nodes: of the tree, after it was cut.
         """
         return nullcontext()
+
+    def mix(
+        self, row: Float32Array, sampling: SamplingParams, token_ids: Sequence[int], accepted: Sequence[int],
+        grammar: Constraint | None,
+    ) -> tuple[Float32Array, SamplingParams]:  # fmt: skip
+        """What the next token is sampled from; only an approximate method changes it.
+
+        Args:
+            row: the target's logits [V], masked by the grammar.
+            sampling: the sequence's.
+            token_ids: all committed tokens.
+            accepted: tokens of this step before the next one.
+            grammar: in the state of the next token.
+
+        Returns:
+            Logits and how to sample from them.
+        """
+        return row, sampling
 
     def saw_prompt(self, start: int, count: int, logits: Logits) -> None:
         """Learn from the target's pass over a part of the prompt, between `begin` and the first `observe`.

@@ -14,7 +14,7 @@ PATIENCE = 5  # seconds
 def nvidia_cards() -> Sequence[str]:
     """Their names; () without a driver."""
     if DRIVER.is_dir():
-        lines = [line for file in sorted(DRIVER.glob("*/information")) for line in file.read_text().splitlines()]
+        lines = [line for file in sorted(DRIVER.glob("*/information")) for line in file.read_text("utf-8").splitlines()]
         return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
     command = shutil.which("nvidia-smi")
     if not command:

@@ -27,6 +27,9 @@ def config_folder() -> Path | None:
 
 
 def _user_folder(kind: str) -> Path | None:
+    named = Path(os.environ.get(f"XDG_{kind.split('_')[1].upper()}_HOME", ""))  # platformdirs ignores it on Windows
+    if named.is_absolute():
+        return named / "edgespec"
     try:
         folder: Path = getattr(platformdirs, kind)("edgespec", appauthor=False)
     except RuntimeError:  # newer versions raise it without a home folder, older ones keep the ~
@@ -43,6 +46,12 @@ def may_wait(path: str | Path) -> bool:
     """True for a pipe, socket or device: opening or reading it may take for ever."""
     path = Path(path)
     return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def size_on_disk(path: Path) -> int:
+    """Bytes that a file takes: a gap in it takes none, but Windows fills gaps and counts no blocks."""
+    found = path.stat()
+    return found.st_blocks * 512 if hasattr(found, "st_blocks") else found.st_size
 
 
 def check_out(path: str | Path, start: bytes, kind: str, advice: str = "give another name") -> None:
@@ -76,9 +85,8 @@ def write_whole(path: Path, data: str | bytes) -> None:
     """Write a file in one step, so that no reader finds half of it; raises OSError."""
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", suffix=".new", delete=False) as file:
         new = Path(file.name)
-        try:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)
+    try:
+        new.write_bytes(data.encode() if isinstance(data, str) else data)
+        new.replace(path)  # Windows refuses this while the file is open
+    finally:
+        new.unlink(missing_ok=True)

@@ -105,7 +105,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def _meminfo(root: Path) -> dict[str, int]:
-    lines = (root / "proc/meminfo").read_text().splitlines()
+    lines = (root / "proc/meminfo").read_text("utf-8").splitlines()
     return {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":", 1) for line in lines)}
 
 
@@ -122,11 +122,13 @@ def _group_room(root: Path) -> list[int]:
             limits, used, cache = ["memory.max", "memory.high"], "memory.current", V2_CACHE
         for limit in limits:
             try:
-                most = (group / limit).read_text().strip()
+                most = (group / limit).read_text("utf-8").strip()
                 if most == "max":
                     continue
-                stat = dict(entry.split() for entry in (group / "memory.stat").read_text().splitlines())
-                rooms.append(int(most) - int((group / used).read_text()) + sum(int(stat[name]) for name in cache))
+                stat = dict(entry.split() for entry in (group / "memory.stat").read_text("utf-8").splitlines())
+                rooms.append(
+                    int(most) - int((group / used).read_text("utf-8")) + sum(int(stat[name]) for name in cache)
+                )
             except (OSError, KeyError, ValueError):
                 continue
     return rooms
@@ -168,13 +170,20 @@ class MemoryStatus(ctypes.Structure):
 
 
 def _available_windows() -> int:
+    return int(_memory_status().ullAvailPhys) or sys.maxsize
+
+
+def _memory_status() -> MemoryStatus:
+    """Zeros if Windows does not answer."""
     status = MemoryStatus(dwLength=ctypes.sizeof(MemoryStatus))
     windll = getattr(ctypes, "windll")  # noqa: B009  (only Windows has it, so types are checked without it)
-    return int(status.ullAvailPhys) if windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)) else sys.maxsize
+    return status if windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)) else MemoryStatus()
 
 
 def all_memory() -> int:
     """Bytes of memory in all; sys.maxsize: unknown."""
+    if sys.platform == "win32":
+        return int(_memory_status().ullTotalPhys) or sys.maxsize
     try:
         return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     except (AttributeError, ValueError, OSError):
@@ -191,7 +200,7 @@ def private_memory() -> int:
             else 0
         )
     try:
-        status = Path("/proc/self/status").read_text()
+        status = Path("/proc/self/status").read_text("utf-8")
     except OSError:
         return 0
     match = re.search(r"RssAnon:\s+(\d+) kB", status)

@@ -19,6 +19,8 @@ LOADED = 0.5  # load per processor above which nothing can be timed
 MAP_FAILED = (1 << 64) - 1
 MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP of linux/mman.h
 
+PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not on Windows
+
 _own = threading.local()
 
 
@@ -41,7 +43,7 @@ def open_direct(path: str) -> tuple[int, bool]:
 
 def read_buffer(size: int = READ_SIZE) -> memoryview:
     """`size` bytes to read into, in huge pages if there are any: small pages halve the speed of a read."""
-    whole = mmap.mmap(-1, size + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = mmap.mmap(-1, size + HUGE, **PRIVATE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):
             whole.madvise(mmap.MADV_HUGEPAGE)
@@ -226,9 +228,9 @@ def _quotas(root: Path) -> Iterator[float]:
     for group, version in control_groups("cpu", root):
         try:
             if version == 1:
-                most, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+                most, period = ((group / f"cpu.cfs_{name}_us").read_text("utf-8") for name in ("quota", "period"))
             else:
-                most, period = (group / "cpu.max").read_text().split()
+                most, period = (group / "cpu.max").read_text("utf-8").split()
             if most != "max" and int(most) > 0:  # -1: no limit
                 yield int(most) / int(period)
         except (OSError, ValueError, ZeroDivisionError):

@@ -47,8 +47,9 @@ from edgespec.models.registry import OWN, OWN_HEAD, OWN_LAYERS, find_draft, find
 from edgespec.planners.auto import AutoState
 from edgespec.planners.path_cost import note
 from edgespec.weights.plan import REMEDY, SAFETY, SLOW, Plan, two_digits
+from edgespec.weights.ring import CANNOT_STREAM, can_stream
 
-# Tokens per pass in a chat, with trees of 8 and of 64 nodes, as in README and docs/measured.md ("Heads").
+# Tokens per pass in a chat, with trees of 8 and of 64 nodes, as in docs/measured.md.
 EXPECTED_TOKENS = {"specexec": (4.0, 7.0), "sssd": (1.6, 2.0), "head": (1.8, 2.25)}
 OF_A_HEAD = " (computed, with the tokens per pass of another model's head)"
 SIZES, SIZES_OF_MIXTURES = (8,), (2, 4, 8, 16)  # nodes of passes, besides one and a full tree
@@ -60,7 +61,7 @@ class Diagnosis:
     """Findings of `diagnose`; sizes in bytes.
 
     Attributes:
-        disk: bytes per second.
+        disk: bytes per second; 0: not measured.
         head: the head in the file, or "".
         remembered: measurements of pass times by runs of this model.
         draft_or_memory: speeds with the draft and without it; None: it takes no memory that the target needs.
@@ -189,7 +190,7 @@ def diagnose(
         if draft == OWN_HEAD and card
         else sum(sum(files.values()) for files in sizes[1:]),
         disk=disk.speed,
-        reading=f"{disk.threads} x {format_size(disk.size)} at once",
+        reading=f"{disk.threads} x {format_size(disk.size)} at once" if disk.speed else "",
         head=card.line if card else "",
         notes=notes,
         engine=engine,
@@ -203,11 +204,13 @@ def diagnose(
 
 
 def _read_disk(file: str) -> Reading:
-    """
+    """Measure the disk, if anything can be streamed from it.
+
     Raises:
         ModelError: the file cannot be read.
-        UsageError: this system cannot measure a disk.
     """
+    if not can_stream(this_machine()):
+        return Reading()
     known = recall_reading(file)
     if not known.speed and can_remember():
         found = find_reading(file)[0]
@@ -337,7 +340,7 @@ def _reading(say: Callable[[str], None]) -> Callable[[int, int], None]:
 
 
 def report(diagnosis: Diagnosis) -> str:
-    speed = f"{diagnosis.disk / 1e9:.2f} GB/s"
+    speed = f"{diagnosis.disk / 1e9:.2f} GB/s" if diagnosis.disk else "not measured"
     lines = [
         ("model", f"{diagnosis.target}, {format_size(diagnosis.file_size)}"),
         ("engine", diagnosis.engine),
@@ -356,7 +359,8 @@ def report(diagnosis: Diagnosis) -> str:
     plan = diagnosis.plan
     if plan is None:
         fits = "everything fits into memory; nothing is streamed"
-        lines.append(("plan", "layers are streamed: see the note" if diagnosis.streams else fits))
+        noted = "layers are" if diagnosis.streams else "nothing is" if CANNOT_STREAM in diagnosis.notes else ""
+        lines.append(("plan", f"{noted} streamed: see the note" if noted else fits))
     else:
         lines += [
             ("stays", f"{format_size(plan.pinned_bytes)} of weights, {format_size(plan.needed)} for all else"),

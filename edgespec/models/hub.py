@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
+from edgespec.machine.files import size_on_disk
 from edgespec.models import pulled
 from edgespec.models.download import STALL, Progress, download
 from edgespec.models.gguf_header import part_names
@@ -241,7 +242,7 @@ def repository_folder(repository: str) -> Path:
 def _snapshot(source: HubSource) -> Iterator[str]:
     folder = repository_folder(source.repository)
     reference = folder / "refs" / source.revision
-    snapshot = folder / "snapshots" / (reference.read_text() if reference.is_file() else source.revision)
+    snapshot = folder / "snapshots" / (reference.read_text("utf-8") if reference.is_file() else source.revision)
     for file in snapshot.rglob("*.gguf"):
         if file.exists():  # else the link's target was removed
             yield file.relative_to(snapshot).as_posix()
@@ -342,9 +343,7 @@ def check_space(listings: Sequence[Listing]) -> None:
     needed = sum(file.size for listing in listings for file in listing.missing)
     cache = cache_of_hub()
     folder = next(place for place in (cache, *cache.parents) if place.exists())
-    there = sum(
-        part.stat().st_blocks * 512 for listing in listings for file in listing.missing for part in _partial(file)
-    )
+    there = sum(size_on_disk(part) for listing in listings for file in listing.missing for part in _partial(file))
     free = shutil.disk_usage(folder).free
     if needed and needed - there + SPARE > free:
         raise EdgespecError(

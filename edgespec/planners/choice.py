@@ -13,6 +13,7 @@ from edgespec.loop.planner import Planner
 from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner
 from edgespec.planners.auto import AutoPlanner, AutoState
 from edgespec.planners.candidates import READ, Drafting, Lookup
+from edgespec.planners.cascade import CascadePlanner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.datastore import Datastore, open_datastore
 from edgespec.planners.easyspec import EasySpecPlanner
@@ -128,6 +129,7 @@ def make_planner(
     *,
     sequences: int = 1,
     ahead: bool | None = None,
+    cascade: float = 0.0,
     **options: Any,
 ) -> Planner:
     """Make a planner, after `check_planner`.
@@ -141,13 +143,19 @@ def make_planner(
         sequences: number of sequences that are generated at once.
         ahead: the draft goes on while the target runs; with a state, with an account of its own (`planners/ledger.py`);
             default: with a state, where the draft has a processor of its own. `pearl` and `specbranch` always do so.
+        cascade: as for `edgespec.load`; the draft has room for another session.
         options: of the planner.
 
     Raises:
         DatastoreError: the datastore does not fit the target, or is damaged.
-        UsageError: `ahead` is asked for, and the draft cannot.
+        UsageError: `ahead` is asked for, and the draft cannot, or a cascade with a planner that always goes ahead.
     """
     target, *drafts = backends
+    if cascade and PLANNERS[name].ahead:
+        raise UsageError(f"the planner {name} does not go with --cascade, for which the draft waits for the target")
+    if cascade:
+        planner = make_planner(name, backends, datastore, state, sequences=sequences, ahead=False, **options)
+        return CascadePlanner(planner, drafts[0], cascade)
     if name == "auto" and state is None:
         copying = datastore is not None or target.capabilities.streams
         name = "specexec" if drafts else "sssd" if copying else "none"

@@ -10,7 +10,7 @@ from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend, Logits, Work
 from edgespec.loop.draft_passes import DraftSteps, Passed, Wanted, run_one
 from edgespec.loop.pass_times import Curve, PassTimes
-from edgespec.loop.passes import Prefill
+from edgespec.loop.passes import Following, Prefill
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Float32Array, IdArray, SamplingParams, Scores, adjust
 from edgespec.loop.tree import DraftTree
@@ -50,9 +50,17 @@ class Drafter:
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """Keep the prefix of the prompt that the session holds."""
-        self._prompt_length, self._prefill = len(prompt_ids), Prefill(self.draft, self.session, prompt_ids)
+        self._prompt_length = len(prompt_ids)
+        self._prefill = self._reader(prompt_ids)
         self._prefill.resume()
         self.evaluated, self.seconds, self.passes = 0, 0.0, 0
+
+    def _reader(self, token_ids: Sequence[int], *, want_last: bool = False) -> Prefill:
+        """Reads all as a prompt; a draft with a row class of prompts could not keep output that it read so."""
+        exact = self.draft.capabilities.exact
+        if exact is None or exact.prompts == exact.trees:
+            return Prefill(self.draft, self.session, token_ids, want_last)
+        return Following(self.draft, self.session, token_ids, want_last, prompt=self._prompt_length)
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
         """As for `Planner`: the prompt, or generated tokens if they are too many for `propose`."""
@@ -79,7 +87,7 @@ class Drafter:
         return run_one(self.reading(token_ids))
 
     def reading(self, token_ids: Sequence[int]) -> DraftSteps[tuple[Logits, int]]:
-        reading, self.evaluated = Prefill(self.draft, self.session, token_ids, want_last=True), 0
+        reading, self.evaluated = self._reader(token_ids, want_last=True), 0
         while True:
             work = reading.work()
             try:

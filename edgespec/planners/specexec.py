@@ -17,7 +17,7 @@ import numpy as np
 from edgespec.loop.backend import Backend, Logits, Session
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import PassTimes
-from edgespec.loop.passes import Prefill
+from edgespec.loop.passes import Prefill, most_nodes
 from edgespec.loop.planner import Context, Planner, PlannerStats
 from edgespec.loop.sampling import IdArray
 from edgespec.loop.tree import DraftTree, Proposal, root_only
@@ -56,7 +56,7 @@ class SpecExecPlanner(Planner):
         self.tau = tau
         self.coupling = coupling
         self._limits = draft.capabilities
-        self._beam = min(beam, self._limits.max_wanted) if self.children > 1 else 1
+        self._beam = min(beam, most_nodes(self._limits, 0)) if self.children > 1 else 1
         self._drafter = HeadDrafter(draft, cost) if self._limits.head else Drafter(draft, cost)
         self._search: Search | None = None
         self._usual = -np.inf  # cutoff of the last search, and about that of the next

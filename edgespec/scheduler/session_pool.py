@@ -255,6 +255,7 @@ class SessionPool:
             log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
             hint_texts=request.hint_texts, last_row=self._last_row(request.prompt_ids),
         )  # fmt: skip
+        handle.stats.approximate = lane.planner.approximate or self.limits.approximate
         lane.generation.prompt.retries = PROMPT_RETRIES
         first = lane.generation.begin()
         while self.limits.cells is not None and sum(map(self._reserved, self.lanes)) > self.limits.cells:

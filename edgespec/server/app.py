@@ -133,6 +133,7 @@ async def health(http: HttpRequest) -> Response:
         "where": service.model.where.as_dict(),
         "planner": service.model.planners[0].name,
         "exact": exact.name if exact else None,
+        "approximate": service.model.approximate,
         "streams": target.capabilities.streams,
         "context_length": target.capabilities.context_length,
         "parallel": len(service.model.planners),

@@ -52,6 +52,7 @@ class Service:
         target = self.model.target
         exact = target.capabilities.exact
         about = [self.name, target.name, target.build, str(dict(target.computing)), str(exact)]
+        about += [self.model.approximate] if self.model.approximate else []
         return "fp_" + sha256("\n".join(about).encode()).hexdigest()[:16]
 
     async def start(self, question: Question) -> Answers:

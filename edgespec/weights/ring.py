@@ -254,6 +254,9 @@ def measure_disk(paths: Sequence[str], plan: Plan) -> float:
     return disk_speed(paths[plan.streamed[0].extents[0].file]) if plan.streamed else 0.0
 
 
+CANNOT_STREAM = "streaming weights works on Linux and macOS; here the system's own paging does what it can"
+
+
 def can_stream(machine: Machine) -> bool:
     return machine.platform in ("linux", "darwin")
 

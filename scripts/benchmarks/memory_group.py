@@ -33,15 +33,15 @@ class Group:
             size: bytes.
         """
         for name, value in self._settings.items():
-            (self.folder / name).write_text(value.format(size))
+            (self.folder / name).write_text(value.format(size), "utf-8")
 
     def enter(self) -> None:
-        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()), "utf-8")
 
     def peak(self) -> int:
         """Most bytes in use at once; 0: unknown (before Linux 5.19)."""
         try:
-            return int((self.folder / self._peak).read_text())
+            return int((self.folder / self._peak).read_text("utf-8"))
         except OSError:
             return 0
 
@@ -53,7 +53,7 @@ def memory_group() -> Iterator[Group]:
     Raises:
         EdgespecError: none may be made here.
     """
-    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    lines = Path("/proc/self/cgroup").read_text("utf-8").splitlines()
     paths = {controllers: path.strip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
     version = 1 if "memory" in paths else 2
     base = GROUPS / "memory" / paths["memory"] if version == 1 else GROUPS / paths.get("", "")

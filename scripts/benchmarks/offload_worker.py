@@ -148,7 +148,7 @@ def _used(found: dict[str, Any]) -> Iterator[None]:
 
 def bytes_read() -> int:
     """Bytes that this process has read from a disk (Linux)."""
-    lines = Path("/proc/self/io").read_text().splitlines()
+    lines = Path("/proc/self/io").read_text("utf-8").splitlines()
     return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
 
 

@@ -31,7 +31,7 @@ def perplexity(
             nodes = np.arange(len(ids), dtype=np.int32)
             session = backend.open()
             logits = backend.forward([Work(session, ids, nodes - 1, nodes)])[0]
-            total -= sum(_log_probability(logits.row(i), ids[i + 1]) for i in range(len(ids) - 1))
+            total -= sum(log_probability(logits.row(i), ids[i + 1]) for i in range(len(ids) - 1))
             count += len(ids) - 1
             session.close()
         done(len(ids))
@@ -40,5 +40,5 @@ def perplexity(
     return float(np.exp(total / count))
 
 
-def _log_probability(row: Float32Array, token_id: int) -> float:
+def log_probability(row: Float32Array, token_id: int) -> float:
     return float(row[token_id]) - log_sum_exp(row)

@@ -36,14 +36,14 @@ class Streamed:
 
 
 @contextmanager
-def served(model: Model) -> Iterator[int]:
+def served(model: Model, name: str = "model") -> Iterator[int]:
     import uvicorn
 
     from edgespec.server.app import make_app
     from edgespec.server.service import Service
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(make_app(Service(model, "model")), log_level="warning", lifespan="on"))
+        server = uvicorn.Server(uvicorn.Config(make_app(Service(model, name)), log_level="warning", lifespan="on"))
         thread = Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:

@@ -42,7 +42,7 @@ from edgespec.weights.plan import (
     spans,
 )
 from edgespec.weights.preload import Progress
-from edgespec.weights.ring import Streamer, can_stream, measure_disk, open_store
+from edgespec.weights.ring import CANNOT_STREAM, Streamer, can_stream, measure_disk, open_store
 
 from ..context import ContextSize, make_context, of_head
 from ..ggml.files import (
@@ -248,8 +248,7 @@ class MemoryPlanner:
         """
         free, lent = self.machine.free, bool(self.borrowed)
         if not can_stream(self.machine):
-            note = "streaming weights works on Linux and macOS; here the system's own paging does what it can"
-            return None, size, [note] if self.memory is not None or self.file_sizes > free else []
+            return None, size, [CANNOT_STREAM] if self.memory is not None or self.file_sizes > free else []
         count = count_layers(self.tensors)
         layers = [] if lent and gpu_layers else self.find_layers()
         # The GPU gets the last layers and the output; a Mac's GPU keeps them in the planned memory.

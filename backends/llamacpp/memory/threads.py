@@ -71,7 +71,7 @@ def usage_now() -> Usage | None:
     if sys.platform != "linux":
         return None
     try:
-        stat = Path("/proc/stat").read_text()
+        stat = Path("/proc/stat").read_text("utf-8")
     except OSError:
         return None
     ticks = busy_ticks(stat, os.sched_getaffinity(0))

@@ -19,7 +19,7 @@ def serve(work: Callable[[dict[str, Any], Say], None]) -> None:
         work: called with the job and a function that sends a line to the parent.
     """
     job: dict[str, Any] = json.loads(sys.argv[1])
-    lines = os.fdopen(os.dup(1), "w")
+    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
     def give_up(*_: object) -> None:

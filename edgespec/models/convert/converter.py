@@ -59,8 +59,9 @@ def find_converter(path: str | None, report: Progress) -> Path:
 def _fetch(wanted: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ENGINE]
     done = subprocess.run(
-        [*command, "--dest", str(folder), f"{ENGINE}=={wanted}"], capture_output=True, errors="replace", check=False
-    )
+        [*command, "--dest", str(folder), f"{ENGINE}=={wanted}"],
+        capture_output=True, encoding="utf-8", errors="replace", check=False,
+    )  # fmt: skip
     archives = list(folder.glob("*.tar.gz"))
     if done.returncode or not archives:
         why = (done.stderr.strip() or "pip gave no reason").splitlines()[-1]
@@ -134,11 +135,13 @@ def convert_folder(folder: Path, out: Path, *, dtype: str, script: Path, trust: 
     Raises:
         ModelError: the converter refuses; with its last line.
     """
-    staged = out.with_name(f"{out.name}.folder")
-    staged.mkdir()
-    for file in folder.iterdir():
-        if trust or file.suffix != ".py":
-            (staged / file.name).symlink_to(file.absolute())
+    staged = folder.absolute()
+    if not trust and any(folder.glob("*.py")):
+        staged = out.with_name(f"{out.name}.folder")
+        staged.mkdir()
+        for file in folder.iterdir():
+            if file.suffix != ".py":
+                (staged / file.name).symlink_to(file.absolute())
     total = sum(len(read_safetensors_header(file)) for file in folder.glob("*.safetensors"))
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "NO_LOCAL_GGUF")}
     environment |= {"HF_HUB_OFFLINE": "1"}
@@ -146,7 +149,8 @@ def convert_folder(folder: Path, out: Path, *, dtype: str, script: Path, trust: 
     done, last = 0, ""
     with subprocess.Popen(
         [sys.executable, "-s", str(script), str(staged), *options],
-        cwd=script.parent, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace",
+        cwd=script.parent, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8",
+        errors="replace",
     ) as process:  # fmt: skip
         assert process.stderr is not None
         try:

@@ -56,7 +56,9 @@ def write_layer_files(folder: Path, progress: Callable[[int, int], None] = lambd
         path.unlink(missing_ok=True)
     for path in new:
         path.rename(path.with_suffix(""))
-    index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+    index.write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n", "utf-8"
+    )
 
 
 def _header(tensors: list[Stored]) -> bytes:

@@ -159,7 +159,8 @@ async function send() {
     state.last = { body: { ...body, seed: whole.seed }, place, tokens: state.passes.flatMap((pass) => pass.tokens) };
     const seconds = ((performance.now() - started) / 1000).toFixed(1);
     const times = stats.times_plain ? ` (${stats.times_plain.toFixed(2)} x plain)` : "";
-    notice(`done: ${stats.tokens} tokens in ${seconds} s${times}, seed ${whole.seed}`);
+    const approximate = stats.approximate ? `, approximate: ${stats.approximate}` : "";
+    notice(`done: ${stats.tokens} tokens in ${seconds} s${times}${approximate}, seed ${whole.seed}`);
   } catch (error) {
     notice(error.name === "AbortError" ? "stopped" : error.message);
   }
@@ -275,7 +276,8 @@ async function greet() {
   try {
     const health = await (await fetch("health")).json();
     $("model").textContent = `${health.model} · ${health.engine} · planner ${health.planner}`
-      + (health.exact ? ` · passes agree to the bit (${health.exact})` : "") + (health.streams ? " · streamed" : "");
+      + (health.exact ? ` · passes agree to the bit (${health.exact})` : "") + (health.streams ? " · streamed" : "")
+      + (health.approximate ? ` · approximate: ${health.approximate}` : "");
   } catch {
     $("model").textContent = "the server does not answer";
   }

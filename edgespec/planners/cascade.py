@@ -1,0 +1,196 @@
+"""Speculative cascades (arXiv 2405.19261): texts that lie between the target's and the draft's. Approximate.
+
+A token is sampled, with the noise of its position, from
+
+    pi = q * [v in A] + q(not in A) * p       A = {v : p1(v) >= (1 - alpha) * max p1}       (the rule Token-V3)
+
+p and q are the target's and the draft's distributions after temperature, top-k, top-p and min-p, and p1 the target's
+before these four; grammar, bias and penalties act on all of them. At T = 0, p and q are single tokens: pi is the
+draft's token if it is in A, else the target's.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.loop.backend import Backend, Logits, Session, Work
+from edgespec.loop.draft_passes import DraftSteps
+from edgespec.loop.grammar import Constraint
+from edgespec.loop.passes import Following, Prefill, most_nodes
+from edgespec.loop.planner import Context, Planner, PlannerStats
+from edgespec.loop.sampling import Float32Array, SamplingParams, Scores, adjust, candidates, log_sum_exp
+from edgespec.loop.tree import DraftTree, Proposal
+
+AT_ONCE = 8  # most rows of a draft pass: the last sampled token, and the draft tokens most likely to follow it
+LIKELY = 0.2  # least probability of such a draft token
+
+Allowed = NDArray[np.bool_]
+# (adjusted logits of target and draft, alpha, sampling) -> the tokens v of which pi takes q(v), [V].
+Rule = Callable[[Float32Array, Float32Array, float, SamplingParams], Allowed]
+
+
+def token_v3(p: Float32Array, q: Float32Array, alpha: float, sampling: SamplingParams) -> Allowed:
+    with np.errstate(divide="ignore"):
+        allowed: Allowed = p >= p.max() + np.log1p(-alpha)
+    return allowed
+
+
+def distribution(logits: Float32Array, sampling: SamplingParams) -> Scores:
+    """Probabilities [V] of adjusted logits after temperature, top-k, top-p and min-p."""
+    found = np.zeros(len(logits))
+    if sampling.temperature == 0:
+        found[logits.argmax()] = 1.0
+        return found
+    ids = candidates(logits, sampling)
+    scaled = (logits if ids is None else logits[ids]).astype(np.float64) / sampling.temperature
+    found[slice(None) if ids is None else ids] = np.exp(scaled - log_sum_exp(scaled))
+    return found
+
+
+def mixture(p: Float32Array, q: Float32Array, alpha: float, sampling: SamplingParams, rule: Rule = token_v3) -> Scores:
+    """pi, [V], of adjusted logits of the target and the draft."""
+    allowed, of_draft = rule(p, q, alpha, sampling), distribution(q, sampling)
+    left = of_draft[~allowed].sum()
+    found = np.where(allowed, of_draft, 0.0)
+    return found + left * distribution(p, sampling) if left else found
+
+
+class CascadePlanner(Planner):
+    """Proposes what another planner does, and changes what is sampled.
+
+    A session of its own reads each token that was sampled from, in passes of the row classes of prompt and output, so
+    that a row of q depends on the text alone. Where the draft's context ends, tokens are sampled from p.
+    """
+
+    def __init__(self, planner: Planner, draft: Backend, alpha: float, rule: Rule = token_v3) -> None:
+        """
+        Args:
+            planner: proposes the trees; its draft does not run ahead.
+            draft: the draft model, with room for another session.
+            alpha: above 0.
+            rule: chooses the tokens of which pi takes q.
+        """
+        self.name, self.depth, self.approximate = planner.name, planner.depth, f"cascade {alpha:g}"
+        self._planner, self._draft, self._alpha, self._rule = planner, draft, alpha, rule
+        self._session = draft.open()
+        self._prompt: Sequence[int] = ()
+        self._passes = 0
+        self._tree: DraftTree | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._node: int | None = 0  # of the proposed tree, sampled last; None: the tree does not have it
+        self._chain, self._used = list[int](), 0  # tokens of the last draft pass, rows of it that were sampled from
+        self._logits: Logits | None = None
+
+    @property
+    def stats(self) -> PlannerStats:
+        known = self._planner.stats
+        return replace(known, draft_passes=known.draft_passes + self._passes)
+
+    @property
+    def draft_session(self) -> Session | None:
+        return self._planner.draft_session
+
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        self._planner.begin(prompt_ids)
+        self._forget()
+        self._prompt, self._passes = prompt_ids, 0
+        Prefill(self._draft, self._session, prompt_ids[:-1]).resume()
+
+    def unread(self, token_ids: Sequence[int]) -> Prefill | None:
+        """The prompt of both sessions; output is read as it is sampled from."""
+        own = Prefill(self._draft, self._session, self._prompt[:-1])
+        fits = len(self._prompt) <= self._draft.capabilities.context_length
+        return self._planner.unread(token_ids) or (own if own.unread and fits else None)
+
+    def most_depth(self, context: Context) -> int:
+        return self._planner.most_depth(context)
+
+    def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
+        proposal = yield from self._planner.propose(context, budget)
+        self._tree = proposal.tree
+        return proposal
+
+    def while_target_runs(self, nodes: int) -> AbstractContextManager[None]:
+        return self._planner.while_target_runs(nodes)
+
+    def mix(
+        self, row: Float32Array, sampling: SamplingParams, token_ids: Sequence[int], accepted: Sequence[int],
+        grammar: Constraint | None,
+    ) -> tuple[Float32Array, SamplingParams]:  # fmt: skip
+        if len(token_ids) + len(accepted) > self._draft.capabilities.context_length:
+            return row, sampling
+        own = np.full(len(row), -np.inf, np.float32)  # the two output matrices may be padded to other sizes
+        read = self._row(token_ids, accepted)[: len(row)]
+        own[: len(read)] = read
+        own = grammar.masked(own) if grammar else own
+        output = [*token_ids[len(self._prompt) :], *accepted] if sampling.has_penalties else ()
+        p, q = (adjust(logits, sampling, self._prompt, output) for logits in (row, own))
+        with np.errstate(divide="ignore"):
+            log_pi = np.log(mixture(p, q, self._alpha, sampling, self._rule))
+        return log_pi.astype(np.float32), SamplingParams(temperature=1.0 if sampling.temperature else 0.0)
+
+    def _row(self, token_ids: Sequence[int], accepted: Sequence[int]) -> Float32Array:
+        """The draft's logits after these tokens."""
+        token = accepted[-1] if accepted else token_ids[-1]
+        if accepted and self._node is not None:
+            self._node = self._child(self._node, token)
+        if self._chain[self._used : self._used + 1] != [token]:
+            self._read([*token_ids, *accepted])
+        self._used += 1
+        assert self._logits
+        return self._logits.view(self._used - 1)
+
+    def _child(self, node: int, token: int | None = None) -> int | None:
+        """The child with a token, or the most probable one if it is likely."""
+        if self._tree is None:
+            return None
+        below = self._tree.parents == node
+        children = np.flatnonzero(below if token is None else below & (self._tree.token_ids == token))
+        if len(children) == 0:
+            return None
+        log_probs = self._tree.log_probs
+        best = int(children[np.argmax(log_probs[children])])
+        return best if token is not None or log_probs[best] - log_probs[node] > np.log(LIKELY) else None
+
+    def _read(self, tokens: list[int]) -> None:
+        """Commit what was sampled from, and read the last token, with draft tokens that are likely to follow."""
+        if self._chain:
+            self._session.commit(list(range(self._used)))
+        reading = Following(self._draft, self._session, tokens[:-1], prompt=len(self._prompt) - 1)
+        while reading.unread:
+            reading.read(reading.work())
+            self._passes += 1
+        limits = self._draft.capabilities
+        room = min(most_nodes(limits, self._session.unread_committed), limits.context_length - len(tokens) + 1)
+        self._chain, self._used, node = tokens[-1:], 0, self._node
+        while len(self._chain) < min(AT_ONCE, room) and node is not None and (node := self._child(node)) is not None:
+            assert self._tree
+            self._chain.append(int(self._tree.token_ids[node]))
+        nodes = np.arange(len(self._chain), dtype=np.int32)
+        [self._logits] = self._draft.forward([Work(self._session, np.array(self._chain, np.int32), nodes - 1, nodes)])
+        self._passes += 1
+
+    def saw_prompt(self, start: int, count: int, logits: Logits) -> None:
+        self._planner.saw_prompt(start, count, logits)
+
+    def saw(self, start: int, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
+        self._planner.saw(start, tree, path, logits)
+
+    def observe(self, tokens: Sequence[int], seconds: float) -> None:
+        if self._chain:
+            self._session.commit(list(range(self._used)))
+        self._forget()
+        self._tree = None
+        self._planner.observe(tokens, seconds)
+
+    def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
+        return self._planner.foresee(context, count, seconds)
+
+    def close(self) -> None:
+        self._session.close()
+        self._planner.close()

@@ -1,0 +1,321 @@
+"""Quality and speed of approximate methods: problems with answers that can be checked, paired with exact answers.
+
+Rules are those of "Faster Cascades via Speculative Decoding" (arXiv 2405.19261), by the equations of its authors'
+notebook (google-research/speculative_cascades). Code of an answer runs in a child process (`runs`).
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from math import comb
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from edgespec.errors import UsageError, check_number, no_such
+from edgespec.loop.backend import Backend
+from edgespec.loop.sampling import Float32Array, SamplingParams, Scores
+from edgespec.loop.stats import GenerationStats
+from edgespec.measure.json_lines import append, resume
+from edgespec.measure.tables import table
+from edgespec.model import GenerationResult, Model
+from edgespec.planners.cascade import Allowed, CascadePlanner, Rule, distribution, token_v3
+from edgespec.planners.choice import make_planner
+from edgespec.scheduler import drive
+
+SECONDS = 10  # of processor time for the code of an answer
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+BLOCK = re.compile(r"```(?:python)?\n(.*?)(?:```|$)", re.DOTALL)
+RAW = SamplingParams(temperature=1.0)
+EXACT = "exact"
+
+
+def raw(logits: Float32Array) -> Scores:
+    return distribution(logits, RAW)
+
+
+def all_or_none(logits: Float32Array, of_draft: bool) -> Allowed:
+    return np.full(len(logits), of_draft)
+
+
+def difference(p: Float32Array, q: Float32Array, sampling: SamplingParams) -> float:
+    """Total variation of the two distributions."""
+    return float(np.maximum(distribution(q, sampling) - distribution(p, sampling), 0).sum())
+
+
+RULES: Mapping[str, Rule] = {
+    "v3": token_v3,
+    "v2": lambda p, q, alpha, sampling: raw(p) >= raw(p).max() - alpha,
+    "v1": lambda p, q, alpha, sampling: raw(q) >= raw(p).max() - alpha,
+    "chow": lambda p, q, alpha, sampling: all_or_none(p, raw(q).max() >= 1 - alpha),
+    "diff": lambda p, q, alpha, sampling: all_or_none(p, raw(q).max() >= raw(p).max() - alpha),
+    "opt": lambda p, q, alpha, sampling: all_or_none(
+        p, raw(q).max() >= raw(p).max() - alpha * difference(p, q, sampling)
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """
+    Attributes:
+        name: one of a file's problems.
+        question: what the model is asked.
+        is_right: checks its answer.
+    """
+
+    name: str
+    question: str
+    is_right: Callable[[str], bool]
+
+
+def read_problems(path: Path, limit: int | None) -> list[Problem]:
+    """The problems of GSM8K or HumanEval, `limit` of them evenly spaced.
+
+    Raises:
+        UsageError: the file has others, or cannot be read.
+    """
+    try:
+        found = [_problem(json.loads(line)) for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path}: needs lines of GSM8K (question, answer) or HumanEval (prompt, test)") from error
+    count = min(len(found), limit or len(found))
+    return [found[i * len(found) // count] for i in range(count)]
+
+
+def _problem(record: dict[str, Any]) -> Problem:
+    if "entry_point" in record:
+        question = f"Complete this function. Answer with the whole function.\n```python\n{record['prompt']}```"
+        return Problem(record["task_id"], question, lambda text: runs(program(record, text)))
+    result = _number(record["answer"].rpartition("####")[2])
+    question = f"{record['question']}\nReason step by step, and end with #### and the result as a number."
+    return Problem(record["question"], question, lambda text: _result(text) == result)
+
+
+def _number(text: str) -> float:
+    return float(NUMBER.findall(text)[-1].replace(",", ""))
+
+
+def _result(text: str) -> float | None:
+    """The first number after the last "####", else the last number."""
+    marked = NUMBER.search(text.rpartition("####")[2]) if "####" in text else None
+    found = marked[0] if marked else next(reversed(NUMBER.findall(text)), None)
+    return _number(found) if found else None
+
+
+def program(record: Mapping[str, str], answer: str) -> str:
+    """The function of an answer, whose prompt has its imports, and HumanEval's test of it."""
+    block = BLOCK.search(answer)
+    code = block[1] if block else answer
+    start = record["prompt"] + ("" if f"def {record['entry_point']}" not in code else "    pass\n\n")
+    return f"{start}{code}\n\n{record['test']}\n\ncheck({record['entry_point']})\n"
+
+
+# The hook is no wall against a program that wants out, but stops what a model writes by chance.
+GUARD = """
+import resource, sys
+for name, most in (("CPU", int(sys.argv[1])), ("AS", 2 << 30), ("FSIZE", 0), ("NOFILE", 64), ("CORE", 0)):
+    try:
+        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
+    except (OSError, ValueError, AttributeError):  # a Mac does not limit addresses
+        pass
+text, READS = sys.stdin.read(), ("listdir", "scandir", "walk", "fwalk")
+def guard(event, arguments):
+    kind, _, name = event.partition(".")
+    writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+    if writes or kind in ("socket", "subprocess", "ctypes", "shutil") or (kind == "os" and name not in READS):
+        raise PermissionError(event)
+sys.addaudithook(guard)
+exec(compile(text, "answer", "exec"), {"__name__": "answer"})
+print("passed")
+"""
+
+
+def runs(code: str, seconds: int = SECONDS) -> bool:
+    """Run code in a child process with resource limits, without network, processes or files.
+
+    Args:
+        code: a program.
+        seconds: most processor time.
+
+    Returns:
+        False: it raised something, ended early, or took too long.
+    """
+    with TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", "-c", GUARD, str(seconds)], input=code, capture_output=True, text=True,
+                cwd=folder, timeout=6 * seconds, env={}, check=False,
+            )  # fmt: skip
+        except (subprocess.TimeoutExpired, UnicodeError):
+            return False
+    return done.returncode == 0 and done.stdout.endswith("passed\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """
+    Attributes:
+        problem: its name.
+        rule: one of `RULES`, or EXACT.
+        alpha: 0 for EXACT.
+        options: that the answer depends on, and where its seconds come from.
+        right: its result is right, or its code passes the test.
+        passes: of the target.
+        seconds: of decoding; shared by the problems of a batch.
+    """
+
+    problem: str
+    rule: str
+    alpha: float
+    options: dict[str, Any]
+    right: bool
+    tokens: int
+    passes: int
+    seconds: float
+    text: str
+
+    @property
+    def variant(self) -> tuple[str, float]:
+        return self.rule, self.alpha
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """
+    Attributes:
+        variants: rules and their alphas.
+        sampling: of all answers; problem i has seed + i.
+        budget: draft tokens of a pass.
+        batch: problems that are answered at once.
+    """
+
+    variants: list[tuple[str, float]]
+    sampling: SamplingParams
+    max_tokens: int
+    budget: int
+    batch: int
+
+
+def read_variants(rules: str, alphas: str) -> list[tuple[str, float]]:
+    """
+    Raises:
+        UsageError: there is no such rule, or an alpha is wrong.
+    """
+    names = [name.strip() for name in rules.split(",")]
+    try:
+        values = [float(alpha) for alpha in alphas.split(",")]
+    except ValueError as error:
+        raise UsageError(f"--alphas are numbers with commas in between, not {alphas!r}") from error
+    for name in names:
+        if name not in RULES:
+            raise no_such("rule", name, RULES)
+    for alpha in values:
+        check_number("alpha", alpha, lambda alpha: 0 <= alpha <= 1, "from 0 to 1")
+    return [(EXACT, 0.0), *((name, alpha) for name in names for alpha in values if alpha)]
+
+
+def measure(
+    backends: Sequence[Backend],
+    problems: Sequence[Problem],
+    out: Path,
+    options: dict[str, Any],
+    settings: Settings,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Answer]:
+    """
+    Args:
+        backends: target and draft, the draft for two sessions of each problem of a batch.
+        problems: to be answered.
+        out: file of a line an answer; what is there is not answered again.
+        options: that answers depend on, besides the settings.
+        settings: what is measured.
+        progress: called with the numbers of answers that are there, and of all.
+
+    Raises:
+        UsageError: `out` holds something else, or was made with other options.
+    """
+    numbers = {problem.name: i for i, problem in enumerate(problems)}
+    done = {(one.problem, *one.variant): one for one in resume(out, Answer)}
+    for one in done.values():
+        if other := [name for name in options if one.options.get(name) != options[name]]:
+            raise UsageError(f"{out}: was made with other {' and '.join(other)}: name another file, or a new one")
+    wanted = [(problem.name, *variant) for problem in problems for variant in settings.variants]
+    for start in range(0, len(problems), settings.batch):
+        group = problems[start : start + settings.batch]
+        for variant in settings.variants:
+            progress(sum(key in done for key in wanted), len(wanted))
+            asked = [problem for problem in group if (problem.name, *variant) not in done]
+            seeds = [settings.sampling.seed + numbers[problem.name] for problem in asked]
+            results = _answers(backends, [problem.question for problem in asked], seeds, variant, settings)
+            for problem, result in zip(asked, results, strict=True):
+                stats, right = result.stats, problem.is_right(result.text)
+                seconds = round(stats.seconds, 3)
+                answer = Answer(
+                    problem.name, *variant, options, right, stats.tokens, stats.passes, seconds, result.text
+                )  # fmt: skip
+                done[problem.name, *variant] = answer
+                append(out, answer)
+    progress(len(wanted), len(wanted))
+    return [done[key] for key in wanted]
+
+
+def _answers(
+    backends: Sequence[Backend], questions: Sequence[str], seeds: Sequence[int], variant: tuple[str, float],
+    settings: Settings,
+) -> list[GenerationResult]:  # fmt: skip
+    if not questions:
+        return []
+    (rule, alpha), results = variant, [GenerationResult(stats=GenerationStats()) for _ in questions]
+    planners = [make_planner("specexec", backends, sequences=len(questions)) for _ in questions]
+    if rule != EXACT:
+        planners = [CascadePlanner(planner, backends[1], alpha, RULES[rule]) for planner in planners]
+    with Model(backends[0], planners, budget=settings.budget, sampling=settings.sampling) as model:
+        requests = [
+            model.request([{"role": "user", "content": question}], max_tokens=settings.max_tokens, seed=seed)
+            for question, seed in zip(questions, seeds, strict=True)
+        ]
+        with closing(drive.events_of(model.scheduler, requests, [result.stats for result in results])) as events:
+            for number, event in events:
+                for chunk in drive.chunks_in(event):
+                    results[number].add(chunk)
+    return results
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """The probability that chance parts as many pairs as unevenly, by the exact test."""
+    count = lost + won
+    return min(1.0, 2 * sum(comb(count, k) for k in range(min(lost, won) + 1)) / float(2**count))
+
+
+def quality_table(answers: Sequence[Answer], settings: Settings) -> str:
+    by_variant = {
+        variant: {one.problem: one for one in answers if one.variant == variant} for variant in settings.variants
+    }
+    exact = by_variant[EXACT, 0.0]
+    lines = [list(_line(found, exact, single=settings.batch == 1)) for found in by_variant.values()]
+    headings = ("rule", "alpha", "right", "lost, won", "McNemar's p", "tokens per pass", "x exact", "tokens/s")
+    return table(f"{len(exact)} problems, compared with their exact answers", headings, lines)
+
+
+def _line(found: Mapping[str, Answer], exact: Mapping[str, Answer], *, single: bool) -> Iterator[str]:
+    first, *_ = found.values()
+    pairs = [(exact[name].right, one.right) for name, one in found.items()]
+    lost, won = pairs.count((True, False)), pairs.count((False, True))
+    length, usual = _length(found), _length(exact)
+    yield from (first.rule, f"{first.alpha:g}", f"{100 * sum(one.right for one in found.values()) / len(found):.1f} %")
+    yield from (f"{lost}, {won}", f"{mcnemar(lost, won):.3f}", f"{length:.2f}", f"{length / usual:.2f}")
+    seconds = sum(one.seconds for one in found.values())
+    yield f"{sum(one.tokens for one in found.values()) / seconds:.2f}" if single and seconds else "–"
+
+
+def _length(found: Mapping[str, Answer]) -> float:
+    return sum(one.tokens for one in found.values()) / sum(one.passes for one in found.values())

@@ -1,0 +1,1 @@
+"""Pictures of README and docs: `scripts/make-pictures`."""
