@@ -702,17 +702,13 @@ def scale(
         prompt: as for `Model.stream`; so are `max_tokens`, `temperature` and `sampling` (fields of `SamplingParams`).
         samples: number of texts; from 1 to 1024.
         chunk: tokens that are scored together.
-        reject: from 0 to 1; a chunk is rejected if at most this share of the latest scores is as high as its own.
+        reject: a chunk is rejected if at most this share of the latest scores is as high as its own.
         answer: a regular expression, whose last match (its first group) is a text's answer, or a function that finds
             it; the answer of most texts wins. None: the text with the best score wins.
         score: of texts, a number each, a larger one is better; decides between answers with as many votes. Default: the
             first text wins, and without `answer` the one with the lowest perplexity under the target.
-        window: number of latest scores, those of the round included.
-        calibration: scores with which the window begins: `ScaleResult.calibration` of an earlier call.
+        window: number of latest scores, which begins with `calibration` (of an earlier `ScaleResult`).
         progress: called with (tokens written, most tokens) after every round of chunks.
-
-    Raises:
-        UsageError, VocabMismatch, ContextFull, Closed: a wrong argument, draft, prompt, or model.
     """
     for name, model in (("target", target), ("draft", target if draft is None else draft)):
         if not isinstance(model, Model):
