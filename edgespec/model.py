@@ -692,9 +692,8 @@ def scale(
 ) -> ScaleResult:
     """Choose one of several texts. The draft writes them in chunks, and the target those again that surprise it most.
 
-    This is approximate: texts are not the target's. With `reject` 0 they are all the draft's, with 1 or without a draft
-    the target's, as of `Model.branch`. `reject` bounds the share of chunks that the target writes, if chunks are alike;
-    nothing is guaranteed about answers. Load both models with `parallel` = `samples`. See docs/reference/api.md.
+    This is approximate: with `reject` 0 texts are the draft's, with 1 or without a draft the target's. `reject` bounds
+    the share of chunks that the target writes, not the quality of answers. Load both models with `parallel=samples`.
 
     Args:
         target: scores the chunks by their perplexity, and writes those that are rejected.
@@ -705,8 +704,7 @@ def scale(
         reject: a chunk is rejected if at most this share of the latest scores is as high as its own.
         answer: a regular expression, whose last match (its first group) is a text's answer, or a function that finds
             it; the answer of most texts wins. None: the text with the best score wins.
-        score: of texts, a number each, a larger one is better; decides between answers with as many votes. Default: the
-            first text wins, and without `answer` the one with the lowest perplexity under the target.
+        score: of texts, a number each; decides between equal votes. Default: the first wins, or the least perplexity.
         window: number of latest scores, which begins with `calibration` (of an earlier `ScaleResult`).
         progress: called with (tokens written, most tokens) after every round of chunks.
     """
