@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from edgespec.loop.sampling import SamplingParams as SamplingParams
     from edgespec.loop.stats import GenerationStats as GenerationStats
     from edgespec.loop.tree import Source as Source
-    from edgespec.model import GenerationResult, Model, load
+    from edgespec.model import GenerationResult, Model, load, scale
+    from edgespec.model import ScaleResult as ScaleResult
     from edgespec.scheduler.requests import Chunk as Chunk
     from edgespec.server.tool_cache import ToolCache as ToolCache
 
 __version__ = "1.0.0rc1"
 
 # Names that `help` shows; the others are types of arguments and results.
-__all__ = ["GenerationResult", "Model", "json_object", "json_schema", "lark", "load", "regex"]
+__all__ = ["GenerationResult", "Model", "json_object", "json_schema", "lark", "load", "regex", "scale"]
 
 # Imported when they are asked for: the program handles Ctrl-C before its many imports (`edgespec/__main__.py`).
 _MODULES = {
@@ -38,7 +39,7 @@ _MODULES = {
     "loop.sampling": ["SamplingParams"],
     "loop.stats": ["GenerationStats"],
     "loop.tree": ["Source"],
-    "model": ["GenerationResult", "Model", "load"],
+    "model": ["GenerationResult", "Model", "ScaleResult", "load", "scale"],
     "scheduler.requests": ["Chunk"],
     "server.tool_cache": ["ToolCache"],
 }

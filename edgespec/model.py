@@ -2,9 +2,11 @@
 
 import asyncio
 import math
+import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from inspect import signature
 from os import PathLike
@@ -38,12 +40,13 @@ from edgespec.loading.pair import (
 )
 from edgespec.loading.targets import check_targets, open_targets
 from edgespec.loading.where import Where, where
-from edgespec.loop.backend import Backend
+from edgespec.loop.backend import Backend, Vocab
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.grammar import Compiled, Compiler, Grammar
 from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.passes import check_room
 from edgespec.loop.planner import Planner
+from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import Message, TextStream, render_chat, user_messages
@@ -51,7 +54,7 @@ from edgespec.models.own_sampling import choose_sampling, choose_seed
 from edgespec.models.registry import OWN_LAYERS, Entry, find_draft, find_model, local_path
 from edgespec.planners.auto import AutoState, new_auto_state
 from edgespec.planners.choice import CHECKS, USE_DRAFT, check_planner, make_planner
-from edgespec.scheduler import drive
+from edgespec.scheduler import drive, scaling
 from edgespec.scheduler.requests import Chunk, Ended, Event, Request
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.scheduler.targets.coordinator import Targets
@@ -92,6 +95,33 @@ class GenerationResult:
     def __repr__(self) -> str:
         about = f"{self.finish_reason or 'unfinished'}, {self.stats.summary()}, seed {self.stats.seed}"
         return f"<GenerationResult {self.text!r}: {about}>"
+
+
+@dataclass(slots=True, repr=False)
+class ScaleResult(GenerationResult):
+    """The text that `scale` chose, with all others.
+
+    Attributes:
+        samples: all texts, of seed, seed + 1, and so on.
+        answers: of each text; None: it has none.
+        votes: number of texts with each answer, most first.
+        chunks: number of the draft's chunks that the target scored.
+        rejected: share of them that the target wrote again.
+        passes: of the target, over the prompt and for scores, too.
+        calibration: the latest scores.
+    """
+
+    samples: list[GenerationResult] = field(default_factory=list)
+    answers: list[str | None] = field(default_factory=list)
+    votes: dict[str, int] = field(default_factory=dict)
+    chunks: int = 0
+    rejected: float = 0.0
+    passes: int = 0
+    calibration: list[float] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        about = f"{self.rejected:.0%} of {self.chunks} chunks rejected, {self.passes} passes"
+        return f"<ScaleResult {self.text!r}: votes {self.votes}, {about}, {self.stats.approximate}>"
 
 
 class Model:
@@ -341,11 +371,8 @@ class Model:
         self._check_open()
         k = check_whole("k", k, 1, MOST_BRANCHES)
         first = self.request(prompt, **options)
-        hint_texts, seed = self.hint_texts(first.prompt_ids, options.get("prediction"), k), first.sampling.seed
-        requests = [
-            replace(first, sampling=replace(first.sampling, seed=(seed + i) % 2**64), hint_texts=hint_texts)
-            for i in range(k)
-        ]
+        hint_texts = self.hint_texts(first.prompt_ids, options.get("prediction"), k)
+        requests = _seeded(replace(first, hint_texts=hint_texts), k)
         return self._all(requests)
 
     def _all(self, requests: Sequence[Request]) -> list[GenerationResult]:
@@ -389,6 +416,7 @@ class Model:
             raise UsageError("search takes no grammar: each thought would have to match it")
         limits, vocab, texts = self.target.capabilities, self.target.vocab, [GenerationResult()]
         hint_texts = self.hint_texts(first.prompt_ids, options.get("prediction"), 1 + width * keep)
+        first = replace(first, hint_texts=hint_texts)
 
         def is_whole(text: GenerationResult) -> bool:
             ids = text.token_ids
@@ -398,28 +426,17 @@ class Model:
             begun = [text for text in texts if not is_whole(text) for _ in range(width)]
             if not begun:
                 break
-            seed = first.sampling.seed + number * keep * width
             requests = [
-                replace(
-                    first,
-                    prompt_ids=first.prompt_ids + text.token_ids,
-                    sampling=replace(first.sampling, seed=(seed + i) % 2**64),
-                    hint_texts=hint_texts,
-                )
-                for i, text in enumerate(begun)
+                replace(one, prompt_ids=first.prompt_ids + text.token_ids)
+                for one, text in zip(_seeded(first, len(begun), number * keep * width), begun, strict=True)
             ]
             found = {tuple(text.token_ids): text for text in texts if is_whole(text)}
             for text, thought in zip(begun, self._all(requests), strict=True):
-                token_ids, stream = text.token_ids + thought.token_ids, TextStream(vocab)
-                whole = "".join(map(stream.push, token_ids)) + stream.finish()
-                found.setdefault(tuple(token_ids), GenerationResult(whole, token_ids, thought.stats))
-            scores = score([text.text for text in found.values()])
-            if not hasattr(scores, "__len__") or len(scores) != len(found):
-                raise must_be("what score returns", scores, f"a list of {len(found)} numbers")
-            for value in scores:
-                check_number("a score", value, lambda value: not math.isnan(value), "a number")
-            ranked = sorted(zip(scores, found.values(), strict=True), key=lambda one: -one[0])
-            texts = [text for _, text in ranked[:keep]]
+                token_ids = text.token_ids + thought.token_ids
+                found.setdefault(
+                    tuple(token_ids), GenerationResult(_text_of(vocab, token_ids), token_ids, thought.stats)
+                )
+            texts = _best_first(list(found.values()), score)[:keep]
         return texts
 
     def chat(self, messages: Prompt, **options: Any) -> GenerationResult:
@@ -656,6 +673,132 @@ def load(
     except BaseException:
         close_all(backends)
         raise
+
+
+def scale(
+    target: Model,
+    draft: Model | None,
+    prompt: Prompt,
+    *,
+    samples: int = 8,
+    chunk: int = 128,
+    reject: float = 0.4,
+    answer: str | Callable[[str], str | None] | None = None,
+    score: Callable[[list[str]], Sequence[float]] | None = None,
+    window: int = 64,
+    calibration: Sequence[float] = (),
+    max_tokens: int | None = 512,
+    temperature: float = 0.7,
+    progress: Callable[[int, int], None] | None = None,
+    **sampling: Any,
+) -> ScaleResult:
+    """Choose one of several texts. The draft writes them in chunks, and the target those again that surprise it most.
+
+    This is approximate: with `reject` 0 texts are the draft's, with 1 or without a draft the target's. `reject` bounds
+    the share of chunks that the target writes, not the quality of answers. Load both models with `parallel=samples`.
+
+    Args:
+        target: scores the chunks by their perplexity, and writes those that are rejected.
+        draft: a model of its own with the target's vocabulary.
+        prompt: as for `Model.stream`; so are `max_tokens`, `temperature` and `sampling` (fields of `SamplingParams`).
+        samples: number of texts; from 1 to 1024.
+        chunk: tokens that are scored together.
+        reject: a chunk is rejected if at most this share of the latest scores is as high as its own.
+        answer: a regular expression, whose last match (its first group) is a text's answer, or a function that finds
+            it; the answer of most texts wins. None: the text with the best score wins.
+        score: of texts, a number each; decides between equal votes. Default: the first wins, or the least perplexity.
+        window: number of latest scores, which begins with `calibration` (of an earlier `ScaleResult`).
+        progress: called with (tokens written, most tokens) after every round of chunks.
+    """
+    for name, model in (("target", target), ("draft", target if draft is None else draft)):
+        if not isinstance(model, Model):
+            raise must_be(name, model, "a model of edgespec.load")
+    samples, chunk = check_whole("samples", samples, 1, MOST_BRANCHES), check_whole("chunk", chunk, 1)
+    reject = check_number("reject", reject, lambda share: 0 <= share <= 1, "from 0 to 1") if draft else 1.0
+    if not isinstance(calibration, Sequence):
+        raise must_be("calibration", calibration, "a list of scores")
+    known = [check_number("a score in calibration", one, lambda value: value > 0, "above 0") for one in calibration]
+    latest, find = scaling.Calibration(check_whole("window", window, 1), known), _finder(answer)
+    _check_call("score", score)
+    _check_call("progress", progress)
+    for name in sampling.keys() - SamplingParams.__dataclass_fields__:
+        raise _unknown(name, *_keywords(scale), *SamplingParams.__dataclass_fields__)
+    if not isinstance(target.scheduler, Scheduler):
+        raise UsageError("several targets give no scores: load the target without targets and cluster")
+    first = target.request(prompt, max_tokens=max_tokens, temperature=temperature, **sampling)
+    params, room = first.sampling, target.target.capabilities.context_length
+    if draft:
+        draft._check_open()
+        check_same_vocab(target.target.vocab, draft.target.vocab)
+        check_room(draft.target, len(first.prompt_ids))
+        room = min(room, draft.target.capabilities.context_length)
+    first = replace(first, max_tokens=min(first.max_tokens, room - len(first.prompt_ids)))
+    before, done = target.scheduler.counts.passes, scaling.Scaled([])
+    if draft and 0 < reject < 1:
+        if params.presence_penalty or params.frequency_penalty:
+            raise UsageError("presence_penalty and frequency_penalty would count in one chunk only: leave them at 0")
+        requests, vocab = _seeded(first, samples), target.target.vocab
+        done = scaling.scale(target.scheduler, draft.scheduler, requests, chunk, reject, latest, progress)
+        found = [GenerationResult(_text_of(vocab, one.token_ids), one.token_ids, one.stats) for one in done.samples]
+    else:
+        writer = draft if draft and not reject else target
+        found = writer.branch(prompt, samples, max_tokens=first.max_tokens, **asdict(params))
+        if progress:
+            progress(samples * first.max_tokens, samples * first.max_tokens)
+    answers = [find(one.text) if find else None for one in found]
+    for given in answers:
+        if not isinstance(given, str | None):
+            raise must_be("an answer", given, "a text, or None")
+    votes = Counter(given for given in answers if given is not None)
+    winners: set[str | None] = {given for given, count in votes.items() if count == max(votes.values())}
+    best = [one for one, given in zip(found, answers, strict=True) if given in winners or not winners]
+    if score:
+        best = _best_first(best, score)
+    elif not find:
+        texts = [(first.prompt_ids, one.token_ids) for one in found]
+        losses = scaling.perplexities(target.scheduler, first.prompt_ids, texts)
+        best = [found[losses.index(min(losses))]]
+    for one in found:
+        one.stats.approximate = f"scale reject {reject:g}"
+    return ScaleResult(
+        best[0].text, best[0].token_ids, best[0].stats, found, answers, dict(votes.most_common()), done.scored,
+        done.rejected / max(1, done.scored), target.scheduler.counts.passes - before, latest.scores,
+    )  # fmt: skip
+
+
+def _finder(answer: str | Callable[[str], str | None] | None) -> Callable[[str], str | None] | None:
+    if answer is None or callable(answer):
+        return answer
+    try:
+        pattern = re.compile(check_text("answer", answer))
+    except re.error as error:
+        raise must_be("answer", answer, f"a regular expression: {error}") from error
+
+    def last(text: str) -> str | None:
+        *_, match = [None, *pattern.finditer(text)]
+        return match[min(1, pattern.groups)] if match else None
+
+    return last
+
+
+def _best_first(texts: list[GenerationResult], score: Callable[[list[str]], Sequence[float]]) -> list[GenerationResult]:
+    scores = score([one.text for one in texts])
+    if not hasattr(scores, "__len__") or len(scores) != len(texts):
+        raise must_be("what score returns", scores, f"a list of {len(texts)} numbers")
+    for value in scores:
+        check_number("a score", value, lambda value: not math.isnan(value), "a number")
+    return [texts[i] for i in sorted(range(len(texts)), key=lambda i: -scores[i])]
+
+
+def _text_of(vocab: Vocab, token_ids: Sequence[int]) -> str:
+    text = TextStream(vocab)
+    return "".join(map(text.push, token_ids)) + text.finish()
+
+
+def _seeded(first: Request, count: int, start: int = 0) -> list[Request]:
+    """Requests that differ only in the seed, which counts up from the first one's plus `start`."""
+    seeds = [(first.sampling.seed + start + i) % 2**64 for i in range(count)]
+    return [replace(first, sampling=replace(first.sampling, seed=seed)) for seed in seeds]
 
 
 def _defaults(entry: Entry) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from edgespec.planners.none import NonePlanner
 MESSAGES = [{"role": "user", "content": "hello"}]
 ARGUMENTS = {  # of every parameter that has no default, a good value
     "prompt": "hello", "messages": "hello", "k": 2, "prompt_ids": [3, 4], "schema": {"type": "object"}, "pattern": "a",
-    "rules": 'start: "a"', "grammar": edgespec.regex("a"), "target": "tiny.gguf",
+    "rules": 'start: "a"', "grammar": edgespec.regex("a"), "target": "tiny.gguf", "draft": None,
     "score": lambda texts: [len(text) for text in texts],
 }  # fmt: skip
 ODD = [
@@ -122,11 +122,15 @@ def test_every_function_works_or_refuses_in_one_line(name, gguf, tmp_path, monke
     monkeypatch.setattr(api, "open_pair", opened)
     monkeypatch.setattr(api, "choose_sampling", lambda *_: (SamplingParams(), []))
     monkeypatch.setattr(api, "open_targets", lambda *_, **__: (_ for _ in ()).throw(EdgespecError("no copies here")))
-    call = getattr(edgespec, name)
-    assert not isinstance(outcome(call, **required(call)), EdgespecError)
+    call, short = getattr(edgespec, name), {}
+    if name == "scale":
+        backend = ReferenceBackend(random_model(2, vocab_size=258, layers=1), sessions=2, context_length=24)
+        target = Model(backend, [NonePlanner(), NonePlanner()])
+        short = {"target": target, "draft": target, "samples": 2, "chunk": 2, "max_tokens": 3}
+    assert not isinstance(outcome(call, **required(call) | short), EdgespecError)
     for parameter in parameters(call):
         for value in ODD:
-            found = outcome(call, **required(call) | {parameter: value})
+            found = outcome(call, **required(call) | short | {parameter: value})
             if isinstance(found, Model):
                 found.close()
             if isinstance(found, UsageError) and name == "load":

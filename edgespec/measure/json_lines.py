@@ -1,6 +1,7 @@
 """Files of JSON lines, one for each object of a dataclass: an interrupted program goes on where it stopped."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
@@ -11,11 +12,16 @@ from edgespec.errors import UsageError
 Line = TypeVar("Line")
 
 
-def resume(path: Path, kind: type[Line]) -> list[Line]:
+def resume(path: Path, kind: type[Line], options: Mapping[str, Any] | None = None) -> list[Line]:
     """The objects of a file, if there is one; a last line that was cut short is removed.
 
+    Args:
+        path: of the file.
+        kind: of the objects.
+        options: with which they must have been made, if they have `options`.
+
     Raises:
-        UsageError: it holds something else, or cannot be read.
+        UsageError: it holds something else, was made with other options, or cannot be read.
     """
     try:
         lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
@@ -30,6 +36,9 @@ def resume(path: Path, kind: type[Line]) -> list[Line]:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, TypeError) as error:
         raise UsageError(f"{path}: holds something else: name another file, or a new one") from error
+    for one in found:
+        if other := [name for name, value in (options or {}).items() if getattr(one, "options", {}).get(name) != value]:
+            raise UsageError(f"{path}: was made with other {' and '.join(other)}: name another file, or a new one")
     return found
 
 

@@ -121,7 +121,7 @@ class Scheduler:
             self.pool.close()
 
     @contextmanager
-    def _between_steps(self) -> Iterator[SessionPool]:
+    def between_steps(self) -> Iterator[SessionPool]:
         with self.turn:
             if self._queue.closed:
                 raise Closed
@@ -129,11 +129,11 @@ class Scheduler:
             yield self.pool
 
     def save(self, path: str | Path, note: Any = None) -> None:
-        with self._between_steps() as pool:
+        with self.between_steps() as pool:
             pool.save_latest(path, note)
 
     def load(self, path: str | Path) -> Any:
-        with self._between_steps() as pool:
+        with self.between_steps() as pool:
             return pool.load(path)
 
     def forget(self) -> None:
@@ -142,7 +142,7 @@ class Scheduler:
         Raises:
             Closed: the scheduler was closed.
         """
-        with self._between_steps() as pool:
+        with self.between_steps() as pool:
             pool.forget_all()
 
     @property

@@ -248,7 +248,7 @@ class SessionPool:
             lane.phase = Phase.SETTLED
             return []
         request = handle.request
-        self._prepare(lane, request.prompt_ids)
+        self.prepare(lane, request.prompt_ids)
         lane.generation = Generation(
             self._target, lane.session, lane.planner, request.prompt_ids, request.sampling,
             max_tokens=request.max_tokens, budget=0 if request.plain else budget, stats=handle.stats,
@@ -265,7 +265,7 @@ class SessionPool:
         lane.phase = Phase.SETTLED
         return chunks
 
-    def _prepare(self, lane: Lane, prompt: Sequence[int]) -> None:
+    def prepare(self, lane: Lane, prompt: Sequence[int]) -> None:
         cache, in_memory = self.disk_cache, self._in_memory(prompt) if self.disk_cache else 0
         source, start = self._start(lane, prompt)
         forks = source is not lane

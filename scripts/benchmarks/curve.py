@@ -144,10 +144,7 @@ def measure(
         UsageError: `out` holds something else, or was made with other options.
     """
     options = {"models": list(models), **asdict(settings)}
-    done = {one.question: one for one in resume(out, Problem)}
-    for one in done.values():
-        if other := [name for name in options if one.options.get(name) != options[name]]:
-            raise UsageError(f"{out}: was made with other {' and '.join(other)}: name another file, or a new one")
+    done = {one.question: one for one in resume(out, Problem, options)}
     for number, prompt in enumerate(prompts):
         progress(number, len(prompts))
         if prompt.text in done:

@@ -1,0 +1,274 @@
+"""Texts of one prompt that a draft writes in chunks, of which the target rewrites some: ATTS (arXiv 2509.15148).
+
+A chunk's score is its perplexity under the target: exp of the mean of -log p(token | the tokens before it). Among n
+other scores, the latest, its p-value is (1 + number of scores at least as high) / (n + 1). A chunk whose p-value is at
+most `reject` is rejected, and the target writes another from the same place. Were scores exchangeable, at most this
+share would be rejected. That says nothing about the answers.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from math import exp
+from statistics import fmean
+from time import perf_counter
+
+import numpy as np
+
+from edgespec.errors import ContextFull, Interrupted, UsageError
+from edgespec.loop.backend import Capabilities, Work
+from edgespec.loop.hint_texts import HintTexts
+from edgespec.loop.passes import Prefill, common_prefix
+from edgespec.loop.sampling import log_sum_exp
+from edgespec.loop.shapes import whole_tiles
+from edgespec.loop.stats import GenerationStats
+from edgespec.scheduler import drive
+from edgespec.scheduler.prompt_chunks import can_share_passes
+from edgespec.scheduler.requests import Request
+from edgespec.scheduler.scheduler import Scheduler
+from edgespec.scheduler.session_pool import Lane, Phase, SessionPool
+
+LARGEST = 700.0  # exp of more is too large for a float
+
+Written = tuple[list[int], GenerationStats]
+
+
+@dataclass(slots=True)
+class Sample:
+    """One text: `request` as a whole, and what is written of it."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    stats: GenerationStats = field(default_factory=GenerationStats)
+
+    @property
+    def so_far(self) -> list[int]:
+        return [*self.request.prompt_ids, *self.token_ids]
+
+    @property
+    def left(self) -> int:
+        """Most tokens that may follow."""
+        return 0 if self.stats.finish_reason == "stop" else self.request.max_tokens - len(self.token_ids)
+
+    def next(self, chunk: int, rejected: Sequence[int] = ()) -> Request:
+        """The request for a chunk; the target may copy draft tokens from the one that it rejected."""
+        prompt = self.so_far
+        hints = HintTexts(prompt, rejected) if rejected else None
+        return replace(self.request, prompt_ids=prompt, max_tokens=min(chunk, self.left), hint_texts=hints)
+
+    def add(self, drafted: Written, written: Written | None) -> None:
+        token_ids, part = written or drafted
+        self.token_ids += token_ids
+        stats = self.stats
+        stats.backend, stats.seed, stats.finish_reason = part.backend, part.seed, part.finish_reason
+        stats.tokens, stats.prompt_tokens = len(self.token_ids), len(self.request.prompt_ids)
+        stats.tokens_by_source["target" if written else "draft"] += len(token_ids)
+        stats.drafted += len(drafted[0])
+        stats.draft_seconds += drafted[1].prefill_seconds + drafted[1].seconds
+        if written:
+            stats.passes += part.passes
+            stats.target_seconds += part.prefill_seconds + part.seconds
+
+
+@dataclass(slots=True)
+class Calibration:
+    """The latest scores, at most `size`, and at least those of one round."""
+
+    size: int
+    scores: list[float] = field(default_factory=list)
+
+    def p_values(self, found: Sequence[float]) -> list[float]:
+        """Enter the scores of one round; each is compared with earlier ones and with the others of its round."""
+        self.scores = [*self.scores, *found][-max(self.size, len(found)) :]
+        return [sum(other >= one for other in self.scores) / len(self.scores) for one in found]
+
+
+@dataclass(slots=True)
+class Scaled:
+    """Texts of one prompt, and the numbers of the draft's chunks that were scored and rejected."""
+
+    samples: list[Sample]
+    scored: int = 0
+    rejected: int = 0
+
+
+def scale(
+    target: Scheduler,
+    draft: Scheduler,
+    requests: Sequence[Request],
+    chunk: int,
+    reject: float,
+    calibration: Calibration,
+    progress: Callable[[int, int], None] | None = None,
+) -> Scaled:
+    """
+    Args:
+        target: scores chunks, and writes the rejected ones.
+        draft: writes chunks.
+        requests: a text each, of one prompt.
+        chunk: tokens.
+        reject: largest p-value of a chunk that is rejected.
+        calibration: scores of earlier chunks; gets the new ones.
+        progress: called after every round with (tokens written, most tokens).
+    """
+    done, most = Scaled([Sample(request) for request in requests]), sum(request.max_tokens for request in requests)
+    while writing := [sample for sample in done.samples if sample.left > 0]:
+        drafted = write(draft, [sample.next(chunk) for sample in writing])
+        texts = [(sample.so_far, token_ids) for sample, (token_ids, _) in zip(writing, drafted, strict=True)]
+        p_values = calibration.p_values(perplexities(target, requests[0].prompt_ids, texts))
+        rejected = [number for number, p_value in enumerate(p_values) if p_value <= reject]
+        again = write(target, [writing[number].next(chunk, drafted[number][0]) for number in rejected])
+        written = dict(zip(rejected, again, strict=True))
+        for number, sample in enumerate(writing):
+            sample.add(drafted[number], written.get(number))
+        done.scored, done.rejected = done.scored + len(writing), done.rejected + len(rejected)
+        if progress:
+            progress(most - sum(sample.left for sample in done.samples), most)
+    return done
+
+
+def write(scheduler: Scheduler, requests: Sequence[Request]) -> list[Written]:
+    """
+    Returns:
+        The tokens of each request, which share passes, and its counts.
+    """
+    found = [(list[int](), GenerationStats()) for _ in requests]
+    with closing(drive.events_of(scheduler, requests, [stats for _, stats in found])) as events:
+        for number, event in events:
+            found[number][0].extend(one.token_id for one in drive.chunks_in(event) if one.token_id is not None)
+    return found
+
+
+@dataclass(slots=True)
+class Text:
+    """A text of which the tokens after `first` are scored: the logits of `first` give the first of them."""
+
+    token_ids: Sequence[int]
+    first: int
+    losses: dict[int, float] = field(default_factory=dict)  # by position: a part may be read again
+
+    @property
+    def perplexity(self) -> float:
+        return exp(min(fmean(self.losses.values()), LARGEST))
+
+
+Part = tuple[Lane, Prefill, Text]
+
+
+def perplexities(
+    scheduler: Scheduler, prompt_ids: Sequence[int], texts: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[float]:
+    """
+    Args:
+        scheduler: of the model whose perplexity it is.
+        prompt_ids: with which all texts begin.
+        texts: (the tokens before, the tokens that are scored).
+
+    Returns:
+        The perplexity of each text's scored tokens, found in passes that the texts share.
+
+    Raises:
+        UsageError: other requests use all sessions.
+    """
+    if (exact := scheduler.target.capabilities.exact) and exact.blocks:
+        raise UsageError(
+            'chunks share passes, which the row class of this target does not allow: load it with exact="off"'
+        )
+    found = [Text([*before, *scored], len(before) - 1) for before, scored in texts]
+    with scheduler.between_steps() as pool:
+        left = found
+        while left:
+            group = left[: _fitting(pool, left)]
+            left = left[len(group) :]
+            lanes = _lanes(pool, group)
+            if pool.known(prompt_ids) < len(prompt_ids):
+                _read(scheduler, pool, lanes[:1], [Text(prompt_ids, len(prompt_ids))])  # the other sessions fork
+            _read(scheduler, pool, lanes, group)
+    return [text.perplexity for text in found]
+
+
+def _fitting(pool: SessionPool, texts: Sequence[Text]) -> int:
+    """Number of the first texts that the idle sessions hold at once."""
+    if not pool.idle:
+        raise UsageError("all sessions of the target are in use: scale when its requests have ended")
+    cells, count, taken = pool.limits.cells, 0, 0
+    for text in texts[: len(pool.idle)]:
+        taken += len(text.token_ids)
+        if count and cells is not None and taken > cells:
+            break
+        count += 1
+    return count
+
+
+def _lanes(pool: SessionPool, texts: Sequence[Text]) -> list[Lane]:
+    """An idle session for each text, the one that holds most of it; others make room."""
+    free, found = pool.idle, list[Lane]()
+    for text in texts:
+        found.append(max(free, key=lambda lane: common_prefix(lane.session.token_ids, text.token_ids)))
+        free.remove(found[-1])
+    needed = sum(len(text.token_ids) for text in texts)
+    for lane in free:
+        if (
+            pool.limits.cells is not None
+            and needed + sum(len(one.session.token_ids) for one in free) > pool.limits.cells
+        ):
+            pool.forget(lane)
+    return found
+
+
+def _read(scheduler: Scheduler, pool: SessionPool, lanes: Sequence[Lane], texts: Sequence[Text]) -> None:
+    """Read texts into sessions, and find the losses of their scored tokens."""
+    target, parts = scheduler.target, list[Part]()
+    for lane, text in zip(lanes, texts, strict=True):
+        lane.phase = Phase.CHANGING
+        first = text.first if can_share_passes(target.capabilities) else whole_tiles(text.first)
+        pool.prepare(lane, text.token_ids[: first + 1])
+        Prefill(target, lane.session, text.token_ids[:first]).resume()
+        parts.append((lane, Prefill(target, lane.session, text.token_ids), text))
+    while unread := [part for part in parts if part[1].unread]:
+        batch, started = _plan(unread, target.capabilities), perf_counter()
+        try:
+            logits = target.forward([work for _, work in batch])
+        except Interrupted:  # it was meant for a pass that had just ended
+            continue
+        except ContextFull:
+            again = [lane for (lane, reading, _), _ in batch if reading.may_begin_again()]
+            if not again:
+                raise
+            for lane in again:
+                pool.empty(lane)
+            continue
+        scheduler.counts.add_pass(perf_counter() - started, [work for _, work in batch])
+        for ((_, reading, text), work), rows in zip(batch, logits, strict=True):
+            at = len(reading.session.token_ids)
+            for node in work.wanted.tolist():
+                row, token_id = rows.view(node), text.token_ids[at + node + 1]
+                text.losses[at + node + 1] = log_sum_exp(row) - float(row[token_id])
+            reading.commit(work)
+    for lane in lanes:
+        lane.phase = Phase.SETTLED
+
+
+def _plan(unread: Sequence[Part], limits: Capabilities) -> list[tuple[Part, Work]]:
+    """The next pass: of as many texts as it has room for, a piece each."""
+    batch, shared = list[tuple[Part, Work]](), can_share_passes(limits)
+    rows = min(limits.max_nodes, limits.exact.prompts.most) if limits.exact else limits.max_nodes
+    wanted = limits.max_wanted
+    for part in unread:
+        _, reading, text = part
+        at, more, whole = reading.resume(), reading.session.unread_committed, len(text.token_ids)
+        size = min(rows - more, max(0, text.first - at) + wanted)
+        if not shared and batch and at != whole_tiles(at):
+            break  # of prompts that share a pass, all but the first begin with a tile
+        if not shared and at + size < whole and whole_tiles(at + size) > at:
+            size = whole_tiles(at + size) - at
+        if size < 1:
+            break
+        work = reading.work(size)
+        if batch and (work.short != batch[0][1].short or len(work.token_ids) > size):
+            break
+        nodes = np.arange(len(work.token_ids), dtype=np.int32)
+        asked = nodes[(at + nodes >= text.first) & (at + nodes + 1 < whole)]
+        rows, wanted = rows - more - len(nodes), wanted - len(asked)
+        batch.append((part, replace(work, wanted=asked)))
+    return batch

@@ -1,0 +1,121 @@
+"""scripts/bench-scaling: accuracy and target passes of votes, by the share of chunks that the target writes again."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.scaling import interval, number_in
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-scaling"
+RECORDS = [
+    {"question": "What is two plus two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"},
+    {"question": "What is two times five hundred?", "answer": "It is 1,000\n#### 1,000"},
+]
+
+
+@pytest.fixture
+def script(monkeypatch, capfd):
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+        capfd.readouterr()
+        try:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        except SystemExit as ended:
+            return ended.code, *capfd.readouterr()
+        return 0, *capfd.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def asked(smollm2_tiny, smollm2_tiny_q2k, tmp_path):
+    """The arguments of a run, and where its lines go."""
+    problems, out = tmp_path / "problems.jsonl", tmp_path / "scaling.jsonl"
+    problems.write_text("\n".join(map(json.dumps, RECORDS)))
+    fixed = "--samples", "3", "--chunk", "6", "-n", "12", "--ctx", "128", "--rejects", "0.5"
+    return (smollm2_tiny, smollm2_tiny_q2k, problems, out, *fixed), out
+
+
+def lines(out):
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def untimed(found):
+    for line in found:
+        for run in line["methods"].values():
+            assert run.pop("seconds") >= 0
+    return found
+
+
+def test_a_line_a_problem_a_table_and_a_cut_file_goes_on(script, asked):
+    run, out = asked
+    code, shown, _ = script(*run)
+    assert code == 0
+    found = lines(out)
+    assert [(line["question"], line["answer"]) for line in found] == [
+        (record["question"], answer) for record, answer in zip(RECORDS, ("4", "1000"), strict=True)
+    ]
+    methods = ["target, greedy", "target, majority", "draft, majority", "reject 0.5"]
+    assert all(name in shown for name in methods)
+    for number, line in enumerate(found):
+        assert list(line["methods"]) == methods
+        runs = line["methods"]
+        assert runs["draft, majority"]["passes"] == 0 < runs["reject 0.5"]["passes"]
+        for name in methods[3:]:
+            assert 0 <= runs[name]["rejected"] <= runs[name]["chunks"]
+            assert len(runs[name]["calibration"]) == sum(one["methods"][name]["chunks"] for one in found[: number + 1])
+    whole = out.read_text()
+    out.write_text(whole[: len(whole) - 60])  # the last line was cut short
+    assert script(*run)[0] == 0
+    assert untimed(lines(out)) == untimed(found)
+    before = out.read_text()
+    assert script(*run)[0] == 0
+    assert out.read_text() == before
+    code, _, says = script(*run, "--chunk", "7")
+    assert code == 2
+    assert says.strip().endswith(f"{out}: was made with other chunk: name another file, or a new one")
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"question": "Why?"}, "needs a question and an answer in each line"),
+        ({"question": "Why?", "answer": 5}, "needs a question and an answer in each line"),
+        ({"question": "Why?", "answer": "#### because"}, "the answer to 'Why?' has no number"),
+    ],
+)
+def test_problems_without_an_answer_are_refused(script, asked, record, says):
+    run, out = asked
+    run[2].write_text(json.dumps(record))
+    code, _, found = script(*run)
+    assert code == 2
+    assert found.strip().endswith(f"{run[2]}: {says}")
+    assert not out.exists()
+
+
+def test_rejects_that_are_no_numbers_are_refused(script, asked):
+    for given, says in [
+        ("a", "--rejects are numbers with commas in between, not 'a'"),
+        ("0.5,2", "a share to reject is 2.0, but must be from 0 to 1"),
+    ]:
+        code, _, found = script(*asked[0], "--rejects", given)
+        assert code == 2
+        assert says in found
+        assert not asked[1].exists()
+
+
+def test_the_answer_is_the_last_number():
+    assert number_in("3 apples and 4 pears: 7.") == "7"
+    assert number_in("The answer is $1,250.50 a year") == "1250.5"
+    assert number_in(r"\boxed{-18.00}") == "-18"
+    assert number_in("100 %") == "100"
+    assert number_in("none") is None
+
+
+def test_the_interval_is_wilson_s():
+    low, high = interval(50, 100)
+    assert (round(low, 3), round(high, 3)) == (0.404, 0.596)
+    assert interval(0, 10)[0] == pytest.approx(0)

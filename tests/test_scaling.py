@@ -1,0 +1,364 @@
+"""`edgespec.scale`: a draft writes, the target writes again what surprises it most, and a vote chooses."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
+
+import edgespec
+from edgespec.errors import Closed, ContextFull, UsageError, VocabMismatch
+from edgespec.loading.by_name import load_backend
+from edgespec.loop.backend import Work
+from edgespec.loop.sampling import log_sum_exp
+from edgespec.loop.shapes import BatchInvariance, RowClass
+from edgespec.measure.lossless import plain_logits
+from edgespec.model import Model
+from edgespec.planners.sssd import SssdPlanner
+from edgespec.scheduler import scaling
+
+TARGET = random_model(5, vocab_size=60, layers=1)
+DRAFT = perturbed(TARGET, 0.6, 6)
+PROMPT = "the quick brown fox jumps over"
+ASKED = {"max_tokens": 24, "temperature": 1.0, "seed": 3}
+NO_END = {"logit_bias": {0: -1e9, 1: -1e9}}
+
+
+def loaded(model, sessions=4, context=160, exact=None, **limits):
+    backend = ReferenceBackend(model, context_length=context, sessions=sessions, **limits)
+    if exact:
+        backend.keep_to(exact)
+    return Model(backend, [SssdPlanner(depth=4) for _ in range(sessions)], budget=6)
+
+
+@pytest.fixture
+def pair():
+    with loaded(TARGET) as target, loaded(DRAFT) as draft:
+        yield target, draft
+
+
+def texts(results):
+    return [one.text for one in results]
+
+
+def loss(model, before, scored):
+    """Sum of -log p of the scored tokens under the model, with a pass for each token."""
+    backend, token_ids, found = ReferenceBackend(model), [*before, *scored], 0.0
+    session = backend.open()
+    for at, token in enumerate(token_ids[:-1]):
+        [logits] = backend.forward([Work(session, np.array([token]), np.array([-1]), np.array([0]))])
+        session.commit([0])
+        if at + 1 >= len(before):
+            found += log_sum_exp(logits.row(0)) - float(logits.row(0)[token_ids[at + 1]])
+    return found
+
+
+# The ends
+
+
+@pytest.mark.parametrize("reject", [0, 1, None])
+def test_the_ends_are_the_texts_of_the_draft_and_of_the_target(pair, reject):
+    target, draft = pair
+    writer = draft if reject == 0 else target
+    expected = writer.branch(PROMPT, 3, **ASKED)
+    given = {} if reject is None else {"reject": reject}
+    result = edgespec.scale(
+        target, None if reject is None else draft, PROMPT, samples=3, answer="[a-m]", **given, **ASKED
+    )
+    assert texts(result.samples) == texts(expected)
+    assert [one.token_ids for one in result.samples] == [one.token_ids for one in expected]
+    assert (result.chunks, result.rejected) == (0, 0)
+    assert (result.passes == 0) == (reject == 0)
+    assert {one.stats.approximate for one in result.samples} == {f"scale reject {1 if reject is None else reject}"}
+
+
+def test_chunks_that_are_never_rejected_are_the_draft_s_text(pair):
+    target, draft = pair
+    result = edgespec.scale(target, draft, PROMPT, samples=3, chunk=7, reject=1e-9, answer="[a-m]", **ASKED)
+    assert texts(result.samples) == texts(draft.branch(PROMPT, 3, **ASKED))
+    assert result.rejected == 0
+    assert all(one.stats.tokens_by_source["draft"] == one.stats.tokens for one in result.samples)
+
+
+def test_chunks_that_are_always_rejected_are_the_target_s_text(pair, monkeypatch):
+    target, draft = pair
+    monkeypatch.setattr(scaling.Calibration, "p_values", lambda self, found: [0.0] * len(found))
+    result = edgespec.scale(target, draft, PROMPT, samples=3, chunk=7, reject=0.5, answer="[a-m]", **ASKED)
+    assert texts(result.samples) == texts(target.branch(PROMPT, 3, **ASKED))
+    assert result.rejected == 1
+    assert all(one.stats.tokens_by_source["target"] == one.stats.tokens for one in result.samples)
+
+
+# Scores and p-values
+
+
+EXACT = BatchInvariance("narrow", RowClass(1, 4), RowClass(6, 12))  # prompts are padded, and not mixed with trees
+LIMITS = {
+    "all at once": {}, "short passes": {"max_nodes": 9}, "few cells": {"cells": 60}, "row classes": {"exact": EXACT},
+    "recurrent": {"model": random_model(5, vocab_size=60, recurrent=True)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+def test_a_score_is_the_perplexity_of_the_chunk_alone(limits):
+    limits = {"model": TARGET, "sessions": 3} | limits
+    with loaded(**limits) as target:
+        prompt, generator = target.encode(PROMPT), np.random.default_rng(1)
+        sizes = [(0, 9), (5, 12), (20, 1), (3, 8)]
+        parts = [[generator.integers(2, 60, size).tolist() for size in both] for both in sizes]
+        parts = [([*prompt, *before], scored) for before, scored in parts]
+        expected = [math.exp(loss(limits["model"], *part) / len(part[1])) for part in parts]
+        for _ in range(2):  # the second time sessions hold the texts
+            assert scaling.perplexities(target.scheduler, prompt, parts) == pytest.approx(expected, rel=1e-5)
+        with loaded(limits["model"]) as other:
+            assert target.generate(PROMPT, **ASKED).text == other.generate(PROMPT, **ASKED).text
+
+
+def test_chunks_of_all_texts_are_scored_in_shared_passes():
+    with loaded(TARGET, sessions=8, context=300, max_nodes=128) as target:
+        prompt = target.encode(PROMPT)
+        scaling.perplexities(target.scheduler, prompt, [(prompt, [5, 6])])
+        before = target.scheduler.counts.passes
+        scaling.perplexities(target.scheduler, prompt, [(prompt, [number] * 12) for number in range(2, 10)])
+        assert target.scheduler.counts.passes == before + 1
+
+
+def test_p_values_by_hand():
+    scores = scaling.Calibration(64)
+    assert scores.p_values([4.0, 1.0, 3.0, 2.0]) == [1 / 4, 1.0, 2 / 4, 3 / 4]
+    assert scores.p_values([3.0, 0.5]) == [3 / 6, 1.0]  # 4.0 and another 3.0 are as high
+    assert scores.p_values([9.0]) == [1 / 7]
+
+
+def test_the_window_slides_and_holds_the_whole_round():
+    scores = scaling.Calibration(3, [9.0, 9.0, 9.0])
+    assert scores.p_values([1.0, 2.0]) == [1.0, 2 / 3]
+    assert scores.scores == [9.0, 1.0, 2.0]
+    assert scores.p_values([5.0, 6.0, 7.0, 8.0]) == [1.0, 3 / 4, 2 / 4, 1 / 4]
+    assert scores.scores == [5.0, 6.0, 7.0, 8.0]
+
+
+@pytest.mark.parametrize("reject", [0.2, 0.4, 0.6])
+def test_about_the_wanted_share_is_rejected(reject):
+    """Also where later chunks of a text are less surprising, problems differ, and the last rounds are short."""
+    scores, generator, found = scaling.Calibration(64), np.random.default_rng(7), []
+    for _ in range(100):
+        hard = generator.normal(1, 0.1)
+        for chunk, count in enumerate((8, 8, 5, 1)):
+            found += scores.p_values((hard * (1.4 - 0.1 * chunk) * generator.lognormal(0, 0.2, count)).tolist())
+    assert abs(np.mean([p_value <= reject for p_value in found]) - reject) < 0.05
+
+
+def test_the_share_of_a_run_is_that_of_its_p_values(pair):
+    options, known, chunks, rejected = {"samples": 5, "chunk": 6, "answer": "x", **NO_END}, (), 0, 0.0
+    for seed in range(0, 15, 5):
+        result = edgespec.scale(*pair, PROMPT, calibration=known, reject=0.4, **ASKED | options | {"seed": seed})
+        known, chunks, rejected = result.calibration, chunks + result.chunks, rejected + result.rejected * result.chunks
+    assert chunks == len(known) == 3 * 5 * 4
+    assert abs(rejected / chunks - 0.4) < 0.05
+    assert all(score > 1 for score in known)
+
+
+# The texts
+
+
+def test_the_target_goes_on_where_a_chunk_was_rejected(pair, monkeypatch):
+    """Its chunk follows the chunks that were kept, and no rejected one is left in the text."""
+    target, draft = pair
+    rounds, options = iter([[1.0], [0.0], [1.0], [0.0]]), ASKED | NO_END
+    monkeypatch.setattr(scaling.Calibration, "p_values", lambda self, found: next(rounds))
+    result = edgespec.scale(target, draft, PROMPT, samples=1, chunk=6, reject=0.5, answer="[a-m]", **options)
+    text, ids = PROMPT, target.encode(PROMPT)
+    for writer in (draft, target, draft, target):
+        part = writer.generate(text, **options | {"max_tokens": 6})
+        text, ids = text + part.text, ids + part.token_ids
+    assert result.token_ids == ids[len(target.encode(PROMPT)) :]
+    assert result.text == text.removeprefix(PROMPT)
+    assert result.stats.tokens_by_source["target"] == 12
+    assert (result.chunks, result.rejected) == (4, 2 / 4)
+
+
+def test_the_same_seed_gives_the_same_result_whatever_ran_before(pair):
+    def found(*models, **changes):
+        result = edgespec.scale(*models, PROMPT, samples=5, chunk=6, answer="[a-m]", **ASKED | changes)
+        return texts(result.samples), result.votes, result.rejected, result.calibration
+
+    first = found(*pair)
+    assert found(*pair, seed=4) != first
+    assert found(*pair) == first
+    with loaded(TARGET, sessions=2) as target, loaded(DRAFT, sessions=1) as draft:
+        assert found(target, draft) == first
+
+
+def test_texts_end_where_a_context_is_full():
+    with loaded(TARGET, context=64) as target, loaded(DRAFT, context=48) as draft:
+        for reject in (0, 0.5):
+            result = edgespec.scale(
+                target, draft, PROMPT, samples=3, chunk=9, reject=reject, answer="x", max_tokens=None
+            )
+            length = len(target.encode(PROMPT))
+            assert all(length + len(one.token_ids) == 48 or one.finish_reason == "stop" for one in result.samples)
+            assert any(length + len(one.token_ids) == 48 for one in result.samples)
+
+
+def test_progress_grows_to_the_end(pair):
+    seen = []
+    options = {"samples": 3, "chunk": 8, "answer": "x", "progress": lambda *far: seen.append(far), **ASKED}
+    edgespec.scale(*pair, PROMPT, **options, **NO_END)
+    assert seen == [(24, 72), (48, 72), (72, 72)]
+    edgespec.scale(pair[0], None, PROMPT, **options)
+    assert seen[3:] == [(72, 72)]
+
+
+# The choice
+
+
+def test_the_answer_of_most_texts_wins(pair):
+    expected = texts(pair[0].branch(PROMPT, 8, **ASKED))
+    answers = [[None, *re.findall("([N-P])[a-z]?", text)][-1] for text in expected]
+    result = edgespec.scale(pair[0], None, PROMPT, samples=8, answer="([N-P])[a-z]?", **ASKED)
+    assert result.answers == answers
+    given = [answer for answer in answers if answer]
+    assert result.votes == {answer: given.count(answer) for answer in given}
+    assert len(result.votes) > 1
+    assert list(result.votes.values()) == sorted(result.votes.values(), reverse=True)
+    winner = max(given, key=given.count)
+    assert result.text == expected[answers.index(winner)]
+    assert str(result.votes) in repr(result)
+
+
+def test_a_text_without_an_answer_has_no_vote(pair):
+    found = iter([None, "a", None, "b", None])
+    result = edgespec.scale(pair[0], None, PROMPT, samples=5, answer=lambda text: next(found), **ASKED)
+    assert result.votes == {"a": 1, "b": 1}
+    assert result.text == result.samples[1].text
+    nothing = edgespec.scale(pair[0], None, PROMPT, samples=3, answer="ZZZ", **ASKED)
+    assert (nothing.votes, nothing.text) == ({}, nothing.samples[0].text)
+
+
+def test_a_score_decides_between_equal_votes_and_chooses_the_best_of_n(pair):
+    def counts(texts):
+        return [text.count("e") for text in texts]
+
+    found = iter(["a", "b", "b", "a", "c"])
+    result = edgespec.scale(pair[0], None, PROMPT, samples=5, answer=lambda text: next(found), score=counts, **ASKED)
+    assert result.text == max(texts(result.samples[:4]), key=lambda text: text.count("e"))
+    result = edgespec.scale(
+        pair[0], None, PROMPT, samples=5, score=lambda texts: [-len(text) for text in texts], **ASKED
+    )
+    assert result.text == min(texts(result.samples), key=len)
+
+
+@pytest.mark.parametrize("reject", [0, 0.5, 1])
+def test_without_answer_and_score_the_text_with_the_lowest_perplexity_wins(pair, reject):
+    result = edgespec.scale(*pair, PROMPT, samples=4, chunk=9, reject=reject, **ASKED)
+    prompt = pair[0].encode(PROMPT)
+    best = min(result.samples, key=lambda one: loss(TARGET, prompt, one.token_ids) / len(one.token_ids))
+    assert result.token_ids == best.token_ids
+    assert result.passes > 0
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"target": "big.gguf"}, "target is 'big.gguf', but must be a model of edgespec.load"),
+        ({"draft": ""}, "draft is '', but must be a model of edgespec.load"),
+        ({"samples": 0}, "samples is 0, but must be from 1 to 1024"),
+        ({"chunk": 1.5}, "chunk is 1.5, but must be a whole number, at least 1"),
+        ({"reject": 1.2}, "reject is 1.2, but must be from 0 to 1"),
+        ({"reject": math.nan}, "reject is nan, but must be from 0 to 1"),
+        ({"answer": "("}, "answer is '(', but must be a regular expression: missing ), unterminated subpattern"),
+        ({"answer": 5}, "answer is 5, but must be a text"),
+        ({"answer": lambda text: [text]}, "an answer is ["),
+        ({"score": 5}, "score is 5, but must be a function"),
+        ({"score": lambda texts: [math.nan for _ in texts]}, "a score is nan, but must be a number"),
+        ({"score": lambda texts: 1}, "what score returns is 1, but must be a list of "),
+        ({"window": 0}, "window is 0, but must be at least 1"),
+        ({"calibration": 5}, "calibration is 5, but must be a list of scores"),
+        ({"calibration": [1.5, "x"]}, "a score in calibration is 'x', but must be a number, above 0"),
+        ({"progress": 1}, "progress is 1, but must be a function"),
+        ({"max_tokens": 0}, "max_tokens is 0, but must be at least 1"),
+        ({"temperature": -1}, "temperature is -1, but must be at least 0"),
+        ({"stop": "a"}, "there is no argument 'stop'; "),
+        ({"rejects": 0.5}, "there is no argument 'rejects'; did you mean reject"),
+        ({"presence_penalty": 1.0}, "presence_penalty and frequency_penalty would count in one chunk only"),
+        ({"prompt": ""}, "the prompt is empty"),
+    ],
+)
+def test_a_mistake_is_one_line(pair, arguments, says):
+    given = {"target": pair[0], "draft": pair[1], "prompt": PROMPT, "samples": 2, "chunk": 4, **ASKED, "max_tokens": 8}
+    with pytest.raises(UsageError) as caught:
+        edgespec.scale(**given | arguments)
+    assert str(caught.value).startswith(says)
+    assert len(str(caught.value).splitlines()) == 1
+    assert edgespec.scale(**given).text  # nothing is left behind
+
+
+def test_a_draft_of_another_vocabulary_is_refused(pair):
+    with loaded(random_model(1, vocab_size=1200)) as other, pytest.raises(VocabMismatch):
+        edgespec.scale(pair[0], other, PROMPT)
+
+
+def test_closed_models_and_prompts_without_room_are_refused(pair):
+    with loaded(DRAFT, context=16) as short, pytest.raises(ContextFull):
+        edgespec.scale(pair[0], short, PROMPT)
+    for closed in pair:
+        closed.close()
+        with pytest.raises(Closed):
+            edgespec.scale(*pair, PROMPT)
+
+
+def test_a_target_whose_sessions_are_in_use_is_refused(pair):
+    target, draft = pair
+    streams = [target.stream(PROMPT, max_tokens=30, seed=seed) for seed in range(4)]
+    for stream in streams:
+        next(stream)
+    with pytest.raises(UsageError, match="all sessions of the target are in use"):
+        edgespec.scale(target, draft, PROMPT, samples=2, chunk=8, **ASKED)
+    for stream in streams:
+        stream.close()
+    assert edgespec.scale(target, draft, PROMPT, samples=2, chunk=8, **ASKED).text
+
+
+def test_an_interrupted_score_leaves_the_model_usable(pair, monkeypatch):
+    target, draft = pair
+    expected = edgespec.scale(target, draft, PROMPT, samples=3, chunk=8, answer="x", **ASKED)
+    forward, passes, prompt = target.target.forward, [], target.encode(PROMPT)
+
+    def interrupted(batch):
+        passes.append(batch)
+        if len(passes) == 2:
+            raise KeyboardInterrupt
+        return forward(batch)
+
+    monkeypatch.setattr(target.target, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        scaling.perplexities(target.scheduler, prompt, [(prompt, [5] * 90), (prompt, [6] * 90)])
+    again = edgespec.scale(target, draft, PROMPT, samples=3, chunk=8, answer="x", **ASKED)
+    assert texts(again.samples) == texts(expected.samples)
+
+
+# llama.cpp, whose prompts have another row class than its trees
+
+
+@pytest.mark.parametrize("options", [{}, {"exact": "off", "budget": 8}], ids=["row classes", "any shape"])
+def test_llama_cpp_scores_as_plain_decoding_does(smollm2_tiny, options):
+    shared = {"context_length": 400, "remember": False, "planner": "none", **options}
+    with edgespec.load(smollm2_tiny, parallel=3, **shared) as model:
+        prompt, generator = model.encode("Once upon a time, there was a fox. " * 9), np.random.default_rng(2)
+        sizes = [(0, 100), (40, 30), (9, 5), (150, 80)]
+        parts = [[generator.integers(300, 900, size).tolist() for size in both] for both in sizes]
+        parts = [([*prompt, *before], scored) for before, scored in parts]
+        found = [scaling.perplexities(model.scheduler, prompt, parts) for _ in range(2)]
+    with_one = load_backend("llamacpp", str(smollm2_tiny), context_length=400)
+    try:
+        for before, scored, *each in zip(*zip(*parts, strict=True), *found, strict=True):
+            rows = zip(plain_logits(with_one, before, scored), scored, strict=True)
+            losses = [log_sum_exp(row) - float(row[token]) for row, token in rows]
+            assert np.log(each) == pytest.approx(np.mean(losses), abs=0.1)  # rounding moves losses of 20
+    finally:
+        with_one.close()
