@@ -593,7 +593,6 @@ def load(
     for name, text in (("planner", planner), ("cluster", cluster)):
         check_text(name, text if text is not None else "")
     check_flag("ahead", ahead if ahead is not None else False)
-    cascade = check_alpha(cascade)
     for name, call in (("progress", progress), ("say", say)):
         _check_call(name, call)
     say = say or (lambda text: None)
