@@ -102,6 +102,7 @@ OF_SCHEDULER = {  # calls of every public method of `Model.scheduler`
     "save": lambda scheduler, path: scheduler.save(path, "note"),
     "load": lambda scheduler, path: scheduler.load(path),
     "forget": lambda scheduler, path: scheduler.forget(),
+    "between_steps": lambda scheduler, path: scheduler.between_steps().__enter__(),
 }
 WITHOUT_ENGINE = {  # calls that may come late, and then do nothing
     "start": lambda scheduler, path: scheduler.start(),

@@ -278,7 +278,7 @@ def test_grow_takes_the_best_paths():
 
 
 def test_replay_counts_what_a_target_would_gain():
-    # After the 5, the text 6 7 8 is copied: 3 guessed tokens and the bonus. Nothing can guess the 2 and the 3.
+    # The prompt gives the 6. After it 7 8 is copied: 2 draft tokens and the bonus. Nothing can guess the 2 and the 3.
     result = replay(SssdPlanner(), [5, 6, 7, 8, 9, 5], [6, 7, 8, 1, 2, 3], 3)
-    assert result.acceptance_lengths == [4, 1, 1]
+    assert result.acceptance_lengths == [3, 1, 1]
     assert len(result.plan_seconds) == 3

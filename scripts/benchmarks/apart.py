@@ -35,7 +35,7 @@ from edgespec.scheduler.targets.places import processes
 from edgespec.scheduler.targets.proposer import DraftProposer
 from edgespec.scheduler.targets.verifier import describe
 
-CONTEXT = 2048
+OPTIONS = LoadOptions(context_length=2048, wide=True)  # never repacked, so that both ways have one row class
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def _timed(steps: Iterable[Sequence[int]]) -> dict[str, Any]:
 
 
 def _serially(task: Task) -> Iterator[Iterator[Sequence[int]]]:
-    backends = open_backends(find_model(task.target), task.draft, None, LoadOptions(context_length=CONTEXT))
+    backends = open_backends(find_model(task.target), task.draft, None, OPTIONS)
     target, state = backends[0], new_auto_state(backends[0].capabilities.streams)
     with ExitStack() as undo:
         undo.callback(close_all, backends)
@@ -90,7 +90,7 @@ def _at_once(task: Task) -> Iterator[Iterator[Sequence[int]]]:
     """Threads and processes have the processors of the thread that starts them."""
     with ExitStack() as undo:
         os.sched_setaffinity(0, task.target_on)
-        options = LoadOptions(context_length=CONTEXT, threads=len(task.target_on))
+        options = replace(OPTIONS, threads=len(task.target_on))
         spec, (place,) = ModelSpec(task.target, None, options, True), processes(1)
         undo.callback(place.close)
         described = place.executor.submit(describe, spec).result()
