@@ -62,9 +62,9 @@ class StateCache(transformers.DynamicCache):  # type: ignore[misc]
 
     def __init__(self, model: Any) -> None:
         super().__init__(config=model.config)
-        self.name = (
-            "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
-        )
+        takes = inspect.signature(model.forward).parameters
+        # Of Mamba models it is `cache` since transformers 5.24, `cache_params` before.
+        self.name = next(name for name in ("cache", "cache_params", "past_key_values") if name in takes)
         self._rows: Any = None
         model.get_output_embeddings().register_forward_pre_hook(self._cut)
 
