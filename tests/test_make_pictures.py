@@ -30,7 +30,7 @@ def test_a_recording_has_colours_and_ends_with_the_last_screen(tmp_path):
     from pictures.terminal import record
 
     program = "printf 'wait'; sleep 0.2; printf '\\r\\033[Ka \\033[32m<b>\\033[0m\\n'"
-    record(["sh", "-c", program], "answer", tmp_path / "run.svg")
+    record(["sh", "-c", program], "answer", tmp_path / "run.svg", tmp_path)
     texts = drawn(tmp_path / "run.svg")
     assert {"$ answer", "wait", "a <b>"} <= texts.keys()
     assert [(run.text, run.get("style")) for run in texts["a <b>"]] == [("a ", None), ("<b>", "fill:#56d364;")]
@@ -44,7 +44,7 @@ def test_a_command_that_fails_leaves_no_picture(tmp_path):
     from pictures.terminal import record
 
     with pytest.raises(EdgespecError, match=r"exit code 3: broken$"):
-        record(["sh", "-c", "echo broken; exit 3"], "answer", tmp_path / "run.svg")
+        record(["sh", "-c", "echo broken; exit 3"], "answer", tmp_path / "run.svg", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

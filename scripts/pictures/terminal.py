@@ -29,12 +29,13 @@ COLOURS = {
 }  # fmt: skip
 
 
-def record(command: Sequence[str], shown: str, out: Path, columns: int = 92, rows: int = 20) -> None:
+def record(command: Sequence[str], shown: str, out: Path, folder: Path, columns: int = 92, rows: int = 20) -> None:
     """
     Args:
         command: the program and its arguments.
         shown: what a user types.
         out: the SVG.
+        folder: where the command runs.
         columns: of the terminal.
         rows: likewise.
 
@@ -47,6 +48,7 @@ def record(command: Sequence[str], shown: str, out: Path, columns: int = 92, row
     shots, last, now = [(0.0, _lines(screen))], time.monotonic(), 0.5
     child, terminal = pty.fork()
     if child == 0:
+        os.chdir(folder)
         os.environ.pop("NO_COLOR", None)
         os.environ |= {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
         os.execvp(command[0], list(command))
@@ -84,7 +86,7 @@ def _line(screen: pyte.Screen, y: int) -> Line:
 
 
 def _style(cell: pyte.screens.Char) -> str:
-    colour = COLOURS.get(cell.fg, "" if cell.fg == "default" else f"#{cell.fg}")
+    colour = COLOURS.get(cell.fg.removeprefix("bright"), "" if cell.fg == "default" else f"#{cell.fg}")
     return (f"fill:{colour};" if colour else "") + ("font-weight:bold;" if cell.bold else "")
 
 
