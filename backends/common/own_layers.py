@@ -14,7 +14,7 @@ import numpy as np
 
 from edgespec.errors import ModelError
 from edgespec.loop.backend import Capabilities, Work
-from edgespec.loop.passes import check_batch
+from edgespec.loop.passes import check_batch, common_prefix
 from edgespec.weights.plan import consecutive_layers
 
 from .nodes import NodeSession
@@ -84,7 +84,7 @@ class OwnLayersSession(NodeSession):
         chain = work.parents == np.arange(-1, len(work.parents) - 1)
         chain[[*work.wanted, -1]] = False
         text = [*self.token_ids, *work.token_ids[: int(chain.argmin())].tolist()]
-        shared = [(_shared(text, one.token_ids), one) for one in others]
+        shared = [(common_prefix(text, one.token_ids), one) for one in others]
         known, source = max(shared, key=lambda pair: pair[0], default=(0, self))
         if known > self._copied:
             self._take_cells(source, self._copied, known)
@@ -103,9 +103,3 @@ class OwnLayersSession(NodeSession):
 
     def _add(self, work: Work) -> None:
         """Add the nodes of a work whose cells are filled."""
-
-
-def _shared(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Number of first tokens that are equal."""
-    pairs = zip(tokens, others, strict=False)
-    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(tokens), len(others)))

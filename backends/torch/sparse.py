@@ -8,7 +8,6 @@ root is not the last token that the draft has read.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from edgespec.errors import UsageError
 from edgespec.loop.backend import Work
 from edgespec.loop.passes import prefill
 from edgespec.machine.measurements import recall, remember
+from edgespec.models.convert.calibration import english
 
 WHOLE = 2  # first layers, whose attention is spread over the text
 TOKENS, ROWS = 512, 32  # tokens of the text for `layer_map`, and its last rows, whose attention is compared
@@ -146,10 +146,9 @@ def follow(target: Any, draft: Any, share: float, keep: bool, say: Callable[[str
     target.keeps_queries = draft.keeps_queries = True
     if not whole:
         say("comparing the attention of the two models")
-        text = "\n\n".join(text for _, text in sorted(topics.items()))
         most = min(TOKENS, target.capabilities.context_length, draft.capabilities.context_length)
         layers = layer_map(
-            target, draft, target.vocab.encode(text[: 8 * TOKENS], add_bos=True, parse_special=False)[:most]
+            target, draft, target.vocab.encode(english()[: 8 * TOKENS], add_bos=True, parse_special=False)[:most]
         )
         if keep:
             remember(about, layers)

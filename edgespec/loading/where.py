@@ -66,7 +66,6 @@ def where(backend: Backend, gpu_layers: int | None = None, approximate: str = ""
     """
     placed = backend.placed if isinstance(backend, TellsPlaced) else None
     unused = _unused(backend.name, nvidia_cards()) if placed and not placed.device and gpu_layers != 0 else ""
-    approximate = approximate or backend.capabilities.approximate
     exact = backend.capabilities.logit_tolerance == 0 and not approximate
     return Where(engine=backend.name, placed=placed, exact=exact, unused=unused, approximate=approximate)
 

@@ -174,6 +174,7 @@ def diagnose(
     check_supported([engine], options)
     paths = list(map(local_path, sources))
     card = _head(paths[0])
+    own = {OWN_LAYERS: 0} | ({OWN_HEAD: card.size} if card else {})
     room = in_bytes("memory", memory)
     sizes = [_weight_files(path) for path in paths]
     say("disk")
@@ -184,11 +185,7 @@ def diagnose(
         file_size=sum(sizes[0].values()),
         file_system=file_system(paths[0]),
         memory=room if room is not None else int(this_machine().free * (1 - SAFETY)),
-        draft_size=0
-        if draft == OWN_LAYERS
-        else card.size
-        if draft == OWN_HEAD and card
-        else sum(sum(files.values()) for files in sizes[1:]),
+        draft_size=own[draft] if draft in own else sum(sum(files.values()) for files in sizes[1:]),
         disk=disk.speed,
         reading=f"{disk.threads} x {format_size(disk.size)} at once" if disk.speed else "",
         head=card.line if card else "",

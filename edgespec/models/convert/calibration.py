@@ -19,9 +19,7 @@ def calibration_text(path: str) -> str:
     Args:
         path: the model's GGUF, for its template.
     """
-    from pydoc_data.topics import topics
-
-    prose = _pieces("\n\n".join(text for _, text in sorted(topics.items())))
+    prose = _pieces(english())
     library = Path(sysconfig.get_path("stdlib"))
     code = _pieces("\n\n".join((library / f"{name}.py").read_text("utf-8") for name in CODE))
     vocab = load_vocab("llamacpp", path)
@@ -30,6 +28,13 @@ def calibration_text(path: str) -> str:
         words, lines = prose[i % len(prose)], code[i % len(code)]
         found += [words, lines, _turn(vocab, prose[-1 - i % len(prose)])]
     return "\n\n".join(found)
+
+
+def english() -> str:
+    """Prose that every Python has: the help on its language."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(text for _, text in sorted(topics.items()))
 
 
 def _pieces(text: str) -> list[str]:
