@@ -1,7 +1,6 @@
 """scripts/bench-approximate: answers are checked, code of models is kept in, and a run goes on where it stopped."""
 
 import json
-import runpy
 import socket
 import sys
 from pathlib import Path
@@ -124,23 +123,10 @@ def test_mcnemars_p():
     assert mcnemar(2, 10) == pytest.approx(0.0386, abs=1e-4)
 
 
-def test_other_files_are_refused(problems):
+@pytest.mark.parametrize("record", [{"text": "What?"}, {"question": "How many?", "answer": "#### many"}])
+def test_other_files_are_refused(problems, record):
     with pytest.raises(UsageError, match="GSM8K"):
-        read_problems(problems({"text": "What?"}), None)
-
-
-@pytest.fixture
-def script(monkeypatch, capfd):
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
-        capfd.readouterr()
-        try:
-            runpy.run_path(str(SCRIPT), run_name="__main__")
-        except SystemExit as ended:
-            return ended.code, *capfd.readouterr()
-        return 0, *capfd.readouterr()
-
-    return call
+        read_problems(problems(record), None)
 
 
 @pytest.mark.parametrize("exact", ["off", "narrow"])

@@ -1,8 +1,6 @@
 """scripts/bench-scaling: accuracy and target passes of votes, by the share of chunks that the target writes again."""
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,20 +12,6 @@ RECORDS = [
     {"question": "What is two plus two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"},
     {"question": "What is two times five hundred?", "answer": "It is 1,000\n#### 1,000"},
 ]
-
-
-@pytest.fixture
-def script(monkeypatch, capfd):
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
-        capfd.readouterr()
-        try:
-            runpy.run_path(str(SCRIPT), run_name="__main__")
-        except SystemExit as ended:
-            return ended.code, *capfd.readouterr()
-        return 0, *capfd.readouterr()
-
-    return call
 
 
 @pytest.fixture

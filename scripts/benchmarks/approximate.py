@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from decimal import Decimal
 from math import comb
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.problems import last_number, numbers_in
 from edgespec.errors import UsageError, check_number, no_such
 from edgespec.loop.backend import Backend
 from edgespec.loop.sampling import Float32Array, SamplingParams, Scores
@@ -30,7 +32,6 @@ from edgespec.planners.choice import make_planner
 from edgespec.scheduler import drive
 
 SECONDS = 10  # of processor time for the code of an answer
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 BLOCK = re.compile(r"```(?:python)?\n(.*?)(?:```|$)", re.DOTALL)
 RAW = SamplingParams(temperature=1.0)
 EXACT = "exact"
@@ -85,7 +86,7 @@ def read_problems(path: Path, limit: int | None) -> list[Problem]:
         found = [_problem(json.loads(line)) for line in path.read_text("utf-8").splitlines() if line.strip()]
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError) as error:
         raise UsageError(f"{path}: needs lines of GSM8K (question, answer) or HumanEval (prompt, test)") from error
     count = min(len(found), limit or len(found))
     return [found[i * len(found) // count] for i in range(count)]
@@ -95,20 +96,15 @@ def _problem(record: dict[str, Any]) -> Problem:
     if "entry_point" in record:
         question = f"Complete this function. Answer with the whole function.\n```python\n{record['prompt']}```"
         return Problem(record["task_id"], question, lambda text: runs(program(record, text)))
-    result = _number(record["answer"].rpartition("####")[2])
+    result = numbers_in(record["answer"].rpartition("####")[2])[-1]
     question = f"{record['question']}\nReason step by step, and end with #### and the result as a number."
     return Problem(record["question"], question, lambda text: _result(text) == result)
 
 
-def _number(text: str) -> float:
-    return float(NUMBER.findall(text)[-1].replace(",", ""))
-
-
-def _result(text: str) -> float | None:
+def _result(text: str) -> Decimal | None:
     """The first number after the last "####", else the last number."""
-    marked = NUMBER.search(text.rpartition("####")[2]) if "####" in text else None
-    found = marked[0] if marked else next(reversed(NUMBER.findall(text)), None)
-    return _number(found) if found else None
+    marked = numbers_in(text.rpartition("####")[2]) if "####" in text else []
+    return marked[0] if marked else last_number(text)
 
 
 def program(record: Mapping[str, str], answer: str) -> str:
@@ -244,10 +240,7 @@ def measure(
         UsageError: `out` holds something else, or was made with other options.
     """
     numbers = {problem.name: i for i, problem in enumerate(problems)}
-    done = {(one.problem, *one.variant): one for one in resume(out, Answer)}
-    for one in done.values():
-        if other := [name for name in options if one.options.get(name) != options[name]]:
-            raise UsageError(f"{out}: was made with other {' and '.join(other)}: name another file, or a new one")
+    done = {(one.problem, *one.variant): one for one in resume(out, Answer, options)}
     wanted = [(problem.name, *variant) for problem in problems for variant in settings.variants]
     for start in range(0, len(problems), settings.batch):
         group = problems[start : start + settings.batch]

@@ -1,15 +1,14 @@
 """Accuracy and target passes of `edgespec.scale` on problems whose answer is a number."""
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from decimal import Decimal
 from math import sqrt
 from pathlib import Path
 from time import process_time
 from typing import Any
 
+from benchmarks.problems import last_number
 from edgespec.errors import UsageError
 from edgespec.loop.text import user_messages
 from edgespec.measure.json_lines import append, resume
@@ -18,7 +17,6 @@ from edgespec.measure.texts import read_prompts
 from edgespec.model import Model, ScaleResult, scale
 
 ASK = "\nThink step by step. End with: The answer is NUMBER."
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 GREEDY, TARGET, DRAFT = "target, greedy", "target, majority", "draft, majority"
 NORMAL = 1.96  # of a two-sided interval of 95 %
 
@@ -54,8 +52,8 @@ class Problem:
 
 def number_in(text: str) -> str | None:
     """The last number of a text, without commas and needless zeros."""
-    found = NUMBER.findall(text)
-    return f"{Decimal(found[-1].replace(',', '')).normalize():f}" if found else None
+    found = last_number(text)
+    return None if found is None else f"{found.normalize():f}"
 
 
 def read_problems(path: Path, limit: int | None) -> list[tuple[str, str]]:
