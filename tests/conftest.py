@@ -331,3 +331,17 @@ def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capf
         return 0, *capfd.readouterr()
 
     return call
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Callable[..., Any]:
+    """Makes a datastore of documents, which are lists of numbers (`number_texts.py`)."""
+    from number_texts import NumberVocab, text_of
+
+    from edgespec.planners.datastore import build, open_datastore
+
+    def make(*documents: Any) -> Any:
+        build(tmp_path / "store", [text_of(tokens) for tokens in documents], NumberVocab())
+        return open_datastore(tmp_path / "store", NumberVocab())
+
+    return make

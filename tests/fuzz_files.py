@@ -109,8 +109,8 @@ def cases(
             yield number, ["run", str(source.path), *SHORT, "--raw", "Hi", "-n", "2", "--resume", str(saved)]
 
 
-def start(arguments: list[str], said: Path) -> int:
-    """Fork a process that runs the program; its output goes to `said`.
+def start(arguments: list[str], said: Path, seconds: int = SECONDS) -> int:
+    """Fork a process that runs the program, for at most `seconds`; its output goes to `said`.
 
     Returns:
         Its id.
@@ -120,7 +120,7 @@ def start(arguments: list[str], said: Path) -> int:
         return child
     code = 99
     try:
-        signal.alarm(SECONDS)
+        signal.alarm(seconds)
         output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1), os.dup2(output, 2)
         sys.stdin = io.StringIO()
@@ -137,7 +137,7 @@ def start(arguments: list[str], said: Path) -> int:
         os._exit(code)
 
 
-def run_all(todo: Iterator[tuple[int, list[str]]], folder: Path, jobs: int) -> Iterator[Ended]:
+def run_all(todo: Iterator[tuple[int, list[str]]], folder: Path, jobs: int, seconds: int = SECONDS) -> Iterator[Ended]:
     """Run the commands, `jobs` at a time."""
     running = dict[int, tuple[int, list[str], Path]]()
     serial, more = 0, True
@@ -147,7 +147,7 @@ def run_all(todo: Iterator[tuple[int, list[str]]], folder: Path, jobs: int) -> I
             if more := found is not None:
                 assert found
                 said = folder / f"said-{serial}"
-                running[start(found[1], said)] = (*found, said)
+                running[start(found[1], said, seconds)] = (*found, said)
                 serial += 1
         if running:
             child, status = os.wait()

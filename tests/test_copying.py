@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
-from test_sssd import NumberVocab, context, text_of
+from number_texts import NumberVocab, text_of
+from test_sssd import context
 
 from benchmarks.copying import SOURCES, FirstMatch, Pia, Rest, growing, planner_of
 from edgespec.errors import UsageError
@@ -12,17 +13,7 @@ from edgespec.loop.draft_passes import run_one
 from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
-from edgespec.planners.datastore import build, open_datastore
 from edgespec.planners.none import NonePlanner
-
-
-@pytest.fixture
-def store(tmp_path):
-    def make(*documents):
-        build(tmp_path / "store", [text_of(tokens) for tokens in documents], NumberVocab())
-        return open_datastore(tmp_path / "store", NumberVocab())
-
-    return make
 
 
 def proposed(planner, token_ids, budget=64, max_depth=1000):

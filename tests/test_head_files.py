@@ -208,33 +208,16 @@ TENSORS: dict[str, list[Change]] = {
 }  # fmt: skip
 CUTS = (0.999, 0.7, 0.4)  # shares of the file
 WATCHED = """
-import io, os, signal, sys, traceback
+import sys
+from pathlib import Path
 sys.path.insert(0, {tests!r})
-from edgespec.cli.commands import main
 import edgespec.backends.llamacpp.engine
+import edgespec.cli.commands
+from fuzz_files import run_all
 
-for arguments in {commands!r}:
-    output, writes = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)
-        os.dup2(writes, 1), os.dup2(writes, 2)
-        os.close(writes)
-        sys.stdin, code = io.StringIO(), 99
-        try:
-            main(arguments=arguments)
-            code = 0
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush()
-        os._exit(code)
-    os.close(writes)
-    said = os.fdopen(output, "rb").read().decode("utf-8", "replace")
-    lines = [line for line in said.splitlines() if not line.startswith(("measuring: ", "llamacpp: "))]
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code == 0 or (code == 1 and len(lines) == 1), (arguments, code, said)
+for ended in run_all(enumerate({commands!r}), Path({folder!r}), 1, 60):
+    lines = [line for line in ended.said.splitlines() if not line.startswith(("measuring: ", "llamacpp: "))]
+    assert ended.code == 0 or (ended.code == 1 and len(lines) == 1), ended
 """
 
 
@@ -259,6 +242,6 @@ def test_damaged_files_with_heads_are_one_line(files: dict[str, Path], tmp_path:
         [command, str(path), *SHORT, *(["--raw", "Hi", "-n", "2"] if command == "run" else [])]
         for path in paths[::every] for command in ("run", "doctor")
     ]  # fmt: skip
-    script = WATCHED.format(tests=str(Path(__file__).parent), commands=commands)
+    script = WATCHED.format(tests=str(Path(__file__).parent), commands=commands, folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, errors="replace", check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from number_texts import NumberVocab, text_of
 
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.planner import Context
@@ -20,39 +21,6 @@ from edgespec.planners.sssd import (
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 SHARES = {source: [(0.0, 1.0, 0.0, 0.0)] for source in (Source.INPUT, Source.DATASTORE)}  # uncalibrated
-
-
-class NumberVocab:
-    """A text is numbers with spaces between them."""
-
-    bos_id = None
-    eos_id = None
-    eog_ids: frozenset[int] = frozenset()
-    chat_template = None
-    size = 1000
-    fingerprint = "numbers"
-
-    def encode(self, text, *, add_bos, parse_special):
-        return [int(number) for number in text.split()]
-
-    def token_bytes(self, token_id):
-        return b"%d " % token_id
-
-    def token_text(self, token_id):
-        return str(token_id)
-
-
-def text_of(tokens):
-    return " ".join(map(str, tokens))
-
-
-@pytest.fixture
-def store(tmp_path):
-    def make(*documents):
-        build(tmp_path / "store", [text_of(tokens) for tokens in documents], NumberVocab())
-        return open_datastore(tmp_path / "store", NumberVocab())
-
-    return make
 
 
 def context(token_ids, max_depth=1000):
