@@ -48,6 +48,7 @@ def test_the_page(page):
     assert page.url == f"{page.origin}/"  # the key is gone from the address
     page.fill("#seed", "3")
     page.fill("#max_tokens", "60")
+    page.fill("#temperature", "1")
     page.fill("#prompt", "hello hello hello hello")
     page.keyboard.press("Enter")
     page.wait_for_selector("#notice:has-text('done: 60 tokens')")
@@ -122,6 +123,7 @@ def test_an_error_is_shown_and_markup_stays_text(page):
 def test_a_prompt_is_read_while_it_is_typed(page):
     """At a pause the answer is begun; Enter takes it over, and what is typed on is another prompt."""
     page.fill("#max_tokens", "40")
+    page.fill("#temperature", "1")
     page.fill("#seed", "3")
     counts, told = page.model.scheduler.counts, []
     page.on("response", lambda answer: told.append(answer) if "draft-prompt" in answer.url else None)

@@ -295,8 +295,9 @@ class Counts:
         """Number of generated tokens."""
         return sum(self.tokens.values())
 
-    def add_tokens(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
+    def add_tokens(self, handle: Handle, chunks: Sequence[Chunk]) -> None:
+        """Count generated tokens; where only a prompt is read, the one that its last row gives is nobody's."""
+        for chunk in chunks if handle.idle_limit != 0 else ():
             self.tokens[chunk.source.name.lower()] += 1
 
     def add_end(self, handle: Handle) -> None:

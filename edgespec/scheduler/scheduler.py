@@ -243,7 +243,7 @@ class Scheduler:
         self._queue.remove(handle)
         with self._failing([lane]):
             chunks = self.pool.begin(lane, self._budget)
-            self.counts.add_tokens(chunks)
+            self.counts.add_tokens(handle, chunks)
             if handle.stats.tokens == len(chunks):  # else it was parked
                 self.counts.prompt_tokens += len(handle.request.prompt_ids)
                 self.counts.cached_tokens += handle.stats.cached_tokens
@@ -324,7 +324,8 @@ class Scheduler:
 
     def _accept(self, lane: Lane, pass_: Pass, logits: Logits, *, single: bool) -> None:
         with self._failing([lane]):
-            self.counts.add_tokens(lane.accept(pass_, logits, single=single))
+            assert lane.handle
+            self.counts.add_tokens(lane.handle, lane.accept(pass_, logits, single=single))
         if lane.is_complete:
             self._end(lane, None)
 
