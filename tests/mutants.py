@@ -916,8 +916,8 @@ MUTANTS = [
     mutant(
         "memory-caches-not-counted",
         "llamacpp/memory.py",
-        "float(match[1]) for match in found if match)",
-        "0.0 for match in found if match)",
+        "caches[layer] += size / len(layers)",
+        "caches[layer] += 0.0",
         "test_offload_llamacpp.py::test_float32_caches_are_counted",
     ),
     # Saved sessions.
