@@ -310,10 +310,10 @@ def test_bench_compares_the_planners_of_one_alpha(run, files, tmp_path):
     ("arguments", "line"),
     [
         (["--cascade", "1.5", "--draft", "DRAFT"], "cascade is 1.5, but must be from 0 to 1"),
-        (["--cascade", "0.5"], "--cascade needs a draft model, not a head: name one with --draft (draft=…)"),
+        (["--cascade", "0.5"], "--cascade needs a draft model of its own: name one with --draft (draft=…)"),
         (
             ["--cascade", "0.5", "--draft", "head"],
-            "--cascade needs a draft model, not a head: name one with --draft (draft=…)",
+            "--cascade needs a draft model of its own, and head is none: name one with --draft (draft=…)",
         ),
         (["--cascade", "0.5", "--draft", "DRAFT", "--exact", "narrow"], "--exact narrow asks for the text"),
         (["--cascade", "0.5", "--draft", "DRAFT", "--ahead"], "--ahead does not go with --cascade"),

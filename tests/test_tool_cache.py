@@ -95,11 +95,32 @@ def test_calls_that_the_server_proposes_are_started(cache):
     assert cache.started == 1
 
 
-@pytest.mark.parametrize("arguments", ["[]", "{", 5, None])
+@pytest.mark.parametrize("arguments", ["[]", "{", 5, None, [("a", 1)], {"a": {1, 2}}, {"a": 1, 2: "b"}])
 def test_arguments_that_are_no_object_are_refused(cache, arguments):
-    with pytest.raises((edgespec.UsageError, TypeError)):
+    with pytest.raises(edgespec.UsageError, match=r"what look is called with is .*, but must be a JSON object"):
         cache.call("look", arguments)
     assert not cache.made
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ("Is it paid?", "messages is 'Is it paid\\?', but must be a list of messages"),
+        (5, "messages is 5"),
+        ([["user", "Hi"]], "but must be a list of messages"),
+        ([{"role": "assistant", "tool_calls": [{"name": "look"}]}], "a tool call is {'name': 'look'}, but must be one"),
+        ([{"role": "assistant", "tool_calls": ["look"]}], "a tool call is 'look', but must be one with `function`"),
+    ],
+)
+def test_messages_of_another_form_are_refused(cache, messages, says):
+    with pytest.raises(edgespec.UsageError, match=says):
+        cache.foresee(messages)
+    assert not cache.made
+
+
+def test_a_line_of_a_stream_is_not_its_json(cache):
+    with pytest.raises(edgespec.UsageError, match=r"part is 'data: .*', but must be a part of a stream"):
+        cache.saw("data: {}")
 
 
 @pytest.mark.parametrize(
@@ -109,6 +130,8 @@ def test_arguments_that_are_no_object_are_refused(cache, arguments):
         (print, {"size": 0}, "size is 0"),
         (print, {"seconds": 0}, "seconds is 0, but must be above 0"),
         (print, {"safe": [5]}, "one of safe is 5"),
+        (print, {"safe": 5}, "safe is 5, but must be a collection of names of functions"),
+        (print, {"safe": "look"}, "safe is 'look', but must be a collection of names of functions"),
     ],
 )
 def test_wrong_options_are_one_line(run, options, says):

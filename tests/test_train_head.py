@@ -347,6 +347,8 @@ def test_a_head_that_llama_cpp_cannot_feed_is_for_pytorch(train, prompts, tmp_pa
         (["TARGET", "PROMPTS", "OTHER"], "OTHER: exists and is no folder of this script: name another"),
         (["TARGET", "PROMPTS", "BAD"], "BAD: exists and is no folder of this script: name another"),
         (["BAD", "PROMPTS", "OUT"], "BAD: is not a GGUF file"),
+        (["TARGET", "PROMPTS", "OUT", "--gguf", "BAD"], "BAD: is not a GGUF file"),
+        (["TARGET", "PROMPTS", "OUT", "--device", "gpu"], "device 'gpu' is not there"),
         (
             ["TARGET", "PROMPTS", "BEGUN", "--epochs", "9"],
             "BEGUN: was begun with epochs 2, and not 9: give the same, or another folder",

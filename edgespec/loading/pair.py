@@ -2,6 +2,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from edgespec.errors import ModelError, UsageError, check_whole
+from edgespec.loading.approximate import methods, needs_a_model
 from edgespec.loading.exact import apply_row_class, check_choice, choose_way
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import (
@@ -114,8 +115,8 @@ def with_head(names: Sequence[str], paths: Sequence[str], draft: str, options: L
         ModelError: as for `LoadsHeads.has_head`.
     """
     engine, own = find_engine(names[0]), draft == OWN_HEAD
-    if options.mixed:
-        raise UsageError(f"--cascade needs a draft model of its own, and {draft if draft in OWN else paths[1]} is none")
+    for option in methods(options.mixed, options.sparse_attention):
+        raise needs_a_model(option, draft if draft in OWN else paths[1])
     if draft == OWN_LAYERS:
         if "own_layers" not in engine.supported:
             raise UsageError(
@@ -142,19 +143,11 @@ def plan_pair(
     check_choice(options.exact)
     sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft else [])]
     here, share = this_machine(), options.sparse_attention
-    if share is not None and len(sources) == 1:
-        raise UsageError("--sparse-attention needs a draft model, whose attention it follows: name one with --draft")
-    if share is not None and options.exact not in (None, "off"):
-        raise UsageError(
-            f"--exact {options.exact} does not go with --sparse-attention, which is approximate: leave it out"
-        )
     names = [choose_backend(is_folder(source), here, options.backend) for source in sources]
     check_supported(names, options)
     paths = [local_path(source, say=say) for source in sources]
     check_folder(paths[0])
     if draft and (draft in OWN or _has_head(names, paths)):
-        if share is not None:
-            raise UsageError(f"--sparse-attention needs a draft model with a file of its own, and {draft} is none")
         options = with_head(names, paths, draft, options)
         return PairPlan(names, paths, options, _plan(names[0], paths[0], options))
     if share is not None and (len(set(names)) > 1 or not isinstance(find_engine(names[0]), SparseEngine)):

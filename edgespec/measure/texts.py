@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from edgespec.errors import UsageError
-from edgespec.loading.exact import check_alpha, check_cascade
+from edgespec.loading.approximate import check_alpha, check_approximate
 from edgespec.loading.pair import WIDE, choose_budget, choose_context, close_all, open_backends
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
@@ -135,7 +135,7 @@ def run_bench(
     for name in names:
         check_planner(name, draft is not None, datastore is not None and name in USE_DATASTORE, options[name])
     alpha = check_alpha(cascade)
-    check_cascade(alpha, draft, engine_options.get("exact"), ahead)
+    check_approximate(alpha, None, draft, names, engine_options.get("exact"), ahead)
     need_draft = alpha > 0 or any(name in USE_DRAFT for name in names)
     fixed, budget = budget is not None, choose_budget(budget, entry)
     load_options = LoadOptions(

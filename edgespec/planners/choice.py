@@ -148,11 +148,9 @@ def make_planner(
 
     Raises:
         DatastoreError: the datastore does not fit the target, or is damaged.
-        UsageError: `ahead` is asked for, and the draft cannot, or a cascade with a planner that always goes ahead.
+        UsageError: `ahead` is asked for, and the draft cannot.
     """
     target, *drafts = backends
-    if cascade and PLANNERS[name].ahead:
-        raise UsageError(f"the planner {name} does not go with --cascade, for which the draft waits for the target")
     if cascade:
         planner = make_planner(name, backends, datastore, state, sequences=sequences, ahead=False, **options)
         return CascadePlanner(planner, drafts[0], cascade)

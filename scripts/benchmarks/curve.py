@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from edgespec.errors import UsageError, no_such
+from edgespec.errors import no_such
 from edgespec.loop.backend import Backend, Work
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.passes import most_nodes, prefill
@@ -92,13 +92,11 @@ class Settings:
     def __post_init__(self) -> None:
         """
         Raises:
-            UsageError: there is no such method, or a budget is below 1.
+            UsageError: there is no such method.
         """
         for method in self.methods:
             if method not in METHODS:
                 raise no_such("method", method, METHODS)
-        if least := [budget for budget in self.budgets if budget < 1]:
-            raise UsageError(f"a budget is {least[0]}, but must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
