@@ -12,17 +12,19 @@ from edgespec.measure.replay import Recording
 
 
 def read_answers(path: Path, least: int = 1) -> list[Recording]:
-    """
+    """The answers that drafts can write: the prompt gives the first token.
+
     Raises:
-        UsageError: it holds something else, or fewer answers.
+        UsageError: it holds something else, or fewer such answers.
     """
     found = resume(path, Recording)
     for number, one in enumerate(found, 1):
         if not (one.prompt_ids and all(map(_are_ids, (one.prompt_ids, one.output_ids)))):
             raise UsageError(f"{path}, line {number}: needs `prompt_ids` and `output_ids`, lists of token ids")
-    if len(found) < least:
-        raise UsageError(f"{path}: has {len(found)} answers, but must have at least {least}")
-    return found
+    long = [one for one in found if len(one.output_ids) > 1]
+    if len(long) < least:
+        raise UsageError(f"{path}: has {len(long)} answers of two tokens and more, but must have at least {least}")
+    return long
 
 
 def _are_ids(ids: Any) -> bool:
