@@ -54,7 +54,7 @@ from edgespec.loop.text import Message, TextStream, render_chat, user_messages
 from edgespec.models.own_sampling import choose_sampling, choose_seed
 from edgespec.models.registry import OWN_LAYERS, Entry, find_draft, find_model, local_path
 from edgespec.planners.auto import AutoState, new_auto_state
-from edgespec.planners.choice import CHECKS, USE_DRAFT, check_planner, make_planner
+from edgespec.planners.choice import CHECKS, PLANNERS, USE_DRAFT, check_planner, make_planner
 from edgespec.scheduler import drive, scaling
 from edgespec.scheduler.requests import Chunk, Ended, Event, GenerationResult, Request
 from edgespec.scheduler.scheduler import Scheduler
@@ -582,6 +582,7 @@ def load(
         wide=fixed and budget >= WIDE and drafted, exact=exact, backend=backend, threads=threads,
         gpu_layers=gpu_layers, memory=memory, kv_type=kv_type, lenders=check_texts("lenders", lenders), device=device,
         dtype=dtype, gpu_memory=gpu_memory, keep_packed=keep_packed, mixed=alpha > 0, sparse_attention=sparse_attention,
+        ahead=bool(ahead) or PLANNERS[planner].ahead,
     )  # fmt: skip
     if targets is not None or cluster is not None:
         refused = {"datastore": datastore, "lenders": lenders or None, "ahead": ahead, "cascade": alpha or None}
@@ -794,4 +795,6 @@ def _keywords(call: Callable[..., Any]) -> Sequence[str]:
 def _unknown(name: str, *known: str) -> UsageError:
     if name in OTHER_NAMES:
         return UsageError(f"there is no argument {name!r}; did you mean {OTHER_NAMES[name]}?")
-    return no_such("argument", name, known)
+    if name in known:  # of other methods
+        return UsageError(f"this method has no argument {name!r}")
+    return no_such("argument", name, dict.fromkeys(known))

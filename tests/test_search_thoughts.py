@@ -90,6 +90,7 @@ def test_a_text_that_has_ended_stays_as_it_is(model):
         ({"score": lambda texts: []}, "what score returns is \\[\\], but must be a list of 3 numbers"),
         ({"score": lambda texts: ["a", 2, 3]}, "a score is 'a', but must be a number"),
         ({"colour": 1}, "there is no argument 'colour'"),
+        ({"stats": None}, "this method has no argument 'stats'"),
     ],
 )
 def test_what_cannot_be_searched_is_one_line(model, options, says):

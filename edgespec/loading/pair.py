@@ -114,9 +114,14 @@ def with_head(names: Sequence[str], paths: Sequence[str], draft: str, options: L
         UsageError: the engine cannot draft with it, or the target's own file has none.
         ModelError: as for `LoadsHeads.has_head`.
     """
-    engine, own = find_engine(names[0]), draft == OWN_HEAD
+    engine, own, called = find_engine(names[0]), draft == OWN_HEAD, draft if draft in OWN else paths[1]
     for option in methods(options.mixed, options.sparse_attention):
-        raise needs_a_model(option, draft if draft in OWN else paths[1])
+        raise needs_a_model(option, called)
+    if options.ahead:
+        raise UsageError(
+            f"{called}: drafts from the target's own states, so it cannot go on while the target runs "
+            "(--ahead, pearl, specbranch)"
+        )
     if draft == OWN_LAYERS:
         if "own_layers" not in engine.supported:
             raise UsageError(

@@ -24,7 +24,7 @@ from edgespec.measure.tables import table
 from edgespec.model import Model
 from edgespec.models.registry import find_model
 from edgespec.planners.auto import new_auto_state
-from edgespec.planners.choice import USE_DATASTORE, USE_DRAFT, check_planner, make_planner, options_of
+from edgespec.planners.choice import PLANNERS, USE_DATASTORE, USE_DRAFT, check_planner, make_planner, options_of
 
 FIELDS = ("prompt", "turns", "question", "text")  # of a record, the first that is there; of turns the first is taken
 SHARES = ("draft", "target", "wait", "plan")  # parts of an answer's seconds
@@ -140,7 +140,8 @@ def run_bench(
     fixed, budget = budget is not None, choose_budget(budget, entry)
     load_options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=budget, wide=fixed and budget >= WIDE,
-        mixed=alpha > 0, **engine_options | {"lenders": tuple(engine_options.get("lenders") or ())},
+        mixed=alpha > 0, ahead=bool(ahead) or any(PLANNERS[name].ahead for name in names),
+        **engine_options | {"lenders": tuple(engine_options.get("lenders") or ())},
     )  # fmt: skip
     system = system or entry.defaults.system
     backends = open_backends(entry, draft if need_draft else None, models_file, load_options, say=say)
