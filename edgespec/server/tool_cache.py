@@ -79,7 +79,8 @@ class ToolCache:
             return known.result()
         found = Future[Any]()
         found.set_running_or_notify_cancel()
-        self._keep(key, found)
+        with self._lock:
+            self._keep(key, found)
         try:
             found.set_result(self._run(name, json.loads(key[1])))
         except BaseException as error:
@@ -90,7 +91,8 @@ class ToolCache:
     def propose(self, name: str, arguments: str | Mapping[str, Any]) -> None:
         """Start a call that may be made soon, if its function is safe."""
         if name in self._safe and not self._known(key := _key(name, arguments)):
-            with suppress(RuntimeError):  # it was closed
+            # A call that makes results old ends before this one begins, or drops it.
+            with self._lock, suppress(RuntimeError):  # it was closed
                 self._keep(key, self._threads.submit(self._run, name, json.loads(key[1])))
                 self.started += 1
 
@@ -106,8 +108,9 @@ class ToolCache:
         for message in messages:
             for call in message.get("tool_calls") or ():
                 if call["function"]["name"] in self._safe:
-                    made.add(key := _key(call["function"]["name"], call["function"]["arguments"]))
-                    self._learn(words, *key)
+                    with suppress(UsageError):  # arguments that a model wrote wrongly
+                        made.add(key := _key(call["function"]["name"], call["function"]["arguments"]))
+                        self._learn(words, *key)
             words += _words(str(message.get("content") or ""))
         newest = words[::-1]
         for name, parameters in self._places.items():
@@ -140,11 +143,11 @@ class ToolCache:
             return found
 
     def _keep(self, key: Key, found: Future[Any]) -> None:
-        with self._lock:
-            self._results[key] = monotonic(), found
-            self._results.move_to_end(key)
-            while len(self._results) > self._size:
-                self._results.popitem(last=False)
+        """Called with the lock."""
+        self._results[key] = monotonic(), found
+        self._results.move_to_end(key)
+        while len(self._results) > self._size:
+            self._results.popitem(last=False)
 
     def close(self) -> None:
         """Start nothing more; calls under way end by themselves."""
