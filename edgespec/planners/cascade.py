@@ -4,8 +4,8 @@ A token is sampled, with the noise of its position, from
 
     pi = q * [v in A] + q(not in A) * p       A = {v : p1(v) >= (1 - alpha) * max p1}       (the rule Token-V3)
 
-p and q are the target's and the draft's distributions after temperature, top-k, top-p and min-p, and p1 the target's
-before these four; grammar, bias and penalties act on all of them. At T = 0, p and q are single tokens: pi is the
+p and q are the target's and the draft's distributions after temperature, top-k, top-p and min-p. p1 is the target's
+before these four. Grammar, bias and penalties act on all three. At T = 0, p and q are single tokens: pi is the
 draft's token if it is in A, else the target's.
 """
 
