@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from edgespec import model
+from edgespec.errors import NoRoom
 from edgespec.loading import draft_or_memory
 from edgespec.loading.draft_or_memory import CLOSE, Learn, Speeds, measured, open_pair, predict, timed
 from edgespec.loading.exact import COLD
@@ -78,6 +79,7 @@ class Machine:
     Attributes:
         loads: for each, whether it was with the draft.
         planned: the same of plans.
+        too_little: plans that the memory is too little for: with the draft, or without it.
     """
 
     def __init__(self, folder: Path, streamed: float, alone: float) -> None:
@@ -86,9 +88,12 @@ class Machine:
             Path(path).write_bytes(b"1")
         self.weights = {True: plan(streamed), False: plan(alone) if alone else None}
         self.loads, self.planned, self.models = list[bool](), list[bool](), list[Loaded]()
+        self.too_little = set[bool]()
 
     def plan(self, entry: Any, draft: str | None, models_file: Any, options: LoadOptions, *, say: Any) -> PairPlan:
         self.planned.append(draft is not None)
+        if (draft is not None) in self.too_little:
+            raise NoRoom("1 GB are too little")
         paths = self.paths if draft else self.paths[:1]
         made = LoadPlan(path=paths[0], options=options, weights=self.weights[draft is not None])
         return PairPlan(["none"] * len(paths), paths, options, made)
@@ -201,6 +206,19 @@ def test_a_draft_that_takes_no_memory_of_the_target_is_loaded_at_once(start: Sta
         backends, _ = start(machine, (1.0, 9.0))
         assert (machine.loads, len(backends)) == ([True], 2)
     assert Machine(tmp_path, 0.0, 0.0).planned == []
+
+
+def test_a_draft_without_which_the_target_would_fit_is_left_out(start: Start, tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 0.56, 0.3)
+    machine.too_little = {True}
+    backends, _ = start(machine, (9.0, 4.0))
+    assert machine.loads == [False]
+    assert backends[0].notes == ["the draft is left out: with it 1 GB are too little"]
+    with pytest.raises(NoRoom, match="1 GB are too little"):
+        start(machine, (9.0, 4.0), leave_out=False)
+    machine.too_little = {True, False}
+    with pytest.raises(NoRoom, match="1 GB are too little"):
+        start(machine, (9.0, 4.0))
 
 
 def test_who_asks_for_the_draft_gets_it(start: Start, tmp_path: Path) -> None:

@@ -76,6 +76,16 @@ def test_the_share_is_that_of_the_last_path(planner):
         assert planner._share == share
 
 
+def test_a_step_without_a_proposal_has_no_path(planner):
+    planner._search, planner._path = grown(0.6, 0.8), [1, 4]
+    planner._search.place[1:] = NOT_READ
+    planner.observe([10], 0.0)
+    planner._search = AheadSearch(7, 16)
+    planner.observe([10], 0.0)
+    assert planner._share == 0.5
+    assert planner.branches(AheadSearch(7, 16), 9).tolist() == []
+
+
 def test_weights_are_found_again():
     rows = np.random.default_rng(0).normal(size=(4000, 4))
     true = np.array([0.5, 1.0, -1.0, 2.0])

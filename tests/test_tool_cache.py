@@ -5,7 +5,7 @@ import runpy
 import sys
 from contextlib import closing, suppress
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 
@@ -176,3 +176,39 @@ def test_the_script_counts_calls_that_were_started_early(tmp_path, monkeypatch, 
     with suppress(SystemExit):
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert "2 conversations: 1 of 2 calls (50%) were started early" in capsys.readouterr().out
+
+
+def test_a_call_with_wrong_arguments_stops_no_conversation(cache):
+    """A model wrote them; the right call that follows is learned from."""
+    wrong = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": '{"booking": "QX1'}}]}
+    talk = [{"role": "user", "content": "My booking is QX1234."}, wrong, call_of("look", booking="QX1234")]
+    cache.foresee(talk)
+    cache.foresee([{"role": "user", "content": "Now booking is AB5678."}])
+    proposed(cache)
+    assert cache.call("look", {"booking": "AB5678"}) is not None
+    assert cache.early == 1
+
+
+def test_a_call_that_changes_things_while_another_is_proposed_makes_its_result_old():
+    state = {"booked": False}
+
+    def run(name, arguments):
+        state["booked"] = state["booked"] or name == "book"
+        return state["booked"]
+
+    with closing(edgespec.ToolCache(run, {"look"})) as cache:
+        submit = cache._threads.submit
+
+        def submit_and_book(*call):
+            found = submit(*call)
+            found.result()
+            other = Thread(target=cache.call, args=("book", "{}"))
+            other.start()
+            other.join(0.5)  # it may wait for the proposal
+            cache.booking = other
+            return found
+
+        cache._threads.submit = submit_and_book
+        cache.propose("look", "{}")
+        cache.booking.join()
+        assert cache.call("look", "{}") is True

@@ -11,6 +11,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
+from edgespec.errors import NoRoom
 from edgespec.loading.exact import COLD
 from edgespec.loading.pair import PairPlan, close_all, load_pair, plan_pair
 from edgespec.loading.row_classes import Found, find
@@ -210,7 +211,7 @@ def open_pair(
     progress: Progress | None = None,
     say: Callable[[str], None],
 ) -> tuple[list[Backend], Learn]:
-    """As `open_backends`, but a draft that takes memory of its target and makes it slower is left out.
+    """As `open_backends`, but a draft that has no room, or takes memory of its target and makes it slower, is left out.
 
     Args:
         entry: the target.
@@ -234,8 +235,13 @@ def open_pair(
         plans.clear()  # what is loaded takes memory
         return load_pair(plan, remember=remember, progress=progress, say=say)
 
-    busy = machine_is_busy()
-    plans = {True: planned(True)}
+    busy, plans = machine_is_busy(), dict[bool, PairPlan]()
+    try:
+        plans[True] = planned(True)
+    except NoRoom as error:
+        if not leave_out or draft is None:
+            raise
+        return _without_draft(loaded(False), f"with it {error}"), lambda pace: None
     ways = ways_of(plans[True], lambda: planned(False)) if leave_out else None
     if ways is None:
         return loaded(True), lambda pace: None
@@ -253,17 +259,22 @@ def open_pair(
         backends = loaded(speeds.drafted > speeds.plain if speeds.are_known else not ways.fits)
     if not backends[1:]:
         figures = f": about {speeds.drafted:.1f} tokens/s with it, {speeds.plain:.1f} without"
-        backends[0].notes = [
-            *backends[0].notes,
-            f"the draft is left out: it takes the memory of {ways.missing / 1e9:.2f} GB of weights, which every pass "
-            f"would read{figures if speeds.are_known else ''}; --planner specexec uses it all the same",
-        ]
+        _without_draft(
+            backends,
+            f"it takes the memory of {ways.missing / 1e9:.2f} GB of weights, which every pass would read"
+            f"{figures if speeds.are_known else ''}; --planner specexec uses it all the same",
+        )
 
     def learn(pace: AutoState) -> None:
         if remember and not busy:
             _learn(ways, measured(pace, drafted=len(backends) > 1), drafted=len(backends) > 1)
 
     return backends, learn
+
+
+def _without_draft(backends: list[Backend], why: str) -> list[Backend]:
+    backends[0].notes = [*backends[0].notes, f"the draft is left out: {why}"]
+    return backends
 
 
 def _try_both(

@@ -206,7 +206,7 @@ def load_pair(
                 backends[0].notes = [
                     *backends[0].notes,
                     f"with the draft {missing / 1e9:.2f} GB are read in every pass, without it nothing: "
-                    "edgespec pair TARGET DRAFT --memory SIZE tells what is quicker",
+                    "edgespec pair TARGET DRAFT --memory SIZE shows which is faster",
                 ]
         if options.sparse_attention is not None:
             assert isinstance(engines[0], SparseEngine)

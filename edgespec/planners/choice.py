@@ -171,7 +171,7 @@ def make_planner(
     head = drafts and drafts[0].capabilities.head
     read = min(READ, 1 / target.capabilities.layers) if head else READ  # a head is about a layer
     return AutoPlanner(name, state, [
-        Drafting(planner, state, eager=eager, goes_ahead=goes is not None, read=read)
+        Drafting(planner, state, eager=eager, goes_ahead=isinstance(planner, AheadPlanner), read=read)
         if PLANNERS[one].draft
         else Lookup(planner, state)
         for one, planner in made.items()

@@ -95,6 +95,7 @@ class SpecBranchPlanner(AheadPlanner):
         if tokens and self._search and self._path:
             self._learn(common_prefix(self._search.token_ids[self._path].tolist(), tokens))
         super().observe(tokens, seconds)
+        self._path = ()  # a step that proposes nothing goes on with another search
 
     def _learn(self, accepted: int) -> None:
         self._share = accepted / len(self._path)

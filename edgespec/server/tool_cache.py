@@ -15,7 +15,7 @@ from threading import Lock
 from time import monotonic
 from typing import Any
 
-from edgespec.errors import check_number, check_texts, check_whole, must_be
+from edgespec.errors import UsageError, check_number, check_texts, check_whole, must_be
 
 AT_ONCE = 4  # calls of each function that one `foresee` starts
 BACK = 9  # words between a value and the word before it, such as other values of a list
@@ -81,7 +81,8 @@ class ToolCache:
             return known.result()
         found = Future[Any]()
         found.set_running_or_notify_cancel()
-        self._keep(key, found)
+        with self._lock:
+            self._keep(key, found)
         try:
             found.set_result(self._run(name, json.loads(key[1])))
         except BaseException as error:
@@ -92,7 +93,8 @@ class ToolCache:
     def propose(self, name: str, arguments: str | Mapping[str, Any]) -> None:
         """Start a call that may be made soon, if its function is safe."""
         if name in self._safe and not self._known(key := _key(name, arguments)):
-            with suppress(RuntimeError):  # it was closed
+            # A call that makes results old ends before this one begins, or drops it.
+            with self._lock, suppress(RuntimeError):  # it was closed
                 self._keep(key, self._threads.submit(self._run, name, json.loads(key[1])))
                 self.started += 1
 
@@ -120,8 +122,9 @@ class ToolCache:
                 except (LookupError, TypeError) as error:
                     raise must_be("a tool call", call, "one with `function`, `name` and `arguments`") from error
                 if name in self._safe:
-                    made.add(key := _key(name, arguments))
-                    self._learn(words, *key)
+                    with suppress(UsageError):  # arguments that a model wrote wrongly
+                        made.add(key := _key(name, arguments))
+                        self._learn(words, *key)
             words += _words(str(message.get("content") or ""))
         newest = words[::-1]
         for name, parameters in self._places.items():
@@ -154,11 +157,11 @@ class ToolCache:
             return found
 
     def _keep(self, key: Key, found: Future[Any]) -> None:
-        with self._lock:
-            self._results[key] = monotonic(), found
-            self._results.move_to_end(key)
-            while len(self._results) > self._size:
-                self._results.popitem(last=False)
+        """Called with the lock."""
+        self._results[key] = monotonic(), found
+        self._results.move_to_end(key)
+        while len(self._results) > self._size:
+            self._results.popitem(last=False)
 
     def close(self) -> None:
         """Start nothing more; calls under way end by themselves."""

@@ -21,11 +21,11 @@ import numpy as np
 from benchmarks.problems import last_number, numbers_in
 from edgespec.errors import UsageError, no_such
 from edgespec.loop.backend import Backend
-from edgespec.loop.sampling import Float32Array, SamplingParams, Scores
+from edgespec.loop.sampling import Float32Array, SamplingParams, Scores, distribution
 from edgespec.measure.json_lines import append, resume
 from edgespec.measure.tables import table
 from edgespec.model import GenerationResult, Model
-from edgespec.planners.cascade import Allowed, CascadePlanner, Rule, distribution, token_v3
+from edgespec.planners.cascade import Allowed, CascadePlanner, Rule, token_v3
 from edgespec.planners.choice import make_planner
 from edgespec.scheduler import drive
 

@@ -206,12 +206,13 @@ def shown(found: dict[tuple[str, Load], Result]) -> str:
         ours, best = (max(speeds[which], default=0.0) for which in (True, False))
         if ours and best:
             notes.append(f"{load}: {OURS} against the best mode of llama-server: {ours / best:.2f} x")
-    texts = defaultdict[int, set[str]](set)
+    texts = defaultdict[str, dict[int, set[str]]](lambda: defaultdict(set))  # budgets may have other row classes
     for (name, _), result in found.items():
         for number, answer in result.answers.items() if _is_ours(name) else ():
-            texts[number].add(answer.text)
-    same = sum(len(each) == 1 for each in texts.values())
-    notes.append(f"{same} of {len(texts)} answers of {OURS} are always the same")
+            texts[name][number].add(answer.text)
+    for name, by_number in texts.items():
+        same = sum(len(each) == 1 for each in by_number.values())
+        notes.append(f"{same} of {len(by_number)} answers of {name} are always the same")
     headings = ("load", "server", "tokens/s", "x the first load", *TIMES)
     return "\n".join([table("seconds: median and 95th percentile of requests", headings, rows), *notes])
 
