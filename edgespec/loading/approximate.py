@@ -1,4 +1,4 @@
-"""What does not go with the approximate methods, `--cascade` and `--sparse-attention`."""
+"""Refusals of what the approximate methods, `--cascade` and `--sparse-attention`, cannot do."""
 
 from collections.abc import Sequence
 

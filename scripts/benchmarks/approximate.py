@@ -24,10 +24,11 @@ from edgespec.loop.backend import Backend
 from edgespec.loop.sampling import Float32Array, SamplingParams, Scores, distribution
 from edgespec.measure.json_lines import append, resume
 from edgespec.measure.tables import table
-from edgespec.model import GenerationResult, Model
+from edgespec.model import Model
 from edgespec.planners.cascade import Allowed, CascadePlanner, Rule, token_v3
 from edgespec.planners.choice import make_planner
 from edgespec.scheduler import drive
+from edgespec.scheduler.requests import GenerationResult
 
 SECONDS = 10  # of processor time for the code of an answer
 BLOCK = re.compile(r"```(?:python)?\n(.*?)(?:```|$)", re.DOTALL)

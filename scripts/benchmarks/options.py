@@ -17,7 +17,7 @@ class Number(click.FloatRange):
         return found if isfinite(found) else self.fail(f"{value} is not a finite number.", param, ctx)
 
 
-class Numbers(click.ParamType):
+class Numbers(click.types.StringParamType):
     """Numbers with commas in between."""
 
     name = "numbers"
