@@ -568,6 +568,7 @@ def load(
     entry = find_model(target, models_file)
     planner, notes = planner or entry.defaults.planner or "auto", list[str]()
     alpha = check_alpha(cascade)
+    LoadOptions(sparse_attention=sparse_attention)  # refuses a wrong share
     if planner in USE_DRAFT or alpha:
         here = targets is None and cluster is None and not (alpha or sparse_attention)
         draft = draft or entry.draft or (find_head(entry, backend, say, notes) if here else None)
