@@ -3,6 +3,7 @@
 import os
 import re
 import select
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -82,6 +83,7 @@ def typing_to(*arguments: str, environment: Mapping[str, str]) -> Iterator[Typis
         os.environ.pop("NO_COLOR", None)
         os.environ |= {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}  # nobody says where the cursor is
         os.environ |= environment
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
         os.execv(sys.executable, [*PROGRAM, *arguments])
     typist = Typist(child, terminal)
     try:

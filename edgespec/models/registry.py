@@ -19,6 +19,8 @@ PACKAGE = Path(__file__).parent.parent
 BUILT_IN = PACKAGE / "models.yaml" if (PACKAGE / "models.yaml").exists() else PACKAGE.parent / "models.yaml"
 OWN_HEAD, OWN_LAYERS = OWN = "head", "layers"  # as names of a draft
 SCHEMES = ("package:", "file:", "hf:", "shape:")
+# libyaml is ten times as fast, but ends the process where lists are nested too deeply, so it reads no user's file.
+_LIBYAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w.-]+)?(:[\w.-]+)?")  # OWNER/REPOSITORY[@REVISION][:TYPE]
 # With OWNER, REPOSITORY and FILE where it may be a page of the hub.
@@ -85,9 +87,9 @@ def read_models(path: Path) -> list[Entry]:
         RegistryError: names the file and the line.
     """
     try:
-        text = path.read_text("utf-8")
-        node = yaml.compose(text, yaml.SafeLoader)
-        entries = _File.model_validate(yaml.safe_load(text)).models
+        loader = (_LIBYAML if path == BUILT_IN else yaml.SafeLoader)(path.read_text("utf-8"))
+        node = loader.get_single_node()
+        entries = _File.model_validate(node and loader.construct_document(node)).models
     except OSError as error:
         raise RegistryError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
