@@ -47,7 +47,7 @@ def test_a_server_is_waited_for_asked_and_ended():
     assert [answer.text for answer in result.answers.values()] == ["a b"] * 3
     assert all(answer.seconds >= answer.first > 0 for answer in result.answers.values())
     assert result.speed > 0
-    with pytest.raises(OSError, match="refused"):
+    with pytest.raises(EdgespecError, match="refused"):
         compare_servers.ask(port, {0: "one"}, Load(1), result, max_tokens=8, temperature=0.0)
 
 

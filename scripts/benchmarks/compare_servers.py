@@ -169,7 +169,7 @@ def ask(
     """Have each prompt answered, with its number as seed, and add to `result`.
 
     Raises:
-        EdgespecError, OSError: there is no answer.
+        EdgespecError: there is no answer.
     """
     # Times are equal for all servers; a rate changes only their scale.
     gaps, started = Random(min(prompts)), perf_counter()
