@@ -1,10 +1,14 @@
 """What doctor makes of its measurements."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from edgespec.errors import NoRoom
 from edgespec.loading.draft_or_memory import Speeds
+from edgespec.loop.engines import find_engine
 from edgespec.measure.doctor import Diagnosis, Pass, as_dict, learned_line, report, tokens_per_second
 from edgespec.planners.auto import AutoState
 from edgespec.weights.plan import Extent, Layer, Plan
@@ -105,6 +109,23 @@ def test_a_draft_that_takes_memory_of_its_target_is_predicted_both_ways(speeds: 
     assert next(line for line in report(found).splitlines() if line.startswith("draft or")).split("  ")[-1] == says
     assert as_dict(found)["draft_or_memory"] == {"drafted": speeds.drafted, "plain": speeds.plain}
     assert "draft or memory" not in report(replace(found, draft_or_memory=None))
+
+
+def test_a_draft_that_has_no_room_is_left_out(run: Any, smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = find_engine("llamacpp")
+    planned = engine.plan
+
+    def plan(path: str, options: Any, machine: Any) -> Any:
+        if options.draft_files:
+            raise NoRoom("1 GB is too little")
+        return planned(path, options, machine)
+
+    monkeypatch.setattr(engine, "plan", plan)
+    status, out, _ = run("doctor", str(smollm2_tiny), "--draft", str(smollm2_tiny), "--budget", "8")
+    assert status == 0
+    assert "the draft is left out: with it 1 GB is too little" in out
+    assert "stays in memory" not in out
+    assert "specexec" not in out
 
 
 def learned() -> dict[str, object]:

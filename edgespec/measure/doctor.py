@@ -284,7 +284,14 @@ def _try(
         )
         return PairPlan(names, paths, made, engine.plan(path, made, machine))
 
-    pair = planned(paths)
+    try:
+        pair = planned(paths)
+    except NoRoom as error:
+        if not drafts:
+            raise
+        pair, head, found.by_head, found.draft_size = planned([path]), False, False, 0  # as `open_pair` does
+        drafts.clear()
+        found.notes = [*found.notes, f"the draft is left out: with it {error}"]
     if ways := ways_of(pair, lambda: planned([path])):
         found.draft_or_memory = ways.speeds(remember=True, say=say, disk=disk.speed)
     plan = pair.plan

@@ -315,7 +315,7 @@ def make_plan(
             f"{format_size(least, up=True)} ({format_size(always)} for the output and small weights, "
             f"{format_size(least - always - needed)} for layers, "
             + f"{format_size(experts_at_once)} for the experts of one layer, " * bool(experts_at_once)
-            + f"{format_size(others_need)} for the program, caches and the draft)"
+            + f"{format_size(others_need)} for the program, caches and any draft)"
         )
     moving = [extent for layer in streamed for extent in layer.extents]
     return Plan(
