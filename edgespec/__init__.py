@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from edgespec.loop.sampling import SamplingParams as SamplingParams
     from edgespec.loop.stats import GenerationStats as GenerationStats
     from edgespec.loop.tree import Source as Source
-    from edgespec.model import GenerationResult, Model, load, scale
+    from edgespec.model import Model, load, scale
     from edgespec.model import ScaleResult as ScaleResult
     from edgespec.scheduler.requests import Chunk as Chunk
+    from edgespec.scheduler.requests import GenerationResult
     from edgespec.server.tool_cache import ToolCache as ToolCache
 
 __version__ = "1.0.0rc1"
@@ -39,8 +40,8 @@ _MODULES = {
     "loop.sampling": ["SamplingParams"],
     "loop.stats": ["GenerationStats"],
     "loop.tree": ["Source"],
-    "model": ["GenerationResult", "Model", "ScaleResult", "load", "scale"],
-    "scheduler.requests": ["Chunk"],
+    "model": ["Model", "ScaleResult", "load", "scale"],
+    "scheduler.requests": ["Chunk", "GenerationResult"],
     "server.tool_cache": ["ToolCache"],
 }
 

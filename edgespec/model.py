@@ -26,8 +26,9 @@ from edgespec.errors import (
     must_be,
     no_such,
 )
+from edgespec.loading.approximate import check_alpha, check_approximate
 from edgespec.loading.draft_or_memory import open_pair
-from edgespec.loading.exact import check_alpha, check_cascade, note_on_budget
+from edgespec.loading.exact import note_on_budget
 from edgespec.loading.pair import (
     DEFAULT_BUDGET,
     WIDE,
@@ -53,9 +54,9 @@ from edgespec.loop.text import Message, TextStream, render_chat, user_messages
 from edgespec.models.own_sampling import choose_sampling, choose_seed
 from edgespec.models.registry import OWN_LAYERS, Entry, find_draft, find_model, local_path
 from edgespec.planners.auto import AutoState, new_auto_state
-from edgespec.planners.choice import CHECKS, USE_DRAFT, check_planner, make_planner
+from edgespec.planners.choice import CHECKS, PLANNERS, USE_DRAFT, check_planner, make_planner
 from edgespec.scheduler import drive, scaling
-from edgespec.scheduler.requests import Chunk, Ended, Event, Request
+from edgespec.scheduler.requests import Chunk, Ended, Event, GenerationResult, Request
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.scheduler.targets.coordinator import Targets
 
@@ -71,30 +72,6 @@ OTHER_NAMES = {  # in other programs -> here
 
 Prompt = str | Sequence[Message]
 Path = str | PathLike[str]
-
-
-@dataclass(slots=True, repr=False)
-class GenerationResult:
-    """A finished generation."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    stats: GenerationStats = field(default_factory=GenerationStats)
-
-    def add(self, chunk: Chunk) -> None:
-        """Append a chunk."""
-        self.text += chunk.text
-        if chunk.token_id is not None:
-            self.token_ids.append(chunk.token_id)
-
-    @property
-    def finish_reason(self) -> str:
-        """One of stop, length, and interrupted."""
-        return self.stats.finish_reason
-
-    def __repr__(self) -> str:
-        about = f"{self.finish_reason or 'unfinished'}, {self.stats.summary()}, seed {self.stats.seed}"
-        return f"<GenerationResult {self.text!r}: {about}>"
 
 
 @dataclass(slots=True, repr=False)
@@ -373,15 +350,7 @@ class Model:
         first = self.request(prompt, **options)
         hint_texts = self.hint_texts(first.prompt_ids, options.get("prediction"), k)
         requests = _seeded(replace(first, hint_texts=hint_texts), k)
-        return self._all(requests)
-
-    def _all(self, requests: Sequence[Request]) -> list[GenerationResult]:
-        results = [GenerationResult() for _ in requests]
-        with closing(drive.events_of(self.scheduler, requests, [result.stats for result in results])) as events:
-            for number, event in events:
-                for chunk in drive.chunks_in(event):
-                    results[number].add(chunk)
-        return results
+        return drive.results_of(self.scheduler, requests)
 
     def search(
         self,
@@ -431,7 +400,7 @@ class Model:
                 for one, text in zip(_seeded(first, len(begun), number * keep * width), begun, strict=True)
             ]
             found = {tuple(text.token_ids): text for text in texts if is_whole(text)}
-            for text, thought in zip(begun, self._all(requests), strict=True):
+            for text, thought in zip(begun, drive.results_of(self.scheduler, requests), strict=True):
                 token_ids = text.token_ids + thought.token_ids
                 found.setdefault(
                     tuple(token_ids), GenerationResult(_text_of(vocab, token_ids), token_ids, thought.stats)
@@ -599,13 +568,12 @@ def load(
     entry = find_model(target, models_file)
     planner, notes = planner or entry.defaults.planner or "auto", list[str]()
     alpha = check_alpha(cascade)
+    LoadOptions(sparse_attention=sparse_attention)  # refuses a wrong share
     if planner in USE_DRAFT or alpha:
-        here = targets is None and cluster is None and not alpha
+        here = targets is None and cluster is None and not (alpha or sparse_attention)
         draft = draft or entry.draft or (find_head(entry, backend, say, notes) if here else None)
-    check_cascade(alpha, draft, exact, ahead)
-    if alpha and sparse_attention is not None:
-        raise UsageError("--cascade and --sparse-attention are both approximate: give one of them")
     check_planner(planner, draft is not None, datastore is not None, planner_options)
+    check_approximate(alpha, sparse_attention, draft, [planner], exact, ahead)
     fixed, budget = budget is not None, choose_budget(budget, entry)
     # With a fixed budget passes are wide, but for `auto` without a draft or datastore, which is plain decoding.
     drafted = bool(draft or datastore) if planner == "auto" else planner != "none"
@@ -615,6 +583,7 @@ def load(
         wide=fixed and budget >= WIDE and drafted, exact=exact, backend=backend, threads=threads,
         gpu_layers=gpu_layers, memory=memory, kv_type=kv_type, lenders=check_texts("lenders", lenders), device=device,
         dtype=dtype, gpu_memory=gpu_memory, keep_packed=keep_packed, mixed=alpha > 0, sparse_attention=sparse_attention,
+        ahead=bool(ahead) or PLANNERS[planner].ahead,
     )  # fmt: skip
     if targets is not None or cluster is not None:
         refused = {"datastore": datastore, "lenders": lenders or None, "ahead": ahead, "cascade": alpha or None}
@@ -628,8 +597,6 @@ def load(
     draft = draft if planner in USE_DRAFT or alpha else None
     if ahead and not draft:
         raise UsageError("--ahead is for a draft model, which then runs ahead: name one with --draft (draft=…)")
-    if ahead and sparse_attention:
-        raise UsageError("--ahead does not go with --sparse-attention, which needs a draft that has just read the root")
     backends, learn = open_pair(
         entry, draft, models_file, options, remember=remember, progress=progress, say=say,
         leave_out=planner == "auto" and not fixed and not alpha and sparse_attention is None,
@@ -829,4 +796,6 @@ def _keywords(call: Callable[..., Any]) -> Sequence[str]:
 def _unknown(name: str, *known: str) -> UsageError:
     if name in OTHER_NAMES:
         return UsageError(f"there is no argument {name!r}; did you mean {OTHER_NAMES[name]}?")
-    return no_such("argument", name, known)
+    if name in known:  # of other methods
+        return UsageError(f"this method has no argument {name!r}")
+    return no_such("argument", name, dict.fromkeys(known))

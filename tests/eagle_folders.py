@@ -56,3 +56,18 @@ def write_head(folder: Path, weights: dict[str, Any], **config: Any) -> Path:
     sizes = {"draft_vocab_size": len(weights["d2t"]), "vocab_size": len(weights["t2d"])}
     (folder / "config.json").write_text(json.dumps(CONFIG | sizes | config))
     return folder
+
+
+def attend_cells(cells: Any, start: int) -> Any:
+    """Attention for `EagleHead.forward`: rows from cell `start` on are kept in `cells` [2, key heads, cells, d]."""
+    import torch
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        end = start + query.shape[-2]
+        cells[0, :, start:end], cells[1, :, start:end] = key, value
+        keys, values = cells[:, :, :end]
+        seen = torch.full((end - start, end), -torch.inf, dtype=query.dtype).triu(start + 1)
+        every = (query[None], keys[None], values[None], seen)
+        return torch.nn.functional.scaled_dot_product_attention(*every, enable_gqa=True)[0]
+
+    return attend

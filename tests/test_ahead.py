@@ -289,6 +289,27 @@ def test_a_target_that_fails_ends_the_drafts_pass():
     assert write(planner, SAMPLINGS[0])[0] == write(NonePlanner(), SAMPLINGS[0])[0]
 
 
+def test_an_error_of_the_draft_does_not_replace_ctrl_c():
+    target, broken = backend(), backend(DRAFTS["good"])
+    failed, forward = threading.Event(), broken.forward
+
+    def fails(batch):
+        if threading.current_thread() is threading.main_thread():
+            return forward(batch)
+        failed.set()
+        raise ModelError("the draft is broken")
+
+    def stopped(batch):
+        if not any(work.prompt for work in batch):
+            assert failed.wait(20)
+            raise KeyboardInterrupt
+        return ReferenceBackend.forward(target, batch)
+
+    broken.forward, target.forward = fails, stopped
+    with pytest.raises(KeyboardInterrupt):
+        write(AheadPlanner(broken, depth=6, nice=False), SAMPLINGS[0], target)
+
+
 def test_what_a_draft_fails_with_is_told():
     engine = backend(DRAFTS["good"])
     forward = engine.forward

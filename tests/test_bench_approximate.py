@@ -160,8 +160,8 @@ def test_a_line_an_answer_a_table_and_a_cut_file_goes_on(
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--rules", "v4"], "no rule 'v4'"), (["--alphas", "half"], "--alphas are numbers"),
-        (["--alphas", "2"], "alpha is 2"),
+        (["--rules", "v4"], "no rule 'v4'"), (["--alphas", "half"], "--alphas is 'half'"),
+        (["--alphas", "2"], "--alphas is '2', but must be numbers from 0 to 1"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_one_line(script, problems, tmp_path, options, line):

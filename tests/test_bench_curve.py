@@ -73,8 +73,8 @@ def test_a_line_a_problem_a_table_and_a_cut_file_goes_on(script, asked):
     ("more", "says"),
     [
         (("--methods", "specexec,medusa"), "medusa"), (("--budgets", "8,many"), "'8,many'"),
-        (("--budgets", "8,0"), "a budget is 0"), (("--top-p", "0"), "top_p"), (("--limit", "0"), "limit is 0"),
-        (("--png", "curve.jpg"), "png"),
+        (("--budgets", "8,0"), "--budgets is '8,0', but must be whole numbers of at least 1, with commas in between"),
+        (("--top-p", "0"), "top_p"), (("--limit", "0"), "limit is 0"), (("--png", "curve.jpg"), "png"),
     ],
 )  # fmt: skip
 def test_a_wrong_option_is_one_line_before_the_models_are_loaded(script, asked, monkeypatch, more, says):

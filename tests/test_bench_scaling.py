@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scaling import interval, number_in
+from benchmarks.problems import number_in
+from benchmarks.scaling import interval
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-scaling"
 RECORDS = [
@@ -82,8 +83,8 @@ def test_problems_without_an_answer_are_refused(script, asked, record, says):
 
 def test_rejects_that_are_no_numbers_are_refused(script, asked):
     for given, says in [
-        ("a", "--rejects are numbers with commas in between, not 'a'"),
-        ("0.5,2", "a share to reject is 2.0, but must be from 0 to 1"),
+        ("a", "--rejects is 'a', but must be numbers from 0 to 1, with commas in between"),
+        ("0.5,2", "--rejects is '0.5,2', but must be numbers from 0 to 1"),
     ]:
         code, _, found = script(*asked[0], "--rejects", given)
         assert code == 2

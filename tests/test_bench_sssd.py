@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -73,7 +74,15 @@ def test_a_datastore_of_the_answers_is_copied_from_and_more_of_it_gives_more(scr
         assert (code, len(err.splitlines())) == (2, 1), err
 
 
-@pytest.mark.parametrize("content", ['{"question": "1 2"}\n', "[1]\n", "{\n", '{"prompt": "no output"}', ""])
+def line(**fields):
+    return json.dumps({"prompt_ids": [1], "output_ids": [2, 3]} | fields) + "\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"question": "1 2"}\n', "[1]\n", "{\n", '{"prompt": "no output"}', "", line(prompt_ids="no"), line(prompt_ids=[]),
+     line(output_ids=["a", "b"]), line(output_ids=[-1, 2]), line(output_ids=[]), line(output_ids=[5])],
+)  # fmt: skip
 def test_bad_answers_are_one_line(script, smollm2_tiny, tmp_path, content):
     answers = tmp_path / "answers.jsonl"
     answers.write_text(content)
@@ -81,3 +90,25 @@ def test_bad_answers_are_one_line(script, smollm2_tiny, tmp_path, content):
     assert code != 0
     assert "answers.jsonl" in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_recording_that_cannot_begin_leaves_no_file(script, tmp_path):
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text('{"prompt": "Why?"}\n')
+    for arguments in (("no.gguf", prompts, answers), ("no.gguf", tmp_path / "no.jsonl", answers)):
+        code, _, err = script("record", *arguments)
+        assert (code in (1, 2), len(err.splitlines())) == (True, 1), err
+        assert not answers.exists()
+    code, _, err = script("record", "no.gguf", prompts, tmp_path / "no" / "answers.jsonl")
+    assert code == 2
+    assert "there is no folder" in err
+
+
+def test_answers_of_another_model_are_refused(script, smollm2_tiny, tmp_path, monkeypatch):
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text(line() + line(output_ids=[2, 49151]))
+    for name, arguments in (("train-branches", []), ("simulate-dsi", ["acceptance"])):
+        monkeypatch.setattr(sys.modules[__name__], "SCRIPT", SCRIPT.with_name(name))
+        code, _, err = script(*arguments, smollm2_tiny, answers)
+        assert code == 1
+        assert err.strip().endswith(f"{answers}: has the token 49151, but the draft's vocabulary has 4096 tokens")

@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 from test_lossless_reference import PLANNERS, drafts_of, samplings, tokens, write
 
 import edgespec
+from edgespec.errors import ContextFull
+from edgespec.loop.draft_passes import run_one
+from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import Noise, SamplingParams, adjust, candidates, sample
 from edgespec.loop.shapes import BatchInvariance, RowClass
+from edgespec.loop.stats import GenerationStats
 from edgespec.planners.cascade import CascadePlanner, mixture
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
@@ -310,10 +314,10 @@ def test_bench_compares_the_planners_of_one_alpha(run, files, tmp_path):
     ("arguments", "line"),
     [
         (["--cascade", "1.5", "--draft", "DRAFT"], "cascade is 1.5, but must be from 0 to 1"),
-        (["--cascade", "0.5"], "--cascade needs a draft model, not a head: name one with --draft (draft=…)"),
+        (["--cascade", "0.5"], "--cascade needs a draft model of its own: name one with --draft (draft=…)"),
         (
             ["--cascade", "0.5", "--draft", "head"],
-            "--cascade needs a draft model, not a head: name one with --draft (draft=…)",
+            "--cascade needs a draft model of its own, and head is none: name one with --draft (draft=…)",
         ),
         (["--cascade", "0.5", "--draft", "DRAFT", "--exact", "narrow"], "--exact narrow asks for the text"),
         (["--cascade", "0.5", "--draft", "DRAFT", "--ahead"], "--ahead does not go with --cascade"),
@@ -360,3 +364,45 @@ def test_answers_of_the_server_say_so(load):
             assert answer["edgespec"]["stats"][0]["approximate"] == f"cascade {alpha}"
             fingerprints.add(answer["system_fingerprint"])
     assert len(fingerprints) == 2
+
+
+def test_an_interrupt_of_the_draft_that_comes_too_late_changes_no_text():
+    """It was meant for a pass of another request, and would end the next one."""
+    target, draft = pair()
+    plain, _ = write(target, cascade(NonePlanner, draft), PROMPT, SAMPLED, **PLAIN)
+    for session in draft.opened.copy():
+        session.close()
+    inner = target.forward
+
+    def late(batch):
+        draft.interrupt()
+        return inner(batch)
+
+    target.forward = late
+    assert write(target, cascade(NonePlanner, draft), PROMPT, SAMPLED, **PLAIN)[0] == plain
+
+
+def test_a_draft_that_has_no_room_for_the_prompt_ends_the_request():
+    """Also where a request goes on with another planner, as after it was parked."""
+    target, draft = pair(max_nodes=4)
+    generation = Generation(
+        target, target.open(), cascade(NonePlanner, draft), [*range(10)], SAMPLED, max_tokens=8, budget=4,
+        stats=GenerationStats(),
+    )  # fmt: skip
+    generation.read_prompt()
+    fresh, passes = ReferenceBackend(DRAFT, max_nodes=4), []
+
+    def full(batch):
+        passes.append(batch)
+        assert len(passes) < 20, "it is read again and again"
+        if batch[0].session.token_ids:
+            raise ContextFull("the cache is full")
+        return ReferenceBackend.forward(fresh, batch)
+
+    fresh.forward = full
+    generation.move(generation.session, cascade(NonePlanner, fresh))
+    generation.read_draft()
+    pass_ = generation.cut(run_one(generation.propose()))
+    logits = target.forward([pass_.work])[0]
+    with pytest.raises(ContextFull):
+        generation.accept(pass_, logits)

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from edgespec.cli.commands import cli
 from edgespec.errors import UsageError
-from edgespec.machine.described import BUILT_IN, describe, find_machine, machine_names
+from edgespec.machine.described import BUILT_IN, describe, find_machine
 from edgespec.machine.this_machine import Machine, this_machine
 from edgespec.weights.plan import two_digits
 
@@ -257,7 +257,7 @@ def test_a_name_without_shape_or_file_is_one_line(tmp_path: Path) -> None:
 
 
 def test_names_that_the_documentation_uses_exist() -> None:
-    names = {
+    names = (
         "macbook-16",
         "macbook-24",
         "macbook-36",
@@ -266,6 +266,5 @@ def test_names_that_the_documentation_uses_exist() -> None:
         "desktop-64",
         "rtx3060-32",
         "rtx4090-64",
-    }
-    assert names <= set(machine_names())
-    assert isinstance(find_machine("macbook-16")[1], Machine)
+    )
+    assert all(isinstance(find_machine(name)[1], Machine) for name in names)

@@ -15,6 +15,8 @@ from edgespec.loop.backend import Work
 from edgespec.loop.draft_passes import Passed, run_one
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
+from edgespec.planners.auto import AutoState
+from edgespec.planners.choice import make_planner
 from edgespec.planners.easyspec import EasySpecPlanner
 
 OPTIONS = {"context_length": 128, "budget": 16, "threads": 1}
@@ -90,3 +92,10 @@ def test_other_engines_and_layers_are_refused(tmp_path):
     with pytest.raises(UsageError, match="is streamed"):
         EasySpecPlanner(streamed)
     streamed.close()
+
+
+def test_its_draft_never_goes_ahead(draft):
+    """Else the planner would wait for a draft that waits, and would not learn the times of its passes."""
+    planner = make_planner("easyspec", [draft, draft], state=AutoState(), ahead=True)
+    assert [one.goes_ahead for one in planner._candidates] == [False]
+    planner.close()

@@ -11,7 +11,7 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edge
 
 import contract
 import mlx.core as mx
-from eagle_folders import WIDTH, head_weights, write_head
+from eagle_folders import WIDTH, attend_cells, head_weights, write_head
 from edgespec.backends.mlx import backend as backend_module
 from edgespec.backends.mlx import memory as memory_module
 from edgespec.backends.mlx.backend import load
@@ -136,7 +136,7 @@ def test_the_logits_of_a_head_are_those_of_torch(config: dict[str, Any], target:
     def torch_rows(text: list[int], before: Any) -> tuple[Any, Any]:
         """Logits and own states after all tokens of a text but the first; `before` are the states before them."""
         embedded, cells = torch.tensor(np.array(head._embed(mx.array(text[1:])))), torch.zeros(2, 2, 64, 8)
-        own = theirs(embedded, before, torch.arange(1, len(text)), eagle.attend_cells(cells, 0, None))
+        own = theirs(embedded, before, torch.arange(1, len(text)), attend_cells(cells, 0))
         return theirs.logits(own), own
 
     with torch.no_grad():

@@ -8,8 +8,9 @@ import pytest
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 
 import torch
+from eagle_folders import attend_cells
 from edgespec.backends.torch.backend import load
-from edgespec.backends.torch.eagle import EagleHead, attend_cells, load_head
+from edgespec.backends.torch.eagle import EagleHead, load_head
 from edgespec.backends.torch.engine import engine
 from hf_models import SMALL, VOCAB_SIZE, save, tiny_model, transformers
 from safetensors.torch import load_file, save_file
@@ -105,11 +106,11 @@ def test_rows_are_those_of_the_heads_definition(pair):
     cells = torch.zeros(2, SMALL["num_key_value_heads"], 64, SMALL["head_dim"])
     with torch.inference_mode():
         known, places = torch.tensor(TEXT[1:]), torch.arange(1, len(TEXT))
-        out = module(embed(known), module.fuse(states[:-1]), places, attend_cells(cells, 0, None))
+        out = module(embed(known), module.fuse(states[:-1]), places, attend_cells(cells, 0))
         expected = [module.logits(out[-1])]
         for i, token in enumerate(drafted):
             place = torch.tensor([len(TEXT) + i])
-            attend = attend_cells(cells, len(TEXT) - 1 + i, None)
+            attend = attend_cells(cells, len(TEXT) - 1 + i)
             out = module(embed(torch.tensor([token])), out[-1:], place, attend)
             expected.append(module.logits(out[-1]))
     session = head.open()

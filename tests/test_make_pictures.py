@@ -1,5 +1,6 @@
 """scripts/make-pictures: a terminal's lines as an animation, charts, and the house of rooms."""
 
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from edgespec.errors import EdgespecError
 from pictures import charts, rooms
 
+SCRIPT = Path(__file__).parent.parent / "scripts" / "make-pictures"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -60,3 +62,18 @@ def test_charts_have_a_bar_a_run_and_a_line_a_way_and_no_background(tmp_path):
     assert {"one", "two", "another", "8", "16"} <= drawn(tmp_path / "memory.svg").keys()
     for name in ("round.svg", "memory.svg"):
         assert "#ffffff" not in (tmp_path / name).read_text()
+
+
+def test_wrong_models_and_prompts_are_refused_before_the_first_picture(script, tmp_path):
+    pytest.importorskip("pyte", reason="no recordings: pip install pyte")
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "pictures"
+    for asked, says in (
+        (None, "prompts.jsonl: cannot be read"),
+        ('{"prompt": "Why?"}', "no.gguf: there is no such file"),
+    ):
+        if asked:
+            prompts.write_text(asked)
+        code, shown, said = script("no.gguf", "no.gguf", prompts, "--out", out)
+        assert (code in (1, 2), shown, len(said.splitlines())) == (True, "", 1)
+        assert says in said
+        assert not out.exists()

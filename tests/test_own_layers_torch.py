@@ -201,6 +201,13 @@ def test_other_engines_say_what_to_do_instead():
         with_head(["llamacpp"] * 2, ["a.gguf"] * 2, "layers", LoadOptions())
 
 
+@pytest.mark.parametrize("more", [{"planner": "pearl"}, {"planner": "specexec", "ahead": True}])
+def test_they_cannot_go_on_while_the_target_runs_and_are_not_loaded_for_that(llama, monkeypatch, more):
+    monkeypatch.setattr("edgespec.loading.draft_or_memory.load_pair", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(UsageError, match="layers: drafts from the target's own states, so it cannot go on while"):
+        edgespec.load(str(llama), backend="torch", draft="layers", **more)
+
+
 def test_the_user_names_them_layers(llama, run):
     options = {"context_length": 128, "backend": "torch", "exact": "off", "budget": 8, "remember": False}
     texts = []

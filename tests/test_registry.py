@@ -135,6 +135,11 @@ def test_a_missing_package_is_installed_where_the_program_runs(monkeypatch: pyte
         assert str(MissingPackage("huggingface_hub", "hub", "fetching")).endswith(f": {says}")
 
 
+def test_a_name_like_no_other_ends_the_list_of_models() -> None:
+    with pytest.raises(UsageError, match=r"there are: .*, gpt-oss-120b\. A path must end in \.gguf or contain a slash"):
+        find_model("x")
+
+
 def test_a_name_longer_than_a_path_may_be_is_no_model() -> None:
     with pytest.raises(UsageError, match="there is no model 'xxx"):
         find_model("x" * 5000)

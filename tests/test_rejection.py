@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from edgespec.loop.sampling import Noise, SamplingParams, sample
+from edgespec.loop.sampling import Noise, SamplingParams, distribution, sample
 from edgespec.measure import rejection
-from edgespec.measure.rejection import acceptance, coins, coverage, expected_passes, probabilities, static_tree, stems
+from edgespec.measure.rejection import acceptance, coins, coverage, expected_passes, static_tree, stems
 
 DRAWS = 100_000
 P = np.array([0.0, 0.2, 0.42, 0.1, 0.08, 0.04, 0.03, 0.13])
@@ -14,11 +14,38 @@ MOST = 29.9  # chi square with six degrees of freedom, which chance exceeds once
 RULES = {"leviathan": (1, False), "specinfer": (4, True), "no replacement": (4, False), "all of q": (8, False)}
 
 
+def decide(
+    p: np.ndarray, q: np.ndarray, children: int, flips: np.ndarray, *, replacement: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Decide one position n times, as the baselines do.
+
+    Args:
+        p: the target's probabilities, [V].
+        q: the draft's, [V].
+        children: number of draft tokens.
+        flips: `coins` of shape [n, 2 * children + 1].
+        replacement: the rule.
+
+    Returns:
+        The tokens [n], and the number of the accepted child, from 1 on; 0: none [n].
+    """
+    count = len(flips)
+    target, draft = (np.broadcast_to(row, (count, len(row))) for row in (p, q))
+    token, rank = np.zeros(count, np.intp), np.zeros(count, np.intp)
+    for child in range(1, children + 1):
+        x = rejection._draw(draft, flips[:, 2 * child - 2])
+        of_target, of_draft = (rows[np.arange(count), x] for rows in (target, draft))
+        accepted = (rank == 0) & (of_draft > 0) & (flips[:, 2 * child - 1] * of_draft < of_target)
+        token[accepted], rank[accepted] = x[accepted], child
+        target, draft = rejection.after_rejection(target, draft, x, replacement=replacement)
+    return np.where(rank > 0, token, rejection._draw(target, flips[:, -1])), rank
+
+
 def chi_square(rule: str) -> tuple[float, float]:
     """Chi square and total variation of 100,000 tokens."""
     children, replacement = RULES[rule]
     flips = coins(1, children, (DRAWS, 2 * children + 1))
-    tokens, _ = rejection.step(P, Q, children, flips, replacement=replacement)
+    tokens, _ = decide(P, Q, children, flips, replacement=replacement)
     counts = np.bincount(tokens, minlength=len(P))
     assert counts[P == 0] == 0
     seen, expected = counts[P > 0], DRAWS * P[P > 0]
@@ -79,9 +106,9 @@ def test_a_wrong_rule_is_seen(monkeypatch: pytest.MonkeyPatch, rule: str, wrong)
 def test_at_temperature_0_the_token_is_plain_decodings(rule: str) -> None:
     logits = np.array([0.5, 3.0, 2.9, -1.0, 0, 0, 0, 0], np.float32)
     plain = sample(logits, 7, SamplingParams(), Noise(0, 8))
-    p, (children, replacement) = probabilities(logits, SamplingParams()), RULES[rule]
-    for q in (Q, p, probabilities(-logits, SamplingParams())):
-        tokens, _ = rejection.step(p, q, children, coins(2, 0, (500, 2 * children + 1)), replacement=replacement)
+    p, (children, replacement) = distribution(logits, SamplingParams()), RULES[rule]
+    for q in (Q, p, distribution(-logits, SamplingParams())):
+        tokens, _ = decide(p, q, children, coins(2, 0, (500, 2 * children + 1)), replacement=replacement)
         assert set(tokens.tolist()) == {plain}
 
 
@@ -89,7 +116,7 @@ def test_at_temperature_0_the_token_is_plain_decodings(rule: str) -> None:
 def test_probabilities_are_those_of_sampling(params: SamplingParams) -> None:
     logits = np.log(np.maximum(P, 1e-3)).astype(np.float32)
     drawn = [sample(logits, position, params, Noise(3, len(P))) for position in range(4000)]
-    found = probabilities(logits, params)
+    found = distribution(logits, params)
     assert found.sum() == pytest.approx(1)
     assert np.abs(np.bincount(drawn, minlength=len(P)) / len(drawn) - found).sum() / 2 < 0.02
 
@@ -98,7 +125,7 @@ def test_probabilities_are_those_of_sampling(params: SamplingParams) -> None:
 def test_the_accepted_child_given_the_token(rule: str) -> None:
     children, replacement = RULES[rule]
     flips = coins(4, 0, (DRAWS, 2 * children + 1))
-    tokens, ranks = rejection.step(P, Q, children, flips, replacement=replacement)
+    tokens, ranks = decide(P, Q, children, flips, replacement=replacement)
     for token in np.flatnonzero(P):
         of_it = ranks[tokens == token]
         seen = np.bincount(of_it, minlength=children + 1)[1:] / len(of_it)
@@ -132,7 +159,7 @@ def test_expected_passes_are_those_of_real_rejection(tree, replacement: bool) ->
                 at = len(text)
                 drafts = sum((node, rank) in nodes for rank in range(children))
                 drawn = flips[at][number, count % length][: 2 * drafts + 1][None]
-                token, rank = rejection.step(p[at], q[at], drafts, drawn, replacement=replacement)
+                token, rank = decide(p[at], q[at], drafts, drawn, replacement=replacement)
                 text.append(int(token[0]))
                 node = nodes[node, int(rank[0]) - 1] if rank[0] else None
         passes.append(count)

@@ -10,6 +10,7 @@ from edgespec.loop.text import TextStream
 from edgespec.model import Model
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.scheduler import drive
 
 TARGET = random_model(2, vocab_size=258, sharpness=3.0)
 OPTIONS = {"temperature": 0.9, "seed": 5, "stop": tuple("aeiou \n"), "max_tokens": 6}
@@ -43,7 +44,7 @@ def by_hand(width, keep, depth):
                 for _ in range(width):
                     asked = replace(first, prompt_ids=first.prompt_ids + text)
                     asked = replace(asked, sampling=replace(first.sampling, seed=seed))
-                    found.append(text + model._all([asked])[0].token_ids)
+                    found.append(text + drive.results_of(model.scheduler, [asked])[0].token_ids)
                     seed += 1
             found = [text for i, text in enumerate(found) if text not in found[:i]]
             texts = sorted(found, key=lambda text: -sums([decoded(vocab, text)])[0])[:keep]
@@ -89,6 +90,7 @@ def test_a_text_that_has_ended_stays_as_it_is(model):
         ({"score": lambda texts: []}, "what score returns is \\[\\], but must be a list of 3 numbers"),
         ({"score": lambda texts: ["a", 2, 3]}, "a score is 'a', but must be a number"),
         ({"colour": 1}, "there is no argument 'colour'"),
+        ({"stats": None}, "this method has no argument 'stats'"),
     ],
 )
 def test_what_cannot_be_searched_is_one_line(model, options, says):

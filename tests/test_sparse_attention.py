@@ -199,14 +199,13 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (
-                {"draft": None},
-                "--sparse-attention needs a draft model, whose attention it follows: name one with --draft",
-            ),
-            ({"planner": "none"}, "--sparse-attention needs a draft model"),
-            ({"draft": "head"}, "--sparse-attention needs a draft model with a file of its own, and head is none"),
-            ({"draft": "layers"}, "--sparse-attention needs a draft model with a file of its own, and layers is none"),
-            ({"exact": "narrow"}, "--exact narrow does not go with --sparse-attention, which is approximate"),
+            ({"draft": None}, "--sparse-attention needs a draft model of its own: name one with --draft"),
+            ({"planner": "none"}, "the planner none does not go with --sparse-attention"),
+            ({"planner": "pearl"}, "the planner pearl does not go with --sparse-attention"),
+            ({"draft": "head"}, "--sparse-attention needs a draft model of its own, and head is none"),
+            ({"draft": "layers"}, "--sparse-attention needs a draft model of its own, and layers is none"),
+            ({"exact": "narrow"}, "--exact narrow asks for the text of plain decoding, --sparse-attention for another"),
+            ({"cascade": 0.5}, "--cascade and --sparse-attention are both approximate: give one of them"),
             ({"sparse_attention": 1.5}, "sparse_attention is 1.5, but must be above 0 and at most 1"),
             ({"sparse_attention": 0}, "sparse_attention is 0, but must be above 0 and at most 1"),
             ({"backend": "mlx"}, "the backend mlx has no option 'sparse_attention'"),

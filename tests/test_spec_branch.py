@@ -105,9 +105,10 @@ def test_recorded_answers_tell_what_was_accepted():
 
 def test_training_needs_two_answers(tmp_path):
     answers = tmp_path / "a.jsonl"
-    answers.write_text(json.dumps({"prompt_ids": [1], "output_ids": [2], "category": "", "question": ""}) + "\n")
+    one = {"prompt_ids": [1], "output_ids": [2, 3], "category": "", "question": ""}
+    answers.write_text("".join(json.dumps(each) + "\n" for each in (one, one | {"output_ids": [2]})))
     ended = subprocess.run(
         [sys.executable, str(SCRIPT), "no.gguf", str(answers)], capture_output=True, text=True, check=False
     )
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
-    assert "has 1 answers" in ended.stderr
+    assert "has 1 answers of two tokens and more, but must have at least 2" in ended.stderr

@@ -5,7 +5,7 @@ import runpy
 import sys
 from contextlib import closing, suppress
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 
@@ -95,11 +95,32 @@ def test_calls_that_the_server_proposes_are_started(cache):
     assert cache.started == 1
 
 
-@pytest.mark.parametrize("arguments", ["[]", "{", 5, None])
+@pytest.mark.parametrize("arguments", ["[]", "{", 5, None, [("a", 1)], {"a": {1, 2}}, {"a": 1, 2: "b"}])
 def test_arguments_that_are_no_object_are_refused(cache, arguments):
-    with pytest.raises((edgespec.UsageError, TypeError)):
+    with pytest.raises(edgespec.UsageError, match=r"what look is called with is .*, but must be a JSON object"):
         cache.call("look", arguments)
     assert not cache.made
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ("Is it paid?", "messages is 'Is it paid\\?', but must be a list of messages"),
+        (5, "messages is 5"),
+        ([["user", "Hi"]], "but must be a list of messages"),
+        ([{"role": "assistant", "tool_calls": [{"name": "look"}]}], "a tool call is {'name': 'look'}, but must be one"),
+        ([{"role": "assistant", "tool_calls": ["look"]}], "a tool call is 'look', but must be one with `function`"),
+    ],
+)
+def test_messages_of_another_form_are_refused(cache, messages, says):
+    with pytest.raises(edgespec.UsageError, match=says):
+        cache.foresee(messages)
+    assert not cache.made
+
+
+def test_a_line_of_a_stream_is_not_its_json(cache):
+    with pytest.raises(edgespec.UsageError, match=r"part is 'data: .*', but must be a part of a stream"):
+        cache.saw("data: {}")
 
 
 @pytest.mark.parametrize(
@@ -109,6 +130,8 @@ def test_arguments_that_are_no_object_are_refused(cache, arguments):
         (print, {"size": 0}, "size is 0"),
         (print, {"seconds": 0}, "seconds is 0, but must be above 0"),
         (print, {"safe": [5]}, "one of safe is 5"),
+        (print, {"safe": 5}, "safe is 5, but must be a collection of names of functions"),
+        (print, {"safe": "look"}, "safe is 'look', but must be a collection of names of functions"),
     ],
 )
 def test_wrong_options_are_one_line(run, options, says):
@@ -153,3 +176,39 @@ def test_the_script_counts_calls_that_were_started_early(tmp_path, monkeypatch, 
     with suppress(SystemExit):
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert "2 conversations: 1 of 2 calls (50%) were started early" in capsys.readouterr().out
+
+
+def test_a_call_with_wrong_arguments_stops_no_conversation(cache):
+    """A model wrote them; the right call that follows is learned from."""
+    wrong = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": '{"booking": "QX1'}}]}
+    talk = [{"role": "user", "content": "My booking is QX1234."}, wrong, call_of("look", booking="QX1234")]
+    cache.foresee(talk)
+    cache.foresee([{"role": "user", "content": "Now booking is AB5678."}])
+    proposed(cache)
+    assert cache.call("look", {"booking": "AB5678"}) is not None
+    assert cache.early == 1
+
+
+def test_a_call_that_changes_things_while_another_is_proposed_makes_its_result_old():
+    state = {"booked": False}
+
+    def run(name, arguments):
+        state["booked"] = state["booked"] or name == "book"
+        return state["booked"]
+
+    with closing(edgespec.ToolCache(run, {"look"})) as cache:
+        submit = cache._threads.submit
+
+        def submit_and_book(*call):
+            found = submit(*call)
+            found.result()
+            other = Thread(target=cache.call, args=("book", "{}"))
+            other.start()
+            other.join(0.5)  # it may wait for the proposal
+            cache.booking = other
+            return found
+
+        cache._threads.submit = submit_and_book
+        cache.propose("look", "{}")
+        cache.booking.join()
+        assert cache.call("look", "{}") is True

@@ -20,7 +20,8 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 import llama_cpp
 import torch
-from edgespec.backends.torch.eagle import attend_cells, load_head
+from eagle_folders import attend_cells
+from edgespec.backends.torch.eagle import load_head
 from gguf_files import VOCAB, small_llama
 from gguf_files import write_gguf as write_target
 from hf_models import save, tiny_model
@@ -117,11 +118,11 @@ def test_training_computes_what_drafting_computes(school):
                 cells = torch.zeros(2, head.config.num_key_value_heads, 32, head.config.head_dim)
                 tokens = frozen.embeddings[one.token_ids[1:]]
                 places = torch.arange(1, 32)
-                drafted = head(tokens[: row + 1], states[: row + 1], places[: row + 1], attend_cells(cells, 0, None))
+                drafted = head(tokens[: row + 1], states[: row + 1], places[: row + 1], attend_cells(cells, 0))
                 for step in range(min(4, one.rows - row)):
                     if step:
                         at = slice(row + step, row + step + 1)
-                        drafted = head(tokens[at], drafted[-1:], places[at], attend_cells(cells, row + step, None))
+                        drafted = head(tokens[at], drafted[-1:], places[at], attend_cells(cells, row + step))
                     expected = found[step][number, row - one.first]
                     torch.testing.assert_close(drafted[-1], expected, atol=1e-4, rtol=1e-4)
 
@@ -347,6 +348,8 @@ def test_a_head_that_llama_cpp_cannot_feed_is_for_pytorch(train, prompts, tmp_pa
         (["TARGET", "PROMPTS", "OTHER"], "OTHER: exists and is no folder of this script: name another"),
         (["TARGET", "PROMPTS", "BAD"], "BAD: exists and is no folder of this script: name another"),
         (["BAD", "PROMPTS", "OUT"], "BAD: is not a GGUF file"),
+        (["TARGET", "PROMPTS", "OUT", "--gguf", "BAD"], "BAD: is not a GGUF file"),
+        (["TARGET", "PROMPTS", "OUT", "--device", "gpu"], "device 'gpu' is not there"),
         (
             ["TARGET", "PROMPTS", "BEGUN", "--epochs", "9"],
             "BEGUN: was begun with epochs 2, and not 9: give the same, or another folder",
@@ -547,15 +550,13 @@ def test_llama_cpp_computes_the_same_head(engine, trained):
     cells = torch.zeros(2, head.config.num_key_value_heads, 32, head.config.head_dim)
     logits, after = engine.head(TEXT[1:], states[:-1], 1, 288)
     with torch.no_grad():
-        mine = head(
-            embeddings[TEXT[1:]], torch.from_numpy(states[:-1]), torch.arange(1, 12), attend_cells(cells, 0, None)
-        )
+        mine = head(embeddings[TEXT[1:]], torch.from_numpy(states[:-1]), torch.arange(1, 12), attend_cells(cells, 0))
         check_logits(head.logits(mine).numpy(), logits)
         np.testing.assert_allclose(mine.numpy(), after, atol=2e-3 * float(np.abs(after).max()))
         for place in range(12, 15):  # drafted from its own states
             token = int(logits[-1].argmax())
             logits, after = engine.head([token], after[-1:], place, 288)
-            mine = head(embeddings[[token]], mine[-1:], torch.tensor([place]), attend_cells(cells, place - 1, None))
+            mine = head(embeddings[[token]], mine[-1:], torch.tensor([place]), attend_cells(cells, place - 1))
             check_logits(head.logits(mine).numpy(), logits)
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -123,7 +123,7 @@ class EagleHead(nn.Module):  # type: ignore[misc]
             embeddings: [..., n, width] of the rows' tokens.
             states: [..., n, width], of `fuse`, or what this returned for the rows before.
             positions: [..., n].
-            attend: attention of the rows' rotated queries; it keeps their keys and values: see `attend_cells`.
+            attend: attention of the rows' rotated queries; it keeps their keys and values.
 
         Returns:
             The rows' states [..., n, width], for `logits`, and for rows after them.
@@ -140,27 +140,6 @@ class EagleHead(nn.Module):  # type: ignore[misc]
         every = found.new_full((*found.shape[:-1], len(self.t2d)), -torch.inf)
         every[..., self.draft_ids] = found
         return every
-
-
-def attend_cells(cells: Any, start: int, mask: Any) -> Attend:
-    """Attention to cells, in which the rows' keys and values are kept.
-
-    Args:
-        cells: [2, key heads, cells, d].
-        start: cell of the first row; cells before it are filled.
-        mask: additive, [n, start + n]; None: a row sees every cell to its own.
-    """
-
-    def attend(query: Any, key: Any, value: Any) -> Any:
-        end = start + query.shape[-2]
-        cells[0, :, start:end], cells[1, :, start:end] = key, value
-        keys, values = cells[:, :, :end]
-        seen = mask
-        if seen is None:
-            seen = torch.full((end - start, end), -torch.inf, dtype=query.dtype, device=query.device).triu(start + 1)
-        return scaled_dot_product_attention(query[None], keys[None], values[None], seen, enable_gqa=True)[0]
-
-    return attend
 
 
 def load_head(folder: Path, target_layers: int) -> EagleHead:

@@ -9,8 +9,9 @@ from edgespec.loop.passes import check_room
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.session_files import check_replaceable, draft_file
 from edgespec.loop.text import SYSTEM, Message
-from edgespec.model import GenerationResult, Model
+from edgespec.model import Model
 from edgespec.models.own_sampling import choose_seed
+from edgespec.scheduler.requests import GenerationResult
 from edgespec.scheduler.scheduler import Scheduler
 
 UNLIMITED = -1  # max_tokens, as llama.cpp's

@@ -15,7 +15,8 @@ import click
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.loop.grammar import Grammar, json_schema, lark
 from edgespec.loop.tree import Source
-from edgespec.model import GenerationResult, Model
+from edgespec.model import Model
+from edgespec.scheduler.requests import GenerationResult
 
 COLOURS = {
     Source.DRAFT: "green", Source.INPUT: "cyan", Source.DATASTORE: "magenta", Source.GRAMMAR: "yellow",

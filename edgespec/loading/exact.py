@@ -7,13 +7,12 @@ from decode's, generated tokens are prefilled again in the next turn of a chat, 
 from collections.abc import Callable
 from contextlib import suppress
 
-from edgespec.errors import UsageError, check_number
+from edgespec.errors import UsageError
 from edgespec.loading.row_classes import MANY, Found, Group, find, is_timed
 from edgespec.loop.backend import Backend, Capabilities
 from edgespec.loop.engines import Computing, LoadPlan
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.machine.measurements import why_not_kept
-from edgespec.models.registry import OWN
 
 CHOICES = ("narrow", "wide", "any", "off")
 FEW = 3  # rows: a class that reaches no further has no room for a tree
@@ -114,7 +113,7 @@ def note_on_budget(budget: int, target: Backend, path: str, *, approximate: bool
         budget: draft tokens per pass that were asked for.
         target: loaded, and kept to a row class.
         path: of its model.
-        approximate: `check_cascade` allows no other class.
+        approximate: `check_approximate` allows no other class.
 
     Returns:
         A note for the user if the row class allows fewer, with what lifts this limit.
@@ -142,30 +141,6 @@ def check_choice(asked: str | None) -> None:
     """
     if asked not in (None, *CHOICES):
         raise UsageError(f"exact is {asked!r}, but must be one of {', '.join(CHOICES)}")
-
-
-def check_alpha(cascade: float | None) -> float:
-    """
-    Returns:
-        Alpha; 0: texts are exact.
-
-    Raises:
-        UsageError: it is out of range.
-    """
-    return check_number("cascade", 0.0 if cascade is None else cascade, lambda alpha: 0 <= alpha <= 1, "from 0 to 1")
-
-
-def check_cascade(alpha: float, draft: str | None, exact: str | None = None, ahead: bool | None = None) -> None:
-    """
-    Raises:
-        UsageError: there is no draft model, or an option asks for what a cascade cannot give.
-    """
-    if alpha and (not draft or draft in OWN):
-        raise UsageError("--cascade needs a draft model, not a head: name one with --draft (draft=…)")
-    if alpha and exact not in (None, "off"):
-        raise UsageError(f"--exact {exact} asks for the text of plain decoding, --cascade for another: leave one out")
-    if alpha and ahead:
-        raise UsageError("--ahead does not go with --cascade, for which the draft waits until the target has run")
 
 
 def choose(found: Found, limits: Capabilities, asked: str | None) -> BatchInvariance | None:

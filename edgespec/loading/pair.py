@@ -2,6 +2,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from edgespec.errors import ModelError, UsageError, check_whole
+from edgespec.loading.approximate import methods, needs_a_model
 from edgespec.loading.exact import apply_row_class, check_choice, choose_way
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import (
@@ -113,9 +114,14 @@ def with_head(names: Sequence[str], paths: Sequence[str], draft: str, options: L
         UsageError: the engine cannot draft with it, or the target's own file has none.
         ModelError: as for `LoadsHeads.has_head`.
     """
-    engine, own = find_engine(names[0]), draft == OWN_HEAD
-    if options.mixed:
-        raise UsageError(f"--cascade needs a draft model of its own, and {draft if draft in OWN else paths[1]} is none")
+    engine, own, called = find_engine(names[0]), draft == OWN_HEAD, draft if draft in OWN else paths[1]
+    for option in methods(options.mixed, options.sparse_attention):
+        raise needs_a_model(option, called)
+    if options.ahead:
+        raise UsageError(
+            f"{called}: drafts from the target's own states, so it cannot go on while the target runs "
+            "(--ahead, pearl, specbranch)"
+        )
     if draft == OWN_LAYERS:
         if "own_layers" not in engine.supported:
             raise UsageError(
@@ -142,19 +148,11 @@ def plan_pair(
     check_choice(options.exact)
     sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft else [])]
     here, share = this_machine(), options.sparse_attention
-    if share is not None and len(sources) == 1:
-        raise UsageError("--sparse-attention needs a draft model, whose attention it follows: name one with --draft")
-    if share is not None and options.exact not in (None, "off"):
-        raise UsageError(
-            f"--exact {options.exact} does not go with --sparse-attention, which is approximate: leave it out"
-        )
     names = [choose_backend(is_folder(source), here, options.backend) for source in sources]
     check_supported(names, options)
     paths = [local_path(source, say=say) for source in sources]
     check_folder(paths[0])
     if draft and (draft in OWN or _has_head(names, paths)):
-        if share is not None:
-            raise UsageError(f"--sparse-attention needs a draft model with a file of its own, and {draft} is none")
         options = with_head(names, paths, draft, options)
         return PairPlan(names, paths, options, _plan(names[0], paths[0], options))
     if share is not None and (len(set(names)) > 1 or not isinstance(find_engine(names[0]), SparseEngine)):
@@ -208,7 +206,7 @@ def load_pair(
                 backends[0].notes = [
                     *backends[0].notes,
                     f"with the draft {missing / 1e9:.2f} GB are read in every pass, without it nothing: "
-                    "edgespec pair TARGET DRAFT --memory SIZE tells what is quicker",
+                    "edgespec pair TARGET DRAFT --memory SIZE shows which is faster",
                 ]
         if options.sparse_attention is not None:
             assert isinstance(engines[0], SparseEngine)

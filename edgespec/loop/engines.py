@@ -108,6 +108,7 @@ class LoadOptions:
         own_head: the head in the model's own file is loaded, too, and stays in memory; see `LoadsHeads`.
         own_layers: some of the model's own layers will draft; whole layers are streamed then.
         sparse_attention: share of the draft's attention whose cells are read; see `SparseEngine`.
+        ahead: the draft goes on while the target runs, because the user or the planner wants it.
         mixed: the draft's logits change what is sampled, so that it has a row class, and two sessions for each.
     """
 
@@ -134,6 +135,7 @@ class LoadOptions:
     own_head: bool = False
     own_layers: bool = False
     sparse_attention: float | None = None
+    ahead: bool = False
     mixed: bool = False
 
     def __post_init__(self) -> None:

@@ -362,6 +362,18 @@ def _best_of_many(adjusted: Float32Array, position: int, params: SamplingParams,
         bounds -= _OUT * no_better
 
 
+def distribution(adjusted: Float32Array, params: SamplingParams) -> Scores:
+    """Probabilities [V] with which `sample` draws from adjusted logits [V]; at temperature 0 one is 1."""
+    found = np.zeros(len(adjusted))
+    if params.temperature == 0:
+        found[adjusted.argmax()] = 1.0
+        return found
+    ids = candidates(adjusted, params)
+    scaled = (adjusted if ids is None else adjusted[ids]).astype(np.float64) / params.temperature
+    found[slice(None) if ids is None else ids] = np.exp(scaled - log_sum_exp(scaled))
+    return found
+
+
 def scores(logits: Float32Array, params: SamplingParams, gumbel: Float32Array) -> Scores:
     """Operands of the argmax when T > 0, in float64: it adds no ties to the model's."""
     return logits.astype(np.float64) / params.temperature + gumbel

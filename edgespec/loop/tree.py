@@ -109,10 +109,10 @@ for shared in (ZERO, ABOVE_ROOT, CERTAIN):
     shared.flags.writeable = False
 
 
-def chain_of(token_ids: Sequence[int], source: Source = Source.DRAFT) -> DraftTree:
+def chain_of(token_ids: Sequence[int]) -> DraftTree:
     """The tree without branches: the first token is the root, and all log-probabilities are 0."""
     count = len(token_ids)
-    sources = np.full(count, source, np.int32)
+    sources = np.full(count, Source.DRAFT, np.int32)
     sources[0] = Source.TARGET
     ids, depth = np.asarray(token_ids, np.int32), np.arange(count, dtype=np.int32)
     return DraftTree(ids, depth - 1, np.zeros(count), depth, sources)

@@ -47,10 +47,6 @@ def find_machine(name: str) -> tuple[str, Machine]:
     return _called(found[0]), _machine(found[0], name)
 
 
-def machine_names() -> list[str]:
-    return [str(entry["name"]) for entry in _entries(BUILT_IN)]
-
-
 def with_speeds(machine: Machine, chip: str) -> Machine:
     """A copy with the speeds of the same chip in machines.yaml where its own are not known."""
     known = [_machine(entry, str(BUILT_IN)) for entry in _entries(BUILT_IN) if chip and entry.get("chip") == chip]

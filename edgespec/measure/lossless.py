@@ -8,8 +8,8 @@ the same within rounding: a tie. A backend bounds the change of a logit l (`Capa
     a token can win     if it scores best with its logit at `high` and all others at `low`,
                         except those that top-k, top-p or min-p may remove
 
-With such a filter, the token must be able to stay (`_can_be_in`), and all tokens that always outscore it to be removed
-(`_can_be_out`), each in its own best case. So a tie is always found; rarely, a bug is taken for a tie.
+With such a filter, two things must be possible, each in its own best case: the token stays (`_can_be_in`), and all
+tokens that always outscore it are removed (`_can_be_out`). So a tie is always found; rarely, a bug is taken for a tie.
 """
 
 import math
@@ -231,8 +231,8 @@ def _can_be_out(
         params: of the filters.
 
     Returns:
-        True if filters, which cut the descending logits at one point, can remove all stronger tokens: the highest of
-        them lies at `level` at least, and only tokens that are not stronger can lie above it.
+        True if filters can remove all stronger tokens. They cut the descending logits at one point. The highest
+        stronger token lies at `level` at least, and only tokens that are not stronger can lie above it.
     """
     if level > limit:
         return False

@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.loop.sampling import Float32Array, Noise, SamplingParams, candidates, top_ids
+from edgespec.loop.sampling import Noise, top_ids
 from edgespec.loop.tree import FloatArray, IntArray, depths
 
 COINS_KEY = 0x5265_6A65_6374_696F  # makes a seed another one, so that coins do not depend on the noise of answers
@@ -30,45 +30,6 @@ def coins(seed: int, position: int, shape: tuple[int, ...]) -> FloatArray:
     gumbel = Noise(seed ^ COINS_KEY, int(np.prod(shape))).row(position)
     uniform: FloatArray = np.exp(-np.exp(-gumbel.astype(np.float64)))
     return uniform.reshape(shape)
-
-
-def probabilities(logits: Float32Array, params: SamplingParams) -> FloatArray:
-    """
-    Returns:
-        The distribution from which `sample` draws, without penalties, [V].
-    """
-    ids = np.array([logits.argmax()]) if params.temperature == 0 else candidates(logits, params)
-    scores = (logits if ids is None else logits[ids]).astype(np.float64) / (params.temperature or 1.0)
-    weights, found = np.exp(scores - scores.max()), np.zeros(len(logits))
-    found[slice(None) if ids is None else ids] = weights / weights.sum()
-    return found
-
-
-def step(
-    p: FloatArray, q: FloatArray, children: int, flips: FloatArray, *, replacement: bool
-) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Decide one position n times.
-
-    Args:
-        p: the target's probabilities, [V].
-        q: the draft's, [V].
-        children: number of draft tokens.
-        flips: `coins` of shape [n, 2 * children + 1].
-        replacement: the rule.
-
-    Returns:
-        The tokens [n], and the number of the accepted child, from 1 on; 0: none [n].
-    """
-    count = len(flips)
-    target, draft = (np.broadcast_to(row, (count, len(row))) for row in (p, q))
-    token, rank = np.zeros(count, np.intp), np.zeros(count, np.intp)
-    for child in range(1, children + 1):
-        x = _draw(draft, flips[:, 2 * child - 2])
-        of_target, of_draft = _at(target, x), _at(draft, x)
-        accepted = (rank == 0) & (of_draft > 0) & (flips[:, 2 * child - 1] * of_draft < of_target)
-        token[accepted], rank[accepted] = x[accepted], child
-        target, draft = after_rejection(target, draft, x, replacement=replacement)
-    return np.where(rank > 0, token, _draw(target, flips[:, -1])), rank
 
 
 def acceptance(p: FloatArray, q: FloatArray, token: int, flips: FloatArray, *, replacement: bool) -> FloatArray:
@@ -123,11 +84,6 @@ def _draw(rows: FloatArray, flips: FloatArray) -> NDArray[np.intp]:
     sums = np.cumsum(rows, 1)
     below: NDArray[np.intp] = np.minimum((sums <= (flips * sums[:, -1])[:, None]).sum(1), rows.shape[1] - 1)
     return below
-
-
-def _at(rows: FloatArray, ids: NDArray[np.intp]) -> FloatArray:
-    values: FloatArray = rows[np.arange(len(ids)), ids]
-    return values
 
 
 def stems(count: int, depth: int) -> tuple[IntArray, IntArray]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from edgespec.errors import UsageError
-from edgespec.loading.exact import check_alpha, check_cascade
+from edgespec.loading.approximate import check_alpha, check_approximate
 from edgespec.loading.pair import WIDE, choose_budget, choose_context, close_all, open_backends
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
@@ -24,7 +24,7 @@ from edgespec.measure.tables import table
 from edgespec.model import Model
 from edgespec.models.registry import find_model
 from edgespec.planners.auto import new_auto_state
-from edgespec.planners.choice import USE_DATASTORE, USE_DRAFT, check_planner, make_planner, options_of
+from edgespec.planners.choice import PLANNERS, USE_DATASTORE, USE_DRAFT, check_planner, make_planner, options_of
 
 FIELDS = ("prompt", "turns", "question", "text")  # of a record, the first that is there; of turns the first is taken
 SHARES = ("draft", "target", "wait", "plan")  # parts of an answer's seconds
@@ -135,12 +135,13 @@ def run_bench(
     for name in names:
         check_planner(name, draft is not None, datastore is not None and name in USE_DATASTORE, options[name])
     alpha = check_alpha(cascade)
-    check_cascade(alpha, draft, engine_options.get("exact"), ahead)
+    check_approximate(alpha, None, draft, names, engine_options.get("exact"), ahead)
     need_draft = alpha > 0 or any(name in USE_DRAFT for name in names)
     fixed, budget = budget is not None, choose_budget(budget, entry)
     load_options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=budget, wide=fixed and budget >= WIDE,
-        mixed=alpha > 0, **engine_options | {"lenders": tuple(engine_options.get("lenders") or ())},
+        mixed=alpha > 0, ahead=bool(ahead) or any(PLANNERS[name].ahead for name in names),
+        **engine_options | {"lenders": tuple(engine_options.get("lenders") or ())},
     )  # fmt: skip
     system = system or entry.defaults.system
     backends = open_backends(entry, draft if need_draft else None, models_file, load_options, say=say)

@@ -180,8 +180,8 @@ def find_model(model: str, models_file: str | None = None) -> Entry:
         return Entry(name=model, target=f"hf:{model}")
     if "/" in model or is_path:
         return Entry(name=model, target=f"file:{Path(os.path.expanduser(model))}")
-    hint = no_such("model", model, entries, cutoff=0.4)
-    raise UsageError(f"{hint} A path must end in .gguf or contain a slash.")
+    hint = str(no_such("model", model, entries, cutoff=0.4))
+    raise UsageError(f"{hint}{'' if hint.endswith('?') else '.'} A path must end in .gguf or contain a slash.")
 
 
 def is_folder(source: str) -> bool:

@@ -219,7 +219,8 @@ class AheadPlanner(SpecExecPlanner):
             with self._thread.doing(partial(self._go_on, search, context, due)):
                 yield
         except BaseException:
-            self.observe([], 0.0)
+            with suppress(Exception):  # an error of the draft does not replace the target's, or Ctrl-C
+                self.observe([], 0.0)
             raise
 
     def _go_on(self, search: AheadSearch, context: Context, due: float) -> None:

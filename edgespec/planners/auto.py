@@ -96,8 +96,8 @@ class AutoState:
             sequences: that share the passes.
 
         Returns:
-            The target's present pass times, of which a sequence has its share: those measured, at the pace of the last
-            plain passes, since other programs change all sizes alike; None: nothing was measured.
+            The target's pass times, of which a sequence has its share; None: nothing was measured. They are at the pace
+            of the last plain passes, since other programs change all sizes alike.
         """
         times = self.target.at(length)
         return times.shared(sequences).at_pace(self._pace(times, sequences)) if times else None

@@ -4,24 +4,25 @@ A token is sampled, with the noise of its position, from
 
     pi = q * [v in A] + q(not in A) * p       A = {v : p1(v) >= (1 - alpha) * max p1}       (the rule Token-V3)
 
-p and q are the target's and the draft's distributions after temperature, top-k, top-p and min-p, and p1 the target's
-before these four; grammar, bias and penalties act on all of them. At T = 0, p and q are single tokens: pi is the
+p and q are the target's and the draft's distributions after temperature, top-k, top-p and min-p. p1 is the target's
+before these four. Grammar, bias and penalties act on all three. At T = 0, p and q are single tokens: pi is the
 draft's token if it is in A, else the target's.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.errors import Interrupted
 from edgespec.loop.backend import Backend, Logits, Session, Work
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.grammar import Constraint
 from edgespec.loop.passes import Following, Prefill, most_nodes
 from edgespec.loop.planner import Context, Planner, PlannerStats
-from edgespec.loop.sampling import Float32Array, SamplingParams, Scores, adjust, candidates, log_sum_exp
+from edgespec.loop.sampling import Float32Array, SamplingParams, Scores, adjust, distribution
 from edgespec.loop.tree import DraftTree, Proposal
 
 AT_ONCE = 8  # most rows of a draft pass: the last sampled token, and the draft tokens most likely to follow it
@@ -36,18 +37,6 @@ def token_v3(p: Float32Array, q: Float32Array, alpha: float, sampling: SamplingP
     with np.errstate(divide="ignore"):
         allowed: Allowed = p >= p.max() + np.log1p(-alpha)
     return allowed
-
-
-def distribution(logits: Float32Array, sampling: SamplingParams) -> Scores:
-    """Probabilities [V] of adjusted logits after temperature, top-k, top-p and min-p."""
-    found = np.zeros(len(logits))
-    if sampling.temperature == 0:
-        found[logits.argmax()] = 1.0
-        return found
-    ids = candidates(logits, sampling)
-    scaled = (logits if ids is None else logits[ids]).astype(np.float64) / sampling.temperature
-    found[slice(None) if ids is None else ids] = np.exp(scaled - log_sum_exp(scaled))
-    return found
 
 
 def mixture(p: Float32Array, q: Float32Array, alpha: float, sampling: SamplingParams, rule: Rule = token_v3) -> Scores:
@@ -102,10 +91,8 @@ class CascadePlanner(Planner):
         Prefill(self._draft, self._session, prompt_ids[:-1]).resume()
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
-        """The prompt of both sessions; output is read as it is sampled from."""
-        own = Prefill(self._draft, self._session, self._prompt[:-1])
-        fits = len(self._prompt) <= self._draft.capabilities.context_length
-        return self._planner.unread(token_ids) or (own if own.unread and fits else None)
+        """Of the planner's own session; the other one reads where it is sampled from."""
+        return self._planner.unread(token_ids)
 
     def most_depth(self, context: Context) -> int:
         return self._planner.most_depth(context)
@@ -163,8 +150,9 @@ class CascadePlanner(Planner):
             self._session.commit(list(range(self._used)))
         reading = Following(self._draft, self._session, tokens[:-1], prompt=len(self._prompt) - 1)
         while reading.unread:
-            reading.read(reading.work())
-            self._passes += 1
+            with suppress(Interrupted):  # it was meant for a pass that had just ended
+                reading.read(reading.work())
+                self._passes += 1
         limits = self._draft.capabilities
         room = min(most_nodes(limits, self._session.unread_committed), limits.context_length - len(tokens) + 1)
         self._chain, self._used, node = tokens[-1:], 0, self._node
@@ -172,7 +160,10 @@ class CascadePlanner(Planner):
             assert self._tree
             self._chain.append(int(self._tree.token_ids[node]))
         nodes = np.arange(len(self._chain), dtype=np.int32)
-        [self._logits] = self._draft.forward([Work(self._session, np.array(self._chain, np.int32), nodes - 1, nodes)])
+        work, self._logits = Work(self._session, np.array(self._chain, np.int32), nodes - 1, nodes), None
+        while self._logits is None:
+            with suppress(Interrupted):
+                [self._logits] = self._draft.forward([work])
         self._passes += 1
 
     def saw_prompt(self, start: int, count: int, logits: Logits) -> None:

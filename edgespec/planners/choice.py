@@ -148,11 +148,9 @@ def make_planner(
 
     Raises:
         DatastoreError: the datastore does not fit the target, or is damaged.
-        UsageError: `ahead` is asked for, and the draft cannot, or a cascade with a planner that always goes ahead.
+        UsageError: `ahead` is asked for, and the draft cannot.
     """
     target, *drafts = backends
-    if cascade and PLANNERS[name].ahead:
-        raise UsageError(f"the planner {name} does not go with --cascade, for which the draft waits for the target")
     if cascade:
         planner = make_planner(name, backends, datastore, state, sequences=sequences, ahead=False, **options)
         return CascadePlanner(planner, drafts[0], cascade)
@@ -173,7 +171,7 @@ def make_planner(
     head = drafts and drafts[0].capabilities.head
     read = min(READ, 1 / target.capabilities.layers) if head else READ  # a head is about a layer
     return AutoPlanner(name, state, [
-        Drafting(planner, state, eager=eager, goes_ahead=goes is not None, read=read)
+        Drafting(planner, state, eager=eager, goes_ahead=isinstance(planner, AheadPlanner), read=read)
         if PLANNERS[one].draft
         else Lookup(planner, state)
         for one, planner in made.items()

@@ -117,8 +117,8 @@ class Datastore:
             depth: tokens wanted after each.
 
         Returns:
-            Token ids [min(count, high - low), depth] after matches at regular intervals of the range, which is sorted,
-            so shares are kept; END from the end of a document on.
+            Token ids [min(count, high - low), depth] after matches; END from the end of a document on. The matches lie
+            at regular intervals of the sorted range, so that shares are kept.
         """
         rows = min(count, high - low)
         picks = low + (2 * np.arange(rows) + 1) * (high - low) // (2 * max(rows, 1))
@@ -361,8 +361,8 @@ def _parse(text: str, where: str) -> Any:
 def documents_of(value: Any) -> Iterator[str]:
     """
     Yields:
-        The documents in a JSON value: each string of a list that is in no object, and each object, as its own strings
-        that hold a word, also those in its lists, joined by empty lines.
+        The documents in a JSON value. Each string of a list that is in no object is one. So is each object: its own
+        strings that hold a word, also those in its lists, joined by empty lines.
     """
     if isinstance(value, dict):
         inside = [item for field in value.values() for item in (field if isinstance(field, list) else [field])]

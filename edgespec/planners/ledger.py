@@ -68,7 +68,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a way did in one step.
+    """One step of a way.
 
     Attributes:
         account: of the way.

@@ -105,8 +105,8 @@ class Search:
             enough: tokens that reading a node must be expected to add.
 
         Returns:
-            The unread nodes whose best child is likely to be among the K best nodes, most probable first; while there
-            are some above the `usual` cutoff, no others, which seldom improve the tree.
+            The unread nodes whose best child is likely to be among the K best nodes, most probable first. While some
+            are above the `usual` cutoff, others are left out, since they seldom improve the tree.
         """
         best_child = np.where(self._open(self.most_depth), self.child * np.exp(self.log_probs), 0.0)
         cutoff = self.cutoff(self.budget)

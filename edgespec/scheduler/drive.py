@@ -6,7 +6,7 @@ from queue import SimpleQueue
 
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import Source
-from edgespec.scheduler.requests import Chunk, Ended, Event, Handle, Reading, Request, Wrote
+from edgespec.scheduler.requests import Chunk, Ended, Event, GenerationResult, Handle, Reading, Request, Wrote
 from edgespec.scheduler.scheduler import Scheduler
 
 
@@ -49,6 +49,16 @@ def events_of(
             handle.cancel()
         if handles and scheduler.thread is None:
             scheduler.end_cancelled()  # this thread may have been the only driver
+
+
+def results_of(scheduler: Scheduler, requests: Sequence[Request]) -> list[GenerationResult]:
+    """The whole result of each request, which share passes; errors as for `Scheduler.submit`."""
+    results = [GenerationResult() for _ in requests]
+    with closing(events_of(scheduler, requests, [result.stats for result in results])) as found:
+        for number, event in found:
+            for chunk in chunks_in(event):
+                results[number].add(chunk)
+    return results
 
 
 def chunks_in(event: Event, progress: Callable[[int, int], None] | None = None) -> Sequence[Chunk]:

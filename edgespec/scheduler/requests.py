@@ -59,6 +59,30 @@ class Chunk:
     log_probs: LogProbs | None = None
 
 
+@dataclass(slots=True, repr=False)
+class GenerationResult:
+    """A finished generation."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    stats: GenerationStats = field(default_factory=GenerationStats)
+
+    def add(self, chunk: Chunk) -> None:
+        """Append a chunk."""
+        self.text += chunk.text
+        if chunk.token_id is not None:
+            self.token_ids.append(chunk.token_id)
+
+    @property
+    def finish_reason(self) -> str:
+        """One of stop, length, and interrupted."""
+        return self.stats.finish_reason
+
+    def __repr__(self) -> str:
+        about = f"{self.finish_reason or 'unfinished'}, {self.stats.summary()}, seed {self.stats.seed}"
+        return f"<GenerationResult {self.text!r}: {about}>"
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """Prefill progress, in prompt tokens."""

@@ -7,7 +7,6 @@ share would be rejected. That says nothing about the answers.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from math import exp
 from statistics import fmean
@@ -24,13 +23,11 @@ from edgespec.loop.shapes import whole_tiles
 from edgespec.loop.stats import GenerationStats
 from edgespec.scheduler import drive
 from edgespec.scheduler.prompt_chunks import can_share_passes
-from edgespec.scheduler.requests import Request
+from edgespec.scheduler.requests import GenerationResult, Request
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.scheduler.session_pool import Lane, Phase, SessionPool
 
 LARGEST = 700.0  # exp of more is too large for a float
-
-Written = tuple[list[int], GenerationStats]
 
 
 @dataclass(slots=True)
@@ -56,15 +53,15 @@ class Sample:
         hints = HintTexts(prompt, rejected) if rejected else None
         return replace(self.request, prompt_ids=prompt, max_tokens=min(chunk, self.left), hint_texts=hints)
 
-    def add(self, drafted: Written, written: Written | None) -> None:
-        token_ids, part = written or drafted
+    def add(self, drafted: GenerationResult, written: GenerationResult | None) -> None:
+        chosen, stats = written or drafted, self.stats
+        token_ids, part = chosen.token_ids, chosen.stats
         self.token_ids += token_ids
-        stats = self.stats
         stats.backend, stats.seed, stats.finish_reason = part.backend, part.seed, part.finish_reason
         stats.tokens, stats.prompt_tokens = len(self.token_ids), len(self.request.prompt_ids)
         stats.tokens_by_source["target" if written else "draft"] += len(token_ids)
-        stats.drafted += len(drafted[0])
-        stats.draft_seconds += drafted[1].prefill_seconds + drafted[1].seconds
+        stats.drafted += len(drafted.token_ids)
+        stats.draft_seconds += drafted.stats.prefill_seconds + drafted.stats.seconds
         if written:
             stats.passes += part.passes
             stats.target_seconds += part.prefill_seconds + part.seconds
@@ -113,11 +110,12 @@ def scale(
     """
     done, most = Scaled([Sample(request) for request in requests]), sum(request.max_tokens for request in requests)
     while writing := [sample for sample in done.samples if sample.left > 0]:
-        drafted = write(draft, [sample.next(chunk) for sample in writing])
-        texts = [(sample.so_far, token_ids) for sample, (token_ids, _) in zip(writing, drafted, strict=True)]
+        drafted = drive.results_of(draft, [sample.next(chunk) for sample in writing])
+        texts = [(sample.so_far, one.token_ids) for sample, one in zip(writing, drafted, strict=True)]
         p_values = calibration.p_values(perplexities(target, requests[0].prompt_ids, texts))
         rejected = [number for number, p_value in enumerate(p_values) if p_value <= reject]
-        again = write(target, [writing[number].next(chunk, drafted[number][0]) for number in rejected])
+        asked = [writing[number].next(chunk, drafted[number].token_ids) for number in rejected]
+        again = drive.results_of(target, asked)
         written = dict(zip(rejected, again, strict=True))
         for number, sample in enumerate(writing):
             sample.add(drafted[number], written.get(number))
@@ -125,18 +123,6 @@ def scale(
         if progress:
             progress(most - sum(sample.left for sample in done.samples), most)
     return done
-
-
-def write(scheduler: Scheduler, requests: Sequence[Request]) -> list[Written]:
-    """
-    Returns:
-        The tokens of each request, which share passes, and its counts.
-    """
-    found = [(list[int](), GenerationStats()) for _ in requests]
-    with closing(drive.events_of(scheduler, requests, [stats for _, stats in found])) as events:
-        for number, event in events:
-            found[number][0].extend(one.token_id for one in drive.chunks_in(event) if one.token_id is not None)
-    return found
 
 
 @dataclass(slots=True)

@@ -50,6 +50,8 @@ class ToolCache:
         """
         if not callable(run):
             raise must_be("run", run, "a function")
+        if isinstance(safe, str) or not isinstance(safe, Collection):
+            raise must_be("safe", safe, "a collection of names of functions")
         self._run, self._safe = run, frozenset(check_texts("safe", list(safe)))
         self._size, self._seconds = (
             check_whole("size", size, 1),
@@ -79,7 +81,8 @@ class ToolCache:
             return known.result()
         found = Future[Any]()
         found.set_running_or_notify_cancel()
-        self._keep(key, found)
+        with self._lock:
+            self._keep(key, found)
         try:
             found.set_result(self._run(name, json.loads(key[1])))
         except BaseException as error:
@@ -90,24 +93,38 @@ class ToolCache:
     def propose(self, name: str, arguments: str | Mapping[str, Any]) -> None:
         """Start a call that may be made soon, if its function is safe."""
         if name in self._safe and not self._known(key := _key(name, arguments)):
-            with suppress(RuntimeError):  # it was closed
+            # A call that makes results old ends before this one begins, or drops it.
+            with self._lock, suppress(RuntimeError):  # it was closed
                 self._keep(key, self._threads.submit(self._run, name, json.loads(key[1])))
                 self.started += 1
 
     def saw(self, part: Mapping[str, Any]) -> None:
         """Start what the server proposes in a part of a stream, as JSON (`"edgespec": {"speculate_tools": true}`)."""
+        if not isinstance(part, Mapping):
+            raise must_be("part", part, "a part of a stream, as JSON")
         told = (part.get("edgespec") or {}).get("speculative_tool_call")
         if told and told["status"] == "proposed":
             self.propose(told["name"], told["arguments"])
 
     def foresee(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Learn from the calls of a conversation in OpenAI's form, and start calls that may follow it."""
+        """Learn from the calls of a conversation in OpenAI's form, and start calls that may follow it.
+
+        Raises:
+            UsageError: the messages have another form.
+        """
+        if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+            raise must_be("messages", messages, "a list of messages like {'role': 'user', 'content': 'Hi'}")
         words, made = list[tuple[Place, str]](), set[Key]()
         for message in messages:
             for call in message.get("tool_calls") or ():
-                if call["function"]["name"] in self._safe:
-                    made.add(key := _key(call["function"]["name"], call["function"]["arguments"]))
-                    self._learn(words, *key)
+                try:
+                    name, arguments = call["function"]["name"], call["function"]["arguments"]
+                except (LookupError, TypeError) as error:
+                    raise must_be("a tool call", call, "one with `function`, `name` and `arguments`") from error
+                if name in self._safe:
+                    with suppress(UsageError):  # arguments that a model wrote wrongly
+                        made.add(key := _key(name, arguments))
+                        self._learn(words, *key)
             words += _words(str(message.get("content") or ""))
         newest = words[::-1]
         for name, parameters in self._places.items():
@@ -140,11 +157,11 @@ class ToolCache:
             return found
 
     def _keep(self, key: Key, found: Future[Any]) -> None:
-        with self._lock:
-            self._results[key] = monotonic(), found
-            self._results.move_to_end(key)
-            while len(self._results) > self._size:
-                self._results.popitem(last=False)
+        """Called with the lock."""
+        self._results[key] = monotonic(), found
+        self._results.move_to_end(key)
+        while len(self._results) > self._size:
+            self._results.popitem(last=False)
 
     def close(self) -> None:
         """Start nothing more; calls under way end by themselves."""
@@ -153,12 +170,12 @@ class ToolCache:
 
 def _key(name: str, arguments: str | Mapping[str, Any]) -> Key:
     try:
-        values = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
-    except ValueError:
-        values = None
-    if not isinstance(values, dict):
-        raise UsageError(f"{name}: the arguments are {arguments!r}, but must be a JSON object")
-    return name, json.dumps(values, sort_keys=True)
+        values = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if isinstance(values, Mapping):
+            return name, json.dumps(dict(values), sort_keys=True)
+    except (TypeError, ValueError):
+        pass
+    raise must_be(f"what {name} is called with", arguments, "a JSON object")
 
 
 def _words(text: str) -> Iterator[tuple[Place, str]]:

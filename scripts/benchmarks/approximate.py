@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from decimal import Decimal
 from math import comb
@@ -20,16 +19,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.problems import last_number, numbers_in
-from edgespec.errors import UsageError, check_number, no_such
+from edgespec.errors import UsageError, no_such
 from edgespec.loop.backend import Backend
-from edgespec.loop.sampling import Float32Array, SamplingParams, Scores
-from edgespec.loop.stats import GenerationStats
+from edgespec.loop.sampling import Float32Array, SamplingParams, Scores, distribution
 from edgespec.measure.json_lines import append, resume
 from edgespec.measure.tables import table
-from edgespec.model import GenerationResult, Model
-from edgespec.planners.cascade import Allowed, CascadePlanner, Rule, distribution, token_v3
+from edgespec.model import Model
+from edgespec.planners.cascade import Allowed, CascadePlanner, Rule, token_v3
 from edgespec.planners.choice import make_planner
 from edgespec.scheduler import drive
+from edgespec.scheduler.requests import GenerationResult
 
 SECONDS = 10  # of processor time for the code of an answer
 BLOCK = re.compile(r"```(?:python)?\n(.*?)(?:```|$)", re.DOTALL)
@@ -83,17 +82,22 @@ def read_problems(path: Path, limit: int | None) -> list[Problem]:
         UsageError: the file has others, or cannot be read.
     """
     try:
-        found = [_problem(json.loads(line)) for line in path.read_text("utf-8").splitlines() if line.strip()]
+        found = [_problem(json.loads(line)) for line in path.read_text("utf-8").split("\n") if line.strip()]
+        if not found:
+            raise ValueError
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}: needs lines of GSM8K (question, answer) or HumanEval (prompt, test)") from error
     count = min(len(found), limit or len(found))
     return [found[i * len(found) // count] for i in range(count)]
 
 
 def _problem(record: dict[str, Any]) -> Problem:
-    if "entry_point" in record:
+    coding = "entry_point" in record
+    for name in ("task_id", "entry_point", "prompt", "test") if coding else ("question", "answer"):
+        record[name].encode()  # fails here if a field is missing or no text, and not after the first answer
+    if coding:
         question = f"Complete this function. Answer with the whole function.\n```python\n{record['prompt']}```"
         return Problem(record["task_id"], question, lambda text: runs(program(record, text)))
     result = numbers_in(record["answer"].rpartition("####")[2])[-1]
@@ -201,22 +205,16 @@ class Settings:
     batch: int
 
 
-def read_variants(rules: str, alphas: str) -> list[tuple[str, float]]:
+def read_variants(rules: str, alphas: Sequence[float]) -> list[tuple[str, float]]:
     """
     Raises:
-        UsageError: there is no such rule, or an alpha is wrong.
+        UsageError: there is no such rule.
     """
     names = [name.strip() for name in rules.split(",")]
-    try:
-        values = [float(alpha) for alpha in alphas.split(",")]
-    except ValueError as error:
-        raise UsageError(f"--alphas are numbers with commas in between, not {alphas!r}") from error
     for name in names:
         if name not in RULES:
             raise no_such("rule", name, RULES)
-    for alpha in values:
-        check_number("alpha", alpha, lambda alpha: 0 <= alpha <= 1, "from 0 to 1")
-    return [(EXACT, 0.0), *((name, alpha) for name in names for alpha in values if alpha)]
+    return [(EXACT, 0.0), *((name, alpha) for name in names for alpha in alphas if alpha)]
 
 
 def measure(
@@ -267,7 +265,7 @@ def _answers(
 ) -> list[GenerationResult]:  # fmt: skip
     if not questions:
         return []
-    (rule, alpha), results = variant, [GenerationResult(stats=GenerationStats()) for _ in questions]
+    rule, alpha = variant
     planners = [make_planner("specexec", backends, sequences=len(questions)) for _ in questions]
     if rule != EXACT:
         planners = [CascadePlanner(planner, backends[1], alpha, RULES[rule]) for planner in planners]
@@ -276,11 +274,7 @@ def _answers(
             model.request([{"role": "user", "content": question}], max_tokens=settings.max_tokens, seed=seed)
             for question, seed in zip(questions, seeds, strict=True)
         ]
-        with closing(drive.events_of(model.scheduler, requests, [result.stats for result in results])) as events:
-            for number, event in events:
-                for chunk in drive.chunks_in(event):
-                    results[number].add(chunk)
-    return results
+        return drive.results_of(model.scheduler, requests)
 
 
 def mcnemar(lost: int, won: int) -> float:

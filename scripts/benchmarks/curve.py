@@ -14,17 +14,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from edgespec.errors import UsageError, no_such
+from edgespec.errors import no_such
 from edgespec.loop.backend import Backend, Work
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.passes import most_nodes, prefill
 from edgespec.loop.planner import Context, Planner
-from edgespec.loop.sampling import Float32Array, SamplingParams
+from edgespec.loop.sampling import Float32Array, SamplingParams, distribution
 from edgespec.loop.tree import FloatArray, Proposal, path_to, root_only
 from edgespec.measure.json_lines import append, resume
 from edgespec.measure.pair_report import label_axes, write_picture
 from edgespec.measure.recording import record
-from edgespec.measure.rejection import acceptance, coins, coverage, expected_passes, probabilities, static_tree, stems
+from edgespec.measure.rejection import acceptance, coins, coverage, expected_passes, static_tree, stems
 from edgespec.measure.replay import Recording, replay
 from edgespec.measure.tables import table
 from edgespec.measure.texts import BenchPrompt, per
@@ -92,13 +92,11 @@ class Settings:
     def __post_init__(self) -> None:
         """
         Raises:
-            UsageError: there is no such method, or a budget is below 1.
+            UsageError: there is no such method.
         """
         for method in self.methods:
             if method not in METHODS:
                 raise no_such("method", method, METHODS)
-        if least := [budget for budget in self.budgets if budget < 1]:
-            raise UsageError(f"a budget is {least[0]}, but must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +195,11 @@ def _rows_of(
     for place, (of_target, drafted) in enumerate(zip(*(rows(one, token_ids, start) for one in backends), strict=True)):
         of_draft = np.full(len(of_target), -np.inf, np.float32)
         of_draft[: len(drafted)] = drafted[: len(of_draft)]
-        raw = [probabilities(row, RAW) for row in (of_target, of_draft)]
+        raw = [distribution(row, RAW) for row in (of_target, of_draft)]
         covered.append([coverage(raw[0], row, COVERED) for row in raw])
-        p, token = probabilities(of_target, sampling), token_ids[start + place]
+        p, token = distribution(of_target, sampling), token_ids[start + place]
         for children, replacement in rules if p[token] > 0 else ():  # 0: a tie within rounding
-            q = probabilities(of_draft, several if children > 1 else sampling)
+            q = distribution(of_draft, several if children > 1 else sampling)
             ids = np.flatnonzero(p + q)
             flips = coins(sampling.seed, start + place, (max(1, min(DRAWS, NUMBERS // len(ids))), children))
             found = acceptance(p[ids], q[ids], int(np.searchsorted(ids, token)), flips, replacement=replacement)

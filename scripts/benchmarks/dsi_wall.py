@@ -15,7 +15,7 @@ from typing import Any, cast
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 from benchmarks.dsi import TOKENS, dsi_round, seconds_of
-from edgespec.errors import EdgespecError, Interrupted, MissingPackage, UsageError
+from edgespec.errors import EdgespecError, Interrupted, MissingPackage
 from edgespec.loop.backend import Backend, Logits, Work
 from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
@@ -120,11 +120,8 @@ def open_places(kind: str, copies: int, **environment: str) -> Iterator[list[Pla
     """Threads, processes, or the workers of a Dask cluster on this machine's loopback, with this environment.
 
     Raises:
-        UsageError: there is no such kind.
         MissingPackage: distributed is not installed.
     """
-    if kind not in KINDS:
-        raise UsageError(f"there is no kind {kind!r}; there are: {', '.join(KINDS)}")
     if kind != "dask":
         places = threads(copies) if kind == "threads" else processes(copies)
         try:

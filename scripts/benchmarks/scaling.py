@@ -1,6 +1,5 @@
 """Accuracy and target passes of `edgespec.scale` on problems whose answer is a number."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import sqrt
@@ -8,12 +7,10 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
-from benchmarks.problems import last_number
-from edgespec.errors import UsageError
+from benchmarks.problems import number_in
 from edgespec.loop.text import user_messages
 from edgespec.measure.json_lines import append, resume
 from edgespec.measure.tables import table
-from edgespec.measure.texts import read_prompts
 from edgespec.model import Model, ScaleResult, scale
 
 ASK = "\nThink step by step. End with: The answer is NUMBER."
@@ -48,32 +45,6 @@ class Problem:
     options: dict[str, Any]
     answer: str
     methods: dict[str, dict[str, Any]]
-
-
-def number_in(text: str) -> str | None:
-    """The last number of a text, without commas and needless zeros."""
-    found = last_number(text)
-    return None if found is None else f"{found.normalize():f}"
-
-
-def read_problems(path: Path, limit: int | None) -> list[tuple[str, str]]:
-    """
-    Returns:
-        Questions, evenly spaced, and their answers: GSM8K's records, a line each.
-
-    Raises:
-        UsageError: names the file.
-    """
-    asked = [one.text for one in read_prompts(path, limit)]
-    try:
-        records = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
-        answers = {one["question"]: number_in(one["answer"].rpartition("####")[2]) for one in records}
-        found = [(question, answers[question]) for question in asked]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path}: needs a question and an answer in each line") from error
-    if wrong := [question for question, answer in found if answer is None]:
-        raise UsageError(f"{path}: the answer to {wrong[0][:60]!r} has no number")
-    return [(question, answer) for question, answer in found if answer is not None]
 
 
 def measure(

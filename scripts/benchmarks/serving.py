@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from threading import Thread
 from typing import Any
 
@@ -71,22 +71,25 @@ def stream_chat(port: int, body: dict[str, Any]) -> Streamed:
     """
     started, tokens, unread, text, words = time.perf_counter(), 0, 0, "", list[float]()
     sent = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}})
-    with closing_connection(port) as connection:
-        connection.request("POST", "/v1/chat/completions", sent, JSON)
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise EdgespecError(f"status {answer.status}: {answer.read().decode('utf-8', 'replace')[:200]}")
-        for line in answer:
-            if not line.startswith(b"data: {"):
-                continue
-            data = json.loads(line[6:])
-            if "error" in data:
-                raise EdgespecError(f"the answer ended: {str(data['error'])[:200]}")
-            if new := "".join(choice["delta"].get("content") or "" for choice in data["choices"]):
-                text += new
-                words.append(time.perf_counter())
-            if usage := data.get("usage"):
-                tokens, cached = usage["completion_tokens"], usage.get("prompt_tokens_details") or {}
-                unread = usage.get("prompt_tokens", 0) - cached.get("cached_tokens", 0)
+    try:
+        with closing_connection(port) as connection:
+            connection.request("POST", "/v1/chat/completions", sent, JSON)
+            answer = connection.getresponse()
+            if answer.status != 200:
+                raise EdgespecError(f"status {answer.status}: {answer.read().decode('utf-8', 'replace')[:200]}")
+            for line in answer:
+                if not line.startswith(b"data: {"):
+                    continue
+                data = json.loads(line[6:])
+                if "error" in data:
+                    raise EdgespecError(f"the answer ended: {str(data['error'])[:200]}")
+                if new := "".join(choice["delta"].get("content") or "" for choice in data["choices"]):
+                    text += new
+                    words.append(time.perf_counter())
+                if usage := data.get("usage"):
+                    tokens, cached = usage["completion_tokens"], usage.get("prompt_tokens_details") or {}
+                    unread = usage.get("prompt_tokens", 0) - cached.get("cached_tokens", 0)
+    except (OSError, HTTPException) as error:
+        raise EdgespecError(f"127.0.0.1 port {port} does not answer: {error or type(error).__name__}") from error
     first = words[0] - started if words else 0.0
     return Streamed(text, tokens, first, time.perf_counter() - started, words, unread)

@@ -340,13 +340,6 @@ def pool_reserve(room: int) -> int:
     return MARGIN + int(room * RESERVED_SHARE)
 
 
-def _bytes_read(plan: Plan | None) -> int:
-    if plan is None:
-        return 0
-    missing = 1 - plan.slots_of_experts / plan.experts if plan.slots_of_experts >= 0 else 0
-    return plan.streamed_bytes + int(missing * plan.cached_bytes)
-
-
 def memory_needs(path: str, size: ContextSize, machine: Machine, draft_files: Sequence[str] = ()) -> int:
     """Bytes of the program and of `draft_files`, without the model's weights."""
     planner = MemoryPlanner(path, LoadOptions(draft_files=tuple(draft_files)), machine)

@@ -1,0 +1,112 @@
+"""Scripts with wrong numbers and wrong files: one line that names the value, before any model is loaded."""
+
+import gzip
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+SCRIPT = SCRIPTS / "none"
+
+
+@pytest.fixture
+def refused(script, monkeypatch, tmp_path):
+    """What a script says last, when it refuses its arguments; FILE and OUT among them are paths."""
+
+    def call(name, *arguments, file=b""):
+        monkeypatch.setattr(sys.modules[__name__], "SCRIPT", SCRIPTS / name)
+        given, out = tmp_path / "given.jsonl", tmp_path / "out.jsonl"
+        given.write_bytes(file)
+        code, printed, said = script(*({"FILE": given, "OUT": out}.get(one, one) for one in arguments))
+        assert (code, printed) == (2, ""), said
+        assert not out.exists()
+        return said.splitlines()[-1]
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (
+            "bench-offload folders torch:x --nodes 1,x",
+            "--nodes is '1,x', but must be whole numbers of at least 0",
+        ),
+        ("bench-offload folders torch:x --share nan", "nan is not a finite number"),
+        ("bench-serve gap FILE --port 70000", "70000 is not in the range 1<=x<=65535"),
+        ("bench-serve typing FILE --model x --pause nan", "nan is not a finite number"),
+        ("bench-serve typing FILE --model x --speed 0", "0.0 is not in the range x>=0.1"),
+        ("bench-sssd sizes FILE FILE FILE --tokens 0", "--tokens is '0', but must be whole numbers of at least 1"),
+        ("perplexity FILE x --draft y --after 1.5", "--after is '1.5', but must be whole numbers of at least 1"),
+        ("perplexity FILE x --draft y --after nan", "--after is 'nan', but must be whole numbers"),
+        (
+            "perplexity FILE x --draft y --shares 0.9,2",
+            "--shares is '0.9,2', but must be numbers above 0 and at",
+        ),
+        ("simulate-dsi figure2 --step nan", "nan is not a finite number"),
+        ("simulate-dsi models --ms 5,inf", "--ms is '5,inf', but must be numbers above 0"),
+        ("simulate-dsi models --ms 5,25", "--ms has 2 models, but --noise is of 3, with the target"),
+        ("simulate-dsi models --noise -1,0", "--noise is '-1,0', but must be numbers of at least 0"),
+        ("simulate-dsi wall --shares 0", "--shares is '0', but must be numbers above 0, with commas in between"),
+        ("simulate-dsi wall --acceptances 2", "--acceptances is '2', but must be numbers from 0 to 1"),
+        ("simulate-dsi wall --by threads,cows", "there is no kind 'cows'"),
+        ("simulate-order FILE --load nan", "nan is not a finite number"),
+        ("bench-search x FILE OUT --width 1025", "--width is 1025, but must be from 1 to 1024"),
+        ("bench-search x FILE OUT --width 4 --keep 257", "--keep, with --width 4, is 257, but must be from 1 to 256"),
+    ],
+)
+def test_a_wrong_number_is_refused(refused, line, says):
+    assert says in refused(*line.split())
+
+
+HUMANEVAL = {"entry_point": "f", "prompt": "def f():\n", "task_id": "0"}  # without its test
+TALK = {"task_id": 0, "traj": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]}
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"[]", b"5", b'{"question": 5, "answer": "4"}', b"\xff", b"[[1]]"])
+@pytest.mark.parametrize("line", ["bench-approximate x y", "bench-scaling x y", "bench-search x"])
+def test_a_file_without_problems_is_refused(refused, line, content):
+    assert "given.jsonl" in refused(*line.split(), "FILE", "OUT", file=content)
+
+
+@pytest.mark.parametrize("record", [{"question": "Why?", "answer": 5}, HUMANEVAL, HUMANEVAL | {"test": 5}])
+def test_a_problem_whose_answer_cannot_be_checked_is_refused(refused, record):
+    said = refused("bench-approximate", "x", "y", "FILE", "OUT", file=json.dumps(record).encode())
+    assert said.endswith("needs lines of GSM8K (question, answer) or HumanEval (prompt, test)")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"5", b"[5]", b'{"a": 1}', b'[{"output": 5}]', b'[{"task_id": 0, "traj": [5]}]', b"\xff",
+     b'[{"task_id": 0, "traj": [{"content": "no role"}]}]', json.dumps([TALK]).encode()],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["bench-tools", "simulate-order"])
+def test_a_file_of_other_json_is_refused(refused, name, content):
+    assert "given.jsonl: must be a JSON list of objects with" in refused(name, "FILE", file=content)
+
+
+@pytest.mark.parametrize("name", ["bench-tools", "simulate-order"])
+def test_a_gzip_file_that_was_cut_short_is_refused(refused, tmp_path, name):
+    packed = gzip.compress(json.dumps([{"output": str(number)} for number in range(99)]).encode())
+    for number, data in enumerate((packed[:-9], packed[:12] + bytes(20) + packed[32:], b"no")):
+        path = tmp_path / f"{number}.json.gz"
+        path.write_bytes(data)
+        assert f"{path}: cannot be read: " in refused(name, path)
+
+
+def test_answers_for_no_order_are_refused(refused):
+    assert "must be a JSON list" in refused("simulate-order", "FILE", file=b"[]")
+
+
+def test_a_port_where_nothing_answers_is_one_line(script, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.modules[__name__], "SCRIPT", SCRIPTS / "bench-serve")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Why?"}\n')
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    code, printed, said = script("gap", prompts, "--port", port)
+    assert (code, printed) == (1, "")
+    assert said.splitlines()[-1].startswith(f"edgespec: 127.0.0.1 port {port} does not answer: ")
