@@ -1,6 +1,7 @@
 """How many layers go to a GPU that llama.cpp reports: a fake list of devices; and the override, on a real model."""
 
 import ctypes
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -467,3 +468,19 @@ def test_the_option(run: Any, smollm2_tiny: Path, value: str, code: int) -> None
     status, _, err = run("run", str(smollm2_tiny), "hi", "--raw", "-n", "2", "--ctx", "64", "--gpu-layers", value)
     assert status == code
     assert ("--gpu-layers is 'many', but must be a number, -1 for all layers, or auto" in err) == (code == 2)
+
+
+def test_the_buffers_of_one_text_are_computed_once(smollm2_tiny, monkeypatch):
+    """However little memory there is: the share of further texts changes nothing. A large hybrid takes seconds."""
+    really, sizes = memory.rehearse, []
+
+    def rehearse(path, new, *more):
+        sizes.extend(new)
+        return really(path, new, *more)
+
+    monkeypatch.setattr(memory, "rehearse", rehearse)
+    machine = replace(this_machine(), free=5 << 29, gpus=())
+    with suppress(NoRoom):  # the caches are larger than what is free
+        engine_module.engine.plan(str(smollm2_tiny), LoadOptions(exact="off", context_length=1 << 19), machine)
+    same = [replace(size, share=1.0) for size in sizes]
+    assert len(same) == len(set(same)) > 0

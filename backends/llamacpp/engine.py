@@ -137,7 +137,7 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
     plenty = planner.plenty(size)
     if options.resident:
         planner.check_buffers(size)
-    elif options.share is None and not plenty:
+    elif options.share is None and not plenty and options.sessions > 1:  # else it would change nothing
         size = replace(size, share=SHARE)
     gpu_layers, notes, weights = options.gpu_layers, list[str](), None
     if gpu_layers is None:

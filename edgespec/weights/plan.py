@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, repeat
 from mmap import PAGESIZE
 
 from edgespec.errors import NoRoom
@@ -382,16 +382,18 @@ def _parts(layers: Sequence[Layer], excess: int, unit: int, slots: int, ends: En
     if excess <= 0:
         return []
     best, least = None, 0
+    sizes = [layer.size for layer in layers]
     for count in range(slots + 1, len(layers) + 1):
         whole = ends == {}
-        some = [layers[i] for i in consecutive_layers(len(layers), count)] if whole else _spread(layers, count)
-        part = _part_size([layer.size for layer in some], excess, unit, slots)
+        chosen = consecutive_layers(len(layers), count) if whole else _spread(len(layers), count)
+        part = _part_size([sizes[i] for i in chosen], excess, unit, slots)
         if not part:
             continue
+        some = [layers[i] for i in chosen]
         for cut in (some,) if whole else ([_part(layer, part, ends) for layer in some], some):  # else whole layers
-            sizes = [layer.size for layer in cut]
-            if _freed(sizes, max(sizes), slots) >= excess and (best is None or sum(sizes) < least):
-                best, least = cut, sum(sizes)
+            taken = [layer.size for layer in cut]
+            if _freed(taken, max(taken), slots) >= excess and (best is None or sum(taken) < least):
+                best, least = cut, sum(taken)
     return best
 
 
@@ -415,7 +417,7 @@ def _largest_part(sizes: Sequence[int], slots: int) -> int:
 
 
 def _freed(sizes: Sequence[int], part: int, slots: int) -> int:
-    return sum(min(size, part) for size in sizes) - slots * part
+    return sum(map(min, sizes, repeat(part))) - slots * part
 
 
 def _part(layer: Layer, size: int, ends: Ends | None = None) -> Layer:
@@ -430,8 +432,8 @@ def _part(layer: Layer, size: int, ends: Ends | None = None) -> Layer:
     return Layer(layer.index, tuple(extents))
 
 
-def _spread(layers: Sequence[Layer], count: int) -> list[Layer]:
-    return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
+def _spread(count: int, some: int) -> list[int]:
+    return [(2 * i + 1) * count // (2 * some) for i in range(some)]
 
 
 def consecutive_layers(count: int, some: int) -> list[int]:
