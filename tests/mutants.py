@@ -466,8 +466,8 @@ MUTANTS = [
     mutant(
         "residency-slots-cost-nothing",
         "residency.py",
-        "for size in sizes) - slots * part",
-        "for size in sizes)",
+        "repeat(part))) - slots * part",
+        "repeat(part)))",
         "test_residency.py::test_every_page_has_one_place_and_all_fit",
     ),
     mutant(
@@ -480,8 +480,8 @@ MUTANTS = [
     mutant(
         "residency-first-layers",
         "residency.py",
-        "layers[(2 * i + 1) * len(layers) // (2 * count)]",
-        "layers[i]",
+        "[(2 * i + 1) * count // (2 * some) for",
+        "[i for",
         "test_residency.py::test_streamed_layers_lie_evenly",
     ),
     mutant(
