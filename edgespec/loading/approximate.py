@@ -54,5 +54,8 @@ def check_approximate(
 
 def needs_a_model(option: str, draft: str = "") -> UsageError:
     """The error for a draft that is a head, or layers of the target; "": there is none."""
-    why = f", and {draft} is none" if draft else ""
-    return UsageError(f"{option} needs a draft model of its own{why}: name one with --draft (draft=…)")
+    why, argument = f", and {draft} is none" if draft else "", option.removeprefix("--").replace("-", "_")
+    return UsageError(
+        f"{option} needs a draft model of its own{why}: name one with --draft (draft=…), or leave out {option} "
+        f"({argument}=…)"
+    )

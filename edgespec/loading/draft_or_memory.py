@@ -241,7 +241,7 @@ def open_pair(
     except NoRoom as error:
         if not leave_out or draft is None:
             raise
-        return _without_draft(loaded(False), f"with it {error}"), lambda pace: None
+        return _without_draft(loaded(False), no_room(error)), lambda pace: None
     ways = ways_of(plans[True], lambda: planned(False)) if leave_out else None
     if ways is None:
         return loaded(True), lambda pace: None
@@ -261,8 +261,8 @@ def open_pair(
         figures = f": about {speeds.drafted:.1f} tokens/s with it, {speeds.plain:.1f} without"
         _without_draft(
             backends,
-            f"it takes the memory of {ways.missing / 1e9:.2f} GB of weights, which every pass would read"
-            f"{figures if speeds.are_known else ''}; --planner specexec uses it all the same",
+            f"the draft is left out: it takes the memory of {ways.missing / 1e9:.2f} GB of weights, which every pass "
+            f"would read{figures if speeds.are_known else ''}; --planner specexec uses it all the same",
         )
 
     def learn(pace: AutoState) -> None:
@@ -272,8 +272,13 @@ def open_pair(
     return backends, learn
 
 
-def _without_draft(backends: list[Backend], why: str) -> list[Backend]:
-    backends[0].notes = [*backends[0].notes, f"the draft is left out: {why}"]
+def no_room(error: NoRoom) -> str:
+    """The note on a draft with which its target does not fit."""
+    return f"the draft is left out: with it {error}"
+
+
+def _without_draft(backends: list[Backend], note: str) -> list[Backend]:
+    backends[0].notes = [*backends[0].notes, note]
     return backends
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import ModelError, NoRoom, UsageError
-from edgespec.loading.draft_or_memory import Speeds, ways_of
+from edgespec.loading.draft_or_memory import Speeds, no_room, ways_of
 from edgespec.loading.exact import apply_row_class, check_choice, choose_way, line
 from edgespec.loading.pair import (
     PairPlan,
@@ -291,7 +291,7 @@ def _try(
             raise
         pair, head, found.by_head, found.draft_size = planned([path]), False, False, 0  # as `open_pair` does
         drafts.clear()
-        found.notes = [*found.notes, f"the draft is left out: with it {error}"]
+        found.notes = [*found.notes, no_room(error)]
     if ways := ways_of(pair, lambda: planned([path])):
         found.draft_or_memory = ways.speeds(remember=True, say=say, disk=disk.speed)
     plan = pair.plan

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -147,7 +146,7 @@ def compare(
                         with _started(servers, command, group) as port:
                             ask(port, {0: WARM_UP}, Load(1), Result(), max_tokens=4, temperature=temperature)
                             ask(port, part, load, result, max_tokens=max_tokens, temperature=temperature)
-                    except (EdgespecError, OSError, HTTPException) as error:
+                    except (EdgespecError, OSError) as error:
                         result.failed = str(error) or type(error).__name__
                     say(f"  {result.failed or f'{result.speed:.2f} tokens/s so far'}")
     return found
