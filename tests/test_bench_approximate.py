@@ -152,9 +152,9 @@ def test_a_line_an_answer_a_table_and_a_cut_file_goes_on(
     again = [json.loads(line) for line in out.read_text().splitlines()]
     assert again[:4] == lines[:4]
     assert sorted(one["text"] for one in again) == sorted(one["text"] for one in lines)
-    code, _, said = script(*run, *fixed, "--batch", "1")
+    code, _, said = script(*run, *fixed, "--batch", "1", "--memory", "1K")  # before models are loaded
     assert code == 2
-    assert "was made with other batch" in said
+    assert "was made with other memory and batch" in said
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_a_line_a_problem_a_table_and_a_cut_file_goes_on(script, asked):
     assert before[: len(whole) // 2] == whole[: len(whole) // 2]  # what was whole stays, with its seconds
     assert script(*run)[0] == 0
     assert out.read_text() == before
-    code, shown, err = script(*run, "--temperature", "1")
+    code, shown, err = script(*run, "--temperature", "1", "--memory", "1K")  # before models are loaded
     assert (code, shown, err.count("\n")) == (2, "", 1)
     assert "curve.jsonl: was made with other sampling" in err
     assert out.read_text() == before

@@ -59,7 +59,7 @@ def test_a_line_a_problem_a_table_and_a_cut_file_goes_on(script, asked):
     before = out.read_text()
     assert script(*run)[0] == 0
     assert out.read_text() == before
-    code, _, says = script(*run, "--chunk", "7")
+    code, _, says = script(*run, "--chunk", "7", "--memory", "1K")  # before models are loaded
     assert code == 2
     assert says.strip().endswith(f"{out}: was made with other chunk: name another file, or a new one")
 

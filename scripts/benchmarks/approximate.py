@@ -22,7 +22,7 @@ from benchmarks.problems import last_number, numbers_in
 from edgespec.errors import UsageError, no_such
 from edgespec.loop.backend import Backend
 from edgespec.loop.sampling import Float32Array, SamplingParams, Scores, distribution
-from edgespec.measure.json_lines import append, resume
+from edgespec.measure.json_lines import append
 from edgespec.measure.tables import table
 from edgespec.model import Model
 from edgespec.planners.cascade import Allowed, CascadePlanner, Rule, token_v3
@@ -221,6 +221,7 @@ def measure(
     backends: Sequence[Backend],
     problems: Sequence[Problem],
     out: Path,
+    answered: Sequence[Answer],
     options: dict[str, Any],
     settings: Settings,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -229,16 +230,14 @@ def measure(
     Args:
         backends: target and draft, the draft for two sessions of each problem of a batch.
         problems: to be answered.
-        out: file of a line an answer; what is there is not answered again.
+        out: file that gets a line an answer.
+        answered: the answers that it has; they are not asked for again.
         options: that answers depend on, besides the settings.
         settings: what is measured.
         progress: called with the numbers of answers that are there, and of all.
-
-    Raises:
-        UsageError: `out` holds something else, or was made with other options.
     """
     numbers = {problem.name: i for i, problem in enumerate(problems)}
-    done = {(one.problem, *one.variant): one for one in resume(out, Answer, options)}
+    done = {(one.problem, *one.variant): one for one in answered}
     wanted = [(problem.name, *variant) for problem in problems for variant in settings.variants]
     for start in range(0, len(problems), settings.batch):
         group = problems[start : start + settings.batch]

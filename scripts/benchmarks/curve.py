@@ -6,7 +6,7 @@ method of `RULES` writes other answers, of the same distribution. So the recorde
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from time import process_time
@@ -21,7 +21,7 @@ from edgespec.loop.passes import most_nodes, prefill
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Float32Array, SamplingParams, distribution
 from edgespec.loop.tree import FloatArray, Proposal, path_to, root_only
-from edgespec.measure.json_lines import append, resume
+from edgespec.measure.json_lines import append
 from edgespec.measure.pair_report import label_axes, write_picture
 from edgespec.measure.recording import record
 from edgespec.measure.rejection import acceptance, coins, coverage, expected_passes, static_tree, stems
@@ -121,28 +121,26 @@ class Problem:
 
 def measure(
     backends: Sequence[Backend],
-    models: Sequence[str],
     prompts: Sequence[BenchPrompt],
     out: Path,
+    measured: Sequence[Problem],
     kept: Path,
     settings: Settings,
+    options: dict[str, Any],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Problem]:
     """
     Args:
         backends: target and draft.
-        models: their names.
         prompts: one a problem.
-        out: file of a line a problem; what is there is not measured again.
+        out: file that gets a line a problem.
+        measured: the problems that it has; they are not measured again.
         kept: as for `record`.
         settings: what is measured.
+        options: of each problem.
         progress: called with the numbers of problems that are done, and of all.
-
-    Raises:
-        UsageError: `out` holds something else, or was made with other options.
     """
-    options = {"models": list(models), **asdict(settings)}
-    done = {one.question: one for one in resume(out, Problem, options)}
+    done = {one.question: one for one in measured}
     for number, prompt in enumerate(prompts):
         progress(number, len(prompts))
         if prompt.text in done:

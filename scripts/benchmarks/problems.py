@@ -27,7 +27,7 @@ def number_in(text: str) -> str | None:
     return None if found is None else f"{found.normalize():f}"
 
 
-def read_problems(path: Path, limit: int | None) -> list[tuple[str, str]]:
+def read_questions(path: Path, limit: int | None) -> list[tuple[str, str]]:
     """
     Returns:
         Questions, evenly spaced, and their answers: GSM8K's records, a line each.

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.problems import number_in
 from edgespec.loop.text import user_messages
-from edgespec.measure.json_lines import append, resume
+from edgespec.measure.json_lines import append
 from edgespec.measure.tables import table
 from edgespec.model import Model, ScaleResult, scale
 
@@ -52,6 +52,7 @@ def measure(
     draft: Model,
     problems: Sequence[tuple[str, str]],
     out: Path,
+    measured: Sequence[Problem],
     settings: Settings,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Problem]:
@@ -60,15 +61,12 @@ def measure(
         target: loaded for as many sequences as there are samples, or fewer.
         draft: the same.
         problems: questions with their answers.
-        out: file of a line a problem; what is there is not measured again.
+        out: file that gets a line a problem.
+        measured: the problems that it has; they are not measured again.
         settings: what is measured.
         progress: called with the numbers of problems that are done, and of all.
-
-    Raises:
-        UsageError: `out` holds something else, or was made with other options.
     """
-    options = asdict(settings)
-    done = {one.question: one for one in resume(out, Problem, options)}
+    options, done = asdict(settings), {one.question: one for one in measured}
     kept = {name: run["calibration"] for one in done.values() for name, run in one.methods.items()}
     shared: dict[str, Any] = {
         "chunk": settings.chunk, "window": settings.window, "seed": settings.seed, "max_tokens": settings.max_tokens,
