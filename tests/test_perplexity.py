@@ -48,3 +48,12 @@ def test_a_damaged_text_is_one_line(damage, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert f"{text}: cannot be read: " in done.stderr
+
+
+def test_a_missing_model_is_named_before_the_first_is_measured(script, smollm2_tiny: Path, tmp_path: Path) -> None:
+    text, missing = tmp_path / "text", tmp_path / "none.gguf"
+    text.write_text("one two three")
+    for run in ((smollm2_tiny, missing), (smollm2_tiny, "--draft", missing)):
+        code, shown, said = script(text, *run)
+        assert (code, shown, said.count("\n")) == (1, "", 1)
+        assert str(missing) in said
