@@ -1,9 +1,11 @@
+import codecs
 import errno
 import gzip
 import json
 import os
 import shutil
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from edgespec.cli.commands import NAMED
 from edgespec.errors import DatastoreError, UsageError
 from edgespec.loop.hint_texts import END
-from edgespec.planners.datastore import HEADER_SIZE, START, build, open_datastore, read_texts
+from edgespec.planners.datastore import HEADER_SIZE, START, build, check_out, open_datastore, read_texts
 
 posix_only = pytest.mark.skipif(sys.platform == "win32", reason="pipes and links")
 
@@ -327,6 +329,40 @@ def test_a_folder_is_read_in_order_and_bad_files_are_counted(tmp_path):
     assert sorted(path.name for path in skipped) == sorted(BAD_FILES)
 
 
+@contextmanager
+def ordinary_user():
+    """Permissions count, for root, too."""
+    codecs.lookup("utf-8-sig")  # an ordinary user may not read root's Python
+    root = os.geteuid() == 0
+    try:
+        if root:
+            os.seteuid(65534)
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+@posix_only
+def test_texts_without_permission_are_named_not_the_datastore(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o777)
+    for name, mode in (("docs/closed", 0o000), ("docs/listed", 0o444), ("docs/open", 0o755)):
+        Path(name).mkdir(parents=True)
+        Path(name, "a.txt").write_text(name, "utf-8")
+        Path(name).chmod(mode)
+    skipped, vocab = list[Path](), LetterVocab()
+    with ordinary_user():
+        for name in ("docs/closed", "docs/closed/a.txt"):
+            with pytest.raises(DatastoreError, match=f"^{name}: cannot be read: Permission denied"):
+                build("x", read_texts([name]), vocab)
+        assert build("x", read_texts(["docs"], skipped.append), vocab).documents == 1
+        check_out("x", ["docs", "docs/closed/a.txt"])
+    for name in ("docs/closed", "docs/listed"):
+        Path(name).chmod(0o755)  # so that it can be removed
+    assert sorted(skipped) == [Path("docs/closed"), Path("docs/listed/a.txt")]
+
+
 def test_left_out_files_are_named(run, tmp_path):
     from gguf_files import small_llama
 
@@ -338,7 +374,7 @@ def test_left_out_files_are_named(run, tmp_path):
         code, out, err = run("datastore", "build", str(tmp_path / "x"), str(notes), "--model", str(model))
         assert code == 0
         assert out.endswith("tokens of 1 documents\n")
-        assert f"note: left out, since they are no text ({i + 1}): {notes / '0.bin'}" in err
+        assert f"note: left out, since they cannot be read as text ({i + 1}): {notes / '0.bin'}" in err
         assert err.count(".bin") == min(i + 1, NAMED)
     assert err.endswith(", …\n")
 

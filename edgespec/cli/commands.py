@@ -552,7 +552,7 @@ def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: s
     click.echo(f"{out}: {header.tokens} tokens of {header.documents} documents")
     if skipped:
         names = ", ".join(map(str, skipped[:NAMED])) + (", …" if skipped[NAMED:] else "")
-        click.echo(f"note: left out, since they are no text ({len(skipped)}): {names}", err=True)
+        click.echo(f"note: left out, since they cannot be read as text ({len(skipped)}): {names}", err=True)
 
 
 name_variables(cli, "EDGESPEC")

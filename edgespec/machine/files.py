@@ -44,8 +44,7 @@ def _of_this_process() -> "TemporaryDirectory[str]":
 
 def may_wait(path: str | Path) -> bool:
     """True for a pipe, socket or device: opening or reading it may take for ever."""
-    path = Path(path)
-    return path.exists() and not path.is_file() and not path.is_dir()
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def size_on_disk(path: Path) -> int:
@@ -67,11 +66,11 @@ def check_out(path: str | Path, start: bytes, kind: str, advice: str = "give ano
         UsageError: `path` is something else, cannot be read, or its folder does not exist.
     """
     path = Path(path)
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path}: there is no folder {path.absolute().parent}")
-    if not os.path.lexists(path):
-        return
     try:
+        if not path.parent.is_dir():
+            raise UsageError(f"{path}: there is no folder {path.absolute().parent}")
+        if not os.path.lexists(path):
+            return
         if path.is_file():
             with path.open("rb") as file:
                 if file.read(len(start)) == start:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ def check_out(out: str | Path, sources: Iterable[str | Path] = ()) -> None:
         if not out.exists():
             return
         for source in map(Path, sources):
-            inside = _files_below(source) if source.is_dir() else [source] if source.exists() else []
+            inside = _files_below(source) if os.path.isdir(source) else [source] if os.path.exists(source) else []
             if any(out.samefile(file) for file in inside):
                 raise UsageError(f"{out}: is also read ({source}), so it is not replaced: name the datastore first")
     except OSError as error:
@@ -291,33 +292,45 @@ def read_texts(paths: Iterable[str | Path], on_skip: Callable[[Path], None] | No
     """
     Args:
         paths: files, also with `.gz` after their names, and folders: all files below that are not hidden, by name.
-        on_skip: called for each file in a folder that cannot be read as text and is left out.
+        on_skip: called for what cannot be read, or not as text, and is left out of a folder.
 
     Yields:
         The documents in files: values of `.json` and lines of `.jsonl` by `documents_of`, others whole, as UTF-8 text.
 
     Raises:
-        DatastoreError: a path does not exist, or a file of `paths` cannot be read so.
+        DatastoreError: a path does not exist, or one of `paths` cannot be read so.
     """
+    skip = on_skip or (lambda path: None)
     for path in map(Path, paths):
-        if not path.is_dir():
+        if not os.path.isdir(path):
             yield from _read_file(path)
             continue
-        for file in _files_below(path):
+        for file in _files_below(path, partial(_leave_out, path, skip)):
             try:
                 documents = list(_read_file(file))
             except DatastoreError:
-                if on_skip:
-                    on_skip(file)
+                skip(file)
             else:
                 yield from documents
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
-    for where, folders, names in os.walk(folder):
+def _leave_out(folder: Path, skip: Callable[[Path], None], error: OSError) -> None:
+    if Path(error.filename) == folder:
+        raise DatastoreError(f"{folder}: cannot be read: {error.strerror or error}") from error
+    skip(Path(error.filename))
+
+
+def _files_below(folder: Path, on_error: Callable[[OSError], None] = lambda error: None) -> Iterator[Path]:
+    for where, folders, names in os.walk(folder, onerror=on_error):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        files = (Path(where, name) for name in sorted(names) if not name.startswith("."))
-        yield from (file for file in files if file.is_file())  # reading a pipe would wait for ever
+        for file in (Path(where, name) for name in sorted(names) if not name.startswith(".")):
+            try:
+                is_file = file.is_file()  # reading a pipe would wait for ever
+            except OSError as error:
+                on_error(error)
+                continue
+            if is_file:
+                yield file
 
 
 def _read_file(path: Path) -> Iterator[str]:
