@@ -311,7 +311,8 @@ def test_repr_says_what_is_loaded_and_what_was_written(gguf):
         assert repr(model) == f"{about}>"
         result = model.generate("hello", max_tokens=4, seed=7)
         assert repr(result).startswith(f"<GenerationResult {result.text!r}: length, 4 tokens, ")
-        assert repr(result).endswith("seed 7>")
+        assert repr(result).endswith(", seed 7>")
+        assert repr(result).count("seed") == 1
         assert len(repr(result).splitlines()) == 1
     assert repr(model) == f"{about}, closed>"
     assert repr(edgespec.model.GenerationResult()).startswith("<GenerationResult '': unfinished, 0 tokens, ")

@@ -223,6 +223,22 @@ class TestShelf:
         self.make(tmp_path, target)
         assert self.files(tmp_path) == [new]  # another program may be writing it
 
+    def test_another_program_may_complete_a_file_meanwhile(self, tmp_path, monkeypatch):
+        target = backend()
+        self.make(tmp_path, target)
+        (tmp_path / "shelf" / f".{'a' * 32}.kept-123.new").write_bytes(b"half")
+        glob = Path.glob
+
+        def completed(folder, pattern):
+            for path in list(glob(folder, pattern)):
+                if path.suffix == ".new":
+                    path.unlink()
+                yield path
+
+        monkeypatch.setattr(Path, "glob", completed)
+        self.make(tmp_path, target)
+        assert self.files(tmp_path) == []
+
     def test_a_draft_s_session_lies_beside_and_counts(self, tmp_path):
         target, draft = backend(), backend(random_model(2))
         shelf, session, read = self.make(tmp_path, target), session_of(target), draft.open()

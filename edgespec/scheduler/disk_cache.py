@@ -48,8 +48,9 @@ class DiskCache:
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for left in self._folder.glob(f".{OWN}*-*.new"):
-                if time() - left.stat().st_mtime > ABANDONED:
-                    left.unlink(missing_ok=True)
+                with suppress(OSError):  # another program may complete it meanwhile
+                    if time() - left.stat().st_mtime > ABANDONED:
+                        left.unlink()
             for path in self._folder.glob(OWN):
                 with suppress(SessionFileError):
                     saved = look(path)

@@ -79,7 +79,7 @@ class GenerationResult:
         return self.stats.finish_reason
 
     def __repr__(self) -> str:
-        about = f"{self.finish_reason or 'unfinished'}, {self.stats.summary()}, seed {self.stats.seed}"
+        about = f"{self.finish_reason or 'unfinished'}, {self.stats.summary()}"
         return f"<GenerationResult {self.text!r}: {about}>"
 
 
