@@ -1,5 +1,6 @@
 """Several targets write what one writes alone: to the bit, whatever is slow, late, or dies."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -228,6 +229,23 @@ def test_a_draft_that_fails_is_an_error() -> None:
         pytest.raises(EdgespecError, match="the draft is broken"),
     ):
         write(made, SamplingParams())
+
+
+def test_a_draft_that_fails_after_a_text_has_ended_is_no_error_of_the_next() -> None:
+    left = threading.Event()
+
+    class FailsOnce(Recorded):
+        def after(self, token_ids: Sequence[int]) -> Iterator[int]:
+            if not left.is_set():
+                assert left.wait(20)
+                raise EdgespecError("the draft is broken")
+            return super().after(token_ids)
+
+    expected = plain(SamplingParams())
+    with targets(SlowSpec(), threads(2), FailsOnce([*PROMPT, *expected], 1.0)) as made:
+        assert write(made, SamplingParams(), count=3)[0] == expected[:3]
+        left.set()
+        assert write(made, SamplingParams())[0] == expected
 
 
 def test_stopped_passes_are_left(monkeypatch: pytest.MonkeyPatch) -> None:

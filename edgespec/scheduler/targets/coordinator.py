@@ -314,7 +314,7 @@ class Targets:
 
     def _proposed_all(self, version: int, done: "Future[bool]") -> Answer:
         self._proposing = False
-        if not done.result():
+        if version == self._version and not done.result():  # else it drafted for a text that is left
             self._exhausted = version
         return None
 
