@@ -15,6 +15,7 @@ from edgespec.backends.reference.backend import ReferenceBackend, perturbed, ran
 from benchmarks.dsi_chain import NoisySpec, TargetsProposer, targets_of
 from benchmarks.dsi_wall import SIZE, Recorded, open_places, plain_text
 from edgespec.errors import Closed, EdgespecError, MissingPackage, UsageError
+from edgespec.loop.backend import Logits, Work
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
@@ -317,6 +318,24 @@ def test_a_text_is_left_while_it_is_written() -> None:
         assert any(isinstance(event, Wrote) for event in left)
         made.close()
         assert not made.thread.is_alive()
+
+
+def test_a_prompt_that_is_left_before_its_turn_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = list[int]()
+    forward = Slow.forward
+
+    def watched(self: Slow, batch: Sequence[Work]) -> list[Logits]:
+        passes.append(len(batch[0].token_ids))
+        return forward(self, batch)
+
+    monkeypatch.setattr(Slow, "forward", watched)
+    with targets(SlowSpec(), threads(3), Recorded([], 1.0)) as made:
+        with made._turn:  # as another text has it
+            left = made.submit(Request(PROMPT * 20, SamplingParams(), 40), lambda event: None)
+            left.cancel()
+        made.thread.join(5)
+    assert left.stats.finish_reason == "interrupted"
+    assert passes == []
 
 
 def test_guesses_beyond_a_pass_are_judged_in_several() -> None:

@@ -152,6 +152,8 @@ class Targets:
 
     def _steps(self, handle: Handle) -> Iterator[Step]:
         self._check_open()
+        if handle.cancelled:  # before its turn
+            return
         request, stats, limits = handle.request, handle.stats, self._described.capabilities
         prompt = request.prompt_ids
         limit = min(len(prompt) + request.max_tokens, limits.context_length)
