@@ -94,9 +94,11 @@ def test_chunks_that_are_always_rejected_are_the_target_s_text(pair, monkeypatch
 
 
 EXACT = BatchInvariance("narrow", RowClass(1, 4), RowClass(6, 12))  # prompts are padded, and not mixed with trees
+SHORT = BatchInvariance("narrow", RowClass(1, 4), RowClass(64, 128), RowClass(4, 63))
 LIMITS = {
     "all at once": {}, "short passes": {"max_nodes": 9}, "few cells": {"cells": 60}, "row classes": {"exact": EXACT},
     "recurrent": {"model": random_model(5, vocab_size=60, recurrent=True)},
+    "short texts apart": {"exact": SHORT, "max_nodes": 128},
 }  # fmt: skip
 
 

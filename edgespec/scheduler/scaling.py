@@ -237,8 +237,8 @@ def _read(scheduler: Scheduler, pool: SessionPool, lanes: Sequence[Lane], texts:
 
 def _plan(unread: Sequence[Part], limits: Capabilities) -> list[tuple[Part, Work]]:
     """The next pass: of as many texts as it has room for, a piece each."""
-    batch, shared = list[tuple[Part, Work]](), can_share_passes(limits)
-    rows = min(limits.max_nodes, limits.exact.prompts.most) if limits.exact else limits.max_nodes
+    batch, shared, exact = list[tuple[Part, Work]](), can_share_passes(limits), limits.exact
+    rows = min(limits.max_nodes, exact.prompts.most) if exact else limits.max_nodes
     wanted = limits.max_wanted
     for part in unread:
         _, reading, text = part
@@ -253,6 +253,8 @@ def _plan(unread: Sequence[Part], limits: Capabilities) -> list[tuple[Part, Work
         work = reading.work(size)
         if batch and (work.short != batch[0][1].short or len(work.token_ids) > size):
             break
+        if work.short and exact and exact.short:
+            rows = min(rows, exact.short.most)
         nodes = np.arange(len(work.token_ids), dtype=np.int32)
         asked = nodes[(at + nodes >= text.first) & (at + nodes + 1 < whole)]
         rows, wanted = rows - more - len(nodes), wanted - len(asked)
