@@ -17,6 +17,7 @@ from edgespec.loop import session_files as saved
 from edgespec.loop.passes import prefill
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.model import Model
+from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.scheduler.disk_cache import DiskCache
 
@@ -308,3 +309,10 @@ class TestDrafts:
             before = (tmp_path / "a.draft").stat().st_ino
             model.scheduler.save(tmp_path / "a")
             assert (tmp_path / "a.draft").stat().st_ino == before
+
+    def test_a_file_of_another_model_does_not_stay(self, tmp_path):
+        """Also where both models have the same text."""
+        for seed in (5, 6):
+            with Model(self.draft(seed), NonePlanner(), budget=1) as model:
+                model.scheduler.save(tmp_path / "a", "note")
+                assert model.scheduler.load(tmp_path / "a") == "note"

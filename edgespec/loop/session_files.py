@@ -165,11 +165,13 @@ def look(path: str | Path) -> Saved:
     return Saved(**found)
 
 
-def has(path: str | Path, token_ids: Sequence[int], note: Any) -> bool:
-    """True if a file holds a session that begins with `token_ids` and has this note."""
+def has(path: str | Path, backend: Loaded | None, token_ids: Sequence[int], note: Any) -> bool:
+    """True if a file holds a session that begins with `token_ids`, has this note, and is for `backend`, if given."""
     try:
         saved = look(path)
     except SessionFileError:
+        return False
+    if backend and difference(saved, backend):
         return False
     return saved.token_ids[: len(token_ids)] == list(token_ids) and saved.note == note
 

@@ -418,9 +418,9 @@ class SessionPool:
             SessionFileError: the file cannot be written.
         """
         last = max(self.lanes, key=lambda lane: lane.used)
-        if not has(path, last.session.token_ids, note):
+        if not (known := has(path, self._target, last.session.token_ids, note)):
             last.session.save(path, note)
-        if last.draft and not has(draft_file(path), last.draft.token_ids, None):
+        if last.draft and not (known and has(draft_file(path), None, last.draft.token_ids, None)):
             last.draft.save(draft_file(path))
 
     def load(self, path: str | Path) -> Any:
