@@ -225,6 +225,12 @@ def test_templates_may_mark_what_is_trained_on() -> None:
     assert bytes(text) == b"x!x!"
 
 
+@pytest.mark.parametrize("wrong", ["1 // (messages|length - 1)", "range(10**7)|list", "'a'.encode('none')"])
+def test_a_template_that_fails_is_one_line(wrong: str) -> None:
+    with pytest.raises(UsageError, match="^the model's chat template cannot show these messages: "):
+        render_chat(ByteVocab("{{ " + wrong + " }}"), [{"role": "user", "content": "hello"}])
+
+
 def test_a_template_without_an_end_refuses_the_messages() -> None:
     """Hermes 2 Pro's describes the type of a tool's parameter by itself, where the schema gives none."""
     vocab = ByteVocab("{% macro kind(of) %}{{ kind(of) }}{% endmacro %}{{ kind(messages) }}")

@@ -243,7 +243,8 @@ def _rendered(vocab: Vocab, messages: Sequence[Message], variables: Mapping[str,
         TypeError,
         ValueError,
         AttributeError,
-        KeyError,
+        ArithmeticError,
+        LookupError,
         RecursionError,
     ) as error:  # the template's own, on odd messages
         raise UsageError(f"the model's chat template cannot show these messages: {error}") from error
