@@ -227,7 +227,7 @@ def test_templates_may_mark_what_is_trained_on() -> None:
 
 @pytest.mark.parametrize("wrong", ["1 // (messages|length - 1)", "range(10**7)|list", "'a'.encode('none')"])
 def test_a_template_that_fails_is_one_line(wrong: str) -> None:
-    with pytest.raises(UsageError, match="^the model's chat template cannot show these messages: "):
+    with pytest.raises(UsageError, match=r"^the model's chat template cannot show these messages: "):
         render_chat(ByteVocab("{{ " + wrong + " }}"), [{"role": "user", "content": "hello"}])
 
 
