@@ -316,7 +316,7 @@ class Targets:
 
     def _proposed_all(self, version: int, done: "Future[bool]") -> Answer:
         self._proposing = False
-        if version == self._version and not done.result():  # else it drafted for a text that is left
+        if version == self._version and not done.result():  # else it drafted for another request
             self._exhausted = version
         return None
 
