@@ -1,6 +1,7 @@
 """A draft that goes on while the target works: the text is the same, whatever it finds, and whenever it is stopped."""
 
 import random
+import sys
 import threading
 import time
 from concurrent.futures import wait
@@ -258,6 +259,19 @@ def test_what_is_wanted_is_waited_for():
     assert not worker.join()
     assert not draft.interrupted.is_set()
     worker.close()
+
+
+def test_two_models_at_once_leave_python_s_switches_as_they_were():
+    before, workers = sys.getswitchinterval(), [DraftThread(lambda: None, nice=False) for _ in range(2)]
+    running = [worker.doing(lambda: None) for worker in workers]
+    for one in running:
+        one.__enter__()
+    assert sys.getswitchinterval() < before
+    for one in running:
+        one.__exit__(None, None, None)
+    assert sys.getswitchinterval() == before
+    for worker in workers:
+        worker.close()
 
 
 def test_a_target_that_fails_ends_the_drafts_pass():

@@ -34,6 +34,24 @@ UNLIKELY = 0.001  # less probable nodes are not read ahead
 QUICK = 0.0005  # seconds after which Python switches threads: the target's callbacks must not wait for the draft
 
 
+_switching, _usual = Lock(), list[float]()  # the interval before; one entry for each target that runs
+
+
+@contextmanager
+def frequent_switches() -> Iterator[None]:
+    """Let Python switch threads after `QUICK` seconds; targets that run at once may end in any order."""
+    with _switching:
+        _usual.append(_usual[0] if _usual else sys.getswitchinterval())
+        sys.setswitchinterval(QUICK)
+    try:
+        yield
+    finally:
+        with _switching:
+            interval = _usual.pop()
+            if not _usual:
+                sys.setswitchinterval(interval)
+
+
 class DraftThread:
     """Runs one task at a time in a thread; `join` before the draft or its search is used.
 
@@ -68,14 +86,12 @@ class DraftThread:
             give_way = lower_priority if self._nice else None
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="edgespec ahead", initializer=give_way)
         self.stopped.clear()
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(QUICK)
-        try:
-            self._task = self._executor.submit(task)
-            yield
-        finally:
-            self.stopped.set()
-            sys.setswitchinterval(interval)
+        with frequent_switches():
+            try:
+                self._task = self._executor.submit(task)
+                yield
+            finally:
+                self.stopped.set()
 
     @contextmanager
     def passing(self) -> Iterator[None]:
