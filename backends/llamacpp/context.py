@@ -146,7 +146,7 @@ def make_context(path: str, model: Any, size: ContextSize, params: Any) -> Any:
             llama_cpp.llama_free(context)
             context = None
     if not context:
-        raise ModelError(f"{path}: no context of {size.context_length} tokens can be made: {last_log()}")
+        raise ModelError(f"{path}: no context of {size.length(model)} tokens can be made: {last_log()}")
     return context
 
 
