@@ -212,10 +212,16 @@ def test_this_machine_is_described_in_the_form_that_is_read(smollm2: Path, tmp_p
         ({"cores": "many"}, "cores: Input should be a valid integer"),
         ({"cores": -1}, "cores is -1, but must be a finite number, and not below 0"),
         ({"memory_speed": float("nan")}, "memory_speed is nan, but must be a finite number"),
-        ({"memory_speed": float("inf"), "operations": float("inf")}, "memory_speed is inf, but must be a finite number"),
+        (
+            {"memory_speed": float("inf"), "operations": float("inf")},
+            "memory_speed is inf, but must be a finite number",
+        ),
         ({"operations": "-1e9"}, "operations is -1000000000.0, but must be a finite number"),
         ({"disk": {"speed": "-1e9"}}, "disk: speed is -1000000000.0, but must be a finite number"),
-        ({"gpus": [{"name": "x", "shared": False, "free": 0, "link_speed": "-1e9"}]}, "gpus: link_speed is -1000000000.0"),
+        (
+            {"gpus": [{"name": "x", "shared": False, "free": 0, "link_speed": "-1e9"}]},
+            "gpus: link_speed is -1000000000.0",
+        ),
         ({"memory": "gone"}, "memory: Field required"),
         ({"disk": {"spd": 1}}, "disk: there is no key 'spd'; did you mean speed?"),
         ({"gpus": [{"name": "x"}]}, "gpus.0.shared: Field required"),
