@@ -158,7 +158,7 @@ def test_a_session_that_a_full_disk_cannot_hold_says_so_also_after_an_interrupte
         with pytest.raises(Interrupted):
             prefill(backend, session, list(range(5, 70)))
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, whole[1]))
-        with pytest.raises(SessionFileError, match="cannot be saved: .*File too large"):
+        with pytest.raises(SessionFileError, match=r"cannot be saved: .*File too large"):
             session.save(tmp_path / "a.session")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, whole)

@@ -71,9 +71,8 @@ def forget_log() -> None:
 
 def last_log() -> str:
     """The first of llama.cpp's last 20 errors, because later lines only pass it on; without errors, of its warnings."""
-    reasons = [
-        line for line in _error_lines or _log_lines if not line.endswith("-- ignoring")
-    ]  # of tensors that it skips
+    lines = _error_lines or _log_lines
+    reasons = [line for line in lines if not line.endswith("-- ignoring")]  # of tensors that it skips
     return reasons[0] if reasons else "llama.cpp gave no reason"
 
 
