@@ -196,6 +196,20 @@ def test_layers_that_are_not_alike(tmp_path: Path, key: str, value: int | list[i
         gguf_write.check_drop(tmp_path / "a.gguf", (1,))
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_a_disk_that_becomes_full_is_the_reason(floats: Path, tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")  # not on Windows
+    whole, usual = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, whole[1]))
+        with pytest.raises(ModelError, match="the result cannot be written: is there room on its disk"):
+            quantise(floats, tmp_path / "out.gguf", Recipe("Q8_0"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, whole)
+        signal.signal(signal.SIGXFSZ, usual)
+    assert not list(tmp_path.iterdir())
+
+
 def test_no_room_and_no_matrix(floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = gguf_write.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(gguf_write.shutil, "disk_usage", lambda path: usage._replace(free=1000))

@@ -91,8 +91,11 @@ def test_heads_that_do_not_fit_the_types_blocks_are_refused(tmp_path: Path) -> N
     model = tiny_model("llama", vocab_size=VOCAB)
     weights = {name: tensor.float().numpy() for name, tensor in model.state_dict().items()}
     path = write_gguf(tmp_path / "tiny.gguf", model.config, weights)
-    with pytest.raises(ModelError, match="K cache type q8_0 with block size 32 does not divide"):
-        load(str(path), context_length=64, kv_type="q8_0")
+    trained = int(model.config.max_position_embeddings)
+    for asked, length in ((64, 64), (0, trained)):
+        line = f"no context of {length} tokens can be made: .*K cache type q8_0 with block size 32 does not divide"
+        with pytest.raises(ModelError, match=line):
+            load(str(path), context_length=asked, kv_type="q8_0")
 
 
 def test_a_run_and_a_bench_with_8_bits(run: Run, smollm2_tiny: Path, tmp_path: Path) -> None:

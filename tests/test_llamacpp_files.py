@@ -16,7 +16,8 @@ from edgespec.backends.llamacpp.ggml.files import llama_cpp, load_model, loaded_
 from edgespec.backends.llamacpp.memory.planning import rehearse
 from edgespec.backends.llamacpp.memory.probe_model import probe_file
 
-from edgespec.errors import ModelError
+from edgespec.errors import Interrupted, ModelError, SessionFileError
+from edgespec.loop.passes import prefill
 
 
 def test_kernels_for_amx_are_left_out_where_llama_cpp_was_built_with_them() -> None:
@@ -129,3 +130,38 @@ def test_a_load_goes_on_if_the_programs_own_handler_does(shares, smollm2) -> Non
         signal.signal(signal.SIGINT, usual)
     assert came == [signal.SIGINT]
     assert shares[-1] == 1
+
+
+def test_an_error_is_the_reason_of_a_failure_and_not_a_warning_before_it() -> None:
+    files.forget_log()
+    for level, line in ((3, b"control-looking token\n"), (4, b"missing tensor\n"), (4, b"error loading model\n")):
+        files._keep_log(level, line, ctypes.c_void_p(0))
+    assert files.last_log() == "missing tensor"
+    files.forget_log()
+    files._keep_log(3, b"no memory slot\n", ctypes.c_void_p(0))
+    assert files.last_log() == "no memory slot"
+
+
+def test_a_session_that_a_full_disk_cannot_hold_says_so_also_after_an_interrupted_pass(
+    smollm2_tiny: Path, tmp_path: Path
+) -> None:
+    resource = pytest.importorskip("resource")  # not on Windows
+    backend, whole = (
+        engine.load(str(smollm2_tiny), context_length=128, threads=1),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
+    usual = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        session = backend.open()
+        prefill(backend, session, list(range(5, 60)))
+        backend.interrupt()
+        with pytest.raises(Interrupted):
+            prefill(backend, session, list(range(5, 70)))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, whole[1]))
+        with pytest.raises(SessionFileError, match=r"cannot be saved: .*File too large"):
+            session.save(tmp_path / "a.session")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, whole)
+        signal.signal(signal.SIGXFSZ, usual)
+        backend.close()
+    assert not list(tmp_path.iterdir())

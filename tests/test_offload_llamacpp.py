@@ -693,6 +693,12 @@ def test_caches_are_counted_where_weights_have_plenty_of_room(
         engine.plan(str(tiny), LoadOptions(**options, **more), machine)
 
 
+def test_a_context_as_trained_that_does_not_fit_is_named_by_its_tokens(tiny: Path) -> None:
+    machine = Machine(platform="linux", processors=8, cores=8, memory=4 << 30, free=1 << 20)
+    with pytest.raises(NoRoom, match="a context of 8192 tokens needs"):
+        engine.plan(str(tiny), LoadOptions(context_length=0, resident=True), machine)
+
+
 def test_many_sessions_share_cells_where_each_cannot_have_a_whole_context(tiny: Path) -> None:
     rich = Machine(platform="linux", processors=8, cores=8, memory=64 << 30, free=64 << 30)
     plans = [

@@ -4,18 +4,19 @@ import ctypes
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from conftest import quantised
+from conftest import Run, quantised
 from edgespec.backends.llamacpp.engine import engine
 from edgespec.backends.llamacpp.ggml.files import read_tensors
 from edgespec.backends.llamacpp.memory import probe_model as module
 from edgespec.backends.llamacpp.memory.probe_model import kinds, probe_file
-from gguf_files import gguf
+from gguf_files import gguf, small_llama
 
 from edgespec.errors import ModelError
 from edgespec.machine import disk
@@ -147,3 +148,28 @@ def test_a_copy_that_cannot_be_made(smollm2: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module.llama_cpp, "llama_model_quantize", lambda *arguments: ctypes.c_int(1).value)
     with pytest.raises(ModelError, match="no probe model of it can be made"), probe_file(str(smollm2), {}):
         pass
+
+
+@pytest.mark.parametrize("full", ["no temporary folder", "no more files"])
+def test_a_model_runs_where_no_temporary_file_can_be_made(
+    full: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(small_llama(tmp_path / "tiny.gguf", layers=4))
+    with monkeypatch.context() as patch:
+        if full == "no temporary folder":  # as where the disk is full: Python makes a file to find one
+            patch.setattr(disk, "gettempdir", Mock(side_effect=FileNotFoundError(2, "No usable temporary directory")))
+        else:
+            failing = Mock(side_effect=OSError(122, "Disk quota exceeded"))
+            patch.setattr(disk, "TemporaryFile", failing)
+            patch.setattr(disk, "NamedTemporaryFile", failing)
+        code, _, errors = run("run", path, "a", "-n", "2")
+        assert code == 0, errors
+
+
+def test_where_no_copy_can_be_made_a_context_of_one_token_is_refused_by_a_line(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "HEADROOM", 1 << 60)
+    code, _, errors = run("run", str(small_llama(tmp_path / "tiny.gguf", layers=4)), "a", "--ctx", "1")
+    assert code == 1
+    assert "the context holds 1" in errors

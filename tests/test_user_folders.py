@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,17 @@ def test_without_a_home_measurements_go_with_the_process(run: Run, monkeypatch: 
         check_writable("mine")
     monkeypatch.setenv(measurements.OFF, "1")
     assert measurements.why_not_kept() == ""
+
+
+@pytest.mark.usefixtures("homeless")
+def test_without_any_folder_nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_user_folder", lambda kind: None)
+    files._of_this_process.cache_clear()
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [])
+    assert not measurements.remember({"kind": "test"}, 1)
+    assert measurements.recall({"kind": "test"}) is None
+    assert "there is no home folder" in measurements.why_not_kept()
 
 
 def test_own_models_are_found_where_the_configuration_is(

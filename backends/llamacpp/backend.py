@@ -20,7 +20,7 @@ from edgespec.weights.ring import Streamer
 
 from .batch import Batch
 from .cells import IN_WINDOWS, Cells, Rows
-from .ggml.files import engine_build, last_log, llama_cpp, metadata
+from .ggml.files import engine_build, forget_log, last_log, llama_cpp, metadata
 from .ggml.signals import Signals
 from .ggml.stop import ABORTED, Stop
 from .logits import LlamaLogits, StateLogits
@@ -247,6 +247,7 @@ class LlamaBackend:
             threads = threads_for(self.yielding, others, fewer, total, cells)
             llama_cpp.llama_set_n_threads(self.context, threads, threads)
         self.row_hook(total)
+        forget_log()
         with (watch or self).signals.held():
             status = llama_cpp.llama_decode(self.context, self._batch.struct)
             llama_cpp.llama_synchronize(self.context)

@@ -8,7 +8,7 @@ from edgespec.loop.shapes import TILE
 from edgespec.planners.path_cost import MOST_UNREAD
 
 from .cells import EXTRA_IDS, IN_WINDOWS
-from .ggml.files import FILE_TYPE_F32, LLAMA_MAX_SEQ, last_log, llama_cpp, load_header, logged, metadata
+from .ggml.files import FILE_TYPE_F32, LLAMA_MAX_SEQ, forget_log, last_log, llama_cpp, load_header, logged, metadata
 from .ggml.signals import Signals
 from .recurrent import ids_of_session, is_recurrent, most_paths
 
@@ -140,13 +140,14 @@ def of_head(size: ContextSize) -> ContextSize:
 
 def make_context(path: str, model: Any, size: ContextSize, params: Any) -> Any:
     signals = Signals()
+    forget_log()
     with signals.held():
         context = llama_cpp.llama_init_from_model(model, params)
         if context and signals.stop():
             llama_cpp.llama_free(context)
             context = None
     if not context:
-        raise ModelError(f"{path}: no context of {size.context_length} tokens can be made: {last_log()}")
+        raise ModelError(f"{path}: no context of {size.length(model)} tokens can be made: {last_log()}")
     return context
 
 

@@ -25,7 +25,7 @@ from ..common.row_logits import RowLogits
 from .backend import LlamaBackend
 from .cells import Rows
 from .context import EAGLE3, ContextSize, make_context, of_head
-from .ggml.files import last_log, llama_cpp, load_model, metadata, parts
+from .ggml.files import forget_log, last_log, llama_cpp, load_model, metadata, parts
 from .ggml.stop import ABORTED
 from .head_files import ASSISTANT, HeadFile, check_d2t, find_head, starts_from
 from .logits import StateLogits
@@ -132,6 +132,7 @@ class LlamaHead(LlamaBackend):
         while status == ABORTED:  # an interrupt is for a pass, so it ends the next one
             interrupted |= self.stop.is_set
             self.stop.clear()
+            forget_log()
             with self.signals.held():
                 status = llama_cpp.llama_encode(self.context, batch)
         if interrupted:

@@ -24,7 +24,7 @@ from edgespec.loop.shapes import TILE, PromptRead, whole_tiles
 from ..common import nodes
 from ..common.nodes import NodeSession
 from .cells import Cells
-from .ggml.files import last_log, llama_cpp
+from .ggml.files import forget_log, last_log, llama_cpp
 from .ggml.state_files import load_parts, load_sequence, save_sequence, write_parts
 
 
@@ -430,7 +430,9 @@ class LlamaSession(NodeSession):
         """
         if not self._backend.cells.window:
             load_sequence(self._backend.context, path, self.seq_ids[0], saved.token_ids[: saved.details["held"]])
-        elif not all(self._backend.cells.put(part, self.own_ids) for part in load_parts(path, saved.size)):
+            return
+        forget_log()
+        if not all(self._backend.cells.put(part, self.own_ids) for part in load_parts(path, saved.size)):
             for seq in self.seq_ids:
                 llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
             raise SessionFileError(f"{path}: llama.cpp cannot read the session: {last_log()}")

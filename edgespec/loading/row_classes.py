@@ -88,7 +88,7 @@ def find(
     try:
         with tried as backend:
             found = probe(backend)
-    except (ModelError, NoRoom):
+    except (ModelError, NoRoom, OSError):
         if loaded is None:
             return []
         small, found = None, probe(loaded)
@@ -136,6 +136,8 @@ def _sizes(limits: Capabilities) -> tuple[list[int], list[int]]:
 def probe(backend: Backend) -> list[Group]:
     limits = backend.capabilities
     sizes, larger = _sizes(limits)
+    if not sizes:
+        return []
     contexts = sorted({min(length, limits.context_length - sizes[-1] - 1) for length in CONTEXTS})
     longest = max(sizes + larger)
     chains = [(prompt, tokens(backend, longest, 2)) for prompt in (tokens(backend, n, 1) for n in contexts)]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, replace
+from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -100,9 +101,20 @@ def _machine(entry: Any, where: str) -> Machine:
     except ValidationError as error:
         first = error.errors()[0]
         raise UsageError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    _check_numbers(machine, where)
+    for part, of in [(machine.disk, "disk"), *((gpu, "gpus") for gpu in machine.gpus)]:
+        _check_numbers(part, f"{where}: {of}")
     if machine.free > machine.memory:
         raise UsageError(f"{where}: free is {machine.free}, but memory only {machine.memory}")
     return machine
+
+
+def _check_numbers(part: Any, where: str) -> None:
+    """Only after conversion: YAML reads -1e9, which has no point, as a string."""
+    for key in _names(type(part)):
+        value = getattr(part, key)
+        if isinstance(value, int | float) and not 0 <= value < inf:
+            raise UsageError(f"{where}: {key} is {value}, but must be a finite number, and not below 0")
 
 
 def _checked(values: Any, kind: type, where: str) -> Any:
@@ -118,8 +130,6 @@ def _checked(values: Any, kind: type, where: str) -> Any:
                 value = parse_size(value)
             except UsageError as error:
                 raise UsageError(f"{where}: {key}: {error}") from error
-        if isinstance(value, int | float) and not value >= 0:
-            raise UsageError(f"{where}: {key} is {value}, but must not be below 0")
         if key in PARTS:
             parts = value if key == "gpus" and isinstance(value, list) else [value]
             parts = [_checked(part, PARTS[key], f"{where}: {key}") for part in parts]

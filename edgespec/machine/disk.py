@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -110,7 +110,10 @@ def folder_with_room(needed: int) -> str:
     Raises:
         ModelError: neither has room.
     """
-    for place in (gettempdir(), os.path.expanduser("~")):
+    places = [os.path.expanduser("~")]
+    with suppress(OSError):  # none can be written, as where the disk is full
+        places.insert(0, gettempdir())
+    for place in places:
         usable = os.path.isdir(place) and os.access(place, os.W_OK) and file_system(place) not in IN_MEMORY
         if usable and disk_usage(place).free > needed + HEADROOM:
             return place

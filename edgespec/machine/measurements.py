@@ -25,7 +25,10 @@ About = Mapping[str, str | int | float | bool | None]
 
 
 def folder() -> Path | None:
-    return None if os.environ.get(OFF) else cache_folder() / "measured"
+    try:
+        return None if os.environ.get(OFF) else cache_folder() / "measured"
+    except OSError:  # not even a temporary folder can be made
+        return None
 
 
 def recall(about: About) -> Any:

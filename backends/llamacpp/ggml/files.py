@@ -32,13 +32,15 @@ NO_GPUS = (ctypes.c_void_p * 1)()  # a list of devices ends with a null pointer
 LLAMA_MAX_SEQ = 256  # of llama-cparams.h, fixed at compile time
 
 _log_lines: list[str] = []
+_error_lines: list[str] = []  # those of `_log_lines` that are more than warnings
 size_lines: list[str] = []
 
 
 def _keep_log(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
     if level in (3, 4):  # GGML_LOG_LEVEL_WARN, GGML_LOG_LEVEL_ERROR
-        _log_lines.append(text.decode("utf-8", "replace").strip())
-        del _log_lines[:-20]
+        for lines in (_log_lines, _error_lines)[: level - 2]:
+            lines.append(text.decode("utf-8", "replace").strip())
+            del lines[:-20]
     elif b" size = " in text or b": dev = " in text:
         size_lines.append(text.decode("utf-8", "replace"))
         del size_lines[:-1000]
@@ -56,25 +58,32 @@ _log_callback = llama_cpp.llama_log_callback(_keep_log)  # must live as long as 
 
 
 def keep_log() -> None:
-    _log_lines.clear()
+    forget_log()
     llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
     ggml_base().ggml_set_abort_callback(_abort_callback)
 
 
+def forget_log() -> None:
+    """Called before a call whose failure `last_log` explains."""
+    _log_lines.clear()
+    _error_lines.clear()
+
+
 def last_log() -> str:
-    """The first of llama.cpp's last 20 complaints, because later lines only pass it on."""
-    reasons = [line for line in _log_lines if not line.endswith("-- ignoring")]  # of tensors that it skips
+    """The first of llama.cpp's last 20 errors, because later lines only pass it on; without errors, of its warnings."""
+    lines = _error_lines or _log_lines
+    reasons = [line for line in lines if not line.endswith("-- ignoring")]  # of tensors that it skips
     return reasons[0] if reasons else "llama.cpp gave no reason"
 
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
     """Complaints of llama.cpp."""
-    _log_lines.clear()
+    forget_log()
     try:
         yield _log_lines
     finally:
-        _log_lines.clear()
+        forget_log()
 
 
 def load_model(path: str, **params: Any) -> Any:

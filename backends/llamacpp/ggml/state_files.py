@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from edgespec.errors import SessionFileError
 
-from .files import last_log, llama_cpp
+from .files import forget_log, last_log, llama_cpp
 
 LENGTH = struct.Struct("<Q")
 
@@ -20,6 +20,7 @@ def save_sequence(context: Any, path: Path, seq: int, text: Sequence[int]) -> No
     Raises:
         OSError: llama.cpp cannot write the file.
     """
+    forget_log()
     tokens = (llama_cpp.llama_token * len(text))(*text)
     if text and not llama_cpp.llama_state_seq_save_file(context, os.fsencode(path), seq, tokens, len(text)):
         raise OSError(last_log())
@@ -31,6 +32,7 @@ def load_sequence(context: Any, path: str | Path, seq: int, text: Sequence[int])
     Raises:
         SessionFileError: the file does not match; the sequence is empty.
     """
+    forget_log()
     found, count = (llama_cpp.llama_token * max(1, len(text)))(), ctypes.c_size_t()
     if text and not llama_cpp.llama_state_seq_load_file(
         context, os.fsencode(path), seq, found, len(text), ctypes.byref(count)

@@ -121,8 +121,9 @@ class MemoryPlanner:
         """
         needed = self._rehearse(self.path, [size])[0].total
         if needed > self.machine.free:
+            length = size.context_length or own_values(self.path)["context_length"]
             raise NoRoom(
-                f"{self.path}: a context of {size.context_length} tokens needs {format_size(needed, up=True)} of "
+                f"{self.path}: a context of {length} tokens needs {format_size(needed, up=True)} of "
                 f"memory, but {format_size(self.machine.free)} are free"
             )
 

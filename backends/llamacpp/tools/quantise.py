@@ -167,7 +167,9 @@ def work(job: dict[str, Any], say: Say) -> None:
     status = llama_cpp.llama_model_quantize(source, out, ctypes.byref(params))
     del keep
     if status != 0:
-        raise ModelError(log.reason())
+        reason = log.reason()  # of C++'s streams, which only write
+        failed = "the result cannot be written: is there room on its disk, and in your quota?"
+        raise ModelError(failed if "iostream" in reason else reason)
     say({"bytes": log.bytes, "tensors": log.tensors})
 
 
