@@ -391,7 +391,7 @@ def serve(
     with server.open_socket(host, port, keys, no_key) as listening:
         _pull(model, options, yes)
         with _loaded(model, options) as loaded:
-            name = Path(model).stem
+            name = os.path.basename(os.path.abspath(model)).removesuffix(".gguf")
             if keep is not None:
                 server.keep_on_disk(loaded, keep, most_kept)
             server.serve(loaded, name, listening, grace=grace, log=log, keys=keys, hosts=hosts, origins=origins)
