@@ -286,6 +286,7 @@ def test_an_unreadable_prompts_file_is_refused(run: Run, tmp_path: Path, content
     [
         '{"prompt": "a"}\n\n{"turns": ["b", "more"]}\n{"question": "c\u2028"}\n{"text": "d"}\n',
         '[0, "a"]\n{"question": "b", "turns": ["b"]}\n[1, "c\u2028"]\n[2, "d"]',
+        '\ufeff{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c\u2028"}\n{"prompt": "d"}\n',
         '[[0, "a"],\n  [1, "b"],\n  {"question": "c\u2028"},\n  {"text": "d"}]\n',
     ],
 )
