@@ -130,9 +130,7 @@ def usage(answer: Answer) -> dict[str, int]:
 def ending(answer: Answer) -> dict[str, str | None]:
     if answer.stop_found is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_found}
-    if answer.calls:
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    reason = "max_tokens" if answer.stats.finish_reason == "length" else "end_turn"
+    reason = "max_tokens" if answer.is_cut else "tool_use" if answer.calls else "end_turn"
     return {"stop_reason": reason, "stop_sequence": None}
 
 

@@ -141,7 +141,7 @@ class ResponsesWriter(Writer):
 
     def whole(self) -> dict[str, Any]:
         one, name, counts = self._answer, self._name, self._answers.usage
-        cut = one.stats.finish_reason == "length"
+        cut = one.is_cut
         status = "incomplete" if cut else "completed"
         usage = {
             "input_tokens": counts.prompt,
