@@ -96,7 +96,9 @@ def tools_of(body: CountBody) -> Tools | None:
     """The client's tools without the provider's own; raises Refused."""
     given = [tool for tool in body.tools or () if isinstance(tool, dict) and "input_schema" in tool]
     functions = [
-        {"name": t.get("name"), "description": t.get("description", ""), "parameters": t["input_schema"]} for t in given
+        {"name": t.get("name"), "description": t.get("description", ""), "parameters": t["input_schema"]}
+        | ({"strict": t["strict"]} if "strict" in t else {})
+        for t in given
     ]
     choice = body.tool_choice or {}
     mode = {"any": "required", "tool": "auto"}.get(str(choice.get("type")), choice.get("type"))
