@@ -174,6 +174,8 @@ def run(
         raise UsageError("--raw and --json need a prompt: give one, or - to read standard input")
     most = max_tokens if max_tokens is not None else UNLIMITED if text is None else 512
     check_max_tokens(most)
+    if "" in stop:
+        raise UsageError("--stop is empty: give at least one character")
     form = read_grammar(json_schema, grammar)
     if resume and (options["targets"] or options["cluster"]):
         raise UsageError("--resume does not go with --targets and --cluster: each copy has a session of its own")
