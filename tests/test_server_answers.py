@@ -89,7 +89,7 @@ TWO = ONE + ' and <tool_call>{"name": "weather"}</tool_call>'
 
 
 class TestAnAnswerThatIsCutAfterACall:
-    """It may lack calls, so its reader is told of the cut; the first call of one that may have one call is all of it."""
+    """It may lack calls, so its reader is told of the cut; an answer that may have one call is whole with it."""
 
     MOST = len(TWO) - 20  # tokens, which are bytes
 
