@@ -118,6 +118,39 @@ def test_retry_takes_the_next_seed_and_replaces_the_answer() -> None:
             conversation.retry()
 
 
+def test_retry_answers_the_message_whose_answer_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before its first token, which leaves no answer; the answer before it stays."""
+
+    def stopped(*arguments: object, **options: object) -> object:
+        raise KeyboardInterrupt
+
+    with tiny_model() as model, tiny_model() as fresh:
+        conversation = conversation_with(model, max_tokens=12)
+        first = conversation.ask("first").text
+        for question in ("second", "third"):
+            before = [*conversation.messages, {"role": "user", "content": question}]
+            with monkeypatch.context() as ctrl_c:
+                ctrl_c.setattr(model, "stream", stopped)
+                conversation.ask(question)
+                conversation.retry()
+            assert conversation.messages == before[:-1]
+            text = conversation.retry().text
+            sampling = conversation.sampling
+            assert text == fresh.chat(before, max_tokens=12, seed=sampling.seed, temperature=sampling.temperature).text
+            assert conversation.messages == [*before, {"role": "assistant", "content": text}]
+            conversation.set("temperature", "0")  # another answer would come: that of the stopped one is not there
+        assert conversation.messages[1]["content"] == first
+        with pytest.raises(UsageError, match="the same answer would come"):
+            conversation.retry()
+        conversation.set("temperature", "0.9")
+        with monkeypatch.context() as ctrl_c:
+            ctrl_c.setattr(model, "stream", stopped)
+            conversation.ask("fourth")
+        conversation.clear()
+        with pytest.raises(UsageError, match="no answer to retry"):
+            conversation.retry()
+
+
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [

@@ -253,6 +253,10 @@ def test_a_grace_below_zero_is_refused(run: Run) -> None:
     refused(run, "serve", "x.gguf", "--grace", "-1", code=2, says="--grace")
 
 
+def test_an_empty_stop_string_is_refused_before_the_model_is_loaded(run: Run, tiny: str) -> None:
+    refused(run, "run", tiny, "hello", "--backend", "reference", "--stop", "", code=2, says="--stop is empty")
+
+
 def test_a_broken_models_file_is_named_with_its_line(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "models.yaml"
     path.write_text("models:\n  - name: a\n    goal: file:a\n", "utf-8")
@@ -286,6 +290,7 @@ def test_an_unreadable_prompts_file_is_refused(run: Run, tmp_path: Path, content
     [
         '{"prompt": "a"}\n\n{"turns": ["b", "more"]}\n{"question": "c\u2028"}\n{"text": "d"}\n',
         '[0, "a"]\n{"question": "b", "turns": ["b"]}\n[1, "c\u2028"]\n[2, "d"]',
+        '\ufeff{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c\u2028"}\n{"prompt": "d"}\n',
         '[[0, "a"],\n  [1, "b"],\n  {"question": "c\u2028"},\n  {"text": "d"}]\n',
     ],
 )

@@ -210,8 +210,8 @@ def test_on_a_model_of_its_own_words(smollm2_tiny):
 def test_the_command_line(run, tmp_path):
     path = tmp_path / "tiny.npz"
     MODEL.save(str(path))
-    (tmp_path / "schema.json").write_text(json.dumps(CITY), "utf-8")
-    (tmp_path / "rules.lark").write_text('start: "yes" | "no"', "utf-8")
+    (tmp_path / "schema.json").write_text(json.dumps(CITY), "utf-8-sig")  # as some editors write it
+    (tmp_path / "rules.lark").write_text('start: "yes" | "no"', "utf-8-sig")
     common = ["run", str(path), "hello", "--backend", "reference", "--seed", "1", "-n", "80"]
     code, out, _ = run(*common, "--json-schema", str(tmp_path / "schema.json"), "--json")
     assert code == 0

@@ -12,10 +12,11 @@ from test_server_forced import Vocabulary, fits
 from test_server_tools import TEMPLATE, TIME, TOOLS, WEATHER
 
 from edgespec.loop.grammar import json_schema
+from edgespec.server.answers import Answer
 from edgespec.server.channels import ANALYSIS, FINAL
 from edgespec.server.dialects import messages
 from edgespec.server.output_format import OutputFormat
-from edgespec.server.tool_calls import Tool, Tools
+from edgespec.server.tool_calls import Call, Tool, Tools
 from edgespec.server.wire import SamplingFields, sse
 
 
@@ -83,7 +84,37 @@ class TestJsonOrACall:
                 assert json.loads(choice["message"]["content"])["yes"] in (1, 2)
 
 
-TWO = '<tool_call>{"name": "time", "arguments": {}}</tool_call> and <tool_call>{"name": "weather"}</tool_call>'
+ONE = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
+TWO = ONE + ' and <tool_call>{"name": "weather"}</tool_call>'
+
+
+class TestAnAnswerThatIsCutAfterACall:
+    """It may lack calls, so its reader is told of the cut; an answer that may have one call is whole with it."""
+
+    MOST = len(TWO) - 20  # tokens, which are bytes
+
+    @pytest.mark.parametrize(("parallel", "reason"), [(True, "length"), (False, "tool_calls")])
+    def test_chat(self, client, parallel, reason):
+        body = HELLO | {"tools": TOOLS, "max_tokens": self.MOST, "parallel_tool_calls": parallel} | written(TWO)
+        (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
+        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["time"]
+        assert choice["finish_reason"] == reason
+        parts = [json.loads(data)["choices"][0] for data in stream(client, "/v1/chat/completions", body)[:-1]]
+        assert parts[-1]["finish_reason"] == reason
+
+    @pytest.mark.parametrize(("single", "reason"), [(False, "max_tokens"), (True, "tool_use")])
+    def test_messages(self, single, reason):
+        answer = Answer(None, single_call=single, pieces=[Call("time", "{}"), "<tool_call>{"])
+        answer.stats.finish_reason = "length"
+        assert messages.ending(answer) == {"stop_reason": reason, "stop_sequence": None}
+
+    @pytest.mark.parametrize(("parallel", "status"), [(True, "incomplete"), (False, "completed")])
+    def test_responses(self, client, parallel, status):
+        tools = [{"type": "function", **WEATHER}, {"type": "function", **TIME}]
+        body = {"input": "hello", "tools": tools, "max_output_tokens": len(ONE), "parallel_tool_calls": parallel}
+        answer = client.post("/v1/responses", json=body | written(TWO)).json()
+        assert [item["type"] for item in answer["output"]] == ["function_call"]
+        assert answer["status"] == status
 
 
 class TestSingleCalls:

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -17,6 +18,10 @@ pytest.importorskip("uvicorn", reason="the server is not installed: pip install 
 
 import uvicorn
 
+import edgespec.cli.commands
+import edgespec.cli.serve
+from edgespec.cli.serve import open_socket, read_keys
+from edgespec.errors import UsageError
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.server.app import make_app
@@ -217,6 +222,35 @@ class TestCommand:
             code, _, error = run("serve", "smollm2-135m", "--port", str(sock.getsockname()[1]))
         assert code == 2
         assert "cannot listen" in error
+
+    def test_a_port_of_a_server_that_still_loads(self):
+        with (
+            open_socket("127.0.0.1", 0, [], no_key=False) as sock,
+            pytest.raises(UsageError, match="cannot listen"),
+        ):
+            open_socket("127.0.0.1", sock.getsockname()[1], [], no_key=False)
+
+    @pytest.mark.parametrize(("system", "reused"), [("posix", 1), ("nt", 0)])
+    def test_a_port_is_taken_from_no_program_on_windows(self, monkeypatch, system, reused):
+        """There SO_REUSEADDR lets a second program bind a port that another one listens on."""
+        monkeypatch.setattr(edgespec.cli.serve, "os", SimpleNamespace(name=system))
+        with open_socket("127.0.0.1", 0, [], no_key=False) as sock:
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR) == reused
+
+    @pytest.mark.parametrize(
+        ("file", "name"), [("qwen2.5-1.5b", "qwen2.5-1.5b"), ("big-1.5b.gguf", "big-1.5b"), ("v1.5/.", "v1.5")]
+    )
+    def test_the_name_of_the_model_is_whole(self, run, tmp_path, monkeypatch, file, name):
+        served = []
+        monkeypatch.setattr(edgespec.cli.serve, "serve", lambda model, name, *more, **options: served.append(name))
+        monkeypatch.setattr(edgespec.cli.commands, "_pull", lambda *arguments: None)
+        monkeypatch.setattr(edgespec.cli.commands, "_loaded", lambda *arguments: nullcontext())
+        run("serve", f"{tmp_path}/{file}", "--port", "0")
+        assert served == [name]
+
+    def test_a_key_file_with_a_byte_order_mark(self, tmp_path):
+        (tmp_path / "keys").write_text("\ufeffone\r\ntwo\r\n", "utf-8")
+        assert read_keys(None, str(tmp_path / "keys")) == ["one", "two"]
 
     def test_an_empty_key_file(self, run, tmp_path):
         (tmp_path / "keys").write_text("\n")

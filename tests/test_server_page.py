@@ -1,5 +1,6 @@
 """The page in a real browser: tints, tree, comparison, stop, themes; and it talks to nobody else."""
 
+import json
 import os
 import shutil
 import time
@@ -140,3 +141,52 @@ def test_a_prompt_is_read_while_it_is_typed(page):
     expected = page.model.chat("hello you", max_tokens=40, temperature=1.0, seed=3)
     assert page.locator(".message").nth(1).locator("div").text_content() == expected.text
     assert page.errors == []
+
+
+def test_a_new_conversation_has_nothing_of_the_one_that_is_still_answered(page, monkeypatch):
+    forward = page.model.target.forward
+    monkeypatch.setattr(page.model.target, "forward", lambda batch: (time.sleep(0.02), forward(batch))[1])
+    page.fill("#max_tokens", "100")
+    page.fill("#prompt", "a secret")
+    page.click("#send")
+    page.wait_for_selector(".message .token")
+    page.click("#forget")
+    page.wait_for_selector("#send:not([disabled])")
+    assert messages_after(page, "b") == [{"role": "user", "content": "b"}]
+    page.wait_for_selector("#notice:has-text('done: 3 tokens')")
+    assert page.model.scheduler.counts.requests["interrupted"] == 1
+
+
+def test_a_thought_is_sent_back_as_a_thought(page):
+    """Templates drop or place earlier thoughts, and some refuse their markers in the content."""
+
+    def with_a_thought(route):
+        deltas = [{"content": "", "reasoning_content": "I "}, {"content": "", "reasoning_content": "see."}]
+        deltas += [{"content": "Yes"}, {"content": "!"}]
+        texts = ["<think>I ", "see.</think>", "Yes"]
+        step = {"token_ids": [1], "texts": ["a"], "parents": [-1], "log_probs": [0], "sources": [0], "path": [0]}
+        seconds = dict.fromkeys(("prefill", "draft", "wait", "target", "plan"), 0)
+        chunks = [{"choices": [{"delta": delta}]} for delta in deltas]
+        for chunk, text in zip(chunks, texts, strict=False):  # the last text has no pass
+            chunk["edgespec"] = {"tokens": [{"text": text, "source": "target"}], "pass": step, "seconds": seconds}
+        chunks.append({"choices": [], "usage": {}, "edgespec": {"seed": 1, "stats": [{"tokens": 4}]}})
+        route.fulfill(body="".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks))
+
+    page.route("**/v1/chat/completions", with_a_thought, times=1)
+    page.fill("#prompt", "a")
+    page.click("#send")
+    page.wait_for_selector("#notice:has-text('done: 4 tokens')")
+    assert messages_after(page, "b") == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "Yes!", "reasoning_content": "I see."},
+        {"role": "user", "content": "b"},
+    ]
+
+
+def messages_after(page, text):
+    """The messages that the page sends after `text` is typed."""
+    page.fill("#max_tokens", "3")
+    page.fill("#prompt", text)
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.click("#send")
+    return json.loads(asked.value.post_data)["messages"]

@@ -223,3 +223,20 @@ def test_without_tools_everything_is_content():
 def test_a_depth_bomb_is_content():
     (text,) = calls_of("[" * 10**5, "<tool_call>", HERMES, {})
     assert text == "<tool_call>" + "[" * 10**5 + "</tool_call>"
+
+
+@pytest.mark.parametrize(("strict", "status"), [(True, 400), (False, 200), (None, 200)])
+def test_a_strict_tool_is_enforced_or_refused_in_every_dialect(client, strict, status):
+    days = {"type": "object", "properties": {"days": {"type": "array", "maxItems": 2, "uniqueItems": True}}}
+    told = {"name": "rain"} | ({} if strict is None else {"strict": strict})
+    requests = {
+        "chat/completions": {"tools": [{"type": "function", "function": told | {"parameters": days}}]},
+        "responses": {"tools": [{"type": "function", **told, "parameters": days}], "input": "hello"},
+        "messages": {"tools": [told | {"input_schema": days}], "max_tokens": 9},
+    }
+    for path, body in requests.items():
+        choice = {"type": "any"} if path == "messages" else "required"
+        answer = client.post(f"/v1/{path}", json=HELLO | {"tool_choice": choice, "seed": 1} | body)
+        assert answer.status_code == status, path
+        if status == 400:
+            assert "uniqueItems" in answer.text

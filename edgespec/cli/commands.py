@@ -174,6 +174,8 @@ def run(
         raise UsageError("--raw and --json need a prompt: give one, or - to read standard input")
     most = max_tokens if max_tokens is not None else UNLIMITED if text is None else 512
     check_max_tokens(most)
+    if "" in stop:
+        raise UsageError("--stop is empty: give at least one character")
     form = read_grammar(json_schema, grammar)
     if resume and (options["targets"] or options["cluster"]):
         raise UsageError("--resume does not go with --targets and --cluster: each copy has a session of its own")
@@ -391,7 +393,7 @@ def serve(
     with server.open_socket(host, port, keys, no_key) as listening:
         _pull(model, options, yes)
         with _loaded(model, options) as loaded:
-            name = Path(model).stem
+            name = os.path.basename(os.path.abspath(model)).removesuffix(".gguf")
             if keep is not None:
                 server.keep_on_disk(loaded, keep, most_kept)
             server.serve(loaded, name, listening, grace=grace, log=log, keys=keys, hosts=hosts, origins=origins)

@@ -41,6 +41,7 @@ class Conversation:
     tint: bool = False
     last: GenerationResult | None = None
     _left_out: int = field(default=0, init=False)  # oldest messages that are not sent
+    _unanswered: list[Message] = field(default_factory=list, init=False)  # turns up to a question that got no text
     _said: bool = field(default=False, init=False)
 
     @property
@@ -69,14 +70,14 @@ class Conversation:
         """Answer the last question again, with the next seed.
 
         Raises:
-            UsageError: there is no answer, or the same would come again.
+            UsageError: there is no question, or the same answer would come again.
         """
-        if not self.turns:
+        if not self.turns and not self._unanswered:
             raise UsageError("there is no answer to retry")
-        if self.sampling.temperature == 0:
+        if self.sampling.temperature == 0 and not (self.last and self.last.finish_reason == "interrupted"):
             raise UsageError("temperature is 0, so the same answer would come: /set temperature 0.7")
         self.options["seed"] = (self.sampling.seed + 1) % 2**64
-        return self._answer(self.messages[:-1])
+        return self._answer([*self.system, *(self._unanswered or self.turns[:-1])])
 
     def continue_text(self, text: str) -> GenerationResult:
         """Write what follows a text, without the chat template."""
@@ -106,7 +107,7 @@ class Conversation:
         messages = self.model.scheduler.load(path)
         if not messages:
             raise UsageError(f"{path}: has no messages")
-        self.messages, self._left_out = messages, 0
+        self.messages, self._left_out, self._unanswered = messages, 0, []
 
     def _session_file(self, command: str, name: str) -> Path:
         if not isinstance(self.model.scheduler, Scheduler):
@@ -114,7 +115,7 @@ class Conversation:
         return session_file(name, command)
 
     def clear(self) -> None:
-        self.messages, self._left_out = self.system, 0
+        self.messages, self._left_out, self._unanswered = self.system, 0, []
         self.save()
 
     def set(self, name: str, value: str) -> None:
@@ -150,12 +151,12 @@ class Conversation:
 
     def _answer(self, asked: list[Message]) -> GenerationResult:
         prompt = self._that_fit(asked)
-        self.last = None
+        self.last, self._unanswered = None, asked[len(self.system) :]
         try:
             return self._write(prompt)
         finally:
             if self.last and self.last.text:
-                self.messages = [*asked, {"role": "assistant", "content": self.last.text}]
+                self.messages, self._unanswered = [*asked, {"role": "assistant", "content": self.last.text}], []
                 self.save()
 
     def _write(self, prompt: Any) -> GenerationResult:

@@ -37,7 +37,7 @@ def read_keys(key: str | None, key_file: str | None) -> list[str]:
         found = key or os.environ.get(KEY)
         return [found] if found else []
     try:
-        lines = [line.strip() for line in Path(key_file).read_text("utf-8").splitlines()]
+        lines = [line.strip() for line in Path(key_file).read_text("utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--api-key-file {key_file}: cannot be read: {error}") from error
     if not any(lines):
@@ -46,7 +46,7 @@ def read_keys(key: str | None, key_file: str | None) -> list[str]:
 
 
 def open_socket(host: str, port: int, keys: Sequence[str], no_key: bool) -> socket.socket:
-    """Open the socket before a model is loaded, so that a bad address is refused at once.
+    """Open the socket before a model is loaded, so that a bad address is refused at once; clients wait meanwhile.
 
     Raises:
         UsageError: the address is not this machine's, is in use, or is public and has no key.
@@ -60,8 +60,10 @@ def open_socket(host: str, port: int, keys: Sequence[str], no_key: bool) -> sock
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if os.name == "posix":  # on Windows it would take the port from the program that has it
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
+        listening.listen()  # Linux lets several programs bind one port, and only one of them listen
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot listen on {host} port {port}: {why}") from error

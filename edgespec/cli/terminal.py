@@ -216,7 +216,7 @@ def read_grammar(schema_file: str | None, lark_file: str | None) -> Grammar | No
     if not (file := schema_file or lark_file):
         return None
     try:
-        text = Path(file).read_text("utf-8")
+        text = Path(file).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file}: cannot be read: {error}") from error
     return json_schema(text) if schema_file else lark(text)

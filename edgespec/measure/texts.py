@@ -54,7 +54,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[BenchPrompt]:
         UsageError: names the file and the line.
     """
     try:
-        whole = path.read_text("utf-8")
+        whole = path.read_text("utf-8-sig")
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

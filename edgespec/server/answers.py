@@ -57,6 +57,11 @@ class Answer:
     def has_its_call(self) -> bool:
         return self.single_call and bool(self.calls)
 
+    @property
+    def is_cut(self) -> bool:
+        """It ended for lack of room, perhaps before further calls."""
+        return self.stats.finish_reason == "length" and not self.has_its_call
+
 
 def up_to_call(pieces: Sequence[Piece]) -> list[Piece]:
     first = next((i for i, piece in enumerate(pieces) if isinstance(piece, Call)), len(pieces))

@@ -96,7 +96,9 @@ def tools_of(body: CountBody) -> Tools | None:
     """The client's tools without the provider's own; raises Refused."""
     given = [tool for tool in body.tools or () if isinstance(tool, dict) and "input_schema" in tool]
     functions = [
-        {"name": t.get("name"), "description": t.get("description", ""), "parameters": t["input_schema"]} for t in given
+        {"name": t.get("name"), "description": t.get("description", ""), "parameters": t["input_schema"]}
+        | ({"strict": t["strict"]} if "strict" in t else {})
+        for t in given
     ]
     choice = body.tool_choice or {}
     mode = {"any": "required", "tool": "auto"}.get(str(choice.get("type")), choice.get("type"))
@@ -130,9 +132,7 @@ def usage(answer: Answer) -> dict[str, int]:
 def ending(answer: Answer) -> dict[str, str | None]:
     if answer.stop_found is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_found}
-    if answer.calls:
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    reason = "max_tokens" if answer.stats.finish_reason == "length" else "end_turn"
+    reason = "max_tokens" if answer.is_cut else "tool_use" if answer.calls else "end_turn"
     return {"stop_reason": reason, "stop_sequence": None}
 
 

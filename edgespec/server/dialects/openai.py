@@ -85,7 +85,7 @@ def usage(answers: Answers) -> dict[str, Any]:
 
 
 def finish_reason(answer: Answer) -> str:
-    return "tool_calls" if answer.calls else answer.stats.finish_reason
+    return "tool_calls" if answer.calls and not answer.is_cut else answer.stats.finish_reason
 
 
 def check_log_probs(name: str, count: int | None) -> None:

@@ -88,7 +88,7 @@ def message_of(item: dict[str, Any], where: str) -> Turn:
 def tools_of(body: ResponsesBody) -> Tools | None:
     """The client's tools without the provider's own; raises Refused."""
     functions = [
-        {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+        {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None}
         for tool in body.tools or ()
         if tool.get("type") == "function"
     ]
@@ -141,7 +141,7 @@ class ResponsesWriter(Writer):
 
     def whole(self) -> dict[str, Any]:
         one, name, counts = self._answer, self._name, self._answers.usage
-        cut = one.stats.finish_reason == "length"
+        cut = one.is_cut
         status = "incomplete" if cut else "completed"
         usage = {
             "input_tokens": counts.prompt,

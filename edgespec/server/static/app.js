@@ -130,7 +130,12 @@ function addTokens(place, tokens) {
   $("log").scrollTop = $("log").scrollHeight;
 }
 
-function takeChunk(chunk, place) {
+/** Show the tokens of a chunk, and add to the answer what the server found in them: a thought has a field of its own. */
+function takeChunk(chunk, place, answer) {
+  for (const { delta } of chunk.choices) {
+    answer.content += delta.content ?? "";
+    if (delta.reasoning_content) answer.reasoning_content = (answer.reasoning_content ?? "") + delta.reasoning_content;
+  }
   if (!chunk.edgespec) return;
   addTokens(place, chunk.edgespec.tokens);
   state.passes.push(chunk.edgespec);
@@ -146,7 +151,7 @@ async function send() {
   clearTimeout(state.pausing);
   $("prompt").value = "";
   message("you").textContent = text;
-  const place = message("model");
+  const place = message("model"), answer = { role: "assistant", content: "" };
   state.passes = [];
   state.last = null;
   notice("reading …");
@@ -154,7 +159,7 @@ async function send() {
   try {
     const body = request(messages);
     state.seed = draw32();
-    const whole = await ask(body, (chunk) => takeChunk(chunk, place));
+    const whole = await ask(body, (chunk) => takeChunk(chunk, place, answer));
     const stats = whole.stats[0];
     state.last = { body: { ...body, seed: whole.seed }, place, tokens: state.passes.flatMap((pass) => pass.tokens) };
     const seconds = ((performance.now() - started) / 1000).toFixed(1);
@@ -164,8 +169,8 @@ async function send() {
   } catch (error) {
     notice(error.name === "AbortError" ? "stopped" : error.message);
   }
-  if (place.textContent) {  // what got no answer is not part of the conversation
-    state.messages.push({ role: "user", content: text }, { role: "assistant", content: place.textContent });
+  if (place.isConnected && place.textContent) {  // what got no answer, or was forgotten meanwhile, is not part of the conversation
+    state.messages.push({ role: "user", content: text }, answer);
   }
   $("compare").disabled = !state.last;
 }
@@ -300,6 +305,7 @@ Object.assign(state, { seed: draw32(), id: String(draw32()) });
 $("stop").addEventListener("click", () => state.running?.abort());
 $("compare").addEventListener("click", compare);
 $("forget").addEventListener("click", () => {
+  state.running?.abort();
   Object.assign(state, { messages: [], passes: [], current: 0, last: null });
   $("log").replaceChildren();
   $("tree").replaceChildren();
