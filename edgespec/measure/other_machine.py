@@ -33,7 +33,7 @@ from edgespec.measure.doctor import (
     tokens_per_second,
 )
 from edgespec.models.fit import Fit
-from edgespec.models.gguf_header import own_values
+from edgespec.models.gguf_header import OF_STATES, own_values
 from edgespec.models.registry import Entry, find_model, is_folder, local_path
 from edgespec.models.shapes import BLOCKS, file_of
 from edgespec.weights.plan import (
@@ -399,7 +399,7 @@ def _by_gpu(
 
 
 def _has_states(model: Weights) -> bool:
-    return any(name.startswith("ssm.") for name in model.values)
+    return any(name.startswith(OF_STATES) for name in model.values)
 
 
 def _mlx(model: Weights, small: Sequence[Weights], options: LoadOptions, machine: Machine) -> Prediction:
@@ -579,11 +579,13 @@ def measured_operations(path: str) -> float:
 
 
 def fit_elsewhere(entry: Entry, machine: Machine) -> Fit:
-    """As `models.fit.fit`, for another machine; a model without a shape has no size."""
+    """As `models.fit.fit`, for another machine; a model without a shape, or a folder, has no size."""
     try:
         one = predict(entry, machine, "")
     except ModelError:
         return Fit(entry, 0, 0, 0, 0, "its shape is not known")
+    except UsageError as error:  # such as a folder: the other models are listed all the same
+        return Fit(entry, 0, 0, 0, 0, str(error))
     first = one.found[0]
     read = int(first.streamed + (first.passes[0].read if first.passes else 0))
     verdict = (
