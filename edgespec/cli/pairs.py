@@ -63,8 +63,15 @@ def pair(
     path = _file(entry)
     if quick and not draft:
         raise UsageError("--quick compares two models: name a draft")
-    candidates = drafts_here(path, options["models_file"]) if find else [draft] if draft else []
-    good = [one for one in candidates if _suits(path, one, context_length, find, **options)]
+    good, candidates = list[str](), [draft] if draft else []
+    with Bars(transient=True) as bar:
+        if find:
+            bar.say("looking for drafts")
+            candidates = drafts_here(path, options["models_file"])
+        for done, one in enumerate(candidates):
+            if find:
+                bar.update("comparing vocabularies", done, len(candidates))
+            good += [one] if _suits(path, one, context_length, find, **options) else []
     if find:
         click.echo(f"{len(good)} of {len(candidates)} files have the target's vocabulary", err=True)
     elif draft and not good:
