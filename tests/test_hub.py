@@ -352,9 +352,10 @@ def test_a_folder_is_fetched_without_what_no_engine_reads(fake: FakeHub) -> None
     }
     assert local_path("hf:owner/folder", fetch=False) == str(folder)
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match="is not fetched yet"):
-        local_path("hf:owner/folder", fetch=False)
+    for wrong in (index, [], {"weight_map": {"a": ["b"]}}):
+        (folder / "model.safetensors.index.json").write_text(json.dumps(wrong))
+        with pytest.raises(ModelError, match="is not fetched yet"):
+            local_path("hf:owner/folder", fetch=False)
 
 
 def test_what_is_not_there_is_one_line(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from edgespec.models.convert.gguf_write import (
     PURPOSES,
     Recipe,
     appearing,
+    check_names,
     check_out,
     merge,
     parse_layers,
@@ -119,14 +120,15 @@ def from_folder(
 ) -> str:  # fmt: skip
     from edgespec.models.convert.converter import OUT_BYTES, check_folder, convert_folder, find_converter
 
-    weights = check_folder(folder, trust)
+    weights, further = check_folder(folder, trust), bool(recipe.type or recipe.drop)
+    if further:
+        check_names(recipe)  # before hours of conversion
     stored = weights * OUT_BYTES[dtype]
     if dry_run:
         about = (
             f", then about {weights * BITS[recipe.type] / 8e9:.2f} GB as {recipe.type}" if recipe.type in BITS else ""
         )
         return f"{out}: about {stored / 1e9:.2f} GB as {dtype}{about}"
-    further = bool(recipe.type or recipe.drop)
     check_space(out, 2 * stored if further else stored)
     script = find_converter(converter, show)
     with appearing(out) as partial:

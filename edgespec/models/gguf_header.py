@@ -34,7 +34,7 @@ SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # llama_split_path in
 
 def part_names(name: str) -> list[str]:
     match = SPLIT_NAME.fullmatch(name)
-    if not match:
+    if not match or not int(match[3]):
         return [name]
     return [f"{match[1]}-{i + 1:05}-of-{match[3]}.gguf" for i in range(int(match[3]))]
 
