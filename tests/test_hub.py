@@ -648,3 +648,27 @@ def test_a_folder_without_weights_that_engines_read_is_one_line(fake: FakeHub, r
     assert (status, out) == (1, "")
     assert "has no weights that engines read: no file model*.safetensors" in err
     assert fake.sent == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["convert", SOURCE, "out.gguf", "--to", "gguf", "--quant", "Q4_0"],
+        ["pair", SOURCE, "draft.gguf"],
+        ["doctor", SOURCE, "--draft", "draft.gguf"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_no_command_fetches_in_silence(run: Run, fake: FakeHub, arguments: list[str]) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    status, out, err = run(*arguments)
+    assert (status, out) == (1, "")  # what is fetched is no GGUF
+    assert "fetching model.gguf" in err
+
+
+def test_a_wrong_type_is_refused_before_a_model_is_fetched(run: Run, fake: FakeHub) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
+    status, _, err = run("convert", SOURCE, "out.gguf", "--to", "gguf", "--quant", "Q9_9")
+    assert status == 2
+    assert "there is no type 'Q9_9'" in err
+    assert not fake.sent

@@ -172,7 +172,7 @@ def diagnose(
         kv_type=kv_type, exact=exact, lenders=tuple(lenders or ()),
     )  # fmt: skip
     check_supported([engine], options)
-    paths = list(map(local_path, sources))
+    paths = [local_path(source, say=say) for source in sources]
     card = _head(paths[0])
     head = card.size if card else _head_in_folder(paths[0], engine) if draft == OWN_HEAD else 0
     own = {OWN_LAYERS: 0, OWN_HEAD: head}
