@@ -83,7 +83,7 @@ def _list(path: str, read: Callable[[mmap], Iterator[Any]]) -> list[Any]:
     with open(path, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as view:
         try:
             return list(read(view))
-        except (struct.error, KeyError, UnicodeDecodeError, OverflowError) as error:
+        except (struct.error, KeyError, UnicodeDecodeError, OverflowError, RecursionError) as error:
             raise _damaged(path) from error
 
 
