@@ -1,6 +1,6 @@
 """Mutate model files and sessions, and run the program on each: a line and an exit code, no traceback, no signal.
 
-    python tests/fuzz_files.py                                  10,000 files of 1 to 10 MB: an hour on two cores
+    python tests/fuzz_files.py                                  10,000 files of 1 to 10 MB: 20 minutes on one core
     python tests/fuzz_files.py --count 100 --seed 7 --jobs 2
     python tests/fuzz_files.py --only 4711                      one file again; it stays, and its path is printed
     python tests/fuzz_files.py --model SmolLM2.gguf --count 200

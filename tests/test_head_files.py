@@ -176,6 +176,7 @@ FIRST: list[tuple[dict[str, Any], Change, str]] = [
     ),
     ({}, drop("blk.0.attn_norm"), f"is a head ({HEAD})"),
     ({"block_count": (4, UINT32)}, lambda name, values: values, "tensor 'blk.3.nextn.eh_proj.weight' not found"),
+    ({"block_count": None}, lambda name, values: values, "key not found in model: qwen35.block_count"),
 ]
 
 

@@ -76,7 +76,7 @@ def find_head(path: str) -> HeadFile | None:
     layers = head_layers(path)
     if layers == 0:
         return None
-    count = int(values["block_count"])
+    count = int(values.get("block_count", layers))
     if not any(tensor.name == f"blk.{count - layers}.nextn.eh_proj.weight" for tensor in all_tensors(path)):
         return None
     if name not in OWN_HEADS:

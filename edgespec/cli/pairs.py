@@ -68,10 +68,10 @@ def pair(
         if find:
             bar.say("looking for drafts")
             candidates = drafts_here(path, options["models_file"])
-        for done, one in enumerate(candidates):
+        for done, candidate in enumerate(candidates):
             if find:
                 bar.update("comparing vocabularies", done, len(candidates))
-            good += [one] if _suits(path, one, context_length, find, bar, **options) else []
+            good += [candidate] if _suits(path, candidate, context_length, find, bar, **options) else []
     if find:
         click.echo(f"{len(good)} of {len(candidates)} files have the target's vocabulary", err=True)
     elif draft and not good:
