@@ -19,6 +19,7 @@ from edgespec.weights.plan import two_digits
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+from edgespec.measure import other_machine
 from edgespec.measure.other_machine import Elsewhere, faster, predict, report
 
 ENTRIES: list[dict[str, Any]] = yaml.safe_load(BUILT_IN.read_text())["machines"]
@@ -191,6 +192,27 @@ def test_models_fit_another_machine() -> None:
     assert "GB per pass" in at["llama-3.3-70b"]
     assert list(at).index("qwen3-8b") < list(at).index("llama-3.3-70b")
     assert "computed, not measured" in lines[-1]
+
+
+def test_a_head_is_predicted_by_the_tokens_of_a_head(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called, machine = find_machine("laptop-32")
+
+    def speeds() -> dict[str, float]:
+        (found,) = predict(str(smollm2), machine, called, draft=str(smollm2)).found
+        return dict(found.tokens_per_second)
+
+    by_model = speeds()
+    monkeypatch.setattr(other_machine, "is_head", lambda path: True)
+    by_head = speeds()
+    assert by_head["specexec"] < by_model["specexec"]
+    assert by_head["sssd"] == by_model["sssd"]
+
+
+@pytest.mark.parametrize("draft", ["head", "layers"])
+def test_a_draft_without_a_file_is_refused_by_its_name(draft: str) -> None:
+    found = asked("doctor", "qwen3-8b", "--machine", "laptop-32", "--draft", draft)
+    assert isinstance(found.exception, UsageError)
+    assert str(found.exception).startswith(f"--draft {draft} goes without --machine")
 
 
 def test_a_folder_among_the_models_hides_no_other(tmp_path: Path) -> None:

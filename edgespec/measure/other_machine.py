@@ -34,7 +34,8 @@ from edgespec.measure.doctor import (
 )
 from edgespec.models.fit import Fit
 from edgespec.models.gguf_header import OF_STATES, own_values
-from edgespec.models.registry import Entry, find_model, is_folder, local_path
+from edgespec.models.heads import is_head
+from edgespec.models.registry import OWN, Entry, find_model, is_folder, local_path
 from edgespec.models.shapes import BLOCKS, file_of
 from edgespec.weights.plan import (
     EXPERTS,
@@ -201,6 +202,8 @@ def predict(
     Raises:
         EdgespecError: a file is missing or damaged, or a value out of range.
     """
+    if draft in OWN:
+        raise UsageError(f"--draft {draft} goes without --machine, which looks at drafts with files of their own")
     entry = find_model(target, models_file) if isinstance(target, str) else target
     other = find_model(draft, models_file) if draft else entry
     with ExitStack() as files:
@@ -342,9 +345,9 @@ def _predict(
     between = SIZES_OF_MIXTURES if model.experts else SIZES
     made.passes = [timed(nodes) for nodes in (1, *(n for n in between if n <= budget), budget + 1)]
     made.draft_seconds = sum(one.seconds(part, BEAM, speeds) for one, part, speeds in draft) * draft_passes(budget + 1)
-    made.tokens_per_second = tokens_per_second(
-        Diagnosis("", 0, "", 0, int(bool(draft)), 0.0, passes=made.passes, draft_seconds=made.draft_seconds)
-    )
+    pace: dict[str, Any] = {"passes": made.passes, "draft_seconds": made.draft_seconds}
+    by_head = any(is_head(one.path) for one, _, _ in draft)
+    made.tokens_per_second = tokens_per_second(Diagnosis("", 0, "", 0, int(bool(draft)), 0.0, by_head=by_head, **pace))
     return made
 
 
@@ -544,7 +547,10 @@ def offer(target: str, *, draft: str | None = None, models_file: str | None = No
     if path is None:
         return Offer()
     machine = machine_here(path)
-    first, *others = predict(target, machine, "", draft=draft, models_file=models_file, **options).found
+    try:
+        first, *others = predict(target, machine, "", draft=draft, models_file=models_file, **options).found
+    except EdgespecError:  # such as a draft in a folder, or the target's own head; loading says what is wrong
+        return Offer()
     if not others or not others[0].best:
         return Offer()
     folder, seconds = path.removesuffix(".gguf") + "-mlx", recall(about_engines()) or {}
