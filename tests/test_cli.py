@@ -443,6 +443,18 @@ def test_bench_compares_planners_and_finds_nothing_wrong(run: Run, smollm2_tiny:
     assert "acceptance length" in run(*arguments)[1]
 
 
+def test_bench_refuses_a_prompt_without_room_before_it_measures(
+    run: Run, smollm2_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, answered = tmp_path / "prompts.jsonl", list[str]()
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hi", "word " * 300)))
+    monkeypatch.setattr(edgespec.Model, "generate", lambda self, question, **options: answered.append(question))
+    status, _, err = run("bench", str(prompts), "--model", str(smollm2_tiny), "--ctx", "256", "--raw", *ANY_PASSES)
+    assert status == 1
+    assert "but the context holds 256" in err
+    assert not answered
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_a_chat_on_a_terminal_remembers_and_obeys_its_commands(smollm2: Path, tmp_path: Path) -> None:
     arguments = ["run", str(smollm2), "-n", "30", "--planner", "none", *ANY_PASSES]

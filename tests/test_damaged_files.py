@@ -16,6 +16,7 @@ from gguf_files import small_llama
 from edgespec.cli.commands import main
 from edgespec.errors import ModelError
 from edgespec.models.convert.converter import convert_folder
+from edgespec.models.convert.folder_from_gguf import read_gguf
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,18 @@ def test_of_a_file_that_is_cut_in_its_header_llama_cpps_reason_is_shown(length, 
     said = capfd.readouterr().err.strip().splitlines()
     assert len(said) == 1
     assert "gave no reason" not in said[0]
+
+
+def test_lists_that_are_nested_too_deeply_are_one_line(tmp_path, capfd) -> None:
+    path, key = tmp_path / "model.gguf", b"general.architecture"
+    lists = 3000 * struct.pack("<IQ", 9, 1) + struct.pack("<IQ", 4, 0)
+    path.write_bytes(
+        struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, len(key)) + key + struct.pack("<I", 9) + lists
+    )  # fmt: skip
+    assert run(path) == 1
+    assert "is a damaged GGUF file" in capfd.readouterr().err
+    with pytest.raises(ModelError, match="is damaged or cut off"):
+        read_gguf(path)
 
 
 def test_two_equal_tokens_are_one_line(whole, tmp_path) -> None:

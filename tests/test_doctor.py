@@ -1,5 +1,6 @@
 """What doctor makes of its measurements."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from edgespec.errors import NoRoom
 from edgespec.loading.draft_or_memory import Speeds
 from edgespec.loop.engines import find_engine
+from edgespec.measure import doctor
 from edgespec.measure.doctor import Diagnosis, Pass, as_dict, learned_line, report, tokens_per_second
 from edgespec.planners.auto import AutoState
 from edgespec.weights.plan import Extent, Layer, Plan
@@ -126,6 +128,22 @@ def test_a_draft_that_has_no_room_is_left_out(run: Any, smollm2_tiny: Path, monk
     assert "the draft is left out: with it 1 GB is too little" in out
     assert "stays in memory" not in out
     assert "specexec" not in out
+
+
+def test_an_engine_that_refuses_a_model_hides_no_other(
+    run: Any, smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "installed_backends", lambda *which: ["mlx", "llamacpp"])  # mlx takes folders
+    status, out, err = run("doctor", str(smollm2_tiny), "--budget", "8")
+    assert status == 0, err
+    assert re.findall(r"engine +(\w+)", out) == ["llamacpp", "mlx"]
+    assert "this cannot run, because" in out
+    assert "use --backend llamacpp" in out
+    assert "mlx cannot run it" in out
+    monkeypatch.setattr(doctor, "installed_backends", lambda *which: ["mlx", "torch"])
+    status, out, err = run("doctor", str(smollm2_tiny), "--budget", "8")
+    assert (status, out) == (1, "")
+    assert "Traceback" not in err
 
 
 def learned() -> dict[str, object]:

@@ -19,6 +19,7 @@ from edgespec.weights.plan import two_digits
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+from edgespec.measure import other_machine
 from edgespec.measure.other_machine import Elsewhere, faster, predict, report
 
 ENTRIES: list[dict[str, Any]] = yaml.safe_load(BUILT_IN.read_text())["machines"]
@@ -193,6 +194,45 @@ def test_models_fit_another_machine() -> None:
     assert "computed, not measured" in lines[-1]
 
 
+def test_a_head_is_predicted_by_the_tokens_of_a_head(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called, machine = find_machine("laptop-32")
+
+    def speeds() -> dict[str, float]:
+        (found,) = predict(str(smollm2), machine, called, draft=str(smollm2)).found
+        return dict(found.tokens_per_second)
+
+    by_model = speeds()
+    monkeypatch.setattr(other_machine, "is_head", lambda path: True)
+    by_head = speeds()
+    assert by_head["specexec"] < by_model["specexec"]
+    assert by_head["sssd"] == by_model["sssd"]
+
+
+@pytest.mark.parametrize("draft", ["head", "layers"])
+def test_a_draft_without_a_file_is_refused_by_its_name(draft: str) -> None:
+    found = asked("doctor", "qwen3-8b", "--machine", "laptop-32", "--draft", draft)
+    assert isinstance(found.exception, UsageError)
+    assert str(found.exception).startswith(f"--draft {draft} goes without --machine")
+
+
+def test_a_folder_among_the_models_hides_no_other(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    (tmp_path / "models.yaml").write_text("models:\n  - {name: mine, target: 'file:folder'}\n")
+    found = asked("models", "--fit", "--machine", "macbook-16", "--models", str(tmp_path / "models.yaml"))
+    assert found.exit_code == 0
+    assert "folder is a folder; --machine looks at GGUF files" in found.output
+    assert "qwen3-8b" in found.output
+
+
+@pytest.mark.parametrize(("arch", "exact"), [("lfm2", False), ("mamba2", False), ("falcon-h1", False), ("", True)])
+def test_only_models_without_recurrent_layers_are_exact(arch: str, exact: bool, smollm2: Path, tmp_path: Path) -> None:
+    from hybrid_files import write_hybrid
+
+    path = write_hybrid(tmp_path / "tiny.gguf", arch) if arch else smollm2
+    assert on(str(path), "laptop-32").found[0].where.exact == exact
+
+
 def test_this_machine_is_described_in_the_form_that_is_read(smollm2: Path, tmp_path: Path) -> None:
     machine = this_machine()
     (tmp_path / "mine.yaml").write_text(describe(machine, str(smollm2), operations=3e11))
@@ -242,7 +282,14 @@ def test_what_is_wrong_in_a_file_is_one_line_and_exit_code_2(
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("a: [", "line 1: is not YAML"), ("a: 1", "key machines"), ("machines: []", "has 0 machines"), ("- 1", "mapping")],
+    [
+        ("a: [", "line 1: is not YAML"),
+        ("a: 1", "key machines"),
+        ("machines: []", "has 0 machines"),
+        ("- 1", "mapping"),
+        ("machines: 2024-13-45", "is not YAML: month must be"),
+        ("machines: " + 3000 * "[", "is not YAML"),
+    ],
 )
 def test_a_file_of_another_form(tmp_path: Path, text: str, line: str) -> None:
     path = tmp_path / "x.yaml"

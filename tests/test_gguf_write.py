@@ -161,6 +161,13 @@ def test_what_is_refused_leaves_nothing(
 
 
 @pytest.mark.usefixtures("in_this_process")
+def test_a_name_of_no_parts_is_a_name_like_others(floats: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a-00001-of-00000.gguf"
+    path.write_bytes(floats.read_bytes())
+    assert quantise(path, tmp_path / "out.gguf", Recipe("Q8_0"), rehearse=True).bytes
+    assert len(read_gguf(path).tensors) == len(read_gguf(floats).tensors)
+
+
 def test_what_is_quantised_already_is_refused(floats: Path, tmp_path: Path) -> None:
     once = tmp_path / "once.gguf"
     quantise(floats, once, Recipe("Q8_0"))
@@ -266,6 +273,12 @@ def test_no_layers(text: str) -> None:
         parse_layers(text)
 
 
+@pytest.mark.parametrize("text", ["512", "1-9999999999"])
+def test_layers_that_no_model_has_take_no_memory(text: str) -> None:
+    with pytest.raises(UsageError, match="no model has a layer"):
+        parse_layers(text)
+
+
 def test_a_purpose_is_a_recipe_that_may_be_changed() -> None:
     assert merge("draft", Recipe()).imatrix == "auto"
     assert merge("draft", Recipe("Q8_0", imatrix="none")) == Recipe("Q8_0", imatrix="none", why=PURPOSES["draft"].why)
@@ -338,6 +351,25 @@ def test_a_dry_run_reckons_with_the_type_that_is_written(run: Run, folder: Path,
     assert "about 0.02 GB as float32" in run(*command, "--dtype", "float32", "--quant", "Q8_0")[1]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--quant", "Q9_9"], "there is no type 'Q9_9'"),
+        (["--quant", "Q4_0", "--tensor-type", "attn_v=q9"], "there is no type 'q9' of a tensor"),
+        (["--quant", "Q4_0", "--imatrix", "none.txt"], "none.txt: there is no such file"),
+    ],
+)
+def test_a_wrong_type_is_refused_before_a_folder_is_converted(
+    run: Run, folder: Path, tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    command = ["convert", str(folder), str(tmp_path / "out.gguf"), "--to", "gguf", *arguments]
+    for more in (["--dry-run"], ["--converter", str(tmp_path / "stub.py")]):
+        (folder / "refuse").touch()  # the stub would say so
+        status, out, err = run(*command, *more)
+        assert (status, out) == (2, "")
+        assert says in err
+
+
 def test_bad_folders(folder: Path, tmp_path: Path) -> None:
     options = {"dtype": "bfloat16", "trust": False, "progress": lambda *what: None}
     (folder / "refuse").touch()
@@ -353,10 +385,18 @@ def test_bad_folders(folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match="is not JSON"):
         check_folder(folder, trust=True)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="is not a JSON object"):
+        check_folder(folder, trust=True)
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=r"has no config\.json"):
         check_folder(folder, trust=True)
     (folder / "config.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text("5")
+    assert check_folder(folder, trust=False) == 1
+    (folder / "tokenizer_config.json").write_text('{"auto_map": {}}')
+    with pytest.raises(ModelError, match="wants to run programs of its own"):
+        check_folder(folder, trust=False)
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="has no weights"):
         check_folder(folder, trust=True)

@@ -27,6 +27,7 @@ from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.machine.this_machine import this_machine
+from edgespec.measure.doctor import diagnose
 from edgespec.planners.auto import AutoState
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.choice import make_planner
@@ -60,6 +61,12 @@ class Made:
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
     return Made("qwen3.5", tmp_path_factory.mktemp("mtp"), sessions=2)
+
+
+def test_doctor_counts_the_head_of_a_folder_and_not_the_folder(qwen):
+    found = diagnose(str(qwen.folder), backend="torch", budget=4, context_length=64)
+    assert found.draft_size == sum(tensor.nbytes for tensor in qwen.tensors.values())
+    assert found.draft_seconds > 0
 
 
 def rows_of(made):

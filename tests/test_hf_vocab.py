@@ -153,6 +153,10 @@ def test_folders_that_are_not_models(tmp_path):
     (folder / "generation_config.json").write_text("[1]")
     with pytest.raises(ModelError, match=r"generation_config\.json is not a JSON object"):
         load_vocab(str(folder))
+    for ends in ('"</s>"', "2.0", '[1, "</s>"]', "[[1]]"):
+        (folder / "generation_config.json").write_text(f'{{"eos_token_id": {ends}}}')
+        with pytest.raises(ModelError, match=r"folder: its eos_token_id is .*, but must be a token id or a list"):
+            load_vocab(str(folder))
 
 
 @pytest.mark.parametrize(("engine", "library"), [("torch", "torch"), ("mlx", "mlx_lm.utils")])

@@ -352,9 +352,10 @@ def test_a_folder_is_fetched_without_what_no_engine_reads(fake: FakeHub) -> None
     }
     assert local_path("hf:owner/folder", fetch=False) == str(folder)
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match="is not fetched yet"):
-        local_path("hf:owner/folder", fetch=False)
+    for wrong in (index, [], {"weight_map": {"a": ["b"]}}):
+        (folder / "model.safetensors.index.json").write_text(json.dumps(wrong))
+        with pytest.raises(ModelError, match="is not fetched yet"):
+            local_path("hf:owner/folder", fetch=False)
 
 
 def test_what_is_not_there_is_one_line(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -647,3 +648,27 @@ def test_a_folder_without_weights_that_engines_read_is_one_line(fake: FakeHub, r
     assert (status, out) == (1, "")
     assert "has no weights that engines read: no file model*.safetensors" in err
     assert fake.sent == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["convert", SOURCE, "out.gguf", "--to", "gguf", "--quant", "Q4_0"],
+        ["pair", SOURCE, "draft.gguf"],
+        ["doctor", SOURCE, "--draft", "draft.gguf"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_no_command_fetches_in_silence(run: Run, fake: FakeHub, arguments: list[str]) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    status, out, err = run(*arguments)
+    assert (status, out) == (1, "")  # what is fetched is no GGUF
+    assert "fetching model.gguf" in err
+
+
+def test_a_wrong_type_is_refused_before_a_model_is_fetched(run: Run, fake: FakeHub) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
+    status, _, err = run("convert", SOURCE, "out.gguf", "--to", "gguf", "--quant", "Q9_9")
+    assert status == 2
+    assert "there is no type 'Q9_9'" in err
+    assert not fake.sent

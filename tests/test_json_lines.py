@@ -28,6 +28,21 @@ def test_a_line_that_was_cut_short_is_removed(tmp_path: Path) -> None:
         assert path.read_text("utf-8") == "".join(whole.splitlines(keepends=True)[:count])
 
 
+def test_a_line_for_which_the_disk_was_full_spoils_no_later_one(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    path, long = tmp_path / "lines.jsonl", Line("long" * 100, 2)
+    append(path, Line("a", 1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 40, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            append(path, long)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    append(path, Line("b", 3))
+    assert resume(path, Line) == [Line("a", 1), Line("b", 3)]
+
+
 @pytest.mark.parametrize("content", ["# Tides", "# Tides\n", '{"other": 1}', '{"other": 1}\n', "[1]"])
 def test_a_file_of_the_user_stays(tmp_path: Path, content: str) -> None:
     path = tmp_path / "notes.md"

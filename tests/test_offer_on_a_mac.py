@@ -61,6 +61,16 @@ def test_the_better_engine_is_offered_by_computation(
     assert found.folder == ""
 
 
+@pytest.mark.parametrize("draft", ["head", "layers", "folder"])
+def test_a_draft_that_cannot_be_predicted_keeps_no_model_from_running(
+    draft: str, smollm2: Path, mac: Callable[..., Machine], large: Callable[[float], int], tmp_path: Path
+) -> None:
+    mac(large(0.5))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    assert offer(str(smollm2), draft=str(tmp_path / draft) if draft == "folder" else draft).lines == ()
+
+
 def test_it_becomes_the_default_only_where_it_was_measured_and_its_folder_is_here(
     smollm2: Path, mac: Callable[..., Machine], large: Callable[[float], int]
 ) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
 import gguf
-from gguf_files import byte_level_vocab, sentencepiece_vocab
+from gguf_files import byte_level_vocab, sentencepiece_vocab, small_llama
 
 from edgespec.errors import EdgespecError, RegistryError, UsageError
 from edgespec.loading.pair import close_all, open_backends
@@ -23,7 +23,15 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import user_messages
 from edgespec.measure import pair as pair_module
 from edgespec.measure import pair_report, recording
-from edgespec.measure.pair import Measured, Row, budgets, expected_tokens, measure_pair, without_disturbance
+from edgespec.measure.pair import (
+    Measured,
+    Row,
+    budgets,
+    drafts_here,
+    expected_tokens,
+    measure_pair,
+    without_disturbance,
+)
 from edgespec.measure.pair_checks import check_pair
 from edgespec.measure.pair_report import (
     append_entry,
@@ -378,6 +386,31 @@ def test_the_command(run: Run, smollm2_tiny: Path, tmp_path: Path, monkeypatch: 
     status, out, err = run(*arguments, "--write", "mine")
     assert (status, out) == (2, "")
     assert "has a model named 'mine' already" in err
+
+
+def test_a_split_file_is_one_model_of_the_size_of_its_parts(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair_module, "all_models", lambda models_file: [])
+    folder = tmp_path / "models"
+    folder.mkdir()
+    small_llama(folder / "big.gguf", layers=4, split=8)
+    target, *others = sorted(folder.iterdir())
+    small_llama(folder / "small.gguf", layers=1)
+    small_llama(folder / "half.gguf", layers=2, split=8)
+    assert target.stat().st_size < (folder / "small.gguf").stat().st_size
+    drafts = [folder / "half-00001-of-00003.gguf", folder / "small.gguf"]
+    assert [Path(one) for one in drafts_here(str(target), None)] == drafts
+
+    def measure(*more: Any, **options: Any) -> Any:
+        raise UsageError("enough")
+
+    monkeypatch.setattr(pair_module, "measure_pair", measure)
+    _, _, err = run("pair", str(target), "--find")
+    assert "2 of 2 files have the target's vocabulary" in err
+    assert "looking for drafts" in err
+    others[0].unlink()
+    assert drafts_here(str(target), None) == []
 
 
 def test_how_often_two_models_agree(run: Run, smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,7 +208,10 @@ def _end_ids(folder: Path, config: Any) -> list[int]:
             ends = json.loads(file.read_text("utf-8")).get("eos_token_id", ends)
         except (ValueError, AttributeError) as error:
             raise ModelError(f"generation_config.json is not a JSON object: {error}") from error
-    return [ends] if isinstance(ends, int) else list(ends or [])
+    found = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if any(not isinstance(end, int | None) for end in found):
+        raise ModelError(f"its eos_token_id is {ends!r}, but must be a token id or a list of them")
+    return [end for end in found if end is not None]
 
 
 def first_line(error: Exception) -> str:

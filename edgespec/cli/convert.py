@@ -13,6 +13,7 @@ from edgespec.models.convert.gguf_write import (
     PURPOSES,
     Recipe,
     appearing,
+    check_names,
     check_out,
     merge,
     parse_layers,
@@ -76,7 +77,7 @@ def convert(source: str, out: str, to: str, dtype: str, bits: int | None, **opti
         raise UsageError(f"--{names.get(given[0], given[0]).replace('_', '-')} is for --to gguf only")
     with Bars() as bars:
         if to == "gguf":
-            line = to_gguf(source, Path(out), dtype, bars.update, **options)
+            line = to_gguf(source, Path(out), dtype, bars, **options)
         else:
             written = write_folder(source, out, dtype=dtype, bits=bits, to_mlx=to == "mlx", progress=bars.update)
             kind = f"{bits}-bit" if bits else dtype
@@ -85,7 +86,7 @@ def convert(source: str, out: str, to: str, dtype: str, bits: int | None, **opti
 
 
 def to_gguf(
-    source: str, out: Path, dtype: str, show: Progress, *, quant: str | None, purpose: str | None, imatrix: str | None,
+    source: str, out: Path, dtype: str, bars: Bars, *, quant: str | None, purpose: str | None, imatrix: str | None,
     tensor_type: tuple[str, ...], drop_layers: str | None, requantise: bool, converter: str | None, trust: bool,
     dry_run: bool,
 ) -> str:  # fmt: skip
@@ -103,7 +104,9 @@ def to_gguf(
     if recipe.why and not quant:
         click.echo(f"{recipe.type} for {purpose}: {recipe.why}", err=True)
     check_out(out)
-    path = Path(local_path(find_model(source).target))
+    if recipe.type or recipe.drop:
+        check_names(recipe)  # before a model is fetched or converted for hours
+    path, show = Path(local_path(find_model(source).target, say=bars.say)), bars.update
     unread = {"trust": trust, "converter": converter} if not path.is_dir() else {"requantise": requantise}
     if given := [name for name, value in unread.items() if value]:
         raise UsageError(f"--{given[0]} is for {'GGUFs' if path.is_dir() else 'model folders'}: leave it out")
@@ -119,14 +122,13 @@ def from_folder(
 ) -> str:  # fmt: skip
     from edgespec.models.convert.converter import OUT_BYTES, check_folder, convert_folder, find_converter
 
-    weights = check_folder(folder, trust)
+    weights, further = check_folder(folder, trust), bool(recipe.type or recipe.drop)
     stored = weights * OUT_BYTES[dtype]
     if dry_run:
         about = (
             f", then about {weights * BITS[recipe.type] / 8e9:.2f} GB as {recipe.type}" if recipe.type in BITS else ""
         )
         return f"{out}: about {stored / 1e9:.2f} GB as {dtype}{about}"
-    further = bool(recipe.type or recipe.drop)
     check_space(out, 2 * stored if further else stored)
     script = find_converter(converter, show)
     with appearing(out) as partial:

@@ -60,11 +60,18 @@ def pair(
     own = report.check_writable(write) if write else None
     entry = find_model(target, options["models_file"])
     draft = None if find else draft or entry.draft
-    path = _file(entry)
     if quick and not draft:
         raise UsageError("--quick compares two models: name a draft")
-    candidates = drafts_here(path, options["models_file"]) if find else [draft] if draft else []
-    good = [one for one in candidates if _suits(path, one, context_length, find, **options)]
+    good, candidates = list[str](), [draft] if draft else []
+    with Bars(transient=True) as bar:
+        path = _file(entry, bar)
+        if find:
+            bar.say("looking for drafts")
+            candidates = drafts_here(path, options["models_file"])
+        for done, candidate in enumerate(candidates):
+            if find:
+                bar.update("comparing vocabularies", done, len(candidates))
+            good += [candidate] if _suits(path, candidate, context_length, find, bar, **options) else []
     if find:
         click.echo(f"{len(good)} of {len(candidates)} files have the target's vocabulary", err=True)
     elif draft and not good:
@@ -94,14 +101,14 @@ def pair(
         click.echo(f"{own}: {write} is added", err=True)
 
 
-def _file(entry: Entry) -> str:
+def _file(entry: Entry, bar: Bars) -> str:
     if is_folder(entry.target):
         raise UsageError(f"{entry.target.partition(':')[2]} is a model folder; pairs are measured of GGUF files")
-    return local_path(entry.target)
+    return local_path(entry.target, say=bar.say)
 
 
 def _suits(
-    path: str, draft: str, context_length: int, quietly: bool, *, memory: str | None, models_file: str | None
+    path: str, draft: str, context_length: int, quietly: bool, bar: Bars, *, memory: str | None, models_file: str | None
 ) -> bool:
     """Print refusals and warnings; true if the draft can be used."""
     from edgespec.machine.memory import available_memory, parse_size
@@ -109,10 +116,11 @@ def _suits(
 
     if draft in OWN:
         raise UsageError(no_states(draft))
-    other = _file(find_model(draft, models_file))
+    other = _file(find_model(draft, models_file), bar)
     room = parse_size(memory) if memory else available_memory()
     verdict = check_pair(path, other, context_length=context_length, memory=room)
     if not quietly:
+        bar.stop()
         for line in verdict.refusals:
             click.echo(f"edgespec: {line}", err=True)
         for line in verdict.warnings:

@@ -80,6 +80,8 @@ def _entries(path: Path) -> list[Any]:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         raise UsageError(f"{path}{where}: is not YAML: {getattr(error, 'problem', None) or error}") from error
+    except (ValueError, RecursionError) as error:  # such as the 45th of a month, or a thousand lists in each other
+        raise UsageError(f"{path}: is not YAML: {error}") from error
     entries = found.get("machines") if isinstance(found, dict) else None
     if not isinstance(entries, list):
         raise UsageError(

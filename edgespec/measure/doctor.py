@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.errors import ModelError, NoRoom, UsageError
+from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
 from edgespec.loading.draft_or_memory import Speeds, no_room, ways_of
 from edgespec.loading.exact import apply_row_class, check_choice, choose_way, line
 from edgespec.loading.pair import (
@@ -172,9 +172,10 @@ def diagnose(
         kv_type=kv_type, exact=exact, lenders=tuple(lenders or ()),
     )  # fmt: skip
     check_supported([engine], options)
-    paths = list(map(local_path, sources))
+    paths = [local_path(source, say=say) for source in sources]
     card = _head(paths[0])
-    own = {OWN_LAYERS: 0} | ({OWN_HEAD: card.size} if card else {})
+    head = card.size if card else _head_in_folder(paths[0], engine) if draft == OWN_HEAD else 0
+    own = {OWN_LAYERS: 0, OWN_HEAD: head}
     room = in_bytes("memory", memory)
     sizes = [_weight_files(path) for path in paths]
     say("disk")
@@ -255,6 +256,14 @@ def _head(path: str) -> Any:
     return heads.head_card(path)
 
 
+def _head_in_folder(path: str, engine: str) -> int:
+    """Bytes of the head in a model's own folder; 0: it has none that this engine can use."""
+    if engine != "torch" or not Path(path).is_dir():
+        return 0
+    head = import_module("edgespec.backends.torch.mtp_files").head_tensors(path)
+    return sum(tensor.size for _, tensor in head.values())
+
+
 def _try(
     found: Diagnosis,
     paths: Sequence[str],
@@ -322,8 +331,19 @@ def _try(
 
 
 def compare(target: str, **options: Any) -> list[Diagnosis]:
+    """`diagnose` with every installed engine, the fastest first; if all refuse, the error of the preferred one."""
     folder = is_folder(find_model(target, options.get("models_file")).target)
-    found = [diagnose(target, backend=name, **options) for name in installed_backends(folder, this_machine())]
+    found, failed = list[Diagnosis](), dict[str, EdgespecError]()
+    for name in installed_backends(folder, this_machine()):
+        try:
+            found.append(diagnose(target, backend=name, **options))
+        except EdgespecError as error:
+            failed[name] = error
+    if not found:
+        raise next(iter(failed.values()))
+    one = found[0]
+    about = (one.target, one.file_size, one.file_system, one.memory, one.draft_size, one.disk, one.reading)
+    found += [Diagnosis(*about, engine=name, cannot_run=str(error)) for name, error in failed.items()]
     return sorted(found, key=lambda one: -max(tokens_per_second(one).values(), default=0.0))
 
 

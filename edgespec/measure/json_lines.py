@@ -43,5 +43,13 @@ def resume(path: Path, kind: type[Line], options: Mapping[str, Any] | None = Non
 
 
 def append(path: Path, line: Any) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(line)) + "\n")
+    """Add a line, whole or not at all; raises OSError, as on a full disk."""
+    left = memoryview((json.dumps(asdict(line)) + "\n").encode())
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(end)  # else the next line would continue this one
+            raise

@@ -33,8 +33,9 @@ from edgespec.measure.doctor import (
     tokens_per_second,
 )
 from edgespec.models.fit import Fit
-from edgespec.models.gguf_header import own_values
-from edgespec.models.registry import Entry, find_model, is_folder, local_path
+from edgespec.models.gguf_header import OF_STATES, own_values
+from edgespec.models.heads import is_head
+from edgespec.models.registry import OWN, Entry, find_model, is_folder, local_path
 from edgespec.models.shapes import BLOCKS, file_of
 from edgespec.weights.plan import (
     EXPERTS,
@@ -201,6 +202,8 @@ def predict(
     Raises:
         EdgespecError: a file is missing or damaged, or a value out of range.
     """
+    if draft in OWN:
+        raise UsageError(f"--draft {draft} goes without --machine, which looks at drafts with files of their own")
     entry = find_model(target, models_file) if isinstance(target, str) else target
     other = find_model(draft, models_file) if draft else entry
     with ExitStack() as files:
@@ -342,9 +345,9 @@ def _predict(
     between = SIZES_OF_MIXTURES if model.experts else SIZES
     made.passes = [timed(nodes) for nodes in (1, *(n for n in between if n <= budget), budget + 1)]
     made.draft_seconds = sum(one.seconds(part, BEAM, speeds) for one, part, speeds in draft) * draft_passes(budget + 1)
-    made.tokens_per_second = tokens_per_second(
-        Diagnosis("", 0, "", 0, int(bool(draft)), 0.0, passes=made.passes, draft_seconds=made.draft_seconds)
-    )
+    pace: dict[str, Any] = {"passes": made.passes, "draft_seconds": made.draft_seconds}
+    by_head = any(is_head(one.path) for one, _, _ in draft)
+    made.tokens_per_second = tokens_per_second(Diagnosis("", 0, "", 0, int(bool(draft)), 0.0, by_head=by_head, **pace))
     return made
 
 
@@ -399,7 +402,7 @@ def _by_gpu(
 
 
 def _has_states(model: Weights) -> bool:
-    return any(name.startswith("ssm.") for name in model.values)
+    return any(name.startswith(OF_STATES) for name in model.values)
 
 
 def _mlx(model: Weights, small: Sequence[Weights], options: LoadOptions, machine: Machine) -> Prediction:
@@ -544,7 +547,10 @@ def offer(target: str, *, draft: str | None = None, models_file: str | None = No
     if path is None:
         return Offer()
     machine = machine_here(path)
-    first, *others = predict(target, machine, "", draft=draft, models_file=models_file, **options).found
+    try:
+        first, *others = predict(target, machine, "", draft=draft, models_file=models_file, **options).found
+    except EdgespecError:  # such as a draft in a folder, or the target's own head; loading says what is wrong
+        return Offer()
     if not others or not others[0].best:
         return Offer()
     folder, seconds = path.removesuffix(".gguf") + "-mlx", recall(about_engines()) or {}
@@ -579,11 +585,13 @@ def measured_operations(path: str) -> float:
 
 
 def fit_elsewhere(entry: Entry, machine: Machine) -> Fit:
-    """As `models.fit.fit`, for another machine; a model without a shape has no size."""
+    """As `models.fit.fit`, for another machine; a model without a shape, or a folder, has no size."""
     try:
         one = predict(entry, machine, "")
     except ModelError:
         return Fit(entry, 0, 0, 0, 0, "its shape is not known")
+    except UsageError as error:  # such as a folder: the other models are listed all the same
+        return Fit(entry, 0, 0, 0, 0, str(error))
     first = one.found[0]
     read = int(first.streamed + (first.passes[0].read if first.passes else 0))
     verdict = (

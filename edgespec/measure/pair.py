@@ -22,6 +22,7 @@ from edgespec.machine.system import machine_is_busy
 from edgespec.measure.recording import record, recording_file
 from edgespec.measure.replay import Recording, replay
 from edgespec.models.convert.calibration import calibration_text
+from edgespec.models.gguf_header import part_names
 from edgespec.models.registry import Entry, all_models, local_path
 from edgespec.planners.choice import make_planner
 
@@ -245,7 +246,14 @@ def drafts_here(target: str, models_file: str | None) -> list[str]:
         for source in filter(None, (entry.target, entry.draft)):
             with suppress(EdgespecError):
                 found.append(Path(local_path(source, fetch=False)))
-    size = Path(target).stat().st_size
-    unique = {file.resolve(): str(file) for file in found if file.is_file() and file.suffix == ".gguf"}
-    unique.pop(Path(target).resolve(), None)
-    return [name for file, name in sorted(unique.items()) if file.stat().st_size < size]
+    size = _size_of_parts(Path(target))
+    first = {file.resolve(): file for file in found if file.suffix == ".gguf" and part_names(file.name)[0] == file.name}
+    for part in part_names(Path(target).name):
+        first.pop(Path(target).with_name(part).resolve(), None)
+    return [str(file) for _, file in sorted(first.items()) if 0 < _size_of_parts(file) < size]
+
+
+def _size_of_parts(path: Path) -> int:
+    """Bytes of a GGUF with all its parts; 0: one of them is not there."""
+    parts = [path.with_name(name) for name in part_names(path.name)]
+    return sum(part.stat().st_size for part in parts) if all(part.is_file() for part in parts) else 0

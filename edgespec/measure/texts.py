@@ -16,6 +16,7 @@ from edgespec.loading.approximate import check_alpha, check_approximate
 from edgespec.loading.pair import WIDE, choose_budget, choose_context, close_all, open_backends
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
+from edgespec.loop.passes import check_room
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import user_messages
@@ -147,13 +148,16 @@ def run_bench(
     backends = open_backends(entry, draft if need_draft else None, models_file, load_options, say=say)
     try:
         ready()
+        asked = [prompt.text if raw else user_messages(prompt.text, system) for prompt in prompts]
+        with Model(backends[0], make_planner("none", backends)) as loaded:
+            token_ids = [loaded.encode(question) for question in asked]
+        check_room(backends[0], max(map(len, token_ids)))  # before the first answer, since an error loses them all
         tallies = {name: Tally() for name in names}
         limits = backends[0].capabilities
         paces = {name: None if fixed else new_auto_state(limits.streams, limits.experts) for name in names}
         with Progress(console=Console(stderr=True), disable=not progress) as bar:
-            for i, prompt in enumerate(bar.track(prompts, description="measuring")):
+            for i, question in enumerate(bar.track(asked, description="measuring")):
                 params = SamplingParams(**{**sampling, "seed": sampling.get("seed", 0) + i})
-                question = prompt.text if raw else user_messages(prompt.text, system)
                 plain: list[int] = []
                 for name in names:
                     store = datastore if name in USE_DATASTORE else None
@@ -162,7 +166,6 @@ def run_bench(
                     )  # fmt: skip
                     # A new session for every answer, so that no planner reuses what another has computed.
                     with Model(backends[0], planner, budget=budget, sampling=params) as loaded:
-                        prompt_ids = loaded.encode(question)
                         result = loaded.generate(question, max_tokens=max_tokens)
                     plain = plain or result.token_ids  # `none` comes first
                     tallies[name].runs.append(result.stats)
@@ -170,7 +173,7 @@ def run_bench(
                         tie = any(backend.capabilities.logit_tolerance for backend in backends)
                         tallies[name].ties += tie
                         tallies[name].unexplained += not tie
-                    elif divergence := explain(backends[0], prompt_ids, plain, result.token_ids, params):
+                    elif divergence := explain(backends[0], token_ids[i], plain, result.token_ids, params):
                         tallies[name].ties += divergence.tie
                         tallies[name].unexplained += not divergence.tie
         return _report(tallies, backends, prompts, sampling, max_tokens)

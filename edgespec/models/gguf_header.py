@@ -34,7 +34,7 @@ SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # llama_split_path in
 
 def part_names(name: str) -> list[str]:
     match = SPLIT_NAME.fullmatch(name)
-    if not match:
+    if not match or not int(match[3]):
         return [name]
     return [f"{match[1]}-{i + 1:05}-of-{match[3]}.gguf" for i in range(int(match[3]))]
 
@@ -83,7 +83,7 @@ def _list(path: str, read: Callable[[mmap], Iterator[Any]]) -> list[Any]:
     with open(path, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as view:
         try:
             return list(read(view))
-        except (struct.error, KeyError, UnicodeDecodeError, OverflowError) as error:
+        except (struct.error, KeyError, UnicodeDecodeError, OverflowError, RecursionError) as error:
             raise _damaged(path) from error
 
 

@@ -252,7 +252,7 @@ def _has_weights(folder: Path) -> bool:
     index = folder / "model.safetensors.index.json"
     try:
         names = set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.is_file() else None
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return False
     return all((folder / name).is_file() for name in names) if names else (folder / "model.safetensors").is_file()
 

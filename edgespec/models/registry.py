@@ -103,6 +103,8 @@ def read_models(path: Path) -> list[Entry]:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise RegistryError(f"{path}, line {_line(node, first['loc'])}: {where}: {first['msg']}") from error
+    except (ValueError, RecursionError) as error:  # such as the 45th of a month, or a thousand lists in each other
+        raise RegistryError(f"{path}: is not YAML: {error}") from error
     seen = set[str]()
     for i, entry in enumerate(entries):
         line = _line(node, ("models", i))

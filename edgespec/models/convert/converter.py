@@ -101,15 +101,16 @@ def check_folder(folder: Path, trust: bool) -> int:
     """
     config = folder / "config.json"
     try:
-        found = json.loads(config.read_text("utf-8"))
+        found = [json.loads(config.read_text("utf-8"))]
     except OSError as error:
         raise ModelError(f"{folder}: has no config.json, so it is not a model folder") from error
     except ValueError as error:
         raise ModelError(f"{config}: is not JSON: {error}") from error
-    tokenizer = folder / "tokenizer_config.json"
+    if not isinstance(found[0], dict):
+        raise ModelError(f"{config}: is not a JSON object")
     with suppress(OSError, ValueError):
-        found = {**found, **({"auto_map": 1} if "auto_map" in json.loads(tokenizer.read_text("utf-8")) else {})}
-    if "auto_map" in found and not trust:
+        found.append(json.loads((folder / "tokenizer_config.json").read_text("utf-8")))
+    if not trust and any(isinstance(one, dict) and "auto_map" in one for one in found):
         raise ModelError(
             f"{folder}: wants to run programs of its own (auto_map in its config); read them, and say --trust, or "
             "take a ready GGUF"

@@ -150,7 +150,7 @@ def read_gguf(path: Path) -> Gguf:
         check_magic(part)
         try:
             readers.append(GGUFReader(part))
-        except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
+        except (ValueError, IndexError, KeyError, OverflowError, MemoryError, RecursionError) as error:
             raise ModelError(f"{part}: is damaged or cut off, or a newer kind of GGUF ({error})") from error
     fields = {key: field for key, field in readers[0].fields.items() if not key.startswith("GGUF.")}
     metadata = {key: field.contents() for key, field in fields.items()}

@@ -24,6 +24,7 @@ from edgespec.models.convert.calibration import calibration_text
 from edgespec.models.convert.folder_from_gguf import Progress, check_space
 from edgespec.models.gguf_header import own_header, part_names
 from edgespec.models.gguf_model import check_magic, is_gguf
+from edgespec.models.heads import MOST_LAYERS
 
 CHUNKS = 64  # of 512 tokens, that an importance matrix is computed from
 FLOATS = ("F32", "F16", "BF16")  # types of weights that may be quantised
@@ -96,9 +97,12 @@ def parse_layers(text: str) -> tuple[int, ...]:
     layers = set[int]()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if not match or int(match[2] or match[1]) < int(match[1]):
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if last < first:
             raise UsageError(f"layers are {text!r}, but must be such as 14-21 or 3,7,10-12")
-        layers |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+        if last >= MOST_LAYERS:
+            raise UsageError(f"layers are {text!r}, but no model has a layer {last}")
+        layers |= set(range(first, last + 1))
     return tuple(sorted(layers))
 
 
