@@ -188,7 +188,7 @@ MODEL_OPTIONS = _options(
     click.option(
         "--tau",
         type=float,
-        help="With a draft: disagreement of the pair, in logits. [default: 0.7 when greedy, else 1.3]",
+        help="With a draft: disagreement of the pair, in logits. [default: 0.7 when greedy, else 1.0]",
     ),
     click.option(
         "--ahead/--no-ahead",

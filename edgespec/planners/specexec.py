@@ -48,7 +48,7 @@ class SpecExecPlanner(Planner):
             draft: a loaded draft model, or head, with the target's vocabulary.
             depth: most draft passes of a tree, and so its most depth; default: `usual_depth`.
             beam: most nodes that a draft pass reads.
-            tau: usual disagreement of draft and target, in logits; default: 0.7 when greedy, 1.3 when sampling.
+            tau: usual disagreement of draft and target, in logits; default: 0.7 when greedy, 1.0 when sampling.
             coupling: draft with the target's noise, as `ChildScores` says.
             cost: pass times of the draft, to which its passes are added; default: new ones.
         """
