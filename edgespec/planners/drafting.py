@@ -15,7 +15,7 @@ from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Float32Array, IdArray, SamplingParams, Scores, adjust
 from edgespec.loop.tree import DraftTree
 
-# Best of 0.7, 1.0 and 1.4 (greedy), and of 0.7, 1.0 and 1.3 (sampling, docs/measured.md), for Qwen2.5-Coder 0.5B and 1.5B.
+# For Qwen2.5-Coder 0.5B and 1.5B: best of 0.7, 1.0 and 1.4 (greedy), of 0.7, 1.0 and 1.3 (sampling: docs/measured.md).
 TAU_GREEDY, TAU_SAMPLING = 0.7, 1.0
 BATCHES = 16  # passes over which `Drafter.mean_batch` fades
 CATCH_UP = 64  # most generated tokens that one `propose` or `foresee` reads
