@@ -94,13 +94,13 @@ def cut(proposal, size):
 def test_it_sends_what_a_search_from_there_would_send(kind, sampling):
     """Wherever the text goes on: the same nodes, or better ones, as probable, with at most as many draft passes."""
     text, hits, saved = [1, 2, 3], 0, 0
-    planner = kind(draft(), depth=12)
+    planner = kind(draft(), depth=12, tau=1.3)
     planner.begin(text)
     for turn in range(12):
         before, usual = planner.stats.draft_passes, planner._usual
         tree = cut(run_one(planner.propose(context(text, sampling), 10)), 10)
         passes = planner.stats.draft_passes - before
-        fresh = kind(draft(), depth=12)
+        fresh = kind(draft(), depth=12, tau=1.3)
         fresh.begin(text)
         fresh._usual = usual
         expected = cut(run_one(fresh.propose(context(text, sampling), 10)), 10)
