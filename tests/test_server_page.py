@@ -91,9 +91,14 @@ def test_the_page(page):
     assert page.errors == []
 
 
+def slow_down(model, monkeypatch):
+    """An answer lasts long enough for something to happen meanwhile."""
+    forward = model.target.forward
+    monkeypatch.setattr(model.target, "forward", lambda batch: (time.sleep(0.02), forward(batch))[1])
+
+
 def test_stop_frees_the_model(page, monkeypatch):
-    forward = page.model.target.forward
-    monkeypatch.setattr(page.model.target, "forward", lambda batch: (time.sleep(0.02), forward(batch))[1])
+    slow_down(page.model, monkeypatch)
     page.fill("#max_tokens", "400")
     page.fill("#prompt", "a")
     page.click("#send")
@@ -144,8 +149,7 @@ def test_a_prompt_is_read_while_it_is_typed(page):
 
 
 def test_a_new_conversation_has_nothing_of_the_one_that_is_still_answered(page, monkeypatch):
-    forward = page.model.target.forward
-    monkeypatch.setattr(page.model.target, "forward", lambda batch: (time.sleep(0.02), forward(batch))[1])
+    slow_down(page.model, monkeypatch)
     page.fill("#max_tokens", "100")
     page.fill("#prompt", "a secret")
     page.click("#send")
