@@ -152,6 +152,11 @@ def test_a_line_an_answer_a_table_and_a_cut_file_goes_on(
     again = [json.loads(line) for line in out.read_text().splitlines()]
     assert again[:4] == lines[:4]
     assert sorted(one["text"] for one in again) == sorted(one["text"] for one in lines)
+    if exact == "narrow":
+        assert script(*run[:3], tmp_path / "plain.jsonl", *fixed, "--budget", "0", "--rules", "v3,opt")[0] == 0
+        plain = [json.loads(line) for line in (tmp_path / "plain.jsonl").read_text().splitlines()]
+        assert sorted(one["text"] for one in plain) == sorted(one["text"] for one in lines)
+        assert all(one["passes"] == one["tokens"] - 1 for one in plain)
     code, _, said = script(*run, *fixed, "--batch", "1", "--memory", "1K")  # before models are loaded
     assert code == 2
     assert "was made with other memory and batch" in said

@@ -51,14 +51,24 @@ def events_of(
             scheduler.end_cancelled()  # this thread may have been the only driver
 
 
-def results_of(scheduler: Scheduler, requests: Sequence[Request]) -> list[GenerationResult]:
-    """The whole result of each request, which share passes; errors as for `Scheduler.submit`."""
+def results_as_they_end(scheduler: Scheduler, requests: Sequence[Request]) -> Generator[tuple[int, GenerationResult]]:
+    """
+    Yields:
+        (number of the request, its whole result); errors as for `Scheduler.submit`.
+    """
     results = [GenerationResult() for _ in requests]
     with closing(events_of(scheduler, requests, [result.stats for result in results])) as found:
         for number, event in found:
             for chunk in chunks_in(event):
                 results[number].add(chunk)
-    return results
+            if isinstance(event, Ended):
+                yield number, results[number]
+
+
+def results_of(scheduler: Scheduler, requests: Sequence[Request]) -> list[GenerationResult]:
+    """The whole result of each request, which share passes; errors as for `Scheduler.submit`."""
+    found = dict(results_as_they_end(scheduler, requests))
+    return [found[number] for number in range(len(requests))]
 
 
 def chunks_in(event: Event, progress: Callable[[int, int], None] | None = None) -> Sequence[Chunk]:

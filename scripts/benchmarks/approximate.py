@@ -22,6 +22,7 @@ from benchmarks.problems import last_number, numbers_in
 from edgespec.errors import UsageError, no_such
 from edgespec.loop.backend import Backend
 from edgespec.loop.sampling import Float32Array, SamplingParams, Scores, distribution
+from edgespec.loop.text import user_messages
 from edgespec.measure.json_lines import append
 from edgespec.measure.tables import table
 from edgespec.model import Model
@@ -194,8 +195,8 @@ class Settings:
     Attributes:
         variants: rules and their alphas.
         sampling: of all answers; problem i has seed + i.
-        budget: draft tokens of a pass.
-        batch: problems that are answered at once.
+        budget: draft tokens of a pass; 0: plain decoding.
+        batch: most problems that are answered at once.
     """
 
     variants: list[tuple[str, float]]
@@ -236,44 +237,43 @@ def measure(
         settings: what is measured.
         progress: called with the numbers of answers that are there, and of all.
     """
-    numbers = {problem.name: i for i, problem in enumerate(problems)}
     done = {(one.problem, *one.variant): one for one in answered}
     wanted = [(problem.name, *variant) for problem in problems for variant in settings.variants]
-    for start in range(0, len(problems), settings.batch):
-        group = problems[start : start + settings.batch]
-        for variant in settings.variants:
+    progress(sum(key in done for key in wanted), len(wanted))
+    for variant in settings.variants:
+        asked = [(i, problem) for i, problem in enumerate(problems) if (problem.name, *variant) not in done]
+        for problem, result in _results(backends, asked, variant, settings):
+            stats, right = result.stats, problem.is_right(result.text)
+            seconds = round(stats.seconds, 3)
+            answer = Answer(
+                problem.name, *variant, options, right, stats.tokens, stats.passes, seconds, result.text
+            )  # fmt: skip
+            done[problem.name, *variant] = answer
+            append(out, answer)
             progress(sum(key in done for key in wanted), len(wanted))
-            asked = [problem for problem in group if (problem.name, *variant) not in done]
-            seeds = [settings.sampling.seed + numbers[problem.name] for problem in asked]
-            results = _answers(backends, [problem.question for problem in asked], seeds, variant, settings)
-            for problem, result in zip(asked, results, strict=True):
-                stats, right = result.stats, problem.is_right(result.text)
-                seconds = round(stats.seconds, 3)
-                answer = Answer(
-                    problem.name, *variant, options, right, stats.tokens, stats.passes, seconds, result.text
-                )  # fmt: skip
-                done[problem.name, *variant] = answer
-                append(out, answer)
-    progress(len(wanted), len(wanted))
     return [done[key] for key in wanted]
 
 
-def _answers(
-    backends: Sequence[Backend], questions: Sequence[str], seeds: Sequence[int], variant: tuple[str, float],
-    settings: Settings,
-) -> list[GenerationResult]:  # fmt: skip
-    if not questions:
-        return []
+def _results(
+    backends: Sequence[Backend], asked: Sequence[tuple[int, Problem]], variant: tuple[str, float], settings: Settings
+) -> Iterator[tuple[Problem, GenerationResult]]:
+    """Each problem with its answer, as answers end; problem i has seed + i."""
+    if not asked:
+        return
     rule, alpha = variant
-    planners = [make_planner("specexec", backends, sequences=len(questions)) for _ in questions]
+    lanes, usual = min(settings.batch, len(asked)), "specexec" if settings.budget else "none"
+    planners = [make_planner(usual, backends, sequences=lanes) for _ in range(lanes)]
     if rule != EXACT:
         planners = [CascadePlanner(planner, backends[1], alpha, RULES[rule]) for planner in planners]
-    with Model(backends[0], planners, budget=settings.budget, sampling=settings.sampling) as model:
+    with Model(backends[0], planners, budget=settings.budget or 1, sampling=settings.sampling) as model:
         requests = [
-            model.request([{"role": "user", "content": question}], max_tokens=settings.max_tokens, seed=seed)
-            for question, seed in zip(questions, seeds, strict=True)
+            model.request(
+                user_messages(problem.question), max_tokens=settings.max_tokens, seed=settings.sampling.seed + i
+            )
+            for i, problem in asked
         ]
-        return drive.results_of(model.scheduler, requests)
+        for number, result in drive.results_as_they_end(model.scheduler, requests):
+            yield asked[number][1], result
 
 
 def mcnemar(lost: int, won: int) -> float:
