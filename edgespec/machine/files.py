@@ -2,6 +2,7 @@
 without losing others.
 """
 
+import json
 import os
 from functools import cache
 from pathlib import Path
@@ -84,6 +85,21 @@ def read_yaml(path: Path, kind: type[EdgespecError], loader: Any = yaml.SafeLoad
         raise kind(f"{path}{where}: is not YAML: {getattr(error, 'problem', None) or error}") from error
     except (ValueError, RecursionError) as error:  # such as the 45th of a month, or a thousand lists in each other
         raise kind(f"{path}: is not YAML: {error}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a JSON object; the message says why.
+    """
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError("it is not a JSON object")
+    return found
 
 
 def check_out(path: str | Path, start: bytes, kind: str, advice: str = "give another name") -> None:
