@@ -121,6 +121,7 @@ def _path(about: About) -> Path | None:
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         found = read_json_object(path)
+        json.dumps(found, allow_nan=False)  # refuses infinite numbers and NaN, which no measurement is
     except (OSError, ValueError):
         return None
     whole = found.get("version") == VERSION and "value" in found
