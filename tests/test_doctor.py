@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from edgespec.errors import NoRoom
+from edgespec.errors import NoRoom, UsageError
 from edgespec.loading.draft_or_memory import Speeds
 from edgespec.loop.engines import find_engine
 from edgespec.measure import doctor
-from edgespec.measure.doctor import Diagnosis, Pass, as_dict, learned_line, report, tokens_per_second
+from edgespec.measure.doctor import Diagnosis, Pass, as_dict, diagnose, learned_line, report, tokens_per_second
 from edgespec.planners.auto import AutoState
 from edgespec.weights.plan import Extent, Layer, Plan
 
@@ -128,6 +128,13 @@ def test_a_draft_that_has_no_room_is_left_out(run: Any, smollm2_tiny: Path, monk
     assert "the draft is left out: with it 1 GB is too little" in out
     assert "stays in memory" not in out
     assert "specexec" not in out
+
+
+def test_a_head_that_is_not_there_is_refused_before_anything_is_measured(smollm2_tiny: Path) -> None:
+    said = list[str]()
+    with pytest.raises(UsageError, match="has no head of its own"):
+        diagnose(str(smollm2_tiny), draft="head", say=said.append)
+    assert said == []
 
 
 def test_an_engine_that_refuses_a_model_hides_no_other(

@@ -142,6 +142,7 @@ def test_folders_that_are_not_models(tmp_path):
         load_vocab(str(folder))
     for text, message in [
         ("{", r"config\.json cannot be used: ."),
+        (9999 * "[", r"config\.json cannot be used: ."),
         ('{"model_type": "nonsense"}', r"config\.json cannot be used: .*nonsense"),
         ('{"model_type": "llama", "vocab_size": 9}', r"its tokenizer cannot be read: ."),  # there is none
     ]:
@@ -150,9 +151,10 @@ def test_folders_that_are_not_models(tmp_path):
             load_vocab(str(folder))
         assert "\n" not in str(caught.value)
     tokenizer_folder(folder, byte_tokenizer())
-    (folder / "generation_config.json").write_text("[1]")
-    with pytest.raises(ModelError, match=r"generation_config\.json is not a JSON object"):
-        load_vocab(str(folder))
+    for text in ("[1]", 9999 * "["):
+        (folder / "generation_config.json").write_text(text)
+        with pytest.raises(ModelError, match=r"generation_config\.json is damaged: it is n"):
+            load_vocab(str(folder))
     for ends in ('"</s>"', "2.0", '[1, "</s>"]', "[[1]]"):
         (folder / "generation_config.json").write_text(f'{{"eos_token_id": {ends}}}')
         with pytest.raises(ModelError, match=r"folder: its eos_token_id is .*, but must be a token id or a list"):

@@ -391,6 +391,21 @@ def catalogue(tmp_path: Path, size: int = SIZE, digest: str = "") -> str:
     return str(path)
 
 
+@pytest.mark.parametrize("source", ["hf:owner/model", SOURCE])
+def test_a_dry_run_of_convert_fetches_nothing(fake: FakeHub, run: Run, tmp_path: Path, source: str) -> None:
+    header = b'{"a": {"dtype": "F16", "shape": [4], "data_offsets": [0, 8]}}'
+    fake.files["owner/model/model.safetensors"] = len(header).to_bytes(8, "little") + header + bytes(8)
+    fake.files["owner/model/config.json"] = b"{}"
+    command = ["convert", source, str(tmp_path / "out.gguf"), "--to", "gguf", "--dry-run"]
+    status, out, err = run(*command)
+    assert (status, out, fake.sent) == (1, "", 0)
+    name = source.removeprefix("hf:")
+    assert err.splitlines() == [f"edgespec: {source} is not fetched yet: edgespec pull {name} does that"]
+    if source != SOURCE:
+        run("pull", source)
+        assert "out.gguf: about 0.00 GB as bfloat16" in run(*command)[1]
+
+
 def test_pull_says_what_it_would_fetch(fake: FakeHub, run: Run, tmp_path: Path) -> None:
     status, out, _ = run("pull", "mine", "--models", catalogue(tmp_path), "--dry-run")
     assert status == 0

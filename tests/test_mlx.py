@@ -318,7 +318,8 @@ def cut_in_half(file):
 BAD_FOLDERS = {
     "config.json missing": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "config.json damaged": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
-    "config.json a list": (lambda f: (f / "config.json").write_text("[]"), "does not name a model_type"),
+    "config.json a list": (lambda f: (f / "config.json").write_text("[]"), "config.json is damaged: it is not a JSON"),
+    "config.json deep": (lambda f: (f / "config.json").write_text(9999 * "["), "config.json is damaged: it is nested"),
     "unknown architecture": (
         lambda f: change(f / "config.json", model_type="nonesuch"), "Model type nonesuch not supported"
     ),
@@ -326,6 +327,9 @@ BAD_FOLDERS = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "there is no file model*.safetensors"),
     "a file of two missing": (index_of_two, "1 of 2 weight files are missing, first model-00002-of-00002.safetensors"),
     "damaged index": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "index.json is damaged"),
+    "deep index": (
+        lambda f: (f / "model.safetensors.index.json").write_text(9999 * "["), "index.json is damaged: it is nested"
+    ),
     "a tensor missing": (lose_a_tensor, "Missing 1 parameters"),
     "weights cut off": (lambda f: cut_in_half(f / "model.safetensors"), "mlx-lm cannot load it"),
     "weights empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "mlx-lm cannot load it"),

@@ -206,7 +206,9 @@ def test_sampled_and_raw_answers_are_recorded_as_the_target_writes_them(smollm2_
                 assert found.output_ids == model.generate(prompt, max_tokens=12).token_ids
     finally:
         close_all(backends)
-    files = [recording.recording_file(str(smollm2_tiny), 12, *how) for how in ((), (sampling, False), (sampling, True))]
+    files = [
+        recording.recording_file(str(smollm2_tiny), 12, 512, *how) for how in ((), (sampling, False), (sampling, True))
+    ]
     assert len(set(files)) == 3
 
 
@@ -227,9 +229,21 @@ def test_another_file_has_other_answers(tmp_path: Path) -> None:
     a, b = tmp_path / "a.gguf", tmp_path / "b.gguf"
     a.write_bytes(b"1")
     b.write_bytes(b"1")
-    names = {recording.recording_file(str(path), n) for path, n in ((a, 8), (a, 9), (b, 8))}
+    names = {recording.recording_file(str(path), n, 512) for path, n in ((a, 8), (a, 9), (b, 8))}
     a.write_bytes(b"12")
-    assert len({*names, recording.recording_file(str(a), 8)}) == 4
+    assert len({*names, recording.recording_file(str(a), 8, 512)}) == 4
+
+
+def test_an_answer_that_its_context_cut_is_recorded_anew_for_another_context(
+    smollm2_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "cache_folder", lambda: tmp_path)
+    entry, asked = Entry(name="a", target=f"file:{smollm2_tiny}"), questions(["chat"], 1)
+    for context_length in (96, 512):
+        measure_pair(entry, None, asked, max_tokens=60, budget=2, context_length=context_length)
+    lines = [line for file in tmp_path.rglob("*.jsonl") for line in file.read_text("utf-8").splitlines()]
+    cut, whole = sorted(len(json.loads(line)["output_ids"]) for line in lines)
+    assert cut < whole
 
 
 def test_questions() -> None:

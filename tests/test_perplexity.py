@@ -12,6 +12,7 @@ from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from benchmarks.perplexity import perplexity
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Work
+from edgespec.loop.engines import find_engine
 
 
 def test_a_text_in_two_pieces() -> None:
@@ -57,3 +58,13 @@ def test_a_missing_model_is_named_before_the_first_is_measured(script, smollm2_t
         code, shown, said = script(text, *run)
         assert (code, shown, said.count("\n")) == (1, "", 1)
         assert str(missing) in said
+
+
+def test_each_model_is_planned_once(script, smollm2_tiny: Path, tmp_path: Path, monkeypatch) -> None:
+    text, engine, planned = tmp_path / "text", find_engine("llamacpp"), list[str]()
+    text.write_text("one two three")
+    plan = engine.plan
+    monkeypatch.setattr(engine, "plan", lambda path, *more: planned.append(path) or plan(path, *more))
+    code, shown, said = script(text, smollm2_tiny, smollm2_tiny)
+    assert (code, len(shown.splitlines())) == (0, 2), said
+    assert planned == 2 * [str(smollm2_tiny)]

@@ -36,7 +36,7 @@ def test_own_entries_come_first_and_paths_are_relative_to_their_file(tmp_path: P
         ("models:\n  - name: a\n    target: file:a\n    defaults: {budget: 0}\n", 4, "budget"),
         ("models:\n  - name: a\n    target: a.gguf\n", 2, "must start with"),
         ("models:\n  - {name: a, target: 'file:a'}\n  - {name: a, target: 'file:b'}\n", 3, "two models named"),
-        ("models:\n  - name: [a\n", 3, ""),
+        ("models:\n  - name: [a\n", 3, "is not YAML"),
         ("models: 7\n", 1, "list"),
         ("", 1, ""),
     ],

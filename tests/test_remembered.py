@@ -40,6 +40,10 @@ def test_what_was_remembered_is_recalled_for_the_same_thing_only(place: Path) ->
         '{"version": 0, "about": {}, "value": 1}',
         '{"version": 1}',
         "\0\xff",
+        9999 * "[",
+        '{"version": 1, "about": {"kind": "passes"}, "value": [1, NaN]}',
+        '{"version": 1, "about": {"kind": "passes"}, "value": {"seconds": -Infinity}}',
+        '{"version": 1, "about": {"kind": "passes"}, "value": 1e999}',
     ],
 )
 def test_a_broken_file_counts_as_not_there(place: Path, content: str) -> None:

@@ -252,11 +252,27 @@ class TestCommand:
         (tmp_path / "keys").write_text("\ufeffone\r\ntwo\r\n", "utf-8")
         assert read_keys(None, str(tmp_path / "keys")) == ["one", "two"]
 
-    def test_an_empty_key_file(self, run, tmp_path):
-        (tmp_path / "keys").write_text("\n")
-        code, _, error = run("serve", "smollm2-135m", "--api-key-file", str(tmp_path / "keys"))
+    @pytest.mark.parametrize("text", ["secret\n", " secret ", "\tsecret\r\n\n"])
+    def test_space_around_a_key_does_not_count(self, monkeypatch, text, tmp_path):
+        (tmp_path / "keys").write_text(text)
+        monkeypatch.setenv("EDGESPEC_API_KEY", text)
+        assert read_keys(None, None) == read_keys(text, None) == ["secret"]
+        assert read_keys(None, str(tmp_path / "keys")) == ["secret"]
+        assert read_keys("other", str(tmp_path / "keys")) == ["other", "secret"]
+        monkeypatch.delenv("EDGESPEC_API_KEY")
+        assert read_keys(None, None) == []
+
+    @pytest.mark.parametrize("text", ["", "\n", " \t"])
+    @pytest.mark.parametrize("source", ["--api-key-file", "--api-key", "$EDGESPEC_API_KEY"])
+    def test_an_empty_key_is_refused(self, run, tmp_path, monkeypatch, source, text):
+        (tmp_path / "keys").write_text(text)
+        monkeypatch.setenv("EDGESPEC_API_KEY", text)
+        given = {"--api-key-file": str(tmp_path / "keys"), "--api-key": text}
+        arguments = [source, given[source]] if source in given else []
+        code, _, error = run("serve", "smollm2-135m", "--port", "70000", *arguments)
         assert code == 2
-        assert "has no key" in error
+        assert f"{source}{' ' + given[source] if source == '--api-key-file' else ''}: has no key" in error
+        assert "Traceback" not in error
 
     def test_signals_end_it_cleanly(self, tmp_path):
         """The first refuses what is new, the second ends what is written, with an error that its reader is told."""

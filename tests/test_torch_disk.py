@@ -249,6 +249,28 @@ def test_two_programs_write_one_pack(tmp_path, monkeypatch):
     assert len(list((tmp_path / FOLDER).rglob("*"))) == 2  # a folder, and the file
 
 
+def test_a_pack_that_another_program_writes_is_not_removed(tmp_path, monkeypatch):
+    """As of the same model with less memory."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    block, place = torch.zeros(4, dtype=torch.uint8), tmp_path / FOLDER
+    one = Pack(tmp_path, "nf4", [0], [4])
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    with Pack(tmp_path, "nf4", [0, 1], [4, 4]) as other:
+        other.add(0, block)
+        with one:
+            one.add(0, block)
+        other.add(1, block)
+    assert [path.stat().st_size for path in place.rglob("layers.bin")] == [other._size]
+    left = place / "killed" / "layers.7.part"
+    left.parent.mkdir()
+    for age, stays in ((0, True), (2 * disk_module.ABANDONED, False)):
+        left.touch()
+        os.utime(left, (time.time() - age, time.time() - age))
+        with Pack(tmp_path, f"nf4 {age}", [0], [4]) as pack:
+            pack.add(0, block)
+        assert left.exists() == left.parent.exists() == stays
+
+
 def test_only_the_last_pack_stays(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     for layers in ([0, 1], [1]):

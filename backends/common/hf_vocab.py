@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from transformers import AutoConfig, AutoTokenizer
 
 from edgespec.errors import ModelError
+from edgespec.machine.files import read_json_object
 
 BYTE_LEVEL, SENTENCE_PIECE = "ByteLevel", "SentencePiece"
 
@@ -205,9 +206,9 @@ def _end_ids(folder: Path, config: Any) -> list[int]:
     file = folder / "generation_config.json"
     if file.is_file():
         try:
-            ends = json.loads(file.read_text("utf-8")).get("eos_token_id", ends)
-        except (ValueError, AttributeError) as error:
-            raise ModelError(f"generation_config.json is not a JSON object: {error}") from error
+            ends = read_json_object(file).get("eos_token_id", ends)
+        except ValueError as error:
+            raise ModelError(f"generation_config.json is damaged: {error}") from error
     found = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if any(not isinstance(end, int | None) for end in found):
         raise ModelError(f"its eos_token_id is {ends!r}, but must be a token id or a list of them")

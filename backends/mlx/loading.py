@@ -1,6 +1,5 @@
 """Check model folders, and make mlx-lm models of them, without a read of their weights."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 from mlx_lm.utils import load_model
 
 from edgespec.errors import ModelError
+from edgespec.machine.files import read_json_object
 
 from ..common.hf_vocab import check_folder, first_line
 from .recurrent import is_recurrent, leaves_of
@@ -52,14 +52,14 @@ def open_model(path: str) -> LazyModel:
 def check_files(folder: Path) -> dict[str, Any]:
     """Read config.json, and check that all weight files are there."""
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
+        config = read_json_object(folder / "config.json")
     except ValueError as error:
         raise ModelError(f"{folder}: config.json is damaged: {first_line(error)}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{folder}: config.json does not name a model_type")
     index = folder / "model.safetensors.index.json"
     try:
-        named = set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.exists() else set()
+        named = set(read_json_object(index)["weight_map"].values()) if index.exists() else set()
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(f"{folder}: {index.name} is damaged: {first_line(error)}") from error
     missing = sorted(name for name in named if not (folder / name).exists())

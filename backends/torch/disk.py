@@ -11,9 +11,10 @@ import queue
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ STAGING = 3  # host buffers: one is filled, one is full, one is copied
 NUMBER = 16  # bytes; alignment that kernels need
 FOLDER = ".edgespec"  # of packs, in the model's folder
 LAYOUT = 1  # version of packs
+ABANDONED = 3600.0  # seconds without a write after which an unfinished pack is that of a killed process
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,12 +290,19 @@ class Pack:
         try:
             if self._places and not self._written and kind is None:
                 self._part.rename(self._path)
-                for old in self._path.parents[1].iterdir():
-                    if old != self._path.parent:
-                        shutil.rmtree(old, ignore_errors=True)
+                self._remove_others()
             self._part.unlink(missing_ok=True)
         except OSError as failed:
             raise ModelError(f"{self._path}: cannot be written: {failed.strerror}") from failed
+
+    def _remove_others(self) -> None:
+        """Remove other packs, but none that another process is writing."""
+        for other in list(self._path.parents[1].glob("*/*")):
+            with suppress(OSError):
+                if (other.suffix == ".part" and other.stat().st_mtime > time() - ABANDONED) or other == self._path:
+                    continue
+                other.unlink()
+                other.parent.rmdir()  # fails while there is anything in it
 
 
 def same_bytes(layer: Any, source: Source, offsets: Sequence[int]) -> bool:

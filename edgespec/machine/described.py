@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from edgespec.errors import EdgespecError, UsageError, no_such
 from edgespec.machine.disk import Reading, disk_speed
+from edgespec.machine.files import read_yaml
 from edgespec.machine.memory import parse_size
 from edgespec.machine.this_machine import Gpu, Machine, this_machine
 
@@ -70,18 +71,7 @@ def _called(entry: Mapping[str, Any]) -> str:
 
 
 def _entries(path: Path) -> list[Any]:
-    try:
-        found = yaml.safe_load(path.read_text("utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: is not UTF-8 text") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        raise UsageError(f"{path}{where}: is not YAML: {getattr(error, 'problem', None) or error}") from error
-    except (ValueError, RecursionError) as error:  # such as the 45th of a month, or a thousand lists in each other
-        raise UsageError(f"{path}: is not YAML: {error}") from error
+    found, _ = read_yaml(path, UsageError)
     entries = found.get("machines") if isinstance(found, dict) else None
     if not isinstance(entries, list):
         raise UsageError(

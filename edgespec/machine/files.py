@@ -1,13 +1,18 @@
-"""The user's folders, by the rules of each system, and files that are written without losing others."""
+"""The user's folders, by the rules of each system; files that are read with one line for what is wrong, and written
+without losing others.
+"""
 
+import json
 import os
 from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
+from typing import Any
 
 import platformdirs
+import yaml
 
-from edgespec.errors import UsageError
+from edgespec.errors import EdgespecError, UsageError
 
 PNG = b"\x89PNG"
 
@@ -51,6 +56,50 @@ def size_on_disk(path: Path) -> int:
     """Bytes that a file takes: a gap in it takes none, but Windows fills gaps and counts no blocks."""
     found = path.stat()
     return found.st_blocks * 512 if hasattr(found, "st_blocks") else found.st_size
+
+
+def read_yaml(path: Path, kind: type[EdgespecError], loader: Any = yaml.SafeLoader) -> tuple[Any, yaml.Node | None]:
+    """
+    Args:
+        path: of the file.
+        kind: of the error.
+        loader: of PyYAML.
+
+    Returns:
+        The content, and the root of its nodes, which have the lines; of an empty file None and None.
+
+    Raises:
+        EdgespecError: of this `kind`; the file cannot be read, or is not YAML.
+    """
+    try:
+        document = loader(path.read_text("utf-8"))
+        node = document.get_single_node()
+        return node and document.construct_document(node), node
+    except OSError as error:
+        raise kind(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise kind(f"{path}: is not UTF-8 text") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise kind(f"{path}{where}: is not YAML: {getattr(error, 'problem', None) or error}") from error
+    except (ValueError, RecursionError) as error:  # such as the 45th of a month, or a thousand lists in each other
+        raise kind(f"{path}: is not YAML: {error}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a JSON object; the message says why.
+    """
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError("it is not a JSON object")
+    return found
 
 
 def check_out(path: str | Path, start: bytes, kind: str, advice: str = "give another name") -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from edgespec.machine.files import cache_folder, cache_lasts, write_whole
+from edgespec.machine.files import cache_folder, cache_lasts, read_json_object, write_whole
 from edgespec.machine.system import all_processors
 
 VERSION = 1
@@ -120,10 +120,11 @@ def _path(about: About) -> Path | None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = read_json_object(path)
+        json.dumps(found, allow_nan=False)  # refuses infinite numbers and NaN, which no measurement is
     except (OSError, ValueError):
         return None
-    whole = isinstance(found, dict) and found.get("version") == VERSION and "value" in found
+    whole = found.get("version") == VERSION and "value" in found
     return found if whole and isinstance(found.get("about"), dict) else None
 
 

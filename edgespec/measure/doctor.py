@@ -176,6 +176,12 @@ def diagnose(
     card = _head(paths[0])
     head = card.size if card else _head_in_folder(paths[0], engine) if draft == OWN_HEAD else 0
     own = {OWN_LAYERS: 0, OWN_HEAD: head}
+    by_head = bool(draft) and (draft in OWN or is_head(paths[1]))
+    drafting = (
+        with_head([engine] * len(paths), paths, draft or "", options)
+        if by_head
+        else replace(options, draft_files=tuple(paths[1:]))
+    )
     room = in_bytes("memory", memory)
     sizes = [_weight_files(path) for path in paths]
     say("disk")
@@ -192,10 +198,11 @@ def diagnose(
         head=card.line if card else "",
         notes=notes,
         engine=engine,
+        by_head=by_head and draft != OWN_LAYERS,
         remembered=[one for one in everything() if about.items() <= one["about"].items()],
     )
     try:
-        _try(found, paths, options, disk, draft, say)
+        _try(found, paths, options, drafting, disk, say)
     except NoRoom as error:
         found.cannot_run = str(error)
     return found
@@ -268,11 +275,11 @@ def _try(
     found: Diagnosis,
     paths: Sequence[str],
     options: LoadOptions,
+    drafting: LoadOptions,
     disk: Reading,
-    draft: str | None,
     say: Callable[[str], None],
 ) -> None:
-    """Load the models, time passes, and put the results into `found`.
+    """Load the models, time passes, and put the results into `found`; `drafting` is `options` with the draft.
 
     Raises:
         NoRoom: the model does not fit.
@@ -282,26 +289,20 @@ def _try(
     say("memory")
     machine = replace(this_machine(gpus=engine.gpus(options.device)), disk=disk)
 
-    head = bool(drafts) and (draft in OWN or is_head(drafts[0]))
-    found.by_head = head and draft != OWN_LAYERS
+    head = found.by_head or drafting.own_layers
 
-    def planned(paths: Sequence[str]) -> PairPlan:
-        names = [found.engine] * len(paths)
-        with_it = head and len(paths) > 1
-        made = (
-            with_head(names, paths, draft or "", options) if with_it else replace(options, draft_files=tuple(paths[1:]))
-        )
-        return PairPlan(names, paths, made, engine.plan(path, made, machine))
+    def planned(paths: Sequence[str], made: LoadOptions) -> PairPlan:
+        return PairPlan([found.engine] * len(paths), paths, made, engine.plan(path, made, machine))
 
     try:
-        pair = planned(paths)
+        pair = planned(paths, drafting)
     except NoRoom as error:
         if not drafts:
             raise
-        pair, head, found.by_head, found.draft_size = planned([path]), False, False, 0  # as `open_pair` does
+        pair, head, found.by_head, found.draft_size = planned([path], options), False, False, 0  # as `open_pair` does
         drafts.clear()
         found.notes = [*found.notes, no_room(error)]
-    if ways := ways_of(pair, lambda: planned([path])):
+    if ways := ways_of(pair, lambda: planned([path], options)):
         found.draft_or_memory = ways.speeds(remember=True, say=say, disk=disk.speed)
     plan = pair.plan
     assert plan

@@ -122,7 +122,7 @@ def measure_pair(
             [*backends[0].notes, *busy],
         )
         answers = record(
-            backends[0], asked, recording_file(path, max_tokens), max_tokens,
+            backends[0], asked, recording_file(path, max_tokens, context_length), max_tokens,
             lambda done, total: progress("recording answers", done, total),
         )  # fmt: skip
         separate = draft is not None and limits.streams  # without the draft there is more memory for the target

@@ -61,8 +61,10 @@ def questions(tasks: Sequence[str], count: int) -> list[tuple[str, str]]:
     return [(task, question) for task in tasks for question in QUESTIONS[task][:count]]
 
 
-def recording_file(path: str, max_tokens: int, *how: object) -> Path:
-    key = hashlib.sha256(", ".join(map(str, (identity(path), max_tokens, *how))).encode()).hexdigest()[:16]
+def recording_file(path: str, max_tokens: int, context_length: int, *how: object) -> Path:
+    """Its name depends on all that answers depend on, but not on the questions."""
+    about = identity(path), max_tokens, context_length, *how
+    key = hashlib.sha256(", ".join(map(str, about)).encode()).hexdigest()[:16]
     return cache_folder() / "recordings" / f"{Path(path).stem}-{key}.jsonl"
 
 

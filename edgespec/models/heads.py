@@ -1,10 +1,10 @@
 """Files and folders that are heads, which cannot run without their target."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelError
+from edgespec.machine.files import read_json_object
 from edgespec.models.gguf_header import SPLIT_NAME, architecture, own_values, tensor_names, whole_number
 
 ARCHITECTURES = ("eagle3", "gemma4-assistant")  # `general.architecture` of llama.cpp's heads
@@ -40,14 +40,14 @@ def find_eagle(path: str) -> dict[str, Any] | None:
         ModelError: it is a head of a kind that no engine here can use.
     """
     try:
-        config: dict[str, Any] = json.loads((Path(path) / "config.json").read_text("utf-8"))
+        config = read_json_object(Path(path) / "config.json")
         if any(kind in str(config.get("architectures")) for kind in OTHER_KINDS):
             raise ModelError(f"{path}: is a head that drafts blocks (DFlash), which is not supported: use another")
         config |= config.get("transformer_layer_config") or {}  # where vLLM's speculators have the layer's
         if rope := config.get("rope_parameters"):  # where transformers 5 has these two
             config |= {"rope_theta": rope["rope_theta"], "rope_scaling": rope}
         return config if "draft_vocab_size" in config and config["num_hidden_layers"] == 1 else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -4,7 +4,6 @@ The cache is the hub's own, so other programs share the files. `download.py` fet
 from 1.18 on starts again after every cut.
 """
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
-from edgespec.machine.files import size_on_disk
+from edgespec.machine.files import read_json_object, size_on_disk
 from edgespec.models import pulled
 from edgespec.models.download import STALL, Progress, download
 from edgespec.models.gguf_header import part_names
@@ -251,7 +250,7 @@ def _snapshot(source: HubSource) -> Iterator[str]:
 def _has_weights(folder: Path) -> bool:
     index = folder / "model.safetensors.index.json"
     try:
-        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.is_file() else None
+        names = set(read_json_object(index)["weight_map"].values()) if index.is_file() else None
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return False
     return all((folder / name).is_file() for name in names) if names else (folder / "model.safetensors").is_file()

@@ -4,14 +4,13 @@ A GGUF has them under general.sampling.*, a model folder in generation_config.js
 unknown are left out with a note: a user cannot edit another author's model.
 """
 
-import json
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.sampling import SamplingParams
+from edgespec.machine.files import read_json_object
 from edgespec.models.gguf_header import header_values
 from edgespec.models.gguf_model import is_gguf
 from edgespec.models.registry import SAMPLING, Defaults
@@ -86,10 +85,8 @@ def _of_folder(folder: Path) -> tuple[dict[str, Any], list[str]]:
     if not file.is_file():
         return {}, []
     try:
-        config = json.loads(file.read_text("utf-8"))
+        config = read_json_object(file)
     except ValueError:
-        config = None
-    if not isinstance(config, Mapping):
         return {}, [f"{file} is not a JSON object; its sampling is left out"]
     found = {name: config[name] for name in SAMPLING if config.get(name) is not None}
     if config.get("do_sample") is False:  # greedy, so other sampling parameters have no effect

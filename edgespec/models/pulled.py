@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import time
 
-from edgespec.machine.files import write_whole
+from edgespec.machine.files import read_json_object, write_whole
 
 RECORD = "edgespec-pulled.json"
 LEFT_BY_A_CUT = (".edgespec-partial", ".edgespec-record")  # of `download.py`
@@ -103,8 +103,8 @@ def _write(folder: Path, found: Sequence[Pulled]) -> None:
 
 
 def _read(folder: Path) -> Iterator[Pulled]:
-    with suppress(OSError, ValueError, TypeError, AttributeError):
-        for source, (when, files) in json.loads((folder / RECORD).read_text("utf-8")).items():
+    with suppress(OSError, ValueError, TypeError):
+        for source, (when, files) in read_json_object(folder / RECORD).items():
             places = tuple((str(place), str(blob)) for place, blob in files if ".." not in Path(place).parts)
             if places:
                 yield Pulled(source, folder, places, float(when))

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from edgespec.errors import ModelError, RegistryError, UsageError, no_such, pip_install
-from edgespec.machine.files import config_folder
+from edgespec.machine.files import config_folder, read_yaml
 from edgespec.models import hub
 
 PACKAGE = Path(__file__).parent.parent
@@ -86,25 +86,13 @@ def read_models(path: Path) -> list[Entry]:
     Raises:
         RegistryError: names the file and the line.
     """
+    found, node = read_yaml(path, RegistryError, _LIBYAML if path == BUILT_IN else yaml.SafeLoader)
     try:
-        loader = (_LIBYAML if path == BUILT_IN else yaml.SafeLoader)(path.read_text("utf-8"))
-        node = loader.get_single_node()
-        entries = _File.model_validate(node and loader.construct_document(node)).models
-    except OSError as error:
-        raise RegistryError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise RegistryError(f"{path}: is not UTF-8 text") from error
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise RegistryError(f"{path}, line {line}: {error.problem}") from error
-    except yaml.YAMLError as error:
-        raise RegistryError(f"{path}: is not YAML: {error}") from error
+        entries = _File.model_validate(found).models
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise RegistryError(f"{path}, line {_line(node, first['loc'])}: {where}: {first['msg']}") from error
-    except (ValueError, RecursionError) as error:  # such as the 45th of a month, or a thousand lists in each other
-        raise RegistryError(f"{path}: is not YAML: {error}") from error
     seen = set[str]()
     for i, entry in enumerate(entries):
         line = _line(node, ("models", i))

@@ -3,7 +3,6 @@
 The wheel of llama-cpp-python has no converter, but the source archive of the same version has; pip fetches it.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ from math import prod
 from pathlib import Path
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
-from edgespec.machine.files import cache_folder
+from edgespec.machine.files import cache_folder, read_json_object
 from edgespec.models.convert.folder_from_gguf import Progress
 from edgespec.models.safetensors_header import read_safetensors_header
 
@@ -101,16 +100,14 @@ def check_folder(folder: Path, trust: bool) -> int:
     """
     config = folder / "config.json"
     try:
-        found = [json.loads(config.read_text("utf-8"))]
+        found = [read_json_object(config)]
     except OSError as error:
         raise ModelError(f"{folder}: has no config.json, so it is not a model folder") from error
     except ValueError as error:
-        raise ModelError(f"{config}: is not JSON: {error}") from error
-    if not isinstance(found[0], dict):
-        raise ModelError(f"{config}: is not a JSON object")
+        raise ModelError(f"{config}: is damaged: {error}") from error
     with suppress(OSError, ValueError):
-        found.append(json.loads((folder / "tokenizer_config.json").read_text("utf-8")))
-    if not trust and any(isinstance(one, dict) and "auto_map" in one for one in found):
+        found.append(read_json_object(folder / "tokenizer_config.json"))
+    if not trust and any("auto_map" in one for one in found):
         raise ModelError(
             f"{folder}: wants to run programs of its own (auto_map in its config); read them, and say --trust, or "
             "take a ready GGUF"
