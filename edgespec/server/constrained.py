@@ -186,7 +186,8 @@ def started_by(name: str, grammar: Grammar) -> str:
     if grammar.kind == "json_schema":
         return f"{name}: %json {grammar.text}"
     if grammar.kind == "regex":
-        return f"{name}: /" + re.sub(r"(?<!\\)/", r"\\/", grammar.text) + "/"
+        # A slash behind an escaped backslash is not escaped yet.
+        return f"{name}: /" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", grammar.text) + "/"
     return LARK_START.sub(lambda found: name if found[1] else found[0], grammar.text)
 
 
