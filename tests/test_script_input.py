@@ -36,6 +36,8 @@ def refused(script, monkeypatch, tmp_path):
             "--nodes is '1,x', but must be whole numbers of at least 0",
         ),
         ("bench-offload folders torch:x --share nan", "nan is not a finite number"),
+        ("bench-offload folders torch:x --budget 0", "0 is not in the range x>=1"),
+        ("bench-offload texts FILE FILE --room 1G --plain-tokens -1", "-1 is not in the range x>=0"),
         ("bench-serve gap FILE --port 70000", "70000 is not in the range 1<=x<=65535"),
         ("bench-serve typing FILE --model x --pause nan", "nan is not a finite number"),
         ("bench-serve typing FILE --model x --speed 0", "0.0 is not in the range x>=0.1"),
