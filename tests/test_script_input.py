@@ -35,6 +35,8 @@ def refused(script, monkeypatch, tmp_path):
             "bench-offload folders torch:x --nodes 1,x",
             "--nodes is '1,x', but must be whole numbers of at least 0",
         ),
+        ("bench-gpu --dtypes bf16", "there is no format 'bf16'"),
+        ("bench-gpu --layers 1", "1 is not in the range x>=2"),
         ("bench-offload folders torch:x --share nan", "nan is not a finite number"),
         ("bench-offload folders torch:x --budget 0", "0 is not in the range x>=1"),
         ("bench-offload texts FILE FILE --room 1G --plain-tokens -1", "-1 is not in the range x>=0"),
