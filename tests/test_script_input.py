@@ -45,6 +45,10 @@ def refused(script, monkeypatch, tmp_path):
         ("bench-serve typing FILE --model x --speed 0", "0.0 is not in the range x>=0.1"),
         ("bench-sssd sizes FILE FILE FILE --tokens 0", "--tokens is '0', but must be whole numbers of at least 1"),
         ("perplexity FILE x --draft y --after 1.5", "--after is '1.5', but must be whole numbers of at least 1"),
+        (
+            "perplexity FILE x --draft y --tokens 9",
+            "--tokens is not used with --draft: --after and --passes say how many",
+        ),
         ("perplexity FILE x --draft y --after nan", "--after is 'nan', but must be whole numbers"),
         (
             "perplexity FILE x --draft y --shares 0.9,2",
