@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.approximate import RULES, mcnemar, read_problems, runs
+from benchmarks.approximate import EXACT, RULES, Answer, Settings, mcnemar, quality_table, read_problems, runs
 from edgespec.errors import UsageError
 from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.cascade import mixture
@@ -121,6 +121,16 @@ def test_mcnemars_p():
     assert mcnemar(5, 5) == 1
     assert mcnemar(0, 6) == pytest.approx(2 / 64)
     assert mcnemar(2, 10) == pytest.approx(0.0386, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "passes", "figures"), [(9, 8, ["1.00", "1.00", "2.00"]), (1, 0, ["0.00", "0.00", "–"])]
+)
+def test_the_first_token_of_an_answer_is_of_no_pass(tokens, passes, figures):
+    answers = [Answer(name, EXACT, 0.0, {}, True, tokens, passes, passes / 2, "") for name in ("a", "b")]
+    shown = quality_table(answers, Settings([(EXACT, 0.0)], SamplingParams(), 9, 0, 1))
+    (row,) = [line for line in shown.splitlines() if EXACT in line and "0, 0" in line]
+    assert [cell.strip() for cell in row.split("│")][-4:-1] == figures
 
 
 @pytest.mark.parametrize("record", [{"text": "What?"}, {"question": "How many?", "answer": "#### many"}])

@@ -73,6 +73,13 @@ def test_the_tables_compare_with_what_is_possible() -> None:
     assert lines[-1] == "mlx-lm alone: it was killed: out of memory"
 
 
+def test_answers_of_one_token_have_no_speed() -> None:
+    run = {"tokens": 1, "gained": 0, "passes": 0, "seconds": 0.0, "target_seconds": 0.0}
+    result = texts(2.0, 4) | {"runs": [run], "limit": 1, "peak": 1, "stayed_in_cache": 0.0, "bandwidth": 1e9}
+    report = make_report(Task("big"), 1, {}, {"plain": [result]})
+    assert tables(report).splitlines()[-1] == "plain: no answer has two tokens"
+
+
 def test_parts_take_turns_and_none_is_empty(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, list[str], object]] = []
 

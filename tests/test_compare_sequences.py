@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,11 +17,11 @@ SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9))
 def test_batched_sequences_equal_single_ones_and_a_stopped_check_resumes(smollm2_tiny: Path, tmp_path: Path) -> None:
     path, done = tmp_path / "texts.jsonl", []
 
-    def written() -> list[Written]:
+    def written(**other: int) -> list[Written]:
+        options: dict[str, Any] = {"parallel": 3, "context_length": 256, "remember": False, "budget": None, **other}
         return generate_sequences(
-            str(smollm2_tiny), PROMPTS, SAMPLINGS, path, ["sssd"], parallel=3, max_tokens=12, context_length=256,
-            remember=False, done=lambda: done.append(1),
-        )  # fmt: skip
+            str(smollm2_tiny), PROMPTS, SAMPLINGS, path, ["sssd"], max_tokens=12, done=lambda: done.append(1), **options
+        )
 
     texts = written()
     assert count_equal(texts) == {("sssd", 0.0, 1.0): (2, 2), ("sssd", 0.8, 0.9): (2, 2)}
@@ -30,23 +31,26 @@ def test_batched_sequences_equal_single_ones_and_a_stopped_check_resumes(smollm2
     again = {(text.planner, text.key): text.token_ids for text in written()}
     assert again == {(text.planner, text.key): text.token_ids for text in texts}
     assert len(path.read_text().splitlines()) == 8
+    for other in ({"parallel": 2}, {"budget": 4}):
+        with pytest.raises(UsageError, match=f"was made with other {next(iter(other))}"):
+            written(**other)
 
 
 def test_a_sequence_that_differs_is_counted(tmp_path: Path) -> None:
-    plain = Written("none", "m", "a", 0.0, 1.0, "narrow", 3, [1, 2, 3])
-    other = Written("sssd", "m", "a", 0.0, 1.0, "narrow", 2, [1, 2, 4])
+    plain = Written("none", "m", "a", 0.0, 1.0, "narrow", 3, [1, 2, 3], {})
+    other = Written("sssd", "m", "a", 0.0, 1.0, "narrow", 2, [1, 2, 4], {})
     assert count_equal([plain, other]) == {("sssd", 0.0, 1.0): (0, 1)}
 
 
 def test_sequences_of_other_targets_and_lengths_are_not_compared() -> None:
-    plain = Written("none", "m, 12 tokens", "a", 0.0, 1.0, "narrow", 3, [1, 2, 3])
-    assert count_equal([plain, Written("sssd", "m, 24 tokens", "a", 0.0, 1.0, "narrow", 2, [1, 2, 4])]) == {}
+    plain = Written("none", "m, 12 tokens", "a", 0.0, 1.0, "narrow", 3, [1, 2, 3], {})
+    assert count_equal([plain, Written("sssd", "m, 24 tokens", "a", 0.0, 1.0, "narrow", 2, [1, 2, 4], {})]) == {}
 
 
 def test_sequences_of_different_row_classes_are_not_compared() -> None:
-    plain = Written("none", "m", "a", 0.0, 1.0, "wide", 3, [1, 2, 3])
+    plain = Written("none", "m", "a", 0.0, 1.0, "wide", 3, [1, 2, 3], {})
     with pytest.raises(UsageError, match="--exact"):
-        count_equal([plain, Written("sssd", "m", "a", 0.0, 1.0, "narrow", 2, [1, 2, 3])])
+        count_equal([plain, Written("sssd", "m", "a", 0.0, 1.0, "narrow", 2, [1, 2, 3], {})])
 
 
 @pytest.mark.parametrize("content", ["prose\n", json.dumps({"planner": "none"}) + "\n"])

@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn", reason="the server is not installed: pip install 
 
 from benchmarks import compare_servers, llama_server
 from benchmarks.compare_servers import Load, Result, Servers
-from benchmarks.serving import Streamed, served
+from benchmarks.serving import Streamed, gaps, served
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
@@ -49,6 +49,13 @@ def test_a_server_is_waited_for_asked_and_ended():
     assert result.speed > 0
     with pytest.raises(EdgespecError, match="refused"):
         compare_servers.ask(port, {0: "one"}, Load(1), result, max_tokens=8, temperature=0.0)
+
+
+def test_the_gap_in_which_a_long_prompt_comes_is_not_one_before_it():
+    words = [1.0, 2.0, 3.0, 8.0, 9.0, 10.0]
+    assert gaps(words, 4.0, 8.5) == ([1.0, 1.0], [5.0, 1.0])
+    assert gaps(words, 3.0, 3.5) == ([1.0, 1.0], [5.0])
+    assert gaps([], 3.0, 3.5) == ([], [])
 
 
 def test_a_server_that_ends_or_is_not_there():

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from edgespec.cli.commands import NAMED
 from edgespec.errors import DatastoreError, UsageError
 from edgespec.loop.hint_texts import END
-from edgespec.planners.datastore import HEADER_SIZE, START, build, check_out, open_datastore, read_texts
+from edgespec.planners.datastore import HEADER_SIZE, START, build, check_out, documents_of, open_datastore, read_texts
 
 posix_only = pytest.mark.skipif(sys.platform == "win32", reason="pipes and links")
 
@@ -128,7 +128,9 @@ def test_a_file_cut_short_anywhere_is_refused(tmp_path):
             open_datastore(tmp_path / "short", LetterVocab())
 
 
-@pytest.mark.parametrize("content", [b"GGUF" * 300, b"{}", b"[1, 2]", b"\xff" * 2000, b'{"magic": "other"}'])
+@pytest.mark.parametrize(
+    "content", [b"GGUF" * 300, b"{}", b"[1, 2]", b"\xff" * 2000, b'{"magic": "other"}', b"[" * 1024]
+)
 def test_other_files_are_refused(tmp_path, content):
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(DatastoreError, match="not an edgespec datastore"):
@@ -289,6 +291,14 @@ def test_documents_of_a_file(tmp_path, name, content, wanted, packed):
     path = tmp_path / (name + ".gz" if packed else name)
     path.write_bytes(gzip.compress(data) if packed else data)
     assert list(read_texts([path])) == wanted
+
+
+def test_lists_may_be_deep():
+    """JSON is read to a depth that differs from Python to Python."""
+    value: object = ["one", {"a": "two"}]
+    for _ in range(5000):
+        value = [value]
+    assert list(documents_of([value, "three"])) == ["one", "two", "three"]
 
 
 BAD_FILES = {

@@ -23,8 +23,12 @@ from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler.requests import Ended, Foresaw, Request, Wrote
 from edgespec.scheduler.scheduler import AHEAD, MOST_AHEAD, Scheduler
+from edgespec.server.answers import Answer
 from edgespec.server.app import make_app
+from edgespec.server.output_format import OutputFormat
 from edgespec.server.service import Service
+from edgespec.server.speculative_calls import SpeculativeCalls
+from edgespec.server.tool_calls import Tool, Tools
 
 BASE = random_model(1, vocab_size=48, sharpness=3.0)
 BASE.unembedding[1] = 0
@@ -145,6 +149,21 @@ def test_proposals_are_confirmed_or_withdrawn(client):
             assert written["id"] != told[0]["id"]
     quiet = [json.loads(data) for data in stream(client, "/v1/chat/completions", body)[:-1]]
     assert all(part["choices"] for part in quiet)  # without being asked for
+
+
+def test_a_prediction_is_parsed_by_schemas_of_any_depth():
+    """Copying them for every prediction would also take longer than a step."""
+    chain = {f"d{i}": {"type": "object", "properties": {"next": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(200)}
+    deep = {"type": "object", "$defs": chain | {"d200": {}}, "properties": {"a": {"$ref": "#/$defs/d0"}}}
+    tools = Tools([Tool({"name": "weather", "parameters": deep})])
+    vocab = ReferenceBackend(random_model(2, vocab_size=258), sessions=1, context_length=1000).vocab
+    request = Request([1], SamplingParams(), 100)
+    calls = SpeculativeCalls(Answer(request, OutputFormat(vocab, TEMPLATE).parser(tools, inside=False)), vocab)
+    seen = Foresaw(vocab.encode(CALL % ("Paris", 1), add_bos=False, parse_special=False))
+    for _ in range(2):  # the first leaves nothing behind in the answer's parser
+        told = [one["status"] for one in calls.after(seen)]
+        assert told == ["proposed"]
+        calls = SpeculativeCalls(calls._answer, vocab)
 
 
 class Counting(ReferenceBackend):

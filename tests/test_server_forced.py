@@ -382,6 +382,26 @@ def test_braces_hold_any_value():
         ]
 
 
+def test_braces_hold_values_of_the_types_of_a_schema():
+    """Also where it says nothing of an object's keys, or of a list's items, and where there are several types."""
+    form = form_named("<|tool_call>call:")
+    vocab = Vocabulary(*names_in('<|tool_call>call:f{a:<|"|>1<|"|>}<tool_call|>'))
+    texts = ("{}", "{x:{y:1}}", "[]", "[1,[true]]", "1", "-2.5", "true", "null", '<|"|>a<|"|>')
+    for schema, good in [
+        ({"type": "object"}, ("{}", "{x:{y:1}}")),
+        ({"type": "array"}, ("[]", "[1,[true]]")),
+        ({"type": ["string", "null"]}, ("null", '<|"|>a<|"|>')),
+        ({"anyOf": [{"type": "integer"}, {"type": "array"}]}, ("1", "[]", "[1,[true]]")),
+        ({"type": "unheard of"}, texts),
+        ({}, texts),
+    ]:
+        parameters = {"type": "object", "properties": {"a": schema}}
+        grammar = call_grammar(vocab, form, [{"name": "f", "parameters": parameters}])
+        assert [text for text in texts if fits(vocab, grammar, f"<|tool_call>call:f{{a:{text}}}<tool_call|>")] == [
+            text for text in texts if text in good
+        ], schema
+
+
 def test_braces_hold_each_key_once():
     """In the schema's order, those that may be left out behind those that may not."""
     form, number = form_named("<|tool_call>call:"), {"type": "integer"}

@@ -384,6 +384,7 @@ def test_a_schema_holds_behind_a_thought():
         for grammar, good, bad in [
             (json_schema(SCHEMA), '{"a":1}', '{"b":1}'),
             (regex("[0-9]+/[0-9]"), "12/3", "12-3"),
+            (regex(r"a\\/b\/c"), r"a\/b/c", "a/b/c"),
             (lark('start: word "!"\nword: /[a-z]+/'), "abc!", "ABC"),
             (lark('start: answer free?\nanswer: /[a-z]+/\nfree: thought\nthought: "!"'), "abc!", "ABC"),
             (lark('start: "(" start ")" | "start" // as long as start wants\n | /start[.]/'), "((start))", "((stop"),

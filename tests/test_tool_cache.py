@@ -95,7 +95,10 @@ def test_calls_that_the_server_proposes_are_started(cache):
     assert cache.started == 1
 
 
-@pytest.mark.parametrize("arguments", ["[]", "{", 5, None, [("a", 1)], {"a": {1, 2}}, {"a": 1, 2: "b"}])
+DEEP = '{"a": ' * 3000 + "1" + "}" * 3000  # as a model that repeats itself may write it
+
+
+@pytest.mark.parametrize("arguments", ["[]", "{", 5, None, [("a", 1)], {"a": {1, 2}}, {"a": 1, 2: "b"}, DEEP])
 def test_arguments_that_are_no_object_are_refused(cache, arguments):
     with pytest.raises(edgespec.UsageError, match=r"what look is called with is .*, but must be a JSON object"):
         cache.call("look", arguments)

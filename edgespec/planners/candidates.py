@@ -108,7 +108,7 @@ class Drafting(Candidate):
             share.forget()
 
     def wait(self, token_ids: Sequence[int]) -> int:
-        # As many as its draft would have to read; unless it has read the prompt, and only falls behind by waiting.
+        # As many as the draft would have to read. If it has read the prompt, none: by waiting it would fall behind.
         follows = self._wanted or self._unread(self._prompt_length) <= 1
         return 0 if follows else self._unread_count(token_ids)
 

@@ -165,7 +165,7 @@ def _read_header(path: str | Path, data: bytes) -> Header:
         fields = json.loads(data)
         if fields["magic"] != MAGIC:
             raise ValueError
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise DatastoreError(f"{path}: is not an edgespec datastore") from None
     if fields.get("version") != VERSION:
         raise DatastoreError(
@@ -377,17 +377,19 @@ def documents_of(value: Any) -> Iterator[str]:
         The documents in a JSON value. Each string of a list that is in no object is one. So is each object: its own
         strings that hold a word, also those in its lists, joined by empty lines.
     """
-    if isinstance(value, dict):
-        inside = [item for field in value.values() for item in (field if isinstance(field, list) else [field])]
-        text = "\n\n".join(item for item in inside if isinstance(item, str) and has_word(item))
-        if text:
-            yield text
-        value = [item for item in inside if not isinstance(item, str)]
-    if isinstance(value, list):
-        for item in value:
-            yield from documents_of(item)
-    elif isinstance(value, str) and has_word(value):
-        yield value
+    left = [value]  # not a call for each list: JSON may hold thousands of them in each other
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            inside = [item for field in value.values() for item in (field if isinstance(field, list) else [field])]
+            text = "\n\n".join(item for item in inside if isinstance(item, str) and has_word(item))
+            if text:
+                yield text
+            value = [item for item in inside if not isinstance(item, str)]
+        if isinstance(value, list):
+            left += reversed(value)
+        elif isinstance(value, str) and has_word(value):
+            yield value
 
 
 def has_word(text: str) -> bool:

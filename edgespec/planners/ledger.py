@@ -22,7 +22,7 @@ FARTHEST = 32  # most steps with draft tokens from one plain pass to the next
 COMPARED = 3  # last passes that count
 LOOKED = 0.25  # plain passes that looking for draft tokens takes at most, unless it drafts
 JUMP = 2.0  # ratio of two plain passes that shows another load of the machine
-SOONER = 4  # ratio of distances: at the end of a sequence and at the next one's beginning; where much was gained
+SOONER = 4  # a distance is divided by it where a sequence begins, and multiplied by it where much was gained
 SURE = 8  # least distance of plain passes at which these are well known
 SLOW = 1.5  # the usual plain pass takes at most this multiple of the fastest: the others were held up
 

@@ -64,7 +64,8 @@ class LookaheadPlanner(SssdPlanner):
         if (context := self._context) is None:
             return
         text = self._index.text[: start + 1]
-        prompt, output = text[: context.prompt_length], text[context.prompt_length :]
+        prompt = text[: context.prompt_length]
+        output = text[context.prompt_length :] if context.sampling.has_penalties else []  # copied for each node
         ahead, sampled = list[list[int]](), dict[tuple[int, ...], int]()
         if len(self._pool) > POOL:
             self._pool = NgramIndex(COLUMN)

@@ -3,8 +3,8 @@
 pre-verify    there are none, so the pass is over the root
 post-verify   the pass is over them
 
-In both the draft goes on meanwhile. Its length is the number of draft passes in the time of a target pass, as both were
-measured last.
+In both the draft goes on meanwhile. A chain is as long as a target pass has time for draft passes, by the last one of
+each.
 """
 
 from collections.abc import Iterator, Sequence

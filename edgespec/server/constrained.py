@@ -22,8 +22,7 @@ SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 ANYWHERE = {"number": "/[0-9]{1,3}/", "id": "/[a-zA-Z0-9]{9}/", "line": '"\\n"?'}
 ANY_TEXT = r"/(.|\n)*/"
 KEY = r"/[^:,{}\[\]<>\s]+/"
-PLAIN = '%json {"type": ["number", "boolean", "null"]}'
-SIMPLE = ("integer", "number", "boolean", "null")
+KINDS = ("array", "boolean", "integer", "null", "number", "object", "string")
 ANYTHING = Schema.anything()
 ANSWER, CALL, THOUGHT, FREE = "edgespec_answer", "edgespec_call", "edgespec_thought", "edgespec_free"
 # A string, comment or regular expression of a Lark grammar; or, as group 1, the rule `start`.
@@ -130,26 +129,27 @@ class Rules:
         return self._values[schema]
 
     def _terms(self, schema: Schema) -> str:
-        quote = self.spelled(QUOTE)
         if schema.values:
+            quote = self.spelled(QUOTE)
             words = [
                 f"{quote} {string(v)} {quote}" if isinstance(v, str) else string(spelled(v)) for v in schema.values
             ]
             return " | ".join(words)
-        (kind,) = schema.types if schema.types is not None and len(schema.types) == 1 else ("any",)
+        kinds = [kind for kind in KINDS if schema.types is None or kind in schema.types]
+        return " | ".join(self._of_kind(kind, schema) for kind in kinds or KINDS)
+
+    def _of_kind(self, kind: str, schema: Schema) -> str:
+        if kind == "string":
+            quote = self.spelled(QUOTE)
+            return f"{quote} {self.text_until(QUOTE)}"
+        if kind == "array":
+            return self._list(self.value(schema.items or ANYTHING))
         if kind == "object" and schema.properties:
             return self.members(schema)
-        if kind == "array" and schema.items:
-            return self._list(self.value(schema.items))
-        if kind == "string":
-            return f"{quote} {self.text_until(QUOTE)}"
-        if kind in SIMPLE:
-            return f'%json {{"type": "{kind}"}}'
-        one = self.value(ANYTHING)
-        if schema is not ANYTHING:
-            return one
-        some = f'"{{" ({KEY} ":" {one} ("," {KEY} ":" {one})*)? "}}" | {self._list(one)}'
-        return " | ".join([f"{quote} {self.text_until(QUOTE)}", some, self.add(PLAIN)])
+        if kind == "object":
+            one = self.value(ANYTHING)
+            return f'"{{" ({KEY} ":" {one} ("," {KEY} ":" {one})*)? "}}"'
+        return self.add(f'%json {{"type": "{kind}"}}')
 
     def _list(self, item: str) -> str:
         return f'"[" ({item} ("," {item})*)? "]"'
@@ -186,7 +186,8 @@ def started_by(name: str, grammar: Grammar) -> str:
     if grammar.kind == "json_schema":
         return f"{name}: %json {grammar.text}"
     if grammar.kind == "regex":
-        return f"{name}: /" + re.sub(r"(?<!\\)/", r"\\/", grammar.text) + "/"
+        # A slash behind an escaped backslash is not escaped yet.
+        return f"{name}: /" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", grammar.text) + "/"
     return LARK_START.sub(lambda found: name if found[1] else found[0], grammar.text)
 
 

@@ -6,7 +6,7 @@ call that is withdrawn was never made.
 
 import json
 from collections.abc import Callable, Iterator
-from copy import deepcopy
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,7 @@ class SpeculativeCalls:
                 yield from self._withdraw(lambda number, call: False)
 
     def _predicted(self, event: Foresaw) -> list[Call]:
-        text, ahead = TextStream(self._vocab, shown=event.shown), deepcopy(self._answer.parser)
+        text, ahead = TextStream(self._vocab, shown=event.shown), copy(self._answer.parser)
         pieces = ahead.push("".join(map(text.push, event.token_ids)))
         whole = ahead.whole()
         pieces += whole

@@ -173,7 +173,7 @@ def _key(name: str, arguments: str | Mapping[str, Any]) -> Key:
         values = json.loads(arguments) if isinstance(arguments, str) else arguments
         if isinstance(values, Mapping):
             return name, json.dumps(dict(values), sort_keys=True)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         pass
     raise must_be(f"what {name} is called with", arguments, "a JSON object")
 

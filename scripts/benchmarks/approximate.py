@@ -25,6 +25,7 @@ from edgespec.loop.sampling import Float32Array, SamplingParams, Scores, distrib
 from edgespec.loop.text import user_messages
 from edgespec.measure.json_lines import append
 from edgespec.measure.tables import table
+from edgespec.measure.texts import per
 from edgespec.model import Model
 from edgespec.planners.cascade import Allowed, CascadePlanner, Rule, token_v3
 from edgespec.planners.choice import make_planner
@@ -298,10 +299,15 @@ def _line(found: Mapping[str, Answer], exact: Mapping[str, Answer], *, single: b
     lost, won = pairs.count((True, False)), pairs.count((False, True))
     length, usual = _length(found), _length(exact)
     yield from (first.rule, f"{first.alpha:g}", f"{100 * sum(one.right for one in found.values()) / len(found):.1f} %")
-    yield from (f"{lost}, {won}", f"{mcnemar(lost, won):.3f}", f"{length:.2f}", f"{length / usual:.2f}")
-    seconds = sum(one.seconds for one in found.values())
-    yield f"{sum(one.tokens for one in found.values()) / seconds:.2f}" if single and seconds else "–"
+    yield from (f"{lost}, {won}", f"{mcnemar(lost, won):.3f}", f"{length:.2f}", f"{per(length, usual):.2f}")
+    speed = per(_gained(found), sum(one.seconds for one in found.values()))
+    yield f"{speed:.2f}" if single and speed else "–"
 
 
 def _length(found: Mapping[str, Answer]) -> float:
-    return sum(one.tokens for one in found.values()) / sum(one.passes for one in found.values())
+    return per(_gained(found), sum(one.passes for one in found.values()))
+
+
+def _gained(found: Mapping[str, Answer]) -> int:
+    """Tokens that passes gave: the prompt gives the first of each answer."""
+    return sum(one.tokens - 1 for one in found.values())

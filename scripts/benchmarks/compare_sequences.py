@@ -24,6 +24,7 @@ class Written:
     """
     Attributes:
         shapes: row class.
+        options: that the drafted sequences and their batches depend on.
     """
 
     planner: str
@@ -34,6 +35,7 @@ class Written:
     shapes: str
     passes: int
     token_ids: list[int]
+    options: dict[str, Any]
 
     @property
     def key(self) -> tuple[str, str, float, float]:
@@ -74,9 +76,10 @@ def generate_sequences(
 
     Raises:
         EdgespecError: from loading.
-        UsageError: the file is of another kind.
+        UsageError: the file is of another kind, or was made with other options.
     """
-    kept = resume(path, Written)
+    made_with = {"parallel": parallel, **options}
+    kept = resume(path, Written, made_with)
     about = f"{identity(local_path(find_model(target).target))}, {max_tokens} tokens"
     for planner in dict.fromkeys([PLAIN, *planners]):
         there = {text.key for text in kept if text.planner == planner}
@@ -92,7 +95,7 @@ def generate_sequences(
             continue
         at_once = 1 if planner == PLAIN and not plain_batched else parallel
         with load(target, planner=planner, parallel=at_once, say=say, **options) as model:
-            for text in _generate(model, planner, about, wanted, max_tokens, at_once):
+            for text in _generate(model, planner, about, wanted, max_tokens, at_once, made_with):
                 append(path, text)
                 kept.append(text)
                 done()
@@ -100,8 +103,9 @@ def generate_sequences(
 
 
 def _generate(
-    model: Model, planner: str, about: str, wanted: Sequence[tuple[str, SamplingParams]], max_tokens: int, at_once: int
-) -> Iterator[Written]:
+    model: Model, planner: str, about: str, wanted: Sequence[tuple[str, SamplingParams]], max_tokens: int,
+    at_once: int, options: dict[str, Any],
+) -> Iterator[Written]:  # fmt: skip
     shapes = model.target.capabilities.exact
     stopped = Event()
 
@@ -112,7 +116,7 @@ def _generate(
         result = model.generate(user_messages(prompt, model.system), max_tokens=max_tokens, **sampling)
         return Written(
             planner, about, prompt, params.temperature, params.top_p, shapes.name if shapes else "",
-            result.stats.passes, result.token_ids,
+            result.stats.passes, result.token_ids, options,
         )  # fmt: skip
 
     with ThreadPoolExecutor(at_once) as pool:

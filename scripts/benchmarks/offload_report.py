@@ -58,8 +58,8 @@ def _passes(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _texts(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     good, about = _both(results)
     runs = [run for result in good for run in result["runs"]]
-    if not runs:
-        return about
+    if not any(run["passes"] for run in runs):
+        return about | {"failed": [*about["failed"], *(["no answer has two tokens"] if runs else [])]}
     totals = {name: sum(run.get(name, 0.0) for run in runs) for name in TOTALS}
     return about | totals | {
         "tokens_per_second": totals["gained"] / totals["seconds"],

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
+from itertools import pairwise
 from threading import Thread
 from typing import Any
 
@@ -93,3 +94,13 @@ def stream_chat(port: int, body: dict[str, Any]) -> Streamed:
         raise EdgespecError(f"127.0.0.1 port {port} does not answer: {error or type(error).__name__}") from error
     first = words[0] - started if words else 0.0
     return Streamed(text, tokens, first, time.perf_counter() - started, words, unread)
+
+
+def gaps(words: Sequence[float], begin: float, end: float) -> tuple[list[float], list[float]]:
+    """
+    Returns:
+        Seconds between two words: of those that ended before `begin`, and of those that lay at least in part between
+        `begin` and `end`.
+    """
+    pairs = list(pairwise(words))
+    return [b - a for a, b in pairs if b <= begin], [b - a for a, b in pairs if b > begin and a < end]
