@@ -324,6 +324,57 @@ class TestResponses:
         assert answer.status_code == 200
 
 
+class TestContinued:
+    """The assistant's last message begins the answer."""
+
+    BEGUN: ClassVar = [*HELLO["messages"], {"role": "assistant", "content": "hello you"}]
+    GREEDY: ClassVar = {"temperature": 0, "max_tokens": 30}
+
+    @pytest.mark.parametrize("plain", [False, True])
+    def test_the_answer_is_what_the_model_writes_behind_it(self, client, plain):
+        raw = "<s>user\nhello</s>\n<s>assistant\nhello you"
+        raw = client.model.target.vocab.encode(raw, add_bos=False, parse_special=True)
+        completion = self.GREEDY | {"prompt": raw, "edgespec": {"plain": True}}
+        expected = client.post("/v1/completions", json=completion).json()["choices"][0]["text"]
+        messages = self.GREEDY | {"messages": self.BEGUN}
+        body = messages | {"edgespec": {"plain": plain}}
+        chat = client.post("/v1/chat/completions", json=body).json()
+        assert chat["choices"][0]["message"]["content"] == expected
+        assert chat["usage"]["prompt_tokens"] == len(raw)
+        stats = chat["edgespec"]["stats"][0]
+        assert (stats["drafted"] > 0) == (not plain)
+        assert client.model.chat(self.BEGUN, **self.GREEDY).text == expected
+        *chunks, _ = stream(client, "/v1/chat/completions", body)
+        deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta.get("content", "") for delta in deltas) == expected
+        assert client.post("/v1/messages", json=messages).json()["content"] == [{"type": "text", "text": expected}]
+        events = [json.loads(data) for data in stream(client, "/v1/messages", messages)]
+        assert "".join(e["delta"].get("text", "") for e in events if "delta" in e) == expected
+        responses = {"input": self.BEGUN, "temperature": 0, "max_output_tokens": 30}
+        answer = client.post("/v1/responses", json=responses).json()
+        assert answer["output"][0]["content"][0]["text"] == expected
+
+    @pytest.mark.parametrize(
+        ("path", "more", "says"),
+        [
+            ("chat/completions", {"messages": [*BEGUN, BEGUN[1]]}, "only one can be continued"),
+            ("chat/completions", {"response_format": {"type": "json_object"}}, "are for whole answers"),
+            ("chat/completions", {"edgespec": {"regex": "a"}}, "are for whole answers"),
+            (
+                "messages",
+                {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "any"}},
+                "whole answer",
+            ),
+            ("messages", {"messages": [BEGUN[0], {"role": "assistant", "content": "Yes. "}]}, "ends with white space"),
+        ],
+    )
+    def test_what_cannot_be_meant_is_refused_in_one_line(self, client, path, more, says):
+        answer = client.post(f"/v1/{path}", json={"messages": self.BEGUN, **self.GREEDY, **more})
+        assert answer.status_code == 400
+        assert says in answer.json()["error"]["message"]
+        assert "\n" not in answer.json()["error"]["message"]
+
+
 class TestSchemas:
     SCHEMA: ClassVar = {
         "type": "object",

@@ -273,6 +273,38 @@ def test_what_is_thought_is_told_apart(case, data):
     assert pieces(OutputParser(None, THINK, inside=inside), text, data) == expected
 
 
+def test_in_an_answer_that_has_begun_no_thought_begins_and_no_call_without_a_marker():
+    assert pieces(OutputParser(None, THINK, blank=False), " <think>a</think>") == [" <think>a</think>"]
+    call = '{"name": "g", "parameters": {}}'
+    for blank, expected in [(True, [("g", {})]), (False, [call])]:
+        calls = format_of("<|python_tag|>")
+        assert pieces(OutputParser(calls, blank=blank, parameters=TOOLS.parameters), call) == expected
+    assert pieces(ChannelParser(None, "<|channel|>final"), "to=you<|end|>") == ["to=you"]
+
+
+@pytest.mark.parametrize(
+    ("path", "off", "on"),
+    [
+        ("chat/completions", {"reasoning_effort": "none"}, {"reasoning_effort": "high"}),
+        ("messages", {"thinking": {"type": "disabled"}}, {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+    ],
+)
+def test_an_answer_that_has_begun_without_a_thought_is_not_continued_with_one(thinker, path, off, on):
+    body = thinking_body(messages=[*HELLO["messages"], {"role": "assistant", "content": "Yes"}])
+    for more in ({}, off):
+        assert thinker.post(f"/v1/{path}", json=body | more).status_code == 200
+        assert thinker.shown[-1].endswith("Yes")
+    answer = thinker.post(f"/v1/{path}", json=body | on)
+    assert answer.status_code == 400
+    assert "the assistant's last message has no thought" in answer.json()["error"]["message"]
+
+
+def test_an_answer_that_has_begun_with_a_thought_is_continued(thinker):
+    said = {"role": "assistant", "content": "Yes", "reasoning_content": "Hm."}
+    body = thinking_body(messages=[*HELLO["messages"], said], reasoning_effort="high")
+    assert thinker.post("/v1/chat/completions", json=body).status_code == 200
+
+
 def test_markers_that_are_control_tokens_are_shown():
     with served() as client:
         vocab = client.model.target.vocab

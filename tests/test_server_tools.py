@@ -148,11 +148,13 @@ class TestDialects:
 
     def test_a_text_and_the_call_behind_it_are_one_turn(self, client):
         call = {"id": "c1", "type": "function", "function": {"name": "time", "arguments": "{}"}}
-        chat = [*HELLO["messages"], {"role": "assistant", "content": "I look.", "tool_calls": [call]}]
+        said = {"role": "assistant", "content": "I look.", "tool_calls": [call]}
+        chat = [*HELLO["messages"], said, {"role": "tool", "tool_call_id": "c1", "content": "noon"}]
         items = [
             *HELLO["messages"],
             {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
             {"type": "function_call", "call_id": "c1", "name": "time", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "noon"},
         ]
         shown = []
         for path, body in [
@@ -163,6 +165,9 @@ class TestDialects:
             assert client.post(path, json=body).status_code == 200
             shown.append(client.shown[-1])
         assert shown[0] == shown[1]
+        answer = client.post("/v1/chat/completions", json={"messages": chat[:-1], "max_tokens": 2})
+        assert answer.status_code == 400
+        assert "give the tool's result after it" in answer.json()["error"]["message"]
 
     def test_what_cannot_be_called(self, client):
         for more, says in [

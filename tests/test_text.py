@@ -165,6 +165,57 @@ def test_no_system_message_is_dropped_or_refused(template: str, roles: str, expe
     assert [message["content"] for message in messages] == list(map(str, range(len(roles))))
 
 
+STRIPPED = "{% for m in messages %}{{ m.role[0] }}:{{ m.content | trim }};{% endfor %}"
+THOUGHTS = (
+    "{% for m in messages %}{{ m.role[0] }}:{% if m.role == 'assistant' and loop.last %}<think>"
+    "{{ m.reasoning_content or '' }}</think>{% endif %}{{ m.content.split('</think>')[-1] }};{% endfor %}"
+)
+ASKED = "{% if add_generation_prompt %}a:{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "begun", "expected"),
+    [
+        (ALL + LOOP + ASKED, "sua", "So", "s:0;u:1;a:So"),
+        (ALL + LOOP + ASKED, "uaua", "0", "u:0;a:1;u:2;a:0"),  # it is in the text before, too
+        (ALL + LOOP + ASKED, "ua", "", "u:0;a:"),
+        (STRIPPED + ASKED, "ua", "So ", "u:0;a:So "),  # token for token what the caller gave
+        (THOUGHTS + ASKED, "ua", "So", "u:0;a:<think></think>So"),
+        (FIRST + TURNS + STRICT + LOOP + ASKED, "suasa", "So", "S:0;u:1;a:2;u:3;a:So"),
+    ],
+)
+def test_the_last_message_of_the_assistant_begins_its_answer(
+    template: str, roles: str, begun: str, expected: str
+) -> None:
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    messages = [{"role": names[role], "content": str(i)} for i, role in enumerate(roles)]
+    messages[-1]["content"] = begun
+    assert chat_text(ByteVocab(template), messages, answer=True) == expected
+    assert chat_text(ByteVocab(template), messages).endswith(f"{begun.strip()};")  # a conversation alone stays whole
+    assert messages[-1]["content"] == begun
+
+
+SAID = {"role": "assistant", "content": "So"}
+
+
+@pytest.mark.parametrize(
+    ("last", "says"),
+    [
+        ([SAID, SAID], "the last two messages are the assistant's, but only one can be continued: join them"),
+        ([SAID | {"tool_calls": [{"function": {}}]}], "calls a tool: give the tool's result after it"),
+        ([SAID | {"content": ["So"]}], r"is \['So'\], but must be a text"),
+    ],
+)
+def test_what_cannot_be_continued_is_said(last: list[dict[str, object]], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        render_chat(ByteVocab(ALL + LOOP), [{"role": "user", "content": "x"}, *last])
+
+
+def test_a_template_without_the_last_message_is_said() -> None:
+    with pytest.raises(UsageError, match="does not show the assistant's last message: leave it out"):
+        render_chat(ByteVocab("{{ messages[0].content }}"), [{"role": "user", "content": "x"}, SAID])
+
+
 TEMPLATES = sorted(Path(os.environ.get("EDGESPEC_TEMPLATES", "nowhere")).glob("*.jinja"))
 
 
@@ -177,6 +228,13 @@ def test_published_templates_drop_and_refuse_no_system_message(path: Path, roles
     messages = [{"role": names[role], "content": f"message-{i}."} for i, role in enumerate(roles)]
     text = chat_text(ByteVocab(path.read_text("utf-8")), messages, answer=True)
     assert sorted(re.findall(r"message-(\d)\.", text)) == list(map(str, range(len(roles))))
+
+
+@pytest.mark.skipif(not TEMPLATES, reason="EDGESPEC_TEMPLATES is no folder of chat templates")
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_published_templates_let_an_answer_go_on(path: Path) -> None:
+    messages = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is "}]
+    assert chat_text(ByteVocab(path.read_text("utf-8")), messages, answer=True).endswith("It is ")
 
 
 def test_a_template_knows_the_date() -> None:

@@ -12,6 +12,7 @@ from edgespec.loop.backend import Vocab
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "Hi"}
 SYSTEM = ("system", "developer")  # roles
+MARK = "here-the-answer-goes-on"  # behind the content of a message, so that templates strip no white space there
 
 
 class TextStream:
@@ -135,7 +136,8 @@ def render_chat(
 ) -> list[int]:
     """
     Returns:
-        Token ids of a conversation, ready for the assistant's answer; arguments and errors as for `chat_text`.
+        Token ids of a conversation, ready for the assistant's answer, or for the rest of one that the assistant's last
+        message begins; arguments and errors as for `chat_text`.
     """
     text = check_text("a message", chat_text(vocab, messages, answer=True, tools=tools, more=more))
     has_bos = vocab.bos_id is not None and text.startswith(vocab.token_text(vocab.bos_id))
@@ -155,7 +157,7 @@ def chat_text(
     Args:
         vocab: the model's tokenizer.
         messages: such as {"role": "user", "content": "Hi"}.
-        answer: end with the beginning of the assistant's answer.
+        answer: end with the beginning of the assistant's answer. If the last message is the assistant's, it is that.
         tools: functions that the assistant may call, as JSON schemas.
         more: further variables of the template, such as enable_thinking.
 
@@ -163,7 +165,8 @@ def chat_text(
         A conversation as text, by the model's own chat template.
 
     Raises:
-        UsageError: the model has no chat template, `messages` are no messages, or the template refuses them.
+        UsageError: the model has no chat template, `messages` are no messages, the template refuses them, or the last
+            one cannot be continued.
         ModelError: the template is broken.
     """
     if vocab.chat_template is None:
@@ -171,7 +174,31 @@ def chat_text(
     for message in messages:
         if not isinstance(message, Mapping):  # a template would silently show nothing of it
             raise UsageError(f"a message is {message!r}, but must be like {{'role': 'user', 'content': 'Hi'}}")
-    variables = dict(more or {}) | {"add_generation_prompt": answer} | ({"tools": tools} if tools else {})
+    variables = dict(more or {}) | ({"tools": tools} if tools else {})
+    if not (answer and messages and messages[-1].get("role") == "assistant"):
+        return _with_systems(vocab, messages, variables | {"add_generation_prompt": answer})
+    text = _with_systems(vocab, _marked(messages), variables | {"add_generation_prompt": False})
+    begun, shown, _ = text.rpartition(MARK)
+    if not shown:
+        raise UsageError("the model's chat template does not show the assistant's last message: leave it out")
+    return begun
+
+
+def _marked(messages: Sequence[Message]) -> list[Message]:
+    """Mark the end of the assistant's last message, to cut the rendered text there; raises UsageError."""
+    *before, last = messages
+    content = last.get("content") or ""
+    if before and before[-1].get("role") == "assistant":
+        raise UsageError("the last two messages are the assistant's, but only one can be continued: join them")
+    if last.get("tool_calls"):
+        raise UsageError("the assistant's last message calls a tool: give the tool's result after it")
+    if not isinstance(content, str):
+        raise UsageError(f"the content of the assistant's last message is {content!r}, but must be a text")
+    return [*before, {**last, "content": content + MARK}]
+
+
+def _with_systems(vocab: Vocab, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+    """Render, so that each system message is shown."""
     later, without = _with_fewer_systems(messages, 1), _with_fewer_systems(messages, 0)
     if without == messages:
         return _rendered(vocab, messages, variables)

@@ -28,13 +28,14 @@ def comes_in_channels(template: str) -> bool:
 
 
 class ChannelParser:
-    def __init__(self, calls: CallFormat | None = None) -> None:
+    def __init__(self, calls: CallFormat | None = None, header: str | None = None) -> None:
         """
         Args:
             calls: None: nothing may be called, and messages to functions are content.
+            header: of the message in which the answer begins; None: the answer begins with one.
         """
         self._calls = calls is not None
-        self._header: str | None = None
+        self._header = header
         self._held = ""
         self._free = False  # the model has left the format: all is content
 

@@ -53,6 +53,12 @@ class Question:
     def tools(self) -> Tools | None:
         return self.conversation.tools if self.conversation else None
 
+    @property
+    def begun(self) -> Turn | None:
+        """The assistant's turn that ends the conversation: the answer continues it."""
+        last = self.conversation.turns[-1] if self.conversation else None
+        return last if last and last.role == "assistant" else None
+
 
 def role_of(role: Any, roles: Sequence[str], where: str, param: str) -> str:
     if role not in roles:

@@ -4,9 +4,9 @@ from edgespec.loop.backend import Vocab
 from edgespec.loop.grammar import Grammar
 from edgespec.loop.text import render_chat
 from edgespec.server.call_formats import FORMATS, OTHERS, CallFormat
-from edgespec.server.channels import ANALYSIS, FINAL, MARKERS, ChannelParser, comes_in_channels
+from edgespec.server.channels import ANALYSIS, FINAL, MARKERS, MESSAGE, ChannelParser, comes_in_channels
 from edgespec.server.constrained import ThoughtFirst, answer_or_call, call_grammar, control_tokens
-from edgespec.server.conversation import Conversation
+from edgespec.server.conversation import Conversation, Turn
 from edgespec.server.errors import Refused
 from edgespec.server.parse_output import OutputParser, Parser
 from edgespec.server.prompts import template_messages
@@ -63,11 +63,18 @@ class OutputFormat:
         """Control tokens that the parser must see by name."""
         return self._shown_with_calls if tools else self._shown
 
-    def parser(self, tools: Tools | None, inside: bool) -> Parser:
+    def parser(self, tools: Tools | None, inside: bool, begun: Turn | None = None) -> Parser:
+        """
+        Args:
+            tools: that may be called.
+            inside: the prompt has opened a thought.
+            begun: the turn that the answer continues.
+        """
         calls = self.calls if tools else None
         if self._in_channels:
-            return ChannelParser(calls)
-        return OutputParser(calls, self.thinking, inside=inside, parameters=tools.parameters if tools else None)
+            return ChannelParser(calls, FINAL.removesuffix(MESSAGE) if begun else None)
+        parameters, blank = tools.parameters if tools else None, not (begun and begun.text.strip())
+        return OutputParser(calls, self.thinking, inside=inside, blank=blank, parameters=parameters)
 
     def grammar(self, wanted: Grammar | None, tools: Tools | None, inside: bool) -> Grammar | None:
         """The grammar of a whole answer; None: it is free.

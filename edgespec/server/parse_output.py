@@ -35,6 +35,7 @@ class OutputParser:
         thinking: tuple[str, str] | None = None,
         *,
         inside: bool = False,
+        blank: bool = True,
         parameters: Parameters | None = None,
     ) -> None:
         """
@@ -42,13 +43,14 @@ class OutputParser:
             calls: how they are written; None: there are none.
             thinking: markers around a thought; None: there are none.
             inside: the answer begins within a thought.
+            blank: the prompt has no text of the answer.
             parameters: of the request's tools.
         """
         self._calls, self._thinking, self._parameters = calls, thinking, parameters or {}
         self.thinking = inside and thinking is not None
         self._open = ""
         self._held = ""
-        self._blank = True  # a thought, or a call without a marker, may begin
+        self._blank = blank  # a thought, or a call without a marker, may begin
         self._fresh = self.thinking  # after a thought or call, line breaks do not count
 
     def push(self, text: str) -> list[Piece]:

@@ -84,7 +84,8 @@ class Service:
                     min(most, limit - len(ids)), tuple(question.stop), question.log_probs,
                     question.plain, grammar, hint_texts, question.foresee, form.shown(tools),
                 ),
-                form.parser(tools, inside), choice=i, single_call=tools is not None and not tools.parallel,
+                form.parser(tools, inside, question.begun),
+                choice=i, single_call=tools is not None and not tools.parallel,
             )
             for ids, hint_texts in prompts
             for i in range(question.choices)
@@ -99,6 +100,14 @@ class Service:
         if question.max_tokens is not None and question.max_tokens < 1 and question.max_tokens != UNLIMITED:
             says = f"max_tokens is {question.max_tokens}, but must be at least 1, or -1 for no limit"
             raise Refused(400, says, param="max_tokens")
+        if question.conversation and question.begun:
+            if question.grammar or (question.tools and question.tools.required):
+                says = "grammars, JSON and required calls are for whole answers: leave out the assistant's last message"
+                raise Refused(400, says, param="messages")
+            thinks = self.chat_format.thinking and question.conversation.options.get("enable_thinking")
+            if thinks and not question.begun.thought:
+                says = "thinking is on, but the assistant's last message has no thought: leave one of both out"
+                raise Refused(400, says, param="messages")
         TextStream(self.model.target.vocab, question.stop)
 
     def _read(self, question: Question) -> list[tuple[list[int], HintTexts | None]]:

@@ -67,6 +67,9 @@ def conversation_of(body: CountBody) -> Conversation:
         turns += turns_of(role, message.get("content"), f"messages.{i}.content")
     if not body.messages:
         raise Refused(400, "messages is empty: give at least one", param="messages")
+    if turns[-1].role == "assistant" and turns[-1].text[-1:].isspace():
+        says = "the assistant's last message ends with white space: remove it, and the answer continues the rest"
+        raise Refused(400, says, param="messages")
     wanted = (body.thinking or {}).get("type")
     return Conversation(turns, tools_of(body), {"enable_thinking": wanted != "disabled"} if wanted else {})
 
