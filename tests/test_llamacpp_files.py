@@ -55,6 +55,12 @@ def test_a_head_is_not_loaded_where_llama_cpp_skips_it(arch, sizes, tmp_path) ->
     assert [tensor.size for tensor in loaded_tensors(str(tmp_path / "model.gguf"))] == sizes
 
 
+def test_a_name_of_no_parts_is_a_name_like_others(smollm2, tmp_path) -> None:
+    path = tmp_path / "a-00001-of-00000.gguf"
+    path.symlink_to(smollm2)
+    assert loaded_tensors(str(path)) == loaded_tensors(str(smollm2))
+
+
 def _make_context(path: str) -> None:
     rehearse(path, [ContextSize(64, 8, 1, 64)], 1 << 40)
 

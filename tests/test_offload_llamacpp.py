@@ -471,6 +471,31 @@ def test_ctrl_c_while_a_pass_computes(
     assert "ignored" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_what_ends_the_program_ends_a_pass(
+    name: str, streamed: LlamaBackend, capfd: pytest.CaptureFixture[str]
+) -> None:
+    number = getattr(signal, name)
+
+    def end(number: int, frame: Any) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(number, end)
+    try:
+        for delay in (0.05, 0.1):
+            session = streamed.open()
+            timer = threading.Timer(delay, os.kill, (os.getpid(), number))
+            timer.start()
+            with pytest.raises(SystemExit):
+                prefill(streamed, session, list(range(5, 205)))
+            timer.join()
+            assert signal.getsignal(number) is end
+            session.close()
+    finally:
+        signal.signal(number, before)
+    assert "ignored" not in capfd.readouterr().err
+
+
 def test_a_pass_on_another_thread(tiny: Path, tiny_resident: LlamaBackend) -> None:
     """Signals are the main thread's affair; a server computes elsewhere."""
     backend, rows = load_streamed(tiny), list[np.ndarray]()

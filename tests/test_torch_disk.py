@@ -4,6 +4,7 @@ import json
 import os
 import queue
 import random
+import re
 import sys
 import threading
 import time
@@ -404,6 +405,12 @@ def test_what_is_said_about_it(llama, tiers):
     (note,) = tiers(llama, 2, 3).notes
     assert note.startswith("8 of 10 layers are streamed: ")
     assert " of it from disk: about " in note
+
+
+def test_a_slow_disk_is_said_in_plain_numbers(llama, tiers, monkeypatch):
+    monkeypatch.setattr(backend_module, "disk_speed", lambda path: 1e3)
+    (note,) = tiers(llama, 2, 3).notes
+    assert re.search(r"from disk: about \d{3,} s at 0\.0000010 GB/s$", note)
 
 
 def test_closing_leaves_nothing(llama, tiers):

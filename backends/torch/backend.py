@@ -36,7 +36,7 @@ from edgespec.machine.disk import disk_speed
 from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.models.safetensors_header import read_safetensors_header
-from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, choose_width
+from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, choose_width, two_digits
 from edgespec.weights.ring import CANNOT_STREAM, can_stream
 
 from ..common.heads import head_size
@@ -645,8 +645,8 @@ def streaming_notes(streamer: Streamer, layers: int) -> list[str]:
     sources = streamer.feeder.sources if streamer.feeder else []
     if sources:
         from_disk, speed = sum(source.size for source in sources), disk_speed(sources[0].path)
-        seconds = from_disk / speed
-        note += f", {format_size(from_disk)} of it from disk: about {seconds:.2g} s at {speed / 1e9:.2g} GB/s"
+        seconds = two_digits(from_disk / speed)
+        note += f", {format_size(from_disk)} of it from disk: about {seconds} s at {two_digits(speed / 1e9)} GB/s"
     if not needs_pinning(streamer.device) or streamer.pinned:
         return [note]
     return [note, "CUDA refuses to pin all host memory of the streamed layers, so their copies to the GPU are slower"]

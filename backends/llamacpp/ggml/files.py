@@ -5,7 +5,6 @@ llama-cpp-python binds the functions of libllama; `ggml_base` binds a few of lib
 
 import ctypes
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import MissingPackage, ModelError
-from edgespec.models.gguf_header import own_values
+from edgespec.models.gguf_header import own_values, part_names
 from edgespec.models.gguf_model import check_magic
 from edgespec.models.heads import head_layers
 from edgespec.weights.plan import Tensor, count_layers, layer_of
@@ -156,8 +155,9 @@ def metadata(model: Any, key: str) -> bytes:
 
 
 def parts(path: str) -> list[str]:
-    match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path)
-    return [f"{match[1]}-{i + 1:05}-of-{match[2]}.gguf" for i in range(int(match[2]))] if match else [path]
+    """Files of a model that llama.cpp loads by this one: all parts by the first one."""
+    found = part_names(path)
+    return found if found[0] == path else [path]
 
 
 def file_size(path: str) -> int:

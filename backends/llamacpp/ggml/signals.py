@@ -4,6 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+# The last one's handler raises, so it comes after the others; Windows has no SIGHUP, which a closed terminal sends.
+DEFERRED = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGINT") if hasattr(signal, name)]
+
 
 class Signals:
     def __init__(self) -> None:
@@ -13,14 +16,14 @@ class Signals:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Defer SIGINT and SIGTERM until `obey` or the end of the `with`.
+        """Defer `DEFERRED` until `obey` or the end of the `with`.
 
         A handler's exception would be lost in a callback of llama.cpp, and would part calls that belong together.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        found = {number: signal.getsignal(number) for number in DEFERRED}
         self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
         try:
             for number in self._handlers:
@@ -42,8 +45,9 @@ class Signals:
         """
         held = dict(self._came)
         self._came.clear()
-        for number in sorted(held, reverse=True):  # SIGTERM before SIGINT, whose handler raises
-            self._handlers[number](number, held[number])
+        for number in DEFERRED:
+            if number in held:
+                self._handlers[number](number, held[number])
 
     def stop(self) -> bool:
         """As `obey`, in a callback: True if a handler has raised, which the end of the `with` does again."""

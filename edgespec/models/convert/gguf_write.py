@@ -225,17 +225,18 @@ def quantise(
 def _matrix(source: Path, asked: str, partial: Path, report: Progress) -> tuple[str, str]:
     if asked != "auto" and is_gguf(asked):
         return asked, Path(asked).name
-    text, out = partial.with_name(f"{partial.name}.txt"), partial.with_name(f"{partial.name}.imatrix")
+    own_text, out = partial.with_name(f"{partial.name}.txt"), partial.with_name(f"{partial.name}.imatrix")
+    text = own_text if asked == "auto" else Path(asked)
     if asked == "auto":
         text.write_text(calibration_text(str(source)), encoding="utf-8")
         origin = "computed from Python's documentation and library"
     else:
         try:
-            text.write_text(Path(asked).read_text("utf-8"), encoding="utf-8")
+            text.read_text("utf-8")
         except UnicodeDecodeError as error:
             raise UsageError(f"{asked}: is neither an importance matrix in a GGUF nor UTF-8 text") from error
-        origin = f"computed from {Path(asked).name}"
-    job = {"source": str(source), "out": str(out), "text": str(text), "remove": [str(text)], "chunks": CHUNKS}
+        origin = f"computed from {text.name}"
+    job = {"source": str(source), "out": str(out), "text": str(text), "remove": [str(own_text)], "chunks": CHUNKS}
     _child("imatrix", job, lambda line: report("importance matrix", line["done"], line["total"]))
     return str(out), origin
 
