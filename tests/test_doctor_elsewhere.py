@@ -135,6 +135,15 @@ def test_a_card_that_must_copy_is_predicted_for_pytorch_too() -> None:
     assert len(on("qwen3-8b", "rtx4090-64").found) == 1  # all of it is on the card
 
 
+@pytest.mark.parametrize("machine", ["macbook-24", "rtx4090-64"])
+def test_a_context_as_trained_takes_its_memory_on_every_engine(machine: str) -> None:
+    called, described = find_machine(machine)
+    trained, stated = (predict("llama-3.3-70b", described, called, context_length=n).found for n in (0, 131072))
+    assert len(trained) == 2
+    for one, two in zip(trained, stated, strict=True):
+        assert (one.stays, one.copied, bool(one.cannot_run)) == (two.stays, two.copied, bool(two.cannot_run))
+
+
 def test_two_cards_hold_more_layers_than_one(written: Callable[..., str]) -> None:
     """What lies on which is said, and a slow card takes its time for its own layers only."""
     (card,) = next(one for one in ENTRIES if one["name"] == "rtx3060-32")["gpus"]

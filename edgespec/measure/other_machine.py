@@ -274,10 +274,10 @@ class Weights:
         return Part(*sums)
 
     def cells(self, context_length: int) -> int:
-        """Bytes of keys and values of a context in 16 bits."""
+        """Bytes of keys and values in 16 bits: of a context, 0 = as trained, and of a prompt's pass."""
         names = (".attn_k.weight", ".attn_v.weight")
         rows = sum(self.numbers(tensor) for tensor in self.tensors if tensor.name.endswith(names))
-        length = context_length or int(self.values.get("context_length", 0))
+        length = (context_length or int(self.values.get("context_length", 0))) + ROWS
         return int(2 * rows / int(self.values["embedding_length"]) * length)
 
     def used(self, nodes: int) -> float:
@@ -417,7 +417,7 @@ def _mlx(model: Weights, small: Sequence[Weights], options: LoadOptions, machine
         return made
     tensors = [replace(tensor, size=int(model.numbers(tensor) * FOUR_BITS)) for tensor in model.tensors]
     drafts = sum(sum(one.numbers(tensor) for tensor in one.tensors) * FOUR_BITS for one in small)
-    cells = sum(one.cells(options.context_length + ROWS) for one in (model, *small))
+    cells = sum(one.cells(options.context_length) for one in (model, *small))
     needed = int(MARGIN + drafts + cells + gpu_limit(machine.gpus) // CACHE_SHARE)
     try:
         plan = make_plan(tensors, int(free_memory(machine) * (1 - SAFETY)), needed, page=1, whole=True)
@@ -440,12 +440,12 @@ def _torch(model: Weights, small: Sequence[Weights], options: LoadOptions, machi
     inside = [tensor for tensor in model.tensors if layer_of(tensor) >= 0]
     outside = sum(2 * model.numbers(tensor) for tensor in model.tensors if layer_of(tensor) < 0)
     drafts = sum(2 * sum(map(one.numbers, one.tensors)) for one in small)
-    cells = sum(one.cells(options.context_length + ROWS) for one in (model, *small))
+    cells = sum(one.cells(options.context_length) for one in (model, *small))
     layers = model.part(inside, FOUR_BITS).size
     layer = layers / model.layers
     memory, fixed = int(gpu.free * (1 - SAFETY)), int(WORKSPACE + outside + drafts + cells)
     rooms = [int(one.free * (1 - SAFETY)) - WORKSPACE for one in others]
-    caches = [model.cells(options.context_length + ROWS) // model.layers] * model.layers
+    caches = [model.cells(options.context_length) // model.layers] * model.layers
     counts = layers_by_device([int(layer)] * model.layers, memory, fixed, rooms, caches)
     first, shares = counts[0], [(count, one.name) for count, one in zip(counts, [gpu, *others], strict=True)]
     room = memory - fixed + sum(caches[first:])
