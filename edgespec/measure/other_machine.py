@@ -33,7 +33,7 @@ from edgespec.measure.doctor import (
     tokens_per_second,
 )
 from edgespec.models.fit import Fit
-from edgespec.models.gguf_header import OF_STATES, own_values
+from edgespec.models.gguf_header import OF_STATES, own_values, whole_number
 from edgespec.models.heads import is_head
 from edgespec.models.registry import OWN, Entry, find_model, is_folder, local_path
 from edgespec.models.shapes import BLOCKS, file_of
@@ -58,6 +58,7 @@ FOUR_BITS = 4.5 / 8  # bytes of a weight with 4 bits in groups of 64, and scales
 WORKSPACE = 1 << 29  # bytes of a card's memory for libraries, as in the engine for PyTorch
 ROWS = 512  # tokens of a prompt in a pass
 ROWS_TIMED = 64
+MOST_EXPERTS = 512  # LLAMA_MAX_EXPERTS of llama-hparams.h
 FASTER = 1.1  # speed-up from which on another engine is offered
 COMPUTED = "computed, not measured"
 
@@ -248,11 +249,14 @@ class Weights:
         files = import_module("edgespec.backends.llamacpp.ggml.files")
         self.tensors: list[Tensor] = files.loaded_tensors(path)
         self.values = own_values(path)
+        if not self.tensors:
+            raise ModelError(f"{path}: has no tensors")
         self.layers = 1 + max(map(layer_of, self.tensors))
         self.size = sum(tensor.size for tensor in self.tensors)
         # Of others a token needs one row.
         self.read = {tensor.name for place, tensor in places(self.tensors, self.layers) if place >= 0}
-        count, used = (int(self.values.get(f"expert_{name}", 0)) for name in ("count", "used_count"))
+        count = whole_number(path, self.values, "expert_count", 0, MOST_EXPERTS)
+        used = whole_number(path, self.values, "expert_used_count", 0, count)
         self.experts = (count, used) if count else None
 
     def numbers(self, tensor: Tensor) -> float:
