@@ -71,6 +71,24 @@ def test_what_is_here_needs_no_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert (found.target, found.missing, found.verdict) == (100, 0, "stays in memory")
 
 
+def test_a_date_in_models_yaml_is_text_in_json(run: Run, tmp_path: Path) -> None:
+    """YAML reads a date without quotes as one."""
+    own = tmp_path / "models.yaml"
+    own.write_text("models: [{name: mine, target: 'hf:o/r/a.gguf', measured: [{date: 2026-01-31}]}]")
+    for arguments in ([], ["mine"]):
+        status, out, _ = run("models", *arguments, "--models", str(own), "--json")
+        found = json.loads(out)
+        assert (found[0] if isinstance(found, list) else found)["measured"] == [{"date": "2026-01-31"}]
+        assert status == 0
+
+
+@pytest.mark.parametrize("option", [["--fit"], ["--memory", "16G"], ["--machine", "macbook-24"]])
+def test_one_models_settings_are_those_of_every_machine(run: Run, option: list[str]) -> None:
+    status, out, err = run("models", "smollm2-135m", *option)
+    assert (status, out) == (2, "")
+    assert f"{option[0]} goes without MODEL" in err
+
+
 def test_models_sorted_by_how_they_fit(run: Run) -> None:
     status, out, _ = run("models", "--fit", "--memory", "24G", "--json")
     assert status == 0

@@ -79,6 +79,21 @@ def test_a_long_last_answer_stays_if_it_fits() -> None:
         assert third == model.chat(asked, max_tokens=9, seed=3, temperature=0.9).text
 
 
+def test_a_long_conversation_that_is_taken_up_again_is_tokenised_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    roles, counted = ("user", "assistant"), list[int]()
+    with tiny_model(400) as model:
+        known = [{"role": roles[i % 2], "content": f"message {i}"} for i in range(400)]
+        conversation = Conversation(model, {"max_tokens": 3}, [{"role": "system", "content": "be good"}, *known])
+        encode = model.encode
+        monkeypatch.setattr(model, "encode", lambda prompt: counted.append(len(prompt)) or encode(prompt))
+        conversation.ask("and now?")
+        sent = counted[-1]
+        asked = [*conversation.messages[:1], *conversation.messages[-sent:-1]]
+        assert len(asked) == sent
+        assert len(encode(asked)) <= 200 < len(encode([asked[0], *conversation.messages[-sent - 2 : -1]]))  # half
+        assert sum(counted) < 1500, "tokenised the whole for every pair of messages"
+
+
 def test_a_message_beyond_the_context_changes_nothing() -> None:
     with tiny_model(300) as model:
         conversation = conversation_with(model, max_tokens=20)

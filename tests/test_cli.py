@@ -443,6 +443,20 @@ def test_bench_compares_planners_and_finds_nothing_wrong(run: Run, smollm2_tiny:
     assert "acceptance length" in run(*arguments)[1]
 
 
+def test_bench_counts_seeds_on_beyond_the_largest(run: Run, smollm2_tiny: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    arguments = ["bench", str(prompts), "--planners", "none", *ANY_PASSES]
+    status, _, err = run(*arguments, "--model", str(smollm2_tiny), "-n", "2", "--seed", str(2**64 - 1))
+    assert status == 0, err
+    refused(run, *arguments, "--model", "nothing.gguf", "-n", "0", code=2, says="max_tokens is 0")
+
+
+@pytest.mark.parametrize("option", ["--json-schema", "--grammar", "--resume"])
+def test_an_empty_name_of_a_file_is_refused(run: Run, option: str) -> None:
+    refused(run, "run", "nothing.gguf", "hi", option, "", code=2, says=f"{option} is empty")
+
+
 def test_bench_refuses_a_prompt_without_room_before_it_measures(
     run: Run, smollm2_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner, Result
 
 from edgespec.cli.commands import cli
-from edgespec.errors import UsageError
+from edgespec.errors import ModelError, UsageError
 from edgespec.machine.described import BUILT_IN, describe, find_machine
 from edgespec.machine.this_machine import Machine, this_machine
 from edgespec.weights.plan import two_digits
@@ -133,6 +134,15 @@ def test_a_card_that_must_copy_is_predicted_for_pytorch_too() -> None:
     assert other.passes[0].seconds >= other.copied / 25e9
     assert "torch" in faster([first, other])
     assert len(on("qwen3-8b", "rtx4090-64").found) == 1  # all of it is on the card
+
+
+@pytest.mark.parametrize("machine", ["macbook-24", "rtx4090-64"])
+def test_a_context_as_trained_takes_its_memory_on_every_engine(machine: str) -> None:
+    called, described = find_machine(machine)
+    trained, stated = (predict("llama-3.3-70b", described, called, context_length=n).found for n in (0, 131072))
+    assert len(trained) == 2
+    for one, two in zip(trained, stated, strict=True):
+        assert (one.stays, one.copied, bool(one.cannot_run)) == (two.stays, two.copied, bool(two.cannot_run))
 
 
 def test_two_cards_hold_more_layers_than_one(written: Callable[..., str]) -> None:
@@ -302,6 +312,8 @@ def test_a_file_of_another_form(tmp_path: Path, text: str, line: str) -> None:
 def test_options_that_do_not_go_together() -> None:
     with pytest.raises(UsageError, match="did you mean macbook-24"):
         find_machine("macbok-24")
+    with pytest.raises(UsageError, match=r"studio-64 \(or a file of"):
+        find_machine("zzz")
     for arguments in (["doctor", "--backend", "mlx"], ["doctor", "--exact", "wide"], ["models", "--memory", "16G"]):
         found = asked(*arguments, "--machine", "macbook-24")
         assert isinstance(found.exception, UsageError)
@@ -311,6 +323,24 @@ def test_a_name_without_shape_or_file_is_one_line(tmp_path: Path) -> None:
     found = asked("doctor", "hf:some/repository/x.gguf", "--machine", "macbook-24")
     assert "models.yaml has no shape of it" in str(found.exception)
     assert "\n" not in str(found.exception)
+
+
+@pytest.mark.parametrize(
+    ("experts", "says"), [(None, "has no tensors"), ("many", "expert_count is 'many'"), (4, "expert_used_count is 9")]
+)
+def test_a_damaged_file_is_one_line(tmp_path: Path, experts: str | int | None, says: str) -> None:
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    if experts is not None:
+        writer.add_key_value("llama.expert_count", experts, gguf.GGUFValueType.get_type(experts))
+        writer.add_uint32("llama.expert_used_count", 9)
+        writer.add_tensor("output_norm.weight", np.ones(8, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=says):
+        on(str(tmp_path / "x.gguf"), "laptop-32")
 
 
 def test_names_that_the_documentation_uses_exist() -> None:

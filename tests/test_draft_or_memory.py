@@ -250,6 +250,14 @@ def test_a_wrong_prediction_does_not_survive_the_first_run(start: Start, tmp_pat
     assert machine.loads == [drafted, not drafted]
 
 
+def test_a_file_that_is_gone_at_the_end_of_a_run_is_no_error(start: Start, tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 0.56, 0.0)
+    _, learn = start(machine, (8.0, 12.0))
+    Path(machine.paths[0]).unlink()
+    learn(run(1 / 3.0))
+    assert remembered.everything()[0]["value"] == [0.0, pytest.approx(3.0)]
+
+
 def test_a_measurement_that_a_later_run_contradicts_is_forgotten(start: Start, tmp_path: Path) -> None:
     machine = Machine(tmp_path, 0.56, 0.0)
     start(machine, (8.0, 7.0), (9.0, 10.0))

@@ -443,6 +443,7 @@ def test_how_often_two_models_agree(run: Run, smollm2_tiny: Path, monkeypatch: p
         (["a.gguf", "--quick"], 2, "--quick compares two models"),
         (["a.gguf", "b.gguf", "--quick", "--write", "mine"], 2, "--quick measures no speed: it goes without --write"),
         (["a.gguf", "b.gguf", "--find"], 2, "--find tries all drafts there are"),
+        (["a.gguf", "--find", "--png", "x.png"], 2, "it goes without DRAFT, --quick, --write and --png"),
         (["a.gguf", "b.gguf"], 1, "b.gguf: there is no such file"),
     ],
 )
@@ -462,6 +463,14 @@ def test_a_pair_without_a_draft(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPa
     )  # fmt: skip
     assert [row.planner for row in found.rows] == ["none", "sssd"]
     assert any("these figures are rough" in note for note in found.notes) == busy
+
+
+def test_answers_of_one_token_are_no_measurement(smollm2_tiny: Path) -> None:
+    with pytest.raises(EdgespecError, match="all answers to chat have one token"):
+        measure_pair(
+            Entry(name="a", target=f"file:{smollm2_tiny}"), None, questions(["chat"], 1), max_tokens=1, budget=2,
+            context_length=512,
+        )  # fmt: skip
 
 
 def test_plain_decoding_is_measured_without_the_draft(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

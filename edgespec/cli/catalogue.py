@@ -63,6 +63,9 @@ def models(
         list_installed(as_json)
         return
     if model:
+        for name, given in (("--fit", by_fit), ("--memory", memory), ("--machine", machine)):
+            if given:
+                raise UsageError(f"{name} goes without MODEL: edgespec doctor {model} predicts how one model runs")
         card = model_card(find_model(model, models_file))
         click.echo(json.dumps(card, ensure_ascii=False) if as_json else card_text(card))
         return
@@ -78,7 +81,7 @@ def models(
         facts = ("missing", "streamed", "verdict", "tokens_per_second")
         sizes = [{"bytes": {"target": one.target, "draft": one.draft}} for one in fits]
         rows = [{name: getattr(one, name) for name in facts} | size for one, size in zip(fits, sizes, strict=True)]
-        click.echo(json.dumps([one.entry.model_dump() | row for one, row in zip(fits, rows, strict=True)]))
+        click.echo(json.dumps([one.entry.model_dump(mode="json") | row for one, row in zip(fits, rows, strict=True)]))
         return
     for one in fits:
         entry = one.entry

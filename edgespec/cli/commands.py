@@ -176,6 +176,9 @@ def run(
     check_max_tokens(most)
     if "" in stop:
         raise UsageError("--stop is empty: give at least one character")
+    for name, value in (("--json-schema", json_schema), ("--grammar", grammar), ("--resume", resume)):
+        if value == "":
+            raise UsageError(f"{name} is empty: give the name of a file")
     form = read_grammar(json_schema, grammar)
     if resume and (options["targets"] or options["cluster"]):
         raise UsageError("--resume does not go with --targets and --cluster: each copy has a session of its own")

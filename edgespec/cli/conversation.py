@@ -1,4 +1,5 @@
 import os
+from bisect import bisect_left
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -173,17 +174,21 @@ class Conversation:
         Then the next turns only add to the prompt, and nothing is prefilled twice. The last answer stays if it fits.
         """
         limit = self.model.target.capabilities.context_length
-        first = len(self.system)
-        left_out = self._left_out
+        first, left_out = len(self.system), self._left_out
+        turns = len(asked) - first
 
-        def length() -> int:
+        def length(left_out: int) -> int:
             return len(self.model.encode([*asked[:first], *asked[first + left_out :]]))
 
+        def is_short(left_out: int) -> bool:
+            sent = turns - left_out
+            return sent <= 2 or length(left_out) <= (most if sent == 3 else limit // 2)
+
         most = limit * 3 // 4
-        if length() > most:
-            while (sent := len(asked) - first - left_out) > 1 and length() > (most if sent == 3 else limit // 2):
-                left_out += 2  # a question and its answer
-            check_room(self.model.target, length())
+        if length(left_out) > most:
+            steps = range(left_out, turns, 2)  # a question and its answer
+            left_out = steps[bisect_left(steps, True, key=is_short)]
+            check_room(self.model.target, length(left_out))
             if left_out > self._left_out and not self._said:
                 self._said = True
                 note = f"the context is full (--ctx {limit}): from here on the oldest messages are left out"

@@ -41,7 +41,7 @@ def model_card(entry: Entry) -> dict[str, Any]:
     given = entry.defaults.model_dump(exclude_none=True)
     sources = [(PROGRAM, program), (OWN, own), (FILE, given)]  # later ones override
     settings = {name: {"value": value, "from": origin} for origin, said in sources for name, value in said.items()}
-    return {**entry.model_dump(exclude={"defaults"}), "settings": settings, "notes": notes}
+    return {**entry.model_dump(mode="json", exclude={"defaults"}), "settings": settings, "notes": notes}
 
 
 def card_text(card: dict[str, Any]) -> str:

@@ -33,7 +33,7 @@ Examples:
 @click.option("--png", metavar="FILE", help="Draw tokens per pass and tokens/s by budget.")
 @click.option("--write", metavar="NAME", help="Add the pair with its figures to your own models.yaml.")
 @MODELS_OPTION
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; with --find one a line for each draft.")
 def pair(
     target: str, draft: str | None, find: bool, quick: bool, count: int, max_tokens: int, budget: int,
     context_length: int, png: str | None, write: str | None, as_json: bool, **options: Any,
@@ -47,16 +47,16 @@ def pair(
     from edgespec.measure.pair import agreement, drafts_here, expected_tokens, measure_pair
     from edgespec.measure.recording import questions
 
-    if png:
-        report.check_picture(png)
     asked = questions([task.strip() for task in options.pop("tasks").split(",")], count)
     for name, value in (("max tokens", max_tokens), ("budget", budget)):
         if value < 1:
             raise UsageError(f"{name} is {value}, but must be at least 1")
-    if find and (draft or quick or write):
-        raise UsageError("--find tries all drafts there are: it goes without DRAFT, --quick and --write")
+    if find and (draft or quick or write or png):
+        raise UsageError("--find tries all drafts there are: it goes without DRAFT, --quick, --write and --png")
     if quick and (write or png):
         raise UsageError("--quick measures no speed: it goes without --write and --png")
+    if png:
+        report.check_picture(png)
     own = report.check_writable(write) if write else None
     entry = find_model(target, options["models_file"])
     draft = None if find else draft or entry.draft

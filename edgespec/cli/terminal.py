@@ -91,7 +91,7 @@ def write_answer(
 
 
 def last_lines(result: GenerationResult, max_tokens: int) -> str:
-    """WordWrap after an answer: the cut, if there was one, and its figures."""
+    """Lines after an answer: where it was cut, if it was, and its figures."""
     if result.finish_reason != "length":
         return result.stats.summary()
     limit = f" at {max_tokens} tokens (-n)" if result.stats.tokens == max_tokens else ": the context is full (--ctx)"

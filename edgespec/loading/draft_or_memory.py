@@ -60,32 +60,27 @@ class Ways:
     Attributes:
         pair, target: plans with the draft and without it.
         missing: bytes that each pass reads more with the draft.
+        about: key of what is remembered; made before the run, as files may be replaced or deleted in it.
     """
 
     pair: PairPlan
     target: PairPlan
     missing: int
+    about: dict[str, Any]
 
     @property
     def fits(self) -> bool:
         """Without the draft nothing is read."""
         return _read(self.target) == 0
 
-    def about(self) -> dict[str, Any]:
-        target, draft = self.pair.paths
-        return {
-            "kind": "draft or memory", "machine": machine(), "target": identity(target), "draft": identity(draft),
-            "missing": str(self.missing // GRAIN), "exact": str(self.pair.options.exact),
-        }  # fmt: skip
-
     def measured(self) -> Speeds:
         """Remembered speeds."""
-        known = recall(self.about())
+        known = recall(self.about)
         whole = isinstance(known, list) and len(known) == 2 and all(type(one) in (int, float) for one in known)
         return Speeds(*known) if whole and all(0 <= one < inf for one in known) else Speeds()
 
     def keep(self, speeds: Speeds) -> None:
-        keep(self.about(), [speeds.drafted, speeds.plain])
+        keep(self.about, [speeds.drafted, speeds.plain])
 
     def speeds(self, *, remember: bool, say: Callable[[str], None], disk: float = 0.0) -> Speeds:
         """Remembered speeds, else predicted ones.
@@ -123,7 +118,13 @@ def ways_of(pair: PairPlan, target: Callable[[], PairPlan]) -> Ways | None:
         return None
     other = target()
     missing = _read(pair) - _read(other)
-    return Ways(pair, other, missing) if missing > 0 else None
+    if missing <= 0:
+        return None
+    about = {
+        "kind": "draft or memory", "machine": machine(), "target": identity(pair.paths[0]),
+        "draft": identity(pair.paths[1]), "missing": str(missing // GRAIN), "exact": str(pair.options.exact),
+    }  # fmt: skip
+    return Ways(pair, other, missing, about)
 
 
 def _read(pair: PairPlan) -> int:

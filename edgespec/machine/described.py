@@ -42,7 +42,7 @@ def find_machine(name: str) -> tuple[str, Machine]:
         return _called(known[name]), _machine(known[name], f"{name} of machines.yaml")
     if not Path(name).is_file():
         hint = no_such("machine", name, sorted(known))
-        raise UsageError(f"{hint} A file of `edgespec doctor --describe` is one, too.")
+        raise UsageError(f"{hint} (or a file of `edgespec doctor --describe`)")
     found = _entries(Path(name))
     if len(found) != 1:
         raise UsageError(f"{name}: has {len(found)} machines, but must have one")

@@ -33,7 +33,7 @@ from edgespec.measure.doctor import (
     tokens_per_second,
 )
 from edgespec.models.fit import Fit
-from edgespec.models.gguf_header import OF_STATES, own_values
+from edgespec.models.gguf_header import OF_STATES, own_values, whole_number
 from edgespec.models.heads import is_head
 from edgespec.models.registry import OWN, Entry, find_model, is_folder, local_path
 from edgespec.models.shapes import BLOCKS, file_of
@@ -58,6 +58,7 @@ FOUR_BITS = 4.5 / 8  # bytes of a weight with 4 bits in groups of 64, and scales
 WORKSPACE = 1 << 29  # bytes of a card's memory for libraries, as in the engine for PyTorch
 ROWS = 512  # tokens of a prompt in a pass
 ROWS_TIMED = 64
+MOST_EXPERTS = 512  # LLAMA_MAX_EXPERTS of llama-hparams.h
 FASTER = 1.1  # speed-up from which on another engine is offered
 COMPUTED = "computed, not measured"
 
@@ -248,11 +249,14 @@ class Weights:
         files = import_module("edgespec.backends.llamacpp.ggml.files")
         self.tensors: list[Tensor] = files.loaded_tensors(path)
         self.values = own_values(path)
+        if not self.tensors:
+            raise ModelError(f"{path}: has no tensors")
         self.layers = 1 + max(map(layer_of, self.tensors))
         self.size = sum(tensor.size for tensor in self.tensors)
         # Of others a token needs one row.
         self.read = {tensor.name for place, tensor in places(self.tensors, self.layers) if place >= 0}
-        count, used = (int(self.values.get(f"expert_{name}", 0)) for name in ("count", "used_count"))
+        count = whole_number(path, self.values, "expert_count", 0, MOST_EXPERTS)
+        used = whole_number(path, self.values, "expert_used_count", 0, count)
         self.experts = (count, used) if count else None
 
     def numbers(self, tensor: Tensor) -> float:
@@ -274,10 +278,10 @@ class Weights:
         return Part(*sums)
 
     def cells(self, context_length: int) -> int:
-        """Bytes of keys and values of a context in 16 bits."""
+        """Bytes of keys and values in 16 bits: of a context, 0 = as trained, and of a prompt's pass."""
         names = (".attn_k.weight", ".attn_v.weight")
         rows = sum(self.numbers(tensor) for tensor in self.tensors if tensor.name.endswith(names))
-        length = context_length or int(self.values.get("context_length", 0))
+        length = (context_length or int(self.values.get("context_length", 0))) + ROWS
         return int(2 * rows / int(self.values["embedding_length"]) * length)
 
     def used(self, nodes: int) -> float:
@@ -417,7 +421,7 @@ def _mlx(model: Weights, small: Sequence[Weights], options: LoadOptions, machine
         return made
     tensors = [replace(tensor, size=int(model.numbers(tensor) * FOUR_BITS)) for tensor in model.tensors]
     drafts = sum(sum(one.numbers(tensor) for tensor in one.tensors) * FOUR_BITS for one in small)
-    cells = sum(one.cells(options.context_length + ROWS) for one in (model, *small))
+    cells = sum(one.cells(options.context_length) for one in (model, *small))
     needed = int(MARGIN + drafts + cells + gpu_limit(machine.gpus) // CACHE_SHARE)
     try:
         plan = make_plan(tensors, int(free_memory(machine) * (1 - SAFETY)), needed, page=1, whole=True)
@@ -440,12 +444,12 @@ def _torch(model: Weights, small: Sequence[Weights], options: LoadOptions, machi
     inside = [tensor for tensor in model.tensors if layer_of(tensor) >= 0]
     outside = sum(2 * model.numbers(tensor) for tensor in model.tensors if layer_of(tensor) < 0)
     drafts = sum(2 * sum(map(one.numbers, one.tensors)) for one in small)
-    cells = sum(one.cells(options.context_length + ROWS) for one in (model, *small))
+    cells = sum(one.cells(options.context_length) for one in (model, *small))
     layers = model.part(inside, FOUR_BITS).size
     layer = layers / model.layers
     memory, fixed = int(gpu.free * (1 - SAFETY)), int(WORKSPACE + outside + drafts + cells)
     rooms = [int(one.free * (1 - SAFETY)) - WORKSPACE for one in others]
-    caches = [model.cells(options.context_length + ROWS) // model.layers] * model.layers
+    caches = [model.cells(options.context_length) // model.layers] * model.layers
     counts = layers_by_device([int(layer)] * model.layers, memory, fixed, rooms, caches)
     first, shares = counts[0], [(count, one.name) for count, one in zip(counts, [gpu, *others], strict=True)]
     room = memory - fixed + sum(caches[first:])

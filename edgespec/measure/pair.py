@@ -111,6 +111,9 @@ def measure_pair(
         models_file: a models.yaml besides the built-in one.
         progress: called with what is done, how far and of how much.
         say: called with a line about a slow step.
+
+    Raises:
+        EdgespecError: a model cannot be loaded, or all answers to a task have one token.
     """
     options = LoadOptions(memory=memory, context_length=context_length, budget=budget)
     busy = [ROUGH] if machine_is_busy() else []
@@ -125,6 +128,12 @@ def measure_pair(
             backends[0], asked, recording_file(path, max_tokens, context_length), max_tokens,
             lambda done, total: progress("recording answers", done, total),
         )  # fmt: skip
+        of_more = {answer.category for answer in answers if len(answer.output_ids) > 1}
+        if short := [task for task, _ in asked if task not in of_more]:
+            raise EdgespecError(
+                f"all answers to {short[0]} have one token, so drafts can gain none: give more --max-tokens, or other "
+                "--tasks"
+            )
         separate = draft is not None and limits.streams  # without the draft there is more memory for the target
         names = [] if separate else ["none", "sssd"]
         rows = _rows([*names, *(["specexec"] if draft else [])], backends, answers, budget, progress)

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from edgespec.errors import UsageError
+from edgespec.errors import UsageError, check_whole
 from edgespec.loading.approximate import check_alpha, check_approximate
 from edgespec.loading.pair import WIDE, choose_budget, choose_context, close_all, open_backends
 from edgespec.loop.backend import Backend
@@ -135,7 +135,7 @@ def run_bench(
     options = {name: options_of(name, planner_options) for name in names}
     for name in names:
         check_planner(name, draft is not None, datastore is not None and name in USE_DATASTORE, options[name])
-    alpha = check_alpha(cascade)
+    alpha, max_tokens = check_alpha(cascade), check_whole("max_tokens", max_tokens, 1)
     check_approximate(alpha, None, draft, names, engine_options.get("exact"), ahead)
     need_draft = alpha > 0 or any(name in USE_DRAFT for name in names)
     fixed, budget = budget is not None, choose_budget(budget, entry)
@@ -157,7 +157,7 @@ def run_bench(
         paces = {name: None if fixed else new_auto_state(limits.streams, limits.experts) for name in names}
         with Progress(console=Console(stderr=True), disable=not progress) as bar:
             for i, question in enumerate(bar.track(asked, description="measuring")):
-                params = SamplingParams(**{**sampling, "seed": sampling.get("seed", 0) + i})
+                params = SamplingParams(**{**sampling, "seed": (sampling.get("seed", 0) + i) % 2**64})
                 plain: list[int] = []
                 for name in names:
                     store = datastore if name in USE_DATASTORE else None
