@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from test_scheduler import CONTEXT, PROMPTS, Reader, Recording, alone, backend, planners, run
 
 import edgespec
-from edgespec.errors import UsageError
+from edgespec.errors import SessionFileError, UsageError
 from edgespec.loop.generate import Generation
 from edgespec.loop.hint_texts import NgramIndex
 from edgespec.loop.passes import Prefill
@@ -113,7 +113,7 @@ def test_an_interrupt_at_any_line_changes_no_tokens(name, at):
 
 LINES, BEGUN = 2000, 6000  # lines of steps; of texts that have begun, three times as many: drafting takes thousands
 SAMPLED, ON_LLAMACPP = 23, 50
-TEXTS = [(1, 0.7), (0, 0.0), (2, 0.7)]  # prompts and temperatures
+TEXTS = [(1, 0.7), (0, 0.0), (2, 0.7), (4, 0.7)]  # prompts and temperatures
 
 
 def ask(model, number):
@@ -206,6 +206,40 @@ def on_llamacpp(name, parallel, folder):
 def test_what_llama_cpp_writes_after_ctrl_c_is_what_plain_decoding_writes(name, second, begun, tmp_path, whole_grid):
     plain, model = on_llamacpp(name, 1 + second, tmp_path)
     try_lines(model, plain, lines_of(begun, ON_LLAMACPP if whole_grid else 10 * SAMPLED), second, begun)
+
+
+def test_what_llama_cpp_writes_after_ctrl_c_in_a_load_is_what_plain_decoding_writes(tmp_path, monkeypatch):
+    plain, model = on_llamacpp("sssd", 1, tmp_path)
+    from edgespec.backends.llamacpp.ggml.files import llama_cpp
+
+    inner = llama_cpp.llama_memory_seq_rm
+
+    def interrupted(*arguments):
+        inner(*arguments)
+        raise KeyboardInterrupt
+
+    with closing(plain), closing(model):
+        text = [chunk.token_id for chunk in ask(plain, 3)]
+        list(ask(model, 0))
+        model.scheduler.save(tmp_path / "saved")
+        assert [chunk.token_id for chunk in ask(model, 3)] == text
+        with monkeypatch.context() as patch:
+            patch.setattr(llama_cpp, "llama_memory_seq_rm", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model.scheduler.load(tmp_path / "saved")
+        assert [chunk.token_id for chunk in ask(model, 3)] == text
+
+
+def test_a_file_that_cannot_be_loaded_leaves_the_session(tmp_path):
+    with closing(Model(backend("two classes", sessions=1), NonePlanner(), budget=8)) as model:
+        list(ask(model, 2))
+        kept = model.scheduler.kept_tokens
+        (tmp_path / "other").write_text("no session")
+        with pytest.raises(SessionFileError):
+            model.scheduler.load(tmp_path / "other")
+        list(ask(model, 2))
+        assert model.scheduler.kept_tokens == kept
+        assert model.scheduler.counts.cached_tokens > 0
 
 
 PLANNERS = {"none": NonePlanner, "sssd": SssdPlanner, "specexec": SpecExecPlanner}

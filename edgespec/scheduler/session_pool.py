@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import ContextFull, SessionFileError, UsageError
+from edgespec.errors import ContextFull, EdgespecError, SessionFileError, UsageError
 from edgespec.loop.backend import Backend, Capabilities, Logits, Session
 from edgespec.loop.generate import Generation, Step
 from edgespec.loop.passes import Pass, Prefill, common_prefix, start_of
@@ -436,9 +436,15 @@ class SessionPool:
         lane = min(self.idle, key=lambda lane: lane.used, default=None)
         if lane is None:
             raise UsageError("all sessions of this model are in use: load the file when a request has ended")
+        lane.phase = Phase.CHANGING
         self._hand_over_shared(lane, 0)
-        note = lane.session.load(path)
-        load_draft_session(path, lane.draft)
+        try:
+            note = lane.session.load(path)
+            load_draft_session(path, lane.draft)
+        except EdgespecError:  # the session is right, but may be empty
+            lane.phase = Phase.SETTLED
+            raise
+        lane.phase = Phase.SETTLED
         return note
 
     def close(self) -> None:
