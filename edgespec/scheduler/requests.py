@@ -180,6 +180,11 @@ class Handle:
         return self.idle_limit is not None
 
     @property
+    def is_unfinished(self) -> bool:
+        """Its prompt may be any beginning of the real one, which the draft completes."""
+        return self.idle_limit == 0 and self.request.foresee
+
+    @property
     def is_prefetched(self) -> bool:
         return self.idle_limit is not None and self.stats.tokens >= self.idle_limit
 

@@ -95,10 +95,10 @@ class Scheduler:
         """Make idle work a real request.
 
         Returns:
-            False: it was cancelled before.
+            False: it was cancelled before, or its prompt is unfinished: completions of the draft may follow it.
         """
         with self._queue.changed:
-            if not handle.cancelled:
+            if not (handle.cancelled or handle.is_unfinished):
                 handle.promote()
             self._queue.changed.notify()
         return not handle.is_idle_work

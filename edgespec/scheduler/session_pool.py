@@ -104,7 +104,7 @@ class Lane:
         handle = self.handle
         if handle is None or handle.cancelled or handle.completion is not None or self.generation is None:
             return False
-        return handle.idle_limit == 0 and handle.request.foresee and not self.unread
+        return handle.is_unfinished and not self.unread
 
     def complete(self, seconds: float, most: int) -> None:
         if self.handle and self.generation:
