@@ -26,6 +26,7 @@ from edgespec.loop.generate import Generation
 from edgespec.loop.hint_texts import NgramIndex
 from edgespec.loop.passes import Prefill
 from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.session_files import look
 from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
 from edgespec.planners.none import NonePlanner
@@ -430,6 +431,17 @@ class TestDrive:
             scheduler.load(tmp_path / "a.session")
         events.close()
         scheduler.load(tmp_path / "a.session")
+        scheduler.close()
+
+    def test_what_was_loaded_is_what_is_saved_next(self, tmp_path):
+        scheduler = Scheduler(backend(sessions=2), planners("none", 2), budget=4)
+        for prompt in (4, 2):
+            Reader(scheduler, prompt)
+            run(scheduler)
+            scheduler.save(tmp_path / str(prompt))
+        scheduler.load(tmp_path / "4")
+        scheduler.save(tmp_path / "again")
+        assert look(tmp_path / "again").token_ids == look(tmp_path / "4").token_ids
         scheduler.close()
 
     def test_a_thread_that_cannot_be_had_is_not_waited_for(self, monkeypatch):

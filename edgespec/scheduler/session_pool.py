@@ -48,7 +48,7 @@ class Lane:
 
     Attributes:
         handle: the request; None: the session is idle.
-        used: serial number of the last request that it was assigned to.
+        used: serial number of the last request that it was assigned to, or of its loading.
         passed: serial number of the last pass that it had a part in.
         source: the session with which it shares its first `forked` cells.
         looked_at: `save_one` has considered its tokens.
@@ -424,7 +424,7 @@ class SessionPool:
             last.draft.save(draft_file(path))
 
     def load(self, path: str | Path) -> Any:
-        """Load a file into an idle session.
+        """Load a file into an idle session, which counts as used now.
 
         Returns:
             Its note.
@@ -444,7 +444,8 @@ class SessionPool:
         except EdgespecError:  # the session is right, but may be empty
             lane.phase = Phase.SETTLED
             raise
-        lane.phase = Phase.SETTLED
+        self._requests += 1
+        lane.phase, lane.used = Phase.SETTLED, self._requests
         return note
 
     def close(self) -> None:
