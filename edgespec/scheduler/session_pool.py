@@ -460,6 +460,7 @@ class SessionPool:
         return max(common_prefix(lane.session.token_ids, prompt) for lane in self.lanes)
 
     def _idle_for(self, prompt: Sequence[int]) -> Lane:
+        """The idle session with the beginning of the prompt, unless it would lose much else; or the one used first."""
         source, start = self._best(prompt)
         empty = [lane for lane in self.idle if not lane.session.token_ids]
         held, shared = len(source.session.token_ids), common_prefix(source.session.token_ids, prompt)
