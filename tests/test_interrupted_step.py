@@ -209,26 +209,28 @@ def test_what_llama_cpp_writes_after_ctrl_c_is_what_plain_decoding_writes(name, 
     try_lines(model, plain, lines_of(begun, ON_LLAMACPP if whole_grid else 10 * SAMPLED), second, begun)
 
 
-def test_what_llama_cpp_writes_after_ctrl_c_in_a_load_is_what_plain_decoding_writes(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("what", "call"), [("load", "llama_memory_seq_rm"), ("save", "llama_memory_seq_cp")])
+def test_ctrl_c_while_llama_cpp_loads_or_saves_changes_no_tokens(what, call, tmp_path, monkeypatch):
     plain, model = on_llamacpp("sssd", 1, tmp_path)
     from edgespec.backends.llamacpp.ggml.files import llama_cpp
 
-    inner = llama_cpp.llama_memory_seq_rm
+    inner = getattr(llama_cpp, call)
 
     def interrupted(*arguments):
         inner(*arguments)
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     with closing(plain), closing(model):
-        text = [chunk.token_id for chunk in ask(plain, 3)]
+        long, short = ([chunk.token_id for chunk in ask(plain, number)] for number in (3, 0))
         list(ask(model, 0))
         model.scheduler.save(tmp_path / "saved")
-        assert [chunk.token_id for chunk in ask(model, 3)] == text
+        assert [chunk.token_id for chunk in ask(model, 3)] == long
         with monkeypatch.context() as patch:
-            patch.setattr(llama_cpp, "llama_memory_seq_rm", interrupted)
+            patch.setattr(llama_cpp, call, interrupted)
             with pytest.raises(KeyboardInterrupt):
-                model.scheduler.load(tmp_path / "saved")
-        assert [chunk.token_id for chunk in ask(model, 3)] == text
+                getattr(model.scheduler, what)(tmp_path / "saved")
+        assert [chunk.token_id for chunk in ask(model, 3)] == long
+        assert [chunk.token_id for chunk in ask(model, 0)] == short
 
 
 def test_a_file_that_cannot_be_loaded_leaves_the_session(tmp_path):
