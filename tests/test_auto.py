@@ -262,6 +262,8 @@ def test_a_gain_is_told_where_four_plain_passes_lay_among_steps_with_draft_token
         stats.tokens, stats.drafted = number + 1, stats.drafted + (kind == "d")
         generation._compare(2.0 if kind == "p" else 5.0, plain=kind == "p", single=True)
     assert stats.plain_seconds == (2.0 * stats.gained if told else 0.0)
+    stats.drop([Source.DRAFT, Source.TARGET])  # they followed a stop string
+    assert stats.plain_seconds == pytest.approx(2.0 * stats.gained if told else 0.0)
     generation._compare(2.0, plain=False, single=False)
     assert stats.plain_seconds == 0.0  # other sequences shared a pass
 

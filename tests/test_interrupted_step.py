@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 from test_scheduler import CONTEXT, PROMPTS, Reader, Recording, alone, backend, planners, run
 
 import edgespec
-from edgespec.errors import UsageError
+from edgespec.errors import SessionFileError, UsageError
 from edgespec.loop.generate import Generation
 from edgespec.loop.hint_texts import NgramIndex
 from edgespec.loop.passes import Prefill
 from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.session_files import look
 from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
 from edgespec.planners.none import NonePlanner
@@ -113,7 +114,7 @@ def test_an_interrupt_at_any_line_changes_no_tokens(name, at):
 
 LINES, BEGUN = 2000, 6000  # lines of steps; of texts that have begun, three times as many: drafting takes thousands
 SAMPLED, ON_LLAMACPP = 23, 50
-TEXTS = [(1, 0.7), (0, 0.0), (2, 0.7)]  # prompts and temperatures
+TEXTS = [(1, 0.7), (0, 0.0), (2, 0.7), (4, 0.7)]  # prompts and temperatures
 
 
 def ask(model, number):
@@ -206,6 +207,42 @@ def on_llamacpp(name, parallel, folder):
 def test_what_llama_cpp_writes_after_ctrl_c_is_what_plain_decoding_writes(name, second, begun, tmp_path, whole_grid):
     plain, model = on_llamacpp(name, 1 + second, tmp_path)
     try_lines(model, plain, lines_of(begun, ON_LLAMACPP if whole_grid else 10 * SAMPLED), second, begun)
+
+
+@pytest.mark.parametrize(("what", "call"), [("load", "llama_memory_seq_rm"), ("save", "llama_memory_seq_cp")])
+def test_ctrl_c_while_llama_cpp_loads_or_saves_changes_no_tokens(what, call, tmp_path, monkeypatch):
+    plain, model = on_llamacpp("sssd", 1, tmp_path)
+    from edgespec.backends.llamacpp.ggml.files import llama_cpp
+
+    inner = getattr(llama_cpp, call)
+
+    def interrupted(*arguments):
+        inner(*arguments)
+        signal.raise_signal(signal.SIGINT)
+
+    with closing(plain), closing(model):
+        long, short = ([chunk.token_id for chunk in ask(plain, number)] for number in (3, 0))
+        list(ask(model, 0))
+        model.scheduler.save(tmp_path / "saved")
+        assert [chunk.token_id for chunk in ask(model, 3)] == long
+        with monkeypatch.context() as patch:
+            patch.setattr(llama_cpp, call, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                getattr(model.scheduler, what)(tmp_path / "saved")
+        assert [chunk.token_id for chunk in ask(model, 3)] == long
+        assert [chunk.token_id for chunk in ask(model, 0)] == short
+
+
+def test_a_file_that_cannot_be_loaded_leaves_the_session(tmp_path):
+    with closing(Model(backend("two classes", sessions=1), NonePlanner(), budget=8)) as model:
+        list(ask(model, 2))
+        kept = model.scheduler.kept_tokens
+        (tmp_path / "other").write_text("no session")
+        with pytest.raises(SessionFileError):
+            model.scheduler.load(tmp_path / "other")
+        list(ask(model, 2))
+        assert model.scheduler.kept_tokens == kept
+        assert model.scheduler.counts.cached_tokens > 0
 
 
 PLANNERS = {"none": NonePlanner, "sssd": SssdPlanner, "specexec": SpecExecPlanner}
@@ -396,6 +433,17 @@ class TestDrive:
             scheduler.load(tmp_path / "a.session")
         events.close()
         scheduler.load(tmp_path / "a.session")
+        scheduler.close()
+
+    def test_what_was_loaded_is_what_is_saved_next(self, tmp_path):
+        scheduler = Scheduler(backend(sessions=2), planners("none", 2), budget=4)
+        for prompt in (4, 2):
+            Reader(scheduler, prompt)
+            run(scheduler)
+            scheduler.save(tmp_path / str(prompt))
+        scheduler.load(tmp_path / "4")
+        scheduler.save(tmp_path / "again")
+        assert look(tmp_path / "again").token_ids == look(tmp_path / "4").token_ids
         scheduler.close()
 
     def test_a_thread_that_cannot_be_had_is_not_waited_for(self, monkeypatch):

@@ -367,6 +367,21 @@ def test_requests_that_begin_alike_read_their_beginning_once():
     scheduler.close()
 
 
+def test_an_unfinished_prompt_becomes_no_request_of_its_own():
+    """After it come the draft's completions, which are not the target's tokens."""
+    scheduler = Scheduler(backend(sessions=1), planners("specexec", 1), budget=6)
+    typed = Reader(scheduler, 3, 1.0, 0, idle_limit=0, foresee=True)
+    while typed.handle.completion is None:
+        scheduler.step()
+    assert typed.handle.completion
+    promoted = scheduler.promote(typed.handle)
+    asked = typed if promoted else Reader(scheduler, 3, 1.0, 0)
+    run(scheduler)
+    asked.check()
+    assert not promoted
+    scheduler.close()
+
+
 def test_calling_off_takes_one_pass():
     target = backend(kind=Recording)
     scheduler = Scheduler(target, planners("none", 3), budget=4)

@@ -31,13 +31,13 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 @contextmanager
-def listening(slots=2, context=500, **guard):
-    """(model, port) of a server in a thread."""
+def listening(slots=2, context=500, sock=None, **guard):
+    """(model, port) of a server in a thread, on a socket of its own or a given one."""
     target = ReferenceBackend(random_model(2, vocab_size=258), sessions=slots, context_length=context)
     target.model.unembedding[1] = 0  # texts seldom end early
     with (
         Model(target, [SssdPlanner() for _ in range(slots)], budget=8) as model,
-        socket.create_server(("127.0.0.1", 0)) as sock,
+        sock or socket.create_server(("127.0.0.1", 0)) as sock,
     ):
         config = uvicorn.Config(make_app(Service(model, "tiny"), **guard), log_level="warning", lifespan="on")
         server = uvicorn.Server(config)
@@ -196,6 +196,31 @@ def test_many_clients_at_once():
         assert threading.active_count() <= threads + 12  # asyncio's workers
 
 
+@pytest.fixture
+def slow_to_load(tmp_path):
+    """(process, port) of `edgespec serve`, whose model is loaded only after a line on its stdin."""
+    model = random_model(2, vocab_size=258)
+    model.unembedding[1] = 0
+    model.save(str(tmp_path / "tiny.npz"))
+    (tmp_path / "keys").write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    program = (
+        "import edgespec.cli.commands as commands\n"
+        "load = commands.load\n"
+        "commands.load = lambda *model, **options: (input(), load(*model, **options))[1]\n"
+        "commands.main()"
+    )
+    command = [sys.executable, "-c", program, "serve", str(tmp_path / "tiny.npz"), "--backend", "reference"]
+    command += ["--port", str(port), "--api-key-file", str(tmp_path / "keys")]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True) as process:
+        try:
+            until(lambda: can_connect(port))
+            yield process, port
+        finally:
+            process.kill()
+
+
 class TestCommand:
     """What is wrong is said before a model is loaded."""
 
@@ -273,6 +298,45 @@ class TestCommand:
         assert code == 2
         assert f"{source}{' ' + given[source] if source == '--api-key-file' else ''}: has no key" in error
         assert "Traceback" not in error
+
+    def test_while_the_model_loads_requests_are_refused_at_once(self, slow_to_load):
+        process, port = slow_to_load
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"x-api-key": "secret"}) as http:
+            says = "the model is loading: come again in a moment"
+            error = {"message": says, "type": "overloaded_error", "param": None, "code": None}
+            openai, anthropic = {"error": error}, {"type": "error", "error": {"type": error["type"], "message": says}}
+            for method, path, body in (
+                ("GET", "/health", openai),
+                ("GET", "/v1/models", openai),
+                ("GET", "/metrics", openai),
+                ("PUT", "/edgespec/draft-prompt", openai),
+                ("POST", "/v1/chat/completions", openai),
+                ("POST", "/v1/completions", openai),
+                ("POST", "/v1/responses", openai),
+                ("POST", "/v1/messages", anthropic),
+                ("POST", "/v1/messages/count_tokens", anthropic),
+            ):
+                answer = http.request(method, path, json={"messages": HELLO})
+                assert (answer.status_code, answer.json()) == (503, body)
+                assert int(answer.headers["retry-after"]) > 0
+            assert http.get("/v1/models", headers={"x-api-key": "wrong"}).status_code == 401
+            assert http.get("/health", headers={"host": "evil.example"}).status_code == 403
+            assert "connecting" in http.get("/").text
+            assert "function greet" in http.get("/static/app.js").text
+
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert "answers at" in process.stdout.readline()
+            assert httpx.get(f"http://127.0.0.1:{port}/health").json()["status"] == "ok"
+            answer = http.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 3})
+            assert answer.json()["usage"]["completion_tokens"] == 3
+
+    def test_ctrl_c_ends_it_while_the_model_loads(self, slow_to_load):
+        process, port = slow_to_load
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 503
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert process.stderr.read().strip() == ""
 
     def test_signals_end_it_cleanly(self, tmp_path):
         """The first refuses what is new, the second ends what is written, with an error that its reader is told."""

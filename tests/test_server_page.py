@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,22 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 SHOTS = os.environ.get("EDGESPEC_SCREENSHOTS")  # a folder, to look at
 
 
-@pytest.fixture
-def page():
+@contextmanager
+def chromium():
     if CHROMIUM is None:
         pytest.skip("no browser tests: Chromium is not installed")
-    from test_server_clients import listening
-
     with (
-        listening() as (model, port),
         playwright.sync_playwright() as pw,
         pw.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as browser,
     ):
+        yield browser
+
+
+@pytest.fixture
+def page():
+    from test_server_clients import listening
+
+    with listening() as (model, port), chromium() as browser:
         page = browser.new_page(viewport={"width": 1300, "height": 900})
         page.set_default_timeout(10_000)
         page.model, page.asked, page.errors = model, [], []
@@ -194,3 +200,19 @@ def messages_after(page, text):
     with page.expect_request("**/v1/chat/completions") as asked:
         page.click("#send")
     return json.loads(asked.value.post_data)["messages"]
+
+
+def test_the_page_waits_for_the_model():
+    from test_server_clients import listening
+
+    from edgespec.cli.serve import open_socket, refusing
+
+    with open_socket("127.0.0.1", 0, [], no_key=False) as sock, chromium() as browser:
+        page = browser.new_page()
+        page.set_default_timeout(10_000)
+        with refusing(sock, log=False):
+            page.goto(f"http://127.0.0.1:{sock.getsockname()[1]}/")
+            page.wait_for_selector("#model:has-text('the model is loading')")
+        with listening(sock=sock):
+            page.wait_for_selector("#model:has-text('tiny')")
+        page.close()

@@ -25,6 +25,7 @@ from ..common import nodes
 from ..common.nodes import NodeSession
 from .cells import Cells
 from .ggml.files import forget_log, last_log, llama_cpp
+from .ggml.signals import Signals
 from .ggml.state_files import load_parts, load_sequence, save_sequence, write_parts
 
 
@@ -391,11 +392,12 @@ class LlamaSession(NodeSession):
                     write_parts(file, cells.parts(self, 0, self.cached))
                 return
             seq = cells.padding_id
-            llama_cpp.llama_memory_seq_cp(self._memory, self.seq_ids[0], seq, 0, self.cached)
-            try:
-                save_sequence(self._backend.context, new, seq, self.token_ids[: self.cached])
-            finally:
-                llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
+            with Signals().held():  # passes need this id empty
+                llama_cpp.llama_memory_seq_cp(self._memory, self.seq_ids[0], seq, 0, self.cached)
+                try:
+                    save_sequence(self._backend.context, new, seq, self.token_ids[: self.cached])
+                finally:
+                    llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
 
         write(path, self._backend, self.token_ids, details, put, note)
 

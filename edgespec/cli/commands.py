@@ -6,7 +6,7 @@ import signal
 import stat
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -393,13 +393,16 @@ def serve(
     keys, most_kept = server.read_keys(api_key, api_key_file), parse_size(keep_size)
     if keep and Path(keep).is_file():
         raise UsageError(f"--keep-on-disk {keep}: is a file; give a folder, or write MODEL in front of --keep-on-disk")
-    with server.open_socket(host, port, keys, no_key) as listening:
+    guard: dict[str, Any] = {"log": log, "keys": keys, "hosts": hosts, "origins": origins}
+    with server.open_socket(host, port, keys, no_key) as listening, ExitStack() as loading:
+        loading.enter_context(server.refusing(listening, **guard))
         _pull(model, options, yes)
         with _loaded(model, options) as loaded:
             name = os.path.basename(os.path.abspath(model)).removesuffix(".gguf")
             if keep is not None:
                 server.keep_on_disk(loaded, keep, most_kept)
-            server.serve(loaded, name, listening, grace=grace, log=log, keys=keys, hosts=hosts, origins=origins)
+            loading.close()
+            server.serve(loaded, name, listening, grace=grace, **guard)
 
 
 @cli.command(

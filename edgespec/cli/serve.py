@@ -1,7 +1,8 @@
 import asyncio
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread, Timer
 from types import FrameType
@@ -49,7 +50,7 @@ def read_keys(key: str | None, key_file: str | None) -> list[str]:
 
 
 def open_socket(host: str, port: int, keys: Sequence[str], no_key: bool) -> socket.socket:
-    """Open the socket before a model is loaded, so that a bad address is refused at once; clients wait meanwhile.
+    """Open the socket before a model is loaded, so that a bad address is refused at once.
 
     Raises:
         UsageError: the address is not this machine's, is in use, or is public and has no key.
@@ -71,6 +72,38 @@ def open_socket(host: str, port: int, keys: Sequence[str], no_key: bool) -> sock
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot listen on {host} port {port}: {why}") from error
     return listening
+
+
+@contextmanager
+def refusing(listening: socket.socket, *, log: bool, **guard: Any) -> Iterator[None]:
+    """Answer every request with 503, in a thread, while a model loads within the `with`; arguments as for `serve`."""
+    import uvicorn
+
+    from edgespec.server.app import make_loading_app
+
+    server = uvicorn.Server(_config(make_loading_app(**guard), log, grace=0))
+
+    def run() -> None:
+        with listening.dup() as mine, asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+            # On Windows the other kind of loop binds a socket for good, and `serve` could not use it.
+            runner.run(server.serve([mine]))
+
+    thread = Thread(target=run, name="edgespec loading", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def _config(app: Any, log: bool, grace: int) -> Any:
+    import uvicorn
+
+    return uvicorn.Config(
+        app, log_level="info" if log else "warning", access_log=log, lifespan="on", proxy_headers=False,
+        timeout_graceful_shutdown=grace + LAST_SECONDS,
+    )  # fmt: skip
 
 
 def keep_on_disk(model: Model, folder: str, most_bytes: int) -> None:
@@ -122,14 +155,10 @@ def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log:
             for task in self.server_state.tasks:
                 task.cancel()
 
-    config = uvicorn.Config(
-        app, log_level="info" if log else "warning", access_log=log, lifespan="on", proxy_headers=False,
-        timeout_graceful_shutdown=grace + LAST_SECONDS,
-    )  # fmt: skip
     host, port = listening.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
     click.echo(
         f"{name} answers at http://{where}:{port}/v1 (OpenAI) and http://{where}:{port} (Anthropic); Ctrl-C ends"
     )
-    Server(config).run(sockets=[listening])
+    Server(_config(app, log, grace)).run(sockets=[listening])
     end_texts.cancel()

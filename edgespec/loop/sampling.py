@@ -333,7 +333,8 @@ def _best(ids: IdArray, adjusted: Float32Array, position: int, params: SamplingP
 def _best_of_many(adjusted: Float32Array, position: int, params: SamplingParams, noise: Noise) -> int | None:
     """The token that wins among `candidates`, without the search for them.
 
-    Where the best token of all ranks too low for top-p, those after it do, too. The best of the others is next.
+    The token with the best score is taken if top-p keeps it. Else top-p keeps no less probable token either, and the
+    more probable ones are searched in the same way.
 
     Returns:
         None: rounding decides if top-p keeps the token.

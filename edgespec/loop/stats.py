@@ -103,6 +103,7 @@ class GenerationStats:
 
     def drop(self, sources: Sequence[Source]) -> None:
         """Take back generated tokens after a stop string: they are not part of the output."""
+        self.plain_seconds *= max(0, self.gained - len(sources)) / max(1, self.gained)
         self.tokens -= len(sources)
         for source in sources:
             self.tokens_by_source[source.name.lower()] -= 1

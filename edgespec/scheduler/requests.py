@@ -29,7 +29,7 @@ class Request:
         plain: decode without draft tokens.
         grammar: what the output must match.
         hint_texts: texts to copy draft tokens from.
-        foresee: report the tokens that the draft expects to follow; idle work that generates nothing reads them.
+        foresee: report the tokens that the draft expects to follow; after an unfinished prompt, read them instead.
         shown: control tokens whose names are part of the output.
     """
 
@@ -180,6 +180,11 @@ class Handle:
         return self.idle_limit is not None
 
     @property
+    def is_unfinished(self) -> bool:
+        """Its prompt may be any beginning of the real one, which the draft completes."""
+        return self.idle_limit == 0 and self.request.foresee
+
+    @property
     def is_prefetched(self) -> bool:
         return self.idle_limit is not None and self.stats.tokens >= self.idle_limit
 
@@ -273,7 +278,7 @@ class CurrentPass:
         self._closed = False
         self._model: Backend | None = None
         self._handles: list[Handle] = []
-        self._lock = RLock()  # a stream that is garbage may be collected, and ends its request, anywhere
+        self._lock = RLock()  # the thread that holds it may collect a lost stream as garbage, which ends a request
 
     @contextmanager
     def of(self, handles: list[Handle], model: Backend) -> Iterator[None]:

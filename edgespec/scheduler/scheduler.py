@@ -76,9 +76,9 @@ class Scheduler:
             request: what is wanted.
             emit: receives every event, in the thread that makes passes; must be fast.
             stats: filled in as tokens come.
-            idle_limit: None: a real request; else idle work, for which the prompt is read and at most this many tokens
-                are generated (0: but for the prompt's), while there is no other work and until `promote`; other
-                requests may end it.
+            idle_limit: None: a real request; else idle work, done while there is no other. The prompt is read, and at
+                most this many tokens are generated (with 0 only the one that comes with the prompt). Other requests
+                may end it, and `promote` makes it a real one.
 
         Raises:
             ContextFull: the prompt leaves no room for a token.
@@ -95,10 +95,10 @@ class Scheduler:
         """Make idle work a real request.
 
         Returns:
-            False: it was cancelled before.
+            False: it was cancelled before, or its prompt is unfinished: completions of the draft may follow it.
         """
         with self._queue.changed:
-            if not handle.cancelled:
+            if not (handle.cancelled or handle.is_unfinished):
                 handle.promote()
             self._queue.changed.notify()
         return not handle.is_idle_work

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import ContextFull, SessionFileError, UsageError
+from edgespec.errors import ContextFull, EdgespecError, SessionFileError, UsageError
 from edgespec.loop.backend import Backend, Capabilities, Logits, Session
 from edgespec.loop.generate import Generation, Step
 from edgespec.loop.passes import Pass, Prefill, common_prefix, start_of
@@ -48,7 +48,7 @@ class Lane:
 
     Attributes:
         handle: the request; None: the session is idle.
-        used: serial number of the last request that it was assigned to.
+        used: serial number of the last request that it was assigned to, or of its loading.
         passed: serial number of the last pass that it had a part in.
         source: the session with which it shares its first `forked` cells.
         looked_at: `save_one` has considered its tokens.
@@ -104,7 +104,7 @@ class Lane:
         handle = self.handle
         if handle is None or handle.cancelled or handle.completion is not None or self.generation is None:
             return False
-        return handle.idle_limit == 0 and handle.request.foresee and not self.unread
+        return handle.is_unfinished and not self.unread
 
     def complete(self, seconds: float, most: int) -> None:
         if self.handle and self.generation:
@@ -424,7 +424,7 @@ class SessionPool:
             last.draft.save(draft_file(path))
 
     def load(self, path: str | Path) -> Any:
-        """Load a file into an idle session.
+        """Load a file into an idle session, which counts as used now.
 
         Returns:
             Its note.
@@ -436,9 +436,16 @@ class SessionPool:
         lane = min(self.idle, key=lambda lane: lane.used, default=None)
         if lane is None:
             raise UsageError("all sessions of this model are in use: load the file when a request has ended")
+        lane.phase = Phase.CHANGING
         self._hand_over_shared(lane, 0)
-        note = lane.session.load(path)
-        load_draft_session(path, lane.draft)
+        try:
+            note = lane.session.load(path)
+            load_draft_session(path, lane.draft)
+        except EdgespecError:  # the session is right, but may be empty
+            lane.phase = Phase.SETTLED
+            raise
+        self._requests += 1
+        lane.phase, lane.used = Phase.SETTLED, self._requests
         return note
 
     def close(self) -> None:
@@ -453,6 +460,7 @@ class SessionPool:
         return max(common_prefix(lane.session.token_ids, prompt) for lane in self.lanes)
 
     def _idle_for(self, prompt: Sequence[int]) -> Lane:
+        """The idle session with the beginning of the prompt, unless it would lose much else; or the one used first."""
         source, start = self._best(prompt)
         empty = [lane for lane in self.idle if not lane.session.token_ids]
         held, shared = len(source.session.token_ids), common_prefix(source.session.token_ids, prompt)

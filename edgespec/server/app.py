@@ -1,4 +1,4 @@
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgespec.errors import EdgespecError, MissingPackage
 from edgespec.loop.grammar import json_object
@@ -40,8 +40,8 @@ def make_app(
         hosts: as for `Guard`.
         origins: as for `Guard`.
     """
-    app = Starlette(
-        routes=[
+    app = _starlette(
+        [
             Route("/v1/chat/completions", CHAT.answer, methods=["POST"]),
             Route("/v1/completions", COMPLETION.answer, methods=["POST"]),
             Route("/v1/messages", anthropic.MESSAGES.answer, methods=["POST"]),
@@ -52,10 +52,7 @@ def make_app(
             Route("/edgespec/draft-prompt", draft_prompt, methods=["PUT"]),
             Route("/health", health),
             Route("/metrics", show_metrics),
-            Route("/", page),
-            Mount("/static", StaticFiles(directory=STATIC)),
         ],
-        exception_handlers={HTTPException: _no_such_path} | dict.fromkeys(ERRORS, _refuse),
         lifespan=_lifespan,
     )
     app.state.service = service
@@ -64,10 +61,29 @@ def make_app(
     def count(path: str, status: int) -> None:
         service.answered[path if path in paths else "other", status] += 1
 
-    guarded = Guard(app, error_body, keys=keys, hosts=hosts, origins=origins, count=count)
+    return _guarded(app, keys=keys, hosts=hosts, origins=origins, count=count)
+
+
+def make_loading_app(**guard: Collection[str]) -> ASGIApp:
+    """The ASGI application while there is no model: the page, and 503 for all else; `guard` as for `make_app`."""
+    return _guarded(_starlette([Mount("/", _refuse_while_loading)]), **guard)
+
+
+def _starlette(routes: Sequence[BaseRoute], **more: Any) -> Starlette:
+    shown = [Route("/", page), Mount("/static", StaticFiles(directory=STATIC))]
+    handlers = {HTTPException: _no_such_path} | dict.fromkeys(ERRORS, _refuse)
+    return Starlette(routes=[*shown, *routes], exception_handlers=handlers, **more)
+
+
+def _guarded(app: ASGIApp, *, origins: Collection[str] = (), **guard: Any) -> ASGIApp:
+    guarded = Guard(app, error_body, origins=origins, **guard)
     if not origins:
         return guarded
     return CORSMiddleware(guarded, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
+
+
+async def _refuse_while_loading(scope: Scope, receive: Receive, send: Send) -> None:
+    raise Refused(503, "the model is loading: come again in a moment")
 
 
 @asynccontextmanager

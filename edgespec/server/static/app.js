@@ -277,15 +277,19 @@ function theme(name) {
   localStorage.setItem("theme", name);
 }
 
+const AGAIN = 1000;  // ms
+
+/** Show which model is served; while it loads, or nobody answers, say so and ask again. */
 async function greet() {
-  try {
-    const health = await (await fetch("health")).json();
-    $("model").textContent = `${health.model} · ${health.engine} · planner ${health.planner}`
+  clearTimeout(state.greeting);
+  const health = await fetch("health").then((answer) => answer.json())
+    .catch(() => ({ error: { message: "the server does not answer" } }));
+  const line = health.error ? health.error.message
+    : `${health.model} · ${health.engine} · planner ${health.planner}`
       + (health.exact ? ` · passes agree to the bit (${health.exact})` : "") + (health.streams ? " · streamed" : "")
       + (health.approximate ? ` · approximate: ${health.approximate}` : "");
-  } catch {
-    $("model").textContent = "the server does not answer";
-  }
+  if ($("model").textContent !== line) $("model").textContent = line;  // screen readers read each change
+  if (health.error) state.greeting = setTimeout(greet, AGAIN);
 }
 
 $("legend").replaceChildren(...SOURCES.map((source) => {
