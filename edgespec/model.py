@@ -525,9 +525,8 @@ def load(
         gpu_memory: llamacpp, torch: what both models use of each GPU's memory, in bytes or as "10G"; default: what
             is free. Layers that do not fit are computed by the processor (llamacpp), or streamed from host memory
             (torch).
-        exact: row class that passes keep to: "narrow" (few draft tokens), "wide" (many; short passes are padded), "any"
-            (refused unless passes of all sizes agree), "off". Default, where the engine has row classes: wide if it
-            takes no longer, else narrow.
+        exact: row class that passes keep to: "narrow" (few draft tokens), "wide" (many; short ones are padded), "any"
+            (where all sizes agree), "off". Default, where there are row classes: wide if it takes no longer, or narrow.
         parallel: most requests in a batch. Each has room for a whole context in the cache; with llamacpp and limited
             memory, for a quarter of it and what others leave.
         ahead: the draft goes on while the target runs, for one request; with a budget always, else as long as that
