@@ -63,3 +63,10 @@ def test_scripts_replace_no_note_of_the_user(tmp_path: Path, arguments: list[str
     assert "notes.md" in done.stderr.splitlines()[-1], done.stderr
     assert "Traceback" not in done.stderr
     assert (tmp_path / "notes.md").read_text() == "# Tides"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such rights")
+def test_a_new_file_has_the_usual_rights(tmp_path: Path) -> None:
+    (tmp_path / "usual").write_text("")
+    write_whole(tmp_path / "x", "new")
+    assert (tmp_path / "x").stat().st_mode == (tmp_path / "usual").stat().st_mode

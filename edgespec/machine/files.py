@@ -6,7 +6,8 @@ import json
 import os
 from functools import cache
 from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryDirectory
+from secrets import token_hex
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import platformdirs
@@ -131,10 +132,9 @@ def check_out(path: str | Path, start: bytes, kind: str, advice: str = "give ano
 
 def write_whole(path: Path, data: str | bytes) -> None:
     """Write a file in one step, so that no reader finds half of it; raises OSError."""
-    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", suffix=".new", delete=False) as file:
-        new = Path(file.name)
+    new = path.with_name(f".{path.name}-{token_hex(8)}.new")  # others may read it, unlike one of `tempfile`
     try:
         new.write_bytes(data.encode() if isinstance(data, str) else data)
-        new.replace(path)  # Windows refuses this while the file is open
+        new.replace(path)
     finally:
         new.unlink(missing_ok=True)
