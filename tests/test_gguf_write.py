@@ -444,6 +444,14 @@ def test_bad_options_are_one_line(run: Run, tmp_path: Path, arguments: list[str]
     assert not list(tmp_path.iterdir())
 
 
+def test_the_type_of_weights_is_for_folders(run: Run, floats: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.gguf"
+    code, said, error = run("convert", str(floats), str(out), "--to", "gguf", "--quant", "Q8_0", "--dtype", "float16")
+    assert (code, said) == (2, "")
+    assert error.splitlines()[-1] == "edgespec: --dtype is for model folders: leave it out"
+    assert not out.exists()
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_the_same_tokenizer(floats: Path, tmp_path: Path) -> None:
     quantise(floats, tmp_path / "a.gguf", Recipe("Q4_0"))

