@@ -31,6 +31,7 @@ from safetensors.torch import load_file, save_file
 
 import edgespec
 from edgespec.errors import ModelError, NoRoom, UsageError
+from edgespec.machine.files import ABANDONED
 from edgespec.machine.memory import private_memory
 from edgespec.machine.this_machine import this_machine
 from edgespec.weights.ring import CANNOT_STREAM
@@ -264,7 +265,7 @@ def test_a_pack_that_another_program_writes_is_not_removed(tmp_path, monkeypatch
     assert [path.stat().st_size for path in place.rglob("layers.bin")] == [other._size]
     left = place / "killed" / "layers.7.part"
     left.parent.mkdir()
-    for age, stays in ((0, True), (2 * disk_module.ABANDONED, False)):
+    for age, stays in ((0, True), (2 * ABANDONED, False)):
         left.touch()
         os.utime(left, (time.time() - age, time.time() - age))
         with Pack(tmp_path, f"nf4 {age}", [0], [4]) as pack:

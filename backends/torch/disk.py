@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter, time
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from edgespec.errors import EdgespecError, ModelError
 from edgespec.machine.disk import recall_reading
+from edgespec.machine.files import is_abandoned
 from edgespec.machine.system import HUGE
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
 from edgespec.weights import ring
@@ -33,7 +34,6 @@ STAGING = 3  # host buffers: one is filled, one is full, one is copied
 NUMBER = 16  # bytes; alignment that kernels need
 FOLDER = ".edgespec"  # of packs, in the model's folder
 LAYOUT = 1  # version of packs
-ABANDONED = 3600.0  # seconds without a write after which an unfinished pack is that of a killed process
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +299,7 @@ class Pack:
         """Remove other packs, but none that another process is writing."""
         for other in list(self._path.parents[1].glob("*/*")):
             with suppress(OSError):
-                if (other.suffix == ".part" and other.stat().st_mtime > time() - ABANDONED) or other == self._path:
+                if other == self._path or (other.suffix == ".part" and not is_abandoned(other)):
                     continue
                 other.unlink()
                 other.parent.rmdir()  # fails while there is anything in it

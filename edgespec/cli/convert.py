@@ -6,7 +6,7 @@ import click
 from edgespec.cli.completion import complete_model
 from edgespec.cli.terminal import Bars
 from edgespec.errors import UsageError
-from edgespec.models.convert.folder_from_gguf import DTYPES, MLX_BITS, Progress, check_space
+from edgespec.models.convert.folder_from_gguf import DTYPES, MLX_BITS, USUAL_DTYPE, Progress, check_space
 from edgespec.models.convert.folder_from_gguf import convert as write_folder
 from edgespec.models.convert.gguf_write import (
     BITS,
@@ -20,8 +20,6 @@ from edgespec.models.convert.gguf_write import (
     quantise,
 )
 from edgespec.models.registry import find_model, local_path
-
-USUAL_DTYPE = "bfloat16"
 
 
 @click.command(

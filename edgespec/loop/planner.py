@@ -169,8 +169,8 @@ class Planner(ABC):
 
         Args:
             tokens: committed by it: accepted draft tokens, then the bonus; empty: the tree was not verified.
-            seconds: of the target's pass; 0: it teaches nothing. Other sequences shared it, and the tree may have been
-                cut further; or the tokens are of no step: the first one, or those before an interruption.
+            seconds: of the target's pass; 0: it teaches nothing. Either other sequences shared it, and the tree may
+                have been cut further. Or no step gave the tokens: the first one, or those before an interruption.
         """
 
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:

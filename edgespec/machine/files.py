@@ -4,10 +4,13 @@ without losing others.
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from secrets import token_hex
 from tempfile import TemporaryDirectory
+from time import time
 from typing import Any
 
 import platformdirs
@@ -16,6 +19,7 @@ import yaml
 from edgespec.errors import EdgespecError, UsageError
 
 PNG = b"\x89PNG"
+ABANDONED = 3600.0  # seconds without a write
 
 
 def cache_folder() -> Path:
@@ -132,9 +136,21 @@ def check_out(path: str | Path, start: bytes, kind: str, advice: str = "give ano
 
 def write_whole(path: Path, data: str | bytes) -> None:
     """Write a file in one step, so that no reader finds half of it; raises OSError."""
+    with replacing(path) as new:
+        new.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new file to be written next to `path`, which it replaces at the end of the `with`, unless that raises."""
     new = path.with_name(f".{path.name}-{token_hex(8)}.new")  # others may read it, unlike one of `tempfile`
     try:
-        new.write_bytes(data.encode() if isinstance(data, str) else data)
+        yield new
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def is_abandoned(unfinished: Path) -> bool:
+    """True if an unfinished file is that of a killed process; raises OSError."""
+    return time() - unfinished.stat().st_mtime > ABANDONED

@@ -7,14 +7,13 @@ from datetime import date
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 import yaml
 
 from edgespec import __version__
 from edgespec.errors import EdgespecError, MissingPackage, RegistryError, UsageError
-from edgespec.machine.files import PNG, check_out, write_whole
+from edgespec.machine.files import PNG, check_out, replacing, write_whole
 from edgespec.machine.measurements import machine
 from edgespec.measure.pair import Measured, Row
 from edgespec.measure.tables import table
@@ -163,7 +162,6 @@ def append_entry(path: Path, entry: dict[str, Any]) -> None:
         RegistryError: the list of models is not what the file ends with, so nothing can be added to it.
         EdgespecError: it cannot be written.
     """
-    new = path.with_name(f"{path.name}.{token_hex(4)}.new")
     try:
         text = path.read_text("utf-8") if path.exists() else "models:\n"
         before = [one.name for one in read_models(path)] if path.exists() else []
@@ -171,20 +169,18 @@ def append_entry(path: Path, entry: dict[str, Any]) -> None:
         indent = _indent(text)
         added = "".join(f"{indent}{line}\n" for line in block.splitlines())
         path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(text + ("" if text.endswith("\n") else "\n") + added, "utf-8")
-        try:
-            names = [one.name for one in read_models(new)]
-        except RegistryError as error:
-            names = [str(error)]
-        if names != [*before, entry["name"]]:
-            raise RegistryError(f"{path}: does not end with its list of models, so add this yourself:\n{block}")
-        if path.exists():
-            shutil.copymode(path, new)
-        new.replace(path)
+        with replacing(path) as new:
+            new.write_text(text + ("" if text.endswith("\n") else "\n") + added, "utf-8")
+            try:
+                names = [one.name for one in read_models(new)]
+            except RegistryError as error:
+                names = [str(error)]
+            if names != [*before, entry["name"]]:
+                raise RegistryError(f"{path}: does not end with its list of models, so add this yourself:\n{block}")
+            if path.exists():
+                shutil.copymode(path, new)
     except OSError as error:
         raise EdgespecError(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def _indent(text: str) -> str:

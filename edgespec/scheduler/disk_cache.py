@@ -6,15 +6,14 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from time import time
 
 from edgespec.errors import ContextFull, EdgespecError, SessionFileError
 from edgespec.loop.backend import Backend, Session
 from edgespec.loop.passes import common_prefix
 from edgespec.loop.session_files import difference, draft_file, load_draft_session, look
+from edgespec.machine.files import is_abandoned
 
 WORTH_SAVING = 256  # new tokens that are worth a file
-ABANDONED = 3600.0  # seconds after which an unfinished file is a killed program's
 OWN = "[0-9a-f]" * 32 + ".kept"  # names of its files
 PART = 8  # one in PART tokens must be new
 
@@ -49,7 +48,7 @@ class DiskCache:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for left in self._folder.glob(f".{OWN}*-*.new"):
                 with suppress(OSError):  # another program may complete it meanwhile
-                    if time() - left.stat().st_mtime > ABANDONED:
+                    if is_abandoned(left):
                         left.unlink()
             for path in self._folder.glob(OWN):
                 with suppress(SessionFileError):

@@ -36,6 +36,7 @@ from edgespec.models.gguf_model import (
 
 Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all (0: unknown)
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes a weight
+USUAL_DTYPE = "bfloat16"
 MLX_BITS = (2, 3, 4, 5, 6, 8)
 SHARD_BYTES = 2 * 10**9
 CHUNK = 2**22  # weights dequantised at once
@@ -59,7 +60,7 @@ def convert(
     source: str | Path,
     out: str | Path,
     *,
-    dtype: str = "bfloat16",
+    dtype: str = USUAL_DTYPE,
     bits: int | None = None,
     to_mlx: bool = False,
     shard_bytes: int = SHARD_BYTES,
