@@ -11,7 +11,7 @@ from test_lossless_reference import PLANNERS, drafts_of, samplings, tokens, writ
 
 import edgespec
 from edgespec.errors import ContextFull
-from edgespec.loop.draft_passes import run_one
+from edgespec.loop.draft_passes import run_one, run_shared
 from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import Noise, SamplingParams, adjust, candidates, sample
@@ -406,3 +406,37 @@ def test_a_draft_that_has_no_room_for_the_prompt_ends_the_request():
     logits = target.forward([pass_.work])[0]
     with pytest.raises(ContextFull):
         generation.accept(pass_, logits)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_sequences_share_passes_of_the_draft_and_a_full_one_is_read_alone(full):
+    target, draft = ReferenceBackend(TARGET, sessions=3), ReferenceBackend(DRAFT, sessions=3)
+    alone = [write(target, cascade(NonePlanner, draft), [5, 9, seed], SAMPLED, **PLAIN)[0] for seed in range(3)]
+    for backend in (target, draft):
+        for session in backend.opened.copy():
+            session.close()
+    inner, sizes = draft.forward, []
+
+    def watched(batch):
+        if full and len(batch) > 1:
+            raise ContextFull("the cache is full")
+        sizes.append(len(batch))
+        return inner(batch)
+
+    draft.forward = watched
+    steps = [
+        Generation(target, target.open(), cascade(NonePlanner, draft), [5, 9, seed], SAMPLED, **PLAIN | {"budget": 1},
+                   stats=GenerationStats())
+        for seed in range(3)
+    ]  # fmt: skip
+    for each in steps:
+        each.read_prompt()
+    for _ in range(23):
+        proposed = run_shared([each.propose(sequences=3) for each in steps])
+        passes = [each.cut(one) for each, one in zip(steps, proposed, strict=True)]
+        logits = target.forward([one.work for one in passes])
+        for each, one, found in zip(steps, passes, logits, strict=True):
+            each.accept(one, found, single=False)
+    assert [each.token_ids[3:] for each in steps] == alone
+    assert sizes.count(1 if full else 3) >= 23
+    assert full or steps[0].stats.draft_seconds > 0

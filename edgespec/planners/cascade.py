@@ -16,9 +16,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import Interrupted
+from edgespec.errors import ContextFull, Interrupted
 from edgespec.loop.backend import Backend, Logits, Session, Work
-from edgespec.loop.draft_passes import DraftSteps
+from edgespec.loop.draft_passes import DraftSteps, Wanted, run_one
 from edgespec.loop.grammar import Constraint
 from edgespec.loop.passes import Following, Prefill, most_nodes
 from edgespec.loop.planner import Context, Planner, PlannerStats
@@ -41,9 +41,9 @@ def token_v3(p: Float32Array, q: Float32Array, alpha: float, sampling: SamplingP
 
 def mixture(p: Float32Array, q: Float32Array, alpha: float, sampling: SamplingParams, rule: Rule = token_v3) -> Scores:
     """pi, [V], of adjusted logits of the target and the draft."""
-    allowed, of_draft = rule(p, q, alpha, sampling), distribution(q, sampling)
-    left = of_draft[~allowed].sum()
-    found = np.where(allowed, of_draft, 0.0)
+    allowed, found = rule(p, q, alpha, sampling), distribution(q, sampling)
+    left = found.sum(where=~allowed)
+    found *= allowed
     return found + left * distribution(p, sampling) if left else found
 
 
@@ -51,7 +51,8 @@ class CascadePlanner(Planner):
     """Proposes what another planner does, and changes what is sampled.
 
     A session of its own reads each token that was sampled from, in passes of the row classes of prompt and output, so
-    that a row of q depends on the text alone. Where the draft's context ends, tokens are sampled from p.
+    that a row of q depends on the text alone. `propose` reads the last token, and likely ones after it, in passes that
+    sequences share; `mix` reads what is missing. Where the draft's context ends, tokens are sampled from p.
     """
 
     def __init__(self, planner: Planner, draft: Backend, alpha: float, rule: Rule = token_v3) -> None:
@@ -66,19 +67,20 @@ class CascadePlanner(Planner):
         self._planner, self._draft, self._alpha, self._rule = planner, draft, alpha, rule
         self._session = draft.open()
         self._prompt: Sequence[int] = ()
-        self._passes = 0
+        self._passes, self._seconds = 0, 0.0
         self._tree: DraftTree | None = None
         self._forget()
 
     def _forget(self) -> None:
         self._node: int | None = 0  # of the proposed tree, sampled last; None: the tree does not have it
         self._chain, self._used = list[int](), 0  # tokens of the last draft pass, rows of it that were sampled from
-        self._logits: Logits | None = None
+        self._rows = list[Float32Array]()
 
     @property
     def stats(self) -> PlannerStats:
         known = self._planner.stats
-        return replace(known, draft_passes=known.draft_passes + self._passes)
+        passes, seconds = known.draft_passes + self._passes, known.draft_seconds + self._seconds
+        return replace(known, draft_passes=passes, draft_seconds=seconds)
 
     @property
     def draft_session(self) -> Session | None:
@@ -87,7 +89,7 @@ class CascadePlanner(Planner):
     def begin(self, prompt_ids: Sequence[int]) -> None:
         self._planner.begin(prompt_ids)
         self._forget()
-        self._prompt, self._passes = prompt_ids, 0
+        self._prompt, self._passes, self._seconds = prompt_ids, 0, 0.0
         Prefill(self._draft, self._session, prompt_ids[:-1]).resume()
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
@@ -100,6 +102,9 @@ class CascadePlanner(Planner):
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
         proposal = yield from self._planner.propose(context, budget)
         self._tree = proposal.tree
+        if len(context.token_ids) <= self._draft.capabilities.context_length:
+            with suppress(ContextFull):  # other sequences may be the cause: `mix` reads alone
+                yield from self._reading(context.token_ids)
         return proposal
 
     def while_target_runs(self, nodes: int) -> AbstractContextManager[None]:
@@ -117,9 +122,9 @@ class CascadePlanner(Planner):
         own = grammar.masked(own) if grammar else own
         output = [*token_ids[len(self._prompt) :], *accepted] if sampling.has_penalties else ()
         p, q = (adjust(logits, sampling, self._prompt, output) for logits in (row, own))
-        with np.errstate(divide="ignore"):
-            log_pi = np.log(mixture(p, q, self._alpha, sampling, self._rule))
-        return log_pi.astype(np.float32), SamplingParams(temperature=1.0 if sampling.temperature else 0.0)
+        pi, log_pi = mixture(p, q, self._alpha, sampling, self._rule), np.full(len(row), -np.inf, np.float32)
+        np.log(pi, out=log_pi, where=pi > 0, casting="same_kind")
+        return log_pi, SamplingParams(temperature=1.0 if sampling.temperature else 0.0)
 
     def _row(self, token_ids: Sequence[int], accepted: Sequence[int]) -> Float32Array:
         """The draft's logits after these tokens."""
@@ -127,10 +132,9 @@ class CascadePlanner(Planner):
         if accepted and self._node is not None:
             self._node = self._child(self._node, token)
         if self._chain[self._used : self._used + 1] != [token]:
-            self._read([*token_ids, *accepted])
+            run_one(self._reading([*token_ids, *accepted]))
         self._used += 1
-        assert self._logits
-        return self._logits.view(self._used - 1)
+        return self._rows[self._used - 1]
 
     def _child(self, node: int, token: int | None = None) -> int | None:
         """The child with a token, or the most probable one if it is likely."""
@@ -144,10 +148,9 @@ class CascadePlanner(Planner):
         best = int(children[np.argmax(log_probs[children])])
         return best if token is not None or log_probs[best] - log_probs[node] > np.log(LIKELY) else None
 
-    def _read(self, tokens: list[int]) -> None:
+    def _reading(self, tokens: Sequence[int]) -> DraftSteps[None]:
         """Commit what was sampled from, and read the last token, with draft tokens that are likely to follow."""
-        if self._chain:
-            self._session.commit(list(range(self._used)))
+        self._commit()
         reading = Following(self._draft, self._session, tokens[:-1], prompt=len(self._prompt) - 1)
         while reading.unread:
             with suppress(Interrupted):  # it was meant for a pass that had just ended
@@ -155,16 +158,23 @@ class CascadePlanner(Planner):
                 self._passes += 1
         limits = self._draft.capabilities
         room = min(most_nodes(limits, self._session.unread_committed), limits.context_length - len(tokens) + 1)
-        self._chain, self._used, node = tokens[-1:], 0, self._node
-        while len(self._chain) < min(AT_ONCE, room) and node is not None and (node := self._child(node)) is not None:
+        chain, node = [tokens[-1]], self._node
+        while len(chain) < min(AT_ONCE, room) and node is not None and (node := self._child(node)) is not None:
             assert self._tree
-            self._chain.append(int(self._tree.token_ids[node]))
-        nodes = np.arange(len(self._chain), dtype=np.int32)
-        work, self._logits = Work(self._session, np.array(self._chain, np.int32), nodes - 1, nodes), None
-        while self._logits is None:
+            chain.append(int(self._tree.token_ids[node]))
+        nodes = np.arange(len(chain), dtype=np.int32)
+        wanted, passed = Wanted(self._draft, Work(self._session, np.array(chain, np.int32), nodes - 1, nodes)), None
+        while passed is None:
             with suppress(Interrupted):
-                [self._logits] = self._draft.forward([work])
+                passed = yield wanted
+        self._chain, self._rows = chain, [passed.logits.row(row) for row in range(len(chain))]
         self._passes += 1
+        self._seconds += passed.seconds * len(chain) / passed.nodes
+
+    def _commit(self) -> None:
+        if self._used:
+            self._session.commit(list(range(self._used)))
+        self._chain, self._used = [], 0
 
     def saw_prompt(self, start: int, count: int, logits: Logits) -> None:
         self._planner.saw_prompt(start, count, logits)
@@ -173,8 +183,7 @@ class CascadePlanner(Planner):
         self._planner.saw(start, tree, path, logits)
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
-        if self._chain:
-            self._session.commit(list(range(self._used)))
+        self._commit()
         self._forget()
         self._tree = None
         self._planner.observe(tokens, seconds)
