@@ -30,30 +30,33 @@ def lines(out):
 
 def untimed(found):
     for line in found:
-        for run in line["methods"].values():
-            assert run.pop("seconds") >= 0
+        assert line.pop("seconds") >= 0
     return found
 
 
-def test_a_line_a_problem_a_table_and_a_cut_file_goes_on(script, asked):
+METHODS = ["target, greedy", "target, majority", "draft, majority", "reject 0.5"]
+
+
+def test_a_line_for_each_method_a_table_and_a_cut_file_goes_on(script, asked):
     run, out = asked
     code, shown, _ = script(*run)
     assert code == 0
     found = lines(out)
-    assert [(line["question"], line["answer"]) for line in found] == [
-        (record["question"], answer) for record, answer in zip(RECORDS, ("4", "1000"), strict=True)
+    questions = [record["question"] for record in RECORDS]
+    assert [(line["question"], line["method"]) for line in found] == [
+        (question, method) for question in questions for method in METHODS
     ]
-    methods = ["target, greedy", "target, majority", "draft, majority", "reject 0.5"]
-    assert all(name in shown for name in methods)
-    for number, line in enumerate(found):
-        assert list(line["methods"]) == methods
-        runs = line["methods"]
-        assert runs["draft, majority"]["passes"] == 0 < runs["reject 0.5"]["passes"]
-        for name in methods[3:]:
-            assert 0 <= runs[name]["rejected"] <= runs[name]["chunks"]
-            assert len(runs[name]["calibration"]) == sum(one["methods"][name]["chunks"] for one in found[: number + 1])
-    whole = out.read_text()
-    out.write_text(whole[: len(whole) - 60])  # the last line was cut short
+    assert all(name in shown for name in METHODS)
+    runs = {(line["question"], line["method"]): line for line in found}
+    chunks = 0
+    for question in questions:
+        draft, both = runs[question, "draft, majority"], runs[question, "reject 0.5"]
+        assert draft["passes"] == 0 < both["passes"]
+        assert 0 <= both["rejected"] <= both["chunks"]
+        chunks += both["chunks"]
+        assert len(both["calibration"]) == chunks
+    whole = out.read_text().splitlines(keepends=True)
+    out.write_text("".join(whole[: len(METHODS)]) + whole[len(METHODS)][:60])  # a line was cut short
     assert script(*run)[0] == 0
     assert untimed(lines(out)) == untimed(found)
     before = out.read_text()
@@ -62,6 +65,23 @@ def test_a_line_a_problem_a_table_and_a_cut_file_goes_on(script, asked):
     code, _, says = script(*run, "--chunk", "7", "--memory", "1K")  # before models are loaded
     assert code == 2
     assert says.strip().endswith(f"{out}: was made with other chunk: name another file, or a new one")
+
+
+def test_methods_together_write_the_same_lines_without_passes(script, asked):
+    run, out = asked
+    assert script(*run)[0] == 0
+    alone = {(line["question"], line["method"]): line for line in lines(out)}
+    out.unlink()
+    code, shown, _ = script(*run, "--together")
+    assert code == 0
+    found = lines(out)
+    assert {(line["question"], line["method"]) for line in found} == alone.keys()
+    for line in found:
+        assert line["passes"] is line["seconds"] is None
+        for name in ("tokens", "chunks"):  # rounding depends on what shares a pass
+            assert line[name] == alone[line["question"], line["method"]][name], name
+    out.write_text("".join(out.read_text().splitlines(keepends=True)[:5]))
+    assert script(*run, "--together")[:2] == (0, shown)
 
 
 @pytest.mark.parametrize(

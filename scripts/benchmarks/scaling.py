@@ -1,9 +1,11 @@
 """Accuracy and target passes of `edgespec.scale` on problems whose answer is a number."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from math import sqrt
 from pathlib import Path
+from threading import Lock
 from time import process_time
 from typing import Any
 
@@ -11,7 +13,7 @@ from benchmarks.problems import number_in
 from edgespec.loop.text import user_messages
 from edgespec.measure.json_lines import append
 from edgespec.measure.tables import table
-from edgespec.model import Model, ScaleResult, scale
+from edgespec.model import Model, scale
 
 ASK = "\nThink step by step. End with: The answer is NUMBER."
 GREEDY, TARGET, DRAFT = "target, greedy", "target, majority", "draft, majority"
@@ -20,6 +22,11 @@ NORMAL = 1.96  # of a two-sided interval of 95 %
 
 @dataclass(frozen=True, slots=True)
 class Settings:
+    """
+    Attributes:
+        together: methods share passes.
+    """
+
     models: list[str]
     planner: str
     samples: int
@@ -29,22 +36,54 @@ class Settings:
     temperature: float
     max_tokens: int
     seed: int
+    together: bool
+
+    @property
+    def methods(self) -> dict[str, dict[str, Any]]:
+        """Name -> arguments of `scale`; `draft` says whether there is one."""
+        several = {"samples": self.samples, "temperature": self.temperature}
+        return {
+            GREEDY: {"draft": False, "reject": 1, "samples": 1, "temperature": 0.0},
+            TARGET: {"draft": False, "reject": 1, **several},
+            DRAFT: {"draft": True, "reject": 0, **several},
+            **{f"reject {reject:g}": {"draft": True, "reject": reject, **several} for reject in self.rejects},
+        }
+
+    def sessions(self, draft: bool) -> int:
+        """Number of texts that the target, or the draft, writes at once."""
+        each = [method["samples"] for method in self.methods.values() if method["draft"] or not draft]
+        return sum(each) if self.together else max(each)
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Run:
     """
     Attributes:
         question: as asked.
+        method: its name.
         options: the settings.
-        answer: the right one.
-        methods: name -> what `run` gives, and `seconds` of this program on processors.
+        right: the chosen text ends with the right number.
+        votes: of `scale`; so are `chunks` and `calibration`.
+        tokens: of all texts.
+        passes: of the target; None: other methods shared them.
+        rejected: number of chunks.
+        seconds: of this program on processors; None, likewise.
     """
 
     question: str
+    method: str
     options: dict[str, Any]
-    answer: str
-    methods: dict[str, dict[str, Any]]
+    right: bool
+    votes: dict[str, int]
+    tokens: int
+    passes: int | None
+    chunks: int
+    rejected: int
+    calibration: list[float]
+    seconds: float | None
+
+
+Runs = dict[tuple[str, str], Run]  # by question and method
 
 
 def measure(
@@ -52,65 +91,75 @@ def measure(
     draft: Model,
     problems: Sequence[tuple[str, str]],
     out: Path,
-    measured: Sequence[Problem],
+    measured: Sequence[Run],
     settings: Settings,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Problem]:
+) -> Runs:
     """
     Args:
-        target: loaded for as many sequences as there are samples, or fewer.
+        target: loaded for `Settings.sessions` sequences, or fewer.
         draft: the same.
         problems: questions with their answers.
-        out: file that gets a line a problem.
-        measured: the problems that it has; they are not measured again.
+        out: file that gets a line for each method of a problem.
+        measured: the lines that it has; they are not measured again.
         settings: what is measured.
-        progress: called with the numbers of problems that are done, and of all.
+        progress: called with the numbers of lines that are there, and of all.
     """
-    options, done = asdict(settings), {one.question: one for one in measured}
-    kept = {name: run["calibration"] for one in done.values() for name, run in one.methods.items()}
-    shared: dict[str, Any] = {
-        "chunk": settings.chunk, "window": settings.window, "seed": settings.seed, "max_tokens": settings.max_tokens,
-        "answer": number_in,
-    }  # fmt: skip
-    several = {
-        f"reject {reject:g}": (draft, reject, settings.samples, settings.temperature) for reject in settings.rejects
-    }
-    plain = {
-        GREEDY: (None, 1, 1, 0.0), TARGET: (None, 1, settings.samples, settings.temperature),
-        DRAFT: (draft, 0, settings.samples, settings.temperature),
-    }  # fmt: skip
-    for number, (question, answer) in enumerate(problems):
-        progress(number, len(problems))
-        if question in done:
-            continue
-        methods = dict[str, dict[str, Any]]()
-        for name, (writer, reject, samples, temperature) in (plain | several).items():
-            for model in (target, draft):
-                model.scheduler.forget()  # no method finds the prompt read
-            began = process_time()
-            found = scale(
-                target, writer, user_messages(question + ASK), samples=samples, reject=reject, temperature=temperature,
-                calibration=kept.get(name, ()), **shared,
-            )  # fmt: skip
-            methods[name] = run(found, answer) | {"seconds": round(process_time() - began, 1)}
-            kept[name] = methods[name]["calibration"]
-        done[question] = Problem(question, options, answer, methods)
-        append(out, done[question])
-    progress(len(problems), len(problems))
-    return [done[question] for question, _ in problems]
+    done, adding, methods = {(one.question, one.method): one for one in measured}, Lock(), settings.methods
+    asked = {(question, name) for question, _ in problems for name in methods}
+
+    def tell() -> None:
+        progress(len(asked & done.keys()), len(asked))
+
+    def runs_of(name: str) -> Iterator[Run]:
+        """Runs of one method, each with the scores of the one before."""
+        calibration = list[float]()
+        for question, answer in problems:
+            if (question, name) not in done:
+                found = _run(target, draft, question, answer, name, calibration, settings)
+                with adding:
+                    append(out, found)
+                    done[question, name] = found
+                    tell()
+            calibration = done[question, name].calibration
+            yield done[question, name]
+
+    tell()
+    if settings.together:
+        with ThreadPoolExecutor(len(methods)) as pool:
+            try:
+                for ended in as_completed([pool.submit(list, runs_of(name)) for name in methods]):
+                    ended.result()
+            except BaseException:
+                for model in (target, draft):
+                    model.close()  # ends the other threads' requests
+                raise
+    else:
+        for _ in zip(*map(runs_of, methods), strict=True):
+            pass
+    return {key: run for key, run in done.items() if key in asked}
 
 
-def run(found: ScaleResult, answer: str) -> dict[str, Any]:
-    """What a line says of a method."""
-    return {
-        "right": number_in(found.text) == answer,
-        "votes": found.votes,
-        "tokens": sum(len(one.token_ids) for one in found.samples),
-        "passes": found.passes,
-        "chunks": found.chunks,
-        "rejected": round(found.rejected * found.chunks),
-        "calibration": [round(score, 4) for score in found.calibration],
-    }
+def _run(
+    target: Model, draft: Model, question: str, answer: str, name: str, calibration: Sequence[float], settings: Settings
+) -> Run:
+    arguments, alone = dict(settings.methods[name]), not settings.together
+    writer = draft if arguments.pop("draft") else None
+    if alone:
+        for model in (target, draft):
+            model.scheduler.forget()  # no method finds the prompt read
+    began = process_time()
+    found = scale(
+        target, writer, user_messages(question + ASK), calibration=calibration, chunk=settings.chunk,
+        window=settings.window, seed=settings.seed, max_tokens=settings.max_tokens, answer=number_in, **arguments,
+    )  # fmt: skip
+    seconds = round(process_time() - began, 1)
+    return Run(
+        question, name, asdict(settings), number_in(found.text) == answer, found.votes,
+        sum(len(one.token_ids) for one in found.samples), found.passes if alone else None, found.chunks,
+        round(found.rejected * found.chunks), [round(score, 4) for score in found.calibration],
+        seconds if alone else None,
+    )  # fmt: skip
 
 
 def interval(right: int, count: int) -> tuple[float, float]:
@@ -120,21 +169,27 @@ def interval(right: int, count: int) -> tuple[float, float]:
     return (middle - half) / (1 + z * z / count), (middle + half) / (1 + z * z / count)
 
 
-def scaling_table(problems: Sequence[Problem]) -> str:
-    rows, count = list[list[str]](), len(problems)
-    passes = {name: sum(one.methods[name]["passes"] for one in problems) for name in problems[0].methods}
-    for name in passes:
-        runs = [one.methods[name] for one in problems]
-        right, chunks = sum(each["right"] for each in runs), sum(each["chunks"] for each in runs)
-        low, high = interval(right, count)
-        against = [(each["right"], one.methods[TARGET]["right"]) for each, one in zip(runs, problems, strict=True)]
-        only = f"{against.count((True, False))} : {against.count((False, True))}"
-        rows.append([
-            name, f"{right}", f"{low:.0%} to {high:.0%}", only,
-            f"{passes[name] / count:.0f}", f"{passes[name] / max(1, passes[TARGET]):.2f}",
-            f"{sum(each['rejected'] for each in runs) / chunks:.1%}" if chunks else "–",
-            f"{sum(each['seconds'] for each in runs) / count:.0f}",
-        ])  # fmt: skip
+def scaling_table(runs: Mapping[tuple[str, str], Run], settings: Settings) -> str:
+    by_method = {
+        name: {question: run for (question, of), run in runs.items() if of == name} for name in settings.methods
+    }
+    usual = by_method[TARGET]
+    rows = [_row(name, found, usual) for name, found in by_method.items()]
     headings = "right", "95 %", "gained : lost", "passes", "share", "rejected", "CPU seconds"
-    title = f"{count} problems; answers gained and lost, and share of passes, against the target's majority"
+    title = f"{len(usual)} problems; answers gained and lost, and share of passes, against the target's majority"
     return table(title, ("method", *headings), rows)
+
+
+def _row(name: str, found: Mapping[str, Run], usual: Mapping[str, Run]) -> list[str]:
+    runs, count = list(found.values()), len(found)
+    right, chunks = sum(one.right for one in runs), sum(one.chunks for one in runs)
+    low, high = interval(right, count)
+    pairs = [(one.right, usual[question].right) for question, one in found.items()]
+    won, lost = pairs.count((True, False)), pairs.count((False, True))
+    passes, most = (sum(one.passes or 0 for one in each) for each in (runs, usual.values()))
+    return [
+        name, f"{right}", f"{low:.0%} to {high:.0%}", f"{won} : {lost}",
+        f"{passes / count:.0f}" if most else "–", f"{passes / most:.2f}" if most else "–",
+        f"{sum(one.rejected for one in runs) / chunks:.1%}" if chunks else "–",
+        f"{sum(one.seconds or 0 for one in runs) / count:.0f}" if most else "–",
+    ]  # fmt: skip
