@@ -276,6 +276,7 @@ def test_this_machine_is_described_in_the_form_that_is_read(smollm2: Path, tmp_p
         ({"disk": {"spd": 1}}, "disk: there is no key 'spd'; did you mean speed?"),
         ({"gpus": [{"name": "x"}]}, "gpus.0.shared: Field required"),
         ({"gpus": "none"}, "gpus: 'none' must be a mapping"),
+        ({"gpus": 2 * [{"name": "x", "shared": False, "free": 0}]}, "gpus: two are named 'x': number them, as in x-0"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_one_line_and_exit_code_2(
@@ -314,6 +315,9 @@ def test_options_that_do_not_go_together() -> None:
         find_machine("macbok-24")
     with pytest.raises(UsageError, match=r"studio-64 \(or a file of"):
         find_machine("zzz")
+    for more in (["--json"], ["--machine", "macbook-24"]):
+        with pytest.raises(UsageError, match=f"prints this machine as YAML: leave out {more[0]}"):
+            raise asked("doctor", "--describe", *more).exception or AssertionError
     for arguments in (["doctor", "--backend", "mlx"], ["doctor", "--exact", "wide"], ["models", "--memory", "16G"]):
         found = asked(*arguments, "--machine", "macbook-24")
         assert isinstance(found.exception, UsageError)

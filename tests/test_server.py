@@ -853,6 +853,19 @@ def test_models_and_metrics():
         assert lines["edgespec_active"] == "0"
 
 
+def test_a_text_that_ends_while_metrics_are_written_does_no_harm():
+    class Growing(dict):
+        def items(self):
+            for each in super().items():
+                self["failed"] = 1
+                yield each
+
+    with served() as client:
+        counts = client.model.scheduler.counts
+        counts.requests = Growing(length=1)
+        assert client.get("/metrics").status_code == 200
+
+
 def test_paths_that_are_made_up_count_as_one():
     with served() as client:
         for path in ('/v1/models/x"', "/v1/models/y", "/nothing"):

@@ -139,8 +139,13 @@ def tree_attention(
             attend = _by_definition(softcap, s_aux)
         # The batch dimension is the key head, so that its query heads share keys and values without a copy (stride 0).
         shared = query[0, :, part.rows].unflatten(0, (len(keys), -1))
+        # On a processor, the query heads of a single node become rows of one product: keys and values are read once.
+        single = shared.shape[2] == 1 and attend is scaled_dot_product_attention and query.device.type == "cpu"
+        if single:
+            shared = shared.transpose(1, 2)
         k, v = (cells[:, read][:, None].expand(-1, shared.shape[1], -1, -1) for cells in (keys, values))
         found = attend(shared, k, v, attn_mask=mask, scale=scaling, is_causal=mask is None and end - start > 1)
+        found = found.transpose(1, 2) if single else found
         out[0, part.rows] = found.flatten(0, 1).transpose(0, 1)
         if part.keep:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -440,6 +440,10 @@ def doctor(
         click.echo(f"{remembered.forget()} measurements forgotten")
         return
     if describe:
+        if as_json or machine:
+            raise UsageError(
+                f"--describe prints this machine as YAML: leave out {'--json' if as_json else '--machine'}"
+            )
         _describe(model, options["models_file"])
         return
     if machine:

@@ -96,6 +96,9 @@ def _machine(entry: Any, where: str) -> Machine:
     _check_numbers(machine, where)
     for part, of in [(machine.disk, "disk"), *((gpu, "gpus") for gpu in machine.gpus)]:
         _check_numbers(part, f"{where}: {of}")
+    names = [gpu.name for gpu in machine.gpus]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"{where}: gpus: two are named {twice!r}: number them, as in {twice}-0 and {twice}-1")
     if machine.free > machine.memory:
         raise UsageError(f"{where}: free is {machine.free}, but memory only {machine.memory}")
     return machine

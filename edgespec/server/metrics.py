@@ -15,7 +15,7 @@ def metrics(service: Service) -> str:
         "wait_seconds": {"": service.model.target.wait_seconds},
         "works": {"": counts.works},
         "draft_nodes": {"": counts.nodes},
-        "texts": {f'ended="{how}"': count for how, count in counts.requests.items()},
+        "texts": {f'ended="{how}"': count for how, count in counts.requests.copy().items()},  # other threads add
         "requests": answered,
     }
     gauges = {"active": scheduler.active, "waiting": scheduler.waiting, "kept_tokens": scheduler.kept_tokens}
