@@ -130,6 +130,14 @@ def test_a_draft_that_has_no_room_is_left_out(run: Any, smollm2_tiny: Path, monk
     assert "specexec" not in out
 
 
+@pytest.mark.parametrize(("ctx", "sizes"), [(1, ["1 token"]), (5, ["1 token", "5 nodes"])])
+def test_passes_are_no_longer_than_the_context(ctx: int, sizes: list[str], run: Any, smollm2_tiny: Path) -> None:
+    code, shown, _ = run("doctor", str(smollm2_tiny), "--ctx", str(ctx), "--backend", "llamacpp", "--exact", "off")
+    assert code == 0
+    lines = [line for line in shown.splitlines() if line.startswith("pass, ")]
+    assert [line.removeprefix("pass, ").split("  ")[0] for line in lines] == sizes
+
+
 def test_a_head_that_is_not_there_is_refused_before_anything_is_measured(smollm2_tiny: Path) -> None:
     said = list[str]()
     with pytest.raises(UsageError, match="has no head of its own"):

@@ -8,7 +8,7 @@ from edgespec.loop.backend import Backend, Work
 from edgespec.loop.engines import ReadsExperts
 from edgespec.loop.passes import prefill
 
-TEXT_OF_MIXTURES = 24  # tokens of a prompt before the passes, for mixtures of experts
+TEXT_OF_MIXTURES = 24  # tokens before the passes: after an empty prompt most tokens choose the same experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,11 @@ class Pass:
 
 
 def time_pass(backend: Backend, nodes: int) -> Pass:
+    """Time a pass over a chain of nodes, or of as many as the context holds."""
+    mixture, room = backend.mixture if isinstance(backend, ReadsExperts) else None, backend.capabilities.context_length
+    start = min(TEXT_OF_MIXTURES, room - 1) if mixture else 0
+    nodes = min(nodes, room - start)
     session, chain = backend.open(), np.arange(nodes, dtype=np.int32)
-    mixture = backend.mixture if isinstance(backend, ReadsExperts) else None
-    start = TEXT_OF_MIXTURES if mixture else 0  # after an empty prompt most tokens choose the same experts
     prefill(backend, session, tokens(backend, start, seed=9))
     found = []
     for seed in range(3):

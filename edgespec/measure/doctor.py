@@ -319,9 +319,9 @@ def _try(
         later = [one for one in backend.notes if plan.notes is None or one.startswith("experts are left")]
         found.notes = [*found.notes, *(plan.notes or ()), *later, *([note(limits.max_leaves)] if limits.paths else ())]
         found.streams = limits.streams
-        nodes = min(options.budget + 1, most_nodes(limits, 0))
+        nodes = min(options.budget + 1, most_nodes(limits, 0), limits.context_length)
         between = [n for n in (SIZES_OF_MIXTURES if limits.experts else SIZES) if n < nodes]
-        passes = [time_pass(backend, n) for n in (1, *between, nodes)]
+        passes = [time_pass(backend, n) for n in sorted({1, *between, nodes})]
         if head and isinstance(engine, LoadsHeads):
             with closing(engine.load_head(backend, drafts.pop(), pair.options.for_draft())) as small:
                 found.draft_seconds = time_pass(small, BEAM).seconds * draft_passes(nodes)
