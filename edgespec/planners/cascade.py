@@ -103,7 +103,7 @@ class CascadePlanner(Planner):
         proposal = yield from self._planner.propose(context, budget)
         self._tree = proposal.tree
         if len(context.token_ids) <= self._draft.capabilities.context_length:
-            with suppress(ContextFull):  # other sequences may be the cause: `mix` reads alone
+            with suppress(ContextFull):  # of all sequences together: `mix` reads this one alone
                 yield from self._reading(context.token_ids)
         return proposal
 

@@ -89,6 +89,7 @@ async function ask(body, onChunk) {
       if (chunk.usage) whole = chunk.edgespec;
       else onChunk(chunk);
     }
+    if (!whole) throw new Error("the server ended the answer early");
     return whole;
   } finally {
     state.running = null;
