@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
 from os import PathLike
@@ -708,7 +708,8 @@ def scale(
         found = [GenerationResult(_text_of(vocab, one.token_ids), one.token_ids, one.stats) for one in done.samples]
     else:
         writer = draft if draft and not reject else target
-        found = writer.branch(prompt, samples, max_tokens=first.max_tokens, **asdict(params))
+        hint_texts = writer.hint_texts(first.prompt_ids, None, samples)
+        found = drive.results_of(writer.scheduler, _seeded(replace(first, hint_texts=hint_texts), samples))
         if progress:
             progress(samples * first.max_tokens, samples * first.max_tokens)
     answers = [find(one.text) if find else None for one in found]

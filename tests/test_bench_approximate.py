@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.approximate import EXACT, RULES, Answer, Settings, mcnemar, quality_table, read_problems, runs
+from benchmarks.problems import read_questions
 from edgespec.errors import UsageError
 from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.cascade import mixture
@@ -42,6 +43,15 @@ def problems(tmp_path):
 def test_numbers_are_compared_as_numbers(problems, answer, right):
     [problem] = read_problems(problems(SUM), None)
     assert problem.is_right(answer) is right
+
+
+def test_the_number_of_a_problem_depends_on_no_limit_and_a_file_may_begin_with_a_mark(problems):
+    """Else a run that goes on with another --limit would take another seed."""
+    path = problems(*(SUM | {"question": f"{SUM['question']} {i}"} for i in range(6)))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert [one.number for one in read_problems(path, None)] == list(range(6))
+    assert [one.number for one in read_problems(path, 3)] == [0, 2, 4]
+    assert [one for one, _ in read_questions(path, 3)] == [f"{SUM['question']} {i}" for i in (0, 2, 4)]
 
 
 @pytest.mark.parametrize(

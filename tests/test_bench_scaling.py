@@ -1,12 +1,13 @@
 """scripts/bench-scaling: accuracy and target passes of votes, by the share of chunks that the target writes again."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.problems import number_in
-from benchmarks.scaling import interval
+from benchmarks.scaling import Settings, interval
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-scaling"
 RECORDS = [
@@ -72,16 +73,28 @@ def test_methods_together_write_the_same_lines_without_passes(script, asked):
     assert script(*run)[0] == 0
     alone = {(line["question"], line["method"]): line for line in lines(out)}
     out.unlink()
-    code, shown, _ = script(*run, "--together")
-    assert code == 0
+    assert script(*run, "--together")[0] == 0
     found = lines(out)
     assert {(line["question"], line["method"]) for line in found} == alone.keys()
     for line in found:
         assert line["passes"] is line["seconds"] is None
         for name in ("tokens", "chunks"):  # rounding depends on what shares a pass
             assert line[name] == alone[line["question"], line["method"]][name], name
-    out.write_text("".join(out.read_text().splitlines(keepends=True)[:5]))
-    assert script(*run, "--together")[:2] == (0, shown)
+    kept = out.read_text().splitlines(keepends=True)[:5]
+    out.write_text("".join(kept))
+    assert script(*run, "--together")[0] == 0
+    assert out.read_text().startswith("".join(kept))
+    assert {(line["question"], line["method"]) for line in lines(out)} == alone.keys()
+
+
+def test_more_texts_together_than_a_model_holds_are_refused(script, asked):
+    code, _, said = script(*asked[0], "--samples", "16", "--rejects", "0.2,0.4", "--together")
+    assert code == 2
+    assert "--together holds 34 texts at once, and 32 are the most: take fewer --samples, or fewer --rejects" in said
+    settings = Settings(["a", "b"], "none", 8, 128, [0.2, 0.4, 0.6], 64, 0.7, 320, 0, 1024, together=True)
+    assert (settings.sessions(draft=False), settings.sessions(draft=True)) == (32, 32)
+    settings = replace(settings, samples=4)
+    assert (settings.sessions(draft=False), settings.sessions(draft=True)) == (17, 16)
 
 
 @pytest.mark.parametrize(

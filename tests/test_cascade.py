@@ -1,6 +1,7 @@
 """Speculative cascades: texts of another distribution, which no tree and no planner changes, and which say so."""
 
 import json
+from time import sleep
 
 import numpy as np
 import pytest
@@ -380,6 +381,40 @@ def test_an_interrupt_of_the_draft_that_comes_too_late_changes_no_text():
 
     target.forward = late
     assert write(target, cascade(NonePlanner, draft), PROMPT, SAMPLED, **PLAIN)[0] == plain
+
+
+def test_a_step_that_is_given_up_changes_no_text():
+    """As where the target's pass was interrupted, or had no room."""
+    found = []
+    for given_up in (False, True):
+        target, draft = pair()
+        generation = Generation(
+            target, target.open(), cascade(SpecExecPlanner, draft), PROMPT, SAMPLED, **PLAIN, stats=GenerationStats()
+        )
+        generation.read_prompt()
+        while not generation.finished:
+            if given_up:
+                run_one(generation.propose())
+                generation.give_up()
+            pass_ = generation.cut(run_one(generation.propose()))
+            generation.accept(pass_, target.forward([pass_.work])[0])
+        found.append(generation.token_ids)
+    assert found[0] == found[1]
+
+
+def test_passes_of_the_draft_that_mix_makes_are_time_of_the_draft():
+    target, draft = pair()
+    inner = draft.forward
+
+    def slow(batch):
+        sleep(0.002)
+        return inner(batch)
+
+    draft.forward = slow
+    planner = cascade(NonePlanner, draft)
+    planner.propose = planner._planner.propose  # so that `mix` reads all
+    _, stats = write(target, planner, PROMPT, SAMPLED, **PLAIN)
+    assert stats.draft_seconds >= 0.002 * stats.passes > 0
 
 
 def test_a_draft_that_has_no_room_for_the_prompt_ends_the_request():

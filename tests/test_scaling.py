@@ -81,6 +81,24 @@ def test_chunks_that_are_never_rejected_are_the_draft_s_text(pair):
     assert all(one.stats.tokens_by_source["draft"] == one.stats.tokens for one in result.samples)
 
 
+@pytest.mark.parametrize("reject", [0, 1e-9])
+def test_the_draft_reads_the_prompt_as_the_target_writes_it(pair, reject, monkeypatch):
+    """Also where its own chat template is another."""
+    target, draft = pair
+    target.target.vocab.chat_template = "{{ messages[0].content }}"
+    draft.target.vocab.chat_template = "x y {{ messages[0].content }}"
+    seen, inner = set(), draft.scheduler.submit
+
+    def submit(request, *arguments):
+        seen.add(tuple(request.prompt_ids[:4]))
+        return inner(request, *arguments)
+
+    monkeypatch.setattr(draft.scheduler, "submit", submit)
+    edgespec.scale(target, draft, [{"role": "user", "content": PROMPT}], samples=2, reject=reject, chunk=8, **ASKED)
+    asked = target.request([{"role": "user", "content": PROMPT}]).prompt_ids
+    assert seen == {tuple(asked[:4])}
+
+
 def test_chunks_that_are_always_rejected_are_the_target_s_text(pair, monkeypatch):
     target, draft = pair
     monkeypatch.setattr(scaling.Calibration, "p_values", lambda self, found: [0.0] * len(found))
@@ -324,6 +342,17 @@ def test_a_target_whose_sessions_are_in_use_is_refused(pair):
     for stream in streams:
         stream.close()
     assert edgespec.scale(target, draft, PROMPT, samples=2, chunk=8, **ASKED).text
+
+
+def test_a_score_leaves_other_requests_their_cells():
+    texts = [([5, 6, 7], [number] * 25) for number in (8, 9, 10)]
+    with loaded(TARGET, cells=100) as target:
+        alone = scaling.perplexities(target.scheduler, [5, 6], texts)
+        stream = target.stream(PROMPT, max_tokens=90, seed=1, **NO_END)
+        for _ in range(40):
+            next(stream)
+        assert scaling.perplexities(target.scheduler, [5, 6], texts) == pytest.approx(alone)
+        stream.close()
 
 
 def test_an_interrupted_score_leaves_the_model_usable(pair, monkeypatch):

@@ -49,6 +49,7 @@ def refused(script, monkeypatch, tmp_path):
             "perplexity FILE x --draft y --tokens 9",
             "--tokens is not used with --draft: --after and --passes say how many",
         ),
+        ("perplexity FILE x --draft y --kv-type q8_0", "--kv-type is not used with --draft: the cache of PyTorch has"),
         ("perplexity FILE x --draft y --after nan", "--after is 'nan', but must be whole numbers"),
         (
             "perplexity FILE x --draft y --shares 0.9,2",

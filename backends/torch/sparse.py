@@ -1,7 +1,7 @@
 """SpecAttn (arXiv 2510.27641), approximate: the cells that a draft model attends to are those that its target reads.
 
 Before a target verifies a tree, its draft has read the text up to the root. The target's first layers read all cells.
-In each other layer, the root and the tree's nodes read each other, and the fewest committed cells that hold a share of
+In each other layer, a node reads its ancestors and itself, and the fewest committed cells that hold a share of
 the root's attention in one layer of the draft, which `layer_map` gives. Prompts read all cells. So does a tree whose
 root is not the last token that the draft has read.
 """

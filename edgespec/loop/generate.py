@@ -330,19 +330,21 @@ class Generation:
         began, tree = perf_counter(), pass_.tree
         assert tree, "a part of the prompt is for accept_prompt"
         waited, passed = self.target.wait_seconds - pass_.waited, began - pass_.began
+        before = self._planner.stats.draft_seconds
         step = self._step(tree, walk(tree, lambda node, accepted: self._sample(logits.view(node), accepted)))
+        drafting = pass_.draft_seconds + self._planner.stats.draft_seconds - before  # `mix` may draft, too
         self.session.commit(step.path)  # the last token of the output is the next root
         self._planner.saw(len(self.token_ids) - 1, tree, step.path, logits)
         self._extend(step, passed if single else 0.0)
         stats, planner = self.stats, self._planner.stats
         stats.count(step.sources, drafted=len(tree) - 1)
-        stats.draft_seconds += pass_.draft_seconds
+        stats.draft_seconds += drafting
         stats.draft_passes, stats.draft_went_on = planner.draft_passes, planner.went_on
         stats.hidden_seconds = planner.hidden_seconds
         stats.target_seconds += passed
         stats.wait_seconds += waited
         self._compare(passed + perf_counter() - began, plain=pass_.plain, single=single)
-        stats.plan_seconds += perf_counter() - pass_.started - pass_.draft_seconds - passed
+        stats.plan_seconds += perf_counter() - pass_.started - drafting - passed
         return step
 
     def _step(self, tree: DraftTree, found: Walk) -> Step:

@@ -6,8 +6,11 @@ their order:
     unread              tokens that the draft reads first
     propose             a tree of draft tokens
     while_target_runs   around the target's pass
+    mix                 what each token is sampled from
     saw                 the target's logits
     observe             the tokens committed now
+
+`observe` without tokens may follow any of them: the step is given up.
 """
 
 from abc import ABC, abstractmethod

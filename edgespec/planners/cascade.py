@@ -12,6 +12,7 @@ draft's token if it is in A, else the target's.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,10 +69,10 @@ class CascadePlanner(Planner):
         self._session = draft.open()
         self._prompt: Sequence[int] = ()
         self._passes, self._seconds = 0, 0.0
-        self._tree: DraftTree | None = None
         self._forget()
 
     def _forget(self) -> None:
+        self._tree: DraftTree | None = None
         self._node: int | None = 0  # of the proposed tree, sampled last; None: the tree does not have it
         self._chain, self._used = list[int](), 0  # tokens of the last draft pass, rows of it that were sampled from
         self._rows = list[Float32Array]()
@@ -103,7 +104,7 @@ class CascadePlanner(Planner):
         proposal = yield from self._planner.propose(context, budget)
         self._tree = proposal.tree
         if len(context.token_ids) <= self._draft.capabilities.context_length:
-            with suppress(ContextFull):  # of all sequences together: `mix` reads this one alone
+            with suppress(ContextFull):  # the shared pass had no room: `mix` reads this sequence alone
                 yield from self._reading(context.token_ids)
         return proposal
 
@@ -153,9 +154,11 @@ class CascadePlanner(Planner):
         self._commit()
         reading = Following(self._draft, self._session, tokens[:-1], prompt=len(self._prompt) - 1)
         while reading.unread:
+            started = perf_counter()
             with suppress(Interrupted):  # it was meant for a pass that had just ended
                 reading.read(reading.work())
                 self._passes += 1
+            self._seconds += perf_counter() - started
         limits = self._draft.capabilities
         room = min(most_nodes(limits, self._session.unread_committed), limits.context_length - len(tokens) + 1)
         chain, node = [tokens[-1]], self._node
@@ -172,7 +175,7 @@ class CascadePlanner(Planner):
         self._seconds += passed.seconds * len(chain) / passed.nodes
 
     def _commit(self) -> None:
-        if self._used:
+        if self._chain:  # also if no row of it was used: its nodes go
             self._session.commit(list(range(self._used)))
         self._chain, self._used = [], 0
 
@@ -185,7 +188,6 @@ class CascadePlanner(Planner):
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
         self._commit()
         self._forget()
-        self._tree = None
         self._planner.observe(tokens, seconds)
 
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:

@@ -1,9 +1,9 @@
 """Texts of one prompt that a draft writes in chunks, of which the target rewrites some: ATTS (arXiv 2509.15148).
 
-A chunk's score is its perplexity under the target: exp of the mean of -log p(token | the tokens before it). Among n
-other scores, the latest, its p-value is (1 + number of scores at least as high) / (n + 1). A chunk whose p-value is at
-most `reject` is rejected, and the target writes another from the same place. Were scores exchangeable, at most this
-share would be rejected. That says nothing about the answers.
+A chunk's score is its perplexity under the target: exp of the mean of -log p(token | the tokens before it). Compared
+with the n latest other scores, its p-value is (1 + number of scores at least as high) / (n + 1). A chunk whose p-value
+is at most `reject` is rejected, and the target writes another from the same place. Were scores exchangeable, at most
+this share would be rejected. That says nothing about the answers.
 """
 
 from collections.abc import Callable, Sequence
@@ -177,7 +177,7 @@ def _fitting(pool: SessionPool, texts: Sequence[Text]) -> int:
     """Number of the first texts that the idle sessions hold at once."""
     if not pool.idle:
         raise UsageError("all sessions of the target are in use: scale when its requests have ended")
-    cells, count, taken = pool.limits.cells, 0, 0
+    cells, count, taken = pool.limits.cells, 0, sum(len(lane.session.token_ids) for lane in pool.busy)
     for text in texts[: len(pool.idle)]:
         taken += len(text.token_ids)
         if count and cells is not None and taken > cells:
@@ -192,7 +192,7 @@ def _lanes(pool: SessionPool, texts: Sequence[Text]) -> list[Lane]:
     for text in texts:
         found.append(max(free, key=lambda lane: common_prefix(lane.session.token_ids, text.token_ids)))
         free.remove(found[-1])
-    needed = sum(len(text.token_ids) for text in texts)
+    needed = sum(len(text.token_ids) for text in texts) + sum(len(lane.session.token_ids) for lane in pool.busy)
     for lane in free:
         if (
             pool.limits.cells is not None
@@ -206,12 +206,13 @@ def _read(scheduler: Scheduler, pool: SessionPool, lanes: Sequence[Lane], texts:
     """Read texts into sessions, and find the losses of their scored tokens."""
     target, parts = scheduler.target, list[Part]()
     for lane, text in zip(lanes, texts, strict=True):
-        lane.phase = Phase.CHANGING
+        lane.phase, lane.looked_at = Phase.CHANGING, False
         first = text.first if can_share_passes(target.capabilities) else whole_tiles(text.first)
         pool.prepare(lane, text.token_ids[: first + 1])
         Prefill(target, lane.session, text.token_ids[:first]).resume()
         parts.append((lane, Prefill(target, lane.session, text.token_ids), text))
     while unread := [part for part in parts if part[1].unread]:
+        scheduler.check_open()
         batch, started = _plan(unread, target.capabilities), perf_counter()
         try:
             logits = target.forward([work for _, work in batch])

@@ -123,10 +123,13 @@ class Scheduler:
     @contextmanager
     def between_steps(self) -> Iterator[SessionPool]:
         with self.turn:
-            if self._queue.closed:
-                raise Closed
+            self.check_open()
             self.pool.recover(self._queue.put_back)
             yield self.pool
+
+    def check_open(self) -> None:
+        if self._queue.closed:
+            raise Closed
 
     def save(self, path: str | Path, note: Any = None) -> None:
         with self.between_steps() as pool:

@@ -67,11 +67,13 @@ RULES: Mapping[str, Rule] = {
 class Problem:
     """
     Attributes:
-        name: one of a file's problems.
+        number: its place in the file.
+        name: it, in short.
         question: what the model is asked.
         is_right: checks its answer.
     """
 
+    number: int
     name: str
     question: str
     is_right: Callable[[str], bool]
@@ -84,7 +86,8 @@ def read_problems(path: Path, limit: int | None) -> list[Problem]:
         UsageError: the file has others, or cannot be read.
     """
     try:
-        found = [_problem(json.loads(line)) for line in path.read_text("utf-8").split("\n") if line.strip()]
+        lines = [line for line in path.read_text("utf-8-sig").split("\n") if line.strip()]
+        found = [_problem(number, json.loads(line)) for number, line in enumerate(lines)]
         if not found:
             raise ValueError
     except OSError as error:
@@ -95,16 +98,16 @@ def read_problems(path: Path, limit: int | None) -> list[Problem]:
     return [found[i * len(found) // count] for i in range(count)]
 
 
-def _problem(record: dict[str, Any]) -> Problem:
+def _problem(number: int, record: dict[str, Any]) -> Problem:
     coding = "entry_point" in record
     for name in ("task_id", "entry_point", "prompt", "test") if coding else ("question", "answer"):
         record[name].encode()  # fails here if a field is missing or no text, and not after the first answer
     if coding:
         question = f"Complete this function. Answer with the whole function.\n```python\n{record['prompt']}```"
-        return Problem(record["task_id"], question, lambda text: runs(program(record, text)))
+        return Problem(number, record["task_id"], question, lambda text: runs(program(record, text)))
     result = numbers_in(record["answer"].rpartition("####")[2])[-1]
     question = f"{record['question']}\nReason step by step, and end with #### and the result as a number."
-    return Problem(record["question"], question, lambda text: _result(text) == result)
+    return Problem(number, record["question"], question, lambda text: _result(text) == result)
 
 
 def _result(text: str) -> Decimal | None:
@@ -195,7 +198,7 @@ class Settings:
     """
     Attributes:
         variants: rules and their alphas.
-        sampling: of all answers; problem i has seed + i.
+        sampling: of all answers; a problem's seed is this one plus its number.
         budget: draft tokens of a pass; 0: plain decoding.
         batch: most problems that are answered at once.
     """
@@ -242,7 +245,7 @@ def measure(
     wanted = [(problem.name, *variant) for problem in problems for variant in settings.variants]
     progress(sum(key in done for key in wanted), len(wanted))
     for variant in settings.variants:
-        asked = [(i, problem) for i, problem in enumerate(problems) if (problem.name, *variant) not in done]
+        asked = [problem for problem in problems if (problem.name, *variant) not in done]
         for problem, result in _results(backends, asked, variant, settings):
             stats, right = result.stats, problem.is_right(result.text)
             seconds = round(stats.seconds, 3)
@@ -256,9 +259,9 @@ def measure(
 
 
 def _results(
-    backends: Sequence[Backend], asked: Sequence[tuple[int, Problem]], variant: tuple[str, float], settings: Settings
+    backends: Sequence[Backend], asked: Sequence[Problem], variant: tuple[str, float], settings: Settings
 ) -> Iterator[tuple[Problem, GenerationResult]]:
-    """Each problem with its answer, as answers end; problem i has seed + i."""
+    """Each problem with its answer, as answers end."""
     if not asked:
         return
     rule, alpha = variant
@@ -269,12 +272,13 @@ def _results(
     with Model(backends[0], planners, budget=settings.budget or 1, sampling=settings.sampling) as model:
         requests = [
             model.request(
-                user_messages(problem.question), max_tokens=settings.max_tokens, seed=settings.sampling.seed + i
+                user_messages(problem.question), max_tokens=settings.max_tokens,
+                seed=settings.sampling.seed + problem.number,
             )
-            for i, problem in asked
-        ]
+            for problem in asked
+        ]  # fmt: skip
         for number, result in drive.results_as_they_end(model.scheduler, requests):
-            yield asked[number][1], result
+            yield asked[number], result
 
 
 def mcnemar(lost: int, won: int) -> float:

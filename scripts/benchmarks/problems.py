@@ -37,7 +37,7 @@ def read_questions(path: Path, limit: int | None) -> list[tuple[str, str]]:
     """
     asked = [one.text for one in read_prompts(path, limit)]
     try:
-        records = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line.strip()]
+        records = [json.loads(line) for line in path.read_text("utf-8-sig").split("\n") if line.strip()]
         answers = {one["question"]: number_in(one["answer"].rpartition("####")[2]) for one in records}
         found = [(question, answers[question]) for question in asked]
     except (ValueError, KeyError, TypeError, AttributeError) as error:

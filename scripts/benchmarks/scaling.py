@@ -10,10 +10,11 @@ from time import process_time
 from typing import Any
 
 from benchmarks.problems import number_in
+from edgespec.errors import UsageError
 from edgespec.loop.text import user_messages
 from edgespec.measure.json_lines import append
 from edgespec.measure.tables import table
-from edgespec.model import Model, scale
+from edgespec.model import MOST_PARALLEL, Model, scale
 
 ASK = "\nThink step by step. End with: The answer is NUMBER."
 GREEDY, TARGET, DRAFT = "target, greedy", "target, majority", "draft, majority"
@@ -36,6 +37,7 @@ class Settings:
     temperature: float
     max_tokens: int
     seed: int
+    ctx: int
     together: bool
 
     @property
@@ -50,9 +52,21 @@ class Settings:
         }
 
     def sessions(self, draft: bool) -> int:
-        """Number of texts that the target, or the draft, writes at once."""
-        each = [method["samples"] for method in self.methods.values() if method["draft"] or not draft]
-        return sum(each) if self.together else max(each)
+        """Number of texts that the target, or the draft, holds at once.
+
+        Raises:
+            UsageError: methods together need more than a model has.
+        """
+        methods = self.methods.values()
+        each: list[int] = [one["samples"] for one in methods if (one["draft"] if draft else one["reject"] > 0)]
+        if not self.together:
+            return max(each)
+        if not draft and (needed := sum(each) - self.samples + 1) > MOST_PARALLEL:  # all others, and one to score
+            raise UsageError(
+                f"--together holds {needed} texts at once, and {MOST_PARALLEL} are the most: take fewer --samples, or "
+                "fewer --rejects"
+            )
+        return min(sum(each), MOST_PARALLEL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def compare(
         target: a model on torch.
         draft: its draft.
         token_ids: of a text.
-        after: tokens that are read before the first pass, whole as those between passes.
+        after: tokens before the first pass. These, and those of earlier passes, are read with dense attention.
         passes: number of them, each over the next `ROWS` tokens.
         sparse: shares of attention, and `TorchBackend.sparse` of each.
         sessions: of target and draft, with nothing or a beginning of the text.
