@@ -81,6 +81,43 @@ def test_where_memory_is_short_cells_are_put_in_order_without_a_copy_of_all_text
         assert peaks[1] < peaks[0] / 4
 
 
+def grow_tree(backend, session, text, step):
+    """A root and 40 nodes in two passes, as a draft's tree."""
+    leaves = random_tokens(backend, 41, step)
+    backend.forward([work(session, text[:1] + leaves[:20], [-1] + 20 * [0])])
+    backend.forward([work(session, leaves[20:40], 20 * [1], first=21)])
+
+
+def test_trees_of_several_passes_have_room_beside_what_others_waste(smollm2_tiny):
+    """Cells that a tree leaves below those of another session are waste until no session has nodes."""
+    with loaded(llamacpp_factory(smollm2_tiny), sessions=2, context_length=1024, budget=64) as backend:
+        sessions, texts = [backend.open() for _ in range(2)], [random_tokens(backend, 980, seed) for seed in (1, 2)]
+        for session, text in zip(sessions, texts, strict=True):
+            prefill(backend, session, text[:930])
+        for step in range(50):
+            for session, text in zip(sessions, texts, strict=True):
+                grow_tree(backend, session, text[930 + step :], step)
+            for session in sessions:
+                session.commit([0])
+        sessions[1].close()
+        check_session(backend, sessions[0], texts[0], {})
+
+
+def test_a_tree_without_room_has_cells_put_in_order_after_it(smollm2_tiny):
+    with loaded(llamacpp_factory(smollm2_tiny), sessions=2, context_length=256) as backend:
+        first, second = backend.open(), backend.open()
+        prefill(backend, first, random_tokens(backend, 100, 1))
+        prefill(backend, second, random_tokens(backend, 100, 2))
+        first.rewind(50)  # its cells lie below others: waste
+        backend.forward([work(second, [5], [-1])])
+        with pytest.raises(ContextFull, match="nodes of other trees"):
+            backend.make_room(10_000)
+        second.commit([0])
+        assert backend.cells.end > 151
+        backend.forward([work(second, [6], [-1])])
+        assert backend.cells.end == 152
+
+
 def test_a_disk_that_fails_leaves_cells_as_they_are(smollm2_tiny, monkeypatch):
     def full(needed):
         raise ModelError("no disk has room")

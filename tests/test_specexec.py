@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
+from edgespec.errors import ContextFull
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.passes import fitting
 from edgespec.loop.planner import Context
@@ -56,6 +57,26 @@ def test_what_the_draft_has_read_beside_the_tree_is_kept_when_the_target_writes_
     assert token != tree.token_ids[1]
     planner.observe([token, SIZE - 1], 0.0)
     assert planner.draft_session.token_ids == [1, 2, 3, token]
+
+
+def test_a_tree_ends_where_the_draft_has_no_cells_for_more():
+    planner, tree, _ = planned(1.0, 16, [1, 2, 3])
+    planner.observe([], 0.0)
+    forward, passes = planner._drafter.draft.forward, []
+
+    def full(batch):
+        passes.append(batch)
+        if len(passes) > 1:
+            raise ContextFull("the cache is full")
+        return forward(batch)
+
+    planner._drafter.draft.forward = full
+    context = Context([1, 2, 3], 3, SamplingParams(), Noise(0, SIZE), 32, 64)
+    shorter = run_one(planner.propose(context, 16)).tree
+    assert len(passes) == 2
+    assert 0 < shorter.depth.max() < tree.depth.max()
+    planner.observe([int(shorter.token_ids[1]), SIZE - 1], 0.0)
+    assert planner.draft_session.token_ids == [1, 2, 3]  # the child was not read
 
 
 def test_the_next_search_reads_less_since_it_knows_what_the_tree_will_take():

@@ -127,7 +127,7 @@ class LlamaBackend:
         self._ids.give_back(ids)
 
     def make_room(self, rows: int) -> None:
-        self.cells.make_room(rows, self._open)
+        self.cells.make_room(rows, self._open, trees=len(self._open) * self.capabilities.max_nodes)
 
     @property
     def streamer(self) -> Streamer | None:

@@ -115,6 +115,7 @@ class Cells:
         self.end = 0
         self.wasted = False
         self.uncertain = False
+        self.cramped = False  # a tree had no room beside waste
         self.padding_id = ids
         self._waste_ids = range(ids + 1, ids + 1 + (IN_WINDOWS if window else 1))
         self.window = window
@@ -174,8 +175,13 @@ class Cells:
             yield
             self.drop_padding(0)
 
-    def make_room(self, rows: int, sessions: Iterable[Holder]) -> None:
+    def make_room(self, rows: int, sessions: Iterable[Holder], trees: int = 0) -> None:
         """Make `rows` cells free at the end.
+
+        Args:
+            rows: of the next pass.
+            sessions: all that are open.
+            trees: cells that later passes need, in which nodes forbid to put cells in order.
 
         Raises:
             ContextFull: sessions have nodes, or committed tokens take too many cells.
@@ -185,11 +191,14 @@ class Cells:
             self.put_in_order([])
         nodes, full = any(session.has_nodes for session in holders), self.end + rows > self._size
         if full and nodes:
+            self.cramped = self.wasted
             raise ContextFull("the cache is full, and nodes of other trees are in it")
         used = sum(session.cached for session in holders)
         if full and (taken := used - sum(shared for *_, shared in with_sources(holders))) + rows > self._size:
             raise ContextFull(f"the cache of {self._size} cells is full: {taken} hold tokens, {rows} more are needed")
-        if full or (not nodes and (self.uncertain or (self.wasted and self.end - used > max(used, MUCH_WASTE)))):
+        most_waste = trees // 4 if self.end + rows + trees > self._size else max(used, MUCH_WASTE)
+        much_waste = self.wasted and self.end - used > most_waste
+        if full or (not nodes and (self.uncertain or self.cramped or much_waste)):
             self.put_in_order(holders)
 
     def put_in_order(self, holders: Iterable[Holder]) -> None:
@@ -217,7 +226,7 @@ class Cells:
             saved.append((session, source, shared, file.tell()))
         file.seek(0)
         llama_cpp.llama_memory_clear(self._memory, False)
-        self.end, self.wasted, self.uncertain = 0, False, False
+        self.end, self.wasted, self.uncertain, self.cramped = 0, False, False, False
         for session, source, shared, stop in saved:
             own = session.own_ids
             if shared:

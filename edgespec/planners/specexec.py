@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend, Logits, Session
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import PassTimes
@@ -105,7 +106,10 @@ class SpecExecPlanner(Planner):
             batch = search.take(unread, beam, self._limits.leaves(context.sequences), self._limits.max_nodes)
             if len(batch) == 0:
                 break
-            yield from self._read(search, scores, batch)
+            try:
+                yield from self._read(search, scores, batch)
+            except ContextFull:  # all sequences together leave no cells: the tree ends here
+                break
 
     def _read_root(self, search: Search, scores: ChildScores, context: Context) -> DraftSteps[None]:
         logits, node = yield from self._drafter.reading(context.token_ids)
