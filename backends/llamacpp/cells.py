@@ -116,6 +116,7 @@ class Cells:
         self.wasted = False
         self.uncertain = False
         self.cramped = False  # a tree had no room beside waste
+        self.growing = False  # trees take several passes, as a draft's do
         self.padding_id = ids
         self._waste_ids = range(ids + 1, ids + 1 + (IN_WINDOWS if window else 1))
         self.window = window
@@ -193,10 +194,12 @@ class Cells:
         if full and nodes:
             self.cramped = self.wasted
             raise ContextFull("the cache is full, and nodes of other trees are in it")
+        self.growing |= nodes
         used = sum(session.cached for session in holders)
         if full and (taken := used - sum(shared for *_, shared in with_sources(holders))) + rows > self._size:
             raise ContextFull(f"the cache of {self._size} cells is full: {taken} hold tokens, {rows} more are needed")
-        most_waste = trees // 4 if self.end + rows + trees > self._size else max(used, MUCH_WASTE)
+        short = self.growing and self.end + rows + trees > self._size
+        most_waste = trees // 4 if short else max(used, MUCH_WASTE)
         much_waste = self.wasted and self.end - used > most_waste
         if full or (not nodes and (self.uncertain or self.cramped or much_waste)):
             self.put_in_order(holders)
