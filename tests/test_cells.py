@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from contract import check_session, loaded, random_tokens, work
+from contract import chain_rows, check_session, loaded, random_tokens, work
 from edgespec.backends.llamacpp import cells as module
 from edgespec.backends.llamacpp.cells import with_sources
 from edgespec.backends.llamacpp.recurrent import LlamaRecurrentSession
@@ -116,6 +116,44 @@ def test_a_tree_without_room_has_cells_put_in_order_after_it(smollm2_tiny):
         assert backend.cells.end > 151
         backend.forward([work(second, [6], [-1])])
         assert backend.cells.end == 152
+
+
+def test_a_short_part_of_a_prompt_has_room_for_its_padding_on_both_sides(smollm2_tiny):
+    """Before it, to the same place of a tile, and behind it, to the row class of prompts."""
+    with loaded(llamacpp_factory(smollm2_tiny), sessions=2, context_length=2000) as backend:
+        backend.keep_to(BatchInvariance("narrow", RowClass(1, 7), RowClass(64, 512)))
+        first, second = backend.open(), backend.open()
+        text, end = random_tokens(backend, 1381, 1), backend.cells._size - 110
+        prefill(backend, first, text[:1380])
+        prefill(backend, second, random_tokens(backend, 1500, 2))
+        while backend.cells.end < end:
+            backend.cells.fill(min(TILE, end - backend.cells.end), [first, second])
+        node = np.zeros(1, np.int32)
+        backend.forward([Work(first, np.array(text[1380:], np.int32), node - 1, node, prompt=True)])
+
+
+def test_a_failed_pass_takes_no_cells_of_ids_that_were_not_lent_yet(smollm2_tiny, monkeypatch):
+    with loaded(llamacpp_factory(smollm2_tiny, exact="off"), sessions=4, context_length=200) as backend:
+        backend._ids._free = backend._ids._free[:2]
+        lent, other, failing = (backend.open() for _ in range(3))
+        text = random_tokens(backend, 60, 1)
+        prefill(backend, lent, text)
+        for session in (other, failing):
+            prefill(backend, session, random_tokens(backend, 10, 2))
+        backend.forward([work(lent, [5, 6, 7], [-1, -1, -1])])
+        lent.commit([])  # two ids more stay with it
+        backend.forward([work(other, [5], [-1])])
+        batch = [work(failing, [9], [-1]), work(other, [5, 6, 7], [0, 0, 0], first=1)]
+        with monkeypatch.context() as patch:
+            patch.setattr(LlamaSession, "add", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                backend.forward(batch)
+        backend.cells.uncertain = False  # else cells are put in order, which mends it
+        [logits] = backend.forward([work(lent, [5, 6, 7], [-1, -1, -1])])
+        rows = [logits.row(node) for node in range(3)]
+        lent.commit([])
+        for token, row in zip((5, 6, 7), rows, strict=True):
+            assert np.allclose(chain_rows(backend, [*text, token], 60)[-1], row, atol=1e-4)
 
 
 def test_a_disk_that_fails_leaves_cells_as_they_are(smollm2_tiny, monkeypatch):

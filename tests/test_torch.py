@@ -172,6 +172,18 @@ class TestMasks:
                 assert found == visible_
         assert mask is None or set(mask.unique().tolist()) <= {0.0, -math.inf}
 
+    @pytest.mark.parametrize("first", [1, 2, 3])
+    def test_the_first_cell_is_hidden_from_all_but_its_own_node_whatever_pass_they_are_in(self, first):
+        """As heads need it; the first `first` nodes were in a pass before."""
+        parents = np.array([-1, 0, 0, 1])
+        sees = ancestor_mask(parents)
+        before, _ = build_mask(sees[:first, :first], [0, 1, 1, 2][:first], 0, None, torch.float32, "cpu", first=1)
+        low, mask = build_mask(sees[first:], [0, 1, 1, 2], 0, None, torch.float32, "cpu", first=1)
+        assert before == low == 0
+        for node in range(first, 4):
+            for cell in range(4):
+                assert (mask[node - first, cell] == 0) == (sees[node, cell] and cell > 0)
+
     def test_no_mask_where_kernels_need_none(self):
         make = partial(build_mask, dtype=torch.float32, device=torch.device("cpu"))
         tree = ancestor_mask([-1, 0, 0])

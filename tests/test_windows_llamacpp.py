@@ -7,8 +7,10 @@ from window_files import ARCHITECTURES, WINDOW, write_windowed
 from edgespec.errors import ModelError, SessionFileError, UsageError
 from edgespec.loop.backend import Work
 from edgespec.loop.passes import prefill
+from edgespec.loop.shapes import BatchInvariance, RowClass
 
 llamacpp = pytest.importorskip("edgespec.backends.llamacpp.engine")
+cells = pytest.importorskip("edgespec.backends.llamacpp.cells")
 ENOUGH = {"gpt-oss": 0.15}  # rounding alone, where other parts of a text are read at once: weights have 8 bits
 FLOATS = 2e-3  # where keys are missing, logits differ by more than these
 
@@ -53,6 +55,27 @@ def against(path, request):
     found = Against(path, ENOUGH.get(request.node.callspec.params["path"], FLOATS))
     yield found
     found.close()
+
+
+def test_an_interrupted_save_leaves_no_cells_to_the_padding_of_passes(path, tmp_path, monkeypatch):
+    backend = llamacpp.load(path, context_length=500, sessions=2, threads=1, exact="off")
+    backend.keep_to(BatchInvariance("wide", RowClass(8, 63), RowClass(8, 63)))
+    session, made = backend.open(), []
+    prefill(backend, session, list(range(5, 155)))
+    inner = cells.llama_cpp.llama_state_seq_get_data
+
+    def interrupted(*arguments):
+        made.append(arguments)
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        return inner(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cells.llama_cpp, "llama_state_seq_get_data", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.save(tmp_path / "a.session")
+    assert np.isfinite(logits_of(backend, session, 7)).all()
+    backend.close()
 
 
 def test_a_text_that_was_saved_or_put_in_order_can_be_rewound(path, against, tmp_path):

@@ -165,7 +165,8 @@ class LlamaBackend:
             taken.update(placements[-1].tips)
         if self.in_order:
             most = sum(len(work.token_ids) + work.session.unread_committed + TILE for work in batch)
-            self.make_room(most + sessions[0].tail(batch[0]))
+            class_rows = TILE if any(work.prompt for work in batch) else 0  # a short part is padded on both sides
+            self.make_room(most + class_rows + sessions[0].tail(batch[0]))
         between = paddings(sessions, batch, self.cells, self._open)
         logits: list[Logits] = []
         rows, end = Rows([], [], [], []), self.cells.end

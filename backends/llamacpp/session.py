@@ -209,7 +209,7 @@ class LlamaSession(NodeSession):
         """Drop all nodes after a failed pass, which filled the cells of `placement` or did not."""
         if placement.first:  # cells of earlier nodes may have others behind them
             for position, below in zip(placement.positions, placement.below, strict=True):
-                for seq in below:
+                for seq in filter(self.seq_ids.__contains__, below):  # the others were not lent yet
                     llama_cpp.llama_memory_seq_rm(self._memory, seq, position, -1)
             self.rewind(len(self.token_ids))
             return
@@ -387,14 +387,14 @@ class LlamaSession(NodeSession):
             details["parts"] = cells.window
 
         def put(new: Path) -> None:
-            if cells.window:
-                with new.open("wb") as file:
-                    write_parts(file, cells.parts(self, 0, self.cached))
-                return
             seq = cells.padding_id
             with Signals().held():  # passes need this id empty
-                llama_cpp.llama_memory_seq_cp(self._memory, self.seq_ids[0], seq, 0, self.cached)
                 try:
+                    if cells.window:
+                        with new.open("wb") as file:
+                            write_parts(file, cells.parts(self, 0, self.cached))
+                        return
+                    llama_cpp.llama_memory_seq_cp(self._memory, self.seq_ids[0], seq, 0, self.cached)
                     save_sequence(self._backend.context, new, seq, self.token_ids[: self.cached])
                 finally:
                     llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)

@@ -216,7 +216,7 @@ def build_mask(
     low = max(0, int(new.min()) - window + 1) if window is not None else 0
     low = min(max(low, first), length)
     within_text = window is None or int(new.max()) < window
-    hidden = first > length and count > 1  # cell 0 is new
+    hidden = first > length and sees.shape[1] > 1  # cell 0 is that of node 0
     if (
         within_text
         and not hidden
@@ -224,7 +224,7 @@ def build_mask(
     ):
         return low, None
     allowed = np.concatenate([np.ones((count, length - low), np.bool_), sees], axis=1)
-    allowed[1:, : int(hidden)] = False
+    allowed[int(count == sees.shape[1]) :, : int(hidden)] = False  # node 0 is the first row, or was in a pass before
     if not within_text and window is not None:
         cells = np.concatenate([np.arange(low, length), np.asarray(positions)])
         allowed &= new[:, None] - cells < window
