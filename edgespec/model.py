@@ -383,6 +383,8 @@ class Model:
         first = self.request(prompt, **{"stop": "\n\n"} | options)
         if first.grammar:
             raise UsageError("search takes no grammar: each thought would have to match it")
+        if first.sampling.presence_penalty or first.sampling.frequency_penalty:
+            raise UsageError("presence_penalty and frequency_penalty would count in one thought only: leave them at 0")
         limits, vocab, texts = self.target.capabilities, self.target.vocab, [GenerationResult()]
         hint_texts = self.hint_texts(first.prompt_ids, options.get("prediction"), 1 + width * keep)
         first = replace(first, hint_texts=hint_texts)

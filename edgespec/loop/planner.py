@@ -68,6 +68,7 @@ class PlannerStats:
     Attributes:
         draft_passes: number of draft passes.
         draft_seconds: of draft passes that the target waited for.
+        mixing_seconds: of those of them that `mix` made.
         hidden_seconds: of draft passes made while the target ran.
         went_on: number of steps that went on with the search of the step before.
         mean_batch: mean number of sequences that shared a draft pass; earlier passes fade.
@@ -75,6 +76,7 @@ class PlannerStats:
 
     draft_passes: int = 0
     draft_seconds: float = 0.0
+    mixing_seconds: float = 0.0
     hidden_seconds: float = 0.0
     went_on: int = 0
     mean_batch: float = 1.0

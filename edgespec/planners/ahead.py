@@ -252,6 +252,8 @@ class AheadPlanner(SpecExecPlanner):
                     return
                 self._reading = batch.tolist()
                 self._pass(self._read(search, scores, batch))
+        except ContextFull:  # what was read before stays
+            self._reading = []
         finally:
             self._hidden_seconds += drafter.seconds - before
             drafter.seconds, drafter.pass_cost = before, cost

@@ -68,7 +68,7 @@ class CascadePlanner(Planner):
         self._planner, self._draft, self._alpha, self._rule = planner, draft, alpha, rule
         self._session = draft.open()
         self._prompt: Sequence[int] = ()
-        self._passes, self._seconds = 0, 0.0
+        self._passes, self._seconds, self._mixing = 0, 0.0, 0.0
         self._forget()
 
     def _forget(self) -> None:
@@ -81,7 +81,7 @@ class CascadePlanner(Planner):
     def stats(self) -> PlannerStats:
         known = self._planner.stats
         passes, seconds = known.draft_passes + self._passes, known.draft_seconds + self._seconds
-        return replace(known, draft_passes=passes, draft_seconds=seconds)
+        return replace(known, draft_passes=passes, draft_seconds=seconds, mixing_seconds=self._mixing)
 
     @property
     def draft_session(self) -> Session | None:
@@ -90,7 +90,7 @@ class CascadePlanner(Planner):
     def begin(self, prompt_ids: Sequence[int]) -> None:
         self._planner.begin(prompt_ids)
         self._forget()
-        self._prompt, self._passes, self._seconds = prompt_ids, 0, 0.0
+        self._prompt, self._passes, self._seconds, self._mixing = prompt_ids, 0, 0.0, 0.0
         Prefill(self._draft, self._session, prompt_ids[:-1]).resume()
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
@@ -103,7 +103,7 @@ class CascadePlanner(Planner):
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
         proposal = yield from self._planner.propose(context, budget)
         self._tree = proposal.tree
-        if len(context.token_ids) <= self._draft.capabilities.context_length:
+        if self._can_read(context.token_ids, (), context.noise.size):
             with suppress(ContextFull):  # the shared pass had no room: `mix` reads this sequence alone
                 yield from self._reading(context.token_ids)
         return proposal
@@ -115,7 +115,7 @@ class CascadePlanner(Planner):
         self, row: Float32Array, sampling: SamplingParams, token_ids: Sequence[int], accepted: Sequence[int],
         grammar: Constraint | None,
     ) -> tuple[Float32Array, SamplingParams]:  # fmt: skip
-        if len(token_ids) + len(accepted) > self._draft.capabilities.context_length:
+        if not self._can_read(token_ids, accepted, len(row)):
             return row, sampling
         own = np.full(len(row), -np.inf, np.float32)  # the two output matrices may be padded to other sizes
         read = self._row(token_ids, accepted)[: len(row)]
@@ -127,15 +127,38 @@ class CascadePlanner(Planner):
         np.log(pi, out=log_pi, where=pi > 0, casting="same_kind")
         return log_pi, SamplingParams(temperature=1.0 if sampling.temperature else 0.0)
 
+    def _can_read(self, token_ids: Sequence[int], accepted: Sequence[int], tokens: int) -> bool:
+        """Whether the draft has room for these, and all of them, where its vocabulary is padded to a smaller size.
+
+        Args:
+            token_ids: committed.
+            accepted: after them.
+            tokens: size of the target's vocabulary.
+        """
+        if len(token_ids) + len(accepted) > self._draft.capabilities.context_length:
+            return False
+        size = self._draft.vocab.size
+        return tokens <= size or max(max(token_ids), max(accepted, default=0)) < size
+
     def _row(self, token_ids: Sequence[int], accepted: Sequence[int]) -> Float32Array:
         """The draft's logits after these tokens."""
         token = accepted[-1] if accepted else token_ids[-1]
         if accepted and self._node is not None:
             self._node = self._child(self._node, token)
         if self._chain[self._used : self._used + 1] != [token]:
-            run_one(self._reading([*token_ids, *accepted]))
+            self._read([*token_ids, *accepted])
         self._used += 1
         return self._rows[self._used - 1]
+
+    def _read(self, tokens: Sequence[int]) -> None:
+        """Read what `propose` has not read."""
+        before = self._seconds
+        try:
+            run_one(self._reading(tokens))
+        except ContextFull:
+            self._planner.observe([], 0.0)  # the nodes of its tree leave their cells
+            run_one(self._reading(tokens))
+        self._mixing += self._seconds - before
 
     def _child(self, node: int, token: int | None = None) -> int | None:
         """The child with a token, or the most probable one if it is likely."""

@@ -87,7 +87,10 @@ class SpecExecPlanner(Planner):
             return Proposal(root_only(context.token_ids[-1]))
         search, self._search = self._begun(context, budget), None  # and remains so after an exception
         search.budget, search.usual, search.most_depth = budget, self._usual, steps
-        yield from self._grow(search, context, steps)
+        try:
+            yield from self._grow(search, context, steps)
+        except ContextFull:  # the draft has no cells for the root
+            return Proposal(root_only(context.token_ids[-1]))
         self._search, self._usual = search, search.cutoff(budget)
         return Proposal(search.found())
 

@@ -302,6 +302,10 @@ class Scheduler:
         *_, (lane, pass_) = batch
         if lane.generation and pass_.work.prompt and lane.generation.prompt.may_begin_again():
             self.pool.empty(lane)
+            stats = lane.generation.stats
+            if not stats.tokens:  # else it was parked, and is not counted again
+                self.counts.cached_tokens -= stats.cached_tokens
+            stats.cached_tokens = 0
         else:
             self._give_way([lane for lane, _ in batch], error)
 

@@ -162,7 +162,8 @@ class Answers:
                     self._handles[number].cancel()
                 if isinstance(event, Ended):
                     left.remove(number)
-                    answer.stop_found = self._handles[number].text.stop_found
+                    if not answer.has_its_call:  # else the stop string came after the call
+                        answer.stop_found = self._handles[number].text.stop_found
                     if event.error is not None and not answer.has_its_call:
                         raise event.error
                 yield number, event

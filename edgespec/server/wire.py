@@ -5,6 +5,7 @@ import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from math import isinf
 from types import NoneType
 from typing import Any, TypeVar, get_args
 
@@ -89,7 +90,7 @@ async def read_body(request: HttpRequest, kind: type[Body]) -> Body:
 def parsed_body(data: bytes | bytearray, kind: type[Body]) -> Body:
     """Errors as for `read_body`."""
     try:
-        found = json.loads(data, parse_constant=_no_constant)
+        found = json.loads(data, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON: {error}") from error
     if not isinstance(found, dict) or _depth(found) > MOST_DEPTH:
@@ -104,6 +105,12 @@ def parsed_body(data: bytes | bytearray, kind: type[Body]) -> Body:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(number: str) -> float:
+    if isinf(found := float(number)):
+        raise ValueError(f"{number} is too large")
+    return found
 
 
 def _depth(value: Any) -> int:

@@ -63,13 +63,14 @@ class CompletionWriter(ChoicesWriter):
         return {
             "tokens": [name_of(self._vocab, token) for token, _ in told],
             "token_logprobs": [log_probs.log_prob for _, log_probs in told],
-            "top_logprobs": [self._best(log_probs) for _, log_probs in told],
+            "top_logprobs": [self._best(token, log_probs) for token, log_probs in told],
             "text_offset": [self._offsets[id(answer)].next(token) for token, _ in told],
         }
 
-    def _best(self, log_probs: LogProbs) -> dict[str, float]:
-        found = dict[str, float]()
-        for token, value in log_probs.best:
+    def _best(self, sampled: int, log_probs: LogProbs) -> dict[str, float]:
+        """The best tokens, and the sampled one."""
+        found, told = dict[str, float](), dict(log_probs.best)
+        for token, value in (told | {sampled: log_probs.log_prob}).items():
             name = name_of(self._vocab, token)
             found[f"token_id:{token}" if name in found else name] = value
         return found

@@ -160,7 +160,8 @@ class ChoicesWriter(Writer):
             yield None, {**self._head, "choices": [], "edgespec": about}
         if isinstance(event, Wrote):
             trace = {"edgespec": traced(event, one, self._vocab)} if extra.trace == "passes" else {}
-            if one.new or trace or event.chunks[0].log_probs:
+            counts = one.chunks[-1:] == event.chunks[-1:]  # else it came after the answer's only call
+            if one.new or trace or (counts and event.chunks[0].log_probs):
                 yield None, self._chunk(number, self.delta(one, event.chunks)) | trace
         elif isinstance(event, Ended):
             if one.new:

@@ -152,9 +152,11 @@ class ResponsesWriter(Writer):
         }
         more = {"incomplete_details": {"reason": "max_output_tokens"} if cut else None, "usage": usage}
         told = {"edgespec": self._answers.account, **({} if cut else {"completed_at": int(time.time())})}
-        output = [thought_item(name, one.thought)] if one.thought else []
-        output += [text_item(name, one.text, status)] if one.text or not one.calls else []
+        output = [text_item(name, one.text, status)] if one.text or not one.calls else []
         output += map(call_item, one.calls)
+        if one.thought:
+            unheard = bool(self._text) and not self._thoughts
+            output.insert(len(output) if unheard else 0, thought_item(name, one.thought))
         return {**self._head, "status": status, "output": output, **more, **told}
 
     def begin(self) -> Iterator[ServerSent]:
@@ -180,11 +182,11 @@ class ResponsesWriter(Writer):
             yield self._named(done["status"], response=done)
 
     def _of_thought(self, stage: str, piece: Thought) -> Iterator[ServerSent]:
-        """All thoughts are one item, which the first of them ends."""
+        """All thoughts are one item, which the first of them ends; if it would come after a text, as there."""
         place = {"item_id": thought_id(self._name), "output_index": 0, "content_index": 0}
-        if stage == "delta":
+        if stage == "delta" and self._thought == "open":
             yield self._named("reasoning_text.delta", **place, delta=piece.text)
-        elif stage == "begin" and self._thought == "none":
+        elif stage == "begin" and self._thought == "none" and not self._text:
             self._thought = "open"
             yield self._item("added", 0, thought_item(self._name, "", "in_progress"))
         elif stage == "end" and self._thought == "open":
