@@ -76,7 +76,9 @@ SMALLER = random_model(2, vocab_size=40, sharpness=3.0)
 
 @pytest.mark.parametrize("prompt", [PROMPT, [5, 44, 7]])
 @pytest.mark.parametrize(
-    "sampling", [SamplingParams(logit_bias={45: 12.0}), SamplingParams(temperature=1.5, seed=4)], ids=["bias", "sampled"]
+    "sampling",
+    [SamplingParams(logit_bias={45: 12.0}), SamplingParams(temperature=1.5, seed=4)],
+    ids=["bias", "sampled"],
 )
 @pytest.mark.parametrize("name", PLANNERS)
 def test_a_draft_whose_vocabulary_is_padded_to_a_smaller_size(name, sampling, prompt):

@@ -576,6 +576,30 @@ def test_a_prompt_is_read_again_when_the_cache_was_put_in_order():
         assert moved[0]
 
 
+def test_tokens_that_are_read_again_are_not_counted_as_cached():
+    target, failed = ReferenceBackend(random_model(1, vocab_size=48), sessions=1), []
+    inner = target.forward
+
+    def full(batch):
+        if batch[0].session.token_ids and not failed:
+            failed.append(batch)
+            raise ContextFull("a prompt cannot be continued")
+        return inner(batch)
+
+    scheduler, prompt = Scheduler(target, [NonePlanner()], budget=1), list(range(3, 12))
+
+    def cached(count):
+        [result] = drive.results_of(scheduler, [Request(prompt[:count], SamplingParams(), 1)])
+        return result.stats.cached_tokens
+
+    assert cached(6) == 0
+    target.forward = full
+    assert cached(8) == scheduler.counts.cached_tokens == 0
+    assert failed
+    assert cached(9) == scheduler.counts.cached_tokens == 8
+    scheduler.close()
+
+
 def test_a_cache_that_is_full_forgets_the_idle_then_ends_the_youngest():
     target = backend(kind=Recording)
     scheduler = Scheduler(target, planners("none", 3), budget=4)

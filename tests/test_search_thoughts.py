@@ -89,6 +89,7 @@ def test_a_text_that_has_ended_stays_as_it_is(model):
         ({"score": 5}, "score is 5, but must be a function"),
         ({"score": lambda texts: []}, "what score returns is \\[\\], but must be a list of 3 numbers"),
         ({"score": lambda texts: ["a", 2, 3]}, "a score is 'a', but must be a number"),
+        ({"frequency_penalty": 0.5}, "presence_penalty and frequency_penalty would count in one thought only"),
         ({"colour": 1}, "there is no argument 'colour'"),
         ({"stats": None}, "this method has no argument 'stats'"),
     ],

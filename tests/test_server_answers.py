@@ -1,6 +1,8 @@
 """Answers as clients' libraries expect them: fields that are null, usage, log-probabilities, lines of a stream."""
 
+import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +14,10 @@ from test_server_forced import Vocabulary, fits
 from test_server_tools import TEMPLATE, TIME, TOOLS, WEATHER
 
 from edgespec.loop.grammar import json_schema
-from edgespec.server.answers import Answer
-from edgespec.server.channels import ANALYSIS, FINAL
+from edgespec.loop.stats import GenerationStats
+from edgespec.scheduler.requests import Ended
+from edgespec.server.answers import Answer, Answers
+from edgespec.server.channels import ANALYSIS, FINAL, ChannelParser
 from edgespec.server.dialects import messages
 from edgespec.server.output_format import OutputFormat
 from edgespec.server.tool_calls import Call, Tool, Tools
@@ -214,13 +218,72 @@ def test_equal_prompts_count_each_and_choices_of_one_once(client):
     assert counted(["to be", "to be"], 1) == counted(["to be", "to be"], 2) == 2 * one
 
 
+@pytest.mark.parametrize(("single", "reason"), [(False, "stop_sequence"), (True, "tool_use")])
+def test_a_stop_string_after_the_only_call_does_not_end_the_answer(single, reason):
+    """Else whether the call is run would depend on what a step accepted."""
+    handle = SimpleNamespace(stats=GenerationStats(), text=SimpleNamespace(stop_found="and"), cancel=lambda: None)
+
+    def submit(request, emit):
+        emit(Ended())
+        return handle
+
+    async def answered():
+        answer = Answer(None, ChannelParser(), single_call=single, pieces=[Call("time", "{}")])
+        await Answers([answer], submit, 1.0).whole()
+        return messages.ending(answer)
+
+    assert asyncio.run(answered())["stop_reason"] == reason
+
+
+def test_log_probs_end_with_the_only_call(client):
+    body = HELLO | {"tools": TOOLS, "max_tokens": 200, "parallel_tool_calls": False, "logprobs": True} | written(TWO)
+    parts = [json.loads(data)["choices"][0] for data in stream(client, "/v1/chat/completions", body)[:-1]]
+    told = [part["logprobs"]["content"] for part in parts if part.get("logprobs")]
+    (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
+    assert [one["token"] for part in told for one in part] == [one["token"] for one in choice["logprobs"]["content"]]
+
+
+def test_items_of_a_response_keep_their_place_where_a_thought_follows_a_text():
+    text = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>"
+    text += "<|start|>assistant<|channel|>final<|message|>Yes."
+    with served(context=1000, template=TEMPLATE + "{# " + ANALYSIS[0] + FINAL + " #}") as client:
+        events = [json.loads(data) for data in stream(client, "/v1/responses", {"input": "hello"} | written(text))]
+    places = {}
+    for event in events:
+        if "output_index" in event:
+            item = event.get("item_id") or event["item"]["id"]
+            assert places.setdefault(item, event["output_index"]) == event["output_index"]
+    output = events[-1]["response"]["output"]
+    assert [item["type"] for item in output] == ["message", "reasoning"]
+    assert all(output[place]["id"] == item for item, place in places.items())
+
+
+def test_a_number_too_large_for_a_float_is_refused_before_anything_is_written(client):
+    for more in ({"reasoning": 1}, {"tools": [{"type": "web_search", "x": 1}]}):
+        body = json.dumps({"input": "hello", "max_output_tokens": 2} | more).replace(": 1}", ": 1e999}")
+        answer = client.post("/v1/responses", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == "the body is not JSON: 1e999 is too large"
+
+
+def test_log_probs_of_a_completion_have_the_sampled_token(client):
+    body = {"prompt": "hello", "max_tokens": 12, "temperature": 1.5, "seed": 5}
+    for count in (0, 2):
+        (choice,) = client.post("/v1/completions", json=body | {"logprobs": count}).json()["choices"]
+        told = choice["logprobs"]
+        for token, value, best in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+            assert best[token] == value
+            assert count <= len(best) <= count + 1
+        assert any(len(best) == count + 1 for best in told["top_logprobs"])
+
+
 def test_log_probs_of_parts_of_characters(client):
     body = {"prompt": "hello", "max_tokens": 20, "logprobs": 20} | written("aé€b")
     (choice,) = client.post("/v1/completions", json=body).json()["choices"]
     told = choice["logprobs"]
     assert told["tokens"][:7] == ["a", *(f"bytes:\\x{byte:02x}" for byte in "é€".encode()), "b"][:7]
     assert told["text_offset"][:7] == [0, 1, 1, 2, 2, 2, 3]
-    assert all(len(best) == 20 for best in told["top_logprobs"])
+    assert all(len(best) in (20, 21) for best in told["top_logprobs"])  # the sampled one, too
     parts = [json.loads(data)["choices"][0]["logprobs"] for data in stream(client, "/v1/completions", body)[:-1]]
     for name, values in told.items():
         assert [value for part in parts if part for value in part[name]] == values
