@@ -128,7 +128,7 @@ class CascadePlanner(Planner):
         return log_pi, SamplingParams(temperature=1.0 if sampling.temperature else 0.0)
 
     def _can_read(self, token_ids: Sequence[int], accepted: Sequence[int], tokens: int) -> bool:
-        """Whether the draft has room for these, and all of them, where its vocabulary is padded to a smaller size.
+        """Whether the draft can read these: its context may be shorter, or its vocabulary padded to a smaller size.
 
         Args:
             token_ids: committed.

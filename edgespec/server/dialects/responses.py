@@ -182,7 +182,7 @@ class ResponsesWriter(Writer):
             yield self._named(done["status"], response=done)
 
     def _of_thought(self, stage: str, piece: Thought) -> Iterator[ServerSent]:
-        """All thoughts are one item, which the first of them ends; if it would come after a text, as there."""
+        """All thoughts are one item, which the first of them ends; after a text it is only in the last event."""
         place = {"item_id": thought_id(self._name), "output_index": 0, "content_index": 0}
         if stage == "delta" and self._thought == "open":
             yield self._named("reasoning_text.delta", **place, delta=piece.text)
