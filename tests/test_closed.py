@@ -103,6 +103,7 @@ OF_SCHEDULER = {  # calls of every public method of `Model.scheduler`
     "load": lambda scheduler, path: scheduler.load(path),
     "forget": lambda scheduler, path: scheduler.forget(),
     "between_steps": lambda scheduler, path: scheduler.between_steps().__enter__(),
+    "check_open": lambda scheduler, path: scheduler.check_open(),
 }
 WITHOUT_ENGINE = {  # calls that may come late, and then do nothing
     "start": lambda scheduler, path: scheduler.start(),

@@ -139,8 +139,8 @@ def tree_attention(
             attend = _by_definition(softcap, s_aux)
         # The batch dimension is the key head, so that its query heads share keys and values without a copy (stride 0).
         shared = query[0, :, part.rows].unflatten(0, (len(keys), -1))
-        # On a processor, the query heads of a single node become rows of one product: keys and values are read once.
-        single = shared.shape[2] == 1 and attend is scaled_dot_product_attention and query.device.type == "cpu"
+        # A single node's query heads become rows of one product, as in flash-attention: keys and values are read once.
+        single = shared.shape[2] == 1 and attend is scaled_dot_product_attention
         if single:
             shared = shared.transpose(1, 2)
         k, v = (cells[:, read][:, None].expand(-1, shared.shape[1], -1, -1) for cells in (keys, values))
