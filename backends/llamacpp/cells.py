@@ -115,8 +115,8 @@ class Cells:
         self.end = 0
         self.wasted = False
         self.uncertain = False
-        self.cramped = False  # a tree had no room beside waste
-        self.growing = False  # trees take several passes, as a draft's do
+        self.cramped = False  # waste left a tree no room
+        self.growing = False  # a tree takes several passes, as a draft's does
         self.padding_id = ids
         self._waste_ids = range(ids + 1, ids + 1 + (IN_WINDOWS if window else 1))
         self.window = window

@@ -1,9 +1,16 @@
 """Check that a draft has the vocabulary of its target."""
 
+from collections.abc import Sequence
+
 from edgespec.errors import VocabMismatch
 from edgespec.loop.backend import Vocab
 
 MAX_PADDING = 1024  # most tokens that one vocabulary of a pair may have after the other's last
+
+
+def lacks(draft: Vocab, token_ids: Sequence[int]) -> bool:
+    """Return whether a draft, padded to a smaller size than its target, ends before one of these tokens."""
+    return max(token_ids, default=0) >= draft.size
 
 
 def check_same_vocab(target: Vocab, draft: Vocab) -> None:

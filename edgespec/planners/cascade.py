@@ -23,6 +23,7 @@ from edgespec.loop.draft_passes import DraftSteps, Wanted, run_one
 from edgespec.loop.grammar import Constraint
 from edgespec.loop.passes import Following, Prefill, most_nodes
 from edgespec.loop.planner import Context, Planner, PlannerStats
+from edgespec.loop.same_vocab import lacks
 from edgespec.loop.sampling import Float32Array, SamplingParams, Scores, adjust, distribution
 from edgespec.loop.tree import DraftTree, Proposal
 
@@ -104,7 +105,7 @@ class CascadePlanner(Planner):
         proposal = yield from self._planner.propose(context, budget)
         self._tree = proposal.tree
         if self._can_read(context.token_ids, (), context.noise.size):
-            with suppress(ContextFull):  # the shared pass had no room: `mix` reads this sequence alone
+            with suppress(ContextFull):  # the pass had no room: `mix` reads what is missing
                 yield from self._reading(context.token_ids)
         return proposal
 
@@ -128,7 +129,7 @@ class CascadePlanner(Planner):
         return log_pi, SamplingParams(temperature=1.0 if sampling.temperature else 0.0)
 
     def _can_read(self, token_ids: Sequence[int], accepted: Sequence[int], tokens: int) -> bool:
-        """Whether the draft can read these: its context may be shorter, or its vocabulary padded to a smaller size.
+        """Return whether the draft can read these: its context may be too short, or its vocabulary too small.
 
         Args:
             token_ids: committed.
@@ -137,8 +138,8 @@ class CascadePlanner(Planner):
         """
         if len(token_ids) + len(accepted) > self._draft.capabilities.context_length:
             return False
-        size = self._draft.vocab.size
-        return tokens <= size or max(max(token_ids), max(accepted, default=0)) < size
+        vocab = self._draft.vocab
+        return tokens <= vocab.size or not (lacks(vocab, token_ids) or lacks(vocab, accepted))
 
     def _row(self, token_ids: Sequence[int], accepted: Sequence[int]) -> Float32Array:
         """The draft's logits after these tokens."""

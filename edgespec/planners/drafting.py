@@ -12,6 +12,7 @@ from edgespec.loop.draft_passes import DraftSteps, Passed, Wanted, run_one
 from edgespec.loop.pass_times import Curve, PassTimes
 from edgespec.loop.passes import Following, Prefill
 from edgespec.loop.planner import Context
+from edgespec.loop.same_vocab import lacks
 from edgespec.loop.sampling import Float32Array, IdArray, SamplingParams, Scores, adjust
 from edgespec.loop.tree import DraftTree
 
@@ -66,7 +67,11 @@ class Drafter:
         """As for `Planner`: the prompt, or generated tokens if they are too many for `propose`."""
         known, length = len(self.session.token_ids), len(token_ids)
         enough = known + (CATCH_UP if known >= self._prompt_length - 1 else 0)
-        if length - 1 <= enough or length >= self.draft.capabilities.context_length or self._lacks(token_ids):
+        if (
+            length - 1 <= enough
+            or length >= self.draft.capabilities.context_length
+            or lacks(self.draft.vocab, token_ids)
+        ):
             return None
         self._prefill.token_ids = token_ids[:-1]
         return self._prefill
@@ -79,13 +84,9 @@ class Drafter:
         cost = self.pass_cost.at(len(self.session.token_ids))
         return cost.shared(self._last_batch) if cost else None
 
-    def _lacks(self, token_ids: Sequence[int]) -> bool:
-        """A vocabulary may be padded to a smaller size than the target's, which may sample a token of the padding."""
-        return max(token_ids, default=0) >= self.draft.vocab.size
-
     def room(self, context: Context) -> int:
         """Most depth of a tree, by the output's end and the draft's context; 0 after a token that the draft lacks."""
-        if context.noise.size > self.draft.vocab.size and self._lacks(context.token_ids):
+        if context.noise.size > self.draft.vocab.size and lacks(self.draft.vocab, context.token_ids):
             return 0
         return min(context.max_depth, self.draft.capabilities.context_length - len(context.token_ids))
 
