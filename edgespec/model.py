@@ -56,11 +56,11 @@ from edgespec.models.registry import OWN_LAYERS, Entry, find_draft, find_model, 
 from edgespec.planners.auto import AutoState, new_auto_state
 from edgespec.planners.choice import CHECKS, PLANNERS, USE_DRAFT, check_planner, make_planner
 from edgespec.scheduler import drive, scaling
-from edgespec.scheduler.requests import Chunk, Ended, Event, GenerationResult, Request
+from edgespec.scheduler.requests import Chunk, Ended, Event, GenerationResult, PassCounter, Request
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.scheduler.targets.coordinator import Targets
 
-MOST_PARALLEL = 32
+MOST_PARALLEL = 128
 MOST_BRANCHES = 1024
 CHARACTERS = 16  # of a token at most: a prediction is cut to this times the context's length, then tokenized
 
@@ -701,17 +701,18 @@ def scale(
         check_room(draft.target, len(first.prompt_ids))
         room = min(room, draft.target.capabilities.context_length)
     first = replace(first, max_tokens=min(first.max_tokens, room - len(first.prompt_ids)))
-    before, done = target.scheduler.counts.passes, scaling.Scaled([])
+    done, counter = scaling.Scaled([]), PassCounter()
     if draft and 0 < reject < 1:
         if params.presence_penalty or params.frequency_penalty:
             raise UsageError("presence_penalty and frequency_penalty would count in one chunk only: leave them at 0")
         requests, vocab = _seeded(first, samples), target.target.vocab
-        done = scaling.scale(target.scheduler, draft.scheduler, requests, chunk, reject, latest, progress)
+        done = scaling.scale(target.scheduler, draft.scheduler, requests, chunk, reject, latest, counter, progress)
         found = [GenerationResult(_text_of(vocab, one.token_ids), one.token_ids, one.stats) for one in done.samples]
     else:
         writer = draft if draft and not reject else target
         hint_texts = writer.hint_texts(first.prompt_ids, None, samples)
-        found = drive.results_of(writer.scheduler, _seeded(replace(first, hint_texts=hint_texts), samples))
+        first = replace(first, hint_texts=hint_texts, counter=counter if writer is target else None)
+        found = drive.results_of(writer.scheduler, _seeded(first, samples))
         if progress:
             progress(samples * first.max_tokens, samples * first.max_tokens)
     answers = [find(one.text) if find else None for one in found]
@@ -725,13 +726,13 @@ def scale(
         best = _best_first(best, score)
     elif not find:
         texts = [(first.prompt_ids, one.token_ids) for one in found]
-        losses = scaling.perplexities(target.scheduler, first.prompt_ids, texts)
+        losses = scaling.perplexities(target.scheduler, first.prompt_ids, texts, counter)
         best = [found[losses.index(min(losses))]]
     for one in found:
         one.stats.approximate = f"scale reject {reject:g}"
     return ScaleResult(
         best[0].text, best[0].token_ids, best[0].stats, found, answers, dict(votes.most_common()), done.scored,
-        done.rejected / max(1, done.scored), target.scheduler.counts.passes - before, latest.scores,
+        done.rejected / max(1, done.scored), counter.passes, latest.scores,
     )  # fmt: skip
 
 

@@ -68,33 +68,34 @@ def test_a_line_for_each_method_a_table_and_a_cut_file_goes_on(script, asked):
     assert says.strip().endswith(f"{out}: was made with other chunk: name another file, or a new one")
 
 
-def test_methods_together_write_the_same_lines_without_passes(script, asked):
+def test_several_problems_at_once_write_the_same_lines(script, asked):
     run, out = asked
     assert script(*run)[0] == 0
     alone = {(line["question"], line["method"]): line for line in lines(out)}
     out.unlink()
-    assert script(*run, "--together")[0] == 0
+    assert script(*run, "--at-once", "2")[0] == 0
     found = lines(out)
     assert {(line["question"], line["method"]) for line in found} == alone.keys()
     for line in found:
-        assert line["passes"] is line["seconds"] is None
+        assert line["seconds"] is None
         for name in ("tokens", "chunks"):  # rounding depends on what shares a pass
             assert line[name] == alone[line["question"], line["method"]][name], name
+        assert (line["passes"] == 0) == (line["method"] == "draft, majority")
     kept = out.read_text().splitlines(keepends=True)[:5]
     out.write_text("".join(kept))
-    assert script(*run, "--together")[0] == 0
+    assert script(*run, "--at-once", "2")[0] == 0
     assert out.read_text().startswith("".join(kept))
     assert {(line["question"], line["method"]) for line in lines(out)} == alone.keys()
 
 
-def test_more_texts_together_than_a_model_holds_are_refused(script, asked):
-    code, _, said = script(*asked[0], "--samples", "16", "--rejects", "0.2,0.4", "--together")
+def test_more_texts_at_once_than_a_model_holds_are_refused(script, asked):
+    code, _, said = script(*asked[0], "--samples", "16", "--rejects", "0.2,0.4", "--at-once", "3")
     assert code == 2
-    assert "--together holds 34 texts at once, and 32 are the most: take fewer --samples, or fewer --rejects" in said
-    settings = Settings(["a", "b"], "none", 8, 128, [0.2, 0.4, 0.6], 64, 0.7, 320, 0, 1024, together=True)
-    assert (settings.sessions(draft=False), settings.sessions(draft=True)) == (32, 32)
-    settings = replace(settings, samples=4)
-    assert (settings.sessions(draft=False), settings.sessions(draft=True)) == (17, 16)
+    assert "147 texts at once are needed, and 128 are the most: take a smaller --at-once, fewer --samples, or " in said
+    settings = Settings(["a", "b"], "none", 8, 128, [0.2, 0.4, 0.6], 64, 0.7, 320, 0, 1024, at_once=3)
+    assert (settings.sessions(draft=False), settings.sessions(draft=True)) == (99, 96)
+    settings = replace(settings, at_once=None)
+    assert (settings.sessions(draft=False), settings.sessions(draft=True)) == (8, 8)
 
 
 @pytest.mark.parametrize(

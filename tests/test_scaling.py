@@ -17,6 +17,7 @@ from edgespec.measure.lossless import plain_logits
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler import scaling
+from edgespec.scheduler.requests import PassCounter
 
 TARGET = random_model(5, vocab_size=60, layers=1)
 DRAFT = perturbed(TARGET, 0.6, 6)
@@ -130,7 +131,8 @@ def test_a_score_is_the_perplexity_of_the_chunk_alone(limits):
         parts = [([*prompt, *before], scored) for before, scored in parts]
         expected = [math.exp(loss(limits["model"], *part) / len(part[1])) for part in parts]
         for _ in range(2):  # the second time sessions hold the texts
-            assert scaling.perplexities(target.scheduler, prompt, parts) == pytest.approx(expected, rel=1e-5)
+            found = scaling.perplexities(target.scheduler, prompt, parts, PassCounter())
+            assert found == pytest.approx(expected, rel=1e-5)
         with loaded(limits["model"]) as other:
             assert target.generate(PROMPT, **ASKED).text == other.generate(PROMPT, **ASKED).text
 
@@ -138,10 +140,10 @@ def test_a_score_is_the_perplexity_of_the_chunk_alone(limits):
 def test_chunks_of_all_texts_are_scored_in_shared_passes():
     with loaded(TARGET, sessions=8, context=300, max_nodes=128) as target:
         prompt = target.encode(PROMPT)
-        scaling.perplexities(target.scheduler, prompt, [(prompt, [5, 6])])
-        before = target.scheduler.counts.passes
-        scaling.perplexities(target.scheduler, prompt, [(prompt, [number] * 12) for number in range(2, 10)])
-        assert target.scheduler.counts.passes == before + 1
+        scaling.perplexities(target.scheduler, prompt, [(prompt, [5, 6])], PassCounter())
+        counter = PassCounter()
+        scaling.perplexities(target.scheduler, prompt, [(prompt, [number] * 12) for number in range(2, 10)], counter)
+        assert counter.passes == 1
 
 
 def test_p_values_by_hand():
@@ -229,6 +231,22 @@ def test_progress_grows_to_the_end(pair):
     assert seen == [(24, 72), (48, 72), (72, 72)]
     edgespec.scale(pair[0], None, PROMPT, **options)
     assert seen[3:] == [(72, 72)]
+
+
+@pytest.mark.parametrize("reject", [0, 0.5, 1])
+def test_passes_of_other_requests_do_not_count(pair, reject):
+    counts, others = pair[0].scheduler.counts, 0
+
+    def ask(done, total):
+        nonlocal others
+        before = counts.passes
+        pair[0].generate("a lazy dog", max_tokens=9, **NO_END)
+        others += counts.passes - before
+
+    options = {"samples": 3, "chunk": 8, "reject": reject, "progress": ask, **ASKED}
+    result = edgespec.scale(*pair, PROMPT, **options)
+    assert others > 0
+    assert result.passes == counts.passes - others
 
 
 # The choice
@@ -347,11 +365,11 @@ def test_a_target_whose_sessions_are_in_use_is_refused(pair):
 def test_a_score_leaves_other_requests_their_cells():
     texts = [([5, 6, 7], [number] * 25) for number in (8, 9, 10)]
     with loaded(TARGET, cells=100) as target:
-        alone = scaling.perplexities(target.scheduler, [5, 6], texts)
+        alone = scaling.perplexities(target.scheduler, [5, 6], texts, PassCounter())
         stream = target.stream(PROMPT, max_tokens=90, seed=1, **NO_END)
         for _ in range(40):
             next(stream)
-        assert scaling.perplexities(target.scheduler, [5, 6], texts) == pytest.approx(alone)
+        assert scaling.perplexities(target.scheduler, [5, 6], texts, PassCounter()) == pytest.approx(alone)
         stream.close()
 
 
@@ -368,7 +386,7 @@ def test_an_interrupted_score_leaves_the_model_usable(pair, monkeypatch):
 
     monkeypatch.setattr(target.target, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        scaling.perplexities(target.scheduler, prompt, [(prompt, [5] * 90), (prompt, [6] * 90)])
+        scaling.perplexities(target.scheduler, prompt, [(prompt, [5] * 90), (prompt, [6] * 90)], PassCounter())
     again = edgespec.scale(target, draft, PROMPT, samples=3, chunk=8, answer="x", **ASKED)
     assert texts(again.samples) == texts(expected.samples)
 
@@ -384,7 +402,7 @@ def test_llama_cpp_scores_as_plain_decoding_does(smollm2_tiny, options):
         sizes = [(0, 100), (40, 30), (9, 5), (150, 80)]
         parts = [[generator.integers(300, 900, size).tolist() for size in both] for both in sizes]
         parts = [([*prompt, *before], scored) for before, scored in parts]
-        found = [scaling.perplexities(model.scheduler, prompt, parts) for _ in range(2)]
+        found = [scaling.perplexities(model.scheduler, prompt, parts, PassCounter()) for _ in range(2)]
     with_one = load_backend("llamacpp", str(smollm2_tiny), context_length=400)
     try:
         for before, scored, *each in zip(*zip(*parts, strict=True), *found, strict=True):

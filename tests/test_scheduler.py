@@ -619,6 +619,35 @@ def test_a_cache_that_is_full_forgets_the_idle_then_ends_the_youngest():
     scheduler.close()
 
 
+@pytest.mark.parametrize("room", [True, False])
+def test_idle_sessions_make_room_for_a_file(room, tmp_path, monkeypatch):
+    scheduler = Scheduler(backend(), planners("none", 3), budget=4)
+    Reader(scheduler, 1)
+    run(scheduler)
+    scheduler.save(tmp_path / "session", "note")
+    for prompt in (2, 3, 4):
+        Reader(scheduler, prompt)
+        run(scheduler)
+    load, lanes = ReferenceSession.load, scheduler.pool.lanes
+
+    def limited(session, path):
+        if not room or sum(bool(lane.session.token_ids) for lane in lanes if lane.session is not session) > 1:
+            raise ContextFull("full")
+        return load(session, path)
+
+    monkeypatch.setattr(ReferenceSession, "load", limited)
+    if room:
+        assert scheduler.load(tmp_path / "session") == "note"
+        assert sum(bool(lane.session.token_ids) for lane in lanes) == 2
+    else:
+        with pytest.raises(ContextFull):
+            scheduler.load(tmp_path / "session")
+        after = Reader(scheduler, 4)
+        run(scheduler)
+        after.check()
+    scheduler.close()
+
+
 def test_what_cannot_be_served_is_refused_at_once():
     scheduler = Scheduler(backend(sessions=1), planners("none", 1), budget=4)
     sampling = SamplingParams()

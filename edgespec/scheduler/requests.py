@@ -20,6 +20,13 @@ from edgespec.loop.text import TextStream
 from edgespec.loop.tree import Source
 
 
+@dataclass(slots=True, eq=False)
+class PassCounter:
+    """Counts passes of which requests with this counter have a part; one that several share counts once."""
+
+    passes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """
@@ -31,6 +38,7 @@ class Request:
         hint_texts: texts to copy draft tokens from.
         foresee: report the tokens that the draft expects to follow; after an unfinished prompt, read them instead.
         shown: control tokens whose names are part of the output.
+        counter: of its passes.
     """
 
     prompt_ids: list[int]
@@ -43,6 +51,7 @@ class Request:
     hint_texts: HintTexts | None = None
     foresee: bool = False
     shown: frozenset[int] = frozenset()
+    counter: PassCounter | None = None
 
 
 @dataclass(frozen=True, slots=True)

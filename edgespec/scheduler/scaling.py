@@ -23,7 +23,7 @@ from edgespec.loop.shapes import whole_tiles
 from edgespec.loop.stats import GenerationStats
 from edgespec.scheduler import drive
 from edgespec.scheduler.prompt_chunks import can_share_passes
-from edgespec.scheduler.requests import GenerationResult, Request
+from edgespec.scheduler.requests import GenerationResult, PassCounter, Request
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.scheduler.session_pool import Lane, Phase, SessionPool
 
@@ -96,6 +96,7 @@ def scale(
     chunk: int,
     reject: float,
     calibration: Calibration,
+    counter: PassCounter,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scaled:
     """
@@ -106,16 +107,17 @@ def scale(
         chunk: tokens.
         reject: largest p-value of a chunk that is rejected.
         calibration: scores of earlier chunks; gets the new ones.
+        counter: of the target's passes.
         progress: called after every round with (tokens written, most tokens).
     """
     done, most = Scaled([Sample(request) for request in requests]), sum(request.max_tokens for request in requests)
     while writing := [sample for sample in done.samples if sample.left > 0]:
         drafted = drive.results_of(draft, [sample.next(chunk) for sample in writing])
         texts = [(sample.so_far, one.token_ids) for sample, one in zip(writing, drafted, strict=True)]
-        p_values = calibration.p_values(perplexities(target, requests[0].prompt_ids, texts))
+        p_values = calibration.p_values(perplexities(target, requests[0].prompt_ids, texts, counter))
         rejected = [number for number, p_value in enumerate(p_values) if p_value <= reject]
         asked = [writing[number].next(chunk, drafted[number].token_ids) for number in rejected]
-        again = drive.results_of(target, asked)
+        again = drive.results_of(target, [replace(one, counter=counter) for one in asked])
         written = dict(zip(rejected, again, strict=True))
         for number, sample in enumerate(writing):
             sample.add(drafted[number], written.get(number))
@@ -142,13 +144,17 @@ Part = tuple[Lane, Prefill, Text]
 
 
 def perplexities(
-    scheduler: Scheduler, prompt_ids: Sequence[int], texts: Sequence[tuple[Sequence[int], Sequence[int]]]
+    scheduler: Scheduler,
+    prompt_ids: Sequence[int],
+    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    counter: PassCounter,
 ) -> list[float]:
     """
     Args:
         scheduler: of the model whose perplexity it is.
         prompt_ids: with which all texts begin.
         texts: (the tokens before, the tokens that are scored).
+        counter: of the passes.
 
     Returns:
         The perplexity of each text's scored tokens, found in passes that the texts share.
@@ -168,8 +174,9 @@ def perplexities(
             left = left[len(group) :]
             lanes = _lanes(pool, group)
             if pool.known(prompt_ids) < len(prompt_ids):
-                _read(scheduler, pool, lanes[:1], [Text(prompt_ids, len(prompt_ids))])  # the other sessions fork
-            _read(scheduler, pool, lanes, group)
+                # The other sessions fork.
+                _read(scheduler, pool, lanes[:1], [Text(prompt_ids, len(prompt_ids))], counter)
+            _read(scheduler, pool, lanes, group, counter)
     return [text.perplexity for text in found]
 
 
@@ -202,7 +209,9 @@ def _lanes(pool: SessionPool, texts: Sequence[Text]) -> list[Lane]:
     return found
 
 
-def _read(scheduler: Scheduler, pool: SessionPool, lanes: Sequence[Lane], texts: Sequence[Text]) -> None:
+def _read(
+    scheduler: Scheduler, pool: SessionPool, lanes: Sequence[Lane], texts: Sequence[Text], counter: PassCounter
+) -> None:
     """Read texts into sessions, and find the losses of their scored tokens."""
     target, parts = scheduler.target, list[Part]()
     for lane, text in zip(lanes, texts, strict=True):
@@ -226,6 +235,7 @@ def _read(scheduler: Scheduler, pool: SessionPool, lanes: Sequence[Lane], texts:
                 pool.empty(lane)
             continue
         scheduler.counts.add_pass(perf_counter() - started, [work for _, work in batch])
+        counter.passes += 1
         for ((_, reading, text), work), rows in zip(batch, logits, strict=True):
             at = len(reading.session.token_ids)
             for node in work.wanted.tolist():

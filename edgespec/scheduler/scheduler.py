@@ -275,6 +275,9 @@ class Scheduler:
             learn(batch, seconds, limits, self._pace, self._chunks)
             self.counts.add_pass(seconds, [pass_.work for _, pass_ in batch])
             self.pool.count_pass([lane for lane, _ in batch])
+            for counter in {lane.handle.request.counter for lane, _ in batch if lane.handle}:
+                if counter:
+                    counter.passes += 1
             tokens = self.counts.decoded
         for (lane, pass_), found in zip(batch, logits, strict=False):
             self._accept(lane, pass_, found, single=len(batch) == 1)

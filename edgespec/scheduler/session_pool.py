@@ -313,15 +313,8 @@ class SessionPool:
         """
         generation = parked.generation
         self.forget(lane)
-        with suppress(SessionFileError):
-            while True:
-                try:
-                    lane.session.load(parked.path)
-                    break
-                except ContextFull:
-                    if not self.forget_oldest():
-                        break
-            load_draft_session(parked.path, lane.draft)
+        with suppress(SessionFileError, ContextFull):
+            self._load(lane, parked.path)
         handle.unpark()
         if held := lane.session.token_ids == generation.token_ids[:-1]:
             generation.move(lane.session, lane.planner)
@@ -439,13 +432,24 @@ class SessionPool:
         lane.phase = Phase.CHANGING
         self._hand_over_shared(lane, 0)
         try:
-            note = lane.session.load(path)
-            load_draft_session(path, lane.draft)
+            note = self._load(lane, path)
         except EdgespecError:  # the session is right, but may be empty
             lane.phase = Phase.SETTLED
             raise
         self._requests += 1
         lane.phase, lane.used = Phase.SETTLED, self._requests
+        return note
+
+    def _load(self, lane: Lane, path: str | Path) -> Any:
+        """Load a file, also of the draft, into a lane's sessions; idle sessions make room. Errors as for `load`."""
+        while True:
+            try:
+                note = lane.session.load(path)
+                break
+            except ContextFull:
+                if not self.forget_oldest():
+                    raise
+        load_draft_session(path, lane.draft)
         return note
 
     def close(self) -> None:

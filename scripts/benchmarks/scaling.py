@@ -25,7 +25,7 @@ NORMAL = 1.96  # of a two-sided interval of 95 %
 class Settings:
     """
     Attributes:
-        together: methods share passes.
+        at_once: problems that all methods answer at once, in shared passes; None: one method of one at a time.
     """
 
     models: list[str]
@@ -38,7 +38,7 @@ class Settings:
     max_tokens: int
     seed: int
     ctx: int
-    together: bool
+    at_once: int | None
 
     @property
     def methods(self) -> dict[str, dict[str, Any]]:
@@ -55,18 +55,17 @@ class Settings:
         """Number of texts that the target, or the draft, holds at once.
 
         Raises:
-            UsageError: methods together need more than a model has.
+            UsageError: a model holds fewer.
         """
         methods = self.methods.values()
         each: list[int] = [one["samples"] for one in methods if (one["draft"] if draft else one["reject"] > 0)]
-        if not self.together:
-            return max(each)
-        if not draft and (needed := sum(each) - self.samples + 1) > MOST_PARALLEL:  # all others, and one to score
+        needed = self.at_once * sum(each) if self.at_once else max(each)
+        if needed > MOST_PARALLEL:
             raise UsageError(
-                f"--together holds {needed} texts at once, and {MOST_PARALLEL} are the most: take fewer --samples, or "
-                "fewer --rejects"
+                f"{needed} texts at once are needed, and {MOST_PARALLEL} are the most: take a smaller --at-once, fewer "
+                "--samples, or fewer --rejects"
             )
-        return min(sum(each), MOST_PARALLEL)
+        return needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +78,9 @@ class Run:
         right: the chosen text ends with the right number.
         votes: of `scale`; so are `chunks` and `calibration`.
         tokens: of all texts.
-        passes: of the target; None: other methods shared them.
+        passes: of the target, in which this method had a part.
         rejected: number of chunks.
-        seconds: of this program on processors; None, likewise.
+        seconds: of this program on processors; None: other methods shared them.
     """
 
     question: str
@@ -90,7 +89,7 @@ class Run:
     right: bool
     votes: dict[str, int]
     tokens: int
-    passes: int | None
+    passes: int
     chunks: int
     rejected: int
     calibration: list[float]
@@ -125,10 +124,10 @@ def measure(
     def tell() -> None:
         progress(len(asked & done.keys()), len(asked))
 
-    def runs_of(name: str) -> Iterator[Run]:
+    def runs_of(name: str, series: Sequence[tuple[str, str]]) -> Iterator[Run]:
         """Runs of one method, each with the scores of the one before."""
         calibration = list[float]()
-        for question, answer in problems:
+        for question, answer in series:
             if (question, name) not in done:
                 found = _run(target, draft, question, answer, name, calibration, settings)
                 with adding:
@@ -139,17 +138,19 @@ def measure(
             yield done[question, name]
 
     tell()
-    if settings.together:
-        with ThreadPoolExecutor(len(methods)) as pool:
+    if settings.at_once:
+        series = [problems[first :: settings.at_once] for first in range(settings.at_once)]
+        with ThreadPoolExecutor(len(methods) * len(series)) as pool:
             try:
-                for ended in as_completed([pool.submit(list, runs_of(name)) for name in methods]):
+                running = [pool.submit(list, runs_of(name, one)) for one in series for name in methods]
+                for ended in as_completed(running):
                     ended.result()
             except BaseException:
                 for model in (target, draft):
                     model.close()  # ends the other threads' requests
                 raise
     else:
-        for _ in zip(*map(runs_of, methods), strict=True):
+        for _ in zip(*(runs_of(name, problems) for name in methods), strict=True):
             pass
     return {key: run for key, run in done.items() if key in asked}
 
@@ -157,7 +158,7 @@ def measure(
 def _run(
     target: Model, draft: Model, question: str, answer: str, name: str, calibration: Sequence[float], settings: Settings
 ) -> Run:
-    arguments, alone = dict(settings.methods[name]), not settings.together
+    arguments, alone = dict(settings.methods[name]), not settings.at_once
     writer = draft if arguments.pop("draft") else None
     if alone:
         for model in (target, draft):
@@ -170,7 +171,7 @@ def _run(
     seconds = round(process_time() - began, 1)
     return Run(
         question, name, asdict(settings), number_in(found.text) == answer, found.votes,
-        sum(len(one.token_ids) for one in found.samples), found.passes if alone else None, found.chunks,
+        sum(len(one.token_ids) for one in found.samples), found.passes, found.chunks,
         round(found.rejected * found.chunks), [round(score, 4) for score in found.calibration],
         seconds if alone else None,
     )  # fmt: skip
@@ -200,10 +201,11 @@ def _row(name: str, found: Mapping[str, Run], usual: Mapping[str, Run]) -> list[
     low, high = interval(right, count)
     pairs = [(one.right, usual[question].right) for question, one in found.items()]
     won, lost = pairs.count((True, False)), pairs.count((False, True))
-    passes, most = (sum(one.passes or 0 for one in each) for each in (runs, usual.values()))
+    passes, most = (sum(one.passes for one in each) for each in (runs, usual.values()))
+    seconds = [one.seconds for one in runs if one.seconds is not None]
     return [
         name, f"{right}", f"{low:.0%} to {high:.0%}", f"{won} : {lost}",
-        f"{passes / count:.0f}" if most else "–", f"{passes / most:.2f}" if most else "–",
+        f"{passes / count:.0f}", f"{passes / most:.2f}",
         f"{sum(one.rejected for one in runs) / chunks:.1%}" if chunks else "–",
-        f"{sum(one.seconds or 0 for one in runs) / count:.0f}" if most else "–",
+        f"{sum(seconds) / count:.0f}" if seconds else "–",
     ]  # fmt: skip
