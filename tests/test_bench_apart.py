@@ -30,17 +30,18 @@ def table(tasks: list[Task], monkeypatch: pytest.MonkeyPatch, wrong: bool = Fals
     return compare("t", "d", ["a", "b"], max_tokens=8, temperature=0.0, rounds=3, say=lambda line: None)
 
 
-def test_one_after_the_other_has_the_targets_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_after_the_other_has_all_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = list[Task]()
     lines = table(tasks, monkeypatch).splitlines()
     every = [0, 1, 4, 5]
-    assert [(task.at_once, task.target_on, task.draft_on) for task in tasks[:4]] == [
-        (False, every, every), (True, every, every), (False, [4, 5], [4, 5]), (True, [4, 5], [0, 1]),
+    assert [(task.at_once, task.target_on, task.draft_on) for task in tasks[:3]] == [
+        (False, every, every), (True, every, every), (True, [4, 5], [0, 1]),
     ]  # fmt: skip
-    assert [task.prompts for task in tasks[::4]] == [["a"], ["b"]]  # and no part without prompts
+    assert [task.prompts for task in tasks[::3]] == [["a"], ["b"]]  # and no part without prompts
     cells = {row[1]: row[2:] for line in lines if len(row := [cell.strip() for cell in line.split("│")]) > 2}
-    assert cells["shared"][1:4] == ["5.00", "5.00", "1.000 (1.000 to 1.000)"]
-    assert cells["apart"][1:4] == ["5.00", "10.00", "2.000 (2.000 to 2.000)"]
+    assert cells["one after the other"][1:3] == ["5.00", "–"]
+    assert cells["at once, shared"][1:3] == ["5.00", "1.000 (1.000 to 1.000)"]
+    assert cells["at once, apart"][1:3] == ["10.00", "2.000 (2.000 to 2.000)"]
 
 
 def test_texts_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

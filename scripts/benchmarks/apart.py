@@ -142,15 +142,14 @@ def compare(
         )
     every = sorted(os.sched_getaffinity(0))
     half = len(every) // 2
-    ways = {"shared": (every, every), "apart": (every[half:], every[:half])}
-    runs: dict[tuple[str, bool], list[dict[str, Any]]] = {(way, once): [] for way in ways for once in (False, True)}
+    serial = "one after the other"
+    ways = {serial: (every, every), "at once, shared": (every, every), "at once, apart": (every[half:], every[:half])}
+    runs = {way: list[dict[str, Any]]() for way in ways}
     for number in range(rounds):
-        for (way, at_once), found in runs.items():
+        for way, found in runs.items():
             if part := prompts[number::rounds]:
-                say(f"{way}, {'at once' if at_once else 'one after the other'}, part {number + 1} of {rounds}")
-                target_on, draft_on = ways[way] if at_once else (ways[way][0], ways[way][0])
-                task = Task(target, draft, at_once, target_on, draft_on, part, max_tokens, temperature)
-                found += run(task)
+                say(f"{way}, part {number + 1} of {rounds}")
+                found += run(Task(target, draft, way != serial, *ways[way], part, max_tokens, temperature))
     texts = [[one["token_ids"] for one in found] for found in runs.values()]
     if any(text != texts[0] for text in texts):
         raise EdgespecError(
@@ -158,15 +157,13 @@ def compare(
         )
     rows = []
     for way, (target_on, draft_on) in ways.items():
-        serial, together = runs[way, False], runs[way, True]
-        value, low, high = ratio(together, serial)
-        speeds = [
-            f"{sum(r['tokens'] for r in found) / sum(r['seconds'] for r in found):.2f}" for found in (serial, together)
-        ]
+        found = runs[way]
+        value, low, high = ratio(found, runs[serial])
+        speed = sum(one["tokens"] for one in found) / sum(one["seconds"] for one in found)
         on = f"{','.join(map(str, target_on))} and {','.join(map(str, draft_on))}"
-        rows.append([way, on, *speeds, f"{value:.3f} ({low:.3f} to {high:.3f})"])
-    headings = ("processors", "target's and draft's", "one after the other", "at once", "ratio, 95 %")
-    return table("Tokens per second", headings, rows, width=110)
+        rows.append([way, on, f"{speed:.2f}", f"{value:.3f} ({low:.3f} to {high:.3f})" if way != serial else "–"])
+    headings = ("target and draft", "processors of each", "tokens/s", "of one after the other, 95 %")
+    return table("Target and draft", headings, rows, width=110)
 
 
 if __name__ == "__main__":
