@@ -1,5 +1,6 @@
 """Models with recurrent layers on PyTorch: all architectures write what plain decoding writes, however guessed."""
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]
 from contract import chain_rows
 from edgespec.backends.common.recurrent import Lane, states_of
 from edgespec.backends.torch.backend import TorchBackend, load
+from edgespec.backends.torch.loading import decoder_layers
 from edgespec.backends.torch.offload import HostCopies
 from edgespec.backends.torch.recurrent import groups, state_bytes
 from hf_models import HYBRIDS, MAMBA, SMALL, perturbed, save, tiny_model, transformers
@@ -94,6 +96,26 @@ def test_streamed_weights(family: str, tmp_path: Path) -> None:
     text = session.token_ids
     np.testing.assert_allclose(found[0].row(5), chain_rows(memory, [*text, *range(6)])[-1], atol=2e-3)
     np.testing.assert_allclose(found[1].row(2), chain_rows(memory, [*PROMPT[:7], 9, 11])[-1], atol=2e-3)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "mamba2"])
+def test_ctrl_c_ends_a_pass_within_a_layer(family: str, tmp_path: Path) -> None:
+    """Also before layers without attention; the text goes on as before."""
+    target, entered = load(str(save(tiny_model(family), tmp_path / "target")), **OPTIONS, sessions=2), list[int]()
+    expected, session = chain_rows(target, PROMPT[:6]), target.open()
+    prefill(target, session, PROMPT[:3])
+    layers, root = decoder_layers(target.model), np.zeros(1, np.int32)
+    for number, layer in enumerate(layers):
+        layer.register_forward_hook(lambda *_, number=number: entered.append(number))
+    hook = layers[0].register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        target.forward([Work(session, root, root - 1, root)])
+    hook.remove()
+    assert entered == [0]
+    session.rewind(len(session.token_ids))
+    np.testing.assert_array_equal(chain_rows(target, PROMPT[:6]), expected)
+    prefill(target, session, PROMPT[:6])
+    assert session.token_ids == PROMPT[:6]
 
 
 def test_works_that_share_a_pass() -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import mmap
+import signal
 import sys
 from dataclasses import replace
 from functools import partial
@@ -51,11 +52,12 @@ from safetensors.torch import load_file, save_file
 from edgespec.errors import Interrupted, MissingPackage, ModelError, NoRoom, UsageError
 from edgespec.loading.by_name import load_backend
 from edgespec.loop.backend import Capabilities
-from edgespec.loop.engines import load_at_once
+from edgespec.loop.engines import LoadOptions, load_at_once
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import top_of_rows
 from edgespec.loop.tree import ancestor_mask, depths
 from edgespec.machine.this_machine import Gpu, this_machine
+from edgespec.weights.plan import SAFETY
 
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None,
@@ -382,15 +384,37 @@ class TestOffload:
         session.commit([0])
         assert session.token_ids == [5]
 
-    def test_an_interrupted_pass_ends_within_a_layer(self, llama):
+    def test_ctrl_c_within_a_copy(self, llama, monkeypatch):
+        """A layer whose copy was not begun is copied in the next pass."""
+        backend, engine, streamed = streaming(llama, 0)
+        expected, session, fill = chain_rows(backend, [5, 6, 7]), backend.open(), engine.fill
+        for number in range(len(streamed)):
+            copies = iter(range(9))
+
+            def copied(*arguments, copies=copies, number=number):
+                if next(copies) == number:
+                    signal.raise_signal(signal.SIGINT)
+                fill(*arguments)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(engine, "fill", copied)
+                with pytest.raises(KeyboardInterrupt):
+                    backend.forward([work(session, [9], [-1])])
+            np.testing.assert_array_equal(chain_rows(backend, [5, 6, 7]), expected)
+        assert session.token_ids == []
+
+    @pytest.mark.parametrize("ctrl_c", [False, True])
+    def test_an_interrupted_pass_ends_within_a_layer(self, llama, ctrl_c):
         backend, _, streamed = streaming(llama, 0)
         expected, session, entered = chain_rows(backend, [5, 6, 7]), backend.open(), []
         for i, layer in enumerate(streamed):
             layer.register_forward_pre_hook(lambda *_, i=i: entered.append(i))
         for stop in range(5):
             entered.clear()
-            hook = streamed[stop].register_forward_hook(lambda *_: backend.interrupt())
-            with pytest.raises(Interrupted):
+            hook = streamed[stop].register_forward_hook(
+                lambda *_: signal.raise_signal(signal.SIGINT) if ctrl_c else backend.interrupt()
+            )
+            with pytest.raises(KeyboardInterrupt if ctrl_c else Interrupted):
                 backend.forward([work(session, [9], [-1])])
             hook.remove()
             assert entered == list(range(stop + 2))
@@ -813,3 +837,9 @@ class TestRefusals:
         self.refused("budget is 0", llama, UsageError, budget=0)
         self.refused("sessions is 0", llama, UsageError, sessions=0)
         self.refused("gpu_memory is for GPUs", llama, UsageError, device="cpu", gpu_memory="1G")
+
+
+def test_memory_of_this_program_counts_once(llama):
+    machine = replace(this_machine(), free=4 << 30)
+    plans = [engine.plan(str(llama), LoadOptions(), replace(machine, used=used)) for used in (2 << 30, 0)]
+    assert plans[0].memory - plans[1].memory == int((2 << 30) * (1 - SAFETY))

@@ -18,10 +18,10 @@ from edgespec.loop.shapes import TILE, BatchInvariance
 from edgespec.weights.plan import Plan
 from edgespec.weights.ring import Streamer
 
+from ..common.signals import Signals
 from .batch import Batch
 from .cells import IN_WINDOWS, Cells, Rows
 from .ggml.files import engine_build, forget_log, last_log, llama_cpp, metadata
-from .ggml.signals import Signals
 from .ggml.stop import ABORTED, Stop
 from .logits import LlamaLogits, StateLogits
 from .memory.attention import has_kernels

@@ -30,8 +30,8 @@ from edgespec.loop.passes import common_prefix
 from edgespec.loop.shapes import TILE, RowClass, also_wanted, whole_tiles
 from edgespec.machine.disk import folder_with_room
 
+from ..common.signals import Signals
 from .ggml.files import llama_cpp
-from .ggml.signals import Signals
 from .ggml.state_files import read_parts, write_parts
 
 EXTRA_IDS = 2  # sequence ids for waste and for padding

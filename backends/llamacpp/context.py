@@ -7,9 +7,9 @@ from edgespec.errors import ModelError, UsageError
 from edgespec.loop.shapes import TILE
 from edgespec.planners.path_cost import MOST_UNREAD
 
+from ..common.signals import Signals
 from .cells import EXTRA_IDS, IN_WINDOWS
 from .ggml.files import FILE_TYPE_F32, LLAMA_MAX_SEQ, forget_log, last_log, llama_cpp, load_header, logged, metadata
-from .ggml.signals import Signals
 from .recurrent import ids_of_session, is_recurrent, most_paths
 
 # Types of keys and values in the cache: `kv_cache_types` in llama.cpp's common/arg.cpp, `ggml_type` in ggml.h.

@@ -23,9 +23,9 @@ from edgespec.loop.shapes import TILE, PromptRead, whole_tiles
 
 from ..common import nodes
 from ..common.nodes import NodeSession
+from ..common.signals import Signals
 from .cells import Cells
 from .ggml.files import forget_log, last_log, llama_cpp
-from .ggml.signals import Signals
 from .ggml.state_files import load_parts, load_sequence, save_sequence, write_parts
 
 

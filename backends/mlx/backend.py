@@ -14,7 +14,6 @@ Cells outside a window stay, so a session can be rewound.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from threading import Event
 from typing import Any, cast
 
 import mlx.core as mx
@@ -38,7 +37,7 @@ from edgespec.weights.plan import Plan
 from edgespec.weights.ring import can_stream, measure_disk
 
 from ..common.hf_vocab import HfVocab, experts_of, first_line, load_vocab, weight_files
-from ..common.interrupts import interruptible
+from ..common.interrupts import Flag, interruptible
 from ..common.loader import loader
 from .head_files import head_bytes
 from .loading import LazyModel, open_model
@@ -190,7 +189,7 @@ class MlxBackend:
         self._kinds = kinds  # as for `MlxRecurrentSession`
         self._max_sessions = sessions
         self.content = ""
-        self._interrupted = sweep.interrupted if sweep else Event()
+        self._interrupted = sweep.interrupted if sweep else Flag()
         self.sessions: list[MlxSession] = []
         self._rows: Any = None  # rows whose final states the head gets; None: all
         self._cuts_rows = cut_rows(model, lambda: self._rows)

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from threading import Event
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -26,6 +25,7 @@ from edgespec.weights.plan import Extent, Layer, Plan, Tensor
 from edgespec.weights.preload import Progress, warm
 from edgespec.weights.ring import Streamer
 
+from ..common.interrupts import Flag
 from .memory import Layout, Placed
 from .recurrent import leaves_of
 from .session import as_bytes
@@ -190,7 +190,7 @@ class LayerSweep:
             ModelError: the files hold other values than mlx-lm takes from them.
             OSError: a file cannot be read.
         """
-        self.interrupted = Event()
+        self.interrupted = Flag()
         self._steps = list[Step]()
         self._order = [layer.index for layer in plan.streamed]
         self._store = store

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
-from threading import Event
 from typing import Any, Self, cast
 
 import numpy as np
@@ -25,7 +24,7 @@ from edgespec.loop.shapes import BatchInvariance
 from edgespec.loop.tree import is_leaf, path_to
 from edgespec.planners.path_cost import CHEAP, MOST_UNREAD, States, paths_of, step_from
 
-from ..common.interrupts import interruptible
+from ..common.interrupts import Flag, interruptible
 from ..common.loader import loader
 from ..common.nodes import NodeSession
 from ..common.row_logits import RowLogits
@@ -258,7 +257,7 @@ class ReferenceBackend:
             context_length, max_nodes, max_nodes, max_leaves, 0.0, paths=paths, spare_leaves=spare_leaves, cells=cells
         )
         self.opened = list[ReferenceSession]()
-        self.interrupted = Event()
+        self.interrupted = Flag()
         self._sessions, self._closed = sessions, False
         self.name = "reference"
         self.build = f"numpy {np.__version__}"

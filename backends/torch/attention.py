@@ -6,7 +6,6 @@ attends to these cells.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from threading import Event
 from typing import Any, Self
 
 import numpy as np
@@ -16,6 +15,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
 from edgespec.errors import Interrupted, ModelError
+
+from ..common.interrupts import Flag
 
 ATTENTION = "edgespec_tree"
 MASK_ALIGNMENT = 16  # elements; rows start at multiples, else CUDA's memory-efficient kernel copies the mask
@@ -79,7 +80,7 @@ class Tree:
 
     parts: tuple[Part, ...]
     windows: tuple[int | None, ...]
-    interrupted: Event
+    interrupted: Flag
 
     def to(self, device: Any) -> Self:
         return replace(self, parts=tuple(part.to(device) for part in self.parts))

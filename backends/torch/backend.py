@@ -17,14 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from threading import Event
 from typing import Any, cast
 from weakref import WeakSet
 
 import numpy as np
 import torch
 
-from edgespec.errors import Closed, ModelError, NoRoom, UsageError, check_whole
+from edgespec.errors import Closed, Interrupted, ModelError, NoRoom, UsageError, check_whole
 from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
@@ -41,7 +40,7 @@ from edgespec.weights.ring import CANNOT_STREAM, can_stream
 
 from ..common.heads import head_size
 from ..common.hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
-from ..common.interrupts import interruptible
+from ..common.interrupts import Flag, interruptible
 from ..common.loader import loader
 from ..common.recurrent import most_paths, states_of
 from .attention import Part, Tree, build_mask, run
@@ -153,17 +152,23 @@ class TorchBackend:
         self.streamer = streamer
         self.sessions, self.spans = WeakSet[TorchSession](), spans
         self.placed = placed(spans, len(streamer.blocks) if streamer else 0)
-        self.interrupted = Event()
+        self.interrupted = Flag()
         self._kept: KeptInputs | None = None
         self._groups: LayerGroups | None = None
         self.sparse: SparseAttention | None = None
         self.keeps_queries = False
         self._files: Sequence[str] = ()
         self.content = ""
+        for layer in decoder_layers(model) if cache else ():  # others look at the flag in `tree_attention`
+            layer.register_forward_pre_hook(self._check_interrupted)
 
     def _check_open(self) -> None:
         if self.model is None:
             raise Closed
+
+    def _check_interrupted(self, *_: Any) -> None:
+        if self.interrupted.is_set():
+            raise Interrupted("the pass was interrupted")
 
     def open(self) -> TorchSession:
         self._check_open()
@@ -347,7 +352,7 @@ class TorchEngine(Engine):
         memory = in_bytes("memory", options.memory)
         if memory is not None and device == "mps":
             raise UsageError("memory is for the devices cuda and cpu; on a Mac's GPU the backend mlx streams from disk")
-        most = memory or int(machine.free * (1 - SAFETY))
+        most = memory or int(machine.most * (1 - SAFETY))
         return TorchPlan(
             path=path, options=options, device=device, gpu=gpu, others=others, shared=shared, memory=most,
             used=machine.used, cores=machine.cores, streams=can_stream(machine),

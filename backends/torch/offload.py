@@ -273,14 +273,14 @@ class Streamer:
         ]
 
     def _fetch(self, i: int) -> None:
-        buffer = i % len(self._buffers)
-        self._held[buffer] = i
-        block = self.blocks[i]
+        buffer, block = i % len(self._buffers), self.blocks[i]
+        self._held[buffer] = None  # should the copy fail
         target = self._buffers[buffer][: block.size]
         if block.host is not None:
             self._engine.fill(buffer, target, block.host)
         elif self.feeder is not None:
             self.feeder.ask(buffer, target, self._numbers[i])
+        self._held[buffer] = i
 
     def _before(self, i: int) -> Callable[..., None]:
         buffer = i % len(self._buffers)

@@ -5,19 +5,18 @@ Recurrent layers find the lanes' states in transformers' cache; `tree_attention`
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from threading import Event
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 import transformers
 
-from edgespec.errors import EdgespecError, Interrupted, ModelError
+from edgespec.errors import EdgespecError, ModelError
 from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.passes import check_batch
 
 from ..common.hf_vocab import first_line
-from ..common.interrupts import interruptible
+from ..common.interrupts import Flag, interruptible
 from ..common.recurrent import Lane, Rectangle, RecurrentSession, RecurrentStates
 from .attention import Part, Probe, Tree, additive, finish
 from .session import TorchOwner, TorchSession
@@ -174,7 +173,7 @@ class RecurrentOwner(TorchOwner, Protocol):
     windows: tuple[int | None, ...]
     device: Any
     dtype: Any
-    interrupted: Event
+    interrupted: Flag
 
     def logits(self, logits: Any, wanted: Sequence[int], rows: Mapping[int, int]) -> Logits: ...
 
@@ -274,8 +273,6 @@ def _compute(
     Returns:
         Logits of `rows`, and the states after all lanes.
     """
-    if backend.interrupted.is_set():
-        raise Interrupted("the pass was interrupted")
     device, found, row = backend.device, list[Part](), 0
     for session, rectangle, parents in parts:
         length, size = len(session.token_ids), rectangle.nodes.size

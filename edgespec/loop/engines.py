@@ -60,6 +60,10 @@ class Machine(Protocol):
         """Memory of this process, without a file behind it."""
 
     @property
+    def most(self) -> int:
+        """Memory that this process may use in all: `free` and `used`."""
+
+    @property
     def moves_pages(self) -> bool:
         """True if pages of memory can be moved."""
 

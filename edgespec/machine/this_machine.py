@@ -71,6 +71,11 @@ class Machine:
     memory_speed: float = 0.0
     operations: float = 0.0
 
+    @property
+    def most(self) -> int:
+        """Memory that this process may use in all."""
+        return self.free + self.used
+
 
 def this_machine(path: str | None = None, gpus: Sequence[Gpu] = ()) -> Machine:
     """Look at this computer.

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from ...common.signals import Signals
 from .files import llama_cpp
-from .signals import Signals
 
 
 class NodeCallback:

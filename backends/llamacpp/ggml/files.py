@@ -19,7 +19,7 @@ from edgespec.models.gguf_model import check_magic
 from edgespec.models.heads import head_layers
 from edgespec.weights.plan import Tensor, count_layers, layer_of
 
-from .signals import Signals
+from ...common.signals import Signals
 
 try:
     import llama_cpp as llama_cpp  # other modules import it from here, and so get this error

@@ -17,8 +17,8 @@ from edgespec.machine.disk import new_file
 from edgespec.models.gguf_header import own_values
 from edgespec.weights.plan import Tensor, count_layers, layer_of, layers_on_gpu
 
+from ...common.signals import Signals
 from ..ggml.files import all_tensors, keep_log, last_log, llama_cpp
-from ..ggml.signals import Signals
 from ..states import LAST_LAYER
 from .attention import ALIKE
 

@@ -1,6 +1,6 @@
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,7 +9,12 @@ DEFERRED = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGINT") if
 
 
 class Signals:
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            tell: called when a signal comes that is deferred.
+        """
+        self._tell = tell
         self._came: dict[int, Any] = {}
         self._handlers: dict[int, Any] = {}
         self._error: BaseException | None = None
@@ -18,7 +23,7 @@ class Signals:
     def held(self) -> Iterator[None]:
         """Defer `DEFERRED` until `obey` or the end of the `with`.
 
-        A handler's exception would be lost in a callback of llama.cpp, and would part calls that belong together.
+        A handler's exception would part calls that belong together, and would be lost in a callback of llama.cpp.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -27,7 +32,7 @@ class Signals:
         self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
         try:
             for number in self._handlers:
-                signal.signal(number, self._came.__setitem__)
+                signal.signal(number, self._defer)
             yield
         finally:
             for number, handler in self._handlers.items():
@@ -36,6 +41,10 @@ class Signals:
             if error := self._error:
                 self._error = None
                 raise error
+
+    def _defer(self, number: int, frame: Any) -> None:
+        self._came[number] = frame
+        self._tell()
 
     def obey(self) -> None:
         """Run the handlers of deferred signals.
