@@ -15,7 +15,7 @@ class Line:
     value: int
 
 
-def test_a_line_that_was_cut_short_is_removed(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_short_is_removed_by_the_next_one(tmp_path: Path) -> None:
     path, lines = tmp_path / "lines.jsonl", [Line("a", 1), Line("b", 2)]
     assert resume(path, Line) == []
     for line in lines:
@@ -23,9 +23,12 @@ def test_a_line_that_was_cut_short_is_removed(tmp_path: Path) -> None:
     whole = path.read_text("utf-8")
     for length in range(len(whole)):
         path.write_text(whole[:length], "utf-8")
-        count = whole[:length].count("\n")
-        assert resume(path, Line) == lines[:count]
-        assert path.read_text("utf-8") == "".join(whole.splitlines(keepends=True)[:count])
+        kept = lines[: (whole[: length + 1]).count("\n")]  # a last line that lacks only its end is whole
+        assert resume(path, Line) == kept
+        assert path.read_text("utf-8") == whole[:length], "who only reads changes nothing"
+        append(path, lines[1])
+        assert resume(path, Line) == [*kept, lines[1]]
+        assert path.read_text("utf-8").count("\n") == len(kept) + 1
 
 
 def test_a_line_for_which_the_disk_was_full_spoils_no_later_one(tmp_path: Path) -> None:

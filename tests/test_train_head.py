@@ -27,7 +27,8 @@ from gguf_files import write_gguf as write_target
 from hf_models import save, tiny_model
 
 from edgespec.errors import ModelError
-from heads.answers import Sample, read_lines, read_samples
+from edgespec.measure.json_lines import resume
+from heads.answers import Line, Sample, read_samples
 from heads.target import Target, load_target, read_states, record
 from heads.training import (
     Frozen,
@@ -280,13 +281,13 @@ def test_both_forms_hold_the_same_head(trained, tiny_gguf):
 def test_answers_are_the_targets_and_are_kept(trained, tiny_gguf, prompts, train):
     import edgespec
 
-    lines = read_lines(trained / "answers.jsonl")
-    assert [line["number"] for line in lines].count(1) == 24 == len(lines) / 2
+    lines = resume(trained / "answers.jsonl", Line)
+    assert [line.number for line in lines].count(1) == 24 == len(lines) / 2
     with edgespec.load(tiny_gguf, planner="none", context_length=256, exact="off", remember=False) as model:
         for line in (*lines[:3], *lines[-3:]):
-            result = model.chat(line["prompt"], max_tokens=8, temperature=0.7 * line["number"], seed=line["number"])
-            assert line["token_ids"][line["start"] :] == result.token_ids
-            assert line["token_ids"][: line["start"]] == model.encode([{"role": "user", "content": line["prompt"]}])
+            result = model.chat(line.prompt, max_tokens=8, temperature=0.7 * line.number, seed=line.number)
+            assert line.token_ids[line.start :] == result.token_ids
+            assert line.token_ids[: line.start] == model.encode([{"role": "user", "content": line.prompt}])
     held = [sample.held_out for sample in read_samples(trained / "answers.jsonl")]
     assert sum(held) == 4
 
@@ -322,8 +323,8 @@ def test_a_folder_and_texts_as_they_are(train, prompts, tmp_path):
     code, shown, err = train(target, prompts, tmp_path / "head", "--as-is", "--ctx", "16", *FEW)
     assert code == 0, err
     assert re.match(r"\d+ answers, \d{3} tokens; \d held out\n(step \d+ of \d\d: agreement .*\n)+$", shown)
-    lines = read_lines(tmp_path / "head" / "answers.jsonl")
-    assert {line["start"] for line in lines} == {0}
+    lines = resume(tmp_path / "head" / "answers.jsonl", Line)
+    assert {line.start for line in lines} == {0}
     assert load_head(tmp_path / "head", 3).layers == [2, 1, 0]
     assert not list((tmp_path / "head").glob("*.gguf"))
 

@@ -13,7 +13,7 @@ Line = TypeVar("Line")
 
 
 def resume(path: Path, kind: type[Line], options: Mapping[str, Any] | None = None) -> list[Line]:
-    """The objects of a file, if there is one; a last line that was cut short is removed.
+    """The objects of a file, if there is one, without a last line that was cut short; the file stays as it is.
 
     Args:
         path: of the file.
@@ -24,14 +24,12 @@ def resume(path: Path, kind: type[Line], options: Mapping[str, Any] | None = Non
         UsageError: it holds something else, was made with other options, or cannot be read.
     """
     try:
-        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
-        whole = [line for line in lines if line.endswith("\n")]
-        found = [kind(**json.loads(line)) for line in whole]
-        if whole != lines:
-            start = f'{{"{next(iter(signature(kind).parameters))}": '
-            if lines[-1][: len(start)] != start[: len(lines[-1])]:
-                raise ValueError("the last line is no part of such a line")
-            path.write_text("".join(whole), "utf-8")
+        data = path.read_bytes() if path.exists() else b""
+        whole = _whole(data)
+        found = [kind(**json.loads(line)) for line in whole.splitlines()]
+        start, cut = f'{{"{next(iter(signature(kind).parameters))}": '.encode(), data[len(whole) :]
+        if cut[: len(start)] != start[: len(cut)]:
+            raise ValueError("the last line is no part of such a line")
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, TypeError) as error:
@@ -42,11 +40,27 @@ def resume(path: Path, kind: type[Line], options: Mapping[str, Any] | None = Non
     return found
 
 
+def _whole(data: bytes) -> bytes:
+    """A file without a last line that was cut short: one that has no end and is no JSON."""
+    end = data.rfind(b"\n") + 1
+    try:
+        json.loads(data[end:])
+    except ValueError:
+        return data[:end]
+    return data
+
+
 def append(path: Path, line: Any) -> None:
-    """Add a line, whole or not at all; raises OSError, as on a full disk."""
-    left = memoryview((json.dumps(asdict(line)) + "\n").encode())
-    with path.open("ab", buffering=0) as file:
+    """Add a line, whole or not at all, after what `resume` found; raises OSError, as on a full disk."""
+    left = json.dumps(asdict(line)).encode() + b"\n"
+    with path.open("a+b", buffering=0) as file:
         end = file.tell()
+        file.seek(max(end - 1, 0))
+        if file.read(1) not in (b"", b"\n"):
+            file.seek(0)
+            whole = _whole(file.read())
+            end = file.truncate(len(whole))
+            left = (b"" if whole.endswith(b"\n") or not whole else b"\n") + left
         try:
             while left:
                 left = left[file.write(left) :]

@@ -3,22 +3,36 @@
 Each is one line of a JSONL file, so that a stopped run goes on.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
-from edgespec.errors import ContextFull, ModelError
+from edgespec.errors import ContextFull
 from edgespec.loop.backend import Vocab
 from edgespec.loop.text import user_messages
+from edgespec.measure.json_lines import append, resume
 from edgespec.model import Model
 from edgespec.scheduler.requests import Ended, Event, Wrote
 
 HELD_OUT = 20  # of as many prompts, one is not trained on
 Progress = Callable[[int, int], None]  # done, in all
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """
+    Attributes:
+        number: of a prompt's answer, or of a text's piece.
+        token_ids: as `Sample` has them.
+        start: likewise.
+    """
+
+    prompt: str
+    number: int
+    token_ids: list[int]
+    start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +69,7 @@ def answer(
     Returns:
         Number of answers that are left out, because their prompts are too long.
     """
-    there = {(line["prompt"], line["number"]) for line in read_lines(path)}
+    there = {(line.prompt, line.number) for line in resume(path, Line)}
     jobs = [(text, number) for number in range(answers) for text in dict.fromkeys(prompts)]
     left = [job for job in jobs if job not in there]
     found, waiting, too_long, done = SimpleQueue[tuple[int, Event]](), iter(left), 0, len(jobs) - len(left)
@@ -79,64 +93,32 @@ def answer(
             model.scheduler.submit(request, lambda event, key=key: found.put((key, event)))
             return
 
-    with path.open("a", encoding="utf-8") as file:
-        for _ in range(2 * parallel):  # as many wait, so that no place in a pass stays empty
+    for _ in range(2 * parallel):  # as many wait, so that no place in a pass stays empty
+        begin()
+    progress(done, len(jobs))
+    while running:
+        key, event = found.get()
+        if isinstance(event, Wrote):
+            running[key][3].extend(chunk.token_id for chunk in event.chunks if chunk.token_id is not None)
+        elif isinstance(event, Ended):
+            if event.error is not None:
+                raise event.error
+            text, number, before, written = running.pop(key)
+            append(path, Line(text, number, before + written, len(before)))
+            done += 1
+            progress(done, len(jobs))
             begin()
-        progress(done, len(jobs))
-        while running:
-            key, event = found.get()
-            if isinstance(event, Wrote):
-                running[key][3].extend(chunk.token_id for chunk in event.chunks if chunk.token_id is not None)
-            elif isinstance(event, Ended):
-                if event.error is not None:
-                    raise event.error
-                text, number, before, written = running.pop(key)
-                _write(file, text, number, before + written, len(before))
-                done += 1
-                progress(done, len(jobs))
-                begin()
     return too_long
 
 
 def keep_as_is(vocab: Vocab, texts: Sequence[str], path: Path, length: int) -> None:
     """Write the texts, in pieces of at most `length` tokens, where `path` does not have them."""
-    there = {(line["prompt"], line["number"]) for line in read_lines(path)}
-    with path.open("a", encoding="utf-8") as file:
-        for text in dict.fromkeys(texts):
-            ids = vocab.encode(text, add_bos=True, parse_special=True)
-            for number, first in enumerate(range(0, len(ids), length)):
-                if (text, number) not in there:
-                    _write(file, text, number, ids[first : first + length], 0)
-
-
-def _write(file: Any, prompt: str, number: int, token_ids: list[int], start: int) -> None:
-    line = {"prompt": prompt, "number": number, "token_ids": token_ids, "start": start}
-    file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    file.flush()
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The file's lines; a last one that a stopped run did not end is cut off.
-
-    Raises:
-        ModelError: another line is damaged.
-    """
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    if lines[-1]:
-        with path.open("r+b") as file:
-            file.truncate(sum(len(line) + 1 for line in lines[:-1]))
-    found = []
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            record = json.loads(line)
-            ids, start = [int(one) for one in record["token_ids"]], int(record["start"])
-            found.append({"prompt": str(record["prompt"]), "number": int(record["number"])})
-            found[-1] |= {"token_ids": ids, "start": start}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{path}, line {number}: is damaged; remove this line") from error
-    return found
+    there = {(line.prompt, line.number) for line in resume(path, Line)}
+    for text in dict.fromkeys(texts):
+        ids = vocab.encode(text, add_bos=True, parse_special=True)
+        for number, first in enumerate(range(0, len(ids), length)):
+            if (text, number) not in there:
+                append(path, Line(text, number, ids[first : first + length], 0))
 
 
 def read_samples(path: Path) -> Iterator[Sample]:
@@ -145,6 +127,6 @@ def read_samples(path: Path) -> Iterator[Sample]:
         The samples of a file, in order. A prompt's answers are held out, or none of them.
     """
     numbers = dict[str, int]()
-    for line in read_lines(path):
-        prompt = numbers.setdefault(line["prompt"], len(numbers))
-        yield Sample(line["token_ids"], line["start"], line["number"] == 0, prompt % HELD_OUT == 0)
+    for line in resume(path, Line):
+        prompt = numbers.setdefault(line.prompt, len(numbers))
+        yield Sample(line.token_ids, line.start, line.number == 0, prompt % HELD_OUT == 0)
