@@ -26,6 +26,11 @@ def test_answers_are_recorded_once_and_guessed(script, smollm2_tiny, tmp_path):
     assert all(line["output_ids"] for line in lines)
     before = answers.read_text()
     assert script(*record)[0] == 0
+    for options, other in ((("-n", "25"), "max_tokens"), (("-n", "24", "--ctx", "300"), "ctx")):
+        code, _, err = script(*record[:4], "--ctx", "256", *options)
+        assert (code, err.splitlines()[-1]) == (
+            2, f"edgespec: {answers}: was made with other {other}: name another file, or a new one"
+        )  # fmt: skip
     assert answers.read_text() == before
     code, out, _ = script("measure", smollm2_tiny, answers, "--budget", "8")
     assert code == 0

@@ -186,6 +186,10 @@ def test_answers_are_recorded_once(smollm2_tiny: Path, tmp_path: Path) -> None:
         lines = kept.read_text().splitlines()
         kept.write_text(lines[0] + "\n" + lines[1][:20])  # it was interrupted while it wrote the second
         assert record(target, asked, kept, 8) == first
+        nowhere = kept / "answers.jsonl"
+        assert record(target, asked[:1], nowhere, 8) == first[:1]
+        with pytest.raises(OSError, match=r"answers\.jsonl"):  # a user's file is not left out
+            record(target, asked[:1], nowhere, 8, options={"max_tokens": 8})
     finally:
         target.close()
     assert len(kept.read_text().splitlines()) == 2

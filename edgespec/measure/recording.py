@@ -4,10 +4,11 @@ Answers are appended as JSON lines, so an interrupted recording can be resumed.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Backend
@@ -77,6 +78,7 @@ def record(
     *,
     sampling: SamplingParams = GREEDY,
     raw: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> list[Recording]:
     """Record the target's answers, except those that `kept` already has.
 
@@ -88,11 +90,14 @@ def record(
         progress: called with the numbers of answers that are done, and of all.
         sampling: of every answer.
         raw: questions are continued without the chat template.
+        options: that the answers in a file of the user's depend on; None: `kept` is a `recording_file`, which need not
+            be written.
 
     Raises:
-        UsageError: `kept` holds something else.
+        UsageError: `kept` holds something else, or was made with other options.
+        OSError: a file of the user's cannot be written.
     """
-    known = {one.question: one for one in resume(kept, Recording)}
+    known = {one.question: one for one in resume(kept, Recording, options)}
     planner = make_planner("sssd" if target.capabilities.streams else "none", [target])  # the answers are equal
     session = target.open()
     try:
@@ -109,8 +114,8 @@ def record(
                 max_tokens=max_tokens, budget=16, stats=GenerationStats(),
             ).steps()  # fmt: skip
             output_ids = [token for round_ in rounds for token in round_.tokens]
-            known[question] = Recording(prompt_ids, output_ids, task, question)
-            with suppress(OSError):  # such as a full disk: it is recorded again next time
+            known[question] = Recording(prompt_ids, output_ids, task, question, dict(options or {}))
+            with suppress(*(() if options else (OSError,))):  # such as a full disk: it is recorded again next time
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 append(kept, known[question])
     finally:

@@ -1,8 +1,9 @@
 """Measure planners on recorded answers instead of a target, whose tokens do not depend on them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.passes import fitting
@@ -21,6 +22,7 @@ class Recording:
     output_ids: list[int]
     category: str = ""
     question: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
