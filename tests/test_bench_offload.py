@@ -13,6 +13,8 @@ from benchmarks.offload_report import make_report, tables
 from benchmarks.offload_worker import MLX_LM, Task, measure
 from edgespec.errors import UsageError
 
+SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-offload"
+
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[str, str]:
@@ -71,6 +73,19 @@ def test_the_tables_compare_with_what_is_possible() -> None:
     assert cells["64"][2] == "2.00"
     assert cells["specexec"][:4] == ["2.50", "5.00", "2.50", "0.500"]
     assert lines[-1] == "mlx-lm alone: it was killed: out of memory"
+
+
+def test_a_row_that_failed_is_exit_code_1(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tmp_path / "given.jsonl"
+    given.write_text('{"prompt": "Why?"}\n')
+
+    def text_speeds(pair: Task, room: int, variants: list[str], **options: object) -> dict[str, object]:
+        assert variants == ["sssd"], "without a draft"
+        return make_report(pair, room, {}, {"streamed, sssd": [{"failed": "out of memory", "bandwidth": 1e9}]})
+
+    monkeypatch.setattr("benchmarks.offload.text_speeds", text_speeds)
+    code, shown, _ = script("texts", given, given, "--room", "1G")
+    assert (code, shown.splitlines()[-1]) == (1, "streamed, sssd: out of memory")
 
 
 def test_answers_of_one_token_have_no_speed() -> None:

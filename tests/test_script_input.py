@@ -71,6 +71,21 @@ def test_a_wrong_number_is_refused(refused, line, says):
     assert says in refused(*line.split())
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--planners specexec", "the planner specexec needs a draft model: give one with --draft"),
+        ("--planners sssd,spexec --draft FILE", "there is no planner 'spexec'; did you mean specexec?"),
+        ("--planners sssd+fast", "sssd+fast: there is no setting 'fast'"),
+        ("-t -1", "temperature is -1.0, but must be"),
+        ("--draft no.gguf", "'no.gguf' does not exist"),
+    ],
+)
+def test_a_wrong_variant_is_refused_before_the_first_is_measured(refused, line, says):
+    command = ["bench-offload", "texts", "FILE", "FILE", "--room", "1G"]
+    assert says in refused(*command, *line.split(), file=b'{"prompt": "Why?"}')
+
+
 HUMANEVAL = {"entry_point": "f", "prompt": "def f():\n", "task_id": "0"}  # without its test
 TALK = {"task_id": 0, "traj": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]}
 

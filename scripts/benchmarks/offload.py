@@ -18,8 +18,9 @@ from benchmarks.offload_report import make_report
 from benchmarks.offload_worker import MLX_LM, Task
 from benchmarks.side_by_side import parse_variant
 from edgespec.errors import EdgespecError, UsageError
+from edgespec.loop.sampling import SamplingParams
 from edgespec.machine.memory import disk_bandwidth
-from edgespec.planners.choice import USE_DRAFT
+from edgespec.planners.choice import USE_DRAFT, check_planner
 
 ENGINES = ("llamacpp", "mlx", "torch")
 CONTEXT = 512  # tokens
@@ -93,8 +94,13 @@ def text_speeds(
         say: called with a line about the measurement that starts.
 
     Raises:
+        UsageError: there is no such variant, it needs a draft, or a value of the sampling is out of range.
         EdgespecError: no control group can be made here, or the model cannot be loaded.
     """
+    SamplingParams(**pair.sampling)
+    parsed = {variant: parse_variant(variant) for variant in variants}
+    for name, _ in parsed.values():
+        check_planner(name, bool(pair.draft), has_datastore=False, options={})
     with memory_group() as group:
         limit = room + process_needs(pair)
         streamed = replace(pair, memory=limit, limit=limit)
@@ -102,8 +108,7 @@ def text_speeds(
         tasks = (
             {"mapped, none": replace(plain, stream=False, memory=0), "streamed, none": plain} if plain_tokens else {}
         )
-        for variant in variants:
-            name, options = parse_variant(variant)
+        for variant, (name, options) in parsed.items():
             tasks[f"streamed, {variant}"] = replace(
                 streamed, draft=pair.draft if name in USE_DRAFT else "", planner=name,
                 ahead=options.pop("ahead", None), planner_options=options,
