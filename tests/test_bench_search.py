@@ -23,7 +23,8 @@ def test_a_stopped_search_goes_on_and_other_options_are_refused(script, smollm2_
     again = out.read_text()
     assert again.splitlines()[0] == whole.splitlines()[0]
     assert [json.loads(line)["question"] for line in again.splitlines()] == [line["question"] for line in found]
-    code, shown, said = script(*run, "--keep", "1")
-    assert (code, shown) == (2, "")
-    assert said.strip().endswith(f"{out}: was made with other keep: name another file, or a new one")
+    for option, value in (("keep", "1"), ("parallel", "2"), ("memory", "1G")):
+        code, shown, said = script(*run, f"--{option}", value)
+        assert (code, shown) == (2, "")
+        assert said.strip().endswith(f"{out}: was made with other {option}: name another file, or a new one")
     assert out.read_text() == again

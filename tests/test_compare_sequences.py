@@ -31,7 +31,15 @@ def test_batched_sequences_equal_single_ones_and_a_stopped_check_resumes(smollm2
     again = {(text.planner, text.key): text.token_ids for text in written()}
     assert again == {(text.planner, text.key): text.token_ids for text in texts}
     assert len(path.read_text().splitlines()) == 8
-    for other in ({"parallel": 2}, {"budget": 4}):
+    fewer = generate_sequences(
+        str(smollm2_tiny), PROMPTS[:1], SAMPLINGS[:1], path, ["sssd"], max_tokens=12, parallel=3, context_length=256,
+        remember=False, budget=None, done=lambda: done.append(1),
+    )  # fmt: skip
+    assert [(text.planner, text.prompt, text.temperature) for text in fewer] == [
+        ("none", PROMPTS[0], 0.0), ("sssd", PROMPTS[0], 0.0),
+    ], "what the file has besides is not counted"  # fmt: skip
+    assert len(done) == 8 + 8 + 2
+    for other in ({"parallel": 2}, {"budget": 4}, {"plain_batched": True}):
         with pytest.raises(UsageError, match=f"was made with other {next(iter(other))}"):
             written(**other)
 
@@ -51,6 +59,18 @@ def test_sequences_of_different_row_classes_are_not_compared() -> None:
     plain = Written("none", "m", "a", 0.0, 1.0, "wide", 3, [1, 2, 3], {})
     with pytest.raises(UsageError, match="--exact"):
         count_equal([plain, Written("sssd", "m", "a", 0.0, 1.0, "narrow", 2, [1, 2, 3], {})])
+
+
+@pytest.mark.parametrize(
+    ("planner", "says"), [("sssdd", "there is no planner 'sssdd'"), ("chain", "needs a draft model")]
+)
+def test_a_planner_that_cannot_be_used_is_refused_before_plain_decoding(
+    smollm2_tiny: Path, tmp_path: Path, planner: str, says: str
+) -> None:
+    path = tmp_path / "texts.jsonl"
+    with pytest.raises(UsageError, match=says):
+        generate_sequences(str(smollm2_tiny), PROMPTS[:1], SAMPLINGS[:1], path, ["sssd", planner], max_tokens=2)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("content", ["prose\n", json.dumps({"planner": "none"}) + "\n"])

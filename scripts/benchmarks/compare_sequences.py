@@ -15,6 +15,7 @@ from edgespec.machine.measurements import identity
 from edgespec.measure.json_lines import append, resume
 from edgespec.model import Model, load
 from edgespec.models.registry import find_model, local_path
+from edgespec.planners.choice import check_planner
 
 PLAIN = "none"
 
@@ -72,24 +73,26 @@ def generate_sequences(
         options: as for `edgespec.load`.
 
     Returns:
-        All sequences of the file.
+        All sequences that were asked for.
 
     Raises:
         EdgespecError: from loading.
-        UsageError: the file is of another kind, or was made with other options.
+        UsageError: the file is of another kind, or was made with other options; or a planner cannot be used.
     """
-    made_with = {"parallel": parallel, **options}
-    kept = resume(path, Written, made_with)
-    about = f"{identity(local_path(find_model(target).target))}, {max_tokens} tokens"
-    for planner in dict.fromkeys([PLAIN, *planners]):
-        there = {text.key for text in kept if text.planner == planner}
-        wanted = [
-            (prompt, params)
-            for prompt in prompts
-            for params in samplings
-            if (about, prompt, params.temperature, params.top_p) not in there
-        ]
-        for _ in there:
+    made_with = {"parallel": parallel, "plain_batched": plain_batched, **options}
+    kept = {(text.planner, *text.key): text for text in resume(path, Written, made_with)}
+    entry, names = find_model(target), dict.fromkeys([PLAIN, *planners])
+    for planner in names:
+        check_planner(planner, bool(options.get("draft") or entry.draft), has_datastore=False, options={})
+    about = f"{identity(local_path(entry.target))}, {max_tokens} tokens"
+    asked = {
+        (about, prompt, params.temperature, params.top_p): (prompt, params)
+        for prompt in prompts
+        for params in samplings
+    }
+    for planner in names:
+        wanted = [what for key, what in asked.items() if (planner, *key) not in kept]
+        for _ in range(len(asked) - len(wanted)):
             done()
         if not wanted:
             continue
@@ -97,9 +100,9 @@ def generate_sequences(
         with load(target, planner=planner, parallel=at_once, say=say, **options) as model:
             for text in _generate(model, planner, about, wanted, max_tokens, at_once, made_with):
                 append(path, text)
-                kept.append(text)
+                kept[planner, *text.key] = text
                 done()
-    return kept
+    return [kept[planner, *key] for planner in names for key in asked]
 
 
 def _generate(
