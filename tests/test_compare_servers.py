@@ -19,6 +19,7 @@ from edgespec.errors import EdgespecError, UsageError
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 
+SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-serve"
 THREE = {0: "one", 1: "two", 2: "three"}
 # Answers /health with 503 once, as while it loads; every chat request with two words of three tokens.
 PROGRAM = """
@@ -49,6 +50,22 @@ def test_a_server_is_waited_for_asked_and_ended():
     assert result.speed > 0
     with pytest.raises(EdgespecError, match="refused"):
         compare_servers.ask(port, {0: "one"}, Load(1), result, max_tokens=8, temperature=0.0)
+
+
+def test_an_answer_of_another_kind_is_one_line():
+    program = PROGRAM.replace('{"choices": []', '{"chosen": []')
+    with llama_server.started([sys.executable, "-c", program]) as port, pytest.raises(EdgespecError) as caught:
+        compare_servers.ask(port, {0: "one"}, Load(1), Result(), max_tokens=8, temperature=0.0)
+    assert re.fullmatch(r'.* answers with what is no part of a chat: data: {"chosen": \[\], .*', str(caught.value))
+
+
+def test_streams_that_end_before_the_long_prompt_show_no_gap(script, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Why?"}\n')
+    with llama_server.started([sys.executable, "-c", PROGRAM]) as port:
+        code, printed, said = script("gap", prompts, "--port", port, "--words", "5")
+    assert (code, printed) == (1, "")
+    assert said.splitlines()[-1] == "edgespec: all streams ended before the long prompt came: give more --max-tokens"
 
 
 def test_the_gap_in_which_a_long_prompt_comes_is_not_one_before_it():
@@ -187,7 +204,7 @@ def test_the_command_asks_each_load_of_each_budget(monkeypatch, smollm2_tiny, tm
     ]
     arguments += ["--at-once", 4, "--rate", 0.5, "--rate", 2]
     monkeypatch.setattr(sys, "argv", ["bench-serve", "throughput", *map(str, arguments)])
-    runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "bench-serve"), run_name="__main__")
+    runpy.run_path(str(SCRIPT), run_name="__main__")
     ((servers, texts, loads),) = asked
     assert texts == ["one", "two"]
     assert loads == [Load(4, 0.5), Load(4, 2.0)]

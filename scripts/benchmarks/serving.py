@@ -92,6 +92,9 @@ def stream_chat(port: int, body: dict[str, Any]) -> Streamed:
                     unread = usage.get("prompt_tokens", 0) - cached.get("cached_tokens", 0)
     except (OSError, HTTPException) as error:
         raise EdgespecError(f"127.0.0.1 port {port} does not answer: {error or type(error).__name__}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        shown = line.decode("utf-8", "replace").strip()[:200]
+        raise EdgespecError(f"127.0.0.1 port {port} answers with what is no part of a chat: {shown}") from error
     first = words[0] - started if words else 0.0
     return Streamed(text, tokens, first, time.perf_counter() - started, words, unread)
 
