@@ -6,13 +6,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
 
-from benchmarks import compare_servers, llama_server
+from benchmarks import compare_servers, llama_server, typing_ahead
 from benchmarks.compare_servers import Load, Result, Servers
 from benchmarks.serving import Streamed, gaps, served
 from edgespec.errors import EdgespecError, UsageError
@@ -73,6 +75,16 @@ def test_the_gap_in_which_a_long_prompt_comes_is_not_one_before_it():
     assert gaps(words, 4.0, 8.5) == ([1.0, 1.0], [5.0, 1.0])
     assert gaps(words, 3.0, 3.5) == ([1.0, 1.0], [5.0])
     assert gaps([], 3.0, 3.5) == ([], [])
+
+
+@pytest.mark.parametrize(("speed", "seconds"), [(0.5, 16.0), (8.0, 1.0), (40.0, 0.15)])
+def test_a_slow_typist_is_slow(monkeypatch, speed, seconds):
+    waits, model = [], SimpleNamespace(scheduler=SimpleNamespace(forget=lambda: None))
+    monkeypatch.setattr(typing_ahead, "time", SimpleNamespace(perf_counter=lambda: 0.0, sleep=waits.append))
+    monkeypatch.setattr(typing_ahead, "closing_connection", lambda port: MagicMock())
+    monkeypatch.setattr(typing_ahead, "stream_chat", lambda port, body: Streamed("Why", 1, 0.1, 0.1, []))
+    typing_ahead.replay(0, model, "Why? Why?", speed=speed, pause=0.0, max_tokens=1, seed=0)
+    assert sum(waits) == pytest.approx(2 * seconds)  # of two ways, up to the last draft
 
 
 def test_a_server_that_ends_or_is_not_there():

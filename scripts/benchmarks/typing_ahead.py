@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.serving import JSON, closing_connection, stream_chat
 from edgespec.model import Model
 
-INTERVAL = 0.15  # seconds between two drafts of a prompt that a client sends, as the page does
+INTERVAL = 0.15  # seconds between two drafts of a prompt, as the page sends them, and at least a character
 WAYS = ("Enter only", "typing ahead", "typing ahead, pause")
 
 
@@ -55,7 +55,7 @@ def replay(port: int, model: Model, text: str, *, speed: float, pause: float, ma
             for end in range(step, len(text), step):
                 started = time.perf_counter()
                 draft(text[:end])
-                time.sleep(max(0.0, INTERVAL - (time.perf_counter() - started)))
+                time.sleep(max(0.0, step / speed - (time.perf_counter() - started)))
         if way == WAYS[2]:
             draft(text, pause=True)
             time.sleep(pause)
