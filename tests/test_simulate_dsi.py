@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import module_from_spec
@@ -126,10 +127,11 @@ def test_the_acceptance_rate_is_found_again() -> None:
     assert max(closed_forms(0.8, 10.0, 0.001)) < TOKENS * 10.0  # no lookahead of the grid suffices for seven copies
 
 
-def call(*arguments: str) -> str:
+def call(*arguments: str, **instead: object) -> str:
     loader = SourceFileLoader("simulate_dsi", str(SCRIPT))
     script = module_from_spec(ModuleSpec("simulate_dsi", loader))
     loader.exec_module(script)
+    vars(script).update(instead)
     done = CliRunner().invoke(script.cli, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.output
@@ -144,6 +146,25 @@ def test_the_acceptance_of_an_own_pair(tmp_path: Path, smollm2_tiny: Path) -> No
     assert "as the paper  1 lengths" in found
     assert "all steps" in found
     assert found.count("plain / DSI") == 2
+
+
+def test_reading_the_prompt_is_no_draft_pass(tmp_path: Path, smollm2_tiny: Path) -> None:
+    answers, now, read = tmp_path / "answers.jsonl", [0.0], list[list[int]]()
+    answers.write_text(json.dumps({"prompt_ids": [1, 2], "output_ids": [9, 9, 9]}) + "\n")
+
+    class Timed(Recorded):
+        def __init__(self, *_: object) -> None:
+            super().__init__([1, 2, 8, 8, 8], 1.0)  # always wrong
+
+        def after(self, token_ids: Sequence[int]) -> Iterator[int]:
+            for token in super().after(token_ids):
+                now[0] += 0.002 if read else 5.0
+                read.append([*token_ids])
+                yield token
+
+    found = call("acceptance", str(smollm2_tiny), str(answers), DraftProposer=Timed, perf_counter=lambda: now[0])
+    assert len(read) == 4
+    assert found.strip().endswith("a draft pass took 2.0 ms")
 
 
 def test_the_program_runs() -> None:
