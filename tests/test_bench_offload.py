@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.memory_group import evict
+from benchmarks.memory_group import evict, memory_group, weight_files
 from benchmarks.offload import CONTEXT, interleaved, parse_models, weight_bytes
 from benchmarks.offload_report import make_report, tables
 from benchmarks.offload_worker import MLX_LM, Task, measure
-from edgespec.errors import UsageError
+from edgespec.errors import EdgespecError, UsageError
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-offload"
 
@@ -32,6 +32,26 @@ def test_engines_and_folders(folders: tuple[str, str]) -> None:
     file = f"{big}/model.safetensors"
     assert parse_models(f"llamacpp:{file}") == Task(file, context_length=CONTEXT)
     assert weight_bytes(big) == weight_bytes(file) == 100
+
+
+def test_a_split_file_is_all_its_parts(tmp_path: Path) -> None:
+    parts = [tmp_path / f"big-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"x" * 100)
+    assert weight_files(str(parts[0])) == weight_files(str(parts[1])) == parts
+    assert weight_bytes(str(parts[0])) == 200
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
+def test_every_process_has_a_new_group_so_that_its_peak_is_its_own() -> None:
+    try:
+        with memory_group() as group:
+            first = group.folder.stat()
+            group.limit(1 << 30)
+            assert group.folder.stat().st_ino != first.st_ino
+    except EdgespecError as error:
+        pytest.skip(str(error))
+    assert not group.folder.exists()
 
 
 @pytest.mark.parametrize("text", ["{big}", "llamacpp:{big}", "mlx:", "mlx:{big}/no", "mlx:{big}+{big}/no"])

@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from edgespec.errors import EdgespecError
+from edgespec.models.gguf_header import part_names
 
 GROUPS = Path("/sys/fs/cgroup")
 NO_LIMIT = 1 << 40
 
 
 FILES = {  # of a version of control groups: name -> value, "{}" for the limit; and the file with the peak
-    1: ({"memory.limit_in_bytes": "{}", "memory.max_usage_in_bytes": "0"}, "memory.max_usage_in_bytes"),
+    1: ({"memory.limit_in_bytes": "{}"}, "memory.max_usage_in_bytes"),
     2: ({"memory.max": "{}", "memory.swap.max": "0"}, "memory.peak"),
 }
 
@@ -27,11 +28,14 @@ class Group:
         self._settings, self._peak = FILES[version]
 
     def limit(self, size: int) -> None:
-        """Limit the group's memory, without swap in version 2; version 1 also resets the peak.
+        """Make the group anew, without a peak, and limit its memory; in version 2 without swap.
 
         Args:
             size: bytes.
         """
+        if self.folder.is_dir():
+            self.folder.rmdir()
+        self.folder.mkdir()
         for name, value in self._settings.items():
             (self.folder / name).write_text(value.format(size), "utf-8")
 
@@ -59,7 +63,6 @@ def memory_group() -> Iterator[Group]:
     base = GROUPS / "memory" / paths["memory"] if version == 1 else GROUPS / paths.get("", "")
     group = Group(base / f"edgespec-{os.getpid()}", version)
     try:
-        group.folder.mkdir()
         group.limit(NO_LIMIT)
     except OSError as error:
         if group.folder.is_dir():
@@ -72,7 +75,8 @@ def memory_group() -> Iterator[Group]:
 
 
 def weight_files(model: str) -> list[Path]:
-    return list(Path(model).glob("*.safetensors")) if Path(model).is_dir() else [Path(model)]
+    path = Path(model)
+    return list(path.glob("*.safetensors")) if path.is_dir() else [*map(path.with_name, part_names(path.name))]
 
 
 def evict(model: str) -> float:
