@@ -8,6 +8,8 @@ import pytest
 from edgespec.errors import UsageError
 from edgespec.measure.json_lines import append, resume
 
+DEEP = [pytest.param("[" * 9999 + end, id=f"deep{number}") for number, end in enumerate(("", "\n"))]
+
 
 @dataclass
 class Line:
@@ -46,7 +48,10 @@ def test_a_line_for_which_the_disk_was_full_spoils_no_later_one(tmp_path: Path) 
     assert resume(path, Line) == [Line("a", 1), Line("b", 3)]
 
 
-@pytest.mark.parametrize("content", ["# Tides", "# Tides\n", '{"other": 1}', '{"other": 1}\n', "[1]"])
+@pytest.mark.parametrize(
+    "content",
+    ["# Tides", "# Tides\n", '{"other": 1}', '{"other": 1}\n', "[1]", *DEEP],
+)
 def test_a_file_of_the_user_stays(tmp_path: Path, content: str) -> None:
     path = tmp_path / "notes.md"
     path.write_text(content, "utf-8")

@@ -1,8 +1,10 @@
 """scripts/make-shape: a GGUF of any shape that loads and runs, and nothing half-written."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 from gguf_files import VOCAB, byte_level_vocab, gguf
 
 from benchmarks.made_up import Shape, write_made_up
-from edgespec.errors import EdgespecError, UsageError
+from edgespec.errors import EdgespecError, ModelError, UsageError
 from edgespec.loading.by_name import load_backend
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import load_vocab
@@ -22,9 +24,13 @@ TINY = Shape(layers=3, width=256, feed_forward=512, heads=4, kv_heads=2, vocab=1
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.gguf"
+    return write_header(tmp_path_factory.mktemp("tokenizer") / "tokenizer.gguf", byte_level_vocab)
+
+
+def write_header(path: Path, *values: Callable[[Any], None]) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
-    byte_level_vocab(writer)
+    for add in values:
+        add(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -81,6 +87,14 @@ def test_shapes_that_no_model_has(tokenizer: Path, tmp_path: Path, change: dict[
     with pytest.raises(UsageError, match=says):
         write_made_up(tmp_path / "out.gguf", Shape(**sizes), tokenizer, unseen)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    bare = tmp_path / "bare.gguf"
+    write_header(bare)
+    with pytest.raises(ModelError, match=r"bare\.gguf: has no tokenizer\.ggml\.tokens"):
+        write_made_up(tmp_path / "out.gguf", TINY, bare, unseen)
+    assert list(tmp_path.iterdir()) == [bare]
 
 
 def test_nothing_is_overwritten_and_nothing_half_written_stays(

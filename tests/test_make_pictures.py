@@ -1,5 +1,6 @@
 """scripts/make-pictures: a terminal's lines as an animation, charts, and the house of rooms."""
 
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -39,6 +40,14 @@ def test_a_recording_has_colours_and_ends_with_the_last_screen(tmp_path):
     style = next(ElementTree.parse(tmp_path / "run.svg").iter(f"{SVG}style")).text
     hidden = {name for name in ("$ answer", "wait", "a <b>") if f".{texts[name].get('class')}{{visibility" in style}
     assert hidden == {"wait"}
+
+
+def test_without_pyte_only_the_terminals_are_one_line(script, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyte", None)
+    assert script("--help")[0] == 0
+    code, _, said = script("big", "small", "prompts", "--only", "run", "--out", tmp_path)
+    assert (code, said.count("\n")) == (1, 1)
+    assert said.startswith("edgespec: a picture of a terminal needs the package 'pyte': ")
 
 
 def test_a_command_that_fails_leaves_no_picture(tmp_path):

@@ -88,9 +88,14 @@ def test_a_wrong_variant_is_refused_before_the_first_is_measured(refused, line, 
 
 HUMANEVAL = {"entry_point": "f", "prompt": "def f():\n", "task_id": "0"}  # without its test
 TALK = {"task_id": 0, "traj": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]}
+CALL = {"function": {"name": 5, "arguments": "{}"}}
+NUMBERED = {"task_id": 0, "traj": [{"role": "assistant", "tool_calls": [CALL]}]}
+DEEP = pytest.param(b"[" * 9999, id="deep")
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"[]", b"5", b'{"question": 5, "answer": "4"}', b"\xff", b"[[1]]"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"[]", b"5", b'{"question": 5, "answer": "4"}', b"\xff", b"[[1]]", DEEP]
+)
 @pytest.mark.parametrize("line", ["bench-approximate x y", "bench-scaling x y", "bench-search x"])
 def test_a_file_without_problems_is_refused(refused, line, content):
     assert "given.jsonl" in refused(*line.split(), "FILE", "OUT", file=content)
@@ -105,7 +110,8 @@ def test_a_problem_whose_answer_cannot_be_checked_is_refused(refused, record):
 @pytest.mark.parametrize(
     "content",
     [b"", b"5", b"[5]", b'{"a": 1}', b'[{"output": 5}]', b'[{"task_id": 0, "traj": [5]}]', b"\xff",
-     b'[{"task_id": 0, "traj": [{"content": "no role"}]}]', json.dumps([TALK]).encode()],
+     b'[{"task_id": 0, "traj": [{"content": "no role"}]}]', json.dumps([TALK]).encode(),
+     json.dumps([NUMBERED]).encode(), DEEP],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["bench-tools", "simulate-order"])
 def test_a_file_of_other_json_is_refused(refused, name, content):

@@ -32,7 +32,7 @@ def resume(path: Path, kind: type[Line], options: Mapping[str, Any] | None = Non
             raise ValueError("the last line is no part of such a line")
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise UsageError(f"{path}: holds something else: name another file, or a new one") from error
     for one in found:
         if other := [name for name, value in (options or {}).items() if getattr(one, "options", {}).get(name) != value]:
@@ -45,7 +45,7 @@ def _whole(data: bytes) -> bytes:
     end = data.rfind(b"\n") + 1
     try:
         json.loads(data[end:])
-    except ValueError:
+    except (ValueError, RecursionError):
         return data[:end]
     return data
 

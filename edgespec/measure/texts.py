@@ -72,7 +72,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[BenchPrompt]:
             if not isinstance(text, str) or not text.strip():
                 raise TypeError
             text.encode()  # JSON can spell half a character, which UTF-8 cannot
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
             raise UsageError(f"{path}, {place}: needs a JSON object with UTF-8 text as {', '.join(FIELDS)}") from error
         prompts.append(BenchPrompt(text, str(record.get("category", "")) if isinstance(record, dict) else ""))
     if not prompts:
@@ -89,7 +89,7 @@ def _records(whole: str) -> Iterator[tuple[str, Any]]:
     Returns:
         Place and record of each record of a JSON list, or place and text of each line that is not empty.
     """
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         records = json.loads(whole)
         if isinstance(records, list) and all(isinstance(record, list | dict) for record in records):
             return ((f"record {number}", record) for number, record in enumerate(records, 1))

@@ -92,7 +92,7 @@ def read_problems(path: Path, limit: int | None) -> list[Problem]:
             raise ValueError
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"{path}: needs lines of GSM8K (question, answer) or HumanEval (prompt, test)") from error
     count = min(len(found), limit or len(found))
     return [found[i * len(found) // count] for i in range(count)]

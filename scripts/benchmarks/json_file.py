@@ -27,5 +27,5 @@ def read_json(path: Path, take: Callable[[Any], Found], right: str) -> Found:
         return take(json.loads(gzip.decompress(data) if path.suffix == ".gz" else data))
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"{path}: cannot be read: {error}") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"{path}: must be {right}") from error

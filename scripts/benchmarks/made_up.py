@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import UsageError
+from edgespec.errors import ModelError, UsageError
 from edgespec.models.convert.folder_from_gguf import check_space, read_gguf
 from edgespec.models.convert.gguf_write import appearing, check_out, import_gguf
 
@@ -95,6 +95,7 @@ def write_made_up(out: Path, shape: Shape, tokenizer: Path, progress: Callable[[
 
     Raises:
         UsageError: `out` exists, or no model has such a shape.
+        ModelError: `tokenizer` has no tokens, or is damaged.
         EdgespecError: the disk has too little room, or cannot be written.
         MissingPackage: gguf is not installed.
     """
@@ -102,7 +103,8 @@ def write_made_up(out: Path, shape: Shape, tokenizer: Path, progress: Callable[[
     shape.check()
     check_out(out)
     metadata = {key: value for key, value in read_gguf(tokenizer).metadata.items() if key.startswith("tokenizer.")}
-    tokens = metadata["tokenizer.ggml.tokens"]
+    if not (tokens := metadata.get("tokenizer.ggml.tokens")):
+        raise ModelError(f"{tokenizer}: has no tokenizer.ggml.tokens")
     vocab = max(shape.vocab, len(tokens))
     metadata["tokenizer.ggml.tokens"] = tokens + [f"<unused {i}>" for i in range(len(tokens), vocab)]
     kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))

@@ -11,10 +11,9 @@ from itertools import groupby
 from pathlib import Path
 from struct import pack
 from termios import TIOCSWINSZ
+from typing import Any
 
-import pyte
-
-from edgespec.errors import EdgespecError
+from edgespec.errors import EdgespecError, MissingPackage
 from edgespec.machine.files import write_whole
 
 Line = tuple[tuple[str, str], ...]  # runs of text and their style
@@ -40,8 +39,13 @@ def record(command: Sequence[str], shown: str, out: Path, folder: Path, columns:
         rows: likewise.
 
     Raises:
+        MissingPackage: pyte is not installed.
         EdgespecError: the command fails, or the picture cannot be written.
     """
+    try:
+        import pyte
+    except ImportError as error:
+        raise MissingPackage("pyte", "", "a picture of a terminal") from error
     screen = pyte.Screen(columns, rows)
     stream = pyte.ByteStream(screen)
     stream.feed(f"\x1b[1m$ {shown}\x1b[0m\r\n".encode())
@@ -73,11 +77,11 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
-def _lines(screen: pyte.Screen) -> tuple[Line, ...]:
+def _lines(screen: Any) -> tuple[Line, ...]:
     return tuple(_line(screen, y) for y in range(screen.lines))
 
 
-def _line(screen: pyte.Screen, y: int) -> Line:
+def _line(screen: Any, y: int) -> Line:
     cells = [(SPINNER.sub("…", screen.buffer[y][x].data), _style(screen.buffer[y][x])) for x in range(screen.columns)]
     while cells and cells[-1][0] == " ":
         cells.pop()
@@ -85,7 +89,7 @@ def _line(screen: pyte.Screen, y: int) -> Line:
     return tuple(("".join(text for text, _ in run), style) for style, run in runs)
 
 
-def _style(cell: pyte.screens.Char) -> str:
+def _style(cell: Any) -> str:
     colour = COLOURS.get(cell.fg.removeprefix("bright"), "" if cell.fg == "default" else f"#{cell.fg}")
     return (f"fill:{colour};" if colour else "") + ("font-weight:bold;" if cell.bold else "")
 
