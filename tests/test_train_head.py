@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import re
+import runpy
 import signal
 import sys
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -46,7 +47,8 @@ from heads.training import (
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "train-head"
 CPU = torch.device("cpu")
-FEW = ("--vocab", "128", "-n", "8", "--answers", "1", "--epochs", "2", "--parallel", "4", "--threads", "1")
+OF_ANY = ("--vocab", "128", "--epochs", "2", "--threads", "1")
+FEW = (*OF_ANY, "-n", "8", "--answers", "1", "--parallel", "4")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -320,7 +322,7 @@ def test_a_started_folder_goes_on(tiny_gguf, prompts, train, tmp_path):
 
 def test_a_folder_and_texts_as_they_are(train, prompts, tmp_path):
     target = save(tiny_model("qwen2"), tmp_path / "target")
-    code, shown, err = train(target, prompts, tmp_path / "head", "--as-is", "--ctx", "16", *FEW)
+    code, shown, err = train(target, prompts, tmp_path / "head", "--as-is", "--ctx", "16", *OF_ANY)
     assert code == 0, err
     assert re.match(r"\d+ answers, \d{3} tokens; \d held out\n(step \d+ of \d\d: agreement .*\n)+$", shown)
     lines = resume(tmp_path / "head" / "answers.jsonl", Line)
@@ -333,11 +335,17 @@ def test_a_head_that_llama_cpp_cannot_feed_is_for_pytorch(train, prompts, tmp_pa
     model = tiny_model("qwen2", vocab_size=VOCAB, num_hidden_layers=4)
     weights = {name: weight.numpy() for name, weight in model.state_dict().items()}
     target = write_target(tmp_path / "tiny.gguf", model.config, weights)
-    code, _, err = train(target, prompts, tmp_path / "head", "--as-is", *FEW)
+    code, _, err = train(target, prompts, tmp_path / "head", "--as-is", *OF_ANY)
     assert code == 0, err
     assert "llama.cpp gives no inputs of layers for qwen2, so the head is for PyTorch only\n" in err
     assert load_head(tmp_path / "head", 4).layers == [2, 2, 1]
     assert not list((tmp_path / "head").glob("*.gguf"))
+
+
+def test_the_file_of_a_head_has_the_whole_name_of_its_target():
+    name = runpy.run_path(str(SCRIPT))["gguf_name"]
+    for target in ("Coder-1.5B", "Coder-1.5B.gguf"):
+        assert name(Path("models") / target) == "eagle3-Coder-1.5B.gguf"
 
 
 @pytest.mark.parametrize(
@@ -351,6 +359,7 @@ def test_a_head_that_llama_cpp_cannot_feed_is_for_pytorch(train, prompts, tmp_pa
         (["BAD", "PROMPTS", "OUT"], "BAD: is not a GGUF file"),
         (["TARGET", "PROMPTS", "OUT", "--gguf", "BAD"], "BAD: is not a GGUF file"),
         (["TARGET", "PROMPTS", "OUT", "--device", "gpu"], "device 'gpu' is not there"),
+        (["TARGET", "PROMPTS", "OUT", "--as-is"], "--answers is not used with --as-is: the target answers nothing"),
         (
             ["TARGET", "PROMPTS", "BEGUN", "--epochs", "9"],
             "BEGUN: was begun with epochs 2, and not 9: give the same, or another folder",

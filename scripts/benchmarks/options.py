@@ -1,12 +1,12 @@
 """Types of options that scripts share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import inf, isfinite
 from typing import Any
 
 import click
 
-from edgespec.errors import must_be
+from edgespec.errors import UsageError, must_be
 
 
 class Number(click.FloatRange):
@@ -41,6 +41,22 @@ class Numbers(click.types.StringParamType):
         if not found or not all(abs(one) < inf and self._good(one) for one in found):
             raise must_be(param.opts[0] if param else "the option", value, f"{self._right}, with commas in between")
         return found
+
+
+def refuse(names: Collection[str], where: str) -> None:
+    """Refuse options of the command that are given where they are not used.
+
+    Args:
+        names: of the command's parameters.
+        where: says where, for the message.
+
+    Raises:
+        UsageError: names the first of them that is given.
+    """
+    context = click.get_current_context()
+    for one in context.command.params:
+        if one.name in names and context.get_parameter_source(one.name) is click.core.ParameterSource.COMMANDLINE:
+            raise UsageError(f"{one.opts[0]} is not used {where}")
 
 
 AT_LEAST_1 = Numbers("whole numbers of at least 1", lambda number: number >= 1, int)
