@@ -4,7 +4,6 @@ Rules are those of "Faster Cascades via Speculative Decoding" (arXiv 2405.19261)
 notebook (google-research/speculative_cascades). Code of an answer runs in a child process (`runs`).
 """
 
-import json
 import re
 import subprocess
 import sys
@@ -18,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.problems import last_number, numbers_in
-from edgespec.errors import UsageError, no_such
+from benchmarks.problems import last_number, numbers_in, read_records
+from edgespec.errors import no_such
 from edgespec.loop.backend import Backend
 from edgespec.loop.sampling import Float32Array, SamplingParams, Scores, distribution
 from edgespec.loop.text import user_messages
@@ -85,17 +84,7 @@ def read_problems(path: Path, limit: int | None) -> list[Problem]:
     Raises:
         UsageError: the file has others, or cannot be read.
     """
-    try:
-        lines = [line for line in path.read_text("utf-8-sig").split("\n") if line.strip()]
-        found = [_problem(number, json.loads(line)) for number, line in enumerate(lines)]
-        if not found:
-            raise ValueError
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UsageError(f"{path}: needs lines of GSM8K (question, answer) or HumanEval (prompt, test)") from error
-    count = min(len(found), limit or len(found))
-    return [found[i * len(found) // count] for i in range(count)]
+    return read_records(path, limit, _problem, "lines of GSM8K (question, answer) or HumanEval (prompt, test)")
 
 
 def _problem(number: int, record: dict[str, Any]) -> Problem:

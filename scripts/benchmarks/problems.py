@@ -2,12 +2,14 @@
 
 import json
 import re
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
+from typing import Any, TypeVar
 
 from edgespec.errors import UsageError
-from edgespec.measure.texts import read_prompts
 
+Found = TypeVar("Found")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -27,6 +29,32 @@ def number_in(text: str) -> str | None:
     return None if found is None else f"{found.normalize():f}"
 
 
+def read_records(
+    path: Path, limit: int | None, take: Callable[[int, dict[str, Any]], Found], right: str
+) -> list[Found]:
+    """
+    Args:
+        path: of a file with a record a line.
+        limit: number of records to take, evenly spaced; None: all.
+        take: finds what is needed in a record, of which it also gets the number.
+        right: describes the records, for messages.
+
+    Raises:
+        UsageError: there are other records, or none; or the file cannot be read.
+    """
+    try:
+        lines = [line for line in path.read_text("utf-8-sig").split("\n") if line.strip()]
+        found = [take(number, json.loads(line)) for number, line in enumerate(lines)]
+        if not found:
+            raise ValueError
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UsageError(f"{path}: needs {right}") from error
+    count = min(len(found), limit or len(found))
+    return [found[i * len(found) // count] for i in range(count)]
+
+
 def read_questions(path: Path, limit: int | None) -> list[tuple[str, str]]:
     """
     Returns:
@@ -35,13 +63,14 @@ def read_questions(path: Path, limit: int | None) -> list[tuple[str, str]]:
     Raises:
         UsageError: names the file.
     """
-    asked = [one.text for one in read_prompts(path, limit)]
-    try:
-        records = [json.loads(line) for line in path.read_text("utf-8-sig").split("\n") if line.strip()]
-        answers = {one["question"]: number_in(one["answer"].rpartition("####")[2]) for one in records}
-        found = [(question, answers[question]) for question in asked]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path}: needs a question and an answer in each line") from error
+    found = read_records(path, limit, _question, "a question and an answer in each line")
     if wrong := [question for question, answer in found if answer is None]:
         raise UsageError(f"{path}: the answer to {wrong[0][:60]!r} has no number")
     return [(question, answer) for question, answer in found if answer is not None]
+
+
+def _question(_: int, record: dict[str, Any]) -> tuple[str, str | None]:
+    question: str = record["question"]
+    if not question.strip().encode():  # fails for half a character, too
+        raise ValueError
+    return question, number_in(record["answer"].rpartition("####")[2])
