@@ -5,6 +5,7 @@ import os
 import queue
 import random
 import re
+import shutil
 import sys
 import threading
 import time
@@ -179,15 +180,17 @@ def test_4_bits_are_packed_once(halves, tiers):
     try:
         backend = tiers(halves, 2, 2, dtype="nf4")
         np.testing.assert_array_equal(everything(backend), everything(load(str(halves), **OPTIONS, dtype="nf4")))
-        (pack,) = (halves / FOLDER).glob("*/layers.bin")
-        written = pack.stat().st_mtime_ns
+        written = packed(halves)
         again = tiers(halves, 2, 2, dtype="nf4")
         np.testing.assert_array_equal(everything(again), everything(backend))
-        assert pack.stat().st_mtime_ns == written
+        assert packed(halves) == written
     finally:
-        for path in sorted((halves / FOLDER).rglob("*"), reverse=True):
-            path.unlink() if path.is_file() else path.rmdir()
-        (halves / FOLDER).rmdir()
+        shutil.rmtree(halves / FOLDER)
+
+
+def packed(folder):
+    """Files of packs, and what changes when one is written again."""
+    return {path: path.stat().st_ino for path in (folder / FOLDER).rglob("*") if path.is_file()}
 
 
 def scattered(tmp_path):
@@ -203,24 +206,21 @@ def scattered(tmp_path):
     return folder
 
 
-def files(folder):
-    return sorted(path.name for path in (folder / FOLDER).rglob("*") if path.is_file())
-
-
 def test_scattered_layers_are_packed(tmp_path, tiers):
     folder = scattered(tmp_path)
     expected = everything(load(str(folder), **OPTIONS))
     np.testing.assert_array_equal(everything(tiers(folder, 1, 2)), expected)
-    assert files(folder) == ["layers.bin"]
-    first = next((folder / FOLDER).rglob("layers.bin"))
-    tiers(folder, 1, 2)
-    assert files(folder) == ["layers.bin"]
-    os.utime(folder / "model-00001-of-00002.safetensors", (1, 1))  # another model, perhaps
+    first = packed(folder)
+    assert len(first) == LAYERS - 3
+    np.testing.assert_array_equal(everything(tiers(folder, 2, 2)), expected)
+    assert first.items() <= packed(folder).items()
+    for path in (folder / "model-00001-of-00002.safetensors", *packed(folder)):  # another model, perhaps
+        os.utime(path, (1, 1))
     np.testing.assert_array_equal(everything(tiers(folder, 1, 2)), expected)
-    assert files(folder) == ["layers.bin"]
-    (second,) = (folder / FOLDER).rglob("layers.bin")
-    assert second != first
-    second.write_bytes(b"cut off")
+    second = packed(folder)
+    assert len(second) == LAYERS - 3
+    assert not first.keys() & second.keys()
+    next(iter(second)).write_bytes(b"cut off")
     np.testing.assert_array_equal(everything(tiers(folder, 1, 2)), expected)  # it is written anew
 
 
@@ -229,7 +229,7 @@ def test_a_pack_for_which_there_is_no_room(tmp_path, tiers, monkeypatch):
     monkeypatch.setattr(disk_module.shutil, "disk_usage", lambda path: Usage())
     with pytest.raises(ModelError, match=r"takes .* GB, but only 0.0 GB are free"):
         tiers(folder, 1, 2)
-    assert files(folder) == []
+    assert not packed(folder)
 
 
 class Usage:
@@ -237,64 +237,73 @@ class Usage:
 
 
 def test_two_programs_write_one_pack(tmp_path, monkeypatch):
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    """Both may have one process number, in containers; one is done while the other writes."""
     blocks = [torch.full((4,), value, dtype=torch.uint8) for value in (1, 2)]
-    one = Pack(tmp_path, "nf4", [0, 1], [4, 4])
-    monkeypatch.setattr("os.getpid", lambda: -1)
-    with Pack(tmp_path, "nf4", [0, 1], [4, 4]) as other:
-        other.add(0, blocks[0])
-        with one:
-            places = [one.add(number, block) for number, block in enumerate(blocks)]
-        other.add(1, blocks[1])
-    content = Path(places[0].path).read_bytes()
-    assert [content[place.start : place.start + 4] for place in places] == [b"\1" * 4, b"\2" * 4]
-    assert len(list((tmp_path / FOLDER).rglob("*"))) == 2  # a folder, and the file
+    one, other = (Pack(tmp_path, "nf4", {0: 4, 1: 4}) for _ in range(2))
+    flush, here = os.fsync, list[int]()
+
+    def meanwhile(file):
+        monkeypatch.setattr("os.fsync", flush)
+        here.append(len(packed(tmp_path)))
+        for number, block in enumerate(blocks):
+            one.add(number, block)
+
+    monkeypatch.setattr("os.fsync", meanwhile)
+    places = [other.add(number, block) for number, block in enumerate(blocks)]
+    assert here == [1]  # unfinished
+    assert [Path(place.path).read_bytes() for place in places] == [b"\1" * 4, b"\2" * 4]
+    assert packed(tmp_path).keys() == {Path(place.path) for place in places}
 
 
-def test_a_pack_that_another_program_writes_is_not_removed(tmp_path, monkeypatch):
-    """As of the same model with less memory."""
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    block, place = torch.zeros(4, dtype=torch.uint8), tmp_path / FOLDER
-    one = Pack(tmp_path, "nf4", [0], [4])
-    monkeypatch.setattr("os.getpid", lambda: -1)
-    with Pack(tmp_path, "nf4", [0, 1], [4, 4]) as other:
-        other.add(0, block)
-        with one:
-            one.add(0, block)
-        other.add(1, block)
-    assert [path.stat().st_size for path in place.rglob("layers.bin")] == [other._size]
-    left = place / "killed" / "layers.7.part"
-    left.parent.mkdir()
-    for age, stays in ((0, True), (2 * ABANDONED, False)):
-        left.touch()
-        os.utime(left, (time.time() - age, time.time() - age))
-        with Pack(tmp_path, f"nf4 {age}", [0], [4]) as pack:
-            pack.add(0, block)
-        assert left.exists() == left.parent.exists() == stays
+def test_a_layer_is_packed_once(tmp_path):
+    """Though fewer or more layers are on disk at the next start; a program that still loads loses none."""
+    found = []
+    for layers in ([0, 1], [1], [0, 1, 2]):
+        pack = Pack(tmp_path, "nf4", dict.fromkeys(layers, 4))
+        for layer in layers:
+            pack.add(layer, torch.zeros(4, dtype=torch.uint8))
+        found.append(packed(tmp_path))
+    assert found[0] == found[1]
+    assert found[1].items() <= found[2].items()
+    assert [len(some) for some in found] == [2, 2, 3]
 
 
-def test_only_the_last_pack_stays(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    for layers in ([0, 1], [1]):
-        with Pack(tmp_path, "nf4", layers, [4] * len(layers)) as pack:
-            for layer in layers:
-                pack.add(layer, torch.zeros(4, dtype=torch.uint8))
-    assert len(list((tmp_path / FOLDER).glob("*/layers.bin"))) == 1
+def test_packs_that_no_program_uses_are_removed(tmp_path):
+    block = torch.zeros(4, dtype=torch.uint8)
+    used = Path(Pack(tmp_path, "nf4", {0: 4}).add(0, block).path)
+    unfinished = used.with_name(".1.bin-7.new")
+    for again, stays in ((True, True), (False, False)):
+        unfinished.touch()
+        for path in (used, unfinished):
+            os.utime(path, (time.time() - 2 * ABANDONED,) * 2)
+        if again:
+            Pack(tmp_path, "nf4", {0: 4})
+            assert not unfinished.exists()
+        Pack(tmp_path, "another form", {0: 4}).add(0, block)
+        assert used.exists() == used.parent.exists() == stays
+    assert len(packed(tmp_path)) == 1
+
+
+def test_an_unfinished_file_of_another_program_stays(tmp_path):
+    unfinished = Path(Pack(tmp_path, "nf4", {0: 4}).add(0, torch.zeros(4, dtype=torch.uint8)).path + ".new")
+    unfinished.touch()
+    for form in ("nf4", "another form"):
+        Pack(tmp_path, form, {0: 4})
+        assert unfinished.exists()
 
 
 def test_a_pack_that_breaks_off(tmp_path, tiers, monkeypatch):
     """Nothing half-written stays."""
-    folder, add, count = scattered(tmp_path), disk_module.Pack.add, iter(range(99))
+    folder, count = scattered(tmp_path), iter(range(99))
 
-    def fail(self, layer, host):
+    def fail(file):
         if next(count) == 3:
             raise KeyboardInterrupt
-        return add(self, layer, host)
 
-    monkeypatch.setattr(disk_module.Pack, "add", fail)
+    monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(KeyboardInterrupt):
         tiers(folder, 1, 2)
-    assert files(folder) == []
+    assert [path.suffix for path in packed(folder)] == [".bin"] * 3
 
 
 def test_a_model_that_has_other_values_than_its_folder(llama, tiers, monkeypatch):
@@ -304,10 +313,8 @@ def test_a_model_that_has_other_values_than_its_folder(llama, tiers, monkeypatch
     monkeypatch.setattr(loading, "same_bytes", lambda *_: False)
     backend = tiers(llama, 1, 2)
     np.testing.assert_array_equal(everything(backend), everything(load(str(llama), **OPTIONS)))
-    (pack,) = (llama / FOLDER).glob("*/layers.bin")
-    pack.unlink()
-    pack.parent.rmdir()
-    (llama / FOLDER).rmdir()
+    assert packed(llama)
+    shutil.rmtree(llama / FOLDER)
 
 
 def test_bytes_are_compared(llama):

@@ -21,8 +21,7 @@ import torch
 
 from edgespec.errors import EdgespecError, ModelError
 from edgespec.machine.disk import recall_reading
-from edgespec.machine.files import is_abandoned
-from edgespec.machine.system import HUGE
+from edgespec.machine.files import is_abandoned, replacing
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
 from edgespec.weights import ring
 from edgespec.weights.direct_io import ALIGNED, DirectFiles
@@ -33,7 +32,7 @@ from .offload import CopyEngine, page_aligned, pin_memory, stored_tensors, unpin
 STAGING = 3  # host buffers: one is filled, one is full, one is copied
 NUMBER = 16  # bytes; alignment that kernels need
 FOLDER = ".edgespec"  # of packs, in the model's folder
-LAYOUT = 1  # version of packs
+LAYOUT = 2  # version of packs
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,48 +222,37 @@ def read_folder(folder: Path) -> dict[str, tuple[str, Stored]]:
 
 
 class Pack:
-    """Blocks of layers in `.edgespec/KEY/layers.bin`; a `with` writes the file unless it is there.
+    """Blocks of layers, each in a file `.edgespec/KEY/NUMBER.bin`, which is written unless it is there.
 
-    KEY depends on the layers, their sizes and the model's files.
+    KEY depends on the form of the weights and the model's files. So each layer is written once, though more or fewer
+    layers are on disk at the next start.
     """
 
-    def __init__(self, folder: Path, form: str, layers: Sequence[int], sizes: Sequence[int]) -> None:
+    def __init__(self, folder: Path, form: str, sizes: Mapping[int, int]) -> None:
         """
         Args:
             folder: of the model.
             form: of the weights, such as "nf4".
-            layers: their numbers.
-            sizes: bytes of their blocks.
+            sizes: bytes of the layers' blocks, by number.
+
+        Raises:
+            ModelError: the disk has no room for the layers.
         """
         files = sorted(folder.glob("*.safetensors"))
         about = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-        key = hashlib.sha256(json.dumps([LAYOUT, form, about, list(layers), list(sizes)]).encode()).hexdigest()[:16]
-        self._path = folder / FOLDER / key / "layers.bin"
-        self._part = self._path.with_name(f"layers.{os.getpid()}.part")  # other processes may write it too
-        starts, end = list[int](), 0
-        for size in sizes:
-            starts.append(end)
-            end += -(-size // HUGE) * HUGE
-        self._places = {
-            layer: Source(str(self._path), start, size)
-            for layer, start, size in zip(layers, starts, sizes, strict=True)
-        }
-        self._size = end
-        self._written = self._path.is_file() and self._path.stat().st_size == end
+        key = hashlib.sha256(json.dumps([LAYOUT, form, about]).encode()).hexdigest()[:16]
+        self._folder = folder / FOLDER / key
+        self._written = {layer for layer, size in sizes.items() if _take(self._path(layer), size)}
+        self._remove_others()
+        needed, free = sum(sizes[layer] for layer in sizes.keys() - self._written), shutil.disk_usage(folder).free
+        if needed > free:
+            raise ModelError(
+                f"{self._folder}: layers that memory cannot hold are written there once, which takes "
+                f"{needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free"
+            )
 
-    def __enter__(self) -> "Pack":
-        if self._places and not self._written:
-            try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                free = shutil.disk_usage(self._path.parent).free
-            except OSError as error:
-                raise ModelError(f"{self._path}: cannot be written: {error.strerror}") from error
-            if self._size > free:
-                raise ModelError(
-                    f"{self._path}: layers that memory cannot hold are written there once, which takes "
-                    f"{self._size / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free"
-                )
-        return self
+    def _path(self, layer: int) -> Path:
+        return self._folder / f"{layer}.bin"
 
     def add(self, layer: int, host: Any) -> Source:
         """
@@ -275,34 +263,37 @@ class Pack:
         Raises:
             ModelError: it cannot be written.
         """
-        place = self._places[layer]
-        if not self._written:
+        path = self._path(layer)
+        if layer not in self._written:
             try:
-                with self._part.open("r+b" if self._part.exists() else "w+b") as file:
-                    file.seek(place.start)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(path) as new, new.open("wb") as file:
                     file.write(memoryview(host.numpy()))
-                    file.truncate(max(file.tell(), self._size))
+                    file.flush()
+                    os.fsync(file.fileno())  # else a crash of the system can leave a whole file of zeros
             except OSError as error:
-                raise ModelError(f"{self._path}: cannot be written: {error.strerror}") from error
-        return place
-
-    def __exit__(self, kind: object, error: object, at: object) -> None:
-        try:
-            if self._places and not self._written and kind is None:
-                self._part.rename(self._path)
-                self._remove_others()
-            self._part.unlink(missing_ok=True)
-        except OSError as failed:
-            raise ModelError(f"{self._path}: cannot be written: {failed.strerror}") from failed
+                raise ModelError(f"{path}: cannot be written: {error.strerror}") from error
+        return Source(str(path), 0, host.numel())
 
     def _remove_others(self) -> None:
-        """Remove other packs, but none that another process is writing."""
-        for other in list(self._path.parents[1].glob("*/*")):
+        """Remove files of other packs, and unfinished ones, that no program has used of late."""
+        for other in list(self._folder.parent.glob("*/*")):
             with suppress(OSError):
-                if other == self._path or (other.suffix == ".part" and not is_abandoned(other)):
-                    continue
-                other.unlink()
-                other.parent.rmdir()  # fails while there is anything in it
+                if is_abandoned(other) and (other.parent != self._folder or other.suffix != ".bin"):
+                    other.unlink()
+                    other.parent.rmdir()  # fails while there is anything in it
+
+
+def _take(path: Path, size: int) -> bool:
+    """True if a file is whole; other programs then leave it alone for a while."""
+    try:
+        if path.stat().st_size != size:
+            return False
+    except OSError:
+        return False
+    with suppress(OSError):  # of a folder that cannot be written
+        os.utime(path)
+    return True
 
 
 def same_bytes(layer: Any, source: Source, offsets: Sequence[int]) -> bool:

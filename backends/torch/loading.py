@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -378,27 +377,22 @@ def place_layers(
         range(len(layers)), "Placing layers", console=console, transient=True,
         disable=not console.is_terminal or not (streamed or form is not PLAIN),
     )  # fmt: skip
-    pack = (
-        Pack(host.folder, f"{form.name} {model.dtype}", to_pack, [sizes[i] for i in to_pack])
-        if host and to_pack
-        else nullcontext()
-    )
-    with pack as opened:
-        for i in steps:
-            form.make(layers[i])
-            if i not in streamed:
-                layers[i].to(places[i])
-            elif i in runs:
-                blocks.append(Block(layers[i], pin=False, copy=False))
-                blocks[-1].lies_as(runs[i][0].size, runs[i][1])
-                sources.append(runs[i][0])
-            elif opened and i in on_disk:
-                blocks.append(Block(layers[i], pin=False))
-                sources.append(opened.add(i, blocks[-1].host))
-                blocks[-1].host = None
-            else:
-                blocks.append(Block(layers[i], pin))
-                pin = blocks[-1].pinned
+    pack = Pack(host.folder, f"{form.name} {model.dtype}", {i: sizes[i] for i in to_pack}) if host and to_pack else None
+    for i in steps:
+        form.make(layers[i])
+        if i not in streamed:
+            layers[i].to(places[i])
+        elif i in runs:
+            blocks.append(Block(layers[i], pin=False, copy=False))
+            blocks[-1].lies_as(runs[i][0].size, runs[i][1])
+            sources.append(runs[i][0])
+        elif pack and i in on_disk:
+            blocks.append(Block(layers[i], pin=False))
+            sources.append(pack.add(i, blocks[-1].host))
+            blocks[-1].host = None
+        else:
+            blocks.append(Block(layers[i], pin))
+            pin = blocks[-1].pinned
     if not streamed:
         return None
     engine = copies(device, placement.buffers)

@@ -151,6 +151,6 @@ def replacing(path: Path) -> Iterator[Path]:
         new.unlink(missing_ok=True)
 
 
-def is_abandoned(unfinished: Path) -> bool:
-    """True if an unfinished file is that of a killed process; raises OSError."""
-    return time() - unfinished.stat().st_mtime > ABANDONED
+def is_abandoned(path: Path) -> bool:
+    """True if no process writes a file any more, such as an unfinished one of a killed process; raises OSError."""
+    return time() - path.stat().st_mtime > ABANDONED
