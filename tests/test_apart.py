@@ -69,6 +69,29 @@ def test_ctrl_c_before_an_answer_does_not_shift_the_next(smollm2_tiny: Path, mon
     backend.close()
 
 
+def test_ctrl_c_ends_the_pass(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next call would wait for all of it; a stop that comes after the pass does not end the next one."""
+    backend = load(smollm2_tiny)
+    session = backend.open()
+    work = contract.work(session, [5, 6], [-1, 0])
+    poll, flags = Connection.poll, list[bytes]()
+
+    def ctrl_c(connection: Connection, seconds: float | None) -> bool:
+        flags.append(backend.child.flag.value)  # type: ignore[attr-defined]
+        if len(flags) == 1:
+            assert poll(connection, seconds)
+            raise KeyboardInterrupt
+        return poll(connection, seconds)
+
+    monkeypatch.setattr(Connection, "poll", ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        backend.forward([work])
+    assert flags[:2] == [b"", b"x"]
+    session.rewind(0)
+    assert backend.forward([work])[0].row(1).shape == (backend.vocab.size,)
+    backend.close()
+
+
 def test_what_a_lender_does_not_take_is_refused(smollm2_tiny: Path) -> None:
     with pytest.raises(UsageError, match="gpu_layers"):
         load(smollm2_tiny, gpu_memory=1 << 30)

@@ -345,6 +345,17 @@ def test_closing_frees_slots_threads_and_files(llama, load_streamed):
     assert (len(os.listdir(DESCRIPTORS)), threading.active_count()) == before[1:]
 
 
+def test_a_disk_that_cannot_be_measured_leaves_nothing(llama, load_streamed, monkeypatch):
+    def fail(*_):
+        raise ModelError("cannot be measured")
+
+    monkeypatch.setattr(backend_module, "measure_disk", fail)
+    before = len(os.listdir(DESCRIPTORS)), threading.active_count()
+    with pytest.raises(ModelError, match="cannot be measured"):
+        load_streamed(llama, context_length=64)
+    assert (len(os.listdir(DESCRIPTORS)), threading.active_count()) == before
+
+
 def test_weights_that_are_streamed_are_not_held(llama, load_streamed):
     """Beside what stays and the slots, there is nothing: neither the streamed layers nor what loading has left."""
     gc.collect()  # what other tests have left must not go meanwhile

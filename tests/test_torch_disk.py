@@ -23,6 +23,7 @@ from contract import chain_rows, work
 from edgespec.backends.common import loader as loader_module
 from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch import disk as disk_module
+from edgespec.backends.torch import loading as loading_module
 from edgespec.backends.torch.backend import load
 from edgespec.backends.torch.disk import FOLDER, STAGING, Pack, Staging
 from edgespec.backends.torch.loading import WORKSPACE, Placement, work_bytes
@@ -308,9 +309,7 @@ def test_a_pack_that_breaks_off(tmp_path, tiers, monkeypatch):
 
 def test_a_model_that_has_other_values_than_its_folder(llama, tiers, monkeypatch):
     """They are packed instead of being read from there."""
-    from edgespec.backends.torch import loading
-
-    monkeypatch.setattr(loading, "same_bytes", lambda *_: False)
+    monkeypatch.setattr(loading_module, "same_bytes", lambda *_: False)
     backend = tiers(llama, 1, 2)
     np.testing.assert_array_equal(everything(backend), everything(load(str(llama), **OPTIONS)))
     assert packed(llama)
@@ -426,6 +425,18 @@ def test_closing_leaves_nothing(llama, tiers):
     backend = tiers(llama, 1, 2)
     backend.close()
     backend.close()
+    assert (len(os.listdir(DESCRIPTORS)), threading.active_count()) == before
+
+
+@pytest.mark.parametrize("where", [(loading_module, "Streamer"), (backend_module, "disk_speed")])
+def test_a_load_that_fails_late_leaves_nothing(where, llama, tiers, monkeypatch):
+    def fail(*_):
+        raise ModelError("too late")
+
+    monkeypatch.setattr(*where, fail)
+    before = len(os.listdir(DESCRIPTORS)), threading.active_count()
+    with pytest.raises(ModelError, match="too late"):
+        tiers(llama, 1, 2)
     assert (len(os.listdir(DESCRIPTORS)), threading.active_count()) == before
 
 

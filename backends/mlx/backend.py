@@ -471,6 +471,7 @@ def _stream(
     Raises:
         ModelError: the files cannot be streamed.
     """
+    speed = disk.speed or measure_disk(layout.paths, plan)
     store = open_slots(layout, plan)
     try:
         sweep = LayerSweep(model, layout, plan, disk, progress, store)
@@ -479,7 +480,6 @@ def _stream(
         if isinstance(error, OSError):
             raise ModelError(f"{path}: cannot be streamed: {error}") from error
         raise
-    speed = disk.speed or measure_disk(layout.paths, plan)
     return sweep, [plan.line(speed), *filter(None, [plan.warning(speed)])]
 
 

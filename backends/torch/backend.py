@@ -577,10 +577,10 @@ def assemble(
         spans = [(place, numbers) for place, numbers in every if numbers or place is device]
         streamer = place_layers(model, spans, sizes, placement, copies, host, form)
     shape, capabilities = cells(width), limits(width)
-    if streamer is not None:
-        capabilities = replace(capabilities, streams=True, experts=None)  # all experts of a layer are streamed
-        notes = streaming_notes(streamer, config.num_hidden_layers)
     try:
+        if streamer is not None:
+            capabilities = replace(capabilities, streams=True, experts=None)  # all experts of a layer are streamed
+            notes = streaming_notes(streamer, config.num_hidden_layers)
         place_others(model, device)
         for place, numbers in spans:
             decoder_layers(model)[numbers.start : numbers.stop].to(place)

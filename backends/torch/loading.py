@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -378,30 +379,40 @@ def place_layers(
         disable=not console.is_terminal or not (streamed or form is not PLAIN),
     )  # fmt: skip
     pack = Pack(host.folder, f"{form.name} {model.dtype}", {i: sizes[i] for i in to_pack}) if host and to_pack else None
-    for i in steps:
-        form.make(layers[i])
-        if i not in streamed:
-            layers[i].to(places[i])
-        elif i in runs:
-            blocks.append(Block(layers[i], pin=False, copy=False))
-            blocks[-1].lies_as(runs[i][0].size, runs[i][1])
-            sources.append(runs[i][0])
-        elif pack and i in on_disk:
-            blocks.append(Block(layers[i], pin=False))
-            sources.append(pack.add(i, blocks[-1].host))
-            blocks[-1].host = None
-        else:
-            blocks.append(Block(layers[i], pin))
-            pin = blocks[-1].pinned
-    if not streamed:
-        return None
-    engine = copies(device, placement.buffers)
-    try:
-        staging = Staging(sources, needs_pinning(device)) if sources else None
-    except OSError as error:
-        raise ModelError(f"layers cannot be streamed from disk: {error}") from error
-    feeder = Feeder(staging, engine, placement.buffers) if staging else None
-    return Streamer([layers[i] for i in streamed], blocks, device, engine, feeder, placement.buffers)
+    with ExitStack() as failed:  # closes what was opened, unless all is
+        for i in steps:
+            form.make(layers[i])
+            if i not in streamed:
+                layers[i].to(places[i])
+                continue
+            if i in runs:
+                blocks.append(Block(layers[i], pin=False, copy=False))
+                blocks[-1].lies_as(runs[i][0].size, runs[i][1])
+                sources.append(runs[i][0])
+            elif pack and i in on_disk:
+                blocks.append(Block(layers[i], pin=False))
+                sources.append(pack.add(i, blocks[-1].host))
+                blocks[-1].host = None
+            else:
+                blocks.append(Block(layers[i], pin))
+                pin = blocks[-1].pinned
+            failed.callback(blocks[-1].close)
+        if not streamed:
+            return None
+        engine = copies(device, placement.buffers)
+        failed.callback(engine.close)
+        feeder = None
+        if sources:
+            try:
+                staging = Staging(sources, needs_pinning(device))
+            except OSError as error:
+                raise ModelError(f"layers cannot be streamed from disk: {error}") from error
+            failed.callback(staging.close)
+            feeder = Feeder(staging, engine, placement.buffers)
+            failed.callback(feeder.close)
+        streamer = Streamer([layers[i] for i in streamed], blocks, device, engine, feeder, placement.buffers)
+        failed.pop_all()
+    return streamer
 
 
 def place_others(model: Any, device: Any) -> None:

@@ -88,6 +88,9 @@ class Host:
         self._logits = self._model.forward(works)
         return self._model.wait_seconds
 
+    def clear_stop(self) -> None:
+        self._model.stop.clear()
+
     def row(self, index: int, node: int) -> Any:
         return self._logits[index].row(node)
 

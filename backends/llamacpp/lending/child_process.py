@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from edgespec.errors import Closed, ModelError, UsageError
+from edgespec.errors import Closed, EdgespecError, ModelError, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import LoadOptions, Progress
 from edgespec.loop.sampling import Float32Array, IdArray, Scores
@@ -82,7 +82,13 @@ class ChildBackend:
             Part(session.number, work.token_ids, work.parents, work.wanted, work.prompt, work.short)
             for session, work in zip(sessions, batch, strict=True)
         ]
-        self.wait_seconds = self.child.call("forward", works)
+        try:
+            self.wait_seconds = self.child.call("forward", works)
+        except KeyboardInterrupt:
+            self.interrupt()
+            with suppress(EdgespecError):  # of a child that is gone
+                self.child.call("clear_stop")  # the child answers when the pass has ended
+            raise
         return [ChildLogits(self.child, index) for index in range(len(batch))]
 
     def interrupt(self) -> None:
