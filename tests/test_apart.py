@@ -74,19 +74,24 @@ def test_ctrl_c_ends_the_pass(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatc
     backend = load(smollm2_tiny)
     session = backend.open()
     work = contract.work(session, [5, 6], [-1, 0])
-    poll, flags = Connection.poll, list[bytes]()
+    poll, interrupt, calls = Connection.poll, backend.interrupt, list[str]()
 
     def ctrl_c(connection: Connection, seconds: float | None) -> bool:
-        flags.append(backend.child.flag.value)  # type: ignore[attr-defined]
-        if len(flags) == 1:
-            assert poll(connection, seconds)
+        found = poll(connection, seconds)
+        calls.append("poll")
+        if len(calls) == 1:
             raise KeyboardInterrupt
-        return poll(connection, seconds)
+        return found
+
+    def told() -> None:
+        calls.append("interrupt")
+        interrupt()
 
     monkeypatch.setattr(Connection, "poll", ctrl_c)
+    monkeypatch.setattr(backend, "interrupt", told)
     with pytest.raises(KeyboardInterrupt):
         backend.forward([work])
-    assert flags[:2] == [b"", b"x"]
+    assert calls[:3] == ["poll", "interrupt", "poll"]
     session.rewind(0)
     assert backend.forward([work])[0].row(1).shape == (backend.vocab.size,)
     backend.close()
