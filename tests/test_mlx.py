@@ -330,6 +330,10 @@ BAD_FOLDERS = {
     "deep index": (
         lambda f: (f / "model.safetensors.index.json").write_text(9999 * "["), "index.json is damaged: it is nested"
     ),
+    "an index of numbers": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}'), "is damaged: the name of"
+    ),
+    "an index that is a folder": (lambda f: (f / "model.safetensors.index.json").mkdir(), "cannot be read: Is a"),
     "a tensor missing": (lose_a_tensor, "Missing 1 parameters"),
     "weights cut off": (lambda f: cut_in_half(f / "model.safetensors"), "mlx-lm cannot load it"),
     "weights empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "mlx-lm cannot load it"),

@@ -60,6 +60,10 @@ def check_files(folder: Path) -> dict[str, Any]:
     index = folder / "model.safetensors.index.json"
     try:
         named = set(read_json_object(index)["weight_map"].values()) if index.exists() else set()
+        if not all(isinstance(name, str) for name in named):
+            raise ValueError("the name of a weight file is not text")
+    except OSError as error:
+        raise ModelError(f"{folder}: {index.name} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(f"{folder}: {index.name} is damaged: {first_line(error)}") from error
     missing = sorted(name for name in named if not (folder / name).exists())
