@@ -7,7 +7,7 @@ pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]
 
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from edgespec.backends.torch.backend import load
-from hf_models import save, tiny_model
+from hf_models import SMALL, save, tiny_model, transformers
 from test_torch import Recorder, memory_for
 
 from edgespec.errors import Interrupted, UsageError
@@ -83,10 +83,12 @@ def test_passes_after_a_failed_one_are_exact(draft):
 def test_other_engines_and_layers_are_refused(tmp_path):
     with pytest.raises(UsageError, match="needs a draft on PyTorch"):
         EasySpecPlanner(ReferenceBackend(random_model(0, vocab_size=48)))
-    other = load(str(save(tiny_model("gemma2"), tmp_path)), **OPTIONS)
-    with pytest.raises(UsageError, match="as in Llama"):
-        EasySpecPlanner(other)
-    other.close()
+    granite = transformers.GraniteConfig(**SMALL, residual_multiplier=0.22)  # its layers have Llama's parts
+    for model in (tiny_model("gemma2"), transformers.GraniteForCausalLM(granite)):
+        other = load(str(save(model, tmp_path / model.config.model_type)), **OPTIONS)
+        with pytest.raises(UsageError, match="as in Llama"):
+            EasySpecPlanner(other)
+        other.close()
     folder = save(tiny_model("llama", num_hidden_layers=5), tmp_path / "long")
     streamed = load(str(folder), **OPTIONS, gpu_memory=memory_for(folder, 1, **OPTIONS), copies=Recorder)
     with pytest.raises(UsageError, match="is streamed"):

@@ -247,7 +247,9 @@ class TorchBackend:
         """See `edgespec.loop.backend.GroupsLayers`."""
         if self.streamer is not None:
             raise UsageError("the planner easyspec needs a draft that is in memory: this one is streamed")
-        self._groups = self._groups or LayerGroups(decoder_layers(self.model))
+        self._groups = self._groups or LayerGroups(
+            decoder_layers(self.model), lambda: run_probe(self.model, self.device)
+        )
         self._groups.size = count
 
     def logits(self, logits: Any, wanted: Sequence[int], rows: Mapping[int, int]) -> Logits:
