@@ -428,6 +428,27 @@ def test_closing_leaves_nothing(llama, tiers):
     assert (len(os.listdir(DESCRIPTORS)), threading.active_count()) == before
 
 
+def test_host_buffers_stay_until_a_copy_ends(llama, tiers, monkeypatch):
+    backend, close, finish, copies = tiers(llama, 1, 2), Staging.close, LateCopies.finish, []
+    thread = backend.streamer.feeder._thread
+
+    def slow(*arguments):
+        time.sleep(0.2)
+        finish(*arguments)
+
+    monkeypatch.setattr(LateCopies, "wait", LateCopies.finish)
+    monkeypatch.setattr(LateCopies, "finish", slow)
+    passes(backend, backend.open(), 1)  # copies for the next one begin
+
+    def closed(staging):
+        copies.append(thread.is_alive())
+        close(staging)
+
+    monkeypatch.setattr(Staging, "close", closed)
+    backend.close()
+    assert copies == [False]
+
+
 @pytest.mark.parametrize("where", [(loading_module, "Streamer"), (backend_module, "disk_speed")])
 def test_a_load_that_fails_late_leaves_nothing(where, llama, tiers, monkeypatch):
     def fail(*_):

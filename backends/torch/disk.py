@@ -171,8 +171,9 @@ class Feeder:
 
     def close(self) -> None:
         self._jobs.put(None)
-        self._ring.close()  # also ends the thread's wait for a layer
-        self._thread.join()
+        self._ring.stop()  # also ends the thread's wait for a layer
+        self._thread.join()  # it may copy from a host buffer
+        self._ring.close()
 
 
 def find_run(layer: Any, prefix: str, stored: Mapping[str, tuple[str, Stored]]) -> tuple[Source, list[int]] | None:

@@ -163,10 +163,14 @@ class Streamer:
             self._pass += 1
             self._free(self._pass * len(self._layers))
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """End all reads and waits; slots keep their memory."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def close(self) -> None:
+        self.stop()
         for thread in self._threads:
             thread.join()
         self._threads = []
