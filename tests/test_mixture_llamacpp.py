@@ -8,6 +8,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -345,6 +346,16 @@ def test_the_layout_of_tensors_is_known(monkeypatch, from_disk):
     fields = [("src", ctypes.c_void_p * 12) if name == "src" else (name, kind) for name, kind in GgmlTensor._fields_]
     monkeypatch.setattr(ggml_tensor, "GgmlTensor", type("Other", (ctypes.Structure,), {"_fields_": fields}))
     assert not any(map(is_known, nodes))
+
+
+def test_the_copy_of_the_largest_rows_stays_large_enough():
+    """Where layers have biases of different sizes."""
+    memory: Any = SimpleNamespace(layers=[SimpleNamespace(count=EXPERTS)])
+    mixture, tensors = llamacpp_mixture.Mixture(memory, 2, {}), [GgmlTensor() for _ in range(3)]
+    for tensor, size in zip(tensors, (8, 24, 16), strict=True):
+        tensor.ne[1], tensor.nb[1] = EXPERTS, size
+        mixture._add_rows(llamacpp_mixture.Layer(), ctypes.addressof(tensor))
+    assert [ctypes.sizeof(copy) for copy in mixture._copies] == [24 * EXPERTS]
 
 
 def test_passes_do_not_grow(from_disk):

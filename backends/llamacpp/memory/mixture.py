@@ -158,7 +158,7 @@ class Mixture:
         size, at = tensor.nb[1] * tensor.ne[1], len(layer.rows)
         if at == len(self._copies):
             self._copies.append(ctypes.create_string_buffer(size))
-        elif len(self._copies[at]) < size:
+        elif ctypes.sizeof(self._copies[at]) < size:  # `len` stays what it was
             ctypes.resize(self._copies[at], size)
         layer.rows.append((address, tensor.data, tensor.nb[1], self._copies[at]))
 
