@@ -213,8 +213,8 @@ def test_experts_stay_here() -> None:
     assert plan.cached_bytes == 21 * LAYER
     chosen = replace(plan, slots_of_experts=2)
     assert gpu.kept_off(chosen, 0, 10, platform="linux") == ()
-    assert next(iter(gpu.overrides(gpu.EXPERTS))).pattern == gpu.EXPERTS
-    assert gpu.kept_off(chosen, 4, 10, platform="linux") == (gpu.EXPERTS,)
+    (pattern,) = gpu.kept_off(chosen, 4, 10, platform="linux")
+    assert next(iter(gpu.overrides(pattern))).pattern == pattern == gpu.EXPERTS.pattern.encode()
 
 
 def with_experts() -> list[Tensor]:
@@ -239,7 +239,16 @@ def test_experts_that_a_gpu_cannot_hold() -> None:
     output = Tensor("output.weight", 0, 1 << 40, 2 * LAYER)
     assert gpu.experts_too_large(own(4 * LAYER), [*with_experts(), output], 4, NOTHING)
     assert not gpu.experts_too_large(own(2 * LAYER), tensors(), -1, NOTHING)  # no experts
-    assert gpu.kept_off(None, -1, 10, no_experts=True, platform="linux") == (gpu.EXPERTS,)
+    assert gpu.kept_off(None, -1, 10, no_experts=True, platform="linux") == (gpu.EXPERTS.pattern.encode(),)
+
+
+def test_biases_of_experts_count_where_their_weights_do() -> None:
+    """As gpt-oss has them."""
+    both = [*with_experts(), *(Tensor(f"blk.{i}.ffn_up_exps.bias", 1, i * LAYER, LAYER) for i in range(10))]
+    here, _ = divide(both, -1, gpu.kept_off(None, -1, 10, no_experts=True, platform="linux"))
+    plan = make_plan(both, 12 * LAYER, 0, on_device=10, experts_here=True)
+    assert plan is not None
+    assert plan.pinned_bytes + plan.cached_bytes == sum(tensor.size for tensor in here)
 
 
 def test_of_so_many_layers_the_output_is_one() -> None:

@@ -16,14 +16,14 @@ import window_files
 from conftest import quantised
 from edgespec.backends.llamacpp.context import ContextSize, make_context, settle_attention
 from edgespec.backends.llamacpp.ggml.files import llama_cpp, loaded_tensors, logged
-from edgespec.backends.llamacpp.memory.gpu import EXPERTS, NO_LAYERS
+from edgespec.backends.llamacpp.memory.gpu import NO_LAYERS
 from edgespec.backends.llamacpp.memory.planning import rehearse
 from gguf_files import small_llama
 from mapped_device import caches, loaded
 from mixture_files import KINDS, write_mixture
 
 from edgespec.models.shapes import file_of
-from edgespec.weights.plan import count_layers, divide, places, spans
+from edgespec.weights.plan import EXPERTS, count_layers, divide, places, spans
 
 MIB = 1 << 20
 PER_LAYER = {  # 20 layers are the least
@@ -70,8 +70,8 @@ def file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def test_each_device_maps_what_the_table_says(file: str) -> None:
     tensors = loaded_tensors(file)
     count = count_layers(tensors)
-    mapped = dict[tuple[int, Any], list[float]]()
-    for gpu_layers, kept_off in product((0, 1, 2, 3, count, -1), ((), (NO_LAYERS,), (EXPERTS,), (NO_LAYERS, EXPERTS))):
+    mapped, experts = dict[tuple[int, Any], list[float]](), EXPERTS.pattern.encode()
+    for gpu_layers, kept_off in product((0, 1, 2, 3, count, -1), ((), (NO_LAYERS,), (experts,), (NO_LAYERS, experts))):
         with loaded(file, gpu_layers, kept_off) as (_, found):
             pass
         for name, there in zip(("CPU_Mapped", "MAPPED"), divide(tensors, gpu_layers, kept_off), strict=True):

@@ -39,7 +39,7 @@ SLOW = 0.5  # tokens per second
 REMEDY = "a faster disk, more memory or a smaller model would help"
 
 PER_LAYER_ROWS = "per_layer_token_embd.weight"  # Gemma 3n and 4: for each token a row for all layers
-EXPERTS = re.compile(r"_(?:ch)?exps\.weight$")
+EXPERTS = re.compile(r"_(ch)?exps\.")  # in the names of their weights and biases; a std::regex of C++, too
 # Tensors of no layer that llama.cpp does not keep with the output (LLM_TENSOR_INFOS in llama-arch.cpp).
 OF_INPUT = ("token_embd.weight", "position_embd.weight", "token_types.weight", PER_LAYER_ROWS)
 OF_FIRST_LAYER = ("token_embd_norm.", "per_layer_model_proj.", "per_layer_proj_norm.")
@@ -598,7 +598,8 @@ def _whole_pages(tensors: Sequence[Tensor], page: int, by_rows: bool) -> dict[tu
     runs: list[tuple[tuple[int, str], Extent]] = []
     for tensor in sorted(tensors, key=lambda tensor: (tensor.file, tensor.start)):
         rows = tensor.name == PER_LAYER_ROWS or (by_rows and tensor.name == "token_embd.weight")
-        owner = layer_of(tensor), "rows" if rows else "experts" if EXPERTS.search(tensor.name) else ""
+        experts = EXPERTS.search(tensor.name) and tensor.name.endswith(".weight")  # biases are read with the layer
+        owner = layer_of(tensor), "rows" if rows else "experts" if experts else ""
         stop = tensor.start + tensor.size
         if runs:
             before, last = runs[-1]

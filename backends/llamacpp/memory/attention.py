@@ -13,11 +13,10 @@ from threading import Lock, get_ident
 from typing import Any
 
 from ..context import kv_types
-from .gpu import ggml
+from .gpu import PROCESSOR, ggml
 
 ALIKE: dict[str, str | int | None] = {"attention": "alike"}  # in `computing`, if one row has the kernel for a few rows
 TILED_TYPES = ("f16", "f32")
-PROCESSOR = 0  # ggml_backend_dev_type in ggml-backend.h
 LAYOUT = 2  # GGML_BACKEND_API_VERSION, with which a registry begins
 INIT = 5  # index of `init_backend` among the function pointers of a device (ggml-backend-impl.h)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from edgespec.errors import NoRoom, UsageError
 from edgespec.machine.this_machine import Gpu
-from edgespec.weights.plan import EXPERTS as EXPERT
 from edgespec.weights.plan import (
+    EXPERTS,
     SAFETY,
     Extent,
     Plan,
@@ -31,8 +31,8 @@ from edgespec.weights.plan import (
 
 from ..ggml.files import ggml_library, llama_cpp
 
-NO_LAYERS, EXPERTS = rb"^(?!blk\.)", rb"_(ch)?exps\."  # searched for in names: std::regex of C++, and re
-GPU, SHARED = 1, 2  # ggml_backend_dev_type in ggml-backend.h: own memory, or the host's
+NO_LAYERS = rb"^(?!blk\.)"  # searched for in names: std::regex of C++, and re
+PROCESSOR, GPU, SHARED = 0, 1, 2  # ggml_backend_dev_type in ggml-backend.h; GPUs with their own memory, or the host's
 RESERVE = 512 << 20  # bytes of each GPU's memory for its libraries
 MORE = 1 / 32  # maximum relative increase of streamed bytes for more layers on the GPU
 
@@ -264,7 +264,7 @@ def experts_too_large(found: Sequence[Gpu], tensors: Sequence[Tensor], gpu_layer
         buffers: of its context.
     """
     there = divide(tensors, gpu_layers)[1]
-    if not any(EXPERT.search(tensor.name) for tensor in there) or all(gpu.shared for gpu in found):
+    if not any(EXPERTS.search(tensor.name) for tensor in there) or all(gpu.shared for gpu in found):
         return False
     needed = sum(tensor.size for tensor in there) + buffers.caches_on_gpu(gpu_layers)
     return needed > room_on(found, buffers)
@@ -288,7 +288,7 @@ def kept_off(
         return ()
     part = plan is not None or layers_on_gpu(gpu_layers, count) < count
     patterns = [NO_LAYERS] if part and platform == "darwin" else []
-    patterns += [EXPERTS] if no_experts or (plan and plan.slots_of_experts >= 0) else []
+    patterns += [EXPERTS.pattern.encode()] if no_experts or (plan and plan.slots_of_experts >= 0) else []
     return tuple(patterns)
 
 
