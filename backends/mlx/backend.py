@@ -441,8 +441,8 @@ def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:
         widest=size.budget if widened else 0,
         max_leaves=leaves or size.max_nodes,
         paths=recurrent,
-        # Row classes do not apply: with paths the rows of a pass depend on these, and a GPU's attention adds keys by
-        # cell. With weights in memory that is tried all the same, in a moment.
+        # Row classes do not apply to paths, which change the rows of a pass. On a GPU, attention adds keys by cell;
+        # there, row classes are tried only with weights in memory, which takes a moment.
         gaps=recurrent or (sweep is not None and on_gpu()),
         logit_tolerance=tolerance,
         streams=sweep is not None,

@@ -213,7 +213,7 @@ def cut_rows(model: Any, rows: Callable[[], Any]) -> bool:
 
 
 class LayerInputs:
-    """Keeps what chosen layers read in a pass; the number after the last layer is of what that returns."""
+    """Keeps what chosen layers read in a pass. The number after the last layer's means what the last layer returns."""
 
     def __init__(self, layers: Sequence[Any], numbers: Sequence[int]) -> None:
         self._numbers = numbers

@@ -51,7 +51,7 @@ class CopyEngine(Protocol):
     """Copies blocks into device buffers, in the order of the calls, while the device computes."""
 
     def fill(self, buffer: int, target: Any, source: Any) -> None:
-        """Copy `source` to `target`, the buffer's memory, after all work before the last `release`."""
+        """Copy `source` to `target`, the buffer's memory, once all work before the last `release` has ended."""
 
     def wait(self, buffer: int) -> None:
         """Let later computation wait until the buffer is filled."""

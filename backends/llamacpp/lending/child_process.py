@@ -239,7 +239,7 @@ class Child:
         self._errors.seek(0)
         lines = [line.strip() for line in self._errors.read().decode("utf-8", "replace").splitlines() if line.strip()]
         said = f": {lines[-1]}" if lines else ""
-        return f"a lender ({', '.join(self._lenders)}) is gone, or the way to it; its layers went with it{said}"
+        return f"a lender ({', '.join(self._lenders)}) or the connection to it is gone, with its layers{said}"
 
     def end(self, seconds: float = SECONDS_TO_END) -> None:
         """Close the socket, and kill the child if it runs after `seconds`; safe to call twice."""

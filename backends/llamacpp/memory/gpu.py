@@ -63,7 +63,7 @@ class Buffers:
         return sum(self.caches[count - layers_on_gpu(gpu_layers, count) :])
 
     def compute_on_gpu(self, gpu_layers: int) -> int:
-        """With copies of the caches of others that layers without one read, where those lie with the processor."""
+        """`compute`, and copies of caches: a layer without one reads another layer's, which the processor may have."""
         count = len(self.caches)
         there = self.caches[count - layers_on_gpu(gpu_layers, count) :]
         copies = there.count(0) if len(there) < count and there.count(0) > len(there) - 2 else 0
