@@ -145,6 +145,8 @@ def test_experts_are_counted_apart() -> None:
         (Recipe("IQ2_M", imatrix="none"), UsageError, "IQ2_M is garbage without an importance matrix"),
         (Recipe("Q4_0", imatrix="missing.txt"), UsageError, "missing.txt: there is no such file"),
         (Recipe("Q4_0", (("attn_v", "q99"),)), UsageError, "there is no type 'q99' of a tensor"),
+        (Recipe("Q4_0", (("attn_v", "q8_1"),)), UsageError, "there is no type 'q8_1' of a tensor"),
+        (Recipe("Q4_0", (("attn_v", "i8"),)), UsageError, "there is no type 'i8' of a tensor"),
         (Recipe("Q4_0", (("(", "q8_0"),)), UsageError, "is not a regular expression"),
         (Recipe("Q4_0", (("attn_x", "q8_0"),)), UsageError, "no tensor's name matches 'attn_x'"),
         (Recipe(drop=(2, 4)), UsageError, "layer 4 is to be left out, but .* has the layers 0 to 3"),

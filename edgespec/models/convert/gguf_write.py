@@ -28,6 +28,7 @@ from edgespec.models.heads import MOST_LAYERS
 
 CHUNKS = 64  # of 512 tokens, that an importance matrix is computed from
 FLOATS = ("F32", "F16", "BF16")  # types of weights that may be quantised
+NOT_OF_FILES = ("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64")  # types that ggml_quantize_chunk cannot write
 NEED_MATRIX = ("IQ3_XXS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ1_S", "IQ1_M", "Q2_K_S")
 BITS = {  # per weight of whole files: llama.cpp's tools/quantize/README.md, for Llama 3.1 8B
     "IQ2_M": 2.93, "IQ3_XXS": 3.25, "Q3_K_M": 4.0, "IQ4_XS": 4.46, "Q4_0": 4.66, "Q4_K_S": 4.67, "Q4_K_M": 4.89,
@@ -274,9 +275,10 @@ def _child(module: str, job: Mapping[str, Any], progress: Any) -> dict[str, Any]
         ModelError: the child process failed, with its message.
     """
     command = [sys.executable, "-m", f"edgespec.backends.llamacpp.tools.{module}", json.dumps(job)]
+    environment = os.environ | {"GGML_NO_BACKTRACE": "1"}  # a debugger that ggml starts may never end
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     line: dict[str, Any] = {"error": "it gave no reason"}
-    with subprocess.Popen(command, text=True, **pipes) as process:
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -307,4 +309,5 @@ def import_gguf() -> Any:
 def _types() -> dict[str, list[str]]:
     gguf = import_gguf()
     files = [kind.name.removeprefix("MOSTLY_").removeprefix("ALL_") for kind in gguf.LlamaFileType]
-    return {"files": sorted(set(files) - {"GUESSED"}), "tensors": [kind.name for kind in gguf.GGMLQuantizationType]}
+    tensors = [kind.name for kind in gguf.GGMLQuantizationType if kind.name not in NOT_OF_FILES]
+    return {"files": sorted(set(files) - {"GUESSED"}), "tensors": tensors}
