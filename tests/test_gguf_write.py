@@ -1,6 +1,7 @@
 """GGUF files made of others: sizes as foretold, the same tokens, nothing left behind by what is refused or stopped."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -255,6 +256,29 @@ def test_what_is_stopped_leaves_nothing(smollm2: Path, tmp_path: Path, number: s
     while list(tmp_path.iterdir()):  # its child sees that it has gone
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_what_the_system_ends_leaves_nothing(folder: Path, tmp_path: Path, name: str) -> None:
+    number, seen = getattr(signal, name), tmp_path / "seen"
+    seen.mkdir()
+    (tmp_path / "stub.py").write_text(f"""
+import os, sys, time
+open(sys.argv[sys.argv.index("--outfile") + 1], "wb").close()
+open(os.path.join({str(seen)!r}, str(os.getpid())), "w").close()
+time.sleep(60)
+""")
+    command = [sys.executable, "-m", "edgespec", "convert", str(folder), str(tmp_path / "out.gguf"), "--to", "gguf"]
+    with subprocess.Popen([*command, "--converter", str(tmp_path / "stub.py")]) as process:
+        while not (found := list(seen.iterdir())):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    assert not list(tmp_path.glob(".*"))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(found[0].name), 0)
 
 
 def test_brackets_in_a_name_are_no_pattern(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@ import json
 import os
 import re
 import select
-import signal
 import stat
 import sys
 from collections.abc import Iterator, Sequence
@@ -41,6 +40,7 @@ from edgespec.cli.pairs import pair
 from edgespec.cli.terminal import (
     Bars,
     LoadingBar,
+    ended_by_signals,
     give_up_output,
     held_input,
     is_dumb,
@@ -184,7 +184,7 @@ def run(
         raise UsageError("--resume does not go with --targets and --cluster: each copy has a session of its own")
     file = session_file(resume, "--resume") if resume else None
     _pull(model, options, yes)
-    with held_input() if text is None else nullcontext(), _loaded(model, options) as loaded, _ended_by_signals():
+    with held_input() if text is None else nullcontext(), _loaded(model, options) as loaded, ended_by_signals():
         earlier = loaded.scheduler.load(file) if file and os.path.exists(file) else None
         loaded.scheduler.start()  # in a thread of its own, so that Ctrl-C can end a pass early
         if system and earlier:
@@ -211,31 +211,6 @@ def run(
             show(last_lines(result, most), dim=True, err=True)
     if result.finish_reason == "interrupted":
         sys.exit(130)
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP (a closed terminal) end the program in order, so that what was written is saved."""
-
-    def end(number: int, frame: Any) -> None:
-        for one in found:
-            signal.signal(one, signal.SIG_IGN)
-        if number != signal.SIGTERM:  # writing to the terminal would fail
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            for stream in terminals:
-                os.dup2(nowhere, stream)
-        sys.exit(128 + number)
-
-    terminals = [stream for stream in (0, 1, 2) if os.isatty(stream)]
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    found = {number: handler for number in numbers if (handler := signal.getsignal(number)) != signal.SIG_IGN}  # nohup
-    for number in found:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in found.items():
-            signal.signal(number, handler)
 
 
 PATIENCE = 10  # seconds for the first text from an open pipe

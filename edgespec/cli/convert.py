@@ -4,7 +4,7 @@ from typing import Any
 import click
 
 from edgespec.cli.completion import complete_model
-from edgespec.cli.terminal import Bars
+from edgespec.cli.terminal import Bars, ended_by_signals
 from edgespec.errors import UsageError
 from edgespec.models.convert.folder_from_gguf import DTYPES, MLX_BITS, USUAL_DTYPE, Progress, check_space
 from edgespec.models.convert.folder_from_gguf import convert as write_folder
@@ -73,7 +73,7 @@ def convert(source: str, out: str, to: str, dtype: str | None, bits: int | None,
     if to != "gguf" and (given := [name for name, value in options.items() if value]):
         names = {"purpose": "for"}
         raise UsageError(f"--{names.get(given[0], given[0]).replace('_', '-')} is for --to gguf only")
-    with Bars() as bars:
+    with ended_by_signals(), Bars() as bars:
         if to == "gguf":
             line = to_gguf(source, Path(out), dtype, bars, **options)
         else:

@@ -1,6 +1,7 @@
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -49,6 +50,31 @@ def open_streams() -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         piped = None if sys.stdout.isatty() or os.environ.get("PYTHONIOENCODING") else "utf-8"
         sys.stdout.reconfigure(encoding=piped, errors="replace")
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP (a closed terminal) end the program in order: texts are saved, partial files removed."""
+
+    def end(number: int, frame: Any) -> None:
+        for one in found:
+            signal.signal(one, signal.SIG_IGN)
+        if number != signal.SIGTERM:  # writing to the terminal would fail
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for stream in terminals:
+                os.dup2(nowhere, stream)
+        sys.exit(128 + number)
+
+    terminals = [stream for stream in (0, 1, 2) if os.isatty(stream)]
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    found = {number: handler for number in numbers if (handler := signal.getsignal(number)) != signal.SIG_IGN}  # nohup
+    for number in found:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in found.items():
+            signal.signal(number, handler)
 
 
 def give_up_output() -> None:
