@@ -206,6 +206,14 @@ def test_layers_that_are_not_alike(tmp_path: Path, key: str, value: int | list[i
         gguf_write.check_drop(tmp_path / "a.gguf", (1,))
 
 
+def test_modules_in_the_folder_of_the_user_are_not_run(
+    floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "numpy.py").write_text("raise SystemExit('must not run')")
+    monkeypatch.chdir(tmp_path)
+    assert quantise(floats, tmp_path / "out.gguf", Recipe("Q8_0"), rehearse=True).bytes
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_a_disk_that_becomes_full_is_the_reason(floats: Path, tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")  # not on Windows

@@ -187,7 +187,7 @@ class Child:
             shared.truncate(mmap.PAGESIZE)
             self.flag = flag_in(shared.fileno())
             ours = [there.fileno(), shared.fileno()]
-            command = [sys.executable, "-m", CHILD, *map(str, ours)]
+            command = [sys.executable, "-P", "-m", CHILD, *map(str, ours)]
             self._process = subprocess.Popen(command, pass_fds=ours, env=environment, **pipes)
         self._connection = Connection(here.detach())
 

