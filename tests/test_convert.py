@@ -18,6 +18,7 @@ from edgespec.loop.backend import Work
 from edgespec.loop.engines import load_vocab
 from edgespec.models.convert.folder_from_gguf import convert, read_gguf, write_safetensors
 from edgespec.models.convert.gguf_tokenizer import PATTERNS, build_tokenizer
+from edgespec.models.gguf_model import model_config
 
 pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed: pip install 'edgespec[convert]'")
 pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'edgespec[convert]'")
@@ -434,6 +435,34 @@ def test_no_gguf_and_no_whole_gguf(llama: Tiny, tmp_path: Path) -> None:
         refused(tmp_path / f"{name}.gguf", out, ModelError, "is not a GGUF file")
     for name in ("magic", "header", "weights", "last byte"):
         refused(tmp_path / f"{name}.gguf", out, ModelError, "is damaged or cut off")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.head_count", 0),
+        ("embedding_length", "64"),
+        ("block_count", 2.0),
+        ("block_count", 2**31),
+        ("attention.head_count_kv", "2"),
+        ("context_length", -1),
+        ("rope.freq_base", "x"),
+        ("attention.layer_norm_rms_epsilon", [1]),
+    ],
+)
+def test_a_number_that_is_none_is_named(llama: Tiny, key: str, value: Any) -> None:
+    gguf = read_gguf(llama.gguf)
+    shapes = {tensor.name: tuple(tensor.shape[::-1].tolist()) for tensor in gguf.tensors}
+    with pytest.raises(ModelError, match=rf"is damaged: llama\.{key} is .*, but must be a "):
+        model_config(gguf.metadata | {f"llama.{key}": value}, shapes)
+
+
+def test_texts_that_are_not_utf8_and_a_wrong_count_of_parts(llama: Tiny, tmp_path: Path) -> None:
+    data = llama.gguf.read_bytes()
+    (tmp_path / "text.gguf").write_bytes(data.replace(b"tiny", b"\xfftin", 1))
+    refused(tmp_path / "text.gguf", tmp_path / "out", ModelError, "is damaged or cut off")
+    edited(llama.gguf, tmp_path / "parts.gguf", {"split.count": 2**31})
+    refused(tmp_path / "parts.gguf", tmp_path / "out", ModelError, "split.count is 2147483648, but must be a whole")
 
 
 def test_a_split_gguf_needs_its_parts(llama: Tiny, tmp_path: Path) -> None:

@@ -214,6 +214,16 @@ def test_modules_in_the_folder_of_the_user_are_not_run(
     assert quantise(floats, tmp_path / "out.gguf", Recipe("Q8_0"), rehearse=True).bytes
 
 
+def test_a_count_of_layers_that_is_none(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_string("llama.block_count", "four")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="is damaged: block_count is 'four', but must be a whole number from 1 to 512"):
+        gguf_write.check_drop(tmp_path / "a.gguf", (1,))
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_a_disk_that_becomes_full_is_the_reason(floats: Path, tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")  # not on Windows

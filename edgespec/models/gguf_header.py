@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import ModelError
-from edgespec.models.gguf_model import check_magic
+from edgespec.models.gguf_model import check_magic, check_number
 
 Value = int | float | bool | str
 
@@ -113,15 +113,8 @@ def own_header(path: str) -> tuple[dict[str, Value], dict[str, int]]:
 
 
 def whole_number(path: str, values: Mapping[str, Value], key: str, low: int, high: int) -> int:
-    """The value of a key, `low` where the file has none.
-
-    Raises:
-        ModelError: it is no whole number from `low` to `high`.
-    """
-    value = values.get(key, low)
-    if type(value) is not int or not low <= value <= high:
-        raise ModelError(f"{path}: is damaged: {key} is {value!r}, but must be a whole number from {low} to {high}")
-    return value
+    """The value of a key, `low` where the file has none; errors as for `check_number`."""
+    return check_number(f"{path}: ", key, values.get(key, low), low, high)
 
 
 def has_states(path: str) -> bool:

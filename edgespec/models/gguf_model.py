@@ -52,6 +52,8 @@ QWEN_EXPERTS = {
 TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 OUTPUT = {"output.weight": "lm_head.weight"}  # absent where the embedding is used again
 ROPE_FACTORS = "rope_freqs.weight"
+MOST_LAYERS = 512  # LLAMA_MAX_LAYERS of llama-hparams.h
+LARGEST = 2**32 - 1  # number of a header
 
 
 def _biases(weights: Mapping[str, str], *parts: str) -> dict[str, str]:
@@ -168,10 +170,18 @@ def model_config(metadata: Metadata, shapes: Shapes, rope_factors: Float32Array 
             return value[0]
         return value
 
+    def count(key: str, default: Any = None, low: int = 1, high: int = LARGEST) -> int:
+        return check_number("", f"{name}.{key}", read(key, default), low, high)
+
+    def decimal(key: str, default: Any = None) -> float:
+        if not isinstance(value := read(key, default), float) or not math.isfinite(value):
+            raise ModelError(f"is damaged: {name}.{key} is {value!r}, but must be a decimal number")
+        return value
+
     if "token_embd.weight" not in shapes:
         raise ModelError("the tensor token_embd.weight is missing")
-    hidden, heads = read("embedding_length"), read("attention.head_count")
-    head_dim = read("attention.key_length", hidden // heads)
+    hidden, heads = count("embedding_length"), count("attention.head_count")
+    head_dim = count("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if (other := read(key, head_dim)) != head_dim:
             raise ModelError(f"{name}.{key} is {other}, but only {head_dim}, the size of a head, is supported")
@@ -181,14 +191,14 @@ def model_config(metadata: Metadata, shapes: Shapes, rope_factors: Float32Array 
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": hidden,
         # Absent where all layers have experts; loaders want a number, and nothing uses it.
-        "intermediate_size": read("feed_forward_length", read("expert_feed_forward_length", 0) or None),
-        "num_hidden_layers": read("block_count"),
+        "intermediate_size": count("feed_forward_length", read("expert_feed_forward_length", 0) or None, 0),
+        "num_hidden_layers": count("block_count", high=MOST_LAYERS),
         "num_attention_heads": heads,
-        "num_key_value_heads": read("attention.head_count_kv", heads),
+        "num_key_value_heads": count("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": _shortest(read("attention.layer_norm_rms_epsilon")),
-        "max_position_embeddings": read("context_length"),
-        "rope_theta": read("rope.freq_base", 10000.0),
+        "rms_norm_eps": _shortest(decimal("attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": count("context_length"),
+        "rope_theta": decimal("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in shapes,
     }
     for flag, tensors in family.optional.items():
@@ -196,16 +206,16 @@ def model_config(metadata: Metadata, shapes: Shapes, rope_factors: Float32Array 
     if scaling := _rope_scaling(metadata, config, rope_factors):
         config["rope_scaling"] = scaling
 
-    experts = {"num_experts_per_tok": read("expert_used_count", 0)}
+    experts = {"num_experts_per_tok": count("expert_used_count", 0, 0)}
     # llama.cpp recognises Gemma 2 27B and Gemma 3 27B by their number of layers.
     wide = hidden // heads if config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}.get(name) else head_dim
     gemma = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
     if family is MIXTRAL:
-        config |= experts | {"num_local_experts": read("expert_count"), "sliding_window": None}
+        config |= experts | {"num_local_experts": count("expert_count"), "sliding_window": None}
     elif name == "qwen3moe":
         config |= experts | {
-            "num_experts": read("expert_count"),
-            "moe_intermediate_size": read("expert_feed_forward_length"),
+            "num_experts": count("expert_count"),
+            "moe_intermediate_size": count("expert_feed_forward_length"),
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
@@ -215,16 +225,16 @@ def model_config(metadata: Metadata, shapes: Shapes, rope_factors: Float32Array 
     elif name == "gemma2":
         config |= gemma | {
             "query_pre_attn_scalar": wide,
-            "sliding_window": read("attention.sliding_window", 4096),
-            "attn_logit_softcapping": read("attn_logit_softcapping", 50.0),
-            "final_logit_softcapping": read("final_logit_softcapping", 30.0),
+            "sliding_window": count("attention.sliding_window", 4096),
+            "attn_logit_softcapping": decimal("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": decimal("final_logit_softcapping", 30.0),
         }
     elif name == "gemma3":
         config |= gemma | {
             "query_pre_attn_scalar": wide,
-            "sliding_window": read("attention.sliding_window"),
+            "sliding_window": count("attention.sliding_window"),
             "sliding_window_pattern": read("attention.sliding_window_pattern", 6),
-            "rope_local_base_freq": read("rope.freq_base_swa", 10000.0),
+            "rope_local_base_freq": decimal("rope.freq_base_swa", 10000.0),
         }
     return config
 
@@ -267,14 +277,13 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def folder_names(metadata: Metadata, shapes: Shapes) -> dict[str, str]:
+def folder_names(metadata: Metadata, shapes: Shapes, layers: int) -> dict[str, str]:
     """GGUF tensor name -> name in the folder, `{}` standing for an expert's number.
 
     Raises:
         ModelError: a tensor that the model needs is missing, or there is one that it does not know.
     """
     family = find_family(metadata)
-    layers = metadata[f"{metadata['general.architecture']}.block_count"]
     layer = dict(family.layer)
     for tensors in family.optional.values():
         if any(f"blk.0.{tensor}" in shapes for tensor in tensors):
@@ -318,6 +327,23 @@ def folder_tensors(
 def _halves(rows: Float32Array, heads: int) -> Float32Array:
     pairs = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def check_number(where: str, key: str, value: object, low: int, high: int) -> int:
+    """
+    Args:
+        where: begins the message.
+        key: of a header.
+        value: of the key.
+        low: that is right.
+        high: that is right.
+
+    Raises:
+        ModelError: the value is no whole number from `low` to `high`.
+    """
+    if type(value) is not int or not low <= value <= high:
+        raise ModelError(f"{where}is damaged: {key} is {value!r}, but must be a whole number from {low} to {high}")
+    return value
 
 
 def check_magic(path: str | Path) -> None:

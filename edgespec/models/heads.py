@@ -6,11 +6,11 @@ from typing import Any
 from edgespec.errors import ModelError
 from edgespec.machine.files import read_json_object
 from edgespec.models.gguf_header import SPLIT_NAME, architecture, own_values, tensor_names, whole_number
+from edgespec.models.gguf_model import MOST_LAYERS
 
 ARCHITECTURES = ("eagle3", "gemma4-assistant")  # `general.architecture` of llama.cpp's heads
 # Of llama.cpp's architectures, those whose `nextn_predict_layers` it computes (src/models/*.cpp).
 NO_HEADS = ("gemma4-assistant", "granite-switch")
-MOST_LAYERS = 512  # LLAMA_MAX_LAYERS of llama-hparams.h
 FIRST_LAYER = "blk.0.attn_norm.weight"  # llama.cpp, too, finds by it that a file has only the layers of a head
 LAYER = ("midlayer.", "layers.0.")  # names of the only layer in published folders with EAGLE-3 heads
 OTHER_KINDS = ("DFlash", "DSpark")  # parts of `architectures` in config.json

@@ -28,6 +28,7 @@ from edgespec.models.gguf_model import (
     ROPE_FACTORS,
     Shapes,
     check_magic,
+    check_number,
     find_family,
     folder_names,
     folder_tensors,
@@ -39,6 +40,7 @@ DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes a weight
 USUAL_DTYPE = "bfloat16"
 MLX_BITS = (2, 3, 4, 5, 6, 8)
 SHARD_BYTES = 2 * 10**9
+MOST_PARTS = 2**16 - 1
 CHUNK = 2**22  # weights dequantised at once
 
 
@@ -93,7 +95,7 @@ def convert(
     vocab = load_vocab("llamacpp", str(gguf.path))
     with _named(gguf.path):
         config = model_config(gguf.metadata, shapes, factors)
-        names = folder_names(gguf.metadata, shapes)
+        names = folder_names(gguf.metadata, shapes, config["num_hidden_layers"])
         tokenizer = build_tokenizer(gguf.metadata, vocab)
     tokens = _token_ids(gguf.metadata, vocab.eog_ids)
     total = DTYPES[dtype] * sum(tensor.n_elements for tensor in gguf.tensors if tensor.name in names)
@@ -146,16 +148,17 @@ def read_gguf(path: Path) -> Gguf:
     except ImportError as error:
         raise MissingPackage("gguf", "convert", "reading weights from a GGUF") from error
     parts = _parts(path)
-    readers = []
+    readers, found = [], []
     for part in parts:
         check_magic(part)
         try:
             readers.append(GGUFReader(part))
+            found.append({key: field.contents() for key, field in readers[-1].fields.items()})
         except (ValueError, IndexError, KeyError, OverflowError, MemoryError, RecursionError) as error:
             raise ModelError(f"{part}: is damaged or cut off, or a newer kind of GGUF ({error})") from error
     fields = {key: field for key, field in readers[0].fields.items() if not key.startswith("GGUF.")}
-    metadata = {key: field.contents() for key, field in fields.items()}
-    expected = metadata.get("split.count", 0)
+    metadata = {key: found[0][key] for key in fields}
+    expected = check_number(f"{parts[0]}: ", "split.count", metadata.get("split.count", 0), 0, MOST_PARTS)
     if expected > len(parts):
         raise ModelError(
             f"{path}: is one of {expected} parts, but its name does not say so: rename the parts to "

@@ -22,9 +22,8 @@ from edgespec import __version__
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
 from edgespec.models.convert.calibration import calibration_text
 from edgespec.models.convert.folder_from_gguf import Progress, check_space
-from edgespec.models.gguf_header import own_header, part_names
-from edgespec.models.gguf_model import check_magic, is_gguf
-from edgespec.models.heads import MOST_LAYERS
+from edgespec.models.gguf_header import own_header, part_names, whole_number
+from edgespec.models.gguf_model import MOST_LAYERS, check_magic, is_gguf
 
 CHUNKS = 64  # of 512 tokens, that an importance matrix is computed from
 FLOATS = ("F32", "F16", "BF16")  # types of weights that may be quantised
@@ -159,12 +158,12 @@ def check_drop(path: Path, drop: Sequence[int]) -> None:
     """
     Raises:
         UsageError: there is no such layer, or none would be left.
-        ModelError: the layers of this model are not alike, so each must keep its number.
+        ModelError: the file is damaged, or its layers are not alike, so each must keep its number.
     """
     if not drop:
         return
     values, lists = own_header(str(path))
-    layers = int(values.get("block_count", 0))
+    layers = whole_number(str(path), values, "block_count", 1, MOST_LAYERS)
     if drop[-1] >= layers:
         raise UsageError(f"layer {drop[-1]} is to be left out, but {path} has the layers 0 to {layers - 1}")
     if len(drop) >= layers:
