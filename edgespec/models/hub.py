@@ -192,16 +192,20 @@ def cached_head(source: HubSource) -> str | None:
 
 
 def cached(source: HubSource) -> str | None:
+    """The file or folder of a source in the cache; None: it is not there, or not all of it.
+
+    Raises:
+        ModelError: the hub has no such names.
+    """
     hub = _library(source)
-    known = list(_snapshot(source)) if not source.file else []
-    if source.is_folder:
-        config = hub.try_to_load_from_cache(source.repository, "config.json", revision=source.revision)
-        return str(Path(config).parent) if isinstance(config, str) and _has_weights(Path(config).parent) else None
-    file = source.file or choose_file(known, source.type or "")
-    if not file:
+    file = source.file or choose_file(list(_snapshot(source)), source.type or "")
+    names = ["config.json"] if source.is_folder else part_names(file) if file else []
+    with _errors(source):
+        found = [hub.try_to_load_from_cache(source.repository, name, revision=source.revision) for name in names]
+    if not found or not all(isinstance(path, str) for path in found):
         return None
-    paths = [hub.try_to_load_from_cache(source.repository, part, revision=source.revision) for part in part_names(file)]
-    return str(paths[0]) if all(isinstance(path, str) for path in paths) else None
+    path = Path(found[0])
+    return str(path) if not source.is_folder else str(path.parent) if _has_weights(path.parent) else None
 
 
 def tokenizer_of(source: HubSource, fetch: bool) -> str:
