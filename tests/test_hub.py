@@ -558,9 +558,18 @@ def test_a_record_leads_to_no_other_file(fake: FakeHub, run: Run, tmp_path: Path
     for name in ("a", "b"):
         (tmp_path / name).write_text("mine")
     (folder / "snapshots" / "link").symlink_to(tmp_path / "a")
-    files = [["snapshots/link", ""], [os.path.relpath(tmp_path / "b", folder), ""], ["x", str(tmp_path / "b")]]
+    (folder / "snapshots" / "folder").symlink_to(tmp_path)
+    (folder / "snapshots" / "own").write_text("fetched")
+    others = [os.path.relpath(tmp_path / "b", folder), str(tmp_path / "b"), "snapshots/folder/b"]
+    files = [
+        ["snapshots/link", ""],
+        ["snapshots/own", ""],
+        *([other, ""] for other in others),
+        ["x", str(tmp_path / "b")],
+    ]
     (folder / pulled.RECORD).write_text(json.dumps({"owner/repo/x.gguf": [1, files]}))
-    run("models", "--delete", "owner/repo/x.gguf", "--yes")
+    assert run("models", "--delete", "owner/repo/x.gguf", "--yes")[0] == 0
+    assert not (folder / "snapshots" / "own").exists()
     assert [(tmp_path / name).read_text() for name in ("a", "b")] == ["mine", "mine"]
     (folder / pulled.RECORD).write_text("[1, 2]")
     assert run("models", "--installed")[0] == 0

@@ -103,8 +103,13 @@ def _write(folder: Path, found: Sequence[Pulled]) -> None:
 
 
 def _read(folder: Path) -> Iterator[Pulled]:
+    root = folder.resolve()
     with suppress(OSError, ValueError, TypeError):
         for source, (when, files) in read_json_object(folder / RECORD).items():
-            places = tuple((str(place), str(blob)) for place, blob in files if ".." not in Path(place).parts)
+            places = tuple(
+                (str(place), str(blob))
+                for place, blob in files
+                if (folder / place).parent.resolve().is_relative_to(root)
+            )
             if places:
                 yield Pulled(source, folder, places, float(when))
