@@ -552,6 +552,18 @@ def test_a_draft_that_another_model_uses_stays(fake: FakeHub, run: Run, tmp_path
     assert out == "owner/huge/b.gguf is deleted\nowner/small/c.gguf is deleted\n"
 
 
+def test_two_records_at_once_are_both_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, folder = pulled._write, tmp_path / "models--owner--repo"
+    monkeypatch.setattr(pulled, "_write", lambda *what: (time.sleep(0.3), write(*what)))
+    names = ["owner/repo/a.gguf", "owner/repo/b.gguf"]
+    threads = [threading.Thread(target=pulled.add, args=(folder, name, [(name, "")], True)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(json.loads((folder / pulled.RECORD).read_text())) == names
+
+
 def test_a_record_leads_to_no_other_file(fake: FakeHub, run: Run, tmp_path: Path) -> None:
     folder = Path(huggingface_hub.constants.HF_HUB_CACHE) / "models--owner--repo"
     (folder / "snapshots").mkdir(parents=True)

@@ -5,7 +5,7 @@ Other programs share the cache, so each repository's folder has a record of the 
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import time
@@ -63,10 +63,11 @@ def add(folder: Path, source: str, files: Sequence[tuple[str, str]], done: bool)
     Raises:
         OSError: the record cannot be written.
     """
-    found = {one.source: one for one in _read(folder)}
-    known = found[source].files if source in found else ()
-    found[source] = Pulled(source, folder, tuple(dict.fromkeys([*known, *files])), time() if done else 0.0)
-    _write(folder, list(found.values()))
+    with _locked(folder):
+        found = {one.source: one for one in _read(folder)}
+        known = found[source].files if source in found else ()
+        found[source] = Pulled(source, folder, tuple(dict.fromkeys([*known, *files])), time() if done else 0.0)
+        _write(folder, list(found.values()))
 
 
 def installed(cache: Path) -> list[Pulled]:
@@ -91,7 +92,18 @@ def delete(one: Pulled) -> None:
         for parent in link.relative_to(one.folder).parents[:-1]:
             with suppress(OSError):  # others' files are in it
                 (one.folder / parent).rmdir()
-    _write(one.folder, [other for other in _read(one.folder) if other.source != one.source])
+    with _locked(one.folder):
+        _write(one.folder, [other for other in _read(one.folder) if other.source != one.source])
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    from filelock import FileLock
+
+    locks = folder.parent / ".locks" / folder.name  # where huggingface_hub has its own
+    locks.mkdir(parents=True, exist_ok=True)
+    with FileLock(locks / f"{RECORD}.lock"):
+        yield
 
 
 def _write(folder: Path, found: Sequence[Pulled]) -> None:
