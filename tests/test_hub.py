@@ -406,6 +406,11 @@ def test_a_dry_run_of_convert_fetches_nothing(fake: FakeHub, run: Run, tmp_path:
         assert "out.gguf: about 0.00 GB as bfloat16" in run(*command)[1]
 
 
+def test_a_size_that_models_yaml_does_not_state_may_be_any(fake: FakeHub, run: Run, tmp_path: Path) -> None:
+    assert run("pull", "mine", "--models", catalogue(tmp_path, size=0))[0] == 0
+    assert fake.sent == SIZE
+
+
 def test_pull_says_what_it_would_fetch(fake: FakeHub, run: Run, tmp_path: Path) -> None:
     status, out, _ = run("pull", "mine", "--models", catalogue(tmp_path), "--dry-run")
     assert status == 0

@@ -252,7 +252,7 @@ def ask(sources: Sequence[str], entries: Sequence[Entry], heads: bool) -> dict[s
     for source in sources:
         listings[source] = listing = hub.ask(hub.parse(source.removeprefix("hf:")))
         for facts in filter(None, (entry.files.get(source) for entry in entries)):
-            hub.check_listing(listing, facts.bytes, facts.sha256)
+            hub.check_listing(listing, facts.bytes or None, facts.sha256)
         if heads and any(source == entry.target for entry in entries) and not listing.source.is_folder:
             head, others = hub.heads_of(listing)
             if head and head.name not in listings:
