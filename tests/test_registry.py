@@ -85,6 +85,12 @@ def test_a_package_is_found_without_running_it(tmp_path: Path, monkeypatch: pyte
     assert local_path("package:weights_package/a.gguf") == str(package / "a.gguf")
 
 
+@pytest.mark.parametrize("source", ["package:", "package:/a.gguf", "package:x.y/a.gguf", "package:.x/a.gguf"])
+def test_what_is_no_name_of_a_package(source: str) -> None:
+    with pytest.raises(UsageError, match=f"^'{source}' must be package:NAME/FILE"):
+        local_path(source)
+
+
 def test_a_missing_package_names_the_pip_command() -> None:
     with pytest.raises(ModelError, match="-m pip install no-such-package"):
         local_path("package:no_such_package/a.gguf")

@@ -206,7 +206,7 @@ def local_path(
         say: called with the progress.
 
     Raises:
-        UsageError: a hub source is neither a repository nor a file in one.
+        UsageError: a hub source is neither a repository nor a file in one, or there can be no package of the name.
         ModelError: it is not there.
         MissingPackage: the package that has it, or that fetches it, is not installed.
     """
@@ -237,6 +237,8 @@ def local_head(source: str) -> str | None:
 
 def _package_file(rest: str) -> str:
     package, _, inside = rest.partition("/")
+    if not package.isidentifier():
+        raise UsageError(f"'package:{rest}' must be package:NAME/FILE, where NAME is a Python package")
     spec = importlib.util.find_spec(package)  # finds the folder without running the package
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
