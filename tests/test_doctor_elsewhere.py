@@ -297,6 +297,7 @@ def test_what_is_wrong_in_a_file_is_one_line_and_exit_code_2(
         ("a: [", "line 1: is not YAML"),
         ("a: 1", "key machines"),
         ("machines: []", "has 0 machines"),
+        ("machines: [foo]", "a machine is 'foo', but must be a mapping"),
         ("- 1", "mapping"),
         ("machines: 2024-13-45", "is not YAML: month must be"),
         ("machines: " + 3000 * "[", "is not YAML"),

@@ -46,7 +46,8 @@ def find_machine(name: str) -> tuple[str, Machine]:
     found = _entries(Path(name))
     if len(found) != 1:
         raise UsageError(f"{name}: has {len(found)} machines, but must have one")
-    return _called(found[0]), _machine(found[0], name)
+    machine = _machine(found[0], name)
+    return _called(found[0]), machine
 
 
 def with_speeds(machine: Machine, chip: str) -> Machine:
