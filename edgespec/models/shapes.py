@@ -24,7 +24,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from edgespec.errors import ModelError, no_such
+from edgespec.errors import ModelError, UsageError, must_be, no_such
+from edgespec.models.gguf_model import LARGEST, MOST_LAYERS
 
 Shape = Mapping[str, Any]
 Sizes = tuple[int, ...]  # the first is that of a row
@@ -51,6 +52,15 @@ SSM = ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count
 ALTUP, LAUREL = 4, 64  # n_altup and laurel_rank of llama-hparams.h
 OWN_KEYS = ("architecture", "type", "types", "tied", "rope_freqs")  # that are not in a header
 BY_LAYER = ("attention.head_count_kv", "attention.sliding_window_pattern")  # may be lists, which repeat
+# The least values of keys that are sizes of tensors, or say how many there are.
+LEAST = dict.fromkeys((
+    "block_count", "embedding_length", "vocab_size", "attention.head_count", "feed_forward_length",
+    "full_attention_interval", *(f"ssm.{name}" for name in SSM),
+), 1) | dict.fromkeys((
+    "embedding_length_per_layer_input", "nextn_predict_layers", "attention.key_length", "attention.key_length_swa",
+    "expert_count", "expert_feed_forward_length", "expert_shared_feed_forward_length", *BY_LAYER,
+), 0)  # fmt: skip
+MOST_BYTES = 1 << 44  # of a file, on ext4
 DEFAULTS = {  # what llama.cpp asks for and no size depends on
     "context_length": 131072, "attention.layer_norm_rms_epsilon": 1e-6, "attention.layer_norm_epsilon": 1e-5,
     "rope.freq_base": 10000.0,
@@ -79,11 +89,9 @@ def table(shape: Shape) -> list[Row]:
     """
     Raises:
         ModelError: the shape lacks something.
-        UsageError: it names an architecture or type that is not known.
+        UsageError: it names an architecture or type that is not known, or a value cannot be.
     """
-    for key, known in (("architecture", ARCHITECTURES), ("type", TYPES)):
-        if shape.get(key) not in known:
-            raise no_such(key, str(shape.get(key)), known)
+    _check(shape)
     try:
         tensors = dict(_tensors(shape))
     except KeyError as error:
@@ -97,7 +105,29 @@ def table(shape: Shape) -> list[Row]:
         size = math.prod(tensors[name]) // weights * block
         rows.append(Row(name, tensors[name], kind, start, size))
         start += -(-size // ALIGNMENT) * ALIGNMENT
+    if start > MOST_BYTES:
+        raise UsageError(f"the shape is that of a file of {start} bytes, but must be of at most {MOST_BYTES}")
     return rows
+
+
+def _check(shape: Shape) -> None:
+    for key, known in (("architecture", ARCHITECTURES), ("type", TYPES)):
+        if str(shape.get(key)) not in known:
+            raise no_such(key, str(shape.get(key)), known)
+    for key, value in shape.items():
+        if key in OWN_KEYS or (key not in LEAST and isinstance(value, str | float)):
+            continue
+        low, high = LEAST.get(key, 0), MOST_LAYERS if key == "block_count" else LARGEST
+        is_list = isinstance(value, list) and (key in BY_LAYER or key not in LEAST)
+        values = value if is_list else [value]
+        if not values or not all(isinstance(one, int) and low <= one <= high for one in values):
+            raise must_be(f"{key} of the shape", value, f"a whole number from {low} to {high}")
+    types = shape.get("types", {})
+    if not isinstance(types, dict):
+        raise must_be("types of the shape", types, "a mapping, such as {token_embd: Q8_0}")
+    for kind in types.values():
+        if str(kind) not in BLOCKS:
+            raise no_such("type", str(kind), BLOCKS)
 
 
 @contextmanager
