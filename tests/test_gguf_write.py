@@ -401,17 +401,27 @@ def test_a_dry_run_reckons_with_the_type_that_is_written(run: Run, folder: Path,
         (["--quant", "Q9_9"], "there is no type 'Q9_9'"),
         (["--quant", "Q4_0", "--tensor-type", "attn_v=q9"], "there is no type 'q9' of a tensor"),
         (["--quant", "Q4_0", "--imatrix", "none.txt"], "none.txt: there is no such file"),
+        (["--drop-layers", "1-4"], "model has the layers 0 to 3"),
+        (["--drop-layers", "0-3"], "all 4 layers are to be left out"),
     ],
 )
 def test_a_wrong_type_is_refused_before_a_folder_is_converted(
     run: Run, folder: Path, tmp_path: Path, arguments: list[str], says: str
 ) -> None:
     command = ["convert", str(folder), str(tmp_path / "out.gguf"), "--to", "gguf", *arguments]
+    (folder / "config.json").write_text('{"num_hidden_layers": 4}')
     for more in (["--dry-run"], ["--converter", str(tmp_path / "stub.py")]):
         (folder / "refuse").touch()  # the stub would say so
         status, out, err = run(*command, *more)
         assert (status, out) == (2, "")
         assert says in err
+
+
+def test_what_is_refused_after_the_conversion_names_the_folder(run: Run, folder: Path, tmp_path: Path) -> None:
+    command = ["convert", str(folder), str(tmp_path / "out.gguf"), "--to", "gguf", "--quant", "Q4_0"]
+    err = run(*command, "--converter", str(tmp_path / "stub.py"))[2]  # it makes no GGUF that llama.cpp can read
+    assert err.splitlines()[-1].startswith(f"edgespec: {folder}: ")
+    assert "partial" not in err
 
 
 def test_bad_folders(folder: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import click
 
 from edgespec.cli.completion import complete_model
 from edgespec.cli.terminal import Bars, ended_by_signals
-from edgespec.errors import UsageError
+from edgespec.errors import EdgespecError, UsageError
 from edgespec.models.convert.folder_from_gguf import DTYPES, MLX_BITS, USUAL_DTYPE, Progress, check_space
 from edgespec.models.convert.folder_from_gguf import convert as write_folder
 from edgespec.models.convert.gguf_write import (
@@ -124,7 +124,7 @@ def from_folder(
 ) -> str:  # fmt: skip
     from edgespec.models.convert.converter import OUT_BYTES, check_folder, convert_folder, find_converter
 
-    weights, further = check_folder(folder, trust), bool(recipe.type or recipe.drop)
+    weights, further = check_folder(folder, trust, recipe.drop), bool(recipe.type or recipe.drop)
     stored = weights * OUT_BYTES[dtype]
     if dry_run:
         about = (
@@ -138,7 +138,11 @@ def from_folder(
         convert_folder(folder, floats, dtype=dtype, script=script, trust=trust, progress=show)
         size = floats.stat().st_size
         if further:
-            size = quantise(floats, partial, recipe, progress=show).bytes
+            try:
+                size = quantise(floats, partial, recipe, progress=show).bytes
+            except EdgespecError as error:
+                error.args = (str(error).replace(str(floats), str(folder)).replace(str(partial), str(out)),)
+                raise
     return summary_line(out, recipe, size, dry_run) if further else f"{out}: {size / 1e9:.2f} GB of {dtype} weights"
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
@@ -17,6 +18,7 @@ from pathlib import Path
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
 from edgespec.machine.files import cache_folder, read_json_object
 from edgespec.models.convert.folder_from_gguf import Progress
+from edgespec.models.convert.gguf_write import check_layers
 from edgespec.models.safetensors_header import read_safetensors_header
 
 ENGINE = "llama-cpp-python"
@@ -92,10 +94,16 @@ def extract(archive: Path, out: Path) -> None:
         raise EdgespecError(f"{archive.name}: has no {SCRIPT}; --converter names a copy of llama.cpp instead")
 
 
-def check_folder(folder: Path, trust: bool) -> int:
+def check_folder(folder: Path, trust: bool, drop: Sequence[int] = ()) -> int:
     """Count the weights of a model folder.
 
+    Args:
+        folder: to check.
+        trust: let programs in it run.
+        drop: numbers of layers to leave out.
+
     Raises:
+        UsageError: there is no such layer, or none would be left.
         ModelError: it is no model folder, is damaged, or wants to run programs of its own.
     """
     config = folder / "config.json"
@@ -112,6 +120,8 @@ def check_folder(folder: Path, trust: bool) -> int:
             f"{folder}: wants to run programs of its own (auto_map in its config); read them, and say --trust, or "
             "take a ready GGUF"
         )
+    if drop and type(layers := found[0].get("num_hidden_layers")) is int:
+        check_layers(folder, drop, layers)
     files = sorted(folder.glob("*.safetensors"))
     weights = sum(prod(tensor.shape) for file in files for tensor in read_safetensors_header(file))
     if not weights:

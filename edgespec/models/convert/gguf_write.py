@@ -164,15 +164,20 @@ def check_drop(path: Path, drop: Sequence[int]) -> None:
         return
     values, lists = own_header(str(path))
     layers = whole_number(str(path), values, "block_count", 1, MOST_LAYERS)
-    if drop[-1] >= layers:
-        raise UsageError(f"layer {drop[-1]} is to be left out, but {path} has the layers 0 to {layers - 1}")
-    if len(drop) >= layers:
-        raise UsageError(f"all {layers} layers are to be left out; keep at least one")
+    check_layers(path, drop, layers)
     patterned = [key for key, value in values.items() if value and key.startswith(PATTERNED)]
     for key in [*patterned, *(key for key, length in lists.items() if length == layers)]:
         raise ModelError(
             f"{path}: its layers are not alike ({key}), so none can be left out: others would change places"
         )
+
+
+def check_layers(path: Path, drop: Sequence[int], layers: int) -> None:
+    """Raises UsageError as `check_drop` does, of a model that has so many layers."""
+    if drop[-1] >= layers:
+        raise UsageError(f"layer {drop[-1]} is to be left out, but {path} has the layers 0 to {layers - 1}")
+    if len(drop) >= layers:
+        raise UsageError(f"all {layers} layers are to be left out; keep at least one")
 
 
 def quantise(
