@@ -10,7 +10,7 @@ import pytest
 from edgespec import model
 from edgespec.errors import NoRoom
 from edgespec.loading import draft_or_memory
-from edgespec.loading.draft_or_memory import CLOSE, Learn, Speeds, measured, open_pair, predict, timed
+from edgespec.loading.draft_or_memory import CLOSE, Learn, Speeds, Ways, measured, open_pair, predict, timed
 from edgespec.loading.exact import COLD
 from edgespec.loading.pair import PairPlan, close_all, open_backends
 from edgespec.loading.row_classes import Group
@@ -287,6 +287,21 @@ def test_the_speed_of_a_run_counts_the_draft_and_how_often_it_is_right() -> None
     assert measured(run(0.1), drafted=True) == 0  # the draft was never asked
     assert 10 < measured(run(0.1, 0.02, 0.5), drafted=True) < measured(run(0.1, 0.01, 0.8), drafted=True)
     assert measured(AutoState(), drafted=False) == 0
+
+
+def test_a_split_file_counts_with_all_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [tmp_path / f"draft-0000{i}-of-00002.gguf" for i in (1, 2)]
+    for part, size in zip(parts, (3, 5), strict=True):
+        part.write_bytes(bytes(size))
+    assert ", 8 bytes, " in (before := remembered.identity(str(parts[0])))
+    parts[1].write_bytes(bytes(6))
+    assert remembered.identity(str(parts[0])) != before
+    sizes, made = list[int](), LoadPlan(path="", options=LoadOptions(), weights=plan(1.0))
+    pair = PairPlan(["none"] * 2, ["target", str(parts[0])], LoadOptions(), made)
+    monkeypatch.setattr(draft_or_memory, "find", lambda *how, **more: groups(1.0, 2.0))
+    monkeypatch.setattr(draft_or_memory, "predict", lambda *how: sizes.append(how[2]) or Speeds())
+    Ways(pair, pair, 1, {}).speeds(remember=False, say=lambda line: None, disk=1.0)
+    assert sizes == [9]
 
 
 def test_the_remembered_agreement_counts(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ from edgespec.cli.options import MACHINE_OPTION, MODELS_OPTION
 from edgespec.cli.terminal import Bars
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.machine.disk import recall_reading
+from edgespec.machine.files import part_names
 from edgespec.machine.memory import available_memory, format_size, parse_size
 from edgespec.machine.this_machine import this_machine
 from edgespec.models import hub, pulled
 from edgespec.models.fit import DISK_SPEED, KEPT, MEMORY_SPEED, Fit, fit
-from edgespec.models.gguf_header import part_names
 from edgespec.models.registry import Entry, all_models, find_model, local_path
 from edgespec.weights.plan import SAFETY, two_digits
 

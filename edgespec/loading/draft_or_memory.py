@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, repeat
 from math import inf
 from operator import mul
-from pathlib import Path
 from typing import Any
 
 from edgespec.errors import NoRoom
@@ -21,6 +20,7 @@ from edgespec.loop.engines import LoadOptions, Progress
 from edgespec.loop.pass_times import Curve, PassTimes
 from edgespec.loop.passes import most_nodes
 from edgespec.machine.disk import disk_speed
+from edgespec.machine.files import weight_files
 from edgespec.machine.measurements import everything, identity, machine, recall
 from edgespec.machine.measurements import remember as keep
 from edgespec.machine.system import machine_is_busy
@@ -100,7 +100,7 @@ class Ways:
         if not any(group.seconds for group in found):
             return known
         agreement = _agreement(path, draft) if remember else AGREEMENT
-        draft_size = Path(draft).stat().st_size
+        draft_size = sum(file.stat().st_size for file in weight_files(draft))
         speeds = predict(plan.weights, self.target.plan.weights, draft_size, found, disk or disk_speed(path), agreement)
         return Speeds(known.drafted or speeds.drafted, known.plain or speeds.plain)
 

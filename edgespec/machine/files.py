@@ -4,6 +4,7 @@ without losing others.
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,6 +20,7 @@ import yaml
 from edgespec.errors import EdgespecError, UsageError
 
 PNG = b"\x89PNG"
+SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # llama_split_path in llama.h
 ABANDONED = 3600.0  # seconds without a write
 
 
@@ -55,6 +57,22 @@ def _of_this_process() -> "TemporaryDirectory[str]":
 def may_wait(path: str | Path) -> bool:
     """True for a pipe, socket or device: opening or reading it may take for ever."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
+def part_names(name: str) -> list[str]:
+    """Of a GGUF, by the name of any part."""
+    match = SPLIT_NAME.fullmatch(name)
+    if not match or not int(match[3]):
+        return [name]
+    return [f"{match[1]}-{i + 1:05}-of-{match[3]}.gguf" for i in range(int(match[3]))]
+
+
+def weight_files(path: str | Path) -> list[Path]:
+    """All files with the weights of a model: those of a folder, or the parts of a GGUF, which may be missing."""
+    file = Path(path)
+    if file.is_dir():
+        return sorted(file.glob("*.safetensors"))
+    return [file.with_name(name) for name in part_names(file.name)]
 
 
 def size_on_disk(path: Path) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from edgespec.machine.files import cache_folder, cache_lasts, read_json_object, write_whole
+from edgespec.machine.files import cache_folder, cache_lasts, read_json_object, weight_files, write_whole
 from edgespec.machine.system import all_processors
 
 VERSION = 1
@@ -106,10 +106,9 @@ def machine() -> str:
 
 
 def identity(path: str) -> str:
-    file = Path(path)
-    stats = [part.stat() for part in (sorted(file.glob("*.safetensors")) if file.is_dir() else [file])]
+    stats = [part.stat() for part in weight_files(path)]
     size, changed = sum(part.st_size for part in stats), max((part.st_mtime_ns for part in stats), default=0)
-    return f"{file.name}, {size} bytes, {changed}"
+    return f"{Path(path).name}, {size} bytes, {changed}"
 
 
 def _path(about: About) -> Path | None:

@@ -18,11 +18,11 @@ from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Backend, Work
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import most_nodes
+from edgespec.machine.files import part_names
 from edgespec.machine.system import machine_is_busy
 from edgespec.measure.recording import record, recording_file
 from edgespec.measure.replay import Recording, replay
 from edgespec.models.convert.calibration import calibration_text
-from edgespec.models.gguf_header import part_names
 from edgespec.models.registry import Entry, all_models, local_path
 from edgespec.planners.choice import make_planner
 

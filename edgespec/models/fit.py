@@ -1,11 +1,10 @@
 """The named models on this machine: sizes, memory, disk, and bytes that every pass would read."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.errors import EdgespecError
-from edgespec.models.gguf_header import part_names
+from edgespec.machine.files import weight_files
 from edgespec.models.registry import Entry, local_path
 
 RUNTIME = 1_500_000_000  # bytes of keys and values of 4,096 tokens, buffers and the program, from 8 B to 70 B
@@ -77,12 +76,8 @@ def _size(entry: Entry, source: str | None) -> tuple[int, bool]:
         return 0, True
     try:
         path = Path(local_path(source, fetch=False))
-        files = [file for file in path.glob("*") if file.is_file()] if path.is_dir() else _parts(path)
+        files = [file for file in path.glob("*") if file.is_file()] if path.is_dir() else weight_files(path)
         return sum(file.stat().st_size for file in files), True
     except (EdgespecError, OSError):
         facts = entry.files.get(source)
         return (facts.bytes if facts else 0), False
-
-
-def _parts(path: Path) -> Sequence[Path]:
-    return [path.with_name(name) for name in part_names(path.name)]

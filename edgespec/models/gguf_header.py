@@ -5,7 +5,6 @@ the vocabulary, are skipped.
 """
 
 import os
-import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -29,14 +28,6 @@ SCALARS = {
 VERSIONS = (2, 3)
 KEYS = 24  # bytes before the first key
 OF_STATES = ("ssm.", "shortconv.", "wkv.", "kda.")  # keys of recurrent layers start with these (llama-arch.cpp)
-SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # llama_split_path in llama.h
-
-
-def part_names(name: str) -> list[str]:
-    match = SPLIT_NAME.fullmatch(name)
-    if not match or not int(match[3]):
-        return [name]
-    return [f"{match[1]}-{i + 1:05}-of-{match[3]}.gguf" for i in range(int(match[3]))]
 
 
 def header_values(path: str, prefix: str) -> dict[str, Value]:

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelError
-from edgespec.machine.files import read_json_object
-from edgespec.models.gguf_header import SPLIT_NAME, architecture, own_values, tensor_names, whole_number
+from edgespec.machine.files import SPLIT_NAME, read_json_object
+from edgespec.models.gguf_header import architecture, own_values, tensor_names, whole_number
 from edgespec.models.gguf_model import MOST_LAYERS
 
 ARCHITECTURES = ("eagle3", "gemma4-assistant")  # `general.architecture` of llama.cpp's heads

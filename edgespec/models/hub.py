@@ -14,10 +14,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
-from edgespec.machine.files import read_json_object, size_on_disk
+from edgespec.machine.files import part_names, read_json_object, size_on_disk
 from edgespec.models import pulled
 from edgespec.models.download import STALL, Progress, download
-from edgespec.models.gguf_header import part_names
 
 SOURCE = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*)(?:@([\w.-]+))?(?:/(.+)|:([\w.-]+))?")
 MAIN = "main"

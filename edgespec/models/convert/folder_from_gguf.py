@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
 from edgespec.loop.engines import load_vocab
 from edgespec.loop.sampling import Float32Array
+from edgespec.machine.files import part_names
 from edgespec.models.convert.gguf_tokenizer import build_tokenizer, tokenizer_config
 from edgespec.models.convert.layer_files import write_layer_files
-from edgespec.models.gguf_header import part_names
 from edgespec.models.gguf_model import (
     ROPE_FACTORS,
     Shapes,

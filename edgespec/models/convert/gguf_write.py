@@ -20,9 +20,10 @@ from typing import Any
 
 from edgespec import __version__
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
+from edgespec.machine.files import part_names
 from edgespec.models.convert.calibration import calibration_text
 from edgespec.models.convert.folder_from_gguf import Progress, check_space
-from edgespec.models.gguf_header import own_header, part_names, whole_number
+from edgespec.models.gguf_header import own_header, whole_number
 from edgespec.models.gguf_model import MOST_LAYERS, check_magic, is_gguf
 
 CHUNKS = 64  # of 512 tokens, that an importance matrix is computed from
