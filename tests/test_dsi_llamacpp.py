@@ -55,5 +55,8 @@ def test_what_does_not_go_together_is_refused(given: dict[str, object], message:
 
 def test_processes_share_memory_and_threads() -> None:
     given = LoadOptions(memory="6G", threads=3, budget=5)
-    assert share_of(2, given, folder=False) == replace(given, memory=3 << 30)
-    assert share_of(64, LoadOptions(), folder=True) == LoadOptions(threads=1)
+    for folder in (False, True):
+        assert share_of(2, given, folder=folder, taken=2 << 30) == replace(given, memory=2 << 30)
+    with pytest.raises(UsageError, match=r"memory is 6\.00 GiB, but the draft takes 7\.00 GiB"):
+        share_of(2, given, folder=False, taken=7 << 30)
+    assert share_of(64, LoadOptions(), folder=True, taken=1) == LoadOptions(threads=1)

@@ -9,7 +9,8 @@ from edgespec.loading.pair import open_backends, open_draft
 from edgespec.loop.backend import Backend, Placed, Vocab
 from edgespec.loop.engines import LoadOptions, choose_backend, load_vocab
 from edgespec.loop.same_vocab import check_same_vocab
-from edgespec.machine.memory import in_bytes
+from edgespec.machine.files import weight_files
+from edgespec.machine.memory import left_of
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.registry import Entry, find_model, is_folder, local_path
 from edgespec.scheduler.targets.coordinator import Targets
@@ -110,7 +111,9 @@ def open_targets(
         EdgespecError: anything that is wrong, as one line.
     """
     if count:
-        options = share_of(count, options, is_folder(entry.target))
+        files = weight_files(local_path(find_model(draft, models_file).target))
+        taken = sum(file.stat().st_size for file in files if file.exists())
+        options = share_of(count, options, folder=is_folder(entry.target), taken=taken)
     spec = ModelSpec(model, models_file, options, remember)
     with ExitStack() as undo:
         backend = open_draft(draft, models_file, options)
@@ -144,13 +147,26 @@ def open_targets(
     return cast(Backend, Remote(vocab, described[0], notes)), targets
 
 
-def share_of(count: int, options: LoadOptions, folder: bool) -> LoadOptions:
+def share_of(count: int, options: LoadOptions, *, folder: bool, taken: int) -> LoadOptions:
+    """
+    Args:
+        count: of copies.
+        options: of all together.
+        folder: the target is one, whose engine may know no memory.
+        taken: bytes of the draft.
+
+    Returns:
+        The options of one copy.
+
+    Raises:
+        UsageError: the draft leaves no memory.
+    """
     machine = this_machine()
     options = replace(options, threads=options.threads or max(1, machine.processors // count))
-    if folder:
+    if folder and options.memory is None:
         return options
-    memory = in_bytes("memory", options.memory)
-    return replace(options, memory=(memory if memory is not None else int(machine.free * (1 - SAFETY))) // count)
+    memory = int(machine.free * (1 - SAFETY)) if options.memory is None else options.memory
+    return replace(options, memory=left_of("memory", memory, taken) // count)
 
 
 def _describe(spec: ModelSpec, places: Sequence[Place]) -> list[Described]:
