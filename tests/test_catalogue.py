@@ -62,6 +62,12 @@ def test_what_fits(memory: int, disk: int, streamed: int, says: str) -> None:
     assert found.tokens_per_second == (pytest.approx(1 / seconds) if seconds else 0)
 
 
+def test_a_small_model_needs_little_memory() -> None:
+    small = fit(entry(GB // 10, 0), GB // 2, GB)
+    assert (small.verdict, small.order) == ("stays in memory", (0, -GB // 10))
+    assert fit(entry(GB, 0), GB // 2, GB).order == (3, GB)
+
+
 def test_what_is_here_needs_no_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     parts = [tmp_path / f"a-{i:05}-of-00002.gguf" for i in (1, 2)]
     for part in parts:

@@ -607,7 +607,7 @@ def fit_elsewhere(entry: Entry, machine: Machine) -> Fit:
     )
     speed = dict(first.tokens_per_second).get("none", 0.0)
     missing = 0 if one.here else one.size + one.draft_size
-    return Fit(entry, one.size, one.draft_size, missing, read, verdict, speed)
+    return Fit(entry, one.size, one.draft_size, missing, read, verdict, bool(first.cannot_run), speed)
 
 
 def as_dict(one: Elsewhere) -> dict[str, Any]:

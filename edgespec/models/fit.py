@@ -7,7 +7,8 @@ from edgespec.errors import EdgespecError
 from edgespec.machine.files import weight_files
 from edgespec.models.registry import Entry, local_path
 
-RUNTIME = 1_500_000_000  # bytes of keys and values of 4,096 tokens, buffers and the program, from 8 B to 70 B
+RUNTIME = 1_500_000_000  # most bytes of the program, its buffers, and keys and values of 4,096 tokens: an assumption
+PROGRAM = 300_000_000  # bytes of these where the model is small
 KEPT = 4 << 30  # bytes of a machine's memory for its system and other programs, at most half of it: an assumption
 MEMORY_SPEED, DISK_SPEED = 20e9, 2e9  # bytes per second of a usual laptop's processor and disk: assumptions
 LEAST = 1 / 16  # share of a target that must be in memory: some layers and the output
@@ -23,6 +24,7 @@ class Fit:
         missing: still to be fetched.
         streamed: read by every pass; an upper bound for mixtures of experts.
         verdict: the result, for the user.
+        cannot_run: its memory or disk is too small.
         tokens_per_second: of plain decoding, a lower bound for mixtures of experts; 0 if it cannot run.
     """
 
@@ -32,13 +34,14 @@ class Fit:
     missing: int
     streamed: int
     verdict: str
+    cannot_run: bool = False
     tokens_per_second: float = 0.0
 
     @property
     def order(self) -> tuple[int, int]:
         if not self.target:
             return 2, 0
-        if "too" in self.verdict:
+        if self.cannot_run:
             return 3, self.target
         return (1, self.streamed) if self.streamed else (0, -self.target)
 
@@ -54,21 +57,23 @@ def fit(entry: Entry, memory: int, disk: int, disk_speed: float = DISK_SPEED) ->
     """
     (target, have), (draft, have_draft) = (_size(entry, source) for source in (entry.target, entry.draft))
     missing = (0 if have else target) + (0 if have_draft else draft)
-    over = target + draft + RUNTIME - memory
+    runtime = min(RUNTIME, PROGRAM + target // 4)
+    over = target + draft + runtime - memory
     streamed = 0 if over <= 0 else min(over, target)
+    cannot_run = bool(target) and (missing > disk or draft + runtime + target * LEAST > memory)
     if not target:
         verdict = "size not known"
     elif missing > disk:
         verdict = f"too large for the disk: {disk / 1e9:.0f} GB are free"
-    elif draft + RUNTIME + target * LEAST > memory:
+    elif cannot_run:
         verdict = "too little memory"
     elif streamed:
         verdict = f"streams about {streamed / 1e9:.1f} GB per pass"
     else:
         verdict = "stays in memory"
     seconds = max(streamed / disk_speed, target / MEMORY_SPEED)  # layers are read ahead of the computation
-    speed = 1 / seconds if target and "too" not in verdict else 0.0
-    return Fit(entry, target, draft, missing, streamed, verdict, speed)
+    speed = 0.0 if cannot_run or not target else 1 / seconds
+    return Fit(entry, target, draft, missing, streamed, verdict, cannot_run, speed)
 
 
 def _size(entry: Entry, source: str | None) -> tuple[int, bool]:
