@@ -38,7 +38,8 @@ def test_own_entries_come_first_and_paths_are_relative_to_their_file(tmp_path: P
         ("models:\n  - {name: a, target: 'file:a'}\n  - {name: a, target: 'file:b'}\n", 3, "two models named"),
         ("models:\n  - name: [a\n", 3, "is not YAML"),
         ("models: 7\n", 1, "list"),
-        ("", 1, ""),
+        ("", 1, "must be a mapping with the key models, a list"),
+        ("- a\n", 1, "must be a mapping with the key models, a list"),
     ],
 )
 def test_a_broken_file_is_refused_with_its_name_and_line(tmp_path: Path, text: str, line: int, says: str) -> None:

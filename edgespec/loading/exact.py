@@ -27,8 +27,8 @@ def choose_way(
 ) -> Computing:
     """Choose how the engine computes a model that it is about to load.
 
-    The last of `plan.ways` is the usual one. Another is taken if it has the asked row class and is clearly faster, but
-    not if it lacks a class for many rows that the usual way has.
+    The last of `plan.ways` is the usual one. Another way is taken if it is clearly faster and has the asked row class.
+    It must have a class for many rows if the usual way has one.
 
     Args:
         engine: its name.

@@ -257,7 +257,7 @@ def bytes_forced_out(target: Backend) -> int:
 
 
 def open_draft(draft: str, models_file: str | None, options: LoadOptions) -> Backend:
-    """Load a draft whose target is in other processes; arguments and errors as for `open_backends`."""
+    """Load the draft of a target that other processes load. Arguments and errors: see `open_backends`."""
     source = find_model(draft, models_file).target
     here = replace(options.for_draft(), gpu_layers=options.gpu_layers, gpu_memory=options.gpu_memory, wide=False)
     name = choose_backend(is_folder(source), this_machine(), options.backend)

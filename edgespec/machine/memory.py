@@ -147,8 +147,8 @@ def available_pages(vm_stat: str) -> int:
         vm_stat: what macOS's program of this name prints.
 
     Returns:
-        Bytes that are free, and that the system reclaims first under pressure. One page may be both inactive and of a
-        file, so the larger number counts: of inactive pages, or of those of files and purgeable ones.
+        Bytes of free pages, and of pages that the system reclaims first. An inactive page may be a page of a file, too,
+        so only one kind counts, the one with more pages: inactive ones, or those of files and purgeable ones.
     """
     pages = {name: int(number) for name, number in re.findall(r"^([\w -]+):\s+(\d+)\.$", vm_stat, re.MULTILINE)}
     size = re.search(r"page size of (\d+) bytes", vm_stat)

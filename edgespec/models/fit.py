@@ -24,7 +24,7 @@ class Fit:
         missing: still to be fetched.
         streamed: read by every pass; an upper bound for mixtures of experts.
         verdict: the result, for the user.
-        cannot_run: its memory or disk is too small.
+        cannot_run: the memory or the disk is too small.
         tokens_per_second: of plain decoding, a lower bound for mixtures of experts; 0 if it cannot run.
     """
 

@@ -87,6 +87,8 @@ def read_models(path: Path) -> list[Entry]:
         RegistryError: names the file and the line.
     """
     found, node = read_yaml(path, RegistryError, _LIBYAML if path == BUILT_IN else yaml.SafeLoader)
+    if not isinstance(found, dict):
+        raise RegistryError(f"{path}, line 1: must be a mapping with the key models, a list")
     try:
         entries = _File.model_validate(found).models
     except ValidationError as error:
