@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.memory_group import evict, memory_group, weight_files
+from benchmarks.memory_group import evict, memory_group
 from benchmarks.offload import CONTEXT, interleaved, parse_models, weight_bytes
 from benchmarks.offload_report import make_report, tables
 from benchmarks.offload_worker import MLX_LM, Task, measure
 from edgespec.errors import EdgespecError, UsageError
+from edgespec.machine.files import weight_files
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-offload"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from edgespec.errors import EdgespecError
-from edgespec.models.gguf_header import part_names
+from edgespec.machine.files import weight_files
 
 GROUPS = Path("/sys/fs/cgroup")
 NO_LIMIT = 1 << 40
@@ -72,11 +72,6 @@ def memory_group() -> Iterator[Group]:
         yield group
     finally:
         group.folder.rmdir()
-
-
-def weight_files(model: str) -> list[Path]:
-    path = Path(model)
-    return list(path.glob("*.safetensors")) if path.is_dir() else [*map(path.with_name, part_names(path.name))]
 
 
 def evict(model: str) -> float:

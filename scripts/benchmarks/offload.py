@@ -13,12 +13,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.memory_group import NO_LIMIT, Group, evict, memory_group, weight_files
+from benchmarks.memory_group import NO_LIMIT, Group, evict, memory_group
 from benchmarks.offload_report import make_report
 from benchmarks.offload_worker import MLX_LM, Task
 from benchmarks.side_by_side import parse_variant
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.loop.sampling import SamplingParams
+from edgespec.machine.files import weight_files
 from edgespec.machine.memory import disk_bandwidth
 from edgespec.planners.choice import USE_DRAFT, check_planner
 
