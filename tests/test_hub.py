@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -698,8 +699,8 @@ def test_a_folder_without_weights_that_engines_read_is_one_line(fake: FakeHub, r
     "arguments",
     [
         ["convert", SOURCE, "out.gguf", "--to", "gguf", "--quant", "Q4_0"],
-        ["pair", SOURCE, "draft.gguf"],
-        ["doctor", SOURCE, "--draft", "draft.gguf"],
+        ["pair", SOURCE, "draft.gguf", "--yes"],
+        ["doctor", SOURCE, "--draft", "draft.gguf", "--yes"],
     ],
     ids=lambda arguments: arguments[0],
 )
@@ -707,7 +708,39 @@ def test_no_command_fetches_in_silence(run: Run, fake: FakeHub, arguments: list[
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     status, out, err = run(*arguments)
     assert (status, out) == (1, "")  # what is fetched is no GGUF
-    assert "fetching model.gguf" in err
+    assert re.search("fetching .*model.gguf", err)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["doctor", "mine"],
+        ["pair", "mine", "small.gguf"],
+        ["pair", "big.gguf", "mine"],
+        ["bench", "prompts.jsonl", "--model", "mine"],
+        ["bench", "prompts.jsonl", "--model", "big.gguf", "--draft", "mine", "--planners", "specexec"],
+        ["datastore", "build", "out.store", "prompts.jsonl", "--model", "mine"],
+        ["run", "smollm2-135m", "hi", "--draft", "mine"],
+        ["run", "with-draft", "hi", "--planner", "none", "--cascade", "0.5"],
+        ["bench", "prompts.jsonl", "--model", "with-draft", "--planners", "none", "--cascade", "0.5"],
+    ],
+    ids=" ".join,
+)
+def test_a_command_asks_before_it_fetches(
+    run: Run, fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.jsonl").write_text('{"prompt": "Hi"}\n', "utf-8")
+    models = Path(catalogue(tmp_path))
+    with models.open("a", encoding="utf-8") as file:
+        file.write(f"  - {{name: with-draft, target: 'file:big.gguf', draft: '{SOURCE}'}}\n")
+    status, out, err = run(*arguments, "--models", str(models))
+    assert (status, out, fake.sent) == (1, "", 0)
+    assert "owner/repo/model.gguf: 0.00 GB are not here yet; say --yes" in err
+    status, _, err = run(*arguments, "--models", str(models), "--yes")
+    assert (status, fake.sent) == (1, SIZE)  # what is fetched is no GGUF
+    assert "fetching owner/repo/model.gguf: 0.00 GB\n" in err
 
 
 def test_a_wrong_type_is_refused_before_a_model_is_fetched(run: Run, fake: FakeHub) -> None:

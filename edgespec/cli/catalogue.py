@@ -18,7 +18,7 @@ from edgespec.machine.memory import available_memory, format_size, parse_size
 from edgespec.machine.this_machine import this_machine
 from edgespec.models import hub, pulled
 from edgespec.models.fit import DISK_SPEED, KEPT, MEMORY_SPEED, Fit, fit
-from edgespec.models.registry import Entry, all_models, find_model, local_path
+from edgespec.models.registry import Entry, all_models, find_draft, find_model, local_path
 from edgespec.weights.plan import SAFETY, two_digits
 
 
@@ -276,6 +276,20 @@ def fetch_all(listings: dict[str, hub.Listing], err: bool = False) -> None:
             click.echo(path, err=err)
 
 
+def find_pair(model: str, draft: str | None, models_file: str | None, drafts: bool = True) -> list[Entry]:
+    """Entries of what a run loads, for `pull_what_is_missing`.
+
+    Args:
+        model: a name, path or source.
+        draft: the same, which takes the place of the draft in models.yaml.
+        models_file: a models.yaml besides the built-in one.
+        drafts: the run uses a draft.
+    """
+    entry = find_model(model, models_file)
+    found = [entry.model_copy(update={"draft": entry.draft if drafts and not draft else None})]
+    return found + ([find_draft(draft, entry, models_file).model_copy(update={"draft": None})] if draft else [])
+
+
 def pull_what_is_missing(entries: Sequence[Entry], yes: bool) -> None:
     """Fetch missing files before a run, after a question unless `yes`.
 
@@ -287,8 +301,11 @@ def pull_what_is_missing(entries: Sequence[Entry], yes: bool) -> None:
         return
     listings = ask(missing, entries, heads=True)
     size = sum(file.size for listing in listings.values() for file in listing.missing)
-    what = f"{', '.join(source[3:] for source in missing)}: {size / 1e9:.2f} GB are not here yet"
-    if size and not yes:
+    what = f"{', '.join(source[3:] for source in missing)}: {size / 1e9:.2f} GB"
+    if size and yes:
+        click.echo(f"fetching {what}", err=True)
+    elif size:
+        what += " are not here yet"
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise EdgespecError(f"{what}; say --yes, or fetch them first: edgespec pull {entries[0].name}")
         click.confirm(f"{what}. Fetch them?", default=True, abort=True, err=True)

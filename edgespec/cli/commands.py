@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from edgespec import __version__
-from edgespec.cli.catalogue import models, pull, pull_what_is_missing
+from edgespec.cli.catalogue import find_pair, models, pull, pull_what_is_missing
 from edgespec.cli.completion import complete_model
 from edgespec.cli.conversation import UNLIMITED, Conversation, check_max_tokens, session_file
 from edgespec.cli.convert import convert
@@ -57,7 +57,7 @@ from edgespec.machine.memory import parse_size
 from edgespec.machine.this_machine import this_machine
 from edgespec.model import Model, load
 from edgespec.models.own_sampling import choose_seed
-from edgespec.models.registry import find_draft, find_model, is_folder, local_path
+from edgespec.models.registry import find_model, is_folder, local_path
 from edgespec.planners.choice import USE_DRAFT
 
 
@@ -278,10 +278,12 @@ def _planner_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pull(model: str, options: dict[str, Any], yes: bool) -> None:
-    entry, draft = find_model(model, options["models_file"]), options["draft"]
-    drafts = (options["planner"] or entry.defaults.planner or "auto") in USE_DRAFT
-    needed = [entry.model_copy(update={"draft": entry.draft if drafts and not draft else None})]
-    needed += [find_draft(draft, entry, options["models_file"])] if draft else []
+    planner = options["planner"] or find_model(model, options["models_file"]).defaults.planner or "auto"
+    _pull_pair(model, options, yes, drafts=planner in USE_DRAFT or bool(options["cascade"]))
+
+
+def _pull_pair(model: str, options: dict[str, Any], yes: bool, *, drafts: bool) -> None:
+    needed = find_pair(model, options["draft"], options["models_file"], drafts)
     for one in needed:  # before the fetch, refuse a model whose engine is not installed
         find_engine(options["backend"] or choose_backend(is_folder(one.target), this_machine()))
     pull_what_is_missing(needed, yes)
@@ -393,6 +395,7 @@ Examples:
 @click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: all that are installed]")
 @DOCTOR_OPTIONS
 @MACHINE_OPTION
+@YES_OPTION
 @click.option("--describe", is_flag=True, help="Only print this machine, in the form that --machine reads.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
@@ -401,7 +404,7 @@ Examples:
     help=f"Only delete the measured pass times of all models. Runs with {remembered.OFF}=1 set measure none.",
 )
 def doctor(
-    model: str, backend: str | None, machine: str | None, describe: bool, as_json: bool, forget_costs: bool,
+    model: str, backend: str | None, machine: str | None, describe: bool, as_json: bool, forget_costs: bool, yes: bool,
     **options: Any,
 ) -> None:  # fmt: skip
     """Predict how MODEL runs here: what stays in memory, what is streamed, how fast, and what limits it.
@@ -426,6 +429,7 @@ def doctor(
         return
     from edgespec.measure.doctor import as_dict, compare, diagnose, recommendation, report
 
+    _pull_pair(model, {"backend": backend, **options}, yes, drafts=True)
     with LoadingBar(model) as bar:
         options["say"] = lambda what: bar.say(f"measuring: {what}")
         found = [diagnose(model, backend=backend, **options)] if backend else compare(model, **options)
@@ -485,8 +489,9 @@ Example:
 @click.option("--raw", is_flag=True, help="Continue prompts as they are, without the chat template.")
 @click.option("--system", type=TEXT, help="System message.")
 @SAMPLING_OPTIONS
+@YES_OPTION
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bench(prompts: str, model: str, planners: str, as_json: bool, **options: Any) -> None:
+def bench(prompts: str, model: str, planners: str, yes: bool, as_json: bool, **options: Any) -> None:
     """Compare planners on a file of prompts, and check every text against plain decoding.
 
     Each line of PROMPTS.jsonl is an object with `prompt`, `question` or `text`, or with `turns`, whose first is
@@ -498,6 +503,7 @@ def bench(prompts: str, model: str, planners: str, as_json: bool, **options: Any
 
     sampling, names = _sampling(options), [name.strip() for name in planners.split(",")]
     chosen, questions = _planner_options(options), read_prompts(Path(prompts), options.pop("limit"))
+    _pull_pair(model, options, yes, drafts=bool(options["cascade"] or {*names} & {*USE_DRAFT}))
     with LoadingBar(model) as bar:
         report = run_bench(
             model, questions, names, sampling, chosen, progress=sys.stderr.isatty(), say=bar.say,
@@ -523,7 +529,8 @@ Example:
 @click.argument("texts", nargs=-1, required=True)
 @model_option("The model whose tokenizer is used.")
 @MODELS_OPTION
-def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: str | None) -> None:
+@YES_OPTION
+def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: str | None, yes: bool) -> None:
     """Tokenise TEXT files and folders (text, source code, JSON, JSONL, .gz of these) into the datastore OUT.
 
     An existing OUT is replaced only if it is a datastore.
@@ -532,6 +539,8 @@ def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: s
 
     check_out(out, texts)
     source = find_model(model, models_file).target
+    if not is_folder(source):  # of a folder only the tokenizer is fetched
+        pull_what_is_missing(find_pair(model, None, models_file, drafts=False), yes)
     vocab = load_vocab(choose_backend(is_folder(source), this_machine()), local_path(source, weights=False))
     skipped = list[Path]()
     with Bars() as bars:

@@ -5,11 +5,12 @@ from typing import Any
 
 import click
 
+from edgespec.cli.catalogue import find_pair, pull_what_is_missing
 from edgespec.cli.completion import complete_model
-from edgespec.cli.options import MODELS_OPTION
+from edgespec.cli.options import MODELS_OPTION, YES_OPTION
 from edgespec.cli.terminal import Bars
 from edgespec.errors import UsageError
-from edgespec.models.registry import OWN, Entry, find_model, is_folder, local_path
+from edgespec.models.registry import OWN, find_model, is_folder, local_path
 
 
 @click.command(
@@ -33,10 +34,11 @@ Examples:
 @click.option("--png", metavar="FILE", help="Draw tokens per pass and tokens/s by budget.")
 @click.option("--write", metavar="NAME", help="Add the pair with its figures to your own models.yaml.")
 @MODELS_OPTION
+@YES_OPTION
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; with --find one a line for each draft.")
 def pair(
     target: str, draft: str | None, find: bool, quick: bool, count: int, max_tokens: int, budget: int,
-    context_length: int, png: str | None, write: str | None, as_json: bool, **options: Any,
+    context_length: int, png: str | None, write: str | None, yes: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Check whether DRAFT suits TARGET, and measure what it gains here.
 
@@ -62,9 +64,14 @@ def pair(
     draft = None if find else draft or entry.draft
     if quick and not draft:
         raise UsageError("--quick compares two models: name a draft")
+    needed = find_pair(target, draft, options["models_file"], drafts=False)
+    for model in needed:
+        if is_folder(model.target):
+            raise UsageError(f"{model.target.partition(':')[2]} is a model folder; pairs are measured of GGUF files")
+    pull_what_is_missing(needed, yes)
     good, candidates = list[str](), [draft] if draft else []
     with Bars(transient=True) as bar:
-        path = _file(entry, bar)
+        path = local_path(entry.target)
         if find:
             bar.say("looking for drafts")
             candidates = drafts_here(path, options["models_file"])
@@ -101,12 +108,6 @@ def pair(
         click.echo(f"{own}: {write} is added", err=True)
 
 
-def _file(entry: Entry, bar: Bars) -> str:
-    if is_folder(entry.target):
-        raise UsageError(f"{entry.target.partition(':')[2]} is a model folder; pairs are measured of GGUF files")
-    return local_path(entry.target, say=bar.say)
-
-
 def _suits(
     path: str, draft: str, context_length: int, quietly: bool, bar: Bars, *, memory: str | None, models_file: str | None
 ) -> bool:
@@ -116,7 +117,7 @@ def _suits(
 
     if draft in OWN:
         raise UsageError(no_states(draft))
-    other = _file(find_model(draft, models_file), bar)
+    other = local_path(find_model(draft, models_file).target)
     room = parse_size(memory) if memory else available_memory()
     verdict = check_pair(path, other, context_length=context_length, memory=room)
     if not quietly:
