@@ -738,6 +738,8 @@ def test_a_command_asks_before_it_fetches(
     status, out, err = run(*arguments, "--models", str(models))
     assert (status, out, fake.sent) == (1, "", 0)
     assert "owner/repo/model.gguf: 0.00 GB are not here yet; say --yes" in err
+    missing = "with-draft" if "with-draft" in arguments else "mine"
+    assert err.endswith(f"edgespec pull {missing} --models {models}\n")
     status, _, err = run(*arguments, "--models", str(models), "--yes")
     assert (status, fake.sent) == (1, SIZE)  # what is fetched is no GGUF
     assert "fetching owner/repo/model.gguf: 0.00 GB\n" in err

@@ -1,5 +1,6 @@
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -290,8 +291,13 @@ def find_pair(model: str, draft: str | None, models_file: str | None, drafts: bo
     return found + ([find_draft(draft, entry, models_file).model_copy(update={"draft": None})] if draft else [])
 
 
-def pull_what_is_missing(entries: Sequence[Entry], yes: bool) -> None:
+def pull_what_is_missing(entries: Sequence[Entry], models_file: str | None, yes: bool) -> None:
     """Fetch missing files before a run, after a question unless `yes`.
+
+    Args:
+        entries: of `find_pair`.
+        models_file: in which their names are, besides the built-in one.
+        yes: do not ask.
 
     Raises:
         EdgespecError: files are missing, and there is no terminal for the question.
@@ -307,6 +313,8 @@ def pull_what_is_missing(entries: Sequence[Entry], yes: bool) -> None:
     elif size:
         what += " are not here yet"
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise EdgespecError(f"{what}; say --yes, or fetch them first: edgespec pull {entries[0].name}")
+            lacking = [entry.name for entry in entries if {entry.target, entry.draft} & {*missing}]
+            pull = shlex.join([*dict.fromkeys(lacking), *(["--models", models_file] if models_file else [])])
+            raise EdgespecError(f"{what}; say --yes, or fetch them first: edgespec pull {pull}")
         click.confirm(f"{what}. Fetch them?", default=True, abort=True, err=True)
     fetch_all(listings, err=True)

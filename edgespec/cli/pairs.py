@@ -68,7 +68,7 @@ def pair(
     for model in needed:
         if is_folder(model.target):
             raise UsageError(f"{model.target.partition(':')[2]} is a model folder; pairs are measured of GGUF files")
-    pull_what_is_missing(needed, yes)
+    pull_what_is_missing(needed, options["models_file"], yes)
     good, candidates = list[str](), [draft] if draft else []
     with Bars(transient=True) as bar:
         path = local_path(entry.target)
