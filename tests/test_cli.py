@@ -156,6 +156,7 @@ def test_models_lists_the_demo_model(run: Run) -> None:
         (["x.gguf", "hi", "--planner", "magic"], 2, "there is no planner 'magic'"),
         (["x.gguf", "hi", "--planner", "specexec"], 2, "needs a draft model"),
         (["x.gguf", "hi", "--planner", "none", "--datastore", "d"], 2, "does not use a datastore"),
+        (["x.gguf", "hi", "--planner", "sssd", "--draft", "y.gguf"], 2, "planner sssd does not use a draft; auto"),
         (["x.gguf", "hi", "--planner", "sssd", "--tau", "1"], 2, "has no option 'tau'"),
         (["x.gguf", "hi", "--draft", "y.gguf", "--tau", "nan"], 2, "tau is nan"),
         (["x.gguf", "hi", "--max-tokens", "0"], 2, "max tokens is 0"),

@@ -478,6 +478,12 @@ def test_run_fetches_when_told_to(fake: FakeHub, run: Run, smollm2_tiny: Path, m
     assert "snapshots" not in out  # only the answer
 
 
+def test_plain_decoding_fetches_no_draft(fake: FakeHub, run: Run) -> None:
+    status, _, err = run("run", "big.gguf", "hi", "--draft", SOURCE, "--planner", "none", "--yes")
+    assert (status, fake.sent) == (1, 0)
+    assert err.splitlines()[0] == "note: the planner none does not use a draft"
+
+
 def everything_in(cache: Path) -> set[str]:
     return {str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file() and ".locks" not in path.parts}
 

@@ -58,7 +58,7 @@ from edgespec.machine.this_machine import this_machine
 from edgespec.model import Model, load
 from edgespec.models.own_sampling import choose_seed
 from edgespec.models.registry import find_model, is_folder, local_path
-from edgespec.planners.choice import USE_DRAFT
+from edgespec.planners.choice import USE_DATASTORE, USE_DRAFT, check_planner
 
 
 def main(command: click.Command | None = None, arguments: list[str] | None = None) -> None:
@@ -279,7 +279,24 @@ def _planner_options(options: dict[str, Any]) -> dict[str, Any]:
 
 def _pull(model: str, options: dict[str, Any], yes: bool) -> None:
     planner = options["planner"] or find_model(model, options["models_file"]).defaults.planner or "auto"
+    if planner == "none" and options["draft"] and not options["cascade"]:  # the same options, decoded plainly
+        click.echo("note: the planner none does not use a draft", err=True)
+        options = options | {"draft": None}
+    _check_used([planner], options)
     _pull_pair(model, options, yes, drafts=planner in USE_DRAFT or bool(options["cascade"]))
+
+
+def _check_used(planners: Sequence[str], options: dict[str, Any]) -> None:
+    """
+    Raises:
+        UsageError: a planner does not exist, or none of them uses the draft or the datastore that is given.
+    """
+    for name in planners:
+        check_planner(name, True, False, {})
+    for name, users in (("draft", USE_DRAFT), ("datastore", USE_DATASTORE)):
+        if options[name] and not {*planners} & {*users} and not (name == "draft" and options["cascade"]):
+            who = f"planner {planners[0]} does" if len(planners) == 1 else f"planners {', '.join(planners)} do"
+            raise UsageError(f"the {who} not use a {name}; {', '.join(users)} do")
 
 
 def _pull_pair(model: str, options: dict[str, Any], yes: bool, *, drafts: bool) -> None:
