@@ -441,7 +441,13 @@ def test_bench_compares_planners_and_finds_nothing_wrong(run: Run, smollm2_tiny:
         assert abs(row["draft_share"] + row["target_share"] + row["plan_share"] - 1) < 1e-9
         assert set(row["by_category"]) == {"a", "b"}
     assert report["planners"]["none"]["acceptance_length"] == 1
-    assert "acceptance length" in run(*arguments)[1]
+    shown = run(*arguments)[1]
+    assert "acceptance length" in shown
+    assert "specexec" in shown  # by default, too, where a draft is given
+    copying = "the planners none, sssd do not use a draft; auto, specexec, "
+    refused(run, *arguments, "--planners", "none,sssd", code=2, says=copying)
+    store = ["--datastore", "x.store", "--planners", "none,chain"]
+    refused(run, *arguments, *store, code=2, says="none, chain do not use a datastore; auto, sssd, lookahead do")
 
 
 def test_bench_counts_seeds_on_beyond_the_largest(run: Run, smollm2_tiny: Path, tmp_path: Path) -> None:

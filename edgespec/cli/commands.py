@@ -498,7 +498,8 @@ Example:
 @click.argument("prompts", metavar="PROMPTS.jsonl")
 @model_option("Target: a name, path or source.")
 @click.option(
-    "--planners", default="none,sssd", show_default=True, help="Comma-separated; `none` is always among them."
+    "--planners",
+    help="Comma-separated; `none` is always among them. [default: none,sssd, with --draft none,sssd,specexec]",
 )
 @MODEL_OPTIONS
 @click.option("--max-tokens", "-n", type=int, default=96, show_default=True, help="Most tokens per prompt.")
@@ -508,7 +509,7 @@ Example:
 @SAMPLING_OPTIONS
 @YES_OPTION
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bench(prompts: str, model: str, planners: str, yes: bool, as_json: bool, **options: Any) -> None:
+def bench(prompts: str, model: str, planners: str | None, yes: bool, as_json: bool, **options: Any) -> None:
     """Compare planners on a file of prompts, and check every text against plain decoding.
 
     Each line of PROMPTS.jsonl is an object with `prompt`, `question` or `text`, or with `turns`, whose first is
@@ -518,7 +519,12 @@ def bench(prompts: str, model: str, planners: str, yes: bool, as_json: bool, **o
     """
     from edgespec.measure.texts import bench_table, read_prompts, run_bench
 
-    sampling, names = _sampling(options), [name.strip() for name in planners.split(",")]
+    usual = "none,sssd,specexec" if options["draft"] else "none,sssd"
+    sampling, names = (
+        _sampling(options),
+        [name.strip() for name in (usual if planners is None else planners).split(",")],
+    )
+    _check_used(names, options)
     chosen, questions = _planner_options(options), read_prompts(Path(prompts), options.pop("limit"))
     _pull_pair(model, options, yes, drafts=bool(options["cascade"] or {*names} & {*USE_DRAFT}))
     with LoadingBar(model) as bar:
