@@ -134,7 +134,7 @@ def test_pair_says_how_a_head_is_measured(files: dict[str, Path], run: Run, draf
     status, out, err = run("pair", str(files["llama"]), name)
     assert (status > 0, out) == (True, "")
     assert f"{name}: drafts from states of its target" in err
-    assert f"edgespec bench TARGET --draft {name} measures it" in err
+    assert f"edgespec bench PROMPTS.jsonl --model TARGET --draft {name} measures it" in err
 
 
 def drop(*parts: str) -> Change:

@@ -74,8 +74,8 @@ def check_pair(target: str, draft: str, *, context_length: int, memory: int) -> 
 
 def no_states(draft: str) -> str:
     return (
-        f"{draft}: drafts from states of its target, which recorded answers do not hold: edgespec bench TARGET "
-        f"--draft {draft} measures it"
+        f"{draft}: drafts from states of its target, which recorded answers do not hold: edgespec bench "
+        f"PROMPTS.jsonl --model TARGET --draft {draft} measures it"
     )
 
 
