@@ -224,6 +224,17 @@ def slow_to_load(tmp_path):
 class TestCommand:
     """What is wrong is said before a model is loaded."""
 
+    @pytest.fixture
+    def served(self, monkeypatch):
+        """The arguments of each server that would be started, with no model."""
+        found = []
+        monkeypatch.setattr(
+            edgespec.cli.serve, "serve", lambda model, name, *more, **options: found.append({"name": name, **options})
+        )
+        monkeypatch.setattr(edgespec.cli.commands, "_pull", lambda *arguments: None)
+        monkeypatch.setattr(edgespec.cli.commands, "_loaded", lambda *arguments: nullcontext())
+        return found
+
     @pytest.mark.parametrize(
         ("arguments", "says"),
         [
@@ -231,6 +242,7 @@ class TestCommand:
             (["--host", "192.0.2.1", "--port", "0", "--no-key"], "cannot listen on 192.0.2.1"),
             (["--port", "70000"], "from 0 to 65535"),
             (["--api-key-file", "nowhere.txt"], "nowhere.txt"),
+            (["--api-key-file", "nowhere.txt", "--no-key"], "--no-key goes without --api-key-file"),
             (["--port", "0", "--parallel", "0"], "parallel is 0"),
             (["--port", "0", "--planner", "magic"], "no planner 'magic'"),
         ],
@@ -265,13 +277,15 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("file", "name"), [("qwen2.5-1.5b", "qwen2.5-1.5b"), ("big-1.5b.gguf", "big-1.5b"), ("v1.5/.", "v1.5")]
     )
-    def test_the_name_of_the_model_is_whole(self, run, tmp_path, monkeypatch, file, name):
-        served = []
-        monkeypatch.setattr(edgespec.cli.serve, "serve", lambda model, name, *more, **options: served.append(name))
-        monkeypatch.setattr(edgespec.cli.commands, "_pull", lambda *arguments: None)
-        monkeypatch.setattr(edgespec.cli.commands, "_loaded", lambda *arguments: nullcontext())
+    def test_the_name_of_the_model_is_whole(self, run, tmp_path, served, file, name):
         run("serve", f"{tmp_path}/{file}", "--port", "0")
-        assert served == [name]
+        assert served[0]["name"] == name
+
+    def test_no_key_is_none_also_where_the_environment_has_one(self, run, served, monkeypatch):
+        monkeypatch.setenv("EDGESPEC_API_KEY", "secret")
+        for arguments, keys in (([], ["secret"]), (["--no-key"], [])):
+            run("serve", "x.gguf", "--port", "0", *arguments)
+            assert served[-1]["keys"] == keys
 
     def test_a_key_file_with_a_byte_order_mark(self, tmp_path):
         (tmp_path / "keys").write_text("\ufeffone\r\ntwo\r\n", "utf-8")

@@ -349,7 +349,9 @@ Examples:
 @click.option(
     "--api-key-file", metavar="FILE", help="Keys that clients must send, one a line. [default: $EDGESPEC_API_KEY]"
 )
-@click.option("--no-key", is_flag=True, help="Serve every client that reaches --host.")
+@click.option(
+    "--no-key", is_flag=True, help="Serve every client that reaches --host, also where $EDGESPEC_API_KEY is set."
+)
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Answer also for this name; repeatable.")
 @click.option("--allow-origin", "origins", multiple=True, metavar="URL", help="Serve pages of this origin; repeatable.")
 @click.option(
@@ -384,7 +386,9 @@ def serve(
         if options[name] and not allow_approximate:
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option} serves texts that are not the model's own: add --allow-approximate")
-    keys, most_kept = server.read_keys(api_key, api_key_file), parse_size(keep_size)
+    if no_key and (api_key, api_key_file) != (None, None):
+        raise UsageError("--no-key goes without --api-key-file, whose keys clients must send: leave one out")
+    keys, most_kept = [] if no_key else server.read_keys(api_key, api_key_file), parse_size(keep_size)
     if keep and Path(keep).is_file():
         raise UsageError(f"--keep-on-disk {keep}: is a file; give a folder, or write MODEL in front of --keep-on-disk")
     guard: dict[str, Any] = {"log": log, "keys": keys, "hosts": hosts, "origins": origins}
