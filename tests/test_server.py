@@ -465,6 +465,23 @@ class TestErrors:
         assert "\n" not in error["message"]
         assert error["type"] == "invalid_request_error"
 
+    @pytest.mark.parametrize(
+        ("path", "extra", "says"),
+        [
+            ("messages", {"plain": True}, "edgespec.plain is not for this interface; /v1/chat/completions takes it"),
+            ("messages", {"plain": False, "lark": "start: /a/"}, "edgespec.lark is not for this interface"),
+            ("responses", {"regex": "a", "plain": True}, "edgespec.plain is not for this interface"),
+            ("responses", {"trace": "passes"}, "edgespec.trace is not for this interface"),
+            ("responses", {"speculate_tools": True}, "edgespec.speculate_tools is not for this interface"),
+        ],
+    )
+    def test_what_an_interface_would_ignore_is_refused(self, client, path, extra, says):
+        body = HELLO | {"input": "hello", "max_tokens": 4, "max_output_tokens": 4, "edgespec": extra}
+        answer = client.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 400
+        assert says in answer.json()["error"]["message"]
+        assert client.post(f"/v1/{path}", json=body | {"edgespec": {"plain": False}}).status_code == 200
+
     def test_the_context_is_named(self, client):
         answer = client.post("/v1/completions", json={"prompt": "a" * 600})
         assert answer.json()["error"]["code"] == "context_length_exceeded"

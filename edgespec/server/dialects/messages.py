@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -12,6 +13,7 @@ from edgespec.scheduler.requests import Ended, Event
 from edgespec.server.answers import Answer, Answers, Parts
 from edgespec.server.conversation import Conversation, Piece, Question, Thought, Turn, text_of
 from edgespec.server.dialects.dialect import Dialect, Writer
+from edgespec.server.dialects.openai import Extra
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, Tools, choose_tools, replayed
@@ -37,6 +39,7 @@ class MessagesBody(CountBody):
     max_tokens: int
     stop_sequences: list[str] | None = None
     stream: bool = False
+    edgespec: Extra = Field(default_factory=Extra)
 
 
 async def count_tokens(http: HttpRequest) -> Response:
@@ -47,6 +50,7 @@ async def count_tokens(http: HttpRequest) -> Response:
 
 
 def question_of(body: MessagesBody) -> Question:
+    body.edgespec.check()
     stop = body.stop_sequences or ()
     return Question(body.sampling, conversation_of(body), max_tokens=body.max_tokens, stop=stop)
 

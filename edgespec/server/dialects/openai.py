@@ -27,6 +27,13 @@ class Extra(Lenient):
     regex: str | None = None
     lark: str | None = None
 
+    def check(self, *taken: str) -> None:
+        """Raise Refused for a member that an interface would ignore, since it takes only these."""
+        for name, value in self:
+            if value and name not in taken:
+                says = f"edgespec.{name} is not for this interface; /v1/chat/completions takes it"
+                raise Refused(400, says, param="edgespec")
+
 
 class OpenAIBody(SamplingFields):
     model: str = ""

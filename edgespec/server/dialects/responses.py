@@ -35,6 +35,7 @@ class ResponsesBody(OpenAIBody):
 def question_of(body: ResponsesBody) -> Question:
     if body.previous_response_id or body.conversation:
         raise Refused(400, "answers are not stored here: send the whole conversation as input")
+    body.edgespec.check("regex", "lark")
     form = (body.text or {}).get("format")
     if form is not None and not isinstance(form, dict):
         raise Refused(400, f"text.format is {form!r}, but must be an object with a type", param="text.format")
