@@ -128,9 +128,17 @@ def test_retry_takes_the_next_seed_and_replaces_the_answer() -> None:
         assert second != first
         assert second == model.chat("hello", max_tokens=12, seed=4, temperature=0.9).text
         assert [message["content"] for message in conversation.messages] == ["hello", second]
-        conversation.set("temperature", "0")
-        with pytest.raises(UsageError, match="the same answer would come"):
-            conversation.retry()
+        greedy = {"max_tokens": 12, "temperature": 0}
+        asked = [{"role": "user", "content": "hello"}]
+        for name, value in (("temperature", 0), ("max_tokens", 9), ("repetition_penalty", 1.5), ("system", "be bad")):
+            conversation.set(name, str(value))
+            if name == "system":
+                asked = [{"role": "system", "content": value}, *asked]
+            else:
+                greedy[name] = value
+            assert conversation.retry().text == model.chat(asked, **greedy).text
+            with pytest.raises(UsageError, match="the same answer would come"):
+                conversation.retry()
 
 
 def test_retry_answers_the_message_whose_answer_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ class Conversation:
     _left_out: int = field(default=0, init=False)  # oldest messages that are not sent
     _unanswered: list[Message] = field(default_factory=list, init=False)  # turns up to a question that got no text
     _said: bool = field(default=False, init=False)
+    _made_with: Any = field(default=None, init=False)  # of the last answer: what decides it at temperature 0
 
     @property
     def system(self) -> list[Message]:
@@ -75,7 +76,8 @@ class Conversation:
         """
         if not self.turns and not self._unanswered:
             raise UsageError("there is no answer to retry")
-        if self.sampling.temperature == 0 and not (self.last and self.last.finish_reason == "interrupted"):
+        interrupted = self.last and self.last.finish_reason == "interrupted"
+        if self.sampling.temperature == 0 and self._made_with == self._decisive() and not interrupted:
             raise UsageError("temperature is 0, so the same answer would come: /set temperature 0.7")
         self.options["seed"] = (self.sampling.seed + 1) % 2**64
         return self._answer([*self.system, *(self._unanswered or self.turns[:-1])])
@@ -108,7 +110,7 @@ class Conversation:
         messages = self.model.scheduler.load(path)
         if not messages:
             raise UsageError(f"{path}: has no messages")
-        self.messages, self._left_out, self._unanswered = messages, 0, []
+        self.messages, self._left_out, self._unanswered, self._made_with = messages, 0, [], None
 
     def _session_file(self, command: str, name: str) -> Path:
         if not isinstance(self.model.scheduler, Scheduler):
@@ -152,13 +154,16 @@ class Conversation:
 
     def _answer(self, asked: list[Message]) -> GenerationResult:
         prompt = self._that_fit(asked)
-        self.last, self._unanswered = None, asked[len(self.system) :]
+        self.last, self._unanswered, self._made_with = None, asked[len(self.system) :], self._decisive()
         try:
             return self._write(prompt)
         finally:
             if self.last and self.last.text:
                 self.messages, self._unanswered = [*asked, {"role": "assistant", "content": self.last.text}], []
                 self.save()
+
+    def _decisive(self) -> Any:
+        return {name: value for name, value in self.options.items() if name != "seed"}, self.system
 
     def _write(self, prompt: Any) -> GenerationResult:
         limit = self.model.target.capabilities.context_length
