@@ -444,6 +444,8 @@ def test_how_often_two_models_agree(run: Run, smollm2_tiny: Path, monkeypatch: p
         (["a.gguf", "b.gguf", "--tasks", "poems"], 2, "there is no task 'poems'"),
         (["a.gguf", "b.gguf", "--questions", "9"], 2, "there are 1 to 5"),
         (["a.gguf", "b.gguf", "--budget", "0"], 2, "budget is 0"),
+        (["a.gguf", "b.gguf", "-n", "1"], 2, "max tokens is 1, but must be at least 2"),
+        (["a.gguf", "b.gguf", "--write", ""], 2, "--write is empty: give a name"),
         (["a.gguf", "--quick"], 2, "--quick compares two models"),
         (["a.gguf", "b.gguf", "--quick", "--write", "mine"], 2, "--quick measures no speed: it goes without --write"),
         (["a.gguf", "b.gguf", "--find"], 2, "--find tries all drafts there are"),

@@ -9,7 +9,7 @@ from edgespec.cli.catalogue import find_pair, pull_what_is_missing
 from edgespec.cli.completion import complete_model
 from edgespec.cli.options import MODELS_OPTION, YES_OPTION
 from edgespec.cli.terminal import Bars
-from edgespec.errors import UsageError
+from edgespec.errors import UsageError, check_whole
 from edgespec.models.registry import OWN, find_model, is_folder, local_path
 
 
@@ -50,9 +50,11 @@ def pair(
     from edgespec.measure.recording import questions
 
     asked = questions([task.strip() for task in options.pop("tasks").split(",")], count)
-    for name, value in (("max tokens", max_tokens), ("budget", budget)):
-        if value < 1:
-            raise UsageError(f"{name} is {value}, but must be at least 1")
+    check_whole("max tokens", max_tokens, 2)  # the first needs no pass
+    check_whole("budget", budget, 1)
+    for name, value in (("--png", png), ("--write", write)):
+        if value == "":
+            raise UsageError(f"{name} is empty: give a name")
     if find and (draft or quick or write or png):
         raise UsageError("--find tries all drafts there are: it goes without DRAFT, --quick, --write and --png")
     if quick and (write or png):
