@@ -139,7 +139,12 @@ Examples:
 @click.option("--grammar", metavar="FILE", help="Answer by the Lark grammar in FILE.")
 @click.option("--system", type=TEXT, help="System message.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
-@click.option("--resume", metavar="FILE", help="Continue the session in FILE, if it exists, and save it there.")
+@click.option(
+    "--resume",
+    metavar="FILE",
+    help="Continue the conversation in FILE, if it exists, and save it there. With --raw PROMPT is the whole text, and "
+    "what FILE has of it is not prefilled again.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with text, tokens and statistics.")
 @YES_OPTION
 @click.option(
