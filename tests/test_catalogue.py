@@ -95,6 +95,12 @@ def test_one_models_settings_are_those_of_every_machine(run: Run, option: list[s
     assert f"{option[0]} goes without MODEL" in err
 
 
+def test_a_wrong_size_names_its_option(run: Run) -> None:
+    status, out, err = run("models", "--memory", "abc")
+    assert (status, out) == (2, "")
+    assert err == "edgespec: --memory: 'abc' is not a size: write for example 12G, 900M or 1.5GiB\n"
+
+
 def test_models_sorted_by_how_they_fit(run: Run) -> None:
     status, out, _ = run("models", "--fit", "--memory", "24G", "--json")
     assert status == 0

@@ -148,6 +148,7 @@ def test_models_lists_the_demo_model(run: Run) -> None:
         (["x.gguf", "  \n"], 2, "prompt is empty"),
         (["x.gguf", "hi", "--budget", "0"], 2, "budget is 0"),
         (["x.gguf", "hi", "--gpu-layers", "-2"], 2, "--gpu-layers is '-2', but must be a number, -1 for all layers"),
+        (["x.gguf", "hi", "--ctx", "-1"], 2, "--ctx is -1, but must be from 0 to 16777216"),
         (["x.gguf", "hi", "--threads", "0"], 2, "threads is 0, but must be from 1 to 1024"),
         (["x.gguf", "hi", "--budget", "many"], 2, "many"),
         (["x.gguf", "hi", "--temperature", "-1"], 2, "temperature is -1.0"),

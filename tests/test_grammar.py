@@ -220,8 +220,8 @@ def test_the_command_line(run, tmp_path):
     assert out.strip() in ("yes", "no")
     for arguments, says in [
         (["--json-schema", "nowhere.json"], "nowhere.json"),
-        (["--json-schema", str(tmp_path / "rules.lark")], "not a JSON object"),
-        (["--grammar", str(tmp_path / "schema.json")], "lark cannot be used"),
+        (["--json-schema", str(tmp_path / "rules.lark")], "rules.lark: the JSON schema is not a JSON object"),
+        (["--grammar", str(tmp_path / "schema.json")], "schema.json: the lark cannot be used"),
         (["--grammar", "a", "--json-schema", "b"], "not both"),
     ]:
         code, out, error = run(*common, *arguments)

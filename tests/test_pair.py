@@ -446,6 +446,8 @@ def test_how_often_two_models_agree(run: Run, smollm2_tiny: Path, monkeypatch: p
         (["a.gguf", "b.gguf", "--budget", "0"], 2, "budget is 0"),
         (["a.gguf", "b.gguf", "-n", "1"], 2, "max tokens is 1, but must be at least 2"),
         (["a.gguf", "b.gguf", "--write", ""], 2, "--write is empty: give a name"),
+        (["a.gguf", "b.gguf", "--memory", "abc"], 2, "--memory: 'abc' is not a size"),
+        (["a.gguf", "b.gguf", "--ctx", "-1"], 2, "--ctx is -1, but must be from 0 to 16777216"),
         (["a.gguf", "--quick"], 2, "--quick compares two models"),
         (["a.gguf", "b.gguf", "--quick", "--write", "mine"], 2, "--quick measures no speed: it goes without --write"),
         (["a.gguf", "b.gguf", "--find"], 2, "--find tries all drafts there are"),

@@ -241,6 +241,7 @@ class TestCommand:
             (["--host", "0.0.0.0", "--port", "0"], "--no-key"),
             (["--host", "192.0.2.1", "--port", "0", "--no-key"], "cannot listen on 192.0.2.1"),
             (["--port", "70000"], "from 0 to 65535"),
+            (["--keep-size", "abc"], "--keep-size: 'abc' is not a size"),
             (["--api-key-file", "nowhere.txt"], "nowhere.txt"),
             (["--api-key-file", "nowhere.txt", "--no-key"], "--no-key goes without --api-key-file"),
             (["--port", "0", "--parallel", "0"], "parallel is 0"),

@@ -15,7 +15,7 @@ from edgespec.cli.terminal import Bars
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.machine.disk import recall_reading
 from edgespec.machine.files import part_names
-from edgespec.machine.memory import available_memory, format_size, parse_size
+from edgespec.machine.memory import available_memory, format_size, in_bytes
 from edgespec.machine.this_machine import this_machine
 from edgespec.models import hub, pulled
 from edgespec.models.fit import DISK_SPEED, KEPT, MEMORY_SPEED, Fit, fit
@@ -99,7 +99,7 @@ def models(
 
 
 def _here(memory: str | None, models_file: str | None) -> tuple[list[Fit], str]:
-    given = parse_size(memory) if memory else 0
+    given = in_bytes("--memory", memory) or 0
     kept = min(KEPT, given // 2)
     room = int(((given - kept) or available_memory()) * (1 - SAFETY))
     cache = next(place for place in (_cache(), *_cache().parents) if place.exists())

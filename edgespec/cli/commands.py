@@ -45,6 +45,7 @@ from edgespec.cli.terminal import (
     held_input,
     is_dumb,
     last_lines,
+    naming_grammar,
     open_streams,
     read_grammar,
     show,
@@ -53,7 +54,7 @@ from edgespec.errors import EdgespecError, UsageError
 from edgespec.loop.engines import choose_backend, find_engine, load_vocab
 from edgespec.loop.sampling import SamplingParams
 from edgespec.machine import measurements as remembered
-from edgespec.machine.memory import parse_size
+from edgespec.machine.memory import in_bytes
 from edgespec.machine.this_machine import this_machine
 from edgespec.model import Model, load
 from edgespec.models.own_sampling import choose_seed
@@ -190,6 +191,9 @@ def run(
     file = session_file(resume, "--resume") if resume else None
     _pull(model, options, yes)
     with held_input() if text is None else nullcontext(), _loaded(model, options) as loaded, ended_by_signals():
+        if form:
+            with naming_grammar(json_schema, grammar):
+                loaded.compile(form)
         earlier = loaded.scheduler.load(file) if file and os.path.exists(file) else None
         loaded.scheduler.start()  # in a thread of its own, so that Ctrl-C can end a pass early
         if system and earlier:
@@ -393,7 +397,7 @@ def serve(
             raise UsageError(f"{option} serves texts that are not the model's own: add --allow-approximate")
     if no_key and (api_key, api_key_file) != (None, None):
         raise UsageError("--no-key goes without --api-key-file, whose keys clients must send: leave one out")
-    keys, most_kept = [] if no_key else server.read_keys(api_key, api_key_file), parse_size(keep_size)
+    keys, most_kept = [] if no_key else server.read_keys(api_key, api_key_file), in_bytes("--keep-size", keep_size)
     if keep and Path(keep).is_file():
         raise UsageError(f"--keep-on-disk {keep}: is a file; give a folder, or write MODEL in front of --keep-on-disk")
     guard: dict[str, Any] = {"log": log, "keys": keys, "hosts": hosts, "origins": origins}

@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from edgespec.cli.completion import complete_model
-from edgespec.errors import UsageError
+from edgespec.errors import UsageError, check_whole
+from edgespec.loop.engines import MOST_CONTEXT
 from edgespec.machine.measurements import OFF
 from edgespec.planners.choice import PLANNERS
 
@@ -146,9 +147,16 @@ BUDGET_OPTION = click.option(
     help="Draft tokens per pass, also where fewer are faster. [default: as many as pay, at most the model's or 64, "
     "1024 if torch or mlx streams]",
 )
-CONTEXT_OPTION = click.option(
-    "--ctx", "context_length", type=int, help="Context in tokens, 0 = as trained. [default: the model's, else 4096]"
-)
+
+
+def context_option(**more: Any) -> Callable[[Any], Any]:
+    def check(context: click.Context, option: click.Parameter, value: int | None) -> int | None:
+        return None if value is None else check_whole("--ctx", value, 0, MOST_CONTEXT)
+
+    return click.option("--ctx", "context_length", type=int, callback=check, **more)
+
+
+CONTEXT_OPTION = context_option(help="Context in tokens, 0 = as trained. [default: the model's, else 4096]")
 MEMORY_OPTION = click.option("--memory", metavar="SIZE", help=MEMORY_HELP)
 KV_TYPE_OPTION = click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP)
 EXACT_OPTION = click.option("--exact", metavar="NAME", help=EXACT_HELP)

@@ -7,9 +7,10 @@ import click
 
 from edgespec.cli.catalogue import find_pair, pull_what_is_missing
 from edgespec.cli.completion import complete_model
-from edgespec.cli.options import MODELS_OPTION, YES_OPTION
+from edgespec.cli.options import MODELS_OPTION, YES_OPTION, context_option
 from edgespec.cli.terminal import Bars
 from edgespec.errors import UsageError, check_whole
+from edgespec.machine.memory import available_memory, in_bytes
 from edgespec.models.registry import OWN, find_model, is_folder, local_path
 
 
@@ -30,7 +31,7 @@ Examples:
 @click.option("--max-tokens", "-n", type=int, default=96, show_default=True, help="Of an answer.")
 @click.option("--budget", type=int, default=64, show_default=True, help="Largest budget that is tried.")
 @click.option("--memory", metavar="SIZE", help="Memory to use, for example 12G. [default: what is free]")
-@click.option("--ctx", "context_length", type=int, default=2048, show_default=True, help="Context in tokens.")
+@context_option(default=2048, show_default=True, help="Context in tokens.")
 @click.option("--png", metavar="FILE", help="Draw tokens per pass and tokens/s by budget.")
 @click.option("--write", metavar="NAME", help="Add the pair with its figures to your own models.yaml.")
 @MODELS_OPTION
@@ -52,6 +53,7 @@ def pair(
     asked = questions([task.strip() for task in options.pop("tasks").split(",")], count)
     check_whole("max tokens", max_tokens, 2)  # the first needs no pass
     check_whole("budget", budget, 1)
+    in_bytes("--memory", options["memory"])
     for name, value in (("--png", png), ("--write", write)):
         if value == "":
             raise UsageError(f"{name} is empty: give a name")
@@ -114,13 +116,12 @@ def _suits(
     path: str, draft: str, context_length: int, quietly: bool, bar: Bars, *, memory: str | None, models_file: str | None
 ) -> bool:
     """Print refusals and warnings; true if the draft can be used."""
-    from edgespec.machine.memory import available_memory, parse_size
     from edgespec.measure.pair_checks import check_pair, no_states
 
     if draft in OWN:
         raise UsageError(no_states(draft))
     other = local_path(find_model(draft, models_file).target)
-    room = parse_size(memory) if memory else available_memory()
+    room = in_bytes("--memory", memory) or available_memory()
     verdict = check_pair(path, other, context_length=context_length, memory=room)
     if not quietly:
         bar.stop()

@@ -245,7 +245,17 @@ def read_grammar(schema_file: str | None, lark_file: str | None) -> Grammar | No
         text = Path(file).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file}: cannot be read: {error}") from error
-    return json_schema(text) if schema_file else lark(text)
+    with naming_grammar(schema_file, lark_file):
+        return json_schema(text) if schema_file else lark(text)
+
+
+@contextmanager
+def naming_grammar(schema_file: str | None, lark_file: str | None) -> Iterator[None]:
+    """Name the file of a grammar in an error about it."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{schema_file or lark_file}: {error}") from error
 
 
 class Lines:

@@ -172,8 +172,9 @@ class LoadOptions:
         )  # fmt: skip
 
 
+MOST_CONTEXT = 2**24
 _RANGES = (
-    ("context_length", 0, 2**24), ("budget", 1, 2**15), ("threads", 1, 1024), ("gpu_layers", -1, None),
+    ("context_length", 0, MOST_CONTEXT), ("budget", 1, 2**15), ("threads", 1, 1024), ("gpu_layers", -1, None),
 )  # fmt: skip
 
 
