@@ -241,6 +241,7 @@ class TestCommand:
             (["--host", "0.0.0.0", "--port", "0"], "--no-key"),
             (["--host", "192.0.2.1", "--port", "0", "--no-key"], "cannot listen on 192.0.2.1"),
             (["--port", "70000"], "from 0 to 65535"),
+            (["--keep-on-disk", "qwen3-32b"], "--keep-on-disk qwen3-32b: is the name of a model; give a folder, or"),
             (["--keep-size", "abc"], "--keep-size: 'abc' is not a size"),
             (["--api-key-file", "nowhere.txt"], "nowhere.txt"),
             (["--api-key-file", "nowhere.txt", "--no-key"], "--no-key goes without --api-key-file"),
@@ -281,6 +282,14 @@ class TestCommand:
     def test_the_name_of_the_model_is_whole(self, run, tmp_path, served, file, name):
         run("serve", f"{tmp_path}/{file}", "--port", "0")
         assert served[0]["name"] == name
+
+    def test_a_variable_sets_the_flag_to_keep_sessions(self, run, served, monkeypatch):
+        kept = []
+        monkeypatch.setattr(edgespec.cli.serve, "keep_on_disk", lambda model, folder, most: kept.append(folder))
+        for value in ("1", "sessions"):
+            monkeypatch.setenv("EDGESPEC_SERVE_KEEP_ON_DISK", value)
+            run("serve", "x.gguf", "--port", "0")
+        assert kept == ["", "sessions"]  # "" is the cache folder
 
     def test_no_key_is_none_also_where_the_environment_has_one(self, run, served, monkeypatch):
         monkeypatch.setenv("EDGESPEC_API_KEY", "secret")

@@ -58,7 +58,7 @@ from edgespec.machine.memory import in_bytes
 from edgespec.machine.this_machine import this_machine
 from edgespec.model import Model, load
 from edgespec.models.own_sampling import choose_seed
-from edgespec.models.registry import find_model, is_folder, local_path
+from edgespec.models.registry import all_models, find_model, is_folder, local_path
 from edgespec.planners.choice import USE_DATASTORE, USE_DRAFT, check_planner
 
 
@@ -371,6 +371,7 @@ Examples:
     "keep",
     is_flag=False,
     flag_value="",
+    callback=lambda context, option, value: "" if value == "1" and is_from_variable(option, context) else value,
     metavar="[DIR]",
     help="Save sessions, and find them again after a restart. [DIR: the user's cache folder]",
 )
@@ -398,8 +399,10 @@ def serve(
     if no_key and (api_key, api_key_file) != (None, None):
         raise UsageError("--no-key goes without --api-key-file, whose keys clients must send: leave one out")
     keys, most_kept = [] if no_key else server.read_keys(api_key, api_key_file), in_bytes("--keep-size", keep_size)
-    if keep and Path(keep).is_file():
-        raise UsageError(f"--keep-on-disk {keep}: is a file; give a folder, or write MODEL in front of --keep-on-disk")
+    named = any(entry.name == keep for entry in all_models(options["models_file"])) if keep else False
+    if keep and (named or Path(keep).is_file()):
+        what = "the name of a model" if named else "a file"
+        raise UsageError(f"--keep-on-disk {keep}: is {what}; give a folder, or write MODEL in front of --keep-on-disk")
     guard: dict[str, Any] = {"log": log, "keys": keys, "hosts": hosts, "origins": origins}
     with server.open_socket(host, port, keys, no_key) as listening, ExitStack() as loading:
         loading.enter_context(server.refusing(listening, **guard))
