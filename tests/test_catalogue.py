@@ -95,6 +95,22 @@ def test_one_models_settings_are_those_of_every_machine(run: Run, option: list[s
     assert f"{option[0]} goes without MODEL" in err
 
 
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("models --installed nosuch", "--installed lists what edgespec fetched: leave out MODEL"),
+        ("models --installed --fit", "--installed lists what edgespec fetched: leave out --fit"),
+        ("models --yes --installed", "--yes is for --delete: leave it out"),
+        ("models --delete x --fit", "--delete only deletes: leave out --fit"),
+        ("doctor --forget-costs --json --memory foo", "--forget-costs only deletes: leave out --memory"),
+        ("doctor --describe --memory 4G", "--describe prints this machine as YAML: leave out --memory"),
+        ("doctor --describe --draft x.gguf", "--describe prints this machine as YAML: leave out --draft"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(run: Run, command: str, says: str) -> None:
+    assert run(*command.split()) == (2, "", f"edgespec: {says}\n")
+
+
 def test_a_wrong_size_names_its_option(run: Run) -> None:
     status, out, err = run("models", "--memory", "abc")
     assert (status, out) == (2, "")

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from edgespec.cli.completion import complete_model
-from edgespec.cli.options import MACHINE_OPTION, MODELS_OPTION
+from edgespec.cli.options import MACHINE_OPTION, MODELS_OPTION, allow_only
 from edgespec.cli.terminal import Bars
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.machine.disk import recall_reading
@@ -58,9 +58,13 @@ def models(
     from edgespec.cli.model_card import card_text, model_card
 
     if delete:
+        allow_only("--delete only deletes", "delete", "models_file", "yes")
         delete_model(delete, models_file, yes)
         return
+    if yes:
+        raise UsageError("--yes is for --delete: leave it out")
     if installed:
+        allow_only("--installed lists what edgespec fetched", "installed", "models_file", "as_json")
         list_installed(as_json)
         return
     if model:

@@ -31,6 +31,7 @@ from edgespec.cli.options import (
     TEXT,
     YES_OPTION,
     SectionedCommand,
+    allow_only,
     is_from_variable,
     model_option,
     name_variables,
@@ -448,13 +449,11 @@ def doctor(
     long as loading it. With --machine nothing is measured: speeds are computed from those of the machine.
     """
     if forget_costs:
+        allow_only("--forget-costs only deletes", "forget_costs")
         click.echo(f"{remembered.forget()} measurements forgotten")
         return
     if describe:
-        if as_json or machine:
-            raise UsageError(
-                f"--describe prints this machine as YAML: leave out {'--json' if as_json else '--machine'}"
-            )
+        allow_only("--describe prints this machine as YAML", "describe", "model", "models_file")
         _describe(model, options["models_file"])
         return
     if machine:

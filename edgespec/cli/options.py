@@ -60,6 +60,21 @@ def is_from_variable(option: click.Parameter | None, context: click.Context | No
     return source is click.core.ParameterSource.ENVIRONMENT
 
 
+def allow_only(why: str, *names: str) -> None:
+    """Refuse what the command line of the running command has besides these parameters, which would be ignored.
+
+    Raises:
+        UsageError: begins with `why`.
+    """
+    context = click.get_current_context()
+    for one in context.command.params:
+        given = context.get_parameter_source(str(one.name)) is click.core.ParameterSource.COMMANDLINE
+        if given and one.name not in names:
+            raise UsageError(
+                f"{why}: leave out {max(one.opts, key=len) if one.opts[0][0] == '-' else one.human_readable_name}"
+            )
+
+
 class Text(click.types.StringParamType):
     """Text for a model, which is UTF-8 in every locale; click takes any bytes, since a path may have them."""
 

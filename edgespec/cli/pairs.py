@@ -7,7 +7,7 @@ import click
 
 from edgespec.cli.catalogue import find_pair, pull_what_is_missing
 from edgespec.cli.completion import complete_model
-from edgespec.cli.options import MODELS_OPTION, YES_OPTION, context_option
+from edgespec.cli.options import MODELS_OPTION, YES_OPTION, allow_only, context_option
 from edgespec.cli.terminal import Bars
 from edgespec.errors import UsageError, check_whole
 from edgespec.machine.memory import available_memory, in_bytes
@@ -59,8 +59,11 @@ def pair(
             raise UsageError(f"{name} is empty: give a name")
     if find and (draft or quick or write or png):
         raise UsageError("--find tries all drafts there are: it goes without DRAFT, --quick, --write and --png")
-    if quick and (write or png):
-        raise UsageError("--quick measures no speed: it goes without --write and --png")
+    if quick:
+        allow_only(
+            "--quick measures no speed", "target", "draft", "quick", "memory", "context_length", "models_file", "yes",
+            "as_json",
+        )  # fmt: skip
     if png:
         report.check_picture(png)
     own = report.check_writable(write) if write else None
