@@ -4,6 +4,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -250,10 +251,11 @@ def test_what_was_rendered_stays_the_beginning() -> None:
     assert chat_text(vocab, messages).startswith(chat_text(vocab, messages[:3]))
 
 
-def test_what_is_no_message_is_said() -> None:
+@pytest.mark.parametrize("message", [5, {"a": 1}, {"role": None, "content": "Hi"}])
+def test_what_is_no_message_is_said(message: Any) -> None:
     """Token ids, say: a template would show nothing of them."""
-    with pytest.raises(UsageError, match=r"a message is 5, but must be like .*role.*user"):
-        render_chat(ByteVocab("{% for m in messages %}{{ m.content }}{% endfor %}"), [5, 6])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match=rf"a message is {re.escape(str(message))}, but must be like .*role.*user"):
+        render_chat(ByteVocab("{% for m in messages %}{{ m.role + m.content }}{% endfor %}"), [message, 6])
 
 
 def test_no_template_is_said_clearly() -> None:

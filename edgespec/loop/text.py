@@ -172,7 +172,8 @@ def chat_text(
     if vocab.chat_template is None:
         raise UsageError("this model has no chat template: use --raw (in Python: generate with a text)")
     for message in messages:
-        if not isinstance(message, Mapping):  # a template would silently show nothing of it
+        # A template would silently show nothing of it, or fail.
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise UsageError(f"a message is {message!r}, but must be like {{'role': 'user', 'content': 'Hi'}}")
     variables = dict(more or {}) | ({"tools": tools} if tools else {})
     if not (answer and messages and messages[-1].get("role") == "assistant"):
