@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 from time import time
+from types import SimpleNamespace
 
 import pytest
 from contract import check_session, loaded, random_tokens
@@ -86,6 +87,11 @@ class TestFiles:
         target.build = "numpy 0.1"
         with pytest.raises(SessionFileError, match=r"build was 'numpy .*' and is 'numpy 0\.1'"):
             target.open().load(path)
+
+    def test_another_kv_type_is_said_before_the_class_that_it_changes(self):
+        was, here = ({"weights": "a", "exact": x, "kv_type": k} for x, k in (("narrow", "f16"), ("off", "q8_0")))
+        described = saved.Saved(was, [], {}, None, 0, 0)
+        assert saved.difference(described, SimpleNamespace(identity=here)) == "kv_type was 'f16' and is 'q8_0'"
 
     def test_another_version(self, path, monkeypatch):
         monkeypatch.setattr(saved, "VERSION", 2)

@@ -214,7 +214,7 @@ def load_draft_session(path: str | Path, draft: Session | None) -> None:
 def difference(saved: Saved, backend: Loaded) -> str:
     """The reason why `backend` cannot use a session; "" if it can."""
     here = backend.identity
-    for name in (*here, *saved.identity):
+    for name in ("weights", "kv_type", *here, *saved.identity):  # another kv_type may change `exact`
         was, is_ = saved.identity.get(name), here.get(name)
         if was != is_:
             return "it is another model's" if name == "weights" else f"{name} was {was!r} and is {is_!r}"
