@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import shutil
+import signal
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -371,6 +372,18 @@ def test_texts_without_permission_are_named_not_the_datastore(tmp_path, monkeypa
     for name in ("docs/closed", "docs/listed"):
         Path(name).chmod(0o755)  # so that it can be removed
     assert sorted(skipped) == [Path("docs/closed"), Path("docs/listed/a.txt")]
+
+
+@posix_only
+def test_a_kill_leaves_no_part(run, tmp_path, monkeypatch):
+    def killed(tokens):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError
+
+    monkeypatch.setattr("edgespec.planners.datastore.suffix_array", killed)
+    (tmp_path / "a.txt").write_text("some text")
+    assert run("datastore", "build", str(tmp_path / "x.store"), str(tmp_path / "a.txt"))[0] == 128 + signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 def test_left_out_files_are_named(run, tmp_path):
