@@ -599,6 +599,8 @@ def load(
     draft = draft if planner in USE_DRAFT or alpha else None
     if ahead and not draft:
         raise UsageError("--ahead is for a draft model, which then runs ahead: name one with --draft (draft=…)")
+    if "tau" in planner_options and not draft:
+        raise UsageError("--tau is for drafting with a draft model: name one with --draft (draft=…)")
     backends, learn = open_pair(
         entry, draft, models_file, options, remember=remember, progress=progress, say=say,
         leave_out=planner == "auto" and not fixed and not alpha and sparse_attention is None,

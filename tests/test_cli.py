@@ -159,6 +159,7 @@ def test_models_lists_the_demo_model(run: Run) -> None:
         (["x.gguf", "hi", "--planner", "none", "--datastore", "d"], 2, "does not use a datastore"),
         (["x.gguf", "hi", "--planner", "sssd", "--draft", "y.gguf"], 2, "planner sssd does not use a draft; auto"),
         (["x.gguf", "hi", "--planner", "sssd", "--tau", "1"], 2, "has no option 'tau'"),
+        (["x.gguf", "hi", "--tau", "0.5"], 2, "--tau is for drafting with a draft model: name one with --draft"),
         (["x.gguf", "hi", "--draft", "y.gguf", "--tau", "nan"], 2, "tau is nan"),
         (["x.gguf", "hi", "--max-tokens", "0"], 2, "max tokens is 0"),
         (["x.gguf", "hi", "--raw", "--system", "be brief"], 2, "--raw"),
