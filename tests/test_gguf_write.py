@@ -288,7 +288,8 @@ open(os.path.join({str(seen)!r}, str(os.getpid())), "w").close()
 time.sleep(60)
 """)
     command = [sys.executable, "-m", "edgespec", "convert", str(folder), str(tmp_path / "out.gguf"), "--to", "gguf"]
-    with subprocess.Popen([*command, "--converter", str(tmp_path / "stub.py")]) as process:
+    heard = {"preexec_fn": lambda: signal.signal(number, signal.SIG_DFL)}  # under nohup SIGHUP is ignored
+    with subprocess.Popen([*command, "--converter", str(tmp_path / "stub.py")], **heard) as process:
         while not (found := list(seen.iterdir())):
             assert process.poll() is None
             time.sleep(0.05)

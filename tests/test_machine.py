@@ -31,6 +31,7 @@ from edgespec.machine.memory import (
     private_memory,
 )
 from edgespec.machine.system import HUGE, READ_SIZE, open_direct, own_processors, read_buffer
+from edgespec.machine.this_machine import this_machine
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -523,3 +524,11 @@ def test_where_direct_reads_are_refused_the_file_opens_nevertheless(
     assert not direct
     assert os.read(descriptor, 9) == b"hello"
     os.close(descriptor)
+
+
+def test_memory_of_this_program_is_free_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan needs has it, too."""
+    monkeypatch.setattr(machine, "available_memory", lambda: 3 * GIB)
+    monkeypatch.setattr(machine, "private_memory", lambda: GIB)
+    found = this_machine()
+    assert (found.free, found.used) == (4 * GIB, GIB)

@@ -694,14 +694,6 @@ def test_enough_memory_means_no_plan_and_no_callback(tiny: Path, monkeypatch: py
     backend.close()
 
 
-def test_memory_of_this_program_counts_once() -> None:
-    machine = Machine(platform="linux", processors=8, cores=8, memory=8 << 30, free=4 << 30, used=2 << 30)
-    [large, small] = [
-        llamacpp_memory.MemoryPlanner("", LoadOptions(), one).room for one in (machine, replace(machine, used=0))
-    ]
-    assert large - small == int((2 << 30) * (1 - SAFETY))
-
-
 def test_a_plan_for_another_machine(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is loaded, and what is free here does not matter."""
     monkeypatch.setattr(llamacpp_engine, "without_amx", lambda info: False)  # which may not repack

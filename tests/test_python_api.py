@@ -193,7 +193,7 @@ def test_a_wrong_argument_of_a_call_is_named_with_its_value(model, arguments, sa
         ({"budget": True}, "budget is True, but must be a whole number, at least 1"),
         ({"threads": 0}, "threads is 0, but must be from 1 to 1024"),
         ({"gpu_layers": -2}, "gpu_layers is -2, but must be at least -1"),
-        ({"parallel": None}, "parallel is None, but must be a whole number, from 1 to 32"),
+        ({"parallel": None}, "parallel is None, but must be a whole number, from 1 to 128"),
         ({"memory": "plenty"}, "memory: 'plenty' is not a size: write for example 12G, 900M or 1.5GiB"),
         ({"memory": 1.5e9}, "memory is 1500000000.0, but must be a whole number, at least 1"),
         ({"remember": 1}, "remember is 1, but must be True or False"),

@@ -52,12 +52,11 @@ from safetensors.torch import load_file, save_file
 from edgespec.errors import Interrupted, MissingPackage, ModelError, NoRoom, UsageError
 from edgespec.loading.by_name import load_backend
 from edgespec.loop.backend import Capabilities
-from edgespec.loop.engines import LoadOptions, load_at_once
+from edgespec.loop.engines import load_at_once
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import top_of_rows
 from edgespec.loop.tree import ancestor_mask, depths
 from edgespec.machine.this_machine import Gpu, this_machine
-from edgespec.weights.plan import SAFETY
 
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None,
@@ -837,9 +836,3 @@ class TestRefusals:
         self.refused("budget is 0", llama, UsageError, budget=0)
         self.refused("sessions is 0", llama, UsageError, sessions=0)
         self.refused("gpu_memory is for GPUs", llama, UsageError, device="cpu", gpu_memory="1G")
-
-
-def test_memory_of_this_program_counts_once(llama):
-    machine = replace(this_machine(), free=4 << 30)
-    plans = [engine.plan(str(llama), LoadOptions(), replace(machine, used=used)) for used in (2 << 30, 0)]
-    assert plans[0].memory - plans[1].memory == int((2 << 30) * (1 - SAFETY))

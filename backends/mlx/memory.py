@@ -21,7 +21,7 @@ from edgespec.machine.this_machine import Gpu
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
 from edgespec.weights.direct_io import ALIGNED
 from edgespec.weights.plan import CHEAP, MARGIN, MORE_SLOTS, SAFETY, Plan, Tensor, choose_width, make_plan
-from edgespec.weights.wired import CACHE_SHARE, WIRED_SHARE, gpu_limit, most_memory
+from edgespec.weights.wired import CACHE_SHARE, WIRED_SHARE, free_memory, gpu_limit
 
 from ..common.recurrent import most_paths, states_of
 from .loading import LazyModel
@@ -188,7 +188,7 @@ def plan_memory(
         ModelError: the memory would do if mlx-lm had converted the folder.
     """
     model, folder = lazy.model, lazy.folder
-    found = most_memory(machine)
+    found = free_memory(machine)
     room = memory if memory is not None else int(found * (1 - SAFETY))
     notes = []
     if memory is not None and memory > found:

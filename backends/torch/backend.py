@@ -354,7 +354,7 @@ class TorchEngine(Engine):
         memory = in_bytes("memory", options.memory)
         if memory is not None and device == "mps":
             raise UsageError("memory is for the devices cuda and cpu; on a Mac's GPU the backend mlx streams from disk")
-        most = memory or int(machine.most * (1 - SAFETY))
+        most = memory or int(machine.free * (1 - SAFETY))
         return TorchPlan(
             path=path, options=options, device=device, gpu=gpu, others=others, shared=shared, memory=most,
             used=machine.used, cores=machine.cores, streams=can_stream(machine),

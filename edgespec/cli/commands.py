@@ -581,7 +581,7 @@ def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: s
         pull_what_is_missing(find_pair(model, None, models_file, drafts=False), models_file, yes)
     vocab = load_vocab(choose_backend(is_folder(source), this_machine()), local_path(source, weights=False))
     skipped = list[Path]()
-    with Bars() as bars, _ended_by_signals():
+    with Bars() as bars, ended_by_signals():
         header = build(out, read_texts(texts, skipped.append), vocab, bars.update)
     click.echo(f"{out}: {header.tokens} tokens of {header.documents} documents")
     if skipped:

@@ -53,15 +53,11 @@ class Machine(Protocol):
 
     @property
     def free(self) -> int:
-        """Memory that this process may still take."""
+        """Memory that this process may use, also what it has now."""
 
     @property
     def used(self) -> int:
-        """Memory of this process, without a file behind it."""
-
-    @property
-    def most(self) -> int:
-        """Memory that this process may use in all: `free` and `used`."""
+        """Memory that it has now, without a file behind it."""
 
     @property
     def moves_pages(self) -> bool:

@@ -45,8 +45,8 @@ class Machine:
         processors: number that this process may use.
         cores: number that compute best: without a Mac's efficiency cores.
         memory: all of it.
-        free: memory that this process may still take.
-        used: memory of this process that no file backs; 0: not known.
+        free: memory that this process may use, also what it has now.
+        used: memory that it has now and no file backs; 0: not known.
         moves_pages: pages can be moved to another address (Linux 5.7 and later).
         gpus: as `Engine.gpus` found them.
         disk: how the model's disk is read.
@@ -71,11 +71,6 @@ class Machine:
     memory_speed: float = 0.0
     operations: float = 0.0
 
-    @property
-    def most(self) -> int:
-        """Memory that this process may use in all."""
-        return self.free + self.used
-
 
 def this_machine(path: str | None = None, gpus: Sequence[Gpu] = ()) -> Machine:
     """Look at this computer.
@@ -84,15 +79,15 @@ def this_machine(path: str | None = None, gpus: Sequence[Gpu] = ()) -> Machine:
         path: of the model that is planned for.
         gpus: as its engine found them.
     """
-    mac = sys.platform == "darwin"
+    mac, used = sys.platform == "darwin", memory.private_memory()
     return Machine(
         platform=sys.platform,
         architecture=platform.machine(),
         processors=own_processors(),
         cores=compute_cores(),
         memory=memory.all_memory(),
-        free=memory.available_memory(),
-        used=memory.private_memory(),
+        free=memory.available_memory() + used,
+        used=used,
         moves_pages=moves_pages(),
         gpus=tuple(replace(gpu, shared=gpu.shared or mac) for gpu in gpus),
         disk=recall_reading(path) if path else USUAL,

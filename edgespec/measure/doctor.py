@@ -191,7 +191,7 @@ def diagnose(
         target=paths[0],
         file_size=sum(sizes[0].values()),
         file_system=file_system(paths[0]),
-        memory=room if room is not None else int(this_machine().most * (1 - SAFETY)),
+        memory=room if room is not None else int(this_machine().free * (1 - SAFETY)),
         draft_size=own[draft] if draft in own else sum(sum(files.values()) for files in sizes[1:]),
         disk=disk.speed,
         reading=f"{disk.threads} x {format_size(disk.size)} at once" if disk.speed else "",

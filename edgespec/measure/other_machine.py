@@ -51,7 +51,7 @@ from edgespec.weights.plan import (
     places,
     two_digits,
 )
-from edgespec.weights.wired import CACHE_SHARE, gpu_limit, most_memory
+from edgespec.weights.wired import CACHE_SHARE, free_memory, gpu_limit
 
 OF_BLOCKS = {number: (weights, size) for number, weights, size in BLOCKS.values()}
 FOUR_BITS = 4.5 / 8  # bytes of a weight with 4 bits in groups of 64, and scales
@@ -424,7 +424,7 @@ def _mlx(model: Weights, small: Sequence[Weights], options: LoadOptions, machine
     cells = sum(one.cells(options.context_length) for one in (model, *small))
     needed = int(MARGIN + drafts + cells + gpu_limit(machine.gpus) // CACHE_SHARE)
     try:
-        plan = make_plan(tensors, int(most_memory(machine) * (1 - SAFETY)), needed, page=1, whole=True)
+        plan = make_plan(tensors, int(free_memory(machine) * (1 - SAFETY)), needed, page=1, whole=True)
     except NoRoom as error:
         made.cannot_run = str(error)
         return made

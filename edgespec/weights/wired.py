@@ -14,6 +14,6 @@ def gpu_limit(gpus: Sequence[Gpu]) -> int:
     return sum(gpu.limit for gpu in gpus)
 
 
-def most_memory(machine: Machine) -> int:
-    """Bytes that this process may use in all; on a Mac at most what its GPU can hold."""
-    return min(machine.most, int(WIRED_SHARE * gpu_limit(machine.gpus)) or machine.most)
+def free_memory(machine: Machine) -> int:
+    """Free bytes; on a Mac at most what its GPU can hold."""
+    return min(machine.free, int(WIRED_SHARE * gpu_limit(machine.gpus)) or machine.free)

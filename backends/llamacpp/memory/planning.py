@@ -85,7 +85,7 @@ class MemoryPlanner:
     def __init__(self, path: str, options: LoadOptions, machine: Machine, borrowed: Any = None) -> None:
         self.path, self.options, self.machine, self.borrowed = path, options, machine, borrowed
         self.memory = in_bytes("memory", options.memory)
-        self.room = self.memory if self.memory is not None else int(machine.most * (1 - SAFETY))
+        self.room = self.memory if self.memory is not None else int(machine.free * (1 - SAFETY))
         self._tokenizers: dict[str, int] = {}  # measured once, because a later load may reuse freed memory
         self._buffers: dict[tuple[str, ContextSize], Buffers] = {}
 
