@@ -5,6 +5,7 @@ from threading import Event, Thread
 import pytest
 from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend
+from test_ahead import wait_for
 from test_auto import Free, GivenCost, GivenShare
 from test_scheduler import DRAFT, LONG, PROMPTS, SHAPES, Reader, Recording, backend, run
 
@@ -223,7 +224,7 @@ def test_a_request_that_is_cancelled_while_its_draft_reads_ends_at_once():
         if batch[0].prompt and len(batch[0].token_ids) > 8:
             passes.append(len(target.passes))
             begun.set()
-            assert draft.interrupted.wait(20)
+            assert wait_for(draft.interrupted, 20)
 
     draft.failing = waits
     reader = Reader(scheduler, LONG_PROMPT, 0.7, 1, 5)
