@@ -724,6 +724,14 @@ def test_a_context_as_trained_that_does_not_fit_is_named_by_its_tokens(tiny: Pat
         engine.plan(str(tiny), LoadOptions(context_length=0, resident=True), machine)
 
 
+def test_caches_get_no_memory_that_the_program_holds(tiny: Path) -> None:
+    options = LoadOptions(context_length=8192, resident=True)
+    free = Machine(platform="linux", processors=8, cores=8, memory=8 << 30, free=4 << 30)
+    assert engine.plan(str(tiny), options, free).weights is None
+    with pytest.raises(NoRoom, match="but 1 MiB are free"):
+        engine.plan(str(tiny), options, replace(free, used=(4 << 30) - MIB))
+
+
 def test_many_sessions_share_cells_where_each_cannot_have_a_whole_context(tiny: Path) -> None:
     rich = Machine(platform="linux", processors=8, cores=8, memory=64 << 30, free=64 << 30)
     plans = [

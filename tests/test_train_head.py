@@ -27,7 +27,7 @@ from gguf_files import VOCAB, small_llama
 from gguf_files import write_gguf as write_target
 from hf_models import save, tiny_model
 
-from edgespec.errors import ModelError
+from edgespec.errors import ModelError, UsageError
 from edgespec.measure.json_lines import resume
 from heads.answers import Line, Sample, read_samples
 from heads.target import Target, load_target, read_states, record
@@ -340,6 +340,17 @@ def test_a_head_that_llama_cpp_cannot_feed_is_for_pytorch(train, prompts, tmp_pa
     assert "llama.cpp gives no inputs of layers for qwen2, so the head is for PyTorch only\n" in err
     assert load_head(tmp_path / "head", 4).layers == [2, 2, 1]
     assert not list((tmp_path / "head").glob("*.gguf"))
+
+
+@pytest.mark.parametrize("changes", [{"token_ids": "abc"}, {"token_ids": [1.5]}, {"number": None}, {"prompt": 5}])
+def test_a_damaged_line_of_answers_is_refused(changes, tmp_path):
+    line = {"prompt": "a", "number": 0, "token_ids": [1, 2], "start": 1}
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    assert len(list(read_samples(path))) == 1
+    path.write_text(json.dumps(line | changes) + "\n")
+    with pytest.raises(UsageError, match=r"answers\.jsonl: holds something else"):
+        list(read_samples(path))
 
 
 def test_the_file_of_a_head_has_the_whole_name_of_its_target():

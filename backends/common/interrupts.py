@@ -10,7 +10,7 @@ from .signals import Signals
 
 
 class Flag:
-    """Whether the pass under way shall end: an Event without a lock, so that the handler of a signal may set it."""
+    """It is set when the pass under way shall end. It has no lock, so a signal's handler may set it."""
 
     def __init__(self) -> None:
         self._is_set = False

@@ -286,7 +286,7 @@ class Pack:
 
 
 def _take(path: Path, size: int) -> bool:
-    """True if a file is whole; other programs then leave it alone for a while."""
+    """True if a file is whole. Other programs do not remove it for `ABANDONED` seconds then."""
     try:
         if path.stat().st_size != size:
             return False

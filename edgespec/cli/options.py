@@ -1,7 +1,7 @@
 """Options that several commands have, and the sections in which --help lists them."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -60,16 +60,22 @@ def is_from_variable(option: click.Parameter | None, context: click.Context | No
     return source is click.core.ParameterSource.ENVIRONMENT
 
 
+def given_parameters() -> Iterator[click.Parameter]:
+    """Those that the command line of the running command has."""
+    context = click.get_current_context()
+    for one in context.command.params:
+        if context.get_parameter_source(str(one.name)) is click.core.ParameterSource.COMMANDLINE:
+            yield one
+
+
 def allow_only(why: str, *names: str) -> None:
-    """Refuse what the command line of the running command has besides these parameters, which would be ignored.
+    """Refuse given parameters besides these, which would be ignored.
 
     Raises:
         UsageError: begins with `why`.
     """
-    context = click.get_current_context()
-    for one in context.command.params:
-        given = context.get_parameter_source(str(one.name)) is click.core.ParameterSource.COMMANDLINE
-        if given and one.name not in names:
+    for one in given_parameters():
+        if one.name not in names:
             raise UsageError(
                 f"{why}: leave out {max(one.opts, key=len) if one.opts[0][0] == '-' else one.human_readable_name}"
             )

@@ -111,7 +111,7 @@ def open_targets(
         EdgespecError: anything that is wrong, as one line.
     """
     if count:
-        files = weight_files(local_path(find_model(draft, models_file).target))
+        files = weight_files(local_path(find_model(draft, models_file).target, say=say))
         taken = sum(file.stat().st_size for file in files if file.exists())
         options = share_of(count, options, folder=is_folder(entry.target), taken=taken)
     spec = ModelSpec(model, models_file, options, remember)
@@ -165,7 +165,8 @@ def share_of(count: int, options: LoadOptions, *, folder: bool, taken: int) -> L
     options = replace(options, threads=options.threads or max(1, machine.processors // count))
     if folder and options.memory is None:
         return options
-    memory = int(machine.free * (1 - SAFETY)) if options.memory is None else options.memory
+    left = machine.free - machine.used  # what this program holds is no child's
+    memory = int(left * (1 - SAFETY)) if options.memory is None else options.memory
     return replace(options, memory=left_of("memory", memory, taken) // count)
 
 

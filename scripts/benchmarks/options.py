@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from edgespec.cli.options import given_parameters
 from edgespec.errors import UsageError, must_be
 
 
@@ -53,9 +54,8 @@ def refuse(names: Collection[str], where: str) -> None:
     Raises:
         UsageError: names the first of them that is given.
     """
-    context = click.get_current_context()
-    for one in context.command.params:
-        if one.name in names and context.get_parameter_source(one.name) is click.core.ParameterSource.COMMANDLINE:
+    for one in given_parameters():
+        if one.name in names:
             raise UsageError(f"{one.opts[0]} is not used {where}")
 
 

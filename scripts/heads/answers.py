@@ -34,6 +34,11 @@ class Line:
     token_ids: list[int]
     start: int
 
+    def __post_init__(self) -> None:
+        numbers = isinstance(self.token_ids, list) and [self.number, self.start, *self.token_ids]
+        if not (isinstance(self.prompt, str) and numbers and all(type(one) is int for one in numbers)):
+            raise TypeError("a line has other fields")
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:

@@ -86,6 +86,7 @@ class MemoryPlanner:
         self.path, self.options, self.machine, self.borrowed = path, options, machine, borrowed
         self.memory = in_bytes("memory", options.memory)
         self.room = self.memory if self.memory is not None else int(machine.free * (1 - SAFETY))
+        self.left = machine.free - machine.used  # bytes that this program may still take
         self._tokenizers: dict[str, int] = {}  # measured once, because a later load may reuse freed memory
         self._buffers: dict[tuple[str, ContextSize], Buffers] = {}
 
@@ -105,7 +106,7 @@ class MemoryPlanner:
     def plenty(self, size: ContextSize) -> bool:
         """True if the model and its drafts fit twice into free memory, and their caches and buffers, too."""
         weights = 2 * self.file_sizes
-        if self.memory is not None or weights + ROOM_FOR_BUFFERS >= self.machine.free:
+        if self.memory is not None or weights + ROOM_FOR_BUFFERS >= self.left:
             return False
         if self.options.gpu_layers != 0 and not all(gpu.shared for gpu in self.machine.gpus):
             return True  # a GPU's own memory holds the caches of its layers
@@ -120,16 +121,16 @@ class MemoryPlanner:
             NoRoom: caches and buffers do not fit.
         """
         needed = self._rehearse(self.path, [size])[0].total
-        if needed > self.machine.free:
+        if needed > self.left:
             length = size.context_length or own_values(self.path)["context_length"]
             raise NoRoom(
                 f"{self.path}: a context of {length} tokens needs {format_size(needed, up=True)} of "
-                f"memory, but {format_size(self.machine.free)} are free"
+                f"memory, but {format_size(self.left)} are free"
             )
 
     def _rehearse(self, path: str, sizes: Sequence[ContextSize], target: str = "") -> list[Buffers]:
         if new := [size for size in sizes if (path, size) not in self._buffers]:
-            tokenizer, buffers = rehearse(path, new, self.machine.free, target)
+            tokenizer, buffers = rehearse(path, new, self.left, target)
             self._tokenizers.setdefault(path, tokenizer)
             self._buffers |= {(path, size): found for size, found in zip(new, buffers, strict=True)}
         return [self._buffers[path, size] for size in sizes]
@@ -249,7 +250,7 @@ class MemoryPlanner:
         """
         free, lent = self.machine.free, bool(self.borrowed)
         if not can_stream(self.machine):
-            return None, size, [CANNOT_STREAM] if self.memory is not None or self.file_sizes > free else []
+            return None, size, [CANNOT_STREAM] if self.memory is not None or self.file_sizes > self.left else []
         count = count_layers(self.tensors)
         layers = [] if lent and gpu_layers else self.find_layers()
         # The GPU gets the last layers and the output; a Mac's GPU keeps them in the planned memory.
