@@ -17,6 +17,7 @@ from conftest import Run
 from typist import typing_to
 
 import edgespec
+from edgespec.cli import terminal
 from edgespec.cli.commands import cli
 from edgespec.errors import UsageError
 from edgespec.machine import measurements as remembered
@@ -427,7 +428,10 @@ def test_a_closed_pipe_ends_quietly(smollm2: Path) -> None:
         assert errors.splitlines()[1:] == []  # the first says what computes
 
 
-def test_bench_compares_planners_and_finds_nothing_wrong(run: Run, smollm2_tiny: Path, tmp_path: Path) -> None:
+def test_bench_compares_planners_and_finds_nothing_wrong(
+    run: Run, smollm2_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.001)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
         '{"prompt": "Say hello.", "category": "a"}\n{"turns": ["Name a colour.", "x"], "category": "b"}\n', "utf-8"
@@ -436,6 +440,7 @@ def test_bench_compares_planners_and_finds_nothing_wrong(run: Run, smollm2_tiny:
     arguments = ["bench", str(prompts), "--model", model, "--draft", model, "-n", "12", "--budget", "8"]
     status, out, err = run(*arguments, "--planners", "specexec, sssd,chain ", "--json")
     assert status == 0, err
+    assert "measuring: 50 %, " in err  # without a terminal: lines
     report = json.loads(out)
     assert list(report["planners"]) == ["none", "specexec", "sssd", "chain"]
     assert report["unexplained"] == 0

@@ -209,10 +209,9 @@ def test_a_draft_whose_cells_are_scattered_reads_again_once(times):
     draft.failing = full
     reader = Reader(scheduler, LONG_PROMPT, 0.7, 1, 5)
     run(scheduler)
-    if times == 1:
-        reader.check()
-    else:
-        assert isinstance(reader.ended.error, ContextFull)
+    assert reader.ended.error is None
+    reader.check()
+    assert (reader.stats.drafted > 0) == (times == 1)  # else it is decoded without the draft
     scheduler.close()
 
 

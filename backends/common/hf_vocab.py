@@ -150,7 +150,7 @@ def check_folder(path: str) -> Path:
     return folder
 
 
-def weight_files(path: str) -> list[str]:
+def content_files(path: str) -> list[str]:
     return [str(file) for file in (Path(path) / "config.json", *sorted(Path(path).glob("*.safetensors")))]
 
 

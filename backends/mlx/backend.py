@@ -36,7 +36,7 @@ from edgespec.models.heads import is_head
 from edgespec.weights.plan import Plan
 from edgespec.weights.ring import can_stream, measure_disk
 
-from ..common.hf_vocab import HfVocab, experts_of, first_line, load_vocab, weight_files
+from ..common.hf_vocab import HfVocab, content_files, experts_of, first_line, load_vocab
 from ..common.interrupts import Flag, interruptible
 from ..common.loader import loader
 from .head_files import head_bytes
@@ -451,7 +451,7 @@ def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:
     )
     kinds = make_prompt_cache(model) if recurrent else ()
     backend = MlxBackend(model, plan.vocab, capabilities, plan.lazy.windows, size.sessions, sweep, notes, kinds)
-    backend.content = content_of(*weight_files(path))
+    backend.content = content_of(*content_files(path))
     try:
         _check_tree(backend, path, plan.lazy.config["model_type"])
     except BaseException:

@@ -24,7 +24,7 @@ from edgespec.models.heads import LAYER, eagle_config, layers_read, own_name
 from edgespec.models.safetensors_header import Stored
 
 from ..common.heads import HeadOwner, HeadSession
-from ..common.hf_vocab import first_line, weight_files
+from ..common.hf_vocab import content_files, first_line
 from .backend import MlxBackend
 from .head_files import head_tensors
 from .memory import MIN_NODES
@@ -200,6 +200,6 @@ def _load(
         one_thread=True, head=True,
     )  # fmt: skip
     made = MlxHead(head, target, limits, options.sessions, head.embed_tokens if own else embed, ids)
-    made.content = content_of(*weight_files(path))
+    made.content = content_of(*content_files(path))
     target.give_states(chosen, fused)
     return made

@@ -39,7 +39,7 @@ from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, choose_width, two_digit
 from edgespec.weights.ring import CANNOT_STREAM, can_stream
 
 from ..common.heads import head_size
-from ..common.hf_vocab import check_folder, experts_of, first_line, load_vocab, weight_files
+from ..common.hf_vocab import check_folder, content_files, experts_of, first_line, load_vocab
 from ..common.interrupts import Flag, interruptible
 from ..common.loader import loader
 from ..common.recurrent import most_paths, states_of
@@ -452,7 +452,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
             except BaseException:
                 backend.close()
                 raise
-    backend._files = weight_files(path)
+    backend._files = content_files(path)
     backend.content = content_of(*backend._files)
     if kept:
         backend.notes = [*backend.notes, kept.note]

@@ -23,7 +23,7 @@ from edgespec.loop.engines import LoadOptions
 from edgespec.loop.session_files import content_of
 from edgespec.models.safetensors_header import Stored
 
-from ..common.hf_vocab import first_line, weight_files
+from ..common.hf_vocab import content_files, first_line
 from .attention import Tree
 from .backend import TorchBackend
 from .head import TorchHead
@@ -115,7 +115,7 @@ def load_mtp(target: TorchBackend, path: str, options: LoadOptions) -> TorchMtp:
         raise ModelError(f"its head does not fit the model: {first_line(error)}") from error
     head.to(target.device, target.dtype).eval().requires_grad_(False)
     backend = TorchMtp(target, head, options.sessions)
-    backend.content = content_of(*weight_files(path))
+    backend.content = content_of(*content_files(path))
     target.keep_states([head.of_target[0]])
     return backend
 

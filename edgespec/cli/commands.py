@@ -483,8 +483,11 @@ def _describe(model: str, models_file: str | None) -> None:
     if is_folder(source):
         raise UsageError(f"--describe measures with a pass of a GGUF file; {model} is a folder")
     path = local_path(source, fetch=False)
-    machine = this_machine(path, find_engine("llamacpp").gpus(None))
-    click.echo(describe(machine, path, measured_operations(path)), nl=False)
+    with Bars(transient=True) as bars:
+        bars.say("measuring this machine")
+        machine = this_machine(path, find_engine("llamacpp").gpus(None))
+        described = describe(machine, path, measured_operations(path))
+    click.echo(described, nl=False)
 
 
 def _doctor_elsewhere(model: str, machine: str, as_json: bool, options: dict[str, Any]) -> None:
@@ -542,10 +545,10 @@ def bench(prompts: str, model: str, planners: str | None, yes: bool, as_json: bo
     _check_used(names, options)
     chosen, questions = _planner_options(options), read_prompts(Path(prompts), options.pop("limit"))
     _pull_pair(model, options, yes, drafts=bool(options["cascade"] or {*names} & {*USE_DRAFT}))
-    with LoadingBar(model) as bar:
+    with LoadingBar(model) as bar, Bars() as bars:
         report = run_bench(
-            model, questions, names, sampling, chosen, progress=sys.stderr.isatty(), say=bar.say,
-            ready=bar.stop, **options,
+            model, questions, names, sampling, chosen, progress=lambda *far: bars.update("measuring", *far),
+            say=bar.say, ready=bar.stop, **options,
         )  # fmt: skip
     click.echo(json.dumps(report) if as_json else bench_table(report))
     if report["unexplained"]:

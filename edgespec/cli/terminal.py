@@ -294,10 +294,10 @@ class Bars:
 
     def update(self, what: str, done: int, total: int | None) -> None:
         self._bars.start()
-        if self.hidden and not self._lines:
-            self._lines = Lines(self._line)
         if what not in self._tasks:
             self._tasks[what] = self._bars.add_task(what, total=total or None, completed=done)
+        if self.hidden and not self._lines:
+            self._lines = Lines(self._line)
         self._bars.update(self._tasks[what], completed=done, total=total or None)
 
     def advance(self, what: str, total: int, steps: int = 1) -> None:

@@ -18,6 +18,7 @@ from time import perf_counter
 
 import numpy as np
 
+from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend, Logits, Session, Work
 from edgespec.loop.draft_passes import DraftSteps, run_one
 from edgespec.loop.grammar import Constraint
@@ -209,21 +210,23 @@ class Generation:
         return self._planner.unread(self.token_ids) if self._budget and not self.prompt.unread else None
 
     def read_draft(self) -> None:
-        """Let the draft read all of `draft_prompt`; errors as for `read_draft_part`."""
+        """Let the draft read all of `draft_prompt`."""
         while reading := self.draft_prompt:
             self.read_draft_part(reading, reading.work())
 
     def read_draft_part(self, reading: Prefill, work: Work) -> float:
         """Make a pass of the draft over a part of `draft_prompt`.
 
-        Returns:
-            Seconds of the pass; 0: all must be read again.
+        If other sessions of the draft leave no room, this sequence is decoded without drafts from here on.
 
-        Raises:
-            ContextFull: it does not fit into the draft's context.
+        Returns:
+            Seconds of the pass; 0: nothing was read.
         """
         started = perf_counter()
-        was_read = reading.read(work) is not None
+        try:
+            was_read = reading.read(work) is not None
+        except ContextFull:
+            self._budget, was_read = 0, False
         seconds = perf_counter() - started
         if self.stats.passes:
             self.stats.draft_seconds += seconds

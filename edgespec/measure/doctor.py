@@ -183,7 +183,7 @@ def diagnose(
         else replace(options, draft_files=tuple(paths[1:]))
     )
     room = in_bytes("memory", memory)
-    sizes = [_weight_files(path) for path in paths]
+    sizes = [_file_sizes(path) for path in paths]
     say("disk")
     disk = _read_disk(max(sizes[0], key=lambda file: sizes[0][file]))
     about = {"kind": "pace", "target": identity(paths[0])}
@@ -227,7 +227,7 @@ def _read_disk(file: str) -> Reading:
     return found
 
 
-def _weight_files(path: str) -> dict[str, int]:
+def _file_sizes(path: str) -> dict[str, int]:
     """
     Returns:
         Bytes of each file of a model's weights.

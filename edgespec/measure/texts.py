@@ -8,9 +8,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-
 from edgespec.errors import UsageError, check_whole
 from edgespec.loading.approximate import check_alpha, check_approximate
 from edgespec.loading.pair import WIDE, choose_budget, choose_context, close_all, open_backends
@@ -114,7 +111,7 @@ def run_bench(
     models_file: str | None = None,
     ahead: bool | None = None,
     cascade: float | None = None,
-    progress: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
     say: Callable[[str], None] = lambda text: None,
     ready: Callable[[], None] = lambda: None,
     **engine_options: Any,
@@ -123,6 +120,7 @@ def run_bench(
 
     Args:
         sampling: of all prompts; prompt i has seed + i.
+        progress: called with the numbers of prompts that are done, and of all.
         ready: called when the models are loaded.
         engine_options: further fields of `LoadOptions`.
 
@@ -155,27 +153,28 @@ def run_bench(
         tallies = {name: Tally() for name in names}
         limits = backends[0].capabilities
         paces = {name: None if fixed else new_auto_state(limits.streams, limits.experts) for name in names}
-        with Progress(console=Console(stderr=True), disable=not progress) as bar:
-            for i, question in enumerate(bar.track(asked, description="measuring")):
-                params = SamplingParams(**{**sampling, "seed": (sampling.get("seed", 0) + i) % 2**64})
-                plain: list[int] = []
-                for name in names:
-                    store = datastore if name in USE_DATASTORE else None
-                    planner = make_planner(
-                        name, backends, store, paces[name], ahead=ahead, cascade=alpha, **options[name]
-                    )  # fmt: skip
-                    # A new session for every answer, so that no planner reuses what another has computed.
-                    with Model(backends[0], planner, budget=budget, sampling=params) as loaded:
-                        result = loaded.generate(question, max_tokens=max_tokens)
-                    plain = plain or result.token_ids  # `none` comes first
-                    tallies[name].runs.append(result.stats)
-                    if alpha and plain != result.token_ids:  # the draft's rows round, too, and `explain` has none
-                        tie = any(backend.capabilities.logit_tolerance for backend in backends)
-                        tallies[name].ties += tie
-                        tallies[name].unexplained += not tie
-                    elif divergence := explain(backends[0], token_ids[i], plain, result.token_ids, params):
-                        tallies[name].ties += divergence.tie
-                        tallies[name].unexplained += not divergence.tie
+        progress(0, len(asked))
+        for i, question in enumerate(asked):
+            params = SamplingParams(**{**sampling, "seed": (sampling.get("seed", 0) + i) % 2**64})
+            plain: list[int] = []
+            for name in names:
+                store = datastore if name in USE_DATASTORE else None
+                planner = make_planner(
+                    name, backends, store, paces[name], ahead=ahead, cascade=alpha, **options[name]
+                )  # fmt: skip
+                # A new session for every answer, so that no planner reuses what another has computed.
+                with Model(backends[0], planner, budget=budget, sampling=params) as loaded:
+                    result = loaded.generate(question, max_tokens=max_tokens)
+                plain = plain or result.token_ids  # `none` comes first
+                tallies[name].runs.append(result.stats)
+                if alpha and plain != result.token_ids:  # the draft's rows round, too, and `explain` has none
+                    tie = any(backend.capabilities.logit_tolerance for backend in backends)
+                    tallies[name].ties += tie
+                    tallies[name].unexplained += not tie
+                elif divergence := explain(backends[0], token_ids[i], plain, result.token_ids, params):
+                    tallies[name].ties += divergence.tie
+                    tallies[name].unexplained += not divergence.tie
+            progress(i + 1, len(asked))
         return _report(tallies, backends, prompts, sampling, max_tokens)
     finally:
         close_all(backends)
