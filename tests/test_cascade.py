@@ -18,6 +18,7 @@ from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import Noise, SamplingParams, adjust, candidates, sample
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
+from edgespec.loop.tree import Proposal, chain_of
 from edgespec.planners.cascade import CascadePlanner, mixture
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
@@ -475,3 +476,70 @@ def test_sequences_share_passes_of_the_draft_and_a_full_one_is_read_alone(full):
     assert [each.token_ids[3:] for each in steps] == alone
     assert sizes.count(1 if full else 3) >= 23
     assert full or steps[0].stats.draft_seconds > 0
+
+
+class Fleeting:
+    """Logits that end with the next pass, as those of llama.cpp do."""
+
+    def __init__(self, logits, passes):
+        self._logits, self._passes, self._number = logits, passes, passes[0]
+
+    def __getattr__(self, name):
+        assert self._passes[0] == self._number, "these logits are of an earlier pass"
+        return getattr(self._logits, name)
+
+
+@pytest.mark.parametrize("depths", [(2, 1), (3, 2)])
+def test_a_sequence_that_was_moved_leaves_the_others_their_rows(depths):
+    """Its draft reads the text anew, within the passes that the sequences share."""
+    texts = []
+    for moves in (False, True):
+        target, draft = ReferenceBackend(TARGET, sessions=2), ReferenceBackend(DRAFT, sessions=6)
+        passes, inner = [0], draft.forward
+
+        def watched(batch, passes=passes, inner=inner):
+            passes[0] += 1
+            return [Fleeting(logits, passes) for logits in inner(batch)]
+
+        draft.forward = watched
+        made = [CascadePlanner(ChainPlanner(draft, depth=depth), draft, 0.5) for depth in depths]
+        steps = [
+            Generation(target, target.open(), planner, [5, 9, seed], SAMPLED, **PLAIN, stats=GenerationStats())
+            for seed, planner in enumerate(made)
+        ]
+        for each in steps:
+            each.read_prompt()
+        for step in range(6):
+            if moves and step:
+                made[0].close()
+                made[0] = CascadePlanner(ChainPlanner(draft, depth=depths[0]), draft, 0.5)
+                steps[0].move(steps[0].session, made[0])
+            proposed = run_shared([each.propose(sequences=2) for each in steps])
+            for one in proposed:
+                assert not isinstance(one, Exception), one
+            cuts = [each.cut(one) for each, one in zip(steps, proposed, strict=True)]
+            logits = target.forward([one.work for one in cuts])
+            for each, one, found in zip(steps, cuts, logits, strict=True):
+                each.accept(one, found, single=False)
+        texts.append([each.token_ids[:9] for each in steps])
+    assert texts[0] == texts[1]
+
+
+class Copying(NonePlanner):
+    """Proposes the same likely tokens in each step, as from another text."""
+
+    def __init__(self, token_ids):
+        self._token_ids = token_ids
+
+    def propose(self, context, budget):
+        yield from ()
+        return Proposal(chain_of([context.token_ids[-1], *self._token_ids]))
+
+
+@pytest.mark.parametrize("copied", [[44, 3], [3, 44]])
+def test_a_likely_token_that_the_draft_does_not_have_changes_no_text(copied):
+    target, draft = ReferenceBackend(TARGET), ReferenceBackend(random_model(1, vocab_size=40, sharpness=3.0))
+    planner = CascadePlanner(NonePlanner(), draft, 0.5)
+    plain, _ = write(target, planner, PROMPT, SAMPLED, **PLAIN)
+    planner.close()
+    assert write(target, CascadePlanner(Copying(copied), draft, 0.5), PROMPT, SAMPLED, **PLAIN)[0] == plain

@@ -12,7 +12,7 @@ from test_torch import Recorder, memory_for
 
 from edgespec.errors import Interrupted, UsageError
 from edgespec.loop.backend import Work
-from edgespec.loop.draft_passes import Passed, run_one
+from edgespec.loop.draft_passes import Wanted, run_one, run_shared
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.planners.auto import AutoState
@@ -66,17 +66,46 @@ def test_accepted_tokens_are_read_again_exactly(draft):
     planner.close()
 
 
-def test_passes_after_a_failed_one_are_exact(draft):
-    """The first pass of a step reads the root, and the second one is of nodes."""
-    planner, exact = EasySpecPlanner(draft, depth=6, beam=4), last_row(draft)
+def propose(planner, vocab):
     planner.begin(TEXT)
-    passes = planner.propose(Context(TEXT, 3, SamplingParams(), Noise(0, draft.vocab.size), 32, 64), 12)
-    work = next(passes).work
-    passes.send(Passed(draft.forward([work])[0], 1, len(work.token_ids), 0.01))
-    assert (last_row(draft) != exact).any()
+    return planner.propose(Context(TEXT, 3, SamplingParams(), Noise(0, vocab.size), 32, 64), 12)
+
+
+def test_passes_after_a_failed_one_are_exact(draft, monkeypatch):
+    """The first pass of a step reads the root, and the second one is of nodes."""
+    planner, exact, groups = EasySpecPlanner(draft, depth=6, beam=4), last_row(draft), []
+    forward = draft.forward
+
+    def failing(batch):
+        groups.append(draft._groups.size)
+        if len(groups) == 2:
+            raise Interrupted("the pass was interrupted")
+        return forward(batch)
+
+    monkeypatch.setattr(draft, "forward", failing)
     with pytest.raises(Interrupted):
-        passes.throw(Interrupted("the pass was interrupted"))
+        run_one(propose(planner, draft.vocab))
+    assert groups == [1, 4]
     assert (last_row(draft) == exact).all()
+    planner.close()
+
+
+def test_other_sequences_passes_are_exact(draft):
+    """As those that a cascade makes meanwhile."""
+    planner, exact, rows = EasySpecPlanner(draft, depth=6, beam=4), last_row(draft), []
+
+    def other():
+        session, nodes = draft.open(), np.arange(len(TEXT), dtype=np.int32)
+        for _ in range(4):
+            work = Work(session, np.array(TEXT, np.int32), nodes - 1, nodes[-1:])
+            rows.append(np.array((yield Wanted(draft, work)).logits.row(nodes[-1])))
+            session.rewind(0)
+        session.close()
+
+    run_shared([propose(planner, draft.vocab), other()])
+    assert planner.stats.draft_passes >= 2  # so some of the others came between
+    for row in rows:
+        assert row == pytest.approx(exact, abs=1e-4)
     planner.close()
 
 

@@ -12,14 +12,13 @@ draft's token if it is in A, else the target's.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ContextFull, Interrupted
 from edgespec.loop.backend import Backend, Logits, Session, Work
-from edgespec.loop.draft_passes import DraftSteps, Wanted, run_one
+from edgespec.loop.draft_passes import DraftSteps, Passed, Wanted, run_one
 from edgespec.loop.grammar import Constraint
 from edgespec.loop.passes import Following, Prefill, most_nodes
 from edgespec.loop.planner import Context, Planner, PlannerStats
@@ -171,6 +170,8 @@ class CascadePlanner(Planner):
             return None
         log_probs = self._tree.log_probs
         best = int(children[np.argmax(log_probs[children])])
+        if token is None and lacks(self._draft.vocab, [int(self._tree.token_ids[best])]):
+            return None
         return best if token is not None or log_probs[best] - log_probs[node] > np.log(LIKELY) else None
 
     def _reading(self, tokens: Sequence[int]) -> DraftSteps[None]:
@@ -178,11 +179,18 @@ class CascadePlanner(Planner):
         self._commit()
         reading = Following(self._draft, self._session, tokens[:-1], prompt=len(self._prompt) - 1)
         while reading.unread:
-            started = perf_counter()
-            with suppress(Interrupted):  # it was meant for a pass that had just ended
-                reading.read(reading.work())
-                self._passes += 1
-            self._seconds += perf_counter() - started
+            work = reading.work()
+            try:
+                passed = yield Wanted(self._draft, work)
+            except Interrupted:  # it was meant for a pass that had just ended
+                continue
+            except ContextFull:
+                if not reading.may_begin_again():
+                    raise
+                self._session.rewind(0)
+                continue
+            reading.commit(work)
+            self._count(passed, work)
         limits = self._draft.capabilities
         room = min(most_nodes(limits, self._session.unread_committed), limits.context_length - len(tokens) + 1)
         chain, node = [tokens[-1]], self._node
@@ -190,13 +198,16 @@ class CascadePlanner(Planner):
             assert self._tree
             chain.append(int(self._tree.token_ids[node]))
         nodes = np.arange(len(chain), dtype=np.int32)
-        wanted, passed = Wanted(self._draft, Work(self._session, np.array(chain, np.int32), nodes - 1, nodes)), None
-        while passed is None:
+        work, read = Work(self._session, np.array(chain, np.int32), nodes - 1, nodes), None
+        while read is None:
             with suppress(Interrupted):
-                passed = yield wanted
-        self._chain, self._rows = chain, [passed.logits.row(row) for row in range(len(chain))]
+                read = yield Wanted(self._draft, work)
+        self._chain, self._rows = chain, [read.logits.row(row) for row in range(len(chain))]
+        self._count(read, work)
+
+    def _count(self, passed: Passed, work: Work) -> None:
         self._passes += 1
-        self._seconds += passed.seconds * len(chain) / passed.nodes
+        self._seconds += passed.seconds * len(work.token_ids) / passed.nodes
 
     def _commit(self) -> None:
         if self._chain:  # also if no row of it was used: its nodes go

@@ -33,9 +33,10 @@ class Drafter:
         mean_batch: mean number of sequences that shared a pass; earlier passes fade.
         pass_cost: pass times.
         foresees: it can draft without a state of the target.
+        layers: as in `Wanted`, of passes over nodes.
     """
 
-    foresees = True
+    foresees, layers = True, 1
 
     def __init__(self, draft: Backend, cost: PassTimes | None) -> None:
         self.draft = draft
@@ -116,7 +117,7 @@ class Drafter:
         nodes = np.arange(self.evaluated, self.evaluated + len(token_ids))
         tokens, above, wanted = (array.astype(np.int32) for array in (token_ids, parents, nodes))
         work = Work(self.session, tokens, above, wanted)
-        passed = yield Wanted(self.draft, work)
+        passed = yield Wanted(self.draft, work, self.layers)
         self.evaluated += len(nodes)
         self._took(work, passed)
         return passed.logits, nodes

@@ -8,10 +8,6 @@ from typing import Any, ClassVar
 
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Backend, GroupsLayers
-from edgespec.loop.draft_passes import DraftSteps
-from edgespec.loop.sampling import IdArray
-from edgespec.planners.drafting import ChildScores
-from edgespec.planners.search import Search
 from edgespec.planners.specexec import SpecExecPlanner
 
 
@@ -29,14 +25,7 @@ class EasySpecPlanner(SpecExecPlanner):
             raise UsageError(f"the planner easyspec needs a draft on PyTorch (--backend torch), not on {draft.name}")
         draft.group_layers(1)
         super().__init__(draft, **options)
-        self._groups: GroupsLayers = draft
-
-    def _read(self, search: Search, scores: ChildScores, batch: IdArray) -> DraftSteps[None]:
-        self._groups.group_layers(self.layers)
-        try:
-            yield from super()._read(search, scores, batch)
-        finally:
-            self._groups.group_layers(1)
+        self._drafter.layers = self.layers
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
         search, self._search = self._search, None
