@@ -26,7 +26,7 @@ from edgespec.errors import (
     must_be,
     no_such,
 )
-from edgespec.loading.approximate import check_alpha, check_approximate
+from edgespec.loading.approximate import check_alpha, check_approximate, methods
 from edgespec.loading.draft_or_memory import open_pair
 from edgespec.loading.exact import note_on_budget
 from edgespec.loading.pair import (
@@ -147,7 +147,7 @@ class Model:
         self.system = system
         self.scheduler: Any = targets or Scheduler(target, self.planners, budget=budget, pace=pace)
         self._closed = False
-        self._notes, self._owned, self._names, self._at_close = notes, owned, names, at_close
+        self.owned, self._notes, self._names, self._at_close = owned, notes, names, at_close
         self._gpu_layers = gpu_layers
 
     def __repr__(self) -> str:
@@ -455,7 +455,7 @@ class Model:
         self._at_close()
         self._at_close = lambda: None
         self.scheduler.close()
-        close_all(self._owned)
+        close_all(self.owned)
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -570,6 +570,10 @@ def load(
     entry = find_model(target, models_file)
     planner, notes = planner or entry.defaults.planner or "auto", list[str]()
     alpha = check_alpha(cascade)
+    if alpha and parallel > MOST_PARALLEL // 2:
+        raise UsageError(
+            f"parallel is {parallel}; {MOST_PARALLEL // 2} are the most with a cascade, which needs two sessions each"
+        )
     LoadOptions(sparse_attention=sparse_attention)  # refuses a wrong share
     if planner in USE_DRAFT or alpha:
         here = targets is None and cluster is None and not (alpha or sparse_attention)
@@ -619,7 +623,10 @@ def load(
         defaults["notes"] += notes
         if fixed and drafted:
             defaults["notes"] += note_on_budget(
-                budget, backends[0], local_path(entry.target, fetch=False), approximate=alpha > 0
+                budget,
+                backends[0],
+                local_path(entry.target, fetch=False),
+                approximate=bool(methods(alpha, sparse_attention)),
             )
         if pace and planner != "none" and remember and not alpha:  # a cascade accepts more than exact runs will
             sources = [

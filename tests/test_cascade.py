@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_lossless_reference import PLANNERS, drafts_of, samplings, tokens, write
 
 import edgespec
-from edgespec.errors import ContextFull
+from edgespec.errors import ContextFull, UsageError
 from edgespec.loop.draft_passes import run_one, run_shared
 from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
@@ -245,7 +245,7 @@ def load(files, monkeypatch):
     monkeypatch.setenv("EDGESPEC_NO_MEMORY_OF_COSTS", "1")
 
     def call(**options):
-        return edgespec.load(files[0], draft=files[1], backend="reference", context_length=256, **options)
+        return edgespec.load(files[0], **{"draft": files[1]} | options, backend="reference", context_length=256)
 
     return call
 
@@ -343,21 +343,28 @@ def test_exact_off_goes_with_a_cascade(load):
         assert model.approximate == "cascade 0.5"
 
 
-def test_the_server_wants_to_be_allowed(run, files):
-    code, _, said = run("serve", files[0], "--draft", files[1], "--backend", "reference", "--cascade", "0.5")
+@pytest.mark.parametrize("option", ["--cascade", "--sparse-attention"])
+def test_the_server_wants_to_be_allowed(run, files, option):
+    code, _, said = run("serve", files[0], "--draft", files[1], "--backend", "reference", option, "0.5")
     assert code == 2
-    assert said.strip().endswith("--cascade serves texts that are not the model's own: add --allow-approximate")
+    assert said.strip().endswith(f"{option} serves texts that are not the model's own: add --allow-approximate")
 
 
-def test_answers_of_the_server_say_so(load):
+def test_more_texts_at_once_than_a_draft_has_sessions_for_are_refused(load):
+    with pytest.raises(UsageError, match="parallel is 65; 64 are the most with a cascade"):
+        load(cascade=0.5, parallel=65)
+
+
+def test_answers_of_the_server_say_so(load, tmp_path):
     testclient = pytest.importorskip("starlette.testclient")
     from edgespec.server.app import make_app
     from edgespec.server.service import Service
 
-    fingerprints = set()
-    for alpha in (0.5, 0.6):
+    other, fingerprints = str(tmp_path / "draft.npz"), set()
+    perturbed(random_model(2, vocab_size=258), 0.9, 7).save(other)
+    for alpha, draft in ((0.5, {}), (0.6, {}), (0.6, {"draft": other})):
         with (
-            load(cascade=alpha) as model,
+            load(cascade=alpha, **draft) as model,
             testclient.TestClient(make_app(Service(model, "m")), base_url="http://127.0.0.1") as client,
         ):
             assert client.get("/health").json()["approximate"] == f"cascade {alpha}"
@@ -365,7 +372,15 @@ def test_answers_of_the_server_say_so(load):
             answer = client.post("/v1/completions", json=asked).json()
             assert answer["edgespec"]["stats"][0]["approximate"] == f"cascade {alpha}"
             fingerprints.add(answer["system_fingerprint"])
-    assert len(fingerprints) == 2
+            parts = client.post("/v1/completions", json=asked | {"stream": True}).text.split("\n\n")
+            told = [json.loads(part.removeprefix("data: ")) for part in parts if part.startswith("data: {")]
+            assert len(told) > 1
+            assert {part["edgespec"]["approximate"] for part in told} == {f"cascade {alpha}"}
+            model.target.vocab.chat_template = "{% for one in messages %}{{ one.content }}{% endfor %}"
+            asked = {"model": "m", "max_tokens": 3, "stream": True, "messages": [{"role": "user", "content": "a"}]}
+            started = client.post("/v1/messages", json=asked).text.split("data: ")[1].splitlines()[0]
+            assert json.loads(started)["message"]["edgespec"] == {"approximate": f"cascade {alpha}"}
+    assert len(fingerprints) == 3
 
 
 def test_an_interrupt_of_the_draft_that_comes_too_late_changes_no_text():

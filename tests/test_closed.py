@@ -60,7 +60,7 @@ def model(request):
     else:
         target = ReferenceBackend(random_model(2, vocab_size=258), sessions=2)
         model = Model(target, [NonePlanner(), NonePlanner()])
-        model._owned = [target]
+        model.owned = [target]
     yield model
     model.close()
 

@@ -178,6 +178,23 @@ class TestTexts:
         one, other = (self.generate(folders, sparse_attention=0.7)[0] for _ in range(2))
         assert one.token_ids == other.token_ids
 
+    def test_it_acts_and_changes_the_text(self, folders):
+        dense, sparse = self.generate(folders)[0], self.generate(folders, sparse_attention=0.05)[0]
+        assert sparse.token_ids != dense.token_ids
+
+    def test_a_second_answer_does_not_depend_on_how_the_first_was_computed(self, folders):
+        options = {"backend": "torch", "context_length": 300, "threads": 1, "remember": False, "budget": 8}
+        asked, longer, texts = {"max_tokens": 24, "temperature": 0.8, "seed": 3}, "", []
+        for _ in range(2):
+            with edgespec.load(
+                folders[0], draft=folders[1], planner="specexec", sparse_attention=0.05, **options
+            ) as model:
+                if not longer:
+                    longer = "to be or not to be, that is"
+                    longer += model.generate(longer, **asked).text + " the question"
+                texts.append(model.generate(longer, **asked).token_ids)
+        assert texts[0] == texts[1]
+
     def test_they_are_marked_as_approximate(self, folders):
         result, where, identity = self.generate(folders, sparse_attention=0.7)
         assert result.stats.as_dict()["approximate"] == "sparse attention 0.7"

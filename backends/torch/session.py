@@ -65,6 +65,11 @@ class TorchSession(NodeSession):
         super().rewind(length)
         self.queries = {}
 
+    def reusable_prefix(self, length: int, *, short: bool = False) -> int:
+        length = super().reusable_prefix(length, short=short)
+        # With sparse attention the keys and values of an answer depend on its trees.
+        return min(length, self._prompt.tokens) if self._backend.capabilities.approximate else length
+
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
         if path:
             self.queries = self.latest if path[-1] == self.nodes - 1 else {}

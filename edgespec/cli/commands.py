@@ -379,7 +379,7 @@ Examples:
 @click.option("--keep-size", default="10G", show_default=True, metavar="SIZE", help="Most bytes in DIR.")
 @click.option("--log-requests", "log", is_flag=True, help="Log paths and statuses, never prompts or answers.")
 @SPARSE_OPTION
-@click.option("--allow-approximate", is_flag=True, help="Serve texts that are not MODEL's own, as of --cascade.")
+@click.option("--allow-approximate", is_flag=True, help="Allow texts that are not MODEL's own, as with --cascade.")
 @YES_OPTION
 @PLANNER_OPTION
 @MODEL_OPTIONS

@@ -241,7 +241,7 @@ SPARSE_OPTION = click.option(
     "--sparse-attention",
     type=float,
     metavar="SHARE",
-    help="torch, approximate: read the fewest cells with this SHARE of the draft's attention, such as 0.99.",
+    help="torch, approximate: attend to the fewest tokens with this SHARE of the draft's attention, such as 0.99.",
 )
 NO_MEMORY_OPTION = outdated("--no-memory-of-costs", instead=f"set {OFF}=1", is_flag=True)
 SAMPLING_OPTIONS = _options(

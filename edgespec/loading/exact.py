@@ -113,7 +113,7 @@ def note_on_budget(budget: int, target: Backend, path: str, *, approximate: bool
         budget: draft tokens per pass that were asked for.
         target: loaded, and kept to a row class.
         path: of its model.
-        approximate: `check_approximate` allows no other class.
+        approximate: --exact can only be off, as `check_approximate` says.
 
     Returns:
         A note for the user if the row class allows fewer, with what lifts this limit.

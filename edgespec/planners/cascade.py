@@ -5,8 +5,8 @@ A token is sampled, with the noise of its position, from
     pi = q * [v in A] + q(not in A) * p       A = {v : p1(v) >= (1 - alpha) * max p1}       (the rule Token-V3)
 
 p and q are the target's and the draft's distributions after temperature, top-k, top-p and min-p. p1 is the target's
-before these four. Grammar, bias and penalties act on all three. At T = 0, p and q are single tokens: pi is the
-draft's token if it is in A, else the target's.
+distribution before these four. Grammar, bias and penalties act on all three. At T = 0, p and q are single tokens: pi
+is the draft's token if it is in A, else the target's.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,7 +64,7 @@ class CascadePlanner(Planner):
             alpha: above 0.
             rule: chooses the tokens of which pi takes q.
         """
-        self.name, self.depth, self.approximate = planner.name, planner.depth, f"cascade {alpha:g}"
+        self.name, self.depth, self.approximate = planner.name, planner.depth, f"cascade {alpha:.12g}"
         self._planner, self._draft, self._alpha, self._rule = planner, draft, alpha, rule
         self._session = draft.open()
         self._prompt: Sequence[int] = ()
@@ -73,7 +73,7 @@ class CascadePlanner(Planner):
 
     def _forget(self) -> None:
         self._tree: DraftTree | None = None
-        self._node: int | None = 0  # of the proposed tree, sampled last; None: the tree does not have it
+        self._node: int | None = 0  # of the proposed tree, with the last sampled token; None: no node has it
         self._chain, self._used = list[int](), 0  # tokens of the last draft pass, rows of it that were sampled from
         self._rows = list[Float32Array]()
 

@@ -52,7 +52,8 @@ class Service:
         target = self.model.target
         exact = target.capabilities.exact
         about = [self.name, target.name, target.build, str(dict(target.computing)), str(exact)]
-        about += [self.model.approximate] if self.model.approximate else []
+        if self.model.approximate:  # then the text depends on the draft, too
+            about += [self.model.approximate, *(str(dict(one.identity)) for one in self.model.owned)]
         return "fp_" + sha256("\n".join(about).encode()).hexdigest()[:16]
 
     async def start(self, question: Question) -> Answers:

@@ -146,9 +146,10 @@ def ending(answer: Answer) -> dict[str, str | None]:
 class MessagesWriter(Writer):
     def __init__(self, service: Service, body: MessagesBody, answers: Answers) -> None:
         (self._answer,), self._answers = answers.all, answers
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": new_id("msg_"), "type": "message", "role": "assistant", "model": body.model or service.name,
         }  # fmt: skip
+        self._head |= {"edgespec": {"approximate": service.model.approximate}} if service.model.approximate else {}
         self._parts, self._begun = Parts(), False
 
     def whole(self) -> dict[str, Any]:

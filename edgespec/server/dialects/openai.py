@@ -141,6 +141,8 @@ class ChoicesWriter(Writer):
             "model": body.model or service.name,
             "system_fingerprint": service.fingerprint,
         }
+        self._told = {"approximate": service.model.approximate} if service.model.approximate else {}
+        self._head |= {"edgespec": self._told} if self._told else {}
 
     @abstractmethod
     def choice(self, answer: Answer) -> dict[str, Any]: ...
@@ -166,7 +168,7 @@ class ChoicesWriter(Writer):
             about = {"speculative_tool_call": {"choice": number, **told}}
             yield None, {**self._head, "choices": [], "edgespec": about}
         if isinstance(event, Wrote):
-            trace = {"edgespec": traced(event, one, self._vocab)} if extra.trace == "passes" else {}
+            trace = {"edgespec": self._told | traced(event, one, self._vocab)} if extra.trace == "passes" else {}
             counts = one.chunks[-1:] == event.chunks[-1:]  # else it came after the answer's only call
             if one.new or trace or (counts and event.chunks[0].log_probs):
                 yield None, self._chunk(number, self.delta(one, event.chunks)) | trace

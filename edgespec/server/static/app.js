@@ -137,7 +137,7 @@ function takeChunk(chunk, place, answer) {
     answer.content += delta.content ?? "";
     if (delta.reasoning_content) answer.reasoning_content = (answer.reasoning_content ?? "") + delta.reasoning_content;
   }
-  if (!chunk.edgespec) return;
+  if (!chunk.edgespec?.tokens) return;
   addTokens(place, chunk.edgespec.tokens);
   state.passes.push(chunk.edgespec);
   state.current = state.passes.length - 1;
@@ -183,15 +183,16 @@ async function compare() {
   notice("writing the same plainly …");
   try {
     const stats = (await ask({ ...body, edgespec: { trace: "passes", plain: true } }, (chunk) => {
-      if (!chunk.edgespec) return;
+      if (!chunk.edgespec?.tokens) return;
       plain.push(...chunk.edgespec.tokens);
       addTokens(place, chunk.edgespec.tokens);
     })).stats[0];
     const length = Math.max(tokens.length, plain.length);
     const at = Array.from({ length }, (_, i) => i).find((i) => tokens[i]?.text !== plain[i]?.text);
     if (at !== undefined) for (const text of [first, place]) text.children[at]?.classList.add("different");
+    const approximate = stats.approximate ? `, approximate: ${stats.approximate}` : "";
     const speed = `plainly ${stats.passes} passes, ${stats.tokens_per_second.toFixed(1)} tokens/s`;
-    notice(at === undefined ? `the same ${plain.length} tokens; ${speed}` : `they differ from token ${at + 1} on; ${speed}`);
+    notice((at === undefined ? `the same ${plain.length} tokens` : `they differ from token ${at + 1} on`) + `${approximate}; ${speed}`);
   } catch (error) {
     notice(error.name === "AbortError" ? "stopped" : error.message);
   }
