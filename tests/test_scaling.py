@@ -2,6 +2,9 @@
 
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from time import sleep
 
 import numpy as np
 import pytest
@@ -350,16 +353,96 @@ def test_closed_models_and_prompts_without_room_are_refused(pair):
             edgespec.scale(*pair, PROMPT)
 
 
-def test_a_target_whose_sessions_are_in_use_is_refused(pair):
-    target, draft = pair
-    streams = [target.stream(PROMPT, max_tokens=30, seed=seed) for seed in range(4)]
-    for stream in streams:
+# Beside other requests
+
+
+def streams_begun(target, count, tokens=30):
+    found = [target.stream(PROMPT, max_tokens=tokens, seed=seed, **NO_END) for seed in range(count)]
+    for stream in found:
         next(stream)
-    with pytest.raises(UsageError, match="all sessions of the target are in use"):
-        edgespec.scale(target, draft, PROMPT, samples=2, chunk=8, **ASKED)
-    for stream in streams:
-        stream.close()
-    assert edgespec.scale(target, draft, PROMPT, samples=2, chunk=8, **ASKED).text
+    return found
+
+
+@pytest.mark.parametrize("sessions", [1, 4])
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_scores_wait_for_requests_that_hold_all_sessions(sessions, in_thread):
+    options = {"samples": 2, "chunk": 8, "answer": "x", **ASKED}
+    with loaded(TARGET, sessions) as target, loaded(DRAFT) as draft:
+        expected = texts(edgespec.scale(target, draft, PROMPT, **options).samples)
+        alone = [target.generate(PROMPT, max_tokens=30, seed=seed, **NO_END).token_ids for seed in range(sessions)]
+        streams = streams_begun(target, sessions)
+        if in_thread:
+            target.scheduler.start()
+        assert texts(edgespec.scale(target, draft, PROMPT, **options).samples) == expected
+        assert [[chunk.token_id for chunk in stream] for stream in streams] == [one[1:] for one in alone]
+
+
+def test_scores_wait_for_cells():
+    text = ([5, 6, 7], [8] * 45)
+    with loaded(TARGET, cells=100, max_nodes=32) as target:
+        alone = scaling.perplexities(target.scheduler, [5, 6], [text], PassCounter())
+        [stream] = streams_begun(target, 1, tokens=60)
+        for _ in range(40):
+            next(stream)
+        assert scaling.perplexities(target.scheduler, [5, 6], [text, text], PassCounter()) == pytest.approx(alone * 2)
+        assert len(list(stream)) == 19
+        with pytest.raises(ContextFull):
+            scaling.perplexities(target.scheduler, [5, 6], [([5, 6, 7], [8] * 150)], PassCounter())
+
+
+def test_texts_of_many_threads_share_few_sessions(pair, monkeypatch):
+    forward = pair[0].target.forward
+
+    def slow(batch):
+        sleep(0.002)  # meanwhile other threads ask
+        return forward(batch)
+
+    monkeypatch.setattr(pair[0].target, "forward", slow)
+
+    def found(seed):
+        options = {"samples": 4, "chunk": 6, "reject": 0.6, "answer": "[a-m]", **ASKED}
+        return texts(edgespec.scale(*pair, PROMPT, **options | {"seed": seed}).samples)
+
+    expected = [found(seed) for seed in range(6)]
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(found, range(6))) == expected
+    assert not pair[0].scheduler.active
+
+
+def test_ctrl_c_and_close_end_the_wait(pair, monkeypatch):
+    target = pair[0]
+    prompt, forward = target.encode(PROMPT), target.target.forward
+    expected = [target.generate(PROMPT, max_tokens=30, seed=seed, **NO_END).token_ids for seed in range(4)]
+    streams = streams_begun(target, 4)
+
+    def interrupted(batch):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(target.target, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        scaling.perplexities(target.scheduler, prompt, [(prompt, [5] * 9)], PassCounter())
+    monkeypatch.setattr(target.target, "forward", forward)
+    assert target.scheduler.waiting == 0
+    assert [[chunk.token_id for chunk in stream] for stream in streams] == [one[1:] for one in expected]
+
+    streams, reached, closed = streams_begun(target, 4), Event(), Event()
+
+    def slow(batch):
+        reached.set()
+        assert closed.wait(60)
+        return forward(batch)
+
+    monkeypatch.setattr(target.target, "forward", slow)
+    with ThreadPoolExecutor(2) as threads:
+        scored = threads.submit(scaling.perplexities, target.scheduler, prompt, [(prompt, [5] * 9)], PassCounter())
+        assert reached.wait(60)
+        closing = threads.submit(target.close)
+        while not target.scheduler._queue.closed:
+            sleep(0.001)
+        closed.set()
+        with pytest.raises(Closed):
+            scored.result(60)
+        closing.result(60)
 
 
 def test_a_score_leaves_other_requests_their_cells():

@@ -6,7 +6,8 @@ is at most `reject` is rejected, and the target writes another from the same pla
 this share would be rejected. That says nothing about the answers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from math import exp
 from statistics import fmean
@@ -18,7 +19,7 @@ from edgespec.errors import ContextFull, Interrupted, UsageError
 from edgespec.loop.backend import Capabilities, Work
 from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.passes import Prefill, common_prefix
-from edgespec.loop.sampling import log_sum_exp
+from edgespec.loop.sampling import SamplingParams, log_sum_exp
 from edgespec.loop.shapes import whole_tiles
 from edgespec.loop.stats import GenerationStats
 from edgespec.scheduler import drive
@@ -160,17 +161,17 @@ def perplexities(
         The perplexity of each text's scored tokens, found in passes that the texts share.
 
     Raises:
-        UsageError: other requests use all sessions.
+        ContextFull: a text does not fit, though no other request holds cells.
     """
     if (exact := scheduler.target.capabilities.exact) and exact.blocks:
         raise UsageError(
             'chunks share passes, which the row class of this target does not allow: load it with exact="off"'
         )
     found = [Text([*before, *scored], len(before) - 1) for before, scored in texts]
-    with scheduler.between_steps() as pool:
-        left = found
-        while left:
-            group = left[: _fitting(pool, left)]
+    left = found
+    while left:
+        with _room_for(scheduler, left[0], counter) as pool:
+            group = left[: max(1, _fitting(pool, left))]
             left = left[len(group) :]
             lanes = _lanes(pool, group)
             if pool.known(prompt_ids) < len(prompt_ids):
@@ -180,14 +181,36 @@ def perplexities(
     return [text.perplexity for text in found]
 
 
+@contextmanager
+def _room_for(scheduler: Scheduler, text: Text, counter: PassCounter) -> Iterator[SessionPool]:
+    """The pool between two steps, with an idle session and cells for a text; other requests go on until it has them.
+
+    To wait, a request takes its turn in the queue and gets a session, which it gives up here. So whoever waits for it
+    makes steps if nobody else does, and `close` ends it.
+    """
+    before = list(text.token_ids[: text.first + 1])
+    claim = Request(before, SamplingParams(), len(text.token_ids) - text.first, plain=True, counter=counter)
+    while True:
+        with scheduler.between_steps() as pool:
+            if _fitting(pool, [text]):
+                yield pool
+                return
+        with closing(drive.events(scheduler, claim)) as events:
+            drive.chunks_in(next(events))
+            with scheduler.between_steps() as pool:
+                lane = next((one for one in pool.busy if one.handle and one.handle.request is claim), None)
+                if lane:  # else it has ended since
+                    pool.release(lane)
+                    yield pool
+                    return
+
+
 def _fitting(pool: SessionPool, texts: Sequence[Text]) -> int:
-    """Number of the first texts that the idle sessions hold at once."""
-    if not pool.idle:
-        raise UsageError("all sessions of the target are in use: scale when its requests have ended")
+    """Number of the first texts that the idle sessions hold at once; beside no other request at least one."""
     cells, count, taken = pool.limits.cells, 0, sum(len(lane.session.token_ids) for lane in pool.busy)
     for text in texts[: len(pool.idle)]:
         taken += len(text.token_ids)
-        if count and cells is not None and taken > cells:
+        if (count or pool.busy) and cells is not None and taken > cells:
             break
         count += 1
     return count
