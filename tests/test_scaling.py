@@ -390,6 +390,18 @@ def test_scores_wait_for_cells():
             scaling.perplexities(target.scheduler, [5, 6], [([5, 6, 7], [8] * 150)], PassCounter())
 
 
+def test_a_new_prompt_finds_room_beside_old_texts():
+    """The other sessions of a group still hold theirs when it is read."""
+    old, prompt = [([7], [3, 4]), ([9], [8] * 85)], list(range(2, 42))
+    new = [(prompt, [number] * 5) for number in (8, 9)]
+    with loaded(TARGET, sessions=2, cells=100, max_nodes=16) as target:
+        expected = scaling.perplexities(target.scheduler, prompt, new, PassCounter())
+        target.scheduler.forget()
+        scaling.perplexities(target.scheduler, [], old, PassCounter())
+        assert sorted(len(lane.session.token_ids) for lane in target.scheduler.pool.lanes) == [3, 86]
+        assert scaling.perplexities(target.scheduler, prompt, new, PassCounter()) == pytest.approx(expected)
+
+
 def test_texts_of_many_threads_share_few_sessions(pair, monkeypatch):
     forward = pair[0].target.forward
 

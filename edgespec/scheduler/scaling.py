@@ -175,7 +175,9 @@ def perplexities(
             left = left[len(group) :]
             lanes = _lanes(pool, group)
             if pool.known(prompt_ids) < len(prompt_ids):
-                # The other sessions fork.
+                # The other sessions fork, so what they hold need not take cells.
+                for lane in lanes[1:]:
+                    pool.forget(lane)
                 _read(scheduler, pool, lanes[:1], [Text(prompt_ids, len(prompt_ids))], counter)
             _read(scheduler, pool, lanes, group, counter)
     return [text.perplexity for text in found]
