@@ -702,6 +702,11 @@ def scale(
         raise _unknown(name, *_keywords(scale), *SamplingParams.__dataclass_fields__)
     if not isinstance(target.scheduler, Scheduler):
         raise UsageError("several targets give no scores: load the target without targets and cluster")
+    exact, chunks = target.target.capabilities.exact, 0 < reject < 1
+    if exact and exact.blocks and (chunks or not (find or score)):
+        raise UsageError(
+            'scores need passes that texts share, which the target\'s row class forbids: load it with exact="off"'
+        )
     first = target.request(prompt, max_tokens=max_tokens, temperature=temperature, **sampling)
     params, room = first.sampling, target.target.capabilities.context_length
     if draft:
@@ -711,7 +716,7 @@ def scale(
         room = min(room, draft.target.capabilities.context_length)
     first = replace(first, max_tokens=min(first.max_tokens, room - len(first.prompt_ids)))
     done, counter = scaling.Scaled([]), PassCounter()
-    if draft and 0 < reject < 1:
+    if draft and chunks:
         if params.presence_penalty or params.frequency_penalty:
             raise UsageError("presence_penalty and frequency_penalty would count in one chunk only: leave them at 0")
         requests, vocab = _seeded(first, samples), target.target.vocab

@@ -3,6 +3,7 @@
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Event
 from time import sleep
 
@@ -342,6 +343,17 @@ def test_a_mistake_is_one_line(pair, arguments, says):
 def test_a_draft_of_another_vocabulary_is_refused(pair):
     with loaded(random_model(1, vocab_size=1200)) as other, pytest.raises(VocabMismatch):
         edgespec.scale(pair[0], other, PROMPT)
+
+
+def test_a_target_whose_prompts_share_no_pass_is_refused_before_anything_is_written(pair):
+    blocks = replace(EXACT, blocks=True)
+    with loaded(TARGET, exact=blocks) as target:
+        for options in ({}, {"answer": "x"}, {"reject": 1}, {"reject": 0}):
+            with pytest.raises(UsageError, match='load it with exact="off"'):
+                edgespec.scale(target, pair[1], PROMPT, samples=2, **ASKED | options)
+        assert target.scheduler.counts.passes == pair[1].scheduler.counts.passes == 0
+        for options in ({"reject": 1}, {"reject": 0}):
+            assert edgespec.scale(target, pair[1], PROMPT, samples=2, answer="x", **ASKED | options).text
 
 
 def test_closed_models_and_prompts_without_room_are_refused(pair):

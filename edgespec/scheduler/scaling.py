@@ -15,7 +15,7 @@ from time import perf_counter
 
 import numpy as np
 
-from edgespec.errors import ContextFull, Interrupted, UsageError
+from edgespec.errors import ContextFull, Interrupted
 from edgespec.loop.backend import Capabilities, Work
 from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.passes import Prefill, common_prefix
@@ -152,7 +152,7 @@ def perplexities(
 ) -> list[float]:
     """
     Args:
-        scheduler: of the model whose perplexity it is.
+        scheduler: of the model whose perplexity it is; its row class has no `blocks`.
         prompt_ids: with which all texts begin.
         texts: (the tokens before, the tokens that are scored).
         counter: of the passes.
@@ -163,10 +163,6 @@ def perplexities(
     Raises:
         ContextFull: a text does not fit, though no other request holds cells.
     """
-    if (exact := scheduler.target.capabilities.exact) and exact.blocks:
-        raise UsageError(
-            'chunks share passes, which the row class of this target does not allow: load it with exact="off"'
-        )
     found = [Text([*before, *scored], len(before) - 1) for before, scored in texts]
     left = found
     while left:
