@@ -76,6 +76,8 @@ def test_code_is_right_if_its_test_passes(problems, answer, right):
     [
         "import socket; socket.create_connection(('127.0.0.1', {port}))", "import os; os.system('true')",
         "import subprocess; subprocess.run(['true'])", "open('{file}', 'w')", "import os; os.remove('{file}')",
+        "import os; os.open('{file}', os.O_TRUNC)", "import os; os.open('{file}x', os.O_CREAT)",
+        "import os; os.open('{file}', os.O_WRONLY)", "import os; os.open('{file}', os.O_RDWR)",
         "import os; os.fork()", "import ctypes; ctypes.CDLL(None)",
     ],
 )  # fmt: skip
@@ -87,6 +89,10 @@ def test_code_reaches_no_network_no_program_and_no_file(tmp_path, line):
         assert not runs(code)
         assert runs(f"try:\n    {code}\nexcept PermissionError:\n    pass")
     assert file.read_text() == "kept"
+    assert list(tmp_path.iterdir()) == [file]
+    assert runs(
+        f"import os; assert open({str(file)!r}).read() + os.read(os.open({str(file)!r}, 0), 4).decode() == 'kept' * 2"
+    )
 
 
 def test_code_has_little_memory():

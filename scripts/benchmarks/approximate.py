@@ -115,16 +115,17 @@ def program(record: Mapping[str, str], answer: str) -> str:
 
 # The hook is no wall against a program that wants out, but stops what a model writes by chance.
 GUARD = """
-import resource, sys
+import os, resource, sys
 for name, most in (("CPU", int(sys.argv[1])), ("AS", 2 << 30), ("FSIZE", 0), ("NOFILE", 64), ("CORE", 0)):
     try:
         resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
     except (OSError, ValueError, AttributeError):  # a Mac does not limit addresses
         pass
 text, READS = sys.stdin.read(), ("listdir", "scandir", "walk", "fwalk")
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 def guard(event, arguments):
     kind, _, name = event.partition(".")
-    writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+    writes = event == "open" and arguments[2] & WRITES  # the mode is None for os.open
     if writes or kind in ("socket", "subprocess", "ctypes", "shutil") or (kind == "os" and name not in READS):
         raise PermissionError(event)
 sys.addaudithook(guard)
