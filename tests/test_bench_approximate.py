@@ -3,6 +3,7 @@
 import json
 import socket
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,10 @@ def test_the_number_of_a_problem_depends_on_no_limit_and_a_file_may_begin_with_a
         ("def double(x:", False),
         ("```python\nimport sys\nsys.exit(0)\n```", False),
         ("```python\nprint('passed')\nraise ValueError\n```", False),
+        ("```python\nprint('passed')\nraise SystemExit\n```", False),
+        ("```python\nimport os\nprint('passed', flush=True)\nos._exit(0)\n```", False),
+        ("```python\nimport atexit\natexit.register(print, 'passed')\nexit()\n```", False),
+        ("```python\ndef double(x):\n    print('twice', end='')\n    return 2 * x\n```", True),
     ],
 )
 def test_code_is_right_if_its_test_passes(problems, answer, right):
@@ -99,6 +104,17 @@ def test_code_has_little_memory():
     assert runs("x = bytearray(1 << 20)")
     if sys.platform == "linux":
         assert not runs("x = bytearray(3 << 30)")
+
+
+def test_what_code_prints_is_not_kept():
+    """Neither in memory nor in a pipe that nobody empties."""
+    code = "import os, sys\nfor _ in range(1 << 10):\n    os.write({}, bytes(1 << 16))"
+    tracemalloc.start()
+    try:
+        assert all(runs(code.format(number)) for number in (1, 2))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
 
 
 def test_code_that_does_not_end_is_wrong():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from math import comb
 from pathlib import Path
+from secrets import token_hex
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -122,6 +123,9 @@ for name, most in (("CPU", int(sys.argv[1])), ("AS", 2 << 30), ("FSIZE", 0), ("N
     except (OSError, ValueError, AttributeError):  # a Mac does not limit addresses
         pass
 text, READS = sys.stdin.read(), ("listdir", "scandir", "walk", "fwalk")
+secret = sys.argv.pop()
+result, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+os.dup2(nowhere, 1), os.dup2(nowhere, 2)  # what code prints is not kept
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 def guard(event, arguments):
     kind, _, name = event.partition(".")
@@ -130,7 +134,7 @@ def guard(event, arguments):
         raise PermissionError(event)
 sys.addaudithook(guard)
 exec(compile(text, "answer", "exec"), {"__name__": "answer"})
-print("passed")
+os.write(result, secret.encode())
 """
 
 
@@ -144,15 +148,16 @@ def runs(code: str, seconds: int = SECONDS) -> bool:
     Returns:
         False: it raised something, ended early, or took too long.
     """
+    secret = token_hex()  # printed at the end, so code that ends early does not pass
     with TemporaryDirectory() as folder:
         try:
             done = subprocess.run(
-                [sys.executable, "-I", "-c", GUARD, str(seconds)], input=code, capture_output=True, text=True,
+                [sys.executable, "-I", "-c", GUARD, str(seconds), secret], input=code, capture_output=True, text=True,
                 cwd=folder, timeout=6 * seconds, env={}, check=False,
             )  # fmt: skip
         except (subprocess.TimeoutExpired, UnicodeError):
             return False
-    return done.returncode == 0 and done.stdout.endswith("passed\n")
+    return done.returncode == 0 and done.stdout == secret
 
 
 @dataclass(frozen=True, slots=True)
