@@ -33,7 +33,7 @@ from edgespec.scheduler import drive
 from edgespec.scheduler.requests import GenerationResult
 
 SECONDS = 10  # of processor time for the code of an answer
-BLOCK = re.compile(r"```(?:python)?\n(.*?)(?:```|$)", re.DOTALL)
+BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:```|$)", re.DOTALL)
 RAW = SamplingParams(temperature=1.0)
 EXACT = "exact"
 
