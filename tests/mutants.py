@@ -586,8 +586,8 @@ MUTANTS = [
     mutant(
         "scheduler-draft-reads-at-once",
         "scheduler.py",
-        "self._pass_now, single=len(lanes) == 1)",
-        "self._pass_now, single=True)",
+        "self.pass_now, single=len(lanes) == 1)",
+        "self.pass_now, single=True)",
         "test_draft_reads.py::test_another_sequence_waits_for_one_chunk_at_most",
     ),
     mutant(

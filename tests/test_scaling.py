@@ -4,7 +4,7 @@ import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from threading import Event
+from threading import Event, Thread
 from time import sleep
 
 import numpy as np
@@ -496,6 +496,44 @@ def test_an_interrupted_score_leaves_the_model_usable(pair, monkeypatch):
         scaling.perplexities(target.scheduler, prompt, [(prompt, [5] * 90), (prompt, [6] * 90)], PassCounter())
     again = edgespec.scale(target, draft, PROMPT, samples=3, chunk=8, answer="x", **ASKED)
     assert texts(again.samples) == texts(expected.samples)
+
+
+def test_close_interrupts_a_scoring_pass(pair, monkeypatch):
+    target, asked = pair[0], Event()
+    backend, prompt = target.target, target.encode(PROMPT)
+    forward, interrupt = backend.forward, backend.interrupt
+    closing = Thread(target=target.close)
+
+    def forward_until_asked(batch):
+        closing.start()
+        assert asked.wait(60)
+        return forward(batch)
+
+    def ask():
+        interrupt()
+        asked.set()
+
+    monkeypatch.setattr(backend, "forward", forward_until_asked)
+    monkeypatch.setattr(backend, "interrupt", ask)
+    with pytest.raises(Closed):
+        scaling.perplexities(target.scheduler, prompt, [(prompt, [5] * 9)], PassCounter())
+    closing.join(60)
+    assert not closing.is_alive()
+
+
+def test_the_end_of_another_request_interrupts_no_scoring_pass(pair, monkeypatch):
+    backend, prompt, asked = pair[0].target, pair[0].encode(PROMPT), []
+    [stream] = streams_begun(pair[0], 1)
+    forward = backend.forward
+
+    def forward_and_end(batch):
+        stream.close()
+        return forward(batch)
+
+    monkeypatch.setattr(backend, "forward", forward_and_end)
+    monkeypatch.setattr(backend, "interrupt", lambda: asked.append(1))
+    scaling.perplexities(pair[0].scheduler, prompt, [(prompt, [5] * 9)], PassCounter())
+    assert not asked
 
 
 # llama.cpp, whose prompts have another row class than its trees

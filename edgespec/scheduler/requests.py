@@ -291,6 +291,7 @@ class CurrentPass:
 
     @contextmanager
     def of(self, handles: list[Handle], model: Backend) -> Iterator[None]:
+        """Wrap a pass for these requests; one for none is interrupted by `close` only."""
         with self._lock:
             self._handles, self._model = handles, model
         self.check()
@@ -298,7 +299,7 @@ class CurrentPass:
             yield
         finally:
             with self._lock:
-                self._handles = []
+                self._model = None
 
     def close(self) -> None:
         self._closed = True
@@ -307,7 +308,8 @@ class CurrentPass:
     def check(self) -> None:
         """Interrupt the pass under way if no request needs it, from any thread."""
         with self._lock:
-            if self._handles and self._model and (self._closed or all(one.cancelled for one in self._handles)):
+            unwanted = self._handles and all(one.cancelled for one in self._handles)
+            if self._model and (self._closed or unwanted):
                 self._model.interrupt()
 
 

@@ -245,7 +245,8 @@ def _read(
         scheduler.check_open()
         batch, started = _plan(unread, target.capabilities), perf_counter()
         try:
-            logits = target.forward([work for _, work in batch])
+            with scheduler.pass_now.of([], target):
+                logits = target.forward([work for _, work in batch])
         except Interrupted:  # it was meant for a pass that had just ended
             continue
         except ContextFull:

@@ -59,7 +59,7 @@ class Scheduler:
         self._park = park
         self._chunks, self._draft_chunks = PromptChunks(), PromptChunks()
         self._queue = Queue(order)
-        self._pass_now = CurrentPass()
+        self.pass_now = CurrentPass()
         self._worker = Worker(self._queue, self.pool, self.turn, self.step, self._end_all)
 
     # For any thread.
@@ -104,7 +104,7 @@ class Scheduler:
         return not handle.is_idle_work
 
     def _on_cancel(self) -> None:
-        self._pass_now.check()
+        self.pass_now.check()
         with self._queue.changed:
             self._queue.changed.notify()
 
@@ -114,7 +114,7 @@ class Scheduler:
     def close(self) -> None:
         """End all requests and the pass under way, and free sessions and planners; safe to call twice."""
         self._queue.close()
-        self._pass_now.close()
+        self.pass_now.close()
         self._worker.join(self.close)
         with self.turn:
             self._end_all(Closed())
@@ -258,7 +258,7 @@ class Scheduler:
         lanes = self.pool.with_work
         if lane := min((one for one in lanes if one.draft_prompt), key=lambda one: one.used, default=None):
             with self._failing([lane]), suppress(Interrupted):
-                read_draft(lane, self._draft_chunks, self._pass_now, single=len(lanes) == 1)
+                read_draft(lane, self._draft_chunks, self.pass_now, single=len(lanes) == 1)
 
     def _pass(self, writing: list[Lane], reader: Lane | None) -> None:
         limits, began = self.target.capabilities, perf_counter()
@@ -293,7 +293,7 @@ class Scheduler:
         handles = [lane.handle for lane in lanes if lane.handle]
         with self._failing(lanes), suppress(Interrupted):
             try:
-                with self._pass_now.of(handles, self.target), while_target_runs(batch):
+                with self.pass_now.of(handles, self.target), while_target_runs(batch):
                     return self.target.forward([pass_.work for _, pass_ in batch])
             except ContextFull as error:
                 self._make_room(batch, error)
