@@ -79,7 +79,8 @@ class ScaleResult(GenerationResult):
     """The text that `scale` chose, with all others.
 
     Attributes:
-        samples: all texts, of seed, seed + 1, and so on.
+        samples: all texts, of seed, seed + 1, and so on. Each one's `stats` count the passes that score its chunks, and
+            name the model that wrote last.
         answers: of each text; None: it has none.
         votes: number of texts with each answer, most first.
         chunks: number of the draft's chunks that the target scored.
@@ -742,8 +743,10 @@ def scale(
         texts = [(first.prompt_ids, one.token_ids) for one in found]
         losses = scaling.perplexities(target.scheduler, first.prompt_ids, texts, counter)
         best = [found[losses.index(min(losses))]]
+    models = [*([target] if reject else []), *([draft] if draft and reject < 1 else [])]
+    words = dict.fromkeys([*(one.approximate for one in models if one.approximate), f"scale reject {reject:g}"])
     for one in found:
-        one.stats.approximate = f"scale reject {reject:g}"
+        one.stats.approximate = ", ".join(words)
     return ScaleResult(
         best[0].text, best[0].token_ids, best[0].stats, found, answers, dict(votes.most_common()), done.scored,
         done.rejected / max(1, done.scored), counter.passes, latest.scores,

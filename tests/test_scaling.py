@@ -237,6 +237,36 @@ def test_progress_grows_to_the_end(pair):
     assert seen[3:] == [(72, 72)]
 
 
+@pytest.mark.parametrize("reject", [1e-9, 0.6])
+def test_a_text_counts_the_passes_for_scores(pair, reject):
+    options = {"samples": 3, "chunk": 8, "reject": reject, "answer": "x", **ASKED, **NO_END}
+    result = edgespec.scale(*pair, PROMPT, **options)
+    for stats in [one.stats for one in result.samples]:
+        assert 0 < stats.passes <= result.passes
+        assert stats.passes == result.passes or reject == 0.6  # all texts share them if the target writes none
+        assert 0 < stats.target_seconds < stats.seconds
+        assert (stats.planner, stats.exact) == ("sssd", "")
+
+
+@pytest.mark.parametrize(
+    ("reject", "words"),
+    [
+        (0, "cascade 0.5, scale reject 0"), (0.4, "sparse attention 0.9, cascade 0.5, scale reject 0.4"),
+        (1, "sparse attention 0.9, scale reject 1"), (None, "sparse attention 0.9, scale reject 1"),
+    ],
+)  # fmt: skip
+def test_words_name_what_changes_the_models_that_write(pair, reject, words):
+    for model, about in zip(pair, ("sparse attention 0.9", "cascade 0.5"), strict=True):
+        model.target.capabilities = replace(model.target.capabilities, approximate=about)
+    target, draft = pair
+    given = {"draft": None} if reject is None else {"draft": draft, "reject": reject}
+    result = edgespec.scale(target, prompt=PROMPT, samples=2, chunk=8, answer="x", **given, **ASKED)
+    assert {one.stats.approximate for one in result.samples} == {words}
+    draft.target.capabilities = replace(draft.target.capabilities, approximate="sparse attention 0.9")
+    result = edgespec.scale(target, prompt=PROMPT, samples=2, chunk=8, answer="x", **given, **ASKED)
+    assert result.stats.approximate.count("sparse attention 0.9") == 1
+
+
 @pytest.mark.parametrize("reject", [0, 0.5, 1])
 def test_passes_of_other_requests_do_not_count(pair, reject):
     counts, others = pair[0].scheduler.counts, 0

@@ -25,6 +25,10 @@ class PassCounter:
     """Counts passes of which requests with this counter have a part; one that several share counts once."""
 
     passes: int = 0
+    seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.passes, self.seconds = self.passes + 1, self.seconds + seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,15 +54,19 @@ class Sample:
         hints = HintTexts(prompt, rejected) if rejected else None
         return replace(self.request, prompt_ids=prompt, max_tokens=min(chunk, self.left), hint_texts=hints)
 
-    def add(self, drafted: GenerationResult, written: GenerationResult | None) -> None:
+    def add(self, drafted: GenerationResult, written: GenerationResult | None, scoring: PassCounter) -> None:
+        """Add a chunk; `scoring` has the passes of all texts for scores of this round."""
         chosen, stats = written or drafted, self.stats
         token_ids, part = chosen.token_ids, chosen.stats
         self.token_ids += token_ids
-        stats.backend, stats.seed, stats.finish_reason = part.backend, part.seed, part.finish_reason
+        stats.planner, stats.backend, stats.exact = part.planner, part.backend, part.exact
+        stats.seed, stats.finish_reason = part.seed, part.finish_reason
         stats.tokens, stats.prompt_tokens = len(self.token_ids), len(self.request.prompt_ids)
         stats.tokens_by_source["target" if written else "draft"] += len(token_ids)
         stats.drafted += len(drafted.token_ids)
         stats.draft_seconds += drafted.stats.prefill_seconds + drafted.stats.seconds
+        stats.passes += scoring.passes
+        stats.target_seconds += scoring.seconds
         if written:
             stats.passes += part.passes
             stats.target_seconds += part.prefill_seconds + part.seconds
@@ -115,13 +119,15 @@ def scale(
     while writing := [sample for sample in done.samples if sample.left > 0]:
         drafted = drive.results_of(draft, [sample.next(chunk) for sample in writing])
         texts = [(sample.so_far, one.token_ids) for sample, one in zip(writing, drafted, strict=True)]
+        before = replace(counter)
         p_values = calibration.p_values(perplexities(target, requests[0].prompt_ids, texts, counter))
+        scoring = PassCounter(counter.passes - before.passes, counter.seconds - before.seconds)
         rejected = [number for number, p_value in enumerate(p_values) if p_value <= reject]
         asked = [writing[number].next(chunk, drafted[number].token_ids) for number in rejected]
         again = drive.results_of(target, [replace(one, counter=counter) for one in asked])
         written = dict(zip(rejected, again, strict=True))
         for number, sample in enumerate(writing):
-            sample.add(drafted[number], written.get(number))
+            sample.add(drafted[number], written.get(number), scoring)
         done.scored, done.rejected = done.scored + len(writing), done.rejected + len(rejected)
         if progress:
             progress(most - sum(sample.left for sample in done.samples), most)
@@ -256,8 +262,9 @@ def _read(
             for lane in again:
                 pool.empty(lane)
             continue
-        scheduler.counts.add_pass(perf_counter() - started, [work for _, work in batch])
-        counter.passes += 1
+        seconds = perf_counter() - started
+        scheduler.counts.add_pass(seconds, [work for _, work in batch])
+        counter.add(seconds)
         for ((_, reading, text), work), rows in zip(batch, logits, strict=True):
             at = len(reading.session.token_ids)
             for node in work.wanted.tolist():

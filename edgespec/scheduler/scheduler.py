@@ -277,7 +277,7 @@ class Scheduler:
             self.pool.count_pass([lane for lane, _ in batch])
             for counter in {lane.handle.request.counter for lane, _ in batch if lane.handle}:
                 if counter:
-                    counter.passes += 1
+                    counter.add(seconds)
             tokens = self.counts.decoded
         for (lane, pass_), found in zip(batch, logits, strict=False):
             self._accept(lane, pass_, found, single=len(batch) == 1)
