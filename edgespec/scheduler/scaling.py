@@ -1,9 +1,10 @@
 """Texts of one prompt that a draft writes in chunks, of which the target rewrites some: ATTS (arXiv 2509.15148).
 
-A chunk's score is its perplexity under the target: exp of the mean of -log p(token | the tokens before it). Compared
-with the n latest other scores, its p-value is (1 + number of scores at least as high) / (n + 1). A chunk whose p-value
-is at most `reject` is rejected, and the target writes another from the same place. Were scores exchangeable, at most
-this share would be rejected. That says nothing about the answers.
+A chunk's score is its perplexity under the target: exp of the mean of -log p(token | the tokens before it). Its p-value
+is the share of the latest scores, its own among them, that are at least as high. A chunk whose p-value is at most
+`reject` is rejected, and the target writes another from the same place. Were scores exchangeable, at most this share
+would be rejected on average. They are not: first chunks score higher than later ones, and are rejected more often. All
+this says nothing about the answers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -74,7 +75,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Calibration:
-    """The latest scores, at most `size`, and at least those of one round."""
+    """The latest `size` scores, or all of the latest round if these are more."""
 
     size: int
     scores: list[float] = field(default_factory=list)
