@@ -136,19 +136,28 @@ def scale(
 
 
 @dataclass(slots=True)
-class Text:
-    """A text of which the tokens after `first` are scored: the logits of `first` give the first of them."""
+class ScoredText:
+    """
+    Attributes:
+        given: number of its first tokens, which are not scored.
+        losses: -log p of the scored tokens, by position: a part may be read again.
+    """
 
     token_ids: Sequence[int]
-    first: int
-    losses: dict[int, float] = field(default_factory=dict)  # by position: a part may be read again
+    given: int
+    losses: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def first(self) -> int:
+        """Position of the first token whose logits are needed: those of the last given one score the next."""
+        return self.given - 1
 
     @property
     def perplexity(self) -> float:
         return exp(min(fmean(self.losses.values()), LARGEST))
 
 
-Part = tuple[Lane, Prefill, Text]
+Part = tuple[Lane, Prefill, ScoredText]
 
 
 def perplexities(
@@ -170,7 +179,7 @@ def perplexities(
     Raises:
         ContextFull: a text does not fit, though no other request holds cells.
     """
-    found = [Text([*before, *scored], len(before) - 1) for before, scored in texts]
+    found = [ScoredText([*before, *scored], len(before)) for before, scored in texts]
     left = found
     while left:
         with _room_for(scheduler, left[0], counter) as pool:
@@ -181,20 +190,20 @@ def perplexities(
                 # The other sessions fork, so what they hold need not take cells.
                 for lane in lanes[1:]:
                     pool.forget(lane)
-                _read(scheduler, pool, lanes[:1], [Text(prompt_ids, len(prompt_ids))], counter)
+                _read(scheduler, pool, lanes[:1], [ScoredText(prompt_ids, len(prompt_ids))], counter)
             _read(scheduler, pool, lanes, group, counter)
     return [text.perplexity for text in found]
 
 
 @contextmanager
-def _room_for(scheduler: Scheduler, text: Text, counter: PassCounter) -> Iterator[SessionPool]:
+def _room_for(scheduler: Scheduler, text: ScoredText, counter: PassCounter) -> Iterator[SessionPool]:
     """The pool between two steps, with an idle session and cells for a text; other requests go on until it has them.
 
     To wait, a request takes its turn in the queue and gets a session, which it gives up here. So whoever waits for it
     makes steps if nobody else does, and `close` ends it.
     """
-    before = list(text.token_ids[: text.first + 1])
-    claim = Request(before, SamplingParams(), len(text.token_ids) - text.first, plain=True, counter=counter)
+    before, most = list(text.token_ids[: text.given]), len(text.token_ids) - text.first
+    claim = Request(before, SamplingParams(), most, plain=True, counter=counter)
     while True:
         with scheduler.between_steps() as pool:
             if _fitting(pool, [text]):
@@ -210,7 +219,7 @@ def _room_for(scheduler: Scheduler, text: Text, counter: PassCounter) -> Iterato
                     return
 
 
-def _fitting(pool: SessionPool, texts: Sequence[Text]) -> int:
+def _fitting(pool: SessionPool, texts: Sequence[ScoredText]) -> int:
     """Number of the first texts that the idle sessions hold at once; beside no other request at least one."""
     cells, count, taken = pool.limits.cells, 0, sum(len(lane.session.token_ids) for lane in pool.busy)
     for text in texts[: len(pool.idle)]:
@@ -221,7 +230,7 @@ def _fitting(pool: SessionPool, texts: Sequence[Text]) -> int:
     return count
 
 
-def _lanes(pool: SessionPool, texts: Sequence[Text]) -> list[Lane]:
+def _lanes(pool: SessionPool, texts: Sequence[ScoredText]) -> list[Lane]:
     """An idle session for each text, the one that holds most of it; others make room."""
     free, found = pool.idle, list[Lane]()
     for text in texts:
@@ -238,13 +247,15 @@ def _lanes(pool: SessionPool, texts: Sequence[Text]) -> list[Lane]:
 
 
 def _read(
-    scheduler: Scheduler, pool: SessionPool, lanes: Sequence[Lane], texts: Sequence[Text], counter: PassCounter
+    scheduler: Scheduler, pool: SessionPool, lanes: Sequence[Lane], texts: Sequence[ScoredText], counter: PassCounter
 ) -> None:
     """Read texts into sessions, and find the losses of their scored tokens."""
     target, parts = scheduler.target, list[Part]()
     for lane, text in zip(lanes, texts, strict=True):
         lane.phase, lane.looked_at = Phase.CHANGING, False
         first = text.first if can_share_passes(target.capabilities) else whole_tiles(text.first)
+        # `prepare` finds the session a beginning, as for a prompt up to `first`. That is cut before it: its logits are
+        # needed again.
         pool.prepare(lane, text.token_ids[: first + 1])
         Prefill(target, lane.session, text.token_ids[:first]).resume()
         parts.append((lane, Prefill(target, lane.session, text.token_ids), text))
@@ -286,7 +297,7 @@ def _plan(unread: Sequence[Part], limits: Capabilities) -> list[tuple[Part, Work
         at, more, whole = reading.resume(), reading.session.unread_committed, len(text.token_ids)
         size = min(rows - more, max(0, text.first - at) + wanted)
         if not shared and batch and at != whole_tiles(at):
-            break  # of prompts that share a pass, all but the first begin with a tile
+            break  # only the first prompt of a pass may go on within a tile: llama.cpp pads the cells before the others
         if not shared and at + size < whole and whole_tiles(at + size) > at:
             size = whole_tiles(at + size) - at
         if size < 1:
