@@ -2,6 +2,8 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
 
 import hypothesis
 import numpy as np
@@ -17,6 +19,7 @@ from edgespec.loop.pass_times import FLAT, STEEP, PassTimes
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import Source, make_tree
+from edgespec.planners import candidates
 from edgespec.planners.auto import (
     BELIEF,
     FURTHER,
@@ -33,6 +36,7 @@ from edgespec.planners.ledger import Ledger
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
+from edgespec.scheduler.batch import BATCH, account
 
 MODEL = random_model(1, vocab_size=48, sharpness=3.0)
 PROMPT = [1, 2, 3, 4, 1, 2, 3]
@@ -282,6 +286,36 @@ def test_a_draft_that_agrees_less_than_believed_is_not_blamed_twice():
     planner.observe([other], 1.0 + 0.01 * len(tree))
     assert (pace.agreement.came, pace.agreement.hoped) == (0, 1)
     assert 1 < pace.worth.hoped < 2.5  # as is foretold of so poor a draft; 3.4 were when it was asked
+
+
+def test_agreement_is_learned_also_from_a_draft_that_was_not_worth_a_row():
+    pace = given((1.0, 0.0), (1e-3, 0.0))
+    planner, target = auto_planner("auto", pace, draft=drafting(pace)), ReferenceBackend(MODEL)
+    generation = Generation(
+        target, target.open(), planner, PROMPT, GREEDY, max_tokens=20, budget=24, stats=GenerationStats()
+    )
+    generation.read_prompt()
+    with mock.patch.object(candidates, "best_part", lambda *_, **__: (np.zeros(0, np.intp), 0.0)):
+        assert len(next_tree(generation)) == 1
+    planner.observe([3], 0.0)
+    assert pace.agreement.hoped == 1
+
+
+def test_a_batchs_drafting_is_charged_also_where_no_draft_token_is_worth_a_row():
+    pace, plain = new_auto_state(streams=False), SimpleNamespace(token_ids=[0], prompt=False)
+    batch, spent = [(None, SimpleNamespace(work=plain))] * 2, 0
+    for _ in range(100):
+        spent += pace.batch(2).room(BATCH) > 0  # the scheduler drafts only then
+        account(batch, 0.5, 1.0, 2, pace)
+    assert 0 < spent < 10
+
+
+def test_a_batch_that_may_not_draft_pays_nothing():
+    pace, plain = new_auto_state(streams=False), SimpleNamespace(token_ids=[0], prompt=False)
+    for _ in range(3):  # the first passes are plain
+        account([(None, SimpleNamespace(work=plain))] * 2, 0.5, 1.0, 2, pace)
+    assert pace.batch(2).room(BATCH) == 0
+    assert pace.batch(2)._account(BATCH).lost == 0
 
 
 def test_agreement_is_counted_along_the_text():

@@ -258,6 +258,7 @@ class AutoPlanner(Planner):
         self._with_draft = [one for one in candidates if one.planner.draft_session]
         self._offer: Offer | None = None
         self._asked: Candidate | None = None
+        self._refused: list[Offer] = []  # the others of this step
         self._spent: dict[str, float] = {}  # seconds of each candidate that was asked
         self._length = 0  # of the sequence when `_offer` was made
         self._rows = 0
@@ -278,7 +279,7 @@ class AutoPlanner(Planner):
         return self._with_draft[0].planner.draft_session if self._with_draft else None
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        self._offer, self._asked, self._went_ahead = None, None, False
+        self._offer, self._asked, self._refused, self._went_ahead = None, None, [], False
         self._state.ledger().begin()
         for candidate in self._candidates:
             candidate.begin(prompt_ids)
@@ -289,6 +290,7 @@ class AutoPlanner(Planner):
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
         self._offer, self._asked, self._spent = Offer(Proposal(root_only(context.token_ids[-1])), 0.0), None, {}
+        self._refused = []
         self._length, self._head, self._rows = len(context.token_ids), context.head, 1 + (context.head or 0)
         candidates = [one for one in self._candidates if self._may_ask(one, context)]
         if budget > 0 and candidates:
@@ -323,7 +325,8 @@ class AutoPlanner(Planner):
                 if terms.trial and sequences > 1:  # its account is the batch's
                     self._state.ledger(sequences).put_off(name)
                 if found.rate * (1.0 if self._asked else terms.tolerance) > best:
-                    self._offer, self._asked, best = found, candidate, found.rate
+                    self._offer, self._asked, best, found = found, candidate, found.rate, self._offer
+                self._refused.append(found)
             now = perf_counter()
             self._spent[name] = max(now - began, candidate.planner.stats.draft_seconds - drafted)
             began = now
@@ -397,6 +400,8 @@ class AutoPlanner(Planner):
                     state.add_pass(*one)
                 self._passes.clear()
         self._offer.learn(tokens, seconds)
+        for one in self._refused:  # a draft that was unsure may be right
+            one.learn(tokens, 0.0)
 
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
         for candidate in self._candidates:

@@ -191,7 +191,9 @@ def account(batch: Batch, drafting: float, seconds: float, tokens: int, pace: Au
     works = [one.work for _, one in batch]
     if len(batch) > 1 and not any(work.prompt for work in works):
         way = BATCH if any(len(work.token_ids) > 1 for work in works) else None
-        pace.batch(len(batch)).add({way: drafting} if way else {}, way, seconds, tokens / len(batch))
+        ledger = pace.batch(len(batch))
+        drafted = way or ledger.room(BATCH)  # drafting costs time also where no draft token is worth a row
+        ledger.add({BATCH: drafting} if drafted else {}, way, seconds, tokens / len(batch))
 
 
 def while_target_runs(batch: Batch) -> AbstractContextManager[None]:
