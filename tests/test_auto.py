@@ -272,6 +272,26 @@ def test_a_gain_is_told_where_four_plain_passes_lay_among_steps_with_draft_token
     assert stats.plain_seconds == 0.0  # other sequences shared a pass
 
 
+def test_a_step_of_a_long_text_compares_few_of_the_plain_passes_before_it():
+    compared = 0
+
+    class Seconds(float):
+        def __lt__(self, other):
+            nonlocal compared
+            compared += 1
+            return float(self) < float(other)
+
+    target, stats = ReferenceBackend(MODEL), GenerationStats(drafted=1)
+    generation = Generation(target, target.open(), NonePlanner(), PROMPT, GREEDY, max_tokens=40, budget=4, stats=stats)
+    seconds = np.random.default_rng(1).uniform(size=1000)
+    for number, one in enumerate(seconds):
+        stats.tokens = 1 + 2 * number
+        generation._compare(Seconds(one), plain=True, single=True)
+        generation._compare(5.0, plain=False, single=True)
+    assert stats.plain_seconds == pytest.approx(stats.gained * np.median(seconds))
+    assert compared < 12 * len(seconds)
+
+
 def test_a_draft_that_agrees_less_than_believed_is_not_blamed_twice():
     """Its agreement falls; that drafted rounds keep what they promise is another question."""
     pace = given((1.0, 0.01), (0.01, 0.0), worth=Share(0.98))

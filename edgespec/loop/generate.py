@@ -10,10 +10,10 @@ Only `verify.walk` and `sampling.sample` decide the tokens; the prompt's last ro
     step = generation.accept(pass_, logits)             verify, commit
 """
 
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from statistics import median
 from time import perf_counter
 
 import numpy as np
@@ -125,7 +125,7 @@ class Generation:
         self.target = target
         self._planner = planner
         self._moved = PlannerStats()  # of the planners before this one
-        self._plain_passes = list[float]()  # seconds of plain passes among steps with draft tokens
+        self._plain_passes = list[float]()  # seconds of plain passes among steps with draft tokens, rising
         self._last_plain = list[float]()  # of those since the last such step
         self._shared = False  # a pass, with other sequences
         self._prompt_ids = prompt_ids
@@ -378,12 +378,15 @@ class Generation:
         if plain and single and stats.drafted:
             last.append(seconds)
         elif not plain and single:
-            passes += last
+            for one in last:
+                insort(passes, one)
             last.clear()
         elif not single:
             self._shared = True
-        comparable = len(passes) >= COMPARED and not self._shared
-        stats.plain_seconds = stats.gained * median(passes) if comparable else 0.0
+        if len(passes) < COMPARED or self._shared:
+            stats.plain_seconds = 0.0
+        else:  # the median
+            stats.plain_seconds = stats.gained * (passes[(len(passes) - 1) // 2] + passes[len(passes) // 2]) / 2
 
     def steps(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Step]:
         """Read the prompt and decode to the end, without sharing passes; arguments as for `read_prompt`."""
