@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import LONG, Reader, Recording, actions, backend, draft, planners, play, run
 
+from edgespec.loop.passes import common_prefix
 from edgespec.model import Model
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -45,6 +46,32 @@ def test_random_schedules_change_no_text(tmp_path_factory, name, shape, cells, s
     play(scheduler, schedule, 3)
     scheduler.close()
     assert target.open_sessions == 0
+
+
+@given(st.lists(st.integers(0, 2), max_size=300), st.lists(st.integers(0, 2), max_size=9), st.integers(0, 300))
+def test_a_common_prefix_ends_at_the_first_difference(left, rest, kept):
+    right = left[:kept] + rest
+    first = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    assert common_prefix(left, right) == common_prefix(tuple(left), right) == first
+
+
+def test_a_late_difference_of_long_texts_is_found_without_a_loop():
+    class Tokens(list):
+        slices = 0
+
+        def __getitem__(self, wanted):
+            Tokens.slices += 1
+            return super().__getitem__(wanted)
+
+        def __iter__(self):
+            raise AssertionError("a loop over all tokens")
+
+    tokens = Tokens(range(100_000))
+    assert common_prefix(tokens, Tokens(range(90_000))) == 90_000
+    other = Tokens(range(100_000))
+    other[99_000] = 0
+    assert common_prefix(tokens, other) == 99_000
+    assert Tokens.slices < 100
 
 
 def test_texts_wait_until_there_are_cells_for_them():

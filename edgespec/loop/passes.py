@@ -12,6 +12,7 @@ from edgespec.loop.shapes import RowClass
 from edgespec.loop.tree import DraftTree, FloatArray, Proposal, ranked
 
 NO_NODES = np.zeros(0, np.intp)
+FIRST_SLICE = 64  # tokens that `common_prefix` compares first: most prefixes are short or whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +71,22 @@ def fitting(proposal: Proposal, budget: int, max_leaves: int) -> NDArray[np.intp
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Number of leading tokens that are equal."""
+    """Number of leading tokens that are equal; slices are compared, since a loop over a long prompt takes long."""
+    if type(left) is not type(right):
+        left, right = list(left), list(right)
     shorter = min(len(left), len(right))
-    if left[:shorter] == right[:shorter]:  # the usual case costs no loop
-        return shorter
-    for i, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return i
-    return shorter
+    start, end = 0, min(FIRST_SLICE, shorter)
+    while left[start:end] == right[start:end]:
+        if end == shorter:
+            return shorter
+        start, end = end, min(2 * end, shorter)
+    while end - start > 1:
+        middle = (start + end) // 2
+        if left[start:middle] == right[start:middle]:
+            start = middle
+        else:
+            end = middle
+    return start
 
 
 @dataclass(slots=True)

@@ -113,8 +113,8 @@ class Lane:
     @property
     def taken(self) -> int:
         """Cells of its tokens, without shared ones."""
-        tokens = self.session.token_ids
-        shared = min(self.forked, common_prefix(tokens, self.source.session.token_ids)) if self.source else 0
+        tokens, first = self.session.token_ids, self.forked
+        shared = common_prefix(tokens[:first], self.source.session.token_ids[:first]) if self.source else 0
         return len(tokens) - whole_tiles(shared)
 
     def report_read(self, first: Step | None) -> list[Chunk]:
