@@ -2,7 +2,7 @@
 
 import asyncio
 from dataclasses import replace
-from threading import Event
+from threading import Event, Thread
 from time import monotonic, sleep
 
 import pytest
@@ -16,7 +16,7 @@ from edgespec.model import Model
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.scheduler.disk_cache import DiskCache
-from edgespec.scheduler.requests import Wrote
+from edgespec.scheduler.requests import CurrentPass, Wrote
 from edgespec.scheduler.scheduler import Scheduler
 
 
@@ -272,6 +272,50 @@ def test_closing_ends_the_pass():
     scheduler.close()
     assert reader.ended.error
     assert target.open_sessions == 0
+
+
+def test_a_request_that_ends_within_a_check_of_the_pass_waits_for_nobody():
+    """Garbage collection there may end a lost stream, which waits for the queue, whose holder may want the pass."""
+    current, within, checked = CurrentPass(), Event(), Event()
+
+    class Collected:
+        @property
+        def cancelled(self):
+            within.set()
+            assert checked.wait(30)
+            return False
+
+    def pass_of(handles):
+        with current.of(handles, backend()):
+            pass
+
+    first = Thread(target=pass_of, args=[[Collected()]], daemon=True)
+    first.start()
+    assert within.wait(30)
+    other = Thread(target=pass_of, args=[[]], daemon=True)
+    other.start()
+    other.join(2)
+    waits = other.is_alive()
+    checked.set()
+    first.join()
+    assert not waits
+
+
+@pytest.mark.parametrize("ends", ["gives way", "fails"])
+def test_idle_work_that_ends_checks_no_pass_while_it_holds_the_queue(ends, monkeypatch):
+    scheduler = Scheduler(backend(), planners("none", 1), budget=4)
+    held = []
+    monkeypatch.setattr(scheduler.pass_now, "check", lambda: held.append(scheduler._queue.changed._is_owned()))
+    reader = Reader(scheduler, 4, idle_limit=20)
+    scheduler.step()
+    if ends == "fails":
+        scheduler._end_all(ValueError())
+    else:
+        assert scheduler._end_idle_work()
+    assert reader.ended.error
+    assert reader.handle.cancelled
+    assert True not in held
+    scheduler.close()
 
 
 def until(true):

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import RLock
 from time import perf_counter
 
 from edgespec.errors import EdgespecError
@@ -287,34 +286,33 @@ class Handle:
 
 
 class CurrentPass:
+    """The pass under way; takes no lock, since a thread that holds one may end a lost stream as it collects garbage."""
+
     def __init__(self) -> None:
         self._closed = False
-        self._model: Backend | None = None
-        self._handles: list[Handle] = []
-        self._lock = RLock()  # the thread that holds it may collect a lost stream as garbage, which ends a request
+        self._now: tuple[list[Handle], Backend] | None = None  # replaced whole
 
     @contextmanager
     def of(self, handles: list[Handle], model: Backend) -> Iterator[None]:
         """Wrap a pass for these requests; one for none is interrupted by `close` only."""
-        with self._lock:
-            self._handles, self._model = handles, model
+        self._now = handles, model
         self.check()
         try:
             yield
         finally:
-            with self._lock:
-                self._model = None
+            self._now = None
 
     def close(self) -> None:
         self._closed = True
         self.check()
 
     def check(self) -> None:
-        """Interrupt the pass under way if no request needs it, from any thread."""
-        with self._lock:
-            unwanted = self._handles and all(one.cancelled for one in self._handles)
-            if self._model and (self._closed or unwanted):
-                self._model.interrupt()
+        """Interrupt the pass under way if no request needs it, from any thread; if it has just ended, the next one."""
+        if now := self._now:
+            handles, model = now
+            unwanted = handles and all(one.cancelled for one in handles)
+            if self._closed or unwanted:
+                model.interrupt()
 
 
 @dataclass(slots=True)

@@ -221,7 +221,7 @@ class Scheduler:
         with self._queue.changed:
             lane = next((one for one in self.pool.busy if one.handle and one.handle.is_idle_work), None)
             if lane and lane.handle:
-                lane.handle.cancel()
+                lane.handle.cancelled = True  # no pass is under way that `cancel` could interrupt
         if lane:
             self._end(lane, Cancelled("it gave way to another"))
         return lane is not None
@@ -368,7 +368,7 @@ class Scheduler:
             if error is not None:
                 with self._queue.changed:
                     if handle.is_idle_work:
-                        handle.cancel()
+                        handle.cancelled = True  # as in `_end_idle_work`
             handle.end(error)
             self.counts.add_end(handle)  # first: a reader of the end may ask for the counts
         handle.tell_end()
