@@ -10,6 +10,7 @@ from functools import cache
 from itertools import pairwise, product
 from threading import Event, Thread, current_thread, main_thread
 from time import sleep
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from edgespec.planners.ledger import Ledger
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.scheduler import drive
+from edgespec.scheduler import batch, drive
 from edgespec.scheduler.prompt_chunks import PromptChunks
 from edgespec.scheduler.requests import Cancelled, Ended, Reading, Request, Wrote
 from edgespec.scheduler.scheduler import Scheduler
@@ -433,6 +434,39 @@ def test_an_error_of_one_text_ends_only_that():
     again = Reader(scheduler, 0, max_tokens=1)
     run(scheduler)
     again.check()
+    scheduler.close()
+
+
+def fail(*_, **__):
+    raise ModelError("this one is broken")
+
+
+@pytest.mark.parametrize("where", ["waits its turn", "is cut", "is interrupted", "reads"])
+def test_an_error_ends_one_text_wherever_it_comes(where):
+    target = backend(kind=Recording, sessions=3, max_nodes=41)
+    scheduler = Scheduler(target, planners("none", 3), budget=4)
+    readers = [Reader(scheduler, prompt, max_tokens=60) for prompt in (1, 2)]
+    while not all(reader.tokens for reader in readers):
+        scheduler.step()
+    broken, whole = readers
+    lane = next(lane for lane in scheduler.pool.busy if lane.handle is broken.handle)
+    if where == "is cut":
+        lane.generation.cut = fail
+    elif where == "reads":
+        broken, whole = Reader(scheduler, 4, max_tokens=60), broken
+        with mock.patch.object(PromptChunks, "next", fail):
+            scheduler.step()
+    elif where == "is interrupted":
+        lane.generation.give_up = fail
+        target.interrupt()
+    else:
+        lane.generation.give_up = fail
+        with mock.patch.object(batch, "in_turn", lambda writing, room: [one for one in writing if one is not lane]):
+            scheduler.step()
+    run(scheduler)
+    assert str(broken.ended.error) == "this one is broken"
+    whole.check()
+    readers[1].check()
     scheduler.close()
 
 

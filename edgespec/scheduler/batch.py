@@ -1,7 +1,7 @@
 """Composes one pass: the draft trees of several sequences, and a chunk of a prompt."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import fmean
 from time import perf_counter
 
@@ -62,6 +62,15 @@ def read_draft(lane: Lane, chunks: PromptChunks, pass_now: CurrentPass, *, singl
         chunks.learn(len(work.token_ids), seconds, prompt=True)
 
 
+@contextmanager
+def noting(failed: Failed, lane: Lane) -> Iterator[None]:
+    """Have an error within end this lane's request alone."""
+    try:
+        yield
+    except Exception as error:
+        failed.append((lane, error))
+
+
 def plan(
     writing: Sequence[Lane],
     reader: Lane | None,
@@ -84,11 +93,12 @@ def plan(
     if generation:
         room -= chunks.rows(generation.prompt, room)
     batch, failed = plan_trees(writing, lanes, limits, room, pace, single=reader is None)
-    if reader and generation:
+    gone = [lane for lane, _ in failed]
+    if reader and generation and reader not in gone:
         taken = sum(len(one.work.token_ids) + one.work.session.unread_committed for _, one in batch)
-        gone = [lane for lane, _ in failed]
         single = not any(lane.generation and not lane.unread for lane in lanes if lane not in gone)
-        batch.append((reader, generation.prompt_pass(chunks.next(generation.prompt, taken, single=single))))
+        with noting(failed, reader):
+            batch.append((reader, generation.prompt_pass(chunks.next(generation.prompt, taken, single=single))))
     return batch, failed
 
 
@@ -113,11 +123,12 @@ def plan_trees(
     Returns:
         Trees of the sequences that have waited longest, as many as `room` rows hold, cut to their best nodes.
     """
-    group = in_turn(writing, room)
+    group, batch, failed = in_turn(writing, room), Batch(), Failed()
     room -= sum(1 + lane.session.unread_committed for lane in group)
     for lane in lanes if len(lanes) > 1 else ():
-        if lane.generation and lane not in group:
-            lane.generation.give_up()
+        if lane not in group:
+            with noting(failed, lane):
+                lane.give_up()
     fair = -(-TIMES_FAIR * room // len(group)) if len(group) > 1 else room
     most = None if single and len(group) == 1 else min(room, fair)
     if pace and len(group) > 1 and not pace.batch(len(group)).room(BATCH):
@@ -126,11 +137,14 @@ def plan_trees(
     proposals = run_shared([lane.generation.propose(most, len(group)) for lane in group if lane.generation])
     seconds = perf_counter() - started
     results = list(zip(group, proposals, strict=True))
-    failed = [(lane, one) for lane, one in results if isinstance(one, Exception)]
+    failed += [(lane, one) for lane, one in results if isinstance(one, Exception)]
     found = [(lane, one) for lane, one in results if not isinstance(one, Exception)]
     sizes = best_sizes(found, limits, room, pace, seconds) if len(found) > 1 else [None] * len(found)
-    cuts = zip(found, sizes, strict=True)
-    return [(lane, lane.generation.cut(one, size)) for (lane, one), size in cuts if lane.generation], failed
+    for (lane, one), size in zip(found, sizes, strict=True):
+        with noting(failed, lane):
+            if lane.generation:
+                batch.append((lane, lane.generation.cut(one, size)))
+    return batch, failed
 
 
 def in_turn(writing: Sequence[Lane], room: int) -> list[Lane]:

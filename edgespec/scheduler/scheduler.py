@@ -264,10 +264,10 @@ class Scheduler:
         limits, began = self.target.capabilities, perf_counter()
         batch, failed = plan(writing, reader, self.pool.lanes, limits, self._pace, self._chunks)
         for lane, error in failed:
-            if isinstance(error, Interrupted):  # it was meant for a pass that had just ended
+            with self._failing([lane]):
+                if not isinstance(error, Interrupted):  # else it was meant for a pass that had just ended
+                    raise error
                 lane.give_up()
-            else:
-                self._end(lane, error)
         started = perf_counter()
         logits = self._forward(batch) if batch else []
         if logits:
@@ -298,7 +298,8 @@ class Scheduler:
             except ContextFull as error:
                 self._make_room(batch, error)
         for lane in lanes:
-            lane.give_up()
+            with self._failing([lane]):
+                lane.give_up()
         return []
 
     def _make_room(self, batch: Batch, error: ContextFull) -> None:
