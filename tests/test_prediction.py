@@ -5,7 +5,7 @@ from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 from edgespec.errors import UsageError
-from edgespec.loop.hint_texts import LONGEST_INPUT, HintTexts
+from edgespec.loop.hint_texts import LONGEST_INPUT, MOST_SIBLINGS, HintTexts
 from edgespec.loop.tree import Source
 from edgespec.model import CHARACTERS, Model
 from edgespec.planners.auto import new_auto_state
@@ -45,6 +45,18 @@ def test_a_family_knows_the_prediction_and_the_siblings_but_not_oneself():
     assert [index.text[-2] for _, index in family.hints(first)] == [3, prompt[-1]]
     length, places = predicted.matches_of(prompt[-LONGEST_INPUT:], 5)[0]
     assert (length, [predicted.text[place] for place in places]) == (LONGEST_INPUT, [1])  # the answer's beginning
+
+
+def test_of_many_siblings_those_that_wrote_last_are_searched():
+    family = HintTexts([7])
+    numbers = [family.join() for _ in range(3 * MOST_SIBLINGS)]
+    for number in numbers:
+        family.extend(number, [number])
+    family.extend(0, [0])
+    last = [0, *numbers[-MOST_SIBLINGS:-1]]
+    assert [index.text[1] for _, index in family.hints(numbers[-1])] == last
+    family.extend(numbers[-1], [8])
+    assert [index.text[1] for _, index in family.hints(0)] == numbers[-MOST_SIBLINGS:]
 
 
 def test_a_prediction_is_no_longer_than_the_context(plain):

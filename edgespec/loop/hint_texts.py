@@ -1,6 +1,7 @@
 """N-gram indices of a sequence and of its hint texts: both hold tokens that a planner can copy."""
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import TypeAlias
 
 from edgespec.loop.passes import common_prefix
@@ -8,6 +9,7 @@ from edgespec.loop.tree import Source
 
 END = -1  # follows the last token of an index, and of a datastore's document
 LONGEST_INPUT = 6  # tokens of the longest match
+MOST_SIBLINGS = 16  # outputs that a sequence searches: each takes time in each step
 
 
 class NgramIndex:
@@ -98,6 +100,7 @@ class HintTexts:
         self._head = list(prompt_ids[-LONGEST_INPUT:])
         self._predicted = [(Source.PREDICTION, self._index(prediction))] if prediction else []
         self._generated = list[NgramIndex]()
+        self._wrote: dict[int, None] = {}  # their numbers; the one that joined or wrote last comes last
         self.prediction = len(prediction)
 
     def __eq__(self, other: object) -> bool:
@@ -114,14 +117,18 @@ class HintTexts:
 
     def join(self) -> int:
         """Add a sequence and return its number."""
+        number = len(self._generated)
         self._generated.append(self._index(()))
-        return len(self._generated) - 1
+        self._wrote[number] = None
+        return number
 
     def extend(self, number: int, tokens: Sequence[int]) -> None:
         """Append tokens to the output of sequence `number`."""
         self._generated[number].extend(tokens)
+        self._wrote.pop(number, None)
+        self._wrote[number] = None
 
     def hints(self, number: int) -> list[Hint]:
-        """Hints for sequence `number`: the prediction, and the output of its siblings."""
-        siblings = [(Source.INPUT, index) for i, index in enumerate(self._generated) if i != number]
-        return [*self._predicted, *siblings]
+        """Hints for sequence `number`: the prediction, and the output of its siblings that wrote last."""
+        last = islice((one for one in reversed(self._wrote) if one != number), MOST_SIBLINGS)
+        return [*self._predicted, *((Source.INPUT, self._generated[one]) for one in sorted(last))]
