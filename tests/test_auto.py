@@ -315,7 +315,7 @@ def test_agreement_is_learned_also_from_a_draft_that_was_not_worth_a_row():
         target, target.open(), planner, PROMPT, GREEDY, max_tokens=20, budget=24, stats=GenerationStats()
     )
     generation.read_prompt()
-    with mock.patch.object(candidates, "best_part", lambda *_, **__: (np.zeros(0, np.intp), 0.0)):
+    with mock.patch.object(candidates, "best_part", return_value=(np.zeros(0, np.intp), 0.0)):
         assert len(next_tree(generation)) == 1
     planner.observe([3], 0.0)
     assert pace.agreement.hoped == 1

@@ -15,11 +15,12 @@ from edgespec.loop.passes import prefill
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams, sample
 from edgespec.loop.stats import GenerationStats
-from edgespec.loop.tree import DraftTree, Source, path_to
-from edgespec.planners import lookahead
+from edgespec.loop.tree import DraftTree, Source, make_tree, path_to
+from edgespec.planners import auto, lookahead
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.candidates import Lookup
-from edgespec.planners.lookahead import COLUMN, SHARE, WORTH, LookaheadPlanner
+from edgespec.planners.ledger import Ledger
+from edgespec.planners.lookahead import COLUMN, COLUMNS, MOST_SAMPLES, SHARE, WORTH, LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 
 MODEL = random_model(1, vocab_size=48, sharpness=3.0)
@@ -146,3 +147,63 @@ def test_a_new_text_begins_with_an_empty_pool():
     planner = LookaheadPlanner()
     first, again = (steps(planner, SAMPLINGS[1], BUDGET) for _ in range(2))
     assert [tree.token_ids.tolist() for _, tree, _ in first] == [tree.token_ids.tolist() for _, tree, _ in again]
+
+
+def test_few_nodes_are_sampled_in_a_step_and_the_ends_of_columns_first(monkeypatch):
+    """Those of a position follow one another, since they share its noise."""
+    positions = []
+
+    def counted(row, position, *more):
+        positions.append(position)
+        return sample(row, position, *more)
+
+    monkeypatch.setattr(lookahead, "sample", counted)
+    planner, sampled = LookaheadPlanner(), []
+    saw = planner.saw
+
+    def seen(start, tree, path, logits):
+        ends = planner._paths()[len(path) - 1 :]
+        positions.clear()
+        saw(start, tree, path, logits)
+        sampled.append((len(tree) - len(path), positions.copy()))
+        sent = [
+            tree.token_ids[path_to(tree.parents, node)[1:]].tolist() for node in range(len(tree)) if node not in path
+        ]
+        assert {start + 1 + len(end) for end in ends if end in sent} <= set(positions)
+
+    planner.saw = seen
+    steps(planner, SAMPLINGS[1], SHARE * COLUMN * COLUMNS)
+    assert max(nodes for nodes, _ in sampled) > 2 * MOST_SAMPLES
+    for nodes, found in sampled:
+        assert len(found) <= min(nodes, MOST_SAMPLES)
+        assert found == sorted(found)
+
+
+def test_a_step_that_it_was_not_asked_for_takes_no_samples(monkeypatch):
+    planner = LookaheadPlanner()
+    steps(planner, SAMPLINGS[0], BUDGET)
+    known = [column.copy() for column in planner._columns]
+    monkeypatch.setattr(lookahead, "sample", lambda *_: pytest.fail("a sample"))
+    tree = make_tree([0, 1, 2], [-1, 0, 0], np.zeros(3))
+    planner.saw(9, tree, [0], None)
+    assert planner._columns == known[1:]  # the output has moved by a token
+
+
+def test_what_is_learned_from_logits_is_charged_to_who_was_asked(monkeypatch):
+    clock, spent = [0.0], []
+    monkeypatch.setattr(auto, "perf_counter", lambda: clock[0])
+
+    class Slow(NonePlanner):
+        name = "slow"
+
+        def most_depth(self, context):
+            return 1
+
+        def saw(self, start, tree, path, logits):
+            clock[0] += 3.0
+
+    pace = new_auto_state(streams=True)
+    monkeypatch.setattr(Ledger, "add", lambda ledger, looked, *_: spent.append(dict(looked)))
+    monkeypatch.setattr(Ledger, "room", lambda ledger, way: 9.0)
+    steps(auto.AutoPlanner("auto", pace, [Lookup(Slow(), pace)]), SAMPLINGS[0], BUDGET, count=4)
+    assert spent == [{"slow": 3.0}] * 3

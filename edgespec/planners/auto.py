@@ -373,7 +373,10 @@ class AutoPlanner(Planner):
 
     def saw(self, start: int, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
         for candidate in self._candidates:
+            name, began = candidate.planner.name, perf_counter()
             candidate.planner.saw(start, tree, path, logits)
+            if name in self._spent:
+                self._spent[name] += perf_counter() - began
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
         for candidate in self._candidates:

@@ -35,6 +35,7 @@ COLUMN = 3  # tokens of a column, and of an n-gram before its sample
 COLUMNS = 10  # most columns of the window
 SHARE = 4  # nodes of the budget for each node of the window
 WORTH = 0.02  # tokens that a node of the window brings in later steps
+MOST_SAMPLES = 16  # in a step, besides those of the output
 POOL = 1 << 16  # tokens of the pool at which it begins again
 
 
@@ -61,22 +62,22 @@ class LookaheadPlanner(SssdPlanner):
         return super().matches(depth, count, hints) + own
 
     def saw(self, start: int, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
-        if (context := self._context) is None:
+        context, self._context = self._context, None
+        if context is None:  # it was not asked, so it may take no time
+            del self._columns[: len(path)]
             return
         text = self._index.text[: start + 1]
         prompt = text[: context.prompt_length]
         output = text[context.prompt_length :] if context.sampling.has_penalties else []  # copied for each node
-        ahead, sampled = list[list[int]](), dict[tuple[int, ...], int]()
         if len(self._pool) > POOL:
             self._pool = NgramIndex(COLUMN)
-        for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)):
-            ahead.append([*ahead[parent], token] if node else [])
-            if node not in path:
-                position, above = start + 1 + len(ahead[node]), [*output, *ahead[node]]
-                found = sample(logits.view(node), position, context.sampling, context.noise, prompt, above)
-                self._pool.extend([*[*text[-COLUMN:], *ahead[node]][-COLUMN:], found, END])
-                sampled[tuple(ahead[node])] = found
-        for column, above in zip(self._columns, self._paths(), strict=True):
+        paths, sampled = self._paths(), dict[tuple[int, ...], int]()
+        for node, ahead in worth_a_sample(tree, path, paths[len(path) - 1 :]):
+            position, above = start + 1 + len(ahead), [*output, *ahead]
+            found = sample(logits.view(node), position, context.sampling, context.noise, prompt, above)
+            self._pool.extend([*[*text[-COLUMN:], *ahead][-COLUMN:], found, END])
+            sampled[tuple(ahead)] = found
+        for column, above in zip(self._columns, paths, strict=True):
             if tuple(above) in sampled:  # else it was cut
                 column.append(sampled[tuple(above)])
                 del column[:-COLUMN]
@@ -93,6 +94,27 @@ class LookaheadPlanner(SssdPlanner):
         while (known := len(self._columns)) < count:
             last = self._columns[-1] if known else text[-COLUMN:]
             self._columns.append([*last[1:], text[known * len(text) // count]])
+
+
+def worth_a_sample(
+    tree: DraftTree, path: Sequence[int], columns: Sequence[Sequence[int]]
+) -> list[tuple[int, list[int]]]:
+    """
+    Args:
+        tree: as it was verified.
+        path: its committed nodes, whose samples are the output.
+        columns: tokens from the root's child to the last of each column that stays.
+
+    Returns:
+        Nodes with the tokens ahead of their samples: the ends of columns, and of the others those near the root. Those
+        of one position are neighbours, since they share its noise.
+    """
+    ahead = list[list[int]]()
+    for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)):
+        ahead.append([*ahead[parent], token] if node else [])
+    others = [(node, tokens) for node, tokens in enumerate(ahead) if node not in path]
+    others.sort(key=lambda one: (one[1] not in columns, len(one[1])))
+    return sorted(others[:MOST_SAMPLES], key=lambda one: len(one[1]))
 
 
 def joined(tree: DraftTree, paths: Sequence[Sequence[int]], depth: int) -> DraftTree:
