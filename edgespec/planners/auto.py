@@ -403,8 +403,8 @@ class AutoPlanner(Planner):
                     state.add_pass(*one)
                 self._passes.clear()
         self._offer.learn(tokens, seconds)
-        for one in self._refused:  # a draft that was unsure may be right
-            one.learn(tokens, 0.0)
+        for offer in self._refused:  # a draft that was unsure may be right
+            offer.learn(tokens, 0.0)
 
     def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
         for candidate in self._candidates:
