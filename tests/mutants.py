@@ -600,8 +600,8 @@ MUTANTS = [
     mutant(
         "scheduler-late-interrupt-ends-a-request",
         "scheduler.py",
-        "if isinstance(error, Interrupted):",
-        "if not error:",
+        "if not isinstance(error, Interrupted):",
+        "if error:",
         "test_draft_reads.py::test_an_interrupt_that_came_too_late_ends_nobody",
     ),
     mutant(
