@@ -228,6 +228,28 @@ def test_save_and_load(tmp_path: Path) -> None:
         assert later.turns[0]["content"] == "hello"
 
 
+def test_a_loaded_conversation_is_saved_in_its_own_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    with tiny_model() as model:
+        conversation = conversation_with(model, max_tokens=9)
+        conversation.ask("of the second")
+        conversation.save_to(str(second))
+        conversation.clear()
+        conversation.file = first
+        conversation.ask("of the first")
+        conversation.set("system", "be good")
+        _obey(conversation, f"/load {second}")
+        assert f"From here on it is saved in {second}." in capsys.readouterr().out
+        conversation.ask("and now?")
+        conversation.save()
+        assert [message["content"] for message in look(first).note][:2] == ["be good", "of the first"]
+        assert [message["content"] for message in look(second).note][::2] == ["of the second", "and now?"]
+        other = conversation_with(model, max_tokens=9)  # that has no file
+        _obey(other, f"/load {first}")
+        assert other.file is None
+        assert "saved in" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [

@@ -78,6 +78,8 @@ def _obey(conversation: Conversation, line: str) -> None:
         case "/load":
             conversation.load(argument)
             _show(conversation.turns)
+            if conversation.file:
+                show(f"From here on it is saved in {argument}.")
         case "/set" if not argument:
             show(conversation.settings())
         case "/set":

@@ -101,16 +101,18 @@ class Conversation:
         self.model.scheduler.save(self._session_file("/save", name), self.messages)
 
     def load(self, name: str) -> None:
-        """Replace the conversation by a saved one.
+        """Replace the conversation by a saved one, in whose file later answers are saved if any file gets them.
 
         Raises:
             UsageError, SessionFileError: the file has no conversation with this model.
         """
         path = self._session_file("/load", name)
+        self.save()
         messages = self.model.scheduler.load(path)
         if not messages:
             raise UsageError(f"{path}: has no messages")
         self.messages, self._left_out, self._unanswered, self._made_with = messages, 0, [], None
+        self.file = self.file and path
 
     def _session_file(self, command: str, name: str) -> Path:
         if not isinstance(self.model.scheduler, Scheduler):
