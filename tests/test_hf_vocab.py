@@ -71,6 +71,24 @@ def test_where_generation_stops(tmp_path):
     assert not {7, 5000} & ends  # what generation_config.json says counts, as far as the model has such tokens
 
 
+@pytest.mark.parametrize(
+    ("names", "ends", "expected"),
+    [
+        (["<|end|>"], [], {"<|end|>"}),
+        (["<|end|>", "<|return|>", "<|call|>"], [], {"<|return|>", "<|call|>"}),
+        (["<|end|>", "<|return|>", "<|call|>"], ["<|end|>"], {"<|end|>", "<|return|>", "<|call|>"}),
+    ],
+)
+def test_the_end_of_a_channel_is_not_that_of_the_answer(names, ends, expected):
+    """As in llama.cpp: gpt-oss thinks, writes <|end|> and then answers."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    vocab = HfVocab(tokenizer, VOCAB_SIZE, tokenizer.convert_tokens_to_ids(ends))
+    assert {*map(vocab.token_text, vocab.eog_ids)} & {*names} == expected
+    (token,) = vocab.encode("<|end|>", add_bos=False, parse_special=True)
+    assert vocab.token_bytes(token) == b""
+
+
 def test_the_start_token_comes_first_where_the_tokenizer_puts_it():
     tokenizer = byte_tokenizer()
     assert HfVocab(tokenizer, VOCAB_SIZE).encode("a", add_bos=True, parse_special=False) != [0]

@@ -29,6 +29,7 @@ END_TOKENS = frozenset(
         *("<REPO>", "<reponame>", "<|file_sep|>"),
     ]
 )
+HARMONY = {"<|return|>", "<|call|>"}  # where these are tokens, <|end|> only ends a channel, and a next one comes
 LOOKS_SPECIAL = re.compile(r"<\|.*\|>|<｜.*｜>|<unused.*>|<pad>|<mask>|<2mass>|\[@BOS@\]", re.DOTALL)
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -67,14 +68,15 @@ class HfVocab:
         self._kind = _kind(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
         self._added: dict[int, str] = {token: entry.content for token, entry in added.items()}
-        ends = {*end_ids, self.eos_id} | {token for token, text in self._added.items() if text in END_TOKENS}
+        texts = END_TOKENS - ({"<|end|>"} if {*self._added.values()} >= HARMONY else set())
+        ends = {*end_ids, self.eos_id} | {token for token, text in self._added.items() if text in texts}
         self.eog_ids = frozenset(token for token in ends if token is not None and 0 <= token < size)
         special = {token for token, entry in added.items() if entry.special or LOOKS_SPECIAL.fullmatch(entry.content)}
         self._control = frozenset(special | self.eog_ids)
         # `encode_special_tokens` turns only tokens that are marked as special back into text.
         unmarked = [token for token in self._control if token not in added or not added[token].special]
-        texts = [text for text in map(self._text, unmarked) if text]
-        self._tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts])
+        names = [text for text in map(self._text, unmarked) if text]
+        self._tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
         first = self._tokenizer.encode("a", add_special_tokens=True).ids[:1]
         self._wants_bos = self.bos_id is not None and first == [self.bos_id]
 
