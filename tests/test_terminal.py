@@ -6,11 +6,14 @@ import sys
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
+import click
 import pytest
 
 from edgespec.cli import terminal
+from edgespec.cli.chat import _show
 from edgespec.cli.terminal import LONG_PROMPT, Bars, LoadingBar, WordWrap, cells_of, write_answer
 from edgespec.loop.stats import GenerationStats
+from edgespec.loop.text import Message
 from edgespec.loop.tree import Source
 from edgespec.model import GenerationResult
 from edgespec.scheduler.requests import Chunk
@@ -157,6 +160,24 @@ def test_code_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         WordWrap().broken(code + "and prose that is long enough").removeprefix(code) != "and prose that is long enough"
     )
+
+
+EVIL = "\x1b]52;c;cm0gLXJm\x07\x1b[2J\r\x08\x7f\x9b2J\ta\nb\0"
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_a_text_gives_a_terminal_no_commands(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("TERM", term)
+    pictures = "␛]52;c;cm0gLXJm␇␛[2J␍␈␡\ufffd2J\ta\nb␀"
+    assert WordWrap().broken(EVIL) == pictures
+    assert click.unstyle(WordWrap().broken(EVIL, "green")) == pictures
+    turns: list[Message] = [{"role": "user", "content": EVIL}, {"role": "assistant", "content": EVIL}]
+    _show(turns)
+    shown = click.unstyle(sys.stdout.getvalue())  # type: ignore[attr-defined]
+    assert f"> {pictures}\n{pictures}\n" in shown
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert WordWrap().broken(EVIL) == EVIL
 
 
 @pytest.mark.parametrize(("stream", "term"), [(io.StringIO(), "xterm"), (Terminal(), "dumb")])

@@ -23,6 +23,9 @@ COLOURS = {
     Source.DRAFT: "green", Source.INPUT: "cyan", Source.DATASTORE: "magenta", Source.GRAMMAR: "yellow",
     Source.PREDICTION: "blue",
 }  # fmt: skip
+# Control characters, which a terminal would obey, as pictures of them.
+PICTURES = {one: 0x2400 + one for one in range(32) if chr(one) not in "\n\t"}
+PICTURES |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
 LINE_SECONDS = 10.0  # between lines that tell of long work
 LONG_PROMPT = 256  # tokens, from which on the prefill gets a bar
 
@@ -131,14 +134,18 @@ def show(text: str, *, dim: bool = False, err: bool = False) -> None:
 
 
 class WordWrap:
-    """Breaks text between words at a terminal's edge, while it is written; lines of fenced code stay whole."""
+    """Breaks text between words at a terminal's edge, while it is written; lines of fenced code stay whole.
+
+    A terminal gets no control characters of the text.
+    """
 
     def __init__(self, stream: Any = None) -> None:
         """
         Args:
             stream: standard stream that gets the text, from the first column on. Default: standard output.
         """
-        self._plain = not (stream or sys.stdout).isatty() or is_dumb()
+        self._terminal = (stream or sys.stdout).isatty()
+        self._plain = not self._terminal or is_dumb()
         self._column = self._start = 0  # of the cursor, and of the word that it is in
         self._word = list[str]()  # as it is shown
         self._line = ""  # its first characters
@@ -149,6 +156,8 @@ class WordWrap:
         Returns:
             Text for the terminal, which may take back the beginning of a word to write it into the next line.
         """
+        if self._terminal:
+            text = text.translate(PICTURES)
         if self._plain:
             return click.style(text, fg=colour) if colour else text
         if not text:
