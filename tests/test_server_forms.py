@@ -15,7 +15,7 @@ from test_server_tools import TEMPLATE
 
 from edgespec.loop.grammar import Compiler, json_schema, lark, regex
 from edgespec.loop.text import TextStream
-from edgespec.server.call_formats import FORMATS, HERMES
+from edgespec.server.call_formats import FORMATS, HERMES, QUOTE
 from edgespec.server.channels import BEGINNINGS, MARKERS, ChannelParser
 from edgespec.server.constrained import ThoughtFirst, control_tokens
 from edgespec.server.conversation import Thought
@@ -104,6 +104,38 @@ def test_calls_of_every_form_are_found_however_the_text_comes(seen, says, thinks
         text, expected = "\nWhat <b>now</b>?\n</think>\n\n" + text, [Thought("What <b>now</b>?"), *expected]
     parser = OutputParser(form, ("<think>", "</think>"), inside=thinks, parameters=TOOLS.parameters)
     assert pieces(parser, text, data) == expected
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.sampled_from(list(WRITTEN)), st.data())
+def test_a_value_may_hold_the_markers_of_its_form(seen, data):
+    """As when an assistant writes the code of one."""
+    form = format_of(seen)
+    marker = data.draw(st.sampled_from([*form.markers, "</function>", "</parameter>", "</invoke>", "```"]))
+    if marker == QUOTE:
+        return  # Gemma's strings cannot hold their own end
+    value = f"5{marker}6 {marker}7"
+    text = WRITTEN[seen].replace("5", value, 1)
+    parser = OutputParser(form, parameters=TOOLS.parameters)
+    assert pieces(parser, text, data) == [("f", {"city": value, "days": 2}), ("g", {})]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(
+        [
+            ("<tool_call>", '<tool_call>{"name": "f", "arguments": {"city": "5</tool_call>', '<tool_call>{"name": "g"}'),
+            ("<arg_key>", "<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>5</tool_call>", "<tool_call>g"),
+        ]
+    ),
+    st.booleans(),
+    st.data(),
+)
+def test_a_call_behind_a_broken_one_is_found(case, ends, data):
+    seen, broken, call = case
+    parser = OutputParser(format_of(seen), parameters=TOOLS.parameters)
+    text = f"{broken}\n{call}</tool_call>" if ends else f"{broken} ..."
+    assert pieces(parser, text, data) == ([broken, ("g", {})] if ends else [f"{broken} ..."])
 
 
 def test_llama_calls_without_a_marker_only_where_the_answer_begins():

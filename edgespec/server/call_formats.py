@@ -2,11 +2,11 @@
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edgespec.server.schema import Schema, strict_json
+from edgespec.server.schema import Schema, Unfinished, json_at, strict_json
 from edgespec.server.tool_calls import Call, Parameters
 
 
@@ -15,7 +15,8 @@ class CallFormat:
     """The format of a call between two markers.
 
     Attributes:
-        parse: reads the calls between two markers; raises ValueError if they are none.
+        parse: reads the calls between two markers; raises ValueError if they are none, and Unfinished if the second
+            marker may be part of a value.
         seen: all of these are in the chat template.
         open: first markers; BARE is parsed, too, and counts only where an answer begins.
         close: second marker; "": the end of the answer.
@@ -83,44 +84,73 @@ def as_mistral(text: str, parameters: Parameters) -> list[Call]:
     """[{"name": "f"}], or f[ARGS]{}, each after a marker."""
     if text.lstrip().startswith(("[{", "{")):
         return as_object(text, parameters)
-    parts = [part.partition("[ARGS]") for part in text.split("[TOOL_CALLS]") if part.strip()]
-    if not parts:
+    calls, at = list[Call](), MISTRAL_NEXT.match(text).end()  # type: ignore[union-attr]  # it may be empty
+    while at < len(text):
+        if not (head := MISTRAL_HEAD.match(text, at)):
+            raise ValueError("not a call")
+        arguments, at = json_at(text, head.end())
+        calls.append(made(head[1].strip(), arguments))
+        at = MISTRAL_NEXT.match(text, at).end()  # type: ignore[union-attr]
+    if not calls:
         raise ValueError("not a call")
-    return [made(name.partition("[CALL_ID]")[0].strip(), strict_json(arguments)) for name, _, arguments in parts]
+    return calls
 
 
-def as_pairs(pair: str, function: str) -> Callable[[str, Parameters], list[Call]]:
-    """Markup by two regular expressions: of a function with name and body, and of a key with its value."""
+MISTRAL_NEXT = re.compile(r"(?:\s*\[TOOL_CALLS\])*\s*")
+MISTRAL_HEAD = re.compile(r"([^\[]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]")
+
+
+def as_pairs(pair: tuple[str, str], function: tuple[str, str]) -> Callable[[str, Parameters], list[Call]]:
+    """Markup by regular expressions of beginnings, with a function's name and a key, and of ends."""
 
     def parse(text: str, parameters: Parameters) -> list[Call]:
-        found = re.findall(function, text, re.DOTALL)
-        if not found:
-            raise ValueError("not a call")
         calls = list[Call]()
-        for name, body in found:
+        for name, body in between(text, *function):
             tool = parameters.get(name.strip(), UNKNOWN)
             arguments = {
                 key: tool.properties.get(key, UNKNOWN).value_of(value.removeprefix("\n").removesuffix("\n"))
-                for key, value in re.findall(pair, body, re.DOTALL)
+                for key, value in between(body, *pair)
             }
             calls.append(made(name.strip(), arguments))
+        if not calls:
+            raise ValueError("not a call")
         return calls
 
     return parse
 
 
-def as_tokens(call: str) -> Callable[[str, Parameters], list[Call]]:
+def between(text: str, begin: str, end: str) -> Iterator[tuple[str, str]]:
+    """What beginnings name, and what is between them and their ends."""
+    at = 0
+    while begun := re.compile(begin, re.DOTALL).search(text, at):
+        if not (ended := re.compile(end).search(text, begun.end())):
+            raise Unfinished("a value has no end")
+        yield begun[1], text[begun.end() : ended.start()]
+        at = ended.end()
+
+
+def as_tokens(head: str, end: str) -> Callable[[str, Parameters], list[Call]]:
+    """JSON behind a head with the function's name."""
+
     def parse(text: str, parameters: Parameters) -> list[Call]:
-        found = re.findall(call, text, re.DOTALL)
-        if not found:
+        calls, at = list[Call](), 0
+        while begun := re.compile(head).search(text, at):
+            arguments, at = json_at(text, begun.end())
+            if not (ended := re.compile(end).match(text, at)):
+                raise ValueError("not a call")
+            calls.append(made(begun[1].strip(), arguments))
+            at = ended.end()
+        if not calls:
             raise ValueError("not a call")
-        return [made(name.strip(), strict_json(arguments)) for name, arguments in found]
+        return calls
 
     return parse
 
 
 def as_braces(text: str, parameters: Parameters) -> list[Call]:
     """call:f{key:value} with strings between tokens <|"|>, as Gemma 4 writes it: JSON but for strings and keys."""
+    if text.count(QUOTE) % 2:
+        raise Unfinished("a string has no end")
     name, brace, rest = text.strip().removeprefix("call:").partition("{")
     found = strict_json(BRACED.sub(_as_json, brace + rest))
     return [made(name.strip(), found)]
@@ -157,20 +187,29 @@ MISTRAL = CallFormat(
 )  # fmt: skip
 GLM = CallFormat(
     ("<arg_key>",), HERMES.open, HERMES.close,
-    as_pairs(r"<arg_key>(?>(.*?)</arg_key>)\s*<arg_value>(.*?)</arg_value>", r"^\s*([^\s<]+)(.*)$"),
+    as_pairs(
+        (r"<arg_key>(?>(.*?)</arg_key>)\s*<arg_value>", r"</arg_value>(?=\s*(?:<arg_key>|\Z))"),
+        (r"\A\s*([^\s<]+)", r"\Z"),
+    ),
     "<tool_call>{name}{line}{pairs}</tool_call>",
     "<arg_key>{key}</arg_key>{line}<arg_value>{value}</arg_value>{line}",
     ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )  # fmt: skip
 DEEPSEEKS = CallFormat(
     CALLS[:1], CALLS[:1], CALLS[1],
-    as_tokens(r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^<\n]+)(?:<｜tool▁sep｜>|\n```json)(.*?)(?:\n```)?<｜tool▁call▁end｜>"),
+    as_tokens(
+        r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^<\n]+)(?:<｜tool▁sep｜>|\n```json)",
+        r"\s*(?:```)?<｜tool▁call▁end｜>",
+    ),
     f"{CALLS[0]}<｜tool▁call▁begin｜>{{name}}<｜tool▁sep｜>{{arguments}}<｜tool▁call▁end｜>{CALLS[1]}",
     inner=DEEPSEEK,
 )  # fmt: skip
 QWEN = CallFormat(
     ("<function=", "<parameter="), HERMES.open, HERMES.close,
-    as_pairs(r"<parameter=([^>]+)>(.*?)</parameter>", r"<function=([^>]+)>(.*?)</function>"),
+    as_pairs(
+        (r"<parameter=([^>]+)>", r"</parameter>(?=\s*(?:<parameter=|\Z))"),
+        (r"<function=([^>]+)>", r"</function>(?=\s*(?:<function=|\Z))"),
+    ),
     "<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>",
     "<parameter={key}>\n{value}\n</parameter>\n",
 )  # fmt: skip
@@ -183,13 +222,19 @@ LLAMA = CallFormat(
 FORMATS = (
     CallFormat(
         ("<minimax:tool_call>",), ("<minimax:tool_call>",), "</minimax:tool_call>",
-        as_pairs(r'<parameter name="([^"]+)">(.*?)</parameter>', r'<invoke name="([^"]+)">(.*?)</invoke>'),
+        as_pairs(
+            (r'<parameter name="([^"]+)">', r"</parameter>(?=\s*(?:<parameter name=|\Z))"),
+            (r'<invoke name="([^"]+)">', r"</invoke>(?=\s*(?:<invoke name=|\Z))"),
+        ),
         '<minimax:tool_call>\n<invoke name="{name}">\n{pairs}</invoke>\n</minimax:tool_call>',
         '<parameter name="{key}">{value}</parameter>\n',
     ),
     CallFormat(
         ("<|tool_calls_section_begin|>",), ("<|tool_calls_section_begin|>",), "<|tool_calls_section_end|>",
-        as_tokens(r"<\|tool_call_begin\|>\s*+(?:functions\.)?([^<]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>"),
+        as_tokens(
+            r"<\|tool_call_begin\|>\s*+(?:functions\.)?([^<]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+            r"\s*<\|tool_call_end\|>",
+        ),
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}"
         "<|tool_call_end|><|tool_calls_section_end|>",
         inner=KIMI,

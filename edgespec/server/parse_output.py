@@ -3,12 +3,16 @@
 A call that does not parse is content, since a client sends it back in every later request.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from edgespec.loop.text import overlap
 from edgespec.server.call_formats import BARE, CallFormat, as_object, begins_bare
 from edgespec.server.conversation import Piece, Thought
+from edgespec.server.schema import Unfinished
 from edgespec.server.tool_calls import Call, Parameters
+
+NO_CALL = (ValueError, KeyError, AttributeError, RecursionError)
 
 
 class Parser(Protocol):
@@ -50,6 +54,7 @@ class OutputParser:
         self.thinking = inside and thinking is not None
         self._open = ""
         self._held = ""
+        self._tried = 0  # up to here no close marker ends the open call
         self._blank = blank  # a thought, or a call without a marker, may begin
         self._fresh = self.thinking  # after a thought or call, line breaks do not count
 
@@ -128,11 +133,29 @@ class OutputParser:
         assert self._calls
         if not self._calls.close:
             return False
-        before, seen, after = self._held.partition(self._calls.close)
-        if seen:
-            found += calls_of(before, self._open, self._calls, self._parameters)
-            self._open, self._fresh, self._held = "", True, after
-        return bool(seen)
+        while (at := self._held.find(self._calls.close, self._tried)) >= 0:
+            before, first = self._held[:at], self._held.find(self._calls.close)
+            if self._calls.pair and self._open in before[first:]:  # markup cannot tell a value from a next call
+                self._end_call(found, first)
+                return True
+            try:
+                calls = self._calls.parse(before, self._parameters)
+            except Unfinished:
+                self._tried = at + len(self._calls.close)
+                continue
+            except NO_CALL:
+                self._end_call(found, first)
+                return True
+            self._end_call(found, at, calls)
+            return True
+        return False
+
+    def _end_call(self, found: list[Piece], at: int, calls: Sequence[Call] = ()) -> None:
+        """With the close marker here; without calls it is content."""
+        assert self._calls
+        end = at + len(self._calls.close)
+        found += calls or [self._open + self._held[:end]]
+        self._open, self._fresh, self._held, self._tried = "", True, self._held[end:], 0
 
     def whole(self) -> list[Call]:
         if not (self._open and self._calls and self._calls.parse is as_object):
@@ -141,12 +164,15 @@ class OutputParser:
         return [piece for piece in pieces if isinstance(piece, Call)]
 
     def finish(self) -> list[Piece]:
+        found = list[Piece]()
+        while self._tried and self._calls:  # the first close marker was one after all
+            self._end_call(found, self._held.find(self._calls.close))
+            found += self.push("")
         held, self._held = self._held, ""
-        found: list[Piece] = [Thought(held) if self.thinking else held]
         if self._open and self._calls and not self._calls.close:
-            found = calls_of(held, self._open, self._calls, self._parameters)
-        elif self._open:
-            found = [self._open + held]
+            found += calls_of(held, self._open, self._calls, self._parameters)
+        else:
+            found.append(Thought(held) if self.thinking else self._open + held)
         self._open, self.thinking = "", False
         return [piece for piece in found if piece != "" and piece != Thought("")]
 
@@ -154,5 +180,5 @@ class OutputParser:
 def calls_of(text: str, opened: str, calls: CallFormat, parameters: Parameters) -> list[Piece]:
     try:
         return [*calls.parse(text, parameters)]
-    except (ValueError, KeyError, AttributeError, RecursionError):
+    except NO_CALL:
         return [("" if opened == BARE else opened) + text + calls.close]

@@ -12,6 +12,11 @@ TYPES: dict[type, tuple[str, ...]] = {
     str: ("string",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), type(None): ("null",),
     dict: ("object",), list: ("array",),
 }  # fmt: skip
+SPACES = " \t\n\r"
+
+
+class Unfinished(ValueError):
+    """The text ends within a string."""
 
 
 class Schema:
@@ -80,9 +85,21 @@ class Schema:
 
 def strict_json(text: str) -> Any:
     """Raises ValueError or RecursionError; also for what Python reads, but no other reader of JSON need."""
-    found = json.loads(text)
-    json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no 1e999, no half a surrogate pair
+    found, end = json_at(text, 0)
+    if text[end:].strip(SPACES):
+        raise ValueError("there is more behind the JSON")
     return found
+
+
+def json_at(text: str, at: int) -> tuple[Any, int]:
+    """What begins here, and where it ends; raises as `strict_json`, and Unfinished within a string."""
+    at = len(text) - len(text[at:].lstrip(SPACES))
+    try:
+        found, end = json.JSONDecoder().raw_decode(text, at)
+    except json.JSONDecodeError as error:
+        raise Unfinished(str(error)) if error.msg.startswith("Unterminated string") else error from None
+    json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no 1e999, no half a surrogate pair
+    return found, end
 
 
 def json_or_literal(text: str) -> Any:
