@@ -87,6 +87,22 @@ class TestJsonOrACall:
             if bias < 0:
                 assert json.loads(choice["message"]["content"])["yes"] in (1, 2)
 
+    def test_in_messages(self, client):
+        form = {"type": "json_schema", "schema": self.SCHEMA | {"additionalProperties": False}}
+        for more in ({"output_config": {"format": form, "effort": "low"}}, {"output_format": form}):
+            answer = client.post("/v1/messages", json=HELLO | {"max_tokens": 150, "seed": 1} | more).json()
+            (block,) = answer["content"]
+            assert json.loads(block["text"])["yes"] in (1, 2)
+        for wrong, says in [
+            ({"type": "xml"}, "must be an object of type 'json_schema'"),
+            ("json", "must be an object of type 'json_schema'"),
+            ({"type": "json_schema"}, "a schema of type object is missing"),
+        ]:
+            for more in ({"output_config": {"format": wrong}}, {"output_format": wrong}):
+                answer = client.post("/v1/messages", json=HELLO | {"max_tokens": 5} | more)
+                assert answer.status_code == 400
+                assert says in answer.json()["error"]["message"]
+
 
 ONE = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
 TWO = ONE + ' and <tool_call>{"name": "weather"}</tool_call>'

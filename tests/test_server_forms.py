@@ -124,7 +124,7 @@ def test_a_value_may_hold_the_markers_of_its_form(seen, data):
 @given(
     st.sampled_from(
         [
-            ("<tool_call>", '<tool_call>{"name": "f", "arguments": {"city": "5</tool_call>', '<tool_call>{"name": "g"}'),
+            ("<tool_call>", '<tool_call>{"name": "f", "parameters": {"a": "5</tool_call>', '<tool_call>{"name": "g"}'),
             ("<arg_key>", "<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>5</tool_call>", "<tool_call>g"),
         ]
     ),

@@ -9,11 +9,12 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from edgespec.loop.grammar import Grammar
 from edgespec.scheduler.requests import Ended, Event
 from edgespec.server.answers import Answer, Answers, Parts
 from edgespec.server.conversation import Conversation, Piece, Question, Thought, Turn, text_of
 from edgespec.server.dialects.dialect import Dialect, Writer
-from edgespec.server.dialects.openai import Extra
+from edgespec.server.dialects.openai import Extra, schema_grammar
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, Tools, choose_tools, replayed
@@ -39,6 +40,8 @@ class MessagesBody(CountBody):
     max_tokens: int
     stop_sequences: list[str] | None = None
     stream: bool = False
+    output_config: dict[str, Any] | None = None
+    output_format: Any = None  # its older place
     edgespec: Extra = Field(default_factory=Extra)
 
 
@@ -52,7 +55,21 @@ async def count_tokens(http: HttpRequest) -> Response:
 def question_of(body: MessagesBody) -> Question:
     body.edgespec.check()
     stop = body.stop_sequences or ()
-    return Question(body.sampling, conversation_of(body), max_tokens=body.max_tokens, stop=stop)
+    return Question(
+        body.sampling, conversation_of(body), max_tokens=body.max_tokens, stop=stop, grammar=grammar_of(body)
+    )
+
+
+def grammar_of(body: MessagesBody) -> Grammar | None:
+    """Raises Refused or UsageError."""
+    where, form = "output_config.format", (body.output_config or {}).get("format")
+    if form is None:
+        where, form = "output_format", body.output_format
+    if form is None:
+        return None
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        raise Refused(400, f"{where} is {form!r}, but must be an object of type 'json_schema'", param=where)
+    return schema_grammar(form, where)
 
 
 def conversation_of(body: CountBody) -> Conversation:

@@ -52,11 +52,7 @@ class OpenAIBody(SamplingFields):
             return json_object()
         if kind == "json_schema":
             assert form is not None
-            named = form.get("json_schema", form)  # the newer dialect has it without the inner object
-            schema = named.get("schema") if isinstance(named, dict) else None
-            if not isinstance(schema, dict):
-                raise Refused(400, f"{where}: a schema of type object is missing", param=where)
-            return json_schema(schema, strict=named.get("strict") is True)
+            return schema_grammar(form.get("json_schema", form), where)  # newer dialects have no inner object
         if kind != "text":
             says = f"{where}: there is no type {kind!r}; there are text, json_object and json_schema"
             raise Refused(400, says, param=where)
@@ -65,6 +61,14 @@ class OpenAIBody(SamplingFields):
         if self.edgespec.regex:
             return regex(self.edgespec.regex)
         return lark(self.edgespec.lark) if self.edgespec.lark else None
+
+
+def schema_grammar(form: Any, where: str) -> Grammar:
+    """Raises Refused or UsageError."""
+    schema = form.get("schema") if isinstance(form, dict) else None
+    if not isinstance(schema, dict):
+        raise Refused(400, f"{where}: a schema of type object is missing", param=where)
+    return json_schema(schema, strict=form.get("strict") is True)
 
 
 def template_options(effort: str | None) -> dict[str, Any]:
