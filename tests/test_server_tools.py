@@ -169,6 +169,36 @@ class TestDialects:
         assert answer.status_code == 400
         assert "give the tool's result after it" in answer.json()["error"]["message"]
 
+    @pytest.mark.parametrize("path", ["chat/completions", "responses"])
+    def test_some_of_the_tools_may_be_allowed(self, client, path):
+        def ask(mode, *names, **more):
+            if path == "responses":
+                tools = [{"type": "function", **function} for function in (WEATHER, TIME)]
+                choice = {"mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
+                body = {"input": "hello", "max_output_tokens": 60}
+            else:
+                tools = TOOLS
+                allowed = [{"type": "function", "function": {"name": name}} for name in names]
+                choice = {"allowed_tools": {"mode": mode, "tools": allowed}}
+                body = HELLO | {"max_tokens": 60}
+            client.shown.clear()
+            body |= {"tools": tools, "tool_choice": {"type": "allowed_tools", **choice} | more, "seed": 1}
+            return client.post(f"/v1/{path}", json=body)
+
+        answer = ask("required", "time").json()
+        (call,) = answer["output"] if path == "responses" else answer["choices"][0]["message"]["tool_calls"]
+        assert "'name': 'time'" in str(call)
+        assert ask("auto", "time").status_code == 200
+        assert any('"time"' in text for text in client.shown)
+        assert not any('"weather"' in text for text in client.shown)
+        for answer, says in [
+            (ask("auto", "cook"), "'cook', which is none of the tools"),
+            (ask("none", "time"), "allowed_tools needs a mode"),
+            (ask("auto", "time", type="web_search"), "type 'web_search' cannot be had here"),
+        ]:
+            assert answer.status_code == 400
+            assert says in answer.json()["error"]["message"]
+
     def test_what_cannot_be_called(self, client):
         for more, says in [
             ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "cook"}}}, "'cook'"),

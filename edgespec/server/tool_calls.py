@@ -86,3 +86,31 @@ def choose_tools(
     if not named:
         raise Refused(400, f"tool_choice names {name!r}, which is none of the tools", param="tool_choice")
     return Tools(tools, named if mode == "required" or name is not None else (), parallel)
+
+
+def choose_allowed(functions: Sequence[Mapping[str, Any]], choice: Any, *, parallel: bool) -> Tools | None:
+    """The tools that a `tool_choice` of type allowed_tools leaves; others are not shown to the model.
+
+    Args:
+        functions: as for `choose_tools`.
+        choice: its mode, and its tools in the form of either dialect.
+
+    Raises:
+        Refused: the request contradicts itself.
+    """
+    mode, tools = (choice.get("mode"), choice.get("tools")) if isinstance(choice, dict) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
+        says = "tool_choice: allowed_tools needs a mode, auto or required, and a list of tools"
+        raise Refused(400, says, param="tool_choice")
+    functional = [tool for tool in tools if tool.get("type", "function") == "function"]
+    inner = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in functional]
+    names, known = [tool.get("name") for tool in inner], [function.get("name") for function in functions]
+    if missing := [name for name in names if name not in known]:
+        raise Refused(400, f"tool_choice names {missing[0]!r}, which is none of the tools", param="tool_choice")
+    left = [function for function in functions if function.get("name") in names]
+    return choose_tools(left, mode, None, parallel=parallel)
+
+
+def refused_choice(kind: Any) -> Refused:
+    says = f"tool_choice: type {kind!r} cannot be had here; there are function and allowed_tools"
+    return Refused(400, says, param="tool_choice")

@@ -17,7 +17,7 @@ from edgespec.server.dialects.openai import (
     template_options,
 )
 from edgespec.server.errors import Refused
-from edgespec.server.tool_calls import Call, Tools, choose_tools, replayed
+from edgespec.server.tool_calls import Call, Tools, choose_allowed, choose_tools, refused_choice, replayed
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -80,7 +80,11 @@ def tools_of(body: ChatBody) -> Tools | None:
     functions = [function if isinstance(function, dict) else {} for function in given]
     if not isinstance(body.tool_choice, dict):
         return choose_tools(functions, body.tool_choice or "auto", None, parallel=body.parallel_tool_calls)
-    function = body.tool_choice.get("function")
+    kind, function = body.tool_choice.get("type", "function"), body.tool_choice.get("function")
+    if kind == "allowed_tools":
+        return choose_allowed(functions, body.tool_choice.get(kind), parallel=body.parallel_tool_calls)
+    if kind != "function":
+        raise refused_choice(kind)
     if not isinstance(function, dict):
         raise Refused(400, f"tool_choice.function is {function!r}, but must be an object", param="tool_choice")
     return choose_tools(functions, "auto", str(function.get("name")), parallel=body.parallel_tool_calls)

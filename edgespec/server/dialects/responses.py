@@ -13,7 +13,7 @@ from edgespec.server.dialects.dialect import Dialect, Writer
 from edgespec.server.dialects.openai import OpenAIBody, error_body, template_options
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
-from edgespec.server.tool_calls import Call, Tools, choose_tools, replayed
+from edgespec.server.tool_calls import Call, Tools, choose_allowed, choose_tools, refused_choice, replayed
 from edgespec.server.wire import ServerSent, new_id
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -94,6 +94,11 @@ def tools_of(body: ResponsesBody) -> Tools | None:
         if tool.get("type") == "function"
     ]
     choice = body.tool_choice or "auto"
+    kind = choice.get("type", "function") if isinstance(choice, dict) else None
+    if kind == "allowed_tools":
+        return choose_allowed(functions, choice, parallel=body.parallel_tool_calls)
+    if kind not in (None, "function"):
+        raise refused_choice(kind)
     name = str(choice.get("name")) if isinstance(choice, dict) else None
     return choose_tools(functions, "auto" if name else str(choice), name, parallel=body.parallel_tool_calls)
 
