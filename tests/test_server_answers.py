@@ -305,6 +305,16 @@ def test_log_probs_of_parts_of_characters(client):
         assert [value for part in parts if part for value in part[name]] == values
 
 
+def test_a_response_has_its_metadata_and_no_log_probs(client):
+    body = {"input": "hello", "max_output_tokens": 3}
+    answer = client.post("/v1/responses", json=body | {"metadata": {"run": "7"}, "top_logprobs": 0, "include": []})
+    assert answer.json()["metadata"] == {"run": "7"}
+    for more in ({"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}):
+        answer = client.post("/v1/responses", json=body | more)
+        assert answer.status_code == 400
+        assert "/v1/chat/completions takes logprobs" in answer.json()["error"]["message"]
+
+
 def test_a_regex_that_explodes_is_the_clients_mistake(client):
     body = {"prompt": "a", "max_tokens": 400, "edgespec": {"regex": "([a-z]{1,500}[a-y]){300}"}}
     answer = client.post("/v1/completions", json=body)

@@ -199,6 +199,21 @@ class TestDialects:
             assert answer.status_code == 400
             assert says in answer.json()["error"]["message"]
 
+    @pytest.mark.parametrize(
+        ("path", "more", "says"),
+        [
+            ("chat/completions", {"tools": [{"type": "custom", "custom": {"name": "c"}}]}, "no tool of type function"),
+            ("chat/completions", {}, "no tool of type function"),
+            ("chat/completions", {"functions": [TIME], "tool_choice": "auto"}, "give them as tools"),
+            ("responses", {"tools": [{"type": "web_search"}]}, "no tool of type function"),
+            ("messages", {"max_tokens": 5, "tool_choice": {"type": "any"}}, "no tool of type function"),
+        ],
+    )
+    def test_a_call_that_must_be_is_not_left_out_without_a_word(self, client, path, more, says):
+        answer = client.post(f"/v1/{path}", json=HELLO | {"input": "hello", "tool_choice": "required"} | more)
+        assert answer.status_code == 400
+        assert says in answer.json()["error"]["message"]
+
     def test_what_cannot_be_called(self, client):
         for more, says in [
             ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "cook"}}}, "'cook'"),

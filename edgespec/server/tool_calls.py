@@ -72,6 +72,9 @@ def choose_tools(
     Raises:
         Refused: the request contradicts itself.
     """
+    if not functions and (mode == "required" or name is not None):
+        says = "tool_choice asks for a call, but there is no tool of type function"
+        raise Refused(400, says, param="tool_choice")
     if not functions or mode == "none":
         return None
     if len(functions) > MOST_TOOLS:

@@ -31,6 +31,8 @@ class ChatBody(ChoicesBody):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
+    functions: list[Any] | None = None  # older than tools
+    function_call: Any = None
     response_format: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -74,6 +76,8 @@ def turn_of(message: dict[str, Any], where: str) -> Turn:
 
 
 def tools_of(body: ChatBody) -> Tools | None:
+    if body.functions and body.function_call != "none":
+        raise Refused(400, "functions are not read here: give them as tools", param="functions")
     given = [
         tool.get("function") for tool in body.tools or () if isinstance(tool, dict) and tool.get("type") == "function"
     ]

@@ -30,11 +30,16 @@ class ResponsesBody(OpenAIBody):
     reasoning: dict[str, Any] | None = None
     previous_response_id: str | None = None
     conversation: Any = None
+    metadata: dict[str, Any] | None = None
+    top_logprobs: int | None = None
+    include: list[Any] | None = None
 
 
 def question_of(body: ResponsesBody) -> Question:
     if body.previous_response_id or body.conversation:
         raise Refused(400, "answers are not stored here: send the whole conversation as input")
+    if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
+        raise Refused(400, "log-probabilities are not for this interface; /v1/chat/completions takes logprobs")
     body.edgespec.check("regex", "lark")
     form = (body.text or {}).get("format")
     if form is not None and not isinstance(form, dict):
@@ -138,7 +143,7 @@ class ResponsesWriter(Writer):
             "previous_response_id": None, "store": False, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto", "tools": body.tools or [],
-            "truncation": "disabled", "metadata": {}, "error": None, "reasoning": body.reasoning,
+            "truncation": "disabled", "metadata": body.metadata or {}, "error": None, "reasoning": body.reasoning,
         }  # fmt: skip
         self._parts, self._numbers = Parts(), count()
         self._thought: Literal["none", "open", "done"] = "none"
