@@ -264,14 +264,41 @@ def test_items_of_a_response_keep_their_place_where_a_thought_follows_a_text():
     text += "<|start|>assistant<|channel|>final<|message|>Yes."
     with served(context=1000, template=TEMPLATE + "{# " + ANALYSIS[0] + FINAL + " #}") as client:
         events = [json.loads(data) for data in stream(client, "/v1/responses", {"input": "hello"} | written(text))]
+    assert [item["type"] for item in in_their_places(events)] == ["message", "reasoning"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds", "said"),
+    [
+        (f"{ONE} and so on", ["function_call", "message"], " and so on"),
+        (f"{ONE} and {ONE} so", ["function_call", "message", "function_call"], " and so"),
+        (f"See {ONE} and {ONE} so", ["message", "function_call", "function_call"], "See and so"),
+    ],
+)
+def test_a_text_behind_a_call_is_streamed_as_an_item_behind_it(client, text, kinds, said):
+    body = {"input": "hello", "tools": [{"type": "function", **TIME}]} | written(text)
+    events = [json.loads(data) for data in stream(client, "/v1/responses", body)]
+    output = in_their_places(events)
+    whole = client.post("/v1/responses", json=body).json()["output"]
+    assert [item["type"] for item in output] == [item["type"] for item in whole] == kinds
+    assert [event["item"]["type"] for event in events if event["type"] == "response.output_item.added"] == kinds
+    done = {e["output_index"]: e["item"] for e in events if e["type"] == "response.output_item.done"}
+    assert [done[place] for place in range(len(output))] == output
+    deltas = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+    (message,) = [item for item in output if item["type"] == "message"]
+    assert message["content"][0]["text"] == deltas == said
+
+
+def in_their_places(events):
+    """The items of the last event, which must have the places that they had before."""
     places = {}
     for event in events:
         if "output_index" in event:
             item = event.get("item_id") or event["item"]["id"]
             assert places.setdefault(item, event["output_index"]) == event["output_index"]
     output = events[-1]["response"]["output"]
-    assert [item["type"] for item in output] == ["message", "reasoning"]
     assert all(output[place]["id"] == item for item, place in places.items())
+    return output
 
 
 def test_a_number_too_large_for_a_float_is_refused_before_anything_is_written(client):

@@ -146,7 +146,7 @@ class TestDialects:
         call["function"]["arguments"] = "{broken"
         assert client.post("/v1/chat/completions", json={"messages": chat, "max_tokens": 2}).status_code == 200
 
-    def test_a_text_and_the_call_behind_it_are_one_turn(self, client):
+    def test_a_text_and_the_call_beside_it_are_one_turn(self, client):
         call = {"id": "c1", "type": "function", "function": {"name": "time", "arguments": "{}"}}
         said = {"role": "assistant", "content": "I look.", "tool_calls": [call]}
         chat = [*HELLO["messages"], said, {"role": "tool", "tool_call_id": "c1", "content": "noon"}]
@@ -160,11 +160,12 @@ class TestDialects:
         for path, body in [
             ("/v1/chat/completions", {"messages": chat, "max_tokens": 2}),
             ("/v1/responses", {"input": items, "max_output_tokens": 2}),
+            ("/v1/responses", {"input": [items[0], *items[2:0:-1], items[3]], "max_output_tokens": 2}),
         ]:
             client.shown.clear()
             assert client.post(path, json=body).status_code == 200
             shown.append(client.shown[-1])
-        assert shown[0] == shown[1]
+        assert shown[0] == shown[1] == shown[2]
         answer = client.post("/v1/chat/completions", json={"messages": chat[:-1], "max_tokens": 2})
         assert answer.status_code == 400
         assert "give the tool's result after it" in answer.json()["error"]["message"]

@@ -66,7 +66,10 @@ def turns_of(body: ResponsesBody) -> list[Turn]:
         elif kind == "message":
             turn = message_of(item, where)
             is_answer = turn.role == "assistant"
-            found.append(replace(turn, thought=thought) if is_answer and thought else turn)
+            if is_answer and found and found[-1].calls and not thought:  # a text behind calls, before their results
+                found[-1] = replace(found[-1], text=found[-1].text + turn.text)
+            else:
+                found.append(replace(turn, thought=thought) if is_answer and thought else turn)
             thought = "" if is_answer else thought
         elif kind == "function_call":
             call = replayed(item.get("name"), item.get("arguments"), item.get("call_id"))
@@ -163,10 +166,13 @@ class ResponsesWriter(Writer):
         }
         more = {"incomplete_details": {"reason": "max_output_tokens"} if cut else None, "usage": usage}
         told = {"edgespec": self._answers.account, **({} if cut else {"completed_at": int(time.time())})}
-        output = [text_item(name, one.text, status)] if one.text or not one.calls else []
-        output += map(call_item, one.calls)
+        output = list(map(call_item, one.calls))
+        if one.text or not one.calls:
+            first = next((i for i, piece in enumerate(one.pieces) if isinstance(piece, str)), 0)
+            before = sum(isinstance(piece, Call) for piece in one.pieces[:first])
+            output.insert(before, text_item(name, one.text, status))
         if one.thought:
-            unheard = bool(self._text) and not self._thoughts
+            unheard = bool(self._text or self._calls) and not self._thoughts
             output.insert(len(output) if unheard else 0, thought_item(name, one.thought))
         return {**self._head, "status": status, "output": output, **more, **told}
 
@@ -186,18 +192,18 @@ class ResponsesWriter(Writer):
         if isinstance(event, Ended):
             done = self.whole()
             if self._text:
-                text = self._answer.text
+                text, index = self._answer.text, self._text["output_index"]
                 yield self._named("output_text.done", **self._text, text=text, logprobs=[])
                 yield self._named("content_part.done", **self._text, part=part(text))
-                yield self._item("done", self._thoughts, text_item(self._name, text, done["status"]))
+                yield self._item("done", index, text_item(self._name, text, done["status"]))
             yield self._named(done["status"], response=done)
 
     def _of_thought(self, stage: str, piece: Thought) -> Iterator[ServerSent]:
-        """All thoughts are one item, which the first of them ends; after a text it is only in the last event."""
+        """All thoughts are one item, which the first of them ends; after other items it is only in the last event."""
         place = {"item_id": thought_id(self._name), "output_index": 0, "content_index": 0}
         if stage == "delta" and self._thought == "open":
             yield self._named("reasoning_text.delta", **place, delta=piece.text)
-        elif stage == "begin" and self._thought == "none" and not self._text:
+        elif stage == "begin" and self._thought == "none" and not (self._text or self._calls):
             self._thought = "open"
             yield self._item("added", 0, thought_item(self._name, "", "in_progress"))
         elif stage == "end" and self._thought == "open":
@@ -206,10 +212,11 @@ class ResponsesWriter(Writer):
             yield self._item("done", 0, thought_item(self._name, text))
 
     def _of_text(self, stage: str, piece: str) -> Iterator[ServerSent]:
-        """All texts are one item; if it would come after a call, it is only in the last event."""
-        if stage == "begin" and not self._text and not self._calls:
-            self._text = {"item_id": self._name, "output_index": self._thoughts, "content_index": 0}
-            yield self._item("added", self._thoughts, text_item(self._name, "", "in_progress"))
+        """All texts are one item, in the place of the first."""
+        if stage == "begin" and not self._text:
+            index = self._thoughts + self._calls
+            self._text = {"item_id": self._name, "output_index": index, "content_index": 0}
+            yield self._item("added", index, text_item(self._name, "", "in_progress"))
             yield self._named("content_part.added", **self._text, part=part(""))
         elif stage == "delta" and self._text:
             yield self._named("output_text.delta", **self._text, delta=piece, logprobs=[])
