@@ -5,7 +5,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
@@ -191,14 +190,7 @@ class Model:
             options: as for `request`, and errors as there.
         """
         _check_reports(stats, progress)
-        return self._stream(self.request(prompt, **options), stats, progress)
-
-    def _stream(
-        self, request: Request, stats: GenerationStats | None, progress: Callable[[int, int], None] | None
-    ) -> Iterator[Chunk]:
-        with closing(drive.events(self.scheduler, request, stats)) as events:
-            for event in events:
-                yield from drive.chunks_in(event, progress)
+        return drive.chunks(self.scheduler, self.request(prompt, **options), stats, progress)
 
     async def astream(
         self,

@@ -7,16 +7,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import click
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from edgespec.backends.reference.backend import CHAT_TEMPLATE, ReferenceBackend, random_model
 from typist import Typist, typing_to
 
 from edgespec.cli.chat import _obey
 from edgespec.cli.conversation import UNLIMITED, Conversation
 from edgespec.errors import ContextFull, SessionFileError, UsageError
+from edgespec.loop.grammar import lark
 from edgespec.loop.session_files import look
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
+from edgespec.server.channels import ANALYSIS, FINAL
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 Chat = Callable[..., AbstractContextManager[Typist]]
@@ -226,6 +229,27 @@ def test_save_and_load(tmp_path: Path) -> None:
         with pytest.raises(SessionFileError, match="cannot be saved"):
             later.save_to(str(tmp_path / ("x" * 300)))
         assert later.turns[0]["content"] == "hello"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_thoughts_in_channels_are_shown_and_not_sent_again(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    text = f"{ANALYSIS[0]}Hm.{ANALYSIS[1]}{FINAL}Yes."
+    with tiny_model() as model:
+        model.target.vocab.chat_template = f"{CHAT_TEMPLATE}{{# {ANALYSIS[0]}{FINAL} #}}"  # type: ignore[misc]
+        conversation = conversation_with(model, grammar=lark(f'start: "{text}"'))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+        for _ in range(2):
+            assert conversation.ask("Is it?").text == "Yes."
+            shown = capsys.readouterr().out
+            assert click.unstyle(shown) == ("Hm.\n\nYes.\n" if terminal else "Yes.\n")
+        assert [message["content"] for message in conversation.messages] == ["Is it?", "Yes."] * 2
+        conversation.set("max_tokens", str(text.index("Hm.") + 3))
+        assert conversation.ask("Is it?").text == ""  # there is no answer yet
+        assert len(conversation.messages) == 4
+        assert conversation.continue_text("Is it?").text.startswith(ANALYSIS[0])
 
 
 def test_a_loaded_conversation_is_saved_in_its_own_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

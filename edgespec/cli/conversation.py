@@ -14,6 +14,8 @@ from edgespec.model import Model
 from edgespec.models.own_sampling import choose_seed
 from edgespec.scheduler.requests import GenerationResult
 from edgespec.scheduler.scheduler import Scheduler
+from edgespec.server.channels import comes_in_channels
+from edgespec.server.output_format import OutputFormat
 
 UNLIMITED = -1  # max_tokens, as llama.cpp's
 NUMBERS: dict[str, Any] = {  # name -> type
@@ -158,7 +160,7 @@ class Conversation:
         prompt = self._that_fit(asked)
         self.last, self._unanswered, self._made_with = None, asked[len(self.system) :], self._decisive()
         try:
-            return self._write(prompt)
+            return self._write(prompt, self._channels())
         finally:
             if self.last and self.last.text:
                 self.messages, self._unanswered = [*asked, {"role": "assistant", "content": self.last.text}], []
@@ -167,12 +169,17 @@ class Conversation:
     def _decisive(self) -> Any:
         return {name: value for name, value in self.options.items() if name != "seed"}, self.system
 
-    def _write(self, prompt: Any) -> GenerationResult:
+    def _channels(self) -> OutputFormat | None:
+        """Of a model whose template refuses an answer with its thoughts."""
+        template = self.model.target.vocab.chat_template or ""
+        return OutputFormat(self.model.target.vocab, template) if comes_in_channels(template) else None
+
+    def _write(self, prompt: Any, form: OutputFormat | None = None) -> GenerationResult:
         limit = self.model.target.capabilities.context_length
         most = self.options["max_tokens"]
         options = self.options | {"max_tokens": limit if most == UNLIMITED else most}
         self.last = GenerationResult()
-        write_answer(self.model, prompt, self.last, options, quiet=self.quiet, tint=self.tint)
+        write_answer(self.model, prompt, self.last, options, quiet=self.quiet, tint=self.tint, form=form)
         return self.last
 
     def _that_fit(self, asked: list[Message]) -> list[Message]:

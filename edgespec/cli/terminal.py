@@ -3,8 +3,9 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
 from threading import Event, Thread
@@ -17,14 +18,18 @@ from edgespec.errors import EdgespecError, UsageError
 from edgespec.loop.grammar import Grammar, json_schema, lark
 from edgespec.loop.tree import Source
 from edgespec.model import Model
-from edgespec.scheduler.requests import GenerationResult
+from edgespec.scheduler import drive
+from edgespec.scheduler.requests import Chunk, GenerationResult
+from edgespec.server.conversation import Piece, Thought
+from edgespec.server.output_format import OutputFormat
 
 COLOURS = {
     Source.DRAFT: "green", Source.INPUT: "cyan", Source.DATASTORE: "magenta", Source.GRAMMAR: "yellow",
     Source.PREDICTION: "blue",
 }  # fmt: skip
+THOUGHT = "bright_black"
 # Control characters, which a terminal would obey, as pictures of them.
-PICTURES = {one: 0x2400 + one for one in range(32) if chr(one) not in "\n\t"}
+PICTURES = {one: chr(0x2400 + one) for one in range(32) if chr(one) not in "\n\t"}
 PICTURES |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
 LINE_SECONDS = 10.0  # between lines that tell of long work
 LONG_PROMPT = 256  # tokens, from which on the prefill gets a bar
@@ -96,26 +101,50 @@ def write_answer(
     *,
     quiet: bool = False,
     tint: bool = False,
+    form: OutputFormat | None = None,
 ) -> None:
-    """Stream an answer to the terminal and into `result`; Ctrl-C ends it."""
-    lines = WordWrap()
+    """Stream an answer to the terminal and into `result`; Ctrl-C ends it.
+
+    With a `form` the result has no thoughts, and only a terminal shows them.
+    """
+    parser = form.parser(None, inside=False) if form else None
+    lines, thinks, hides = WordWrap(), False, quiet or not sys.stdout.isatty()
+
+    def write(pieces: Sequence[Piece], colour: str | None = None) -> str:
+        nonlocal thinks
+        for piece in pieces:
+            if isinstance(piece, Thought) and not hides:
+                thinks = True
+                click.echo(lines.broken(piece.text, THOUGHT), nl=False)
+            elif isinstance(piece, str) and not quiet:
+                gap = lines.broken("\n\n") if thinks else ""
+                click.echo(gap + lines.broken(piece, colour), nl=False)
+                thinks = False
+        return "".join(piece for piece in pieces if isinstance(piece, str))
+
     with Bars(transient=True) as bar:
 
         def prefilled(done: int, total: int) -> None:
             if total >= LONG_PROMPT:
                 bar.update("prefill", done, total)
 
+        def begin() -> Iterator[Chunk]:
+            if not form:
+                return model.stream(prompt, stats=result.stats, progress=prefilled, **options)
+            request = replace(model.request(prompt, **options), shown=form.shown(None))
+            return drive.chunks(model.scheduler, request, result.stats, prefilled)
+
         try:
-            for chunk in model.stream(prompt, stats=result.stats, progress=prefilled, **options):
+            for chunk in begin():
                 bar.stop()
-                result.add(chunk)
-                if not quiet:
-                    colour = COLOURS.get(chunk.source) if tint else None
-                    click.echo(lines.broken(chunk.text, colour), nl=False)
+                pieces = parser.push(chunk.text) if parser else [chunk.text]
+                text = write(pieces, COLOURS.get(chunk.source) if tint else None)
+                result.add(replace(chunk, text=text))
         except KeyboardInterrupt:
             result.stats.finish_reason = "interrupted"
         finally:
-            if not quiet and result.text and not result.text.endswith("\n"):
+            result.text += write(parser.finish()) if parser else ""
+            if thinks or (not quiet and result.text and not result.text.endswith("\n")):
                 click.echo()
 
 

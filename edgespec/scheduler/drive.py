@@ -1,6 +1,6 @@
 """Submits requests and iterates over their events: a single caller makes the steps, of several a worker thread."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from queue import SimpleQueue
 
@@ -15,6 +15,18 @@ def events(scheduler: Scheduler, request: Request, stats: GenerationStats | None
     with closing(events_of(scheduler, [request], [stats] if stats is not None else ())) as found:
         for _, event in found:
             yield event
+
+
+def chunks(
+    scheduler: Scheduler,
+    request: Request,
+    stats: GenerationStats | None,
+    progress: Callable[[int, int], None] | None,
+) -> Iterator[Chunk]:
+    """The chunks of one request; otherwise as `events`."""
+    with closing(events(scheduler, request, stats)) as found:
+        for event in found:
+            yield from chunks_in(event, progress)
 
 
 def events_of(
