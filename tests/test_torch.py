@@ -547,6 +547,22 @@ class TestTreeCheck:
             check_tree(backend)
 
 
+@pytest.mark.parametrize(
+    ("family", "more", "reason"),
+    [
+        ("DiffLlama", {}, "computes attention twice in a layer"),
+        ("Doge", {}, "its attention has a mask of its own"),
+        ("Phimoe", {"sliding_window": 5, "num_local_experts": 2}, "its window of 5 tokens is not one that"),
+    ],
+)
+def test_attention_that_is_not_computed_here_is_refused(tmp_path, family, more, reason):
+    """Else the text would be another, without a word."""
+    config = getattr(transformers, f"{family}Config")(**SMALL, **more)
+    folder = save(getattr(transformers, f"{family}ForCausalLM")(config), tmp_path)
+    with pytest.raises(ModelError, match=reason):
+        load(str(folder), **OPTIONS)
+
+
 def test_a_model_larger_than_a_macs_gpu(llama):
     machine = replace(this_machine(), gpus=(Gpu("mps", True, 1 << 20, limit=1 << 20),))
     with pytest.raises(NoRoom, match=r"takes .*, and the GPU can hold 1 MiB now: use the backend mlx"):
@@ -574,16 +590,18 @@ class TestNf4:
     def test_trees_are_texts(self, llama, check):
         check(partial(load, str(llama), threads=1, dtype="nf4"))
 
-    def test_a_model_by_its_definition(self, llama, tmp_path):
-        """The same as with the matrices rounded beforehand."""
+    @pytest.mark.parametrize("family", ["llama", "lfm2"])
+    def test_a_model_by_its_definition(self, family, tmp_path):
+        """The same as with the matrices rounded beforehand; convolutions stay as they are."""
         from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-        model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
+        folder = save(tiny_model(family), tmp_path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         for linear in [part for part in model.get_decoder().modules() if isinstance(part, torch.nn.Linear)]:
             linear.weight.data = dequantize_4bit(*quantize_4bit(linear.weight.data, quant_type="nf4", blocksize=64))
-        rounded = load(str(save(model, tmp_path)), **OPTIONS, dtype="bfloat16")
-        text = [5, 9, 30, 7, 100, 50]
-        rows = [np.stack(chain_rows(backend, text)) for backend in (load(str(llama), **OPTIONS, dtype="nf4"), rounded)]
+        packed = load(str(folder), **OPTIONS, dtype="nf4")
+        rounded = load(str(save(model, tmp_path / "rounded")), **OPTIONS, dtype="bfloat16")
+        rows = [np.stack(chain_rows(backend, [5, 9, 30, 7, 100, 50])) for backend in (packed, rounded)]
         assert rows[0].std() > 1
         np.testing.assert_allclose(*rows, atol=0.1)
 

@@ -1,5 +1,6 @@
 """PyTorch models larger than GPU and host memory: from disk through host memory to the device, to the bit the same."""
 
+import itertools
 import json
 import os
 import queue
@@ -406,6 +407,22 @@ def test_disk_copies_and_computation_go_on_at_once(llama, tiers, monkeypatch):
         event.clear()
     backend.forward([work(session, [9], [-1])])
     assert seen == [True] * (LAYERS - 3)
+
+
+@pytest.mark.parametrize(("resident", "waiting"), [(1, 0), (2, 0), (1, 2), (3, 1)])
+def test_each_pass_asks_for_its_layers_in_order(llama, tiers, monkeypatch, resident, waiting):
+    """Else the feeder throws away what it has read, and reads it again."""
+    asked, ask = [], disk_module.Feeder.ask
+
+    def noted(feeder, buffer, target, number):
+        asked.append(number)
+        ask(feeder, buffer, target, number)
+
+    monkeypatch.setattr(disk_module.Feeder, "ask", noted)
+    backend = tiers(llama, resident, waiting)
+    passes(backend, backend.open(), 4)
+    assert asked.count(1) >= 4
+    assert {after for before, after in itertools.pairwise(asked) if after <= before} == {0}
 
 
 def test_what_is_said_about_it(llama, tiers):

@@ -4,6 +4,7 @@ In each layer, `tree_attention` writes the keys and values of each work into its
 attends to these cells.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -63,10 +64,12 @@ class Probe:
     Attributes:
         heads: number of key heads and their size d, by layer.
         windows: sliding window, by layer.
+        calls: of attention, by layer.
     """
 
     heads: dict[int, tuple[int, int]] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
+    calls: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ def tree_attention(
         query: [1, heads, n, d], rotated by position; n nodes of all works. For paths [lanes, heads, width, d].
         key: [1, key heads, n, d], or [lanes, key heads, width, d].
         value: as `key`.
-        attention_mask: not used.
+        attention_mask: None; the masks are those of `tree`.
         tree: the pass, or a probe.
         scaling: of the scores; default: 1 / sqrt(d).
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
@@ -118,6 +121,8 @@ def tree_attention(
         [1, n, heads, d], or [lanes, width, heads, d]; None instead of attention weights.
     """
     if isinstance(tree, Probe):
+        if attention_mask is not None:
+            raise ModelError("its attention has a mask of its own, which this backend does not compute")
         return _probe(module, query, key, value, tree, sliding_window, options)
     if tree.interrupted.is_set():
         raise Interrupted("the pass was interrupted")
@@ -183,6 +188,7 @@ def _probe(
         raise ModelError(f"its keys and values have different shapes: {list(key.shape)} and {list(value.shape)}")
     probe.heads[module.layer_idx] = key.shape[1], key.shape[3]
     probe.windows[module.layer_idx] = window
+    probe.calls[module.layer_idx] += 1
     return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
 
 

@@ -102,10 +102,6 @@ TOLERANCE = {"float32": 2e-3, "float16": 0.3, "bfloat16": 1.5}
 _mapped: "WeakSet[TorchBackend]" = WeakSet()  # on the CPU, with mapped weights, which `private_memory` does not count
 
 
-def _bytes_of_weights(backend: "TorchBackend") -> int:
-    return sum(os.path.getsize(file) for file in backend._files)
-
-
 class TorchBackend:
     """See `edgespec.loop.backend.Backend`; made by `load`.
 
@@ -157,7 +153,7 @@ class TorchBackend:
         self._groups: LayerGroups | None = None
         self.sparse: SparseAttention | None = None
         self.keeps_queries = False
-        self._files: Sequence[str] = ()
+        self.mapped = 0  # bytes of mapped weights
         self.content = ""
         for layer in decoder_layers(model) if cache else ():  # others look at the flag in `tree_attention`
             layer.register_forward_pre_hook(self._check_interrupted)
@@ -418,7 +414,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
         if options.own_layers:  # at most all layers
             numbers = 0, math.prod(cache_shape(model.config.get_text_config(), 1))
         head = tuple(count * model.dtype.itemsize for count in numbers)
-        needed, host = plan.used + grown + sum(map(_bytes_of_weights, _mapped)) + MARGIN, None
+        needed, host = plan.used + grown + sum(backend.mapped for backend in _mapped) + MARGIN, None
         weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) + head[0]
         paged = not plan.streams and (options.memory is not None or weights + needed > plan.memory)
         if gpu and plan.streams:
@@ -452,8 +448,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
             except BaseException:
                 backend.close()
                 raise
-    backend._files = content_files(path)
-    backend.content = content_of(*backend._files)
+    backend.content = content_of(*content_files(path))
     if kept:
         backend.notes = [*backend.notes, kept.note]
     if paged:
@@ -463,6 +458,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
     if dtype == NF4:
         backend.computing = {**backend.computing, "dtype": NF4}
     elif device.type == "cpu" and options.dtype is None and backend.streamer is None:
+        backend.mapped = sum(map(os.path.getsize, content_files(path)))
         _mapped.add(backend)
     return backend
 
@@ -589,6 +585,8 @@ def assemble(
         align(model)
         connect(decoder_layers(model), spans)
         cache, probe = make_cache(model, device) if recurrent else (None, run_probe(model, device))
+        if not recurrent and max(probe.calls.values(), default=0) > 1:  # `make_cache` makes several passes
+            raise ModelError(f"{type(model).__name__} computes attention twice in a layer, which this backend cannot")
         windows = inspect_layers(model, probe, shape, attending)
         caches = [Cells(spans, attending, shape[1:], model.dtype) for _ in range(sessions)]
     except BaseException:

@@ -38,7 +38,8 @@ class LayerGroups:
             for hook in hooks:
                 hook.remove()
         self.size = 1
-        self._layers, self._input = layers, None
+        self._layers = layers
+        self._input: Any = None
         for number, layer in enumerate(layers):
             layer.forward = partial(self._forward, number, layer, layer.forward)
 
@@ -52,7 +53,7 @@ class LayerGroups:
             return forward(states, *arguments, **options)
         if number % self.size == 0:
             self._input = states
-        return _compute(layer, self._input, states, *arguments, **options)
+        return _compute(layer, self._input.to(states.device), states, *arguments, **options)
 
 
 def _compute(layer: Any, read: Any, states: Any, *arguments: Any, **options: Any) -> Any:

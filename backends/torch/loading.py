@@ -487,5 +487,8 @@ def inspect_layers(model: Any, probe: Probe, shape: tuple[int, ...], expected: S
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if not kinds:
+        window = getattr(config, "sliding_window", None)
+        if window and window < config.max_position_embeddings and not any(probe.windows.values()):
+            raise ModelError(f"its window of {window} tokens is not one that this backend can see in its layers")
         return tuple(probe.windows[layer] for layer in expected)
     return tuple(config.sliding_window if kind in (SLIDING, "hybrid_sliding") else None for kind in kinds)

@@ -118,7 +118,13 @@ def quantise(layer: Any) -> None:
     """
     for owner, name, linear, _ in linears(layer):
         setattr(owner, name, NF4Linear.quantised(linear))
-    wide = [name for name, parameter in layer.named_parameters() if parameter.ndim > 2]
+    wide = [
+        f"{name}.{of}".removeprefix(".")
+        for name, module in layer.named_modules()
+        if not isinstance(module, torch.nn.Conv1d)
+        for of, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim > 2
+    ]
     if wide:
         raise ModelError(
             f"nf4 is for linear layers, but the experts' weights are fused ({wide[0]}): use a 16-bit dtype"

@@ -5,7 +5,7 @@ i % buffers, so its weights stay views of one buffer. A free buffer is filled at
 arrive while the draft model works.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -257,6 +257,7 @@ class Streamer:
         self._numbers = {i: number for number, i in enumerate(on_disk)}
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(buffers)]
         self._held: list[int | None] = [None] * buffers  # each buffer's layer, perhaps not filled yet
+        self._due = list[int]()  # first layers of the next pass that wait for lower ones, with free buffers
         for i, block in enumerate(blocks):
             block.bind(self._buffers[i % buffers])
         for buffer in range(buffers):
@@ -313,10 +314,18 @@ class Streamer:
 
         def hook(*_: Any) -> None:
             self._engine.release(buffer)
-            if self._held[buffer] != following:
-                self._fetch(following)
+            due, self._due = sorted([*self._due, following]), []
+            for layer in due:
+                if layer in self._numbers and any(self._held[lower] != lower for lower in self._lower_on_disk(layer)):
+                    self._due.append(layer)  # the feeder takes a lower layer after a higher one as a new pass
+                elif self._held[layer % len(self._buffers)] != layer:
+                    self._fetch(layer)
 
         return hook
+
+    def _lower_on_disk(self, layer: int) -> Iterable[int]:
+        """Layers on disk that a pass asks for before one of its first layers; a later layer has none."""
+        return self._numbers.keys() & range(layer) if layer < len(self._buffers) else ()
 
     @property
     def pinned(self) -> bool:
