@@ -78,8 +78,7 @@ class ScaleResult(GenerationResult):
     """The text that `scale` chose, with all others.
 
     Attributes:
-        samples: all texts, of seed, seed + 1, and so on. Each one's `stats` count the passes that score its chunks, and
-            name the model that wrote last.
+        samples: all texts, of seed, seed + 1, and so on; their `stats` count the passes that score their chunks, too.
         answers: of each text; None: it has none.
         votes: number of texts with each answer, most first.
         chunks: number of the draft's chunks that the target scored.
@@ -665,8 +664,8 @@ def scale(
     """Choose one of several texts. The draft writes them in chunks, and the target those again that surprise it most.
 
     This is approximate: with `reject` 0 texts are the draft's, with 1 or without a draft the target's. `reject` bounds
-    the share of chunks that the target writes, on average and if chunks are alike, not the quality of answers
-    (docs/guides/approximate.md). Load both models with `parallel=samples`.
+    the share of chunks that the target writes, on average and if chunks are alike, not the quality of answers. Load both
+    models with `parallel=samples`.
 
     Args:
         target: scores the chunks by their perplexity, and writes those that are rejected.
