@@ -664,8 +664,7 @@ def scale(
     """Choose one of several texts. The draft writes them in chunks, and the target those again that surprise it most.
 
     This is approximate: with `reject` 0 texts are the draft's, with 1 or without a draft the target's. `reject` bounds
-    the share of chunks that the target writes, on average and if chunks are alike, not the quality of answers.
-    Load both models with `parallel=samples`.
+    the mean share of chunks that the target writes, not the quality of answers. Load both with `parallel=samples`.
 
     Args:
         target: scores the chunks by their perplexity, and writes those that are rejected.

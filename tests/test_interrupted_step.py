@@ -120,7 +120,8 @@ TEXTS = [(1, 0.7), (0, 0.0), (2, 0.7), (4, 0.7)]  # prompts and temperatures
 def ask(model, number):
     prompt, temperature = TEXTS[number]
     options = {"max_tokens": 10, "temperature": temperature, "seed": number}
-    return model._stream(replace(model.request("x", **options), prompt_ids=PROMPTS[prompt]), None, None)
+    request = replace(model.request("x", **options), prompt_ids=PROMPTS[prompt])
+    return drive.chunks(model.scheduler, request, None, None)
 
 
 def interrupted_at(model, at, texts, second, begun):
