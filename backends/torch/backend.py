@@ -448,7 +448,8 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
             except BaseException:
                 backend.close()
                 raise
-    backend.content = content_of(*content_files(path))
+    files = content_files(path)
+    backend.content = content_of(*files)
     if kept:
         backend.notes = [*backend.notes, kept.note]
     if paged:
@@ -458,7 +459,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
     if dtype == NF4:
         backend.computing = {**backend.computing, "dtype": NF4}
     elif device.type == "cpu" and options.dtype is None and backend.streamer is None:
-        backend.mapped = sum(map(os.path.getsize, content_files(path)))
+        backend.mapped = sum(map(os.path.getsize, files))
         _mapped.add(backend)
     return backend
 

@@ -6,7 +6,9 @@ from functools import partial
 from time import perf_counter
 from typing import TypeAlias, TypeVar
 
+from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend, GroupsLayers, Logits, Work
+from edgespec.loop.passes import Prefill
 
 T = TypeVar("T")
 
@@ -41,6 +43,24 @@ class Passed:
 
 
 DraftSteps: TypeAlias = Generator[Wanted, Passed, T]
+
+
+def read_part(reading: Prefill) -> DraftSteps[tuple[Work, Passed] | None]:
+    """`Prefill.read` of the next part, in a pass that sequences share; its errors pass through.
+
+    Returns:
+        None: the session was emptied, and all must be read again.
+    """
+    work = reading.work()
+    try:
+        passed = yield Wanted(reading.backend, work)
+    except ContextFull:
+        if not reading.may_begin_again():
+            raise
+        reading.session.rewind(0)
+        return None
+    reading.commit(work)
+    return work, passed
 
 
 def run_one(steps: DraftSteps[T]) -> T:

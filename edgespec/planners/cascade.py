@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from edgespec.errors import ContextFull, Interrupted
 from edgespec.loop.backend import Backend, Logits, Session, Work
-from edgespec.loop.draft_passes import DraftSteps, Passed, Wanted, run_one
+from edgespec.loop.draft_passes import DraftSteps, Passed, Wanted, read_part, run_one
 from edgespec.loop.grammar import Constraint
 from edgespec.loop.passes import Following, Prefill, most_nodes
 from edgespec.loop.planner import Context, Planner, PlannerStats
@@ -179,18 +179,9 @@ class CascadePlanner(Planner):
         self._commit()
         reading = Following(self._draft, self._session, tokens[:-1], prompt=len(self._prompt) - 1)
         while reading.unread:
-            work = reading.work()
-            try:
-                passed = yield Wanted(self._draft, work)
-            except Interrupted:  # it was meant for a pass that had just ended
-                continue
-            except ContextFull:
-                if not reading.may_begin_again():
-                    raise
-                self._session.rewind(0)
-                continue
-            reading.commit(work)
-            self._count(passed, work)
+            with suppress(Interrupted):  # it was meant for a pass that had just ended
+                if part := (yield from read_part(reading)):
+                    self._count(*part)
         limits = self._draft.capabilities
         room = min(most_nodes(limits, self._session.unread_committed), limits.context_length - len(tokens) + 1)
         chain, node = [tokens[-1]], self._node
@@ -203,9 +194,9 @@ class CascadePlanner(Planner):
             with suppress(Interrupted):
                 read = yield Wanted(self._draft, work)
         self._chain, self._rows = chain, [read.logits.row(row) for row in range(len(chain))]
-        self._count(read, work)
+        self._count(work, read)
 
-    def _count(self, passed: Passed, work: Work) -> None:
+    def _count(self, work: Work, passed: Passed) -> None:
         self._passes += 1
         self._seconds += passed.seconds * len(work.token_ids) / passed.nodes
 

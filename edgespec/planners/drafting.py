@@ -6,9 +6,8 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend, Logits, Work
-from edgespec.loop.draft_passes import DraftSteps, Passed, Wanted, run_one
+from edgespec.loop.draft_passes import DraftSteps, Passed, Wanted, read_part, run_one
 from edgespec.loop.pass_times import Curve, PassTimes
 from edgespec.loop.passes import Following, Prefill
 from edgespec.loop.planner import Context
@@ -97,18 +96,11 @@ class Drafter:
     def reading(self, token_ids: Sequence[int]) -> DraftSteps[tuple[Logits, int]]:
         reading, self.evaluated = self._reader(token_ids, want_last=True), 0
         while True:
-            work = reading.work()
-            try:
-                passed = yield Wanted(self.draft, work)
-            except ContextFull:
-                if not reading.may_begin_again():
-                    raise
-                self.session.rewind(0)
-                continue
-            reading.commit(work)
-            self._took(work, passed)
-            if not reading.unread:
-                return passed.logits, len(work.token_ids) - 1
+            if part := (yield from read_part(reading)):
+                work, passed = part
+                self._took(work, passed)
+                if not reading.unread:
+                    return passed.logits, len(work.token_ids) - 1
 
     def evaluate(self, token_ids: IdArray, parents: IdArray) -> tuple[Logits, IdArray]:
         return run_one(self.evaluating(token_ids, parents))
