@@ -537,7 +537,7 @@ def load(
         progress: llamacpp, mlx: called while a streamed model is prepared, with (bytes read, bytes in all) of the
             weights that stay in memory.
         say: receives a line for each thing that takes some seconds.
-        planner_options: passed to the planner, for example depth=16, tau=1.3, coupling=False.
+        planner_options: passed to the planner, for example depth=16, tau=1.0, coupling=False.
 
     Raises:
         EdgespecError: anything that is wrong, as one line.

@@ -165,8 +165,8 @@ DRAFT_OPTION = click.option(
 BUDGET_OPTION = click.option(
     "--budget",
     type=int,
-    help="Draft tokens per pass, also where fewer are faster. [default: as many as pay, at most the model's or 64, "
-    "1024 if torch or mlx streams]",
+    help="Draft tokens per pass, also where fewer are faster. [default: as many as pay, at most the model's or 64; "
+    "1024 on a GPU and 256 on a processor if torch or mlx streams]",
 )
 
 
@@ -228,7 +228,8 @@ MODEL_OPTIONS = _options(
         "--cascade",
         type=float,
         metavar="ALPHA",
-        help="Approximate: take the draft's tokens that MODEL finds at least 1 - ALPHA times as likely as its best.",
+        help="Approximate, 0 to 1, with --draft: take its tokens that MODEL finds at least 1 - ALPHA times as "
+        "likely as its best.",
     ),
     _in_python("--min-probability", "edgespec.load(…, min_probability=…)", type=float),
     _in_python("--no-coupling", "edgespec.load(…, coupling=False)", is_flag=True),
