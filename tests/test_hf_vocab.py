@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'edg
 from edgespec.backends.common.hf_vocab import HfVocab, experts_of, load_vocab
 from hf_models import VOCAB_SIZE, byte_tokenizer, piece_tokenizer, transformers
 from tokenizers import Tokenizer, decoders, models
+from tokenizers.processors import TemplateProcessing
 
 from edgespec.errors import ModelError, VocabMismatch, pip_install
 from edgespec.loop.same_vocab import MAX_PADDING, check_same_vocab
@@ -93,12 +94,27 @@ def test_the_start_token_comes_first_where_the_tokenizer_puts_it():
     tokenizer = byte_tokenizer()
     assert HfVocab(tokenizer, VOCAB_SIZE).encode("a", add_bos=True, parse_special=False) != [0]
     plain = HfVocab(tokenizer, VOCAB_SIZE).encode("ab", add_bos=True, parse_special=False)
-    from tokenizers.processors import TemplateProcessing
-
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     vocab = HfVocab(tokenizer, VOCAB_SIZE)
     assert vocab.encode("ab", add_bos=True, parse_special=False) == [0, *plain]
     assert vocab.encode("ab", add_bos=False, parse_special=False) == plain
+
+
+def test_what_a_folder_was_trained_with_cuts_and_pads_no_text(tmp_path):
+    """Fine-tuned folders often have `truncation` and `padding` in their tokenizer.json."""
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    folder = tokenizer_folder(tmp_path, tokenizer)
+    described = json.loads((folder / "tokenizer.json").read_text())
+    padding = {"strategy": {"Fixed": 12}, "direction": "Left", "pad_to_multiple_of": None}
+    described["padding"] = padding | {"pad_id": 1, "pad_type_id": 0, "pad_token": "</s>"}
+    described["truncation"] = {"max_length": 8, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    vocab = load_vocab(str(folder))
+    for text in ("x " * 50, "hi"):
+        ids = vocab.encode(text, add_bos=True, parse_special=False)
+        assert b"".join(map(vocab.token_bytes, ids)).decode() == text
+        assert [ids[0], len(ids)] == [0, 1 + len(text)]
 
 
 def test_padding_at_the_end():

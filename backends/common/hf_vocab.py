@@ -65,6 +65,9 @@ class HfVocab:
             raise ModelError(
                 f"the tokenizer is a {type(tokenizer).__name__}; one that tokenizer.json describes is needed"
             )
+        # What tokenizer.json says of training batches would cut and pad prompts.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self._kind = _kind(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
         self._added: dict[int, str] = {token: entry.content for token, entry in added.items()}
