@@ -1,6 +1,7 @@
 """Models with recurrent layers on MLX: all architectures write what plain decoding writes, however guessed."""
 
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
 
-from contract import chain_rows
+from contract import chain_rows, work
 from edgespec.backends.mlx.backend import load
 from mlx_models import HYBRIDS, write_model
 from test_lossless_mlx import SAMPLINGS, check_lossless, write
@@ -53,6 +54,26 @@ def test_the_grid(number: int, family: str, tmp_path: Path, whole_grid: bool) ->
     assert max(gained) > 1.3  # guesses were right at all
     target.close()
     draft.close()
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_session_is_loaded_by_another_thread_than_computes(family: str, tmp_path: Path) -> None:
+    """MLX computes what is not yet computed only in the thread that asked for it."""
+    backend = load(str(write_model(tmp_path / "model", HYBRIDS[family])), context_length=64, sessions=2)
+    session, other = backend.open(), backend.open()
+    prefill(backend, session, PROMPT)
+    session.save(tmp_path / "saved")
+    other.load(tmp_path / "saved")
+    rows = list[Any]()
+
+    def compute() -> None:
+        rows.append(backend.forward([work(other, [3], [-1])])[0].row(0))
+
+    thread = Thread(target=compute)
+    thread.start()
+    thread.join()
+    np.testing.assert_array_equal(rows, [backend.forward([work(session, [3], [-1])])[0].row(0)])
+    backend.close()
 
 
 @pytest.mark.skipif(not ring.can_stream(this_machine()), reason="weights are streamed on Linux and macOS")

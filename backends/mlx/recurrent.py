@@ -193,6 +193,8 @@ class MlxRecurrentSession(RecurrentSession[State], MlxSession):
         super()._fill(details, arrays)
         for at, there in details["states"]:
             self.states.text.add(at, [next(arrays) if one else None for one in there])
+        # Another thread computes passes, and MLX computes lazy arrays only in the thread that made them.
+        mx.eval([array for state in self.states.text.kept.values() for array in state if array is not None])
 
 
 def _side_by_side(states: Sequence[State | None]) -> list[Any]:
