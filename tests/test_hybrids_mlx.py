@@ -1,5 +1,6 @@
 """Models with recurrent layers on MLX: all architectures write what plain decoding writes, however guessed."""
 
+import gc
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
 
+import mlx.core as mx
 from contract import chain_rows, work
 from edgespec.backends.mlx.backend import load
 from mlx_models import HYBRIDS, write_model
@@ -73,6 +75,21 @@ def test_a_session_is_loaded_by_another_thread_than_computes(family: str, tmp_pa
     thread.start()
     thread.join()
     np.testing.assert_array_equal(rows, [backend.forward([work(session, [3], [-1])])[0].row(0)])
+    backend.close()
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_kept_states_hold_no_passes_in_memory(family: str, tmp_path: Path) -> None:
+    """A model may leave a view of all its tokens as its state."""
+    backend = load(str(write_model(tmp_path / "model", HYBRIDS[family])), context_length=512)
+    session = backend.open()
+    gc.collect()  # what other tests have left must not go meanwhile
+    before = mx.get_active_memory()
+    prefill(backend, session, PROMPT * 12)
+    mx.clear_cache()
+    kept = [array for state in session.states.text.kept.values() for array in state if array is not None]
+    held = sum(array.nbytes for array in [*session.state, *kept])
+    assert mx.get_active_memory() - before < 1.1 * held
     backend.close()
 
 

@@ -211,5 +211,7 @@ def _side_by_side(states: Sequence[State | None]) -> list[Any]:
 
 
 def _lane(array: Any, lane: int, lanes: int) -> Any:
-    """A copy of one lane's part, because a view would keep all lanes in memory."""
-    return array if array is None or lanes == 1 else mx.take(array, mx.array([lane]), axis=0)
+    """A copy of one lane's part, because a view would keep all lanes, or all tokens of the pass, in memory."""
+    if array is None:
+        return None
+    return mx.contiguous(array) if lanes == 1 else mx.take(array, mx.array([lane]), axis=0)
