@@ -1,5 +1,6 @@
 """EAGLE-3 heads on MLX: the head's definition, and texts of plain decoding, however it drafts."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,23 @@ def test_states_are_what_layers_read(target: Any, tmp_path: Path) -> None:
         np.testing.assert_allclose(row, states_of(target, PROMPT + chain)[-1], atol=1e-3)
     session.close()
     head.close()
+
+
+def test_closing_frees_the_target(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "target", many_layers(FAMILIES["llama-3"]))
+    path = write_head(tmp_path / "head", head_weights(VOCAB_SIZE, DRAFTS))
+    gc.collect()  # what other tests have left must not go meanwhile
+    before = mx.get_active_memory()
+    target = load(str(folder), context_length=128)
+    head = load_head(target, path)
+    session = head.open()
+    prefill(head, session, PROMPT)
+    assert mx.get_active_memory() > before
+    target.close()
+    head.close()
+    assert mx.get_active_memory() < before + 100
+    head.close()
+    session.close()
 
 
 def test_states_of_a_streamed_target_are_those_in_memory(tmp_path: Path, load_streamed: Any) -> None:  # noqa: F811

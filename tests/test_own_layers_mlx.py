@@ -1,5 +1,6 @@
 """Self-drafting on MLX: layers of the target draft, in memory and where the others are streamed."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,20 @@ def test_layers_of_a_hybrid_are_refused(tmp_path):
     target = load(str(folder), **OPTIONS)
     with pytest.raises(ModelError, match=r"target: has recurrent layers, so its own layers cannot draft"):
         own(target, folder)
+
+
+def test_closing_frees_the_model(llama):
+    gc.collect()  # what other tests have left must not go meanwhile
+    before = mx.get_active_memory()
+    target, draft = pair(llama)
+    session = draft.open()
+    prefill(draft, session, PROMPT)
+    assert mx.get_active_memory() > before
+    target.close()
+    draft.close()
+    assert mx.get_active_memory() < before + 100
+    draft.close()
+    session.close()
 
 
 def test_the_user_names_them_layers(llama):

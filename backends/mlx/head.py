@@ -156,6 +156,7 @@ class MlxHead(MlxBackend):
         if self._model is not None and self._target.inputs:
             self._target.give_states([])
         super().close()
+        self._embed = self._ids = None  # the embedding may be the target's
 
 
 def load_head(target: MlxBackend, path: str, options: LoadOptions) -> MlxHead:

@@ -40,6 +40,10 @@ class MlxOwnLayersSession(OwnLayersSession, MlxSession):
     def _add(self, work: Work) -> None:
         self.add(work, self.check(work))
 
+    def close(self) -> None:
+        super().close()
+        self._given = []
+
 
 class MlxOwnLayers(MlxBackend):
     def __init__(self, target: MlxBackend, sessions: int) -> None:
@@ -74,6 +78,10 @@ class MlxOwnLayers(MlxBackend):
             return super()._graph(session, tokens, rows)
         finally:
             self._runs[self._name] = whole
+
+    def close(self) -> None:
+        super().close()
+        self._runs, self._short = None, []  # both hold layers of the target
 
 
 def load_own_layers(target: MlxBackend, path: str, options: LoadOptions) -> MlxOwnLayers:
