@@ -99,6 +99,11 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "model_type": "mamba2", **PLAIN_MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2,
         "layer_norm_epsilon": 1e-5, "time_step_limit": [0.0, 100.0],
     },
+    "recurrent-gemma": {
+        "model_type": "recurrent_gemma", "num_hidden_layers": 3, "num_key_value_heads": 1, "attention_bias": False,
+        "block_types": ["recurrent", "recurrent", "attention"], "conv1d_width": 4, "attention_window_size": 16,
+        "logits_soft_cap": 30.0,
+    },
 }  # fmt: skip
 
 
@@ -179,3 +184,6 @@ def sharpen(model: nn.Module) -> None:
             model.load_weights([(name, 3 * weights)], strict=False)
         if name.endswith(("lm_head.weight", "embed_tokens.weight")):
             model.load_weights([(name, 4 * weights)], strict=False)
+        if ".conv_1d." in name or ".rg_lru." in name:  # all zeros at first
+            least = 5.0 if name.endswith("recurrent_param") else 0.0  # then a state fades slowly
+            model.load_weights([(name, 0.5 * mx.random.normal(weights.shape) - least)], strict=False)

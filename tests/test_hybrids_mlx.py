@@ -86,16 +86,18 @@ def test_kept_states_hold_no_passes_in_memory(family: str, tmp_path: Path) -> No
     gc.collect()  # what other tests have left must not go meanwhile
     before = mx.get_active_memory()
     prefill(backend, session, PROMPT * 12)
+    backend.forward([work(session, [3], [-1])])  # then masks of the prompt are gone
+    session.commit([0])
     mx.clear_cache()
     kept = [array for state in session.states.text.kept.values() for array in state if array is not None]
     held = sum(array.nbytes for array in [*session.state, *kept])
-    assert mx.get_active_memory() - before < 1.1 * held
+    assert mx.get_active_memory() - before < held + (32 << 10)  # MLX may share a buffer that is not much larger
     backend.close()
 
 
 @pytest.mark.skipif(not ring.can_stream(this_machine()), reason="weights are streamed on Linux and macOS")
-@pytest.mark.parametrize("family", ["lfm2", "falcon-h1"])
-def test_streamed_weights(family: str, tmp_path: Path, load_streamed: Any) -> None:  # noqa: F811
+@pytest.mark.parametrize(("family", "tokens"), [("lfm2", 32), ("falcon-h1", 32), ("recurrent-gemma", 10)])
+def test_streamed_weights(family: str, tokens: int, tmp_path: Path, load_streamed: Any) -> None:  # noqa: F811
     """Steps bring states on; texts are those of weights in memory, or part where rounding decides."""
     more = {"num_hidden_layers": 6} | (
         {"layer_types": [*["conv"] * 2, "full_attention"] * 2} if family == "lfm2" else {}
@@ -103,10 +105,11 @@ def test_streamed_weights(family: str, tmp_path: Path, load_streamed: Any) -> No
     folder, bad = (write_model(tmp_path / n, HYBRIDS[family] | more, damage=d) for n, d in (("a", 0.0), ("b", 0.1)))
     memory, target = load(str(folder), context_length=128), load_streamed(folder, context_length=128, sessions=2)
     draft = load(str(bad), context_length=128, budget=16)
-    plain, _ = write(target, NonePlanner(), PROMPT, SAMPLINGS[1], 32)
-    check_lossless(target, SpecExecPlanner(draft, depth=6, beam=4), PROMPT, plain, SAMPLINGS[1])
+    prompt = PROMPT[:tokens]  # a step could begin where a short one begins
+    plain, _ = write(target, NonePlanner(), prompt, SAMPLINGS[1], 32)
+    check_lossless(target, SpecExecPlanner(draft, depth=6, beam=4), prompt, plain, SAMPLINGS[1])
     session, nodes, owed = target.open(), np.arange(6, dtype=np.int32), list[int]()
-    prefill(target, session, PROMPT)
+    prefill(target, session, prompt)
     for number in range(12):  # a chain of which three are right
         owed.append(session.unread_committed)
         target.forward([Work(session, nodes + 7 * number, nodes - 1, nodes)])

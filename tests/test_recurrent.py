@@ -80,6 +80,12 @@ def test_a_step_brings_the_state_on():
     assert len(states.lanes(TEXT, [1, 2, 3], [-1, 0, 1], work(3), 100)) == 1  # nothing is owed any more
 
 
+def test_no_step_begins_without_a_state():
+    """No state is not zeros to every model, and lanes beside lanes with states would begin with zeros."""
+    lanes = begun(streams=True).lanes(TEXT, [1, 2, 3], [-1, 0, 1], work(3), 100)
+    assert lanes == [Lane(8, "text", [108, 109, 1, 2, 3], [0, 1, 2])]
+
+
 def test_only_the_newest_nodes_states_are_kept():
     states = RecurrentStates[int](2, streams=False)
     for node in range(5):

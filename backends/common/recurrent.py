@@ -149,9 +149,10 @@ class RecurrentStates(Generic[State]):
                 found.append(Lane(last, self.text.kept.get(last), [*text[last:], *tokens], path.nodes))
         if self._streams and last < length and any(lane.start == last for lane in found):
             tokens_each = max(len(lane.token_ids) for lane in found)
-            at = step_from({0, *self.text.kept}, length, len(found), tokens_each, most)
+            # Not from 0: beside others, a lane without a state begins with zeros, which not every model takes for none.
+            at = step_from(self.text.kept, length, len(found), tokens_each, most)
             if at is not None:
-                found.append(Lane(at, self.text.kept.get(at), list(text[at:]), []))
+                found.append(Lane(at, self.text.kept[at], list(text[at:]), []))
         return found
 
     def take(self, rectangle: Rectangle[State], states: Sequence[State]) -> None:
