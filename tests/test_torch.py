@@ -49,7 +49,7 @@ from edgespec.backends.torch.session import visible
 from hf_models import FAMILIES, SMALL, save, tiny_model, torch, transformers
 from safetensors.torch import load_file, save_file
 
-from edgespec.errors import Interrupted, MissingPackage, ModelError, NoRoom, UsageError
+from edgespec.errors import Interrupted, MissingPackage, ModelError, NoRoom, SessionFileError, UsageError
 from edgespec.loading.by_name import load_backend
 from edgespec.loop.backend import Capabilities
 from edgespec.loop.engines import load_at_once
@@ -854,3 +854,16 @@ class TestRefusals:
         self.refused("budget is 0", llama, UsageError, budget=0)
         self.refused("sessions is 0", llama, UsageError, sessions=0)
         self.refused("gpu_memory is for GPUs", llama, UsageError, device="cpu", gpu_memory="1G")
+
+
+def test_a_session_of_another_transformers_is_refused(tmp_path, monkeypatch):
+    """Its model classes decide bits, too."""
+    folder, path = str(save(tiny_model("llama"), tmp_path / "model")), tmp_path / "saved"
+    backend = load(folder, context_length=CONTEXT)
+    session = backend.open()
+    prefill(backend, session, [5, 6, 7])
+    session.save(path)
+    session.load(path)
+    monkeypatch.setattr(backend_module.transformers, "__version__", "4.1")
+    with pytest.raises(SessionFileError, match=r"build was '.*' and is '.*transformers 4\.1, "):
+        load(folder, context_length=CONTEXT).open().load(path)

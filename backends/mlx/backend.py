@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from typing import Any, cast
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
@@ -180,7 +181,7 @@ class MlxBackend:
     ) -> None:
         self.vocab: Vocab = vocab
         self.capabilities = capabilities
-        self.build = f"mlx {mx.__version__}, {mx.default_device()}"
+        self.build = f"mlx {mx.__version__}, mlx-lm {mlx_lm.__version__}, {mx.default_device()}"
         self.computing: Computing = {}
         self.notes = notes
         self._model = model

@@ -22,6 +22,7 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
+import transformers
 
 from edgespec.errors import Closed, Interrupted, ModelError, NoRoom, UsageError, check_whole
 from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
@@ -140,7 +141,7 @@ class TorchBackend:
         groups = caches[0].groups
         self.device, self.dtype = groups[0].device, groups[0].dtype
         names = list(dict.fromkeys(name_of(group.device) for group in groups))
-        self.build = f"torch {torch.__version__}, {', '.join(names)}"
+        self.build = f"torch {torch.__version__}, transformers {transformers.__version__}, {', '.join(names)}"
         self.computing: Computing = {
             "dtype": str(self.dtype), "threads": torch.get_num_threads(),
             "device": ", ".join(str(group.device) for group in groups),

@@ -302,7 +302,7 @@ class Backend(Protocol):
     Attributes:
         name: the engine's, as for `find_engine`.
         notes: lines for the user on how the model was loaded.
-        build: the engine, its version, and the processor features that it reports.
+        build: the engine, its version, that of the library with its model classes, and what it computes on.
         computing: options that decide how it computes, as resolved.
     """
 
