@@ -12,7 +12,7 @@ from threading import Event, Semaphore
 from typing import ClassVar
 
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from edgespec.backends.reference.backend import CHAT_TEMPLATE, ReferenceBackend, random_model
 
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("httpx", reason="httpx is not installed")
@@ -917,6 +917,40 @@ def test_silence_is_filled_with_pings():
             assert ": ping" in list(answer.iter_lines())
         with client.stream("POST", "/v1/messages", json=body) as answer:
             assert "event: ping" in list(answer.iter_lines())
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": "hello " * 200}], "max_tokens": 1},
+        HELLO
+        | {
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "edgespec": {"lark": f"start: {json.dumps(CALL)}", "plain": True},
+        },
+    ],
+    ids=["a long prompt", "a held call"],
+)
+def test_what_writes_nothing_is_silence_too(body):
+    """The parts of a prompt and the tokens of a call that is not complete are events, but no lines."""
+    if "tools" in body:
+        pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
+    template = "{% if tools %}<tool_call>{% endif %}" + CHAT_TEMPLATE
+    with served(service={"ping_seconds": 0.05}, context=1500, template=template) as client:
+        forward = client.model.target.forward
+
+        def slow(batch):
+            time.sleep(0.03)
+            return forward(batch)
+
+        client.model.target.forward = slow
+        with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
+            lines = list(answer.iter_lines())
+        assert lines.count(": ping") > 3
+        assert lines.index("data: [DONE]") > 0
 
 
 def test_what_was_held_back_is_sent_where_the_pool_is_too_small(monkeypatch):

@@ -120,7 +120,7 @@ class Answers:
             ping_seconds: of silence after which `events` yields None.
         """
         self.all = answers
-        self._ping_seconds = ping_seconds
+        self.ping_seconds = ping_seconds
         self._events = asyncio.Queue[tuple[int, Event]]()
         self._handles = list[Handle]()
         loop = asyncio.get_running_loop()
@@ -149,7 +149,7 @@ class Answers:
         try:
             while left:
                 try:
-                    async with asyncio.timeout(self._ping_seconds):  # `wait_for` would make a task of each
+                    async with asyncio.timeout(self.ping_seconds):  # `wait_for` would make a task of each
                         number, event = await self._events.get()
                 except TimeoutError:
                     yield None

@@ -3,6 +3,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -32,7 +33,7 @@ class Writer(ABC):
         """Called with each event and the number of its answer."""
 
     def silent(self) -> Iterable[ServerSent]:
-        """Called from time to time while nothing is generated, to keep the connection open."""
+        """Called from time to time while nothing is written, to keep the connection open."""
         return [(None, None)]
 
     def end(self) -> Iterable[ServerSent]:
@@ -86,9 +87,14 @@ class Dialect:
         try:
             for sent in writer.begin():
                 yield sse(*sent)
+            spoke = monotonic()
             async for found in answers.events():
-                for sent in writer.after(*found) if found else writer.silent():
+                told = list(writer.after(*found)) if found else []
+                if not told and (found is None or monotonic() - spoke >= answers.ping_seconds):
+                    told = list(writer.silent())  # also where events come that write nothing
+                for sent in told:
                     yield sse(*sent)
+                    spoke = monotonic()
             for sent in writer.end():
                 yield sse(*sent)
         except Exception as error:
