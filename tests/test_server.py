@@ -994,3 +994,28 @@ def test_a_client_that_does_not_read_is_left():
     scope = {"type": "http", "method": "GET", "path": "/", "scheme": "http", "headers": [(b"host", b"localhost")]}
     asyncio.run(Guard(endless, error_body, slow_reader=0.05)(scope, None, stuck))
     assert ended
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_request_that_the_servers_end_cuts_off_is_no_error_of_it(begun):
+    """As one whose grammar is being compiled, or whose text is stuck in the engine."""
+    sent = []
+
+    async def endless(scope, receive, send):
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.sleep(60)
+
+    async def send(message):
+        sent.append(message)
+
+    async def cut_off(app):
+        scope = {"type": "http", "method": "GET", "path": "/", "scheme": "http", "headers": [(b"host", b"localhost")]}
+        task = asyncio.create_task(app(scope, None, send))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    asyncio.run(cut_off(Guard(endless, error_body)))
+    assert sent[0]["status"] == (200 if begun else 503)
+    assert begun or b"the server is stopping" in sent[1]["body"]

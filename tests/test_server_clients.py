@@ -1,6 +1,7 @@
 """The server as its users meet it: real clients over real sockets, and clients that leave."""
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -129,12 +130,12 @@ class TestAnthropic:
             client.messages.create(model="claude", messages=HELLO, max_tokens=0)
 
 
-def ask(port, **body):
+def ask(port, head="", **body):
     """A socket that has sent a request for a long text."""
     data = json.dumps({"messages": HELLO, "max_tokens": 450, **body}).encode()
     sock = socket.create_connection(("127.0.0.1", port))
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    head += "Host: localhost\r\nContent-Type: application/json\r\n"
+    sock.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     return sock
 
 
@@ -215,6 +216,32 @@ def slow_to_load(tmp_path):
     command += ["--port", str(port), "--api-key-file", str(tmp_path / "keys")]
     with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True) as process:
         try:
+            until(lambda: can_connect(port))
+            yield process, port
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def tiny(tmp_path, request):
+    """(process, port) of `edgespec serve`, whose system holds little that is not read; the parameter is `--grace`."""
+    model = random_model(2, vocab_size=258)
+    model.unembedding[1] = 0
+    model.save(str(tmp_path / "tiny.npz"))
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    program = (
+        "import edgespec.cli.commands as commands, socket\n"
+        "listen = socket.socket.listen\n"
+        "small = socket.SOL_SOCKET, socket.SO_SNDBUF, 4096\n"
+        "socket.socket.listen = lambda sock, *most: (sock.setsockopt(*small), listen(sock, *most))[1]\n"
+        "commands.main()"
+    )
+    command = [sys.executable, "-c", program, "serve", str(tmp_path / "tiny.npz"), "--backend", "reference"]
+    command += ["--port", str(port), "--ctx", "60000", "--grace", str(getattr(request, "param", 30))]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as process:
+        try:
+            assert "answers at" in process.stdout.readline()
             until(lambda: can_connect(port))
             yield process, port
         finally:
@@ -362,42 +389,47 @@ class TestCommand:
         assert process.wait(20) == 130
         assert process.stderr.read().strip() == ""
 
-    def test_signals_end_it_cleanly(self, tmp_path):
+    def test_signals_end_it_cleanly(self, tiny):
         """The first refuses what is new, the second ends what is written, with an error that its reader is told."""
-        from edgespec.backends.reference.backend import random_model
+        process, port = tiny
+        reader = ask(port, stream=True, max_tokens=50000)
+        found = reader.recv(4096)
+        half = socket.create_connection(("127.0.0.1", port))
+        half.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            b'Content-Length: 99\r\n\r\n{"prompt'
+        )
+        process.send_signal(signal.SIGTERM)
+        until(lambda: not can_connect(port))
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        while piece := reader.recv(2**16):
+            found += piece
+        assert process.wait(20) == 0
+        assert b"the server is stopping" in found
+        assert process.stderr.read() == "reference; exactly the text of plain decoding\n"
+        half.close()
 
-        model = random_model(2, vocab_size=258)
-        model.unembedding[1] = 0
-        model.save(str(tmp_path / "tiny.npz"))
-        with socket.create_server(("127.0.0.1", 0)) as sock:
-            port = sock.getsockname()[1]
-        program = "from edgespec.cli.commands import main; main()"
-        command = [sys.executable, "-c", program, "serve", str(tmp_path / "tiny.npz"), "--backend", "reference"]
-        with subprocess.Popen(
-            [*command, "--port", str(port), "--ctx", "60000"], stdout=-1, stderr=-1, text=True
-        ) as process:
-            try:
-                assert "answers at" in process.stdout.readline()
-                until(lambda: can_connect(port))
-                reader = ask(port, stream=True, max_tokens=50000)
-                found = reader.recv(4096)
-                half = socket.create_connection(("127.0.0.1", port))
-                half.sendall(
-                    b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-                    b'Content-Length: 99\r\n\r\n{"prompt'
-                )
+    @pytest.mark.parametrize(
+        ("tiny", "signals", "answer"),
+        [(600, 2, {"stream": True, "max_tokens": 50000}), (0, 1, {"stream": True, "max_tokens": 50000}),
+         (600, 1, {"head": "Connection: close\r\n", "max_tokens": 501})],
+        indirect=["tiny"], ids=["a second signal", "no grace", "an answer that is over"],
+    )  # fmt: skip
+    def test_a_client_that_does_not_read_does_not_delay_the_end(self, tiny, signals, answer):
+        def is_unread():
+            metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+            written = sum(int(number) for number in re.findall(r"edgespec_tokens_total.* (\d+)", metrics))
+            return written > 500 and 'path="/v1/chat/completions",status="200"} 1' in metrics
+
+        process, port = tiny
+        with ask(port, logprobs=True, top_logprobs=20, **answer):
+            until(is_unread)
+            for _ in range(signals):
                 process.send_signal(signal.SIGTERM)
                 until(lambda: not can_connect(port))
-                assert process.poll() is None
-                process.send_signal(signal.SIGTERM)
-                while piece := reader.recv(2**16):
-                    found += piece
-                assert process.wait(20) == 0
-                assert b"the server is stopping" in found
-                assert process.stderr.read() == "reference; exactly the text of plain decoding\n"
-                half.close()
-            finally:
-                process.kill()
+            assert process.wait(60) == 0
+            assert process.stderr.read() == "reference; exactly the text of plain decoding\n"
 
 
 def can_connect(port):

@@ -4,7 +4,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread, Timer
+from threading import Thread
 from types import FrameType
 from typing import Any
 
@@ -81,7 +81,7 @@ def refusing(listening: socket.socket, *, log: bool, **guard: Any) -> Iterator[N
 
     from edgespec.server.app import make_loading_app
 
-    server = uvicorn.Server(_config(make_loading_app(**guard), log, grace=0))
+    server = uvicorn.Server(_config(make_loading_app(**guard), log, LAST_SECONDS))
 
     def run() -> None:
         with listening.dup() as mine, asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
@@ -97,12 +97,12 @@ def refusing(listening: socket.socket, *, log: bool, **guard: Any) -> Iterator[N
         thread.join()
 
 
-def _config(app: Any, log: bool, grace: int) -> Any:
+def _config(app: Any, log: bool, most_seconds: int) -> Any:
     import uvicorn
 
     return uvicorn.Config(
         app, log_level="info" if log else "warning", access_log=log, lifespan="on", proxy_headers=False,
-        timeout_graceful_shutdown=grace + LAST_SECONDS,
+        timeout_graceful_shutdown=most_seconds,
     )  # fmt: skip
 
 
@@ -137,28 +137,34 @@ def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log:
     service = Service(model, name)
     app = make_app(service, **guard)
 
-    end_texts = Timer(grace, model.scheduler.close)
-    end_texts.daemon = True
-
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            if service.stopping:
-                end_texts.cancel()
-                Thread(target=model.scheduler.close).start()  # requests fail, and then connections end
-                loop = asyncio.get_running_loop()
-                loop.call_soon_threadsafe(loop.call_later, LAST_SECONDS, self.cut_off)
-            else:
-                service.stopping = self.should_exit = True
-                end_texts.start()
+            loop, first = asyncio.get_running_loop(), not service.stopping
+            service.stopping = self.should_exit = True
+            loop.call_soon_threadsafe(self.begin_to_end if first else self.end_texts)
+
+        def begin_to_end(self) -> None:
+            loop = asyncio.get_running_loop()
+            left = [one for one in self.server_state.connections if one.transport.is_closing()]
+            loop.call_later(LAST_SECONDS, self.abort, left)
+            loop.call_later(grace, self.end_texts)
+
+        def end_texts(self) -> None:
+            Thread(target=model.scheduler.close).start()  # requests fail, and then connections end
+            asyncio.get_running_loop().call_later(LAST_SECONDS, self.cut_off)
 
         def cut_off(self) -> None:
+            self.abort([one for one in self.server_state.connections if one.transport.get_write_buffer_size()])
             for task in self.server_state.tasks:
                 task.cancel()
+
+        def abort(self, unread: Sequence[Any]) -> None:
+            for connection in unread:  # closing one would wait for its client
+                connection.transport.abort()
 
     host, port = listening.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
     click.echo(
         f"{name} answers at http://{where}:{port}/v1 (OpenAI) and http://{where}:{port} (Anthropic); Ctrl-C ends"
     )
-    Server(_config(app, log, grace)).run(sockets=[listening])
-    end_texts.cancel()
+    Server(_config(app, log, grace + 2 * LAST_SECONDS)).run(sockets=[listening])

@@ -73,11 +73,12 @@ class Guard:
         if refused:
             await JSONResponse(self._error_body(refused, scope["path"]), refused.status)(scope, receive, send)
             return
-        left = False
+        begun = left = False
 
         async def patient(message: Message) -> None:
-            nonlocal left
+            nonlocal begun, left
             if message["type"] == "http.response.start":
+                begun = True
                 self._count(scope["path"], message["status"])
                 message = {**message, "headers": [*message["headers"], *SAFETY]}
             try:
@@ -88,6 +89,10 @@ class Guard:
 
         try:
             await self._app(scope, receive, patient)
+        except asyncio.CancelledError:  # by the server, when its time is over
+            if not begun:
+                stopping = Refused(503, "the server is stopping")
+                await JSONResponse(self._error_body(stopping, scope["path"]), 503)(scope, receive, patient)
         except BaseException:
             if not left:
                 raise
