@@ -403,9 +403,14 @@ class TestSchemas:
         body = {"prompt": "a", "max_tokens": 60, "seed": 1, "edgespec": {"regex": "(yes|no), [0-9]{2}"}}
         text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
         assert re.fullmatch("(yes|no), [0-9]{2}", text)
-        form = {"format": {"type": "json_schema", "name": "a", "schema": self.SCHEMA}}
-        answer = client.post("/v1/responses", json={"input": "hello", "text": form, "max_output_tokens": 200}).json()
-        assert set(json.loads(answer["output"][0]["content"][0]["text"])) == {"city", "n"}
+        for kind in ("json_schema", "json_object"):  # llama.cpp takes a schema with both
+            form = {"type": kind, "name": "a", "schema": self.SCHEMA}
+            body = {"input": "hello", "text": {"format": form}, "max_output_tokens": 200}
+            answer = client.post("/v1/responses", json=body).json()
+            assert set(json.loads(answer["output"][0]["content"][0]["text"])) == {"city", "n"}
+        body = HELLO | {"response_format": form, "max_tokens": 200}
+        answer = client.post("/v1/chat/completions", json=body).json()
+        assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"city", "n"}
 
 
 BAD = [
@@ -440,6 +445,7 @@ BAD = [
     ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "tool_calls"),
     (HELLO | {"response_format": {"type": "xml"}}, "no type 'xml'"),
     (HELLO | {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "schema of type object"),
+    (HELLO | {"response_format": {"type": "json_object", "schema": 1}}, "schema of type object"),
     (HELLO | {"response_format": {"type": "json_schema", "schema": {"type": "cat"}}}, "json_schema cannot be used"),
     (HELLO | {"response_format": {"type": "json_schema", "schema": {"enum": ["a" * 70000]}}}, "longer than 65536"),
     (HELLO | {"response_format": {"type": "json_schema", "schema": {"multipleOf": 99991}}}, "multipleOf is 99991"),

@@ -48,10 +48,9 @@ class OpenAIBody(SamplingFields):
             where: its field in the request.
         """
         kind = (form or {}).get("type", "text")
-        if kind == "json_object":
-            return json_object()
-        if kind == "json_schema":
-            assert form is not None
+        if form and kind == "json_object":
+            return json_object() if form.get("schema") in (None, {}) else schema_grammar(form, where)  # as llama.cpp
+        if form and kind == "json_schema":
             return schema_grammar(form.get("json_schema", form), where)  # newer dialects have no inner object
         if kind != "text":
             says = f"{where}: there is no type {kind!r}; there are text, json_object and json_schema"
