@@ -205,11 +205,12 @@ def test_a_folder_of_saved_sessions_loses_no_other_file(tmp_path):
     for other in others:
         other.write_text("mine" * 1000)
         os.utime(other, (0, 0))
-    cache = DiskCache(tmp_path, target, 1, least=4)
-    session = target.open()
-    prefill(target, session, list(range(100)))
-    assert cache.put(session)
-    assert [path for path in tmp_path.iterdir() if path not in others] == []  # more than fits
+    session, most = target.open(), 1 << 30
+    for first in range(3):
+        prefill(target, session, list(range(first, 100)))
+        assert DiskCache(tmp_path, target, most, least=4).put(session)
+        [path] = [path for path in tmp_path.iterdir() if path not in others]
+        most = path.stat().st_size + 100  # the next one takes its place
     assert all(other.exists() for other in others)
 
 

@@ -207,6 +207,31 @@ class TestShelf:
         assert [shelf.best(session.token_ids)[1] > 5 for session in sessions] == [True, False, True]
         assert len(self.files(tmp_path)) == 2
 
+    def test_a_session_that_never_fits_costs_no_other_one(self, tmp_path, monkeypatch):
+        """Nor is it written again and again, nor a longer one."""
+        target, lines, saves = backend(), [], []
+        short, long, longer = (session_of(target, count, seed) for seed, count in enumerate((20, 60, 90)))
+        shelf = self.make(tmp_path, target)
+        shelf.put(short)
+        (size,) = [file.stat().st_size for file in (tmp_path / "shelf").iterdir()]
+        shelf = self.make(tmp_path, target, most=2 * size, lines=lines)
+        save = type(long).save
+        monkeypatch.setattr(type(long), "save", lambda self, *given: (saves.append(self), save(self, *given))[1])
+        for session in (long, long, longer):
+            assert not shelf.put(session)
+        assert saves == [long]
+        assert shelf.best(short.token_ids)[1] == 20
+        assert len(self.files(tmp_path)) == len(lines) == 1
+        assert "60 tokens" in lines[0]
+        draft = backend(random_model(2))
+        read = draft.open()
+        other = session_of(target, 20, 5)
+        prefill(draft, read, [*other.token_ids, *range(30)])
+        shelf = self.make(tmp_path, target, most=2 * size, lines=lines)
+        assert not shelf.put(other, read)  # with the draft's part
+        assert shelf.best(short.token_ids)[1] == 20
+        assert len(self.files(tmp_path)) == 1
+
     def test_a_bad_file_is_said_and_removed(self, tmp_path):
         target, lines = backend(), []
         shelf, session = self.make(tmp_path, target, lines=lines), session_of(target)

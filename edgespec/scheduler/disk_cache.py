@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -44,6 +45,7 @@ class DiskCache:
         self.least = least
         self._folder, self._backend, self._most_bytes, self._say = Path(folder), backend, most_bytes, say
         self._saved: dict[Path, list[int]] = {}
+        self._too_many = sys.maxsize  # tokens of the shortest session that was larger than `most_bytes`
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for left in self._folder.glob(f".{OWN}*-*.new"):
@@ -71,9 +73,11 @@ class DiskCache:
             draft: of the draft for the same sequence; it may have fewer tokens.
 
         Returns:
-            False if nothing was saved.
+            False if nothing was saved, as of a session that is larger than `most_bytes`.
         """
         tokens = list(session.token_ids)
+        if len(tokens) >= self._too_many:
+            return False
         try:
             if session.reusable_prefix(len(tokens)) - self.best(tokens)[1] < max(self.least, len(tokens) // PART):
                 return False
@@ -90,6 +94,13 @@ class DiskCache:
                 draft.save(draft_file(path))
             except EdgespecError as error:
                 self._say(str(error))
+        if self._bytes_of(path) > self._most_bytes:  # all others would have to go, and then this one
+            self._drop(path)
+            if self._too_many == sys.maxsize:
+                about = f"a session of {len(tokens)} tokens is larger than --keep-size"
+                self._say(f"{self._folder}: {about}; it and longer ones are not saved")
+            self._too_many = len(tokens)
+            return False
         for other, saved in list(self._saved.items()):
             if other != path and tokens[: len(saved)] == saved:
                 self._drop(other)
@@ -124,12 +135,19 @@ class DiskCache:
             with suppress(OSError):
                 file.unlink()
 
+    def _bytes_of(self, path: Path) -> int:
+        """Size of a file and of its draft's; 0: another program has deleted it."""
+        sizes = list[int]()
+        for file in (path, draft_file(path)):
+            with suppress(OSError):
+                sizes.append(file.stat().st_size)
+        return sum(sizes)
+
     def _make_room(self) -> None:
         found = list[tuple[float, int, Path]]()
         for path in self._folder.glob(OWN):
             with suppress(OSError):
-                drafts = draft_file(path).stat().st_size if draft_file(path).exists() else 0
-                found.append((path.stat().st_mtime, path.stat().st_size + drafts, path))
+                found.append((path.stat().st_mtime, self._bytes_of(path), path))
         size = sum(one[1] for one in found)
         for _, bytes_of, path in sorted(found):
             if size <= self._most_bytes:
