@@ -51,6 +51,10 @@ class SessionFileError(EdgespecError):
     """A saved session is missing, damaged, or of another model; or it cannot be written."""
 
 
+class DamagedSession(SessionFileError):
+    """The bytes of a saved session are not those that were saved."""
+
+
 class Interrupted(EdgespecError):
     """A pass was interrupted: see `Backend.interrupt`."""
 

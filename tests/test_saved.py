@@ -245,6 +245,29 @@ class TestShelf:
         assert self.files(tmp_path) == []
         assert shelf.best(session.token_ids) == (None, 0)
 
+    def test_a_file_for_a_larger_context_stays(self, tmp_path):
+        target, lines = backend(context_length=100), []
+        session = session_of(target, 80)
+        self.make(tmp_path, target).put(session)
+        assert self.make(tmp_path, backend(context_length=50), lines=lines).best(session.token_ids) == (None, 0)
+        assert len(self.files(tmp_path)) == 1
+        assert self.make(tmp_path, target).best(session.token_ids)[1] == 80
+        assert lines == []
+
+    def test_a_file_that_cannot_be_read_now_stays(self, tmp_path, monkeypatch):
+        target, lines = backend(), []
+        shelf, session = self.make(tmp_path, target, lines=lines), session_of(target)
+        shelf.put(session)
+
+        def fails(*given):
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(saved, "checksum_of", fails)
+        shelf.load(shelf.best(session.token_ids)[0], target.open())
+        assert "cannot be read: Input/output error" in lines[0]
+        assert shelf.best(session.token_ids) == (None, 0)
+        assert len(self.files(tmp_path)) == 1
+
     def test_what_killed_programs_left_is_removed(self, tmp_path):
         target = backend()
         self.make(tmp_path, target)

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
 
-from edgespec.errors import ContextFull, SessionFileError
+from edgespec.errors import ContextFull, DamagedSession, SessionFileError
 from edgespec.loop.backend import Capabilities, Session
 
 VERSION = 1
@@ -152,7 +152,7 @@ def look(path: str | Path) -> Saved:
             end = file.read(END.size)
             length, checksum, mark = END.unpack(end) if len(end) == END.size else (0, 0, b"")
             if mark != MARK or length > whole - END.size:
-                raise SessionFileError(f"{path}: is not a saved session, or its end is missing")
+                raise DamagedSession(f"{path}: is not a saved session, or its end is missing")
             file.seek(whole - END.size - length)
             text = file.read(length)
     except OSError as error:
@@ -161,7 +161,7 @@ def look(path: str | Path) -> Saved:
     if found and found.get("version") != VERSION:
         raise SessionFileError(f"{path}: was saved by another version of this program")
     if not found or found["size"] != whole - END.size - length:
-        raise SessionFileError(f"{path}: the saved session is damaged")
+        raise DamagedSession(f"{path}: the saved session is damaged")
     return Saved(**found)
 
 
@@ -195,7 +195,7 @@ def read(path: str | Path, backend: Loaded) -> Saved:
     except OSError as error:
         raise SessionFileError(f"{path}: cannot be read: {error.strerror or error}") from error
     if checksum != saved.checksum:
-        raise SessionFileError(f"{path}: the saved session is damaged")
+        raise DamagedSession(f"{path}: the saved session is damaged")
     return saved
 
 

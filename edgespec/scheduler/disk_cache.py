@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from edgespec.errors import ContextFull, EdgespecError, SessionFileError
+from edgespec.errors import ContextFull, DamagedSession, EdgespecError, SessionFileError
 from edgespec.loop.backend import Backend, Session
 from edgespec.loop.passes import common_prefix
 from edgespec.loop.session_files import difference, draft_file, load_draft_session, look
@@ -55,7 +55,8 @@ class DiskCache:
             for path in self._folder.glob(OWN):
                 with suppress(SessionFileError):
                     saved = look(path)
-                    if not difference(saved, backend):
+                    fits = len(saved.token_ids) <= backend.capabilities.context_length
+                    if fits and not difference(saved, backend):
                         self._saved[path] = saved.token_ids
         except OSError as error:
             raise SessionFileError(f"{folder}: cannot be used: {error.strerror or error}") from error
@@ -120,7 +121,10 @@ class DiskCache:
             os.utime(path)
         except SessionFileError as error:
             self._say(f"{error}; it is left out")
-            self._drop(path)
+            if isinstance(error, DamagedSession):
+                self._drop(path)
+            else:  # it may be right for another program, or later
+                self._saved.pop(path, None)
         except ContextFull:
             return False
         except EdgespecError as error:
