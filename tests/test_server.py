@@ -439,6 +439,18 @@ BAD = [
     (HELLO | {"repetition_penalty": 1e-39, "logprobs": True}, "repetition_penalty is 1e"),
     (HELLO | {"presence_penalty": -1e39}, "presence_penalty is -1e"),
     (HELLO | {"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21"),
+    (HELLO | {"top_logprobs": 2}, "top_logprobs needs logprobs"),
+    (HELLO | {"repeat_penalty": 1.1}, "repeat_penalty is not read here; use repetition_penalty"),
+    (HELLO | {"typical_p": 0.5}, "typical_p is not read here; use top_p or min_p"),
+    (HELLO | {"grammar": 'root ::= "a"'}, "grammar is not read here; use edgespec.lark"),
+    (HELLO | {"json_schema": {}}, "json_schema is not read here; use response_format"),
+    (HELLO | {"edgespec": {"trace": "pass"}}, "edgespec.trace"),
+    (HELLO | {"edgespec": {"trace": "passes"}}, "edgespec.trace is for streams"),
+    (HELLO | {"edgespec": {"regex": "a", "lark": "start: /a/"}}, "edgespec.regex and edgespec.lark cannot"),
+    (
+        HELLO | {"edgespec": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "response_format and edgespec.regex cannot be had together",
+    ),
     (HELLO | {"tools": [{"type": "function"}]}, "a function has no name"),
     (HELLO | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "calls are not known here"),
     (HELLO | {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "maybe"}, "tool_choice"),
@@ -487,6 +499,16 @@ class TestErrors:
         assert answer.status_code == 400
         assert says in answer.json()["error"]["message"]
         assert client.post(f"/v1/{path}", json=body | {"edgespec": {"plain": False}}).status_code == 200
+
+    def test_values_that_change_nothing_are_accepted(self, client):
+        neutral = {"repeat_penalty": 1.0, "typical_p": 1, "grammar": "", "json_schema": None, "top_logprobs": 0}
+        body = HELLO | neutral | {"max_tokens": 2, "edgespec": {"trace": "", "regex": "", "lark": None}}
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        body = {"prompt": "a", "input": "a", "max_tokens": 2, "max_output_tokens": 2} | neutral
+        for path in ("completions", "responses"):
+            assert client.post(f"/v1/{path}", json=body).status_code == 200
+            answer = client.post(f"/v1/{path}", json=body | {"repeat_penalty": 1.1})
+            assert answer.json()["error"]["param"] == "repeat_penalty"
 
     def test_the_context_is_named(self, client):
         answer = client.post("/v1/completions", json={"prompt": "a" * 600})

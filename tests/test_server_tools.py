@@ -224,6 +224,11 @@ class TestDialects:
             answer = client.post("/v1/chat/completions", json=HELLO | more)
             assert answer.status_code == 400
             assert says in answer.json()["error"]["message"]
+        tools = [{"name": "time", "input_schema": {}}]
+        body = HELLO | {"max_tokens": 3, "tools": tools, "tool_choice": {"type": "tool"}}
+        answer = client.post("/v1/messages", json=body)
+        assert answer.status_code == 400
+        assert "type tool needs a name" in answer.json()["error"]["message"]
         body = HELLO | {"tools": TOOLS, "tool_choice": "none", "max_tokens": 3}
         assert client.post("/v1/chat/completions", json=body).json()["choices"][0]["finish_reason"] == "length"
 

@@ -41,7 +41,10 @@ class ChatBody(ChoicesBody):
 
 def question_of(body: ChatBody) -> Question:
     tools, most = tools_of(body), body.top_logprobs or 0
+    body.check()
     check_log_probs("top_logprobs", most)
+    if most and not body.logprobs:
+        raise Refused(400, "top_logprobs needs logprobs; set it to true", param="top_logprobs")
     options = {**template_options(body.reasoning_effort), **(body.chat_template_kwargs or {})}
     return Question(
         body.sampling, Conversation(turns_of(body), tools, options),

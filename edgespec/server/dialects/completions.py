@@ -29,6 +29,7 @@ class CompletionBody(ChoicesBody):
 def question_of(body: CompletionBody) -> Question:
     if body.echo or body.suffix or (body.best_of or 1) > body.n:
         raise Refused(400, "echo, suffix and best_of are not supported")
+    body.check()
     check_log_probs("logprobs", body.logprobs)
     given: Any = body.prompt
     prompts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given

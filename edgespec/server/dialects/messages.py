@@ -125,6 +125,8 @@ def tools_of(body: CountBody) -> Tools | None:
         for t in given
     ]
     choice = body.tool_choice or {}
+    if choice.get("type") == "tool" and choice.get("name") is None:
+        raise Refused(400, "tool_choice: type tool needs a name", param="tool_choice")
     mode = {"any": "required", "tool": "auto"}.get(str(choice.get("type")), choice.get("type"))
     parallel = not choice.get("disable_parallel_tool_use")
     return choose_tools(functions, str(mode or "auto"), choice.get("name"), parallel=parallel)

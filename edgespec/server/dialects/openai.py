@@ -3,9 +3,9 @@
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from edgespec.loop.backend import Vocab
 from edgespec.loop.grammar import Grammar, json_object, json_schema, lark, regex
@@ -18,10 +18,17 @@ from edgespec.server.speculative_calls import SpeculativeCalls
 from edgespec.server.wire import Lenient, SamplingFields, ServerSent, new_id
 
 MOST_LOG_PROBS = 20
+# llama.cpp's fields: the values that change nothing, and what to use instead.
+LLAMA_CPP: Mapping[str, tuple[Any, str]] = {
+    "repeat_penalty": ((None, 1), "repetition_penalty"),
+    "typical_p": ((None, 1), "top_p or min_p"),
+    "grammar": ((None, ""), "edgespec.lark"),
+    "json_schema": ((None, ""), "response_format of /v1/chat/completions"),
+}
 
 
 class Extra(Lenient):
-    trace: str | None = None  # "passes": chunks report the draft and accepted tokens of each pass
+    trace: Literal["passes", ""] | None = None  # chunks report the draft and accepted tokens of each pass
     plain: bool = False
     speculate_tools: bool = False  # report calls as soon as the draft predicts them
     regex: str | None = None
@@ -40,6 +47,14 @@ class OpenAIBody(SamplingFields):
     stream: bool = False
     edgespec: Extra = Field(default_factory=Extra)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_llama_cpps(cls, given: Any) -> Any:
+        for name, (neutral, instead) in LLAMA_CPP.items():
+            if isinstance(given, dict) and given.get(name) not in neutral:
+                raise Refused(400, f"{name} is not read here; use {instead}", param=name)
+        return given
+
     def grammar(self, form: dict[str, Any] | None = None, where: str = "response_format") -> Grammar | None:
         """The grammar of the answer. Raises Refused or UsageError.
 
@@ -48,15 +63,17 @@ class OpenAIBody(SamplingFields):
             where: its field in the request.
         """
         kind = (form or {}).get("type", "text")
+        if kind not in ("text", "json_object", "json_schema"):
+            says = f"{where}: there is no type {kind!r}; there are text, json_object and json_schema"
+            raise Refused(400, says, param=where)
+        wanted = [where] * (kind != "text")
+        wanted += [f"edgespec.{name}" for name in ("regex", "lark") if getattr(self.edgespec, name)]
+        if len(wanted) > 1:
+            raise Refused(400, f"{' and '.join(wanted)} cannot be had together", param="edgespec")
         if form and kind == "json_object":
             return json_object() if form.get("schema") in (None, {}) else schema_grammar(form, where)  # as llama.cpp
         if form and kind == "json_schema":
             return schema_grammar(form.get("json_schema", form), where)  # newer dialects have no inner object
-        if kind != "text":
-            says = f"{where}: there is no type {kind!r}; there are text, json_object and json_schema"
-            raise Refused(400, says, param=where)
-        if self.edgespec.regex and self.edgespec.lark:
-            raise Refused(400, "edgespec: give a regex or a lark grammar, not both", param="edgespec")
         if self.edgespec.regex:
             return regex(self.edgespec.regex)
         return lark(self.edgespec.lark) if self.edgespec.lark else None
@@ -111,6 +128,11 @@ class ChoicesBody(OpenAIBody):
     stop: str | list[str] | None = None
     n: int = 1
     stream_options: StreamOptions | None = None
+
+    def check(self) -> None:
+        """Raise Refused for a member that would be ignored."""
+        if self.edgespec.trace and not self.stream:
+            raise Refused(400, "edgespec.trace is for streams; set stream to true", param="edgespec")
 
     def stops(self) -> Sequence[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or ()
