@@ -240,6 +240,17 @@ def test_whatever_a_model_writes_is_parsed_alike_however_it_comes(seen, thinking
         assert shown == text
 
 
+@pytest.mark.parametrize("seen", WRITTEN)
+def test_white_space_around_what_is_no_call_stays(seen):
+    """As in a text about calls."""
+    form = format_of(seen)
+    text = f"Write it so:\n\n{form.open[0]}\n<NAME>\n{form.close}\n\nThen wait.\n"
+    for cut in range(len(text)):
+        parser = OutputParser(form, parameters=TOOLS.parameters)
+        found = [*parser.push(text[:cut]), *parser.push(text[cut:]), *parser.finish()]
+        assert "".join(found) == text
+
+
 @pytest.mark.parametrize("seen", [seen for seen in WRITTEN if "[TOOL_CALLS]" in seen])
 def test_a_marker_without_a_call_is_content(seen):
     assert pieces(OutputParser(format_of(seen)), "Yes.[TOOL_CALLS]") == ["Yes.[TOOL_CALLS]"]

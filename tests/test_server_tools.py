@@ -244,7 +244,7 @@ TEXTS = {
     '<tool_call>{"name": "f", "arguments": "x"}</tool_call>': [
         '<tool_call>{"name": "f", "arguments": "x"}</tool_call>'
     ],
-    'cut <tool_call>{"name": "f"': ["cut", '<tool_call>{"name": "f"'],
+    'cut <tool_call>{"name": "f"': ["cut ", '<tool_call>{"name": "f"'],
     "almost <tool_cal": ["almost <tool_cal"],
 }
 

@@ -53,6 +53,7 @@ class OutputParser:
         self._calls, self._thinking, self._parameters = calls, thinking, parameters or {}
         self.thinking = inside and thinking is not None
         self._open = ""
+        self._gap = ""  # the white space before the open call, which counts if it is no call
         self._held = ""
         self._tried = 0  # up to here no close marker ends the open call
         self._blank = blank  # a thought, or a call without a marker, may begin
@@ -88,12 +89,13 @@ class OutputParser:
                 self._say(found, self._held[: at + 1])
                 self._held = self._held[at + 1 :]
                 return True
-            self._say(found, self._held[:at].rstrip())
+            before = self._held[:at].rstrip()
+            self._say(found, before)
             if self._thinking and marker == self._thinking[0]:
                 self.thinking = self._fresh = True
                 self._held = self._held[at + len(marker) :]
             else:
-                self._open = marker
+                self._open, self._gap = marker, self._held[len(before) : at]
                 self._held = self._held[at + (0 if marker == BARE else len(marker)) :]
                 self._blank = False
             return True
@@ -154,8 +156,9 @@ class OutputParser:
         """With the close marker here; without calls it is content."""
         assert self._calls
         end = at + len(self._calls.close)
-        found += calls or [self._open + self._held[:end]]
-        self._open, self._fresh, self._held, self._tried = "", True, self._held[end:], 0
+        found += calls or [self._gap + self._open + self._held[:end]]
+        self._open, self._gap, self._tried = "", "", 0
+        self._fresh, self._held = bool(calls), self._held[end:]
 
     def whole(self) -> list[Call]:
         if not (self._open and self._calls and self._calls.parse is as_object):
@@ -170,9 +173,10 @@ class OutputParser:
             found += self.push("")
         held, self._held = self._held, ""
         if self._open and self._calls and not self._calls.close:
-            found += calls_of(held, self._open, self._calls, self._parameters)
+            pieces = calls_of(held, self._open, self._calls, self._parameters)
+            found += [self._gap, *pieces] if pieces and isinstance(pieces[0], str) else pieces
         else:
-            found.append(Thought(held) if self.thinking else self._open + held)
+            found.append(Thought(held) if self.thinking else self._gap + self._open + held)
         self._open, self.thinking = "", False
         return [piece for piece in found if piece != "" and piece != Thought("")]
 
