@@ -670,6 +670,12 @@ class TestErrors:
             assert client.post("/v1/chat/completions", json=HELLO).status_code == 500
             events = stream(client, "/v1/messages", HELLO | {"max_tokens": 50})
             assert json.loads(events[-1])["type"] == "error"
+            events = [json.loads(data) for data in stream(client, "/v1/responses", {"input": "hello"})]
+            says = {"code": None, "message": "an error in the server: RuntimeError", "param": None}
+            error = events[-1].pop("error")  # openai-python raises what it finds there
+            assert error.pop("type") == "api_error"
+            assert error == says
+            assert events[-1] == {"type": "error", "sequence_number": len(events) - 1, **says}
 
 
 class TestGuard:

@@ -12,7 +12,6 @@ from edgespec.server.dialects.openai import (
     ChoicesBody,
     ChoicesWriter,
     check_log_probs,
-    error_body,
     named,
     template_options,
 )
@@ -136,4 +135,4 @@ class ChatWriter(ChoicesWriter):
         return {"token": named(self._vocab, token), "logprob": log_prob, "bytes": list(self._vocab.token_bytes(token))}
 
 
-CHAT = Dialect(ChatBody, question_of, ChatWriter, error_body, error_name=None)
+CHAT = Dialect(ChatBody, question_of, ChatWriter)

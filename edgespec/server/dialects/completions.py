@@ -10,7 +10,7 @@ from edgespec.scheduler.requests import Chunk
 from edgespec.server.answers import Answer, Answers
 from edgespec.server.conversation import Question
 from edgespec.server.dialects.dialect import Dialect
-from edgespec.server.dialects.openai import ChoicesBody, ChoicesWriter, check_log_probs, error_body
+from edgespec.server.dialects.openai import ChoicesBody, ChoicesWriter, check_log_probs
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
 
@@ -98,4 +98,4 @@ def name_of(vocab: Vocab, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-COMPLETION = Dialect(CompletionBody, question_of, CompletionWriter, error_body, error_name=None)
+COMPLETION = Dialect(CompletionBody, question_of, CompletionWriter)

@@ -39,6 +39,10 @@ class Writer(ABC):
     def end(self) -> Iterable[ServerSent]:
         return ()
 
+    @abstractmethod
+    def error(self, refused: Refused) -> ServerSent:
+        """The event that ends a stream early."""
+
 
 class EventStream(StreamingResponse):
     def __init__(self, lines: AsyncIterator[bytes], answers: Answers) -> None:
@@ -55,21 +59,17 @@ class EventStream(StreamingResponse):
 
 @dataclass(frozen=True)
 class Dialect:
-    """An interface: how it asks, answers and fails.
+    """An interface: how it asks and answers.
 
     Attributes:
         body: the class of its bodies; they have a field `stream`.
         question: of a body; raises Refused or UsageError.
         writer: for a body and its answers.
-        error_body: of a refusal.
-        error_name: of the event that ends a stream early.
     """
 
     body: type[Lenient]
     question: Callable[[Any], Question]
     writer: Callable[[Service, Any, Answers], Writer]
-    error_body: Callable[[Refused], dict[str, Any]]
-    error_name: str | None = "error"
 
     async def answer(self, http: HttpRequest) -> Response:
         service: Service = http.app.state.service
@@ -98,4 +98,4 @@ class Dialect:
             for sent in writer.end():
                 yield sse(*sent)
         except Exception as error:
-            yield sse(self.error_name, self.error_body(refusal(error)))
+            yield sse(*writer.error(refusal(error)))

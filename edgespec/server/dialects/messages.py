@@ -192,6 +192,9 @@ class MessagesWriter(Writer):
         yield from self._begin()
         yield named("ping")
 
+    def error(self, refused: Refused) -> ServerSent:
+        return "error", error_body(refused)
+
     def _begin(self) -> Iterator[ServerSent]:
         """Only now is it known how many tokens are cached."""
         if not self._begun:
@@ -212,4 +215,4 @@ def delta(piece: Piece) -> dict[str, str]:
     return {"type": "input_json_delta", "partial_json": piece.arguments}
 
 
-MESSAGES = Dialect(MessagesBody, question_of, MessagesWriter, error_body)
+MESSAGES = Dialect(MessagesBody, question_of, MessagesWriter)

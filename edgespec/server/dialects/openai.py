@@ -207,6 +207,9 @@ class ChoicesWriter(Writer):
             yield None, {**self._head, "choices": [], **self._counts()}
         yield None, "[DONE]"
 
+    def error(self, refused: Refused) -> ServerSent:
+        return None, error_body(refused)
+
     def _chunk(self, number: int, part: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
         return {**self._head, "choices": [{"index": number, **part, "finish_reason": reason}]}
 

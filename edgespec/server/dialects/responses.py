@@ -198,6 +198,11 @@ class ResponsesWriter(Writer):
                 yield self._item("done", index, text_item(self._name, text, done["status"]))
             yield self._named(done["status"], response=done)
 
+    def error(self, refused: Refused) -> ServerSent:
+        about = {"code": refused.code, "message": refused.message, "param": refused.param}
+        # openai-python raises what the member `error` has.
+        return "error", {"type": "error", **about, "sequence_number": next(self._numbers), **error_body(refused)}
+
     def _of_thought(self, stage: str, piece: Thought) -> Iterator[ServerSent]:
         """All thoughts are one item, which the first of them ends; after other items it is only in the last event."""
         place = {"item_id": thought_id(self._name), "output_index": 0, "content_index": 0}
@@ -245,4 +250,4 @@ class ResponsesWriter(Writer):
         return name, {"type": name, "sequence_number": next(self._numbers), **fields}
 
 
-RESPONSES = Dialect(ResponsesBody, question_of, ResponsesWriter, error_body)
+RESPONSES = Dialect(ResponsesBody, question_of, ResponsesWriter)
