@@ -484,6 +484,20 @@ class TestErrors:
         assert error["type"] == "invalid_request_error"
 
     @pytest.mark.parametrize(
+        ("path", "body", "param", "says"),
+        [
+            ("chat/completions", HELLO | {"stop": 5}, "stop", "stop: Input should be a valid string or a valid list"),
+            ("chat/completions", HELLO | {"stop": [5]}, "stop", "stop: Input should be a valid string"),
+            ("chat/completions", {"messages": [5]}, "messages.0", "messages.0: Input should be a valid dictionary"),
+            ("responses", {}, "input", "input: Field required"),
+            ("completions", {"prompt": 5}, "prompt", "prompt: Input should be a valid string or a valid list"),
+        ],
+    )
+    def test_a_field_of_several_types_is_named_with_all(self, client, path, body, param, says):
+        error = client.post(f"/v1/{path}", json=body).json()["error"]
+        assert (error["param"], error["message"]) == (param, says)
+
+    @pytest.mark.parametrize(
         ("path", "extra", "says"),
         [
             ("messages", {"plain": True}, "edgespec.plain is not for this interface; /v1/chat/completions takes it"),

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from math import isinf
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -98,9 +98,20 @@ def parsed_body(data: bytes | bytearray, kind: type[Body]) -> Body:
     try:
         return kind.model_validate(found)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise Refused(400, f"{where or 'body'}: {first['msg']}", param=where or None) from error
+        where, says = first_mistake(kind, error)
+        raise Refused(400, f"{where or 'body'}: {says}", param=where or None) from error
+
+
+def first_mistake(kind: type[Lenient], error: ValidationError) -> tuple[str, str]:
+    """(field, message); of a field that takes several types the messages of all."""
+    found = error.errors()
+    name, *inner = found[0]["loc"] or ("",)
+    field = kind.model_fields.get(str(name))
+    types = set(get_args(field.annotation)) - {NoneType} if field and isinstance(field.annotation, UnionType) else ()
+    if len(types) < 2:
+        return ".".join(map(str, [name, *inner])), found[0]["msg"]
+    first, *others = dict.fromkeys(one["msg"] for one in found if one["loc"][:1] == (name,))
+    return str(name), " or ".join([first, *(says.removeprefix("Input should be ") for says in others)])
 
 
 def _no_constant(name: str) -> None:
