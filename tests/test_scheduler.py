@@ -621,13 +621,20 @@ def test_tokens_that_are_read_again_are_not_counted_as_cached():
         return inner(batch)
 
     scheduler, prompt = Scheduler(target, [NonePlanner()], budget=1), list(range(3, 12))
+    seen = [(0, 0)]  # (cached, others) before each pass: counts never fall
+
+    def counted(batch):
+        counts = scheduler.counts
+        seen.append((counts.cached_tokens, counts.prompt_tokens - counts.cached_tokens))
+        assert all(now >= before for before, now in zip(*seen[-2:], strict=True))
+        return full(batch)
 
     def cached(count):
         [result] = drive.results_of(scheduler, [Request(prompt[:count], SamplingParams(), 1)])
         return result.stats.cached_tokens
 
     assert cached(6) == 0
-    target.forward = full
+    target.forward = counted
     assert cached(8) == scheduler.counts.cached_tokens == 0
     assert failed
     assert cached(9) == scheduler.counts.cached_tokens == 8

@@ -338,7 +338,13 @@ class Counts:
         return sum(self.tokens.values())
 
     def add_tokens(self, handle: Handle, chunks: Sequence[Chunk]) -> None:
-        """Count generated tokens; where only a prompt is read, the one that its last row gives is nobody's."""
+        """Count generated tokens, and with the first the prompt, which may be read several times before.
+
+        Where only a prompt is read, the token that its last row gives is nobody's.
+        """
+        if chunks and handle.stats.tokens == len(chunks):
+            self.prompt_tokens += len(handle.request.prompt_ids)
+            self.cached_tokens += handle.stats.cached_tokens
         for chunk in chunks if handle.idle_limit != 0 else ():
             self.tokens[chunk.source.name.lower()] += 1
 

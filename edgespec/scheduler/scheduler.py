@@ -245,11 +245,7 @@ class Scheduler:
             handle.begin()
         self._queue.remove(handle)
         with self._failing([lane]):
-            chunks = self.pool.begin(lane, self._budget)
-            self.counts.add_tokens(handle, chunks)
-            if handle.stats.tokens == len(chunks):  # else it was parked
-                self.counts.prompt_tokens += len(handle.request.prompt_ids)
-                self.counts.cached_tokens += handle.stats.cached_tokens
+            self.counts.add_tokens(handle, self.pool.begin(lane, self._budget))
         if lane.is_complete:
             self._end(lane, None)
 
@@ -306,10 +302,7 @@ class Scheduler:
         *_, (lane, pass_) = batch
         if lane.generation and pass_.work.prompt and lane.generation.prompt.may_begin_again():
             self.pool.empty(lane)
-            stats = lane.generation.stats
-            if not stats.tokens:  # else it was parked, and is not counted again
-                self.counts.cached_tokens -= stats.cached_tokens
-            stats.cached_tokens = 0
+            lane.generation.stats.cached_tokens = 0
         else:
             self._give_way([lane for lane, _ in batch], error)
 
