@@ -382,6 +382,14 @@ class TestCommand:
             answer = http.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 3})
             assert answer.json()["usage"]["completion_tokens"] == 3
 
+    def test_a_connection_without_a_request_is_closed(self, monkeypatch):
+        monkeypatch.setattr(edgespec.cli.serve, "HEAD_SECONDS", 0.2)
+        with open_socket("127.0.0.1", 0, [], no_key=False) as sock, edgespec.cli.serve.refusing(sock, log=False):
+            for sent in (b"", b"GET / HTTP/1.1\r\n"):
+                with socket.create_connection(sock.getsockname(), timeout=20) as silent:
+                    silent.sendall(sent)
+                    assert silent.recv(99) == b""
+
     def test_ctrl_c_ends_it_while_the_model_loads(self, slow_to_load):
         process, port = slow_to_load
         assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 503

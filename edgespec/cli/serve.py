@@ -17,6 +17,7 @@ from edgespec.scheduler.disk_cache import DiskCache
 from edgespec.scheduler.targets.places import is_loopback
 
 KEY = "EDGESPEC_API_KEY"
+HEAD_SECONDS = 60  # in which the first request of a connection must begin
 LAST_SECONDS = 2  # for the last events after the grace; then clients that still send, or do not read, are cut off
 
 
@@ -100,10 +101,25 @@ def refusing(listening: socket.socket, *, log: bool, **guard: Any) -> Iterator[N
 def _config(app: Any, log: bool, most_seconds: int) -> Any:
     import uvicorn
 
+    protocol: Any = _protocol  # uvicorn calls it as it calls a class
     return uvicorn.Config(
-        app, log_level="info" if log else "warning", access_log=log, lifespan="on", proxy_headers=False,
+        app, http=protocol, log_level="info" if log else "warning", access_log=log, lifespan="on", proxy_headers=False,
         timeout_graceful_shutdown=most_seconds,
     )  # fmt: skip
+
+
+def _protocol(**given: Any) -> Any:
+    """uvicorn's protocol for a new connection, which is closed if it brings no whole head of a request."""
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    made: Any = AutoHTTPProtocol(**given)
+
+    def close_without_request() -> None:
+        if made.cycle is None:
+            made.transport.close()
+
+    asyncio.get_running_loop().call_later(HEAD_SECONDS, close_without_request)
+    return made
 
 
 def keep_on_disk(model: Model, folder: str, most_bytes: int) -> None:
