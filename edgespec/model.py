@@ -458,7 +458,7 @@ class Model:
 
 
 def load(
-    target: Path,
+    target: Path | Entry,
     *,
     draft: Path | None = None,
     planner: str | None = None,
@@ -494,7 +494,7 @@ def load(
 
     Args:
         target: a name from models.yaml, the path of a GGUF file or of a model folder, OWNER/REPOSITORY on the hub, or a
-            source such as hf:owner/repository/file.gguf.
+            source such as hf:owner/repository/file.gguf; or an entry of `models.registry.find_model`.
         draft: the same for the draft model, or "head" or "layers" of the target; default: that of models.yaml.
         planner: one of `PLANNERS`; default: that of models.yaml, else auto: the fastest in every step.
         budget: most draft tokens per pass; default: by measured pass times, at most the budget of models.yaml or 64;
@@ -547,7 +547,6 @@ def load(
     for option in planner_options.keys() - CHECKS:
         raise _unknown(option, "target", *_keywords(load), *CHECKS)
     planner_options = {option: value for option, value in planner_options.items() if value is not None}
-    target = check_path("target", target)
     draft, datastore, models_file = (
         check_path(name, value) if value is not None else None
         for name, value in (("draft", draft), ("datastore", datastore), ("models_file", models_file))
@@ -559,7 +558,8 @@ def load(
     for name, call in (("progress", progress), ("say", say)):
         _check_call(name, call)
     say = say or (lambda text: None)
-    entry = find_model(target, models_file)
+    entry = target if isinstance(target, Entry) else find_model(check_path("target", target), models_file)
+    target = entry.name
     planner, notes = planner or entry.defaults.planner or "auto", list[str]()
     alpha = check_alpha(cascade)
     if alpha and parallel > MOST_PARALLEL // 2:

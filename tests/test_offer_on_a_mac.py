@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -15,6 +16,7 @@ from edgespec.machine.measurements import OFF, remember
 from edgespec.machine.this_machine import Machine
 from edgespec.measure import other_machine
 from edgespec.measure.other_machine import about_engines, offer
+from edgespec.model import Model, load
 
 GIB = 1 << 30
 MAC = find_machine("macbook-16")[1]
@@ -117,3 +119,48 @@ def test_run_prints_the_offer_after_the_first_line(
     monkeypatch.setattr(other_machine, "offer", lambda *about, **options: other_machine.Offer(["an offer"]))
     said = CliRunner().invoke(commands.cli, ["run", str(smollm2), "Hi", "-n", "1", "--exact", "off"])
     assert said.stderr.splitlines()[1] == "an offer"
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ([], True),
+        (["--memory", "1G"], True),
+        (["--kv-type", "f16"], False),
+        (["--threads", "1"], False),
+        (["--gpu-layers", "0"], False),
+        (["--exact", "off"], False),
+        (["--resume", "talk"], False),
+    ],
+)
+def test_the_folder_gets_the_settings_of_the_model_and_no_options_of_the_file(
+    given: list[str],
+    used: bool,
+    smollm2_tiny: Path,
+    smollm2_tiny_q2k: Path,
+    mac: Callable[..., Machine],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    mac(12 * GIB)
+    monkeypatch.chdir(tmp_path)
+    folder, loaded = str(smollm2_tiny_q2k), list[tuple[Any, Model]]()  # a file, which loads as a folder would
+    monkeypatch.setattr(other_machine, "offer", lambda *about, **options: other_machine.Offer(["an offer"], folder))
+
+    def loading(target: Any, **options: Any) -> Model:
+        loaded.append((target, load(target, **options)))
+        return loaded[0][1]
+
+    monkeypatch.setattr(commands, "load", loading)
+    settings = "{context_length: 64, temperature: 0.5, system: Be brief.}"
+    Path("models.yaml").write_text(
+        f"models: [{{name: large, target: 'file:{smollm2_tiny}', defaults: {settings}}}]", "utf-8"
+    )
+    said = CliRunner().invoke(commands.cli, ["run", "large", "Hi", "-n", "1", "--models", "models.yaml", *given])
+    assert said.exit_code == 0, said.stderr
+    ((target, model),) = loaded
+    assert target == "large" if not used else target.target == f"file:{folder}"
+    assert model.target.capabilities.context_length == 64
+    assert (model.sampling.temperature, model.system) == (0.5, "Be brief.")
+    line = f"so {folder} is used" if used else f"{given[0]} goes with the file, so {folder} is not used"
+    assert line in said.stderr

@@ -52,14 +52,14 @@ from edgespec.cli.terminal import (
     show,
 )
 from edgespec.errors import EdgespecError, UsageError
-from edgespec.loop.engines import choose_backend, find_engine, load_vocab
+from edgespec.loop.engines import ENGINE_OPTIONS, choose_backend, find_engine, load_vocab
 from edgespec.loop.sampling import SamplingParams
 from edgespec.machine import measurements as remembered
 from edgespec.machine.memory import in_bytes
 from edgespec.machine.this_machine import this_machine
 from edgespec.model import Model, load
 from edgespec.models.own_sampling import choose_seed
-from edgespec.models.registry import all_models, find_model, is_folder, local_path
+from edgespec.models.registry import Entry, all_models, find_model, is_folder, local_path
 from edgespec.planners.choice import USE_DATASTORE, USE_DRAFT, check_planner
 
 
@@ -321,26 +321,32 @@ def _loaded(model: str, options: dict[str, Any]) -> Iterator[Model]:
     """Load a model, print its notes, and close it after the `with`."""
     extra = _planner_options(options)
     options["remember"] = not options.pop("no_memory_of_costs")
-    model, offered = _for_a_mac(model, options)
+    found, offered = _for_a_mac(model, options)
     with LoadingBar(model) as bar:
-        loaded = load(model, progress=bar.update, say=bar.say, **options, **extra)
+        loaded = load(found, progress=bar.update, say=bar.say, **options, **extra)
     with loaded:
         for note in (loaded.where.line, *offered, *loaded.notes):
             show(note, dim=True, err=True)
         yield loaded
 
 
-def _for_a_mac(model: str, options: dict[str, Any]) -> tuple[str, Sequence[str]]:
-    """The model to run, and lines for the user, where MLX may be faster."""
+def _for_a_mac(model: str, options: dict[str, Any]) -> tuple[str | Entry, Sequence[str]]:
+    """The model to run, which keeps its settings, and lines for the user, where MLX may be faster."""
     if this_machine().platform != "darwin" or options["backend"] or options["lenders"]:
         return model, ()
     from edgespec.measure.other_machine import offer
 
     names = ("draft", "budget", "context_length", "memory", "kv_type", "models_file")
     found = offer(model, **{name: options[name] for name in names})
-    if found.folder:
-        options["draft"] = options["draft"] or find_model(model, options["models_file"]).draft
-    return found.folder or model, found.lines
+    if not found.folder:
+        return model, found.lines
+    given, supported = click.get_current_context().params, find_engine("mlx").supported
+    for name in (*ENGINE_OPTIONS, "exact", "resume", "targets", "cluster"):
+        if name not in supported and given.get(name) is not None and given[name] is not False:
+            option = f"--{name.replace('_', '-')}"
+            return model, [*found.lines, f"{option} goes with the file, so {found.folder} is not used"]
+    entry = find_model(model, options["models_file"]).model_copy(update={"target": f"file:{found.folder}"})
+    return entry, [*found.lines, f"so {found.folder} is used; --backend llamacpp takes the file"]
 
 
 @cli.command(

@@ -569,7 +569,7 @@ def offer(target: str, *, draft: str | None = None, models_file: str | None = No
     elif measured or not faster([first, others[0]]):
         return Offer(lines)
     if measured > FASTER and Path(folder, "config.json").is_file():
-        return Offer([*lines, f"so {folder} is used; --backend llamacpp takes the file"], folder)
+        return Offer(lines, folder)
     return Offer([*lines, f"for mlx: edgespec convert {path} {folder} --to mlx --bits 4, then edgespec run {folder}"])
 
 
