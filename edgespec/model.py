@@ -444,10 +444,12 @@ class Model:
     def close(self) -> None:
         """Remember the pass times, and free sessions and models; may be called twice."""
         self._closed = True
-        self._at_close()
-        self._at_close = lambda: None
-        self.scheduler.close()
-        close_all(self.owned)
+        self.scheduler.close()  # first: its thread changes pass times
+        at_close, self._at_close = self._at_close, lambda: None
+        try:
+            at_close()
+        finally:
+            close_all(self.owned)
 
     def __enter__(self) -> Self:
         self._check_open()

@@ -175,6 +175,22 @@ def test_a_model_that_is_closed_while_other_threads_use_it_says_so_in_each(model
     assert [type(error) for error in found] == [edgespec.Closed] * len(calls)
 
 
+def test_pass_times_are_kept_when_none_is_measured_any_more_and_an_error_there_frees_all_the_same():
+    target, alive = ReferenceBackend(random_model(2, vocab_size=258), sessions=1), list[bool]()
+    freed = list[str]()
+    target.close = lambda: freed.append("target")
+
+    def keep():
+        alive.append(model.scheduler.thread.is_alive())
+        raise RuntimeError("dictionary changed size during iteration")
+
+    model = Model(target, NonePlanner(), owned=[target], at_close=keep)
+    model.scheduler.start()
+    with pytest.raises(RuntimeError):
+        model.close()
+    assert (alive, freed) == ([False], ["target"])
+
+
 def test_two_threads_that_close_a_model_free_it_once(gguf, monkeypatch):
     from edgespec.backends.llamacpp import backend, engine
 
