@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -14,13 +15,18 @@ import click
 import numpy as np
 import pytest
 from conftest import Run
+from edgespec.backends.reference.backend import random_model
 from typist import typing_to
 
 import edgespec
 from edgespec.cli import terminal
 from edgespec.cli.commands import cli
 from edgespec.errors import UsageError
+from edgespec.loading import exact
+from edgespec.loading.pair import WIDEST, open_backends
+from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.machine import measurements as remembered
+from edgespec.measure import doctor, texts
 from edgespec.measure.doctor import learned_line
 from edgespec.measure.texts import read_prompts
 from edgespec.planners.choice import check_planner
@@ -455,6 +461,76 @@ def test_bench_compares_planners_and_finds_nothing_wrong(
     refused(run, *arguments, "--planners", "none,sssd", code=2, says=copying)
     store = ["--datastore", "x.store", "--planners", "none,chain"]
     refused(run, *arguments, *store, code=2, says="none, chain do not use a datastore; auto, sssd, lookahead do")
+
+
+@pytest.fixture
+def bench_of_reference(tmp_path: Path) -> list[str]:
+    """A bench of a tiny model on the reference backend."""
+    prompts, model = tmp_path / "prompts.jsonl", tmp_path / "tiny.npz"
+    prompts.write_text('{"prompt": "a a a a"}\n')
+    random_model(2, vocab_size=258).save(model)
+    return ["bench", str(prompts), "--model", str(model), *REFERENCE, "--raw", "-n", "4"]
+
+
+def test_bench_shows_notes_beside_the_table_as_run_does(
+    run: Run, bench_of_reference: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept(*about: Any, **options: Any) -> list[Any]:
+        (target,) = open_backends(*about, **options)
+        target.keep_to(BatchInvariance("narrow", RowClass(1, 5), RowClass(1, 20)))
+        target.notes = ["a note of the target"]
+        return [target]
+
+    monkeypatch.setattr(texts, "open_backends", kept)
+    monkeypatch.setattr(exact, "find", lambda *about, **options: [])
+    for planners, fewer in (("sssd", True), ("none", False)):
+        status, out, err = run(*bench_of_reference, "--budget", "64", "--planners", planners)
+        assert status == 0, err
+        assert "acceptance length" in out
+        assert "a note of the target" in err
+        assert ("passes have at most 4 draft tokens, not 64" in err) is fewer
+    report = json.loads(run(*bench_of_reference, "--budget", "64", "--json")[1])
+    assert [note.split(":")[0] for note in report["notes"]] == [
+        "a note of the target", "passes have at most 4 draft tokens, not 64",
+    ]  # fmt: skip
+    assert "at most" not in run(*bench_of_reference)[2]
+
+
+def test_bench_and_doctor_load_a_model_that_may_stream_as_run_does(
+    run: Run, bench_of_reference: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    loaded, budgets = list[Any](), list[int]()
+
+    def wide(*about: Any, **options: Any) -> list[Any]:
+        loaded.append(about[3])
+        backends = open_backends(*about, **options)
+        backends[0].capabilities = replace(backends[0].capabilities, streams=True, widest=128)
+        return backends
+
+    class Watched(edgespec.Model):
+        def __init__(self, *about: Any, **options: Any) -> None:
+            budgets.append(options.get("budget", 0))
+            super().__init__(*about, **options)
+
+    monkeypatch.setattr(texts, "open_backends", wide)
+    monkeypatch.setattr(texts, "Model", Watched)
+    status, _, err = run(*bench_of_reference)
+    assert status == 0, err
+    assert loaded.pop().widest == WIDEST
+    assert budgets[-1] == 128
+    settings = tmp_path / "models.yaml"
+    model = bench_of_reference[3]
+    settings.write_text(f"models: [{{name: small, target: 'file:{model}', defaults: {{budget: 8}}}}]")
+    given = ["--model", "small", "--models", str(settings)]
+    for more in (["--budget", "64"], given):
+        run(*bench_of_reference, *more)
+        assert loaded.pop().widest == 0
+    monkeypatch.setattr(doctor, "check_supported", lambda engines, options: loaded.append(options))
+    for more, widest in ([], WIDEST), (["--budget", "64"], 0), (given[2:], WIDEST):
+        run("doctor", model, *REFERENCE, *more)
+        assert loaded.pop().widest == widest
+    run("doctor", "small", *REFERENCE, *given[2:])
+    assert loaded.pop().widest == 0
 
 
 def test_bench_counts_seeds_on_beyond_the_largest(run: Run, smollm2_tiny: Path, tmp_path: Path) -> None:

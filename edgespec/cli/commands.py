@@ -551,10 +551,16 @@ def bench(prompts: str, model: str, planners: str | None, yes: bool, as_json: bo
     _check_used(names, options)
     chosen, questions = _planner_options(options), read_prompts(Path(prompts), options.pop("limit"))
     _pull_pair(model, options, yes, drafts=bool(options["cascade"] or {*names} & {*USE_DRAFT}))
+
+    def ready(notes: Sequence[str]) -> None:
+        bar.stop()
+        for note in notes:
+            show(note, dim=True, err=True)
+
     with LoadingBar(model) as bar, Bars() as bars:
         report = run_bench(
             model, questions, names, sampling, chosen, progress=lambda *far: bars.update("measuring", *far),
-            say=bar.say, ready=bar.stop, **options,
+            say=bar.say, ready=ready, **options,
         )  # fmt: skip
     click.echo(json.dumps(report) if as_json else bench_table(report))
     if report["unexplained"]:

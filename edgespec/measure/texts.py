@@ -10,7 +10,8 @@ from typing import Any
 
 from edgespec.errors import UsageError, check_whole
 from edgespec.loading.approximate import check_alpha, check_approximate
-from edgespec.loading.pair import WIDE, choose_budget, choose_context, close_all, open_backends
+from edgespec.loading.exact import note_on_budget
+from edgespec.loading.pair import WIDE, WIDEST, choose_budget, choose_context, close_all, open_backends
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import check_room
@@ -20,7 +21,7 @@ from edgespec.loop.text import user_messages
 from edgespec.measure.lossless import explain
 from edgespec.measure.tables import table
 from edgespec.model import Model
-from edgespec.models.registry import find_model
+from edgespec.models.registry import find_model, local_path
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.choice import PLANNERS, USE_DATASTORE, USE_DRAFT, check_planner, make_planner, options_of
 
@@ -113,7 +114,7 @@ def run_bench(
     cascade: float | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     say: Callable[[str], None] = lambda text: None,
-    ready: Callable[[], None] = lambda: None,
+    ready: Callable[[Sequence[str]], None] = lambda notes: None,
     **engine_options: Any,
 ) -> dict[str, Any]:
     """Measure; further arguments are those of `edgespec.load` and `Model.stream`.
@@ -121,7 +122,7 @@ def run_bench(
     Args:
         sampling: of all prompts; prompt i has seed + i.
         progress: called with the numbers of prompts that are done, and of all.
-        ready: called when the models are loaded.
+        ready: called when the models are loaded, with notes for the user.
         engine_options: further fields of `LoadOptions`.
 
     Returns:
@@ -138,14 +139,19 @@ def run_bench(
     need_draft = alpha > 0 or any(name in USE_DRAFT for name in names)
     fixed, budget = budget is not None, choose_budget(budget, entry)
     load_options = LoadOptions(
-        context_length=choose_context(context_length, entry), budget=budget, wide=fixed and budget >= WIDE,
-        mixed=alpha > 0, ahead=bool(ahead) or any(PLANNERS[name].ahead for name in names),
+        context_length=choose_context(context_length, entry), budget=budget,
+        widest=0 if fixed or entry.defaults.budget else WIDEST, wide=fixed and budget >= WIDE, mixed=alpha > 0,
+        ahead=bool(ahead) or any(PLANNERS[name].ahead for name in names),
         **engine_options | {"lenders": tuple(engine_options.get("lenders") or ())},
     )  # fmt: skip
     system = system or entry.defaults.system
     backends = open_backends(entry, draft if need_draft else None, models_file, load_options, say=say)
     try:
-        ready()
+        notes = list(backends[0].notes)
+        if fixed and names[1:]:
+            path = local_path(entry.target, fetch=False)
+            notes += note_on_budget(budget, backends[0], path, approximate=alpha > 0)
+        ready(notes)
         asked = [prompt.text if raw else user_messages(prompt.text, system) for prompt in prompts]
         with Model(backends[0], make_planner("none", backends)) as loaded:
             token_ids = [loaded.encode(question) for question in asked]
@@ -163,7 +169,7 @@ def run_bench(
                     name, backends, store, paces[name], ahead=ahead, cascade=alpha, **options[name]
                 )  # fmt: skip
                 # A new session for every answer, so that no planner reuses what another has computed.
-                with Model(backends[0], planner, budget=budget, sampling=params) as loaded:
+                with Model(backends[0], planner, budget=max(budget, limits.widest), sampling=params) as loaded:
                     result = loaded.generate(question, max_tokens=max_tokens)
                 plain = plain or result.token_ids  # `none` comes first
                 tallies[name].runs.append(result.stats)
@@ -175,14 +181,14 @@ def run_bench(
                     tallies[name].ties += divergence.tie
                     tallies[name].unexplained += not divergence.tie
             progress(i + 1, len(asked))
-        return _report(tallies, backends, prompts, sampling, max_tokens)
+        return _report(tallies, backends, prompts, sampling, max_tokens, notes)
     finally:
         close_all(backends)
 
 
 def _report(
     tallies: dict[str, Tally], backends: Sequence[Backend], prompts: Sequence[BenchPrompt], sampling: dict[str, Any],
-    max_tokens: int,
+    max_tokens: int, notes: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     target, rows = backends[0], dict[str, dict[str, Any]]()
     categories = sorted({prompt.category for prompt in prompts} - {""})
@@ -211,7 +217,7 @@ def _report(
         "sampling": sampling,
         "backend": target.name,
         "draft_backend": backends[1].name if len(backends) > 1 else None,
-        "notes": list(target.notes),
+        "notes": notes,
         "exact": target.capabilities.exact.name if target.capabilities.exact else "",
         "approximate": tallies["none"].runs[0].approximate,
         "logit_tolerance": target.capabilities.logit_tolerance,
