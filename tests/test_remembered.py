@@ -8,8 +8,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from edgespec.backends.reference.backend import random_model
 
 from edgespec.machine import measurements as remembered
+from edgespec.measure.doctor import learned_line
+from edgespec.model import Model, load
 
 FOLDERS = ("HOME", "XDG_CACHE_HOME", "LOCALAPPDATA")  # where a system looks for the user's cache
 
@@ -80,6 +83,25 @@ def test_a_measurement_says_how_old_it_is(place: Path, days: float | None, words
     assert remembered.age(found) == words
     del content["date"]
     assert remembered.age(content) == ""
+
+
+def test_a_run_without_a_pass_makes_nothing_younger(place: Path, tmp_path: Path) -> None:
+    model = str(tmp_path / "tiny.npz")
+    random_model(2, vocab_size=258).save(model)
+
+    def loaded() -> Model:
+        return load(model, backend="reference", planner="sssd")
+
+    with loaded() as one:
+        one.generate("aaaa", max_tokens=8)
+    (file,) = place.glob("*.json")
+    old = json.dumps(json.loads(file.read_text("utf-8")) | {"date": "2020-01-01T00:00:00+00:00"})
+    file.write_text(old, "utf-8")
+    with loaded():
+        pass
+    assert file.read_text("utf-8") == old
+    (found,) = remembered.everything()
+    assert " days old" in learned_line(found)
 
 
 def test_the_oldest_go(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

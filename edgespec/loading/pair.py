@@ -302,7 +302,7 @@ def recall_auto_state(
         pass
 
     def keep_it() -> None:
-        if pace.target.at(0):
+        if pace.target.measured:  # else the date of what is known would become that of this run
             keep(about, pace.as_dict() | {"passes": passes + pace.target.measured})
             learn(pace)
 
