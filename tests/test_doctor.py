@@ -10,6 +10,7 @@ import pytest
 from edgespec.errors import NoRoom, UsageError
 from edgespec.loading.draft_or_memory import Speeds
 from edgespec.loop.engines import find_engine
+from edgespec.machine import measurements as remembered
 from edgespec.measure import doctor
 from edgespec.measure.doctor import Diagnosis, Pass, as_dict, diagnose, learned_line, report, tokens_per_second
 from edgespec.planners.auto import AutoState
@@ -175,6 +176,33 @@ def test_what_is_remembered_has_its_age_and_number() -> None:
     assert said.startswith("target's passes 1: 100 ms, 9: 300 ms; draft's passes 1: 20 ms; draft right in 70 %; ")
     assert said.endswith(" days old, 41 passes")
     assert " passes" in learned_line(learned() | {"date": None})
+
+
+def test_what_other_machines_measured_is_not_shown(
+    tmp_path: Path, smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home folder may be shared."""
+    monkeypatch.delenv(remembered.OFF)
+    monkeypatch.setattr(remembered, "folder", lambda: tmp_path)
+    monkeypatch.setattr(doctor, "_try", lambda found, *about: None)
+    about = {"kind": "pace", "target": remembered.identity(str(smollm2_tiny))}
+    remembered.remember(about | {"machine": "another"}, learned()["value"])
+    assert diagnose(str(smollm2_tiny)).remembered == []
+    remembered.remember(about | {"machine": remembered.machine()}, learned()["value"])
+    (found,) = diagnose(str(smollm2_tiny)).remembered
+    assert found["about"]["machine"] == remembered.machine()
+
+
+def test_what_was_measured_streamed_and_in_memory_is_told_apart() -> None:
+    both = [learned() | {"about": {"streams": streams}} for streams in (True, False)]
+    for listed, said in (
+        (both, ["streamed: target", "in memory: target"]),
+        (both[:1], ["target"]),
+        (both[1:], ["target"]),
+    ):
+        found = replace(diagnosis(None, Pass(1, 1.0, 0.0)), remembered=listed)
+        lines = [line for line in report(found).splitlines() if line.startswith("remembered")]
+        assert [re.split(" {2,}|'", line)[1] for line in lines] == said
 
 
 @pytest.mark.parametrize("value", [None, [], {}, {"target": [], "draft": [], "runs": 3}, {"target": 3}])

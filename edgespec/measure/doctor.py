@@ -40,6 +40,7 @@ from edgespec.loop.engines import (
 from edgespec.loop.passes import most_nodes
 from edgespec.machine.disk import Reading, find_reading, recall_reading, remember_reading
 from edgespec.machine.measurements import age, can_remember, everything, identity
+from edgespec.machine.measurements import machine as remembered_machine
 from edgespec.machine.memory import disk_bandwidth, file_system, format_size, in_bytes
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.gguf_model import check_magic
@@ -64,7 +65,7 @@ class Diagnosis:
     Attributes:
         disk: bytes per second; 0: not measured.
         head: the head in the file, or "".
-        remembered: measurements of pass times by runs of this model.
+        remembered: measurements of pass times by runs of this model on this machine.
         draft_or_memory: speeds with the draft and without it; None: it takes no memory that the target needs.
         cannot_run: the reason, or "".
         plan: None: everything fits into memory.
@@ -188,7 +189,7 @@ def diagnose(
     sizes = [_file_sizes(path) for path in paths]
     say("disk")
     disk = _read_disk(max(sizes[0], key=lambda file: sizes[0][file]))
-    about = {"kind": "pace", "target": identity(paths[0])}
+    about = {"kind": "pace", "machine": remembered_machine(), "target": identity(paths[0])}
     found = Diagnosis(
         target=paths[0],
         file_size=sum(sizes[0].values()),
@@ -423,7 +424,8 @@ def report(diagnosis: Diagnosis) -> str:
         lines.append(("warning", f"below {SLOW} tokens/s: {REMEDY}"))
     if both := diagnosis.draft_or_memory:
         lines.append(("draft or memory", ways_line(both)))
-    lines += [("remembered", text) for text in map(learned_line, diagnosis.remembered) if text]
+    mixed = len({one["about"].get("streams") for one in diagnosis.remembered}) > 1
+    lines += [("remembered", text) for one in diagnosis.remembered if (text := learned_line(one, told=mixed))]
     lines += [("note", note) for note in diagnosis.notes]
     return aligned(lines)
 
@@ -437,8 +439,13 @@ def ways_line(speeds: Speeds) -> str:
     return f"with the draft about {with_it} tokens/s, without it about {without}; auto is {better}"
 
 
-def learned_line(found: dict[str, Any]) -> str:
-    """Measurements of runs, for a person; "": none that can be used."""
+def learned_line(found: dict[str, Any], *, told: bool = False) -> str:
+    """Measurements of runs, for a person; "": none that can be used.
+
+    Args:
+        found: one of `everything`.
+        told: say if weights were streamed.
+    """
     pace, state = found["value"], AutoState()
     try:
         state.recall(pace)
@@ -453,7 +460,8 @@ def learned_line(found: dict[str, Any]) -> str:
         parts.append(f"draft right in {100 * state.agreement.came / state.agreement.hoped:.0f} %")
     passes = pace.get("passes")
     measured = f"{passes} passes" if type(passes) is int else ""
-    return "; ".join([*parts, ", ".join(filter(None, [age(found), measured]))])
+    begins = ("streamed: " if found["about"].get("streams") else "in memory: ") if told else ""
+    return begins + "; ".join([*parts, ", ".join(filter(None, [age(found), measured]))])
 
 
 def aligned(lines: list[tuple[str, str]]) -> str:
