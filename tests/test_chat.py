@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
+import typist
 from edgespec.backends.reference.backend import CHAT_TEMPLATE, ReferenceBackend, random_model
 from typist import Typist, typing_to
 
@@ -380,3 +381,23 @@ def test_the_terminal_is_as_before(chat: Chat) -> None:
             person.ends()
             assert person.terminal is not None
             assert termios.tcgetattr(person.terminal)[3] & termios.ECHO
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_model_loads_leaves_the_terminal_as_it_was(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    import termios
+
+    slowly = "c.load = lambda *about, **options: (print('now it loads', flush=True), time.sleep(100))"
+    program = f"import time; import edgespec.cli.commands as c; {slowly}; c.main()"
+    monkeypatch.setattr(typist, "PROGRAM", [sys.executable, "-c", program])
+    with chat() as person:
+        assert person.terminal is not None
+        before = termios.tcgetattr(person.terminal)
+        person.until("now it loads")
+        assert termios.tcgetattr(person.terminal) != before
+        person.kill(number)
+        assert person.ends() == 128 + number
+        assert termios.tcgetattr(person.terminal) == before
+        assert person.raw.rfind("\x1b[?2004l") > person.raw.rfind("\x1b[?2004h")

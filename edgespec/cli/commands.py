@@ -191,7 +191,7 @@ def run(
         raise UsageError("--resume does not go with --targets and --cluster: each copy has a session of its own")
     file = session_file(resume, "--resume") if resume else None
     _pull(model, options, yes)
-    with held_input() if text is None else nullcontext(), _loaded(model, options) as loaded, ended_by_signals():
+    with ended_by_signals(), held_input() if text is None else nullcontext(), _loaded(model, options) as loaded:
         if form:
             with naming_grammar(json_schema, grammar):
                 loaded.compile(form)

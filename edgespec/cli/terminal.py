@@ -252,9 +252,9 @@ def held_input() -> Iterator[None]:
     held = termios.tcgetattr(terminal)
     held[0] &= ~termios.ICRNL  # Enter as the prompt expects it
     held[3] = held[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH  # so that nothing typed is dropped
-    termios.tcsetattr(terminal, termios.TCSANOW, held)
-    mark_pastes(True)
     try:
+        termios.tcsetattr(terminal, termios.TCSANOW, held)
+        mark_pastes(True)
         yield
     finally:
         mark_pastes(False)
