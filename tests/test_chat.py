@@ -11,9 +11,10 @@ import click
 import pytest
 import typist
 from edgespec.backends.reference.backend import CHAT_TEMPLATE, ReferenceBackend, random_model
+from prompt_toolkit.history import FileHistory
 from typist import Typist, typing_to
 
-from edgespec.cli.chat import _obey
+from edgespec.cli.chat import _FileHistory, _obey
 from edgespec.cli.conversation import UNLIMITED, Conversation
 from edgespec.errors import ContextFull, SessionFileError, UsageError
 from edgespec.loop.grammar import lark
@@ -381,6 +382,15 @@ def test_the_terminal_is_as_before(chat: Chat) -> None:
             person.ends()
             assert person.terminal is not None
             assert termios.tcgetattr(person.terminal)[3] & termios.ECHO
+
+
+def test_a_byte_that_is_no_utf8_comes_into_the_history_as_a_question_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = list[bytes]()  # as prompt_toolkit up to 3.0.52 encodes
+    monkeypatch.setattr(FileHistory, "store_string", lambda self, string: stored.append(string.encode()))
+    _FileHistory(tmp_path / "history").store_string("caf\udce9")
+    assert stored == [b"caf?"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

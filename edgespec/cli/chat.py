@@ -119,7 +119,7 @@ def stats_text(result: GenerationResult) -> str:
 
 
 class _FileHistory(FileHistory):
-    """Ignores a file that becomes unreadable or full."""
+    """Ignores a file that becomes unreadable or full, and takes text that is no UTF-8."""
 
     def load_history_strings(self) -> Iterable[str]:
         with suppress(OSError):
@@ -128,7 +128,7 @@ class _FileHistory(FileHistory):
 
     def store_string(self, string: str) -> None:
         with suppress(OSError):
-            super().store_string(string)
+            super().store_string(string.encode("utf-8", "replace").decode())
 
 
 def _history() -> History:
