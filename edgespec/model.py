@@ -53,7 +53,14 @@ from edgespec.loop.text import Message, TextStream, render_chat, user_messages
 from edgespec.models.own_sampling import choose_sampling, choose_seed
 from edgespec.models.registry import OWN_LAYERS, Entry, find_draft, find_model, local_path
 from edgespec.planners.auto import AutoState, new_auto_state
-from edgespec.planners.choice import CHECKS, PLANNERS, USE_DRAFT, check_planner, make_planner
+from edgespec.planners.choice import (
+    CHECKS,
+    PLANNERS,
+    USE_DRAFT,
+    check_draft_options,
+    check_planner,
+    make_planner,
+)
 from edgespec.scheduler import drive, scaling
 from edgespec.scheduler.requests import Chunk, Ended, Event, GenerationResult, PassCounter, Request
 from edgespec.scheduler.scheduler import Scheduler
@@ -595,10 +602,7 @@ def load(
         )  # fmt: skip
         return Model(remote, [], budget=budget, targets=writer, names=(target, draft or ""), **_defaults(entry))
     draft = draft if planner in USE_DRAFT or alpha else None
-    if ahead and not draft:
-        raise UsageError("--ahead is for a draft model, which then runs ahead: name one with --draft (draft=…)")
-    if "tau" in planner_options and not draft:
-        raise UsageError("--tau is for drafting with a draft model: name one with --draft (draft=…)")
+    check_draft_options(draft is not None, ahead, planner_options)
     backends, learn = open_pair(
         entry, draft, models_file, options, remember=remember, progress=progress, say=say,
         leave_out=planner == "auto" and not fixed and not alpha and sparse_attention is None,

@@ -547,6 +547,28 @@ def test_an_empty_name_of_a_file_is_refused(run: Run, option: str) -> None:
     refused(run, "run", "nothing.gguf", "hi", option, "", code=2, says=f"{option} is empty")
 
 
+@pytest.mark.parametrize("command", ["run", "serve", "bench", "doctor"])
+@pytest.mark.parametrize("option", ["--draft", "--planner", "--datastore"])
+def test_an_empty_name_is_refused(run: Run, option: str, command: str) -> None:
+    if option in {name for one in cli.commands[command].params for name in one.opts}:
+        refused(run, command, "nothing.gguf", option, "", code=2, says=f"{option} is empty: give a name, or leave it")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--system", "be brief"], "--system has no meaning with --raw"),
+        (["--tau", "0.5"], "--tau is for drafting with a draft model: name one with --draft"),
+        (["--ahead"], "--ahead is for a draft model, which then runs ahead"),
+    ],
+)
+def test_bench_refuses_what_run_refuses(
+    run: Run, bench_of_reference: list[str], tiny: str, given: list[str], says: str
+) -> None:
+    refused(run, *bench_of_reference, *given, code=2, says=says)
+    refused(run, "run", tiny, "hi", *REFERENCE, "--raw", *given, code=2, says=says)
+
+
 def test_bench_refuses_a_prompt_without_room_before_it_measures(
     run: Run, smollm2_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,8 +175,7 @@ def run(
     text = _prompt(prompt)
     if text is not None and not text.strip():
         raise UsageError("the prompt is empty: give at least one word")
-    if raw and system:
-        raise UsageError("--system has no meaning with --raw: write it into the prompt")
+    _check_system(system, raw)
     if text is None and (raw or as_json):
         raise UsageError("--raw and --json need a prompt: give one, or - to read standard input")
     most = max_tokens if max_tokens is not None else UNLIMITED if text is None else 512
@@ -221,6 +220,11 @@ def run(
             show(last_lines(result, most), dim=True, err=True)
     if result.finish_reason == "interrupted":
         sys.exit(130)
+
+
+def _check_system(system: str | None, raw: bool) -> None:
+    if raw and system:
+        raise UsageError("--system has no meaning with --raw: write it into the prompt")
 
 
 PATIENCE = 10  # seconds for the first text from an open pipe
@@ -543,6 +547,7 @@ def bench(prompts: str, model: str, planners: str | None, yes: bool, as_json: bo
     """
     from edgespec.measure.texts import bench_table, read_prompts, run_bench
 
+    _check_system(options["system"], options["raw"])
     usual = "none,sssd,specexec" if options["draft"] else "none,sssd"
     sampling, names = (
         _sampling(options),

@@ -129,6 +129,12 @@ def model_option(about: str) -> Callable[[Any], Any]:
     return click.option("--model", default=DEFAULT_MODEL, show_default=True, shell_complete=complete_model, help=about)
 
 
+def _not_empty(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    if value == "":
+        raise UsageError(f"{option.opts[0]} is empty: give a name, or leave it out")
+    return value
+
+
 def _gpu_layers(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
     if value in (None, "auto"):
         return None
@@ -158,6 +164,7 @@ MEMORY_HELP = "Memory to use, such as 12G; what does not fit is read from disk. 
 DRAFT_OPTION = click.option(
     "--draft",
     metavar="MODEL",
+    callback=_not_empty,
     shell_complete=complete_model,
     help="Draft model or head: a name, path or source like MODEL; head is the one in the file of MODEL; "
     "layers are those of MODEL that stay in memory (mlx, torch).",
@@ -183,7 +190,10 @@ KV_TYPE_OPTION = click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP)
 EXACT_OPTION = click.option("--exact", metavar="NAME", help=EXACT_HELP)
 MODELS_OPTION = click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
 PLANNER_OPTION = click.option(
-    "--planner", metavar="NAME", help=f"Where draft tokens come from: {', '.join(PLANNERS)}. [default: auto]"
+    "--planner",
+    metavar="NAME",
+    callback=_not_empty,
+    help=f"Where draft tokens come from: {', '.join(PLANNERS)}. [default: auto]",
 )
 MACHINE_OPTION = click.option(
     "--machine",
@@ -197,7 +207,12 @@ DOCTOR_OPTIONS = _options(
 )  # fmt: skip
 MODEL_OPTIONS = _options(
     DRAFT_OPTION,
-    click.option("--datastore", metavar="FILE", help="auto, sssd, lookahead: datastore to copy draft tokens from."),
+    click.option(
+        "--datastore",
+        metavar="FILE",
+        callback=_not_empty,
+        help="auto, sssd, lookahead: datastore to copy draft tokens from.",
+    ),
     BUDGET_OPTION,
     CONTEXT_OPTION,
     click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: by what MODEL is]"),

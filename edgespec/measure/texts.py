@@ -23,7 +23,15 @@ from edgespec.measure.tables import table
 from edgespec.model import Model
 from edgespec.models.registry import find_model, local_path
 from edgespec.planners.auto import new_auto_state
-from edgespec.planners.choice import PLANNERS, USE_DATASTORE, USE_DRAFT, check_planner, make_planner, options_of
+from edgespec.planners.choice import (
+    PLANNERS,
+    USE_DATASTORE,
+    USE_DRAFT,
+    check_draft_options,
+    check_planner,
+    make_planner,
+    options_of,
+)
 
 FIELDS = ("prompt", "turns", "question", "text")  # of a record, the first that is there; of turns the first is taken
 SHARES = ("draft", "target", "wait", "plan")  # parts of an answer's seconds
@@ -137,6 +145,7 @@ def run_bench(
     alpha, max_tokens = check_alpha(cascade), check_whole("max_tokens", max_tokens, 1)
     check_approximate(alpha, None, draft, names, engine_options.get("exact"), ahead)
     need_draft = alpha > 0 or any(name in USE_DRAFT for name in names)
+    check_draft_options(need_draft and draft is not None, ahead, planner_options)
     fixed, budget = budget is not None, choose_budget(budget, entry)
     load_options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=budget,

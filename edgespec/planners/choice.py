@@ -121,6 +121,17 @@ def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapp
         CHECKS[option](option, value)
 
 
+def check_draft_options(has_draft: bool, ahead: bool | None, options: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        UsageError: an option is for a draft model, and none will be loaded.
+    """
+    if ahead and not has_draft:
+        raise UsageError("--ahead is for a draft model, which then runs ahead: name one with --draft (draft=…)")
+    if "tau" in options and not has_draft:
+        raise UsageError("--tau is for drafting with a draft model: name one with --draft (draft=…)")
+
+
 def make_planner(
     name: str,
     backends: Sequence[Backend],
