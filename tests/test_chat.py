@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -17,11 +18,13 @@ from typist import Typist, typing_to
 from edgespec.cli.chat import _FileHistory, _obey
 from edgespec.cli.conversation import UNLIMITED, Conversation
 from edgespec.errors import ContextFull, SessionFileError, UsageError
-from edgespec.loop.grammar import lark
+from edgespec.loop.grammar import json_schema, lark
 from edgespec.loop.session_files import look
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
+from edgespec.scheduler.requests import Event, Handle, Request
 from edgespec.server.channels import ANALYSIS, FINAL
+from edgespec.server.output_format import OutputFormat
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 Chat = Callable[..., AbstractContextManager[Typist]]
@@ -242,6 +245,7 @@ def test_thoughts_in_channels_are_shown_and_not_sent_again(
     with tiny_model() as model:
         model.target.vocab.chat_template = f"{CHAT_TEMPLATE}{{# {ANALYSIS[0]}{FINAL} #}}"  # type: ignore[misc]
         conversation = conversation_with(model, grammar=lark(f'start: "{text}"'))
+        monkeypatch.setattr(OutputFormat, "grammar", lambda form, wanted, tools, inside: wanted)  # of the whole answer
         monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
         for _ in range(2):
             assert conversation.ask("Is it?").text == "Yes."
@@ -252,6 +256,54 @@ def test_thoughts_in_channels_are_shown_and_not_sent_again(
         assert conversation.ask("Is it?").text == ""  # there is no answer yet
         assert len(conversation.messages) == 4
         assert conversation.continue_text("Is it?").text.startswith(ANALYSIS[0])
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_grammar_is_for_what_follows_a_thought_as_the_server_has_it(
+    opened: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A thought is free, and is not part of the answer."""
+    pytest.importorskip("llguidance")
+    pytest.importorskip("starlette")
+    from starlette.testclient import TestClient
+
+    from edgespec.server.app import make_app
+    from edgespec.server.service import Service
+
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    with tiny_model() as model:
+        template = f"{CHAT_TEMPLATE}<think>" if opened else f"{CHAT_TEMPLATE}{{# <think> #}}"
+        model.target.vocab.chat_template = f"{template}{{# </think> #}}"  # type: ignore[misc]
+        written, submit = list[list[int]](), model.scheduler.submit
+
+        def noting(request: Request, emit: Callable[[Event], None], *about: Any) -> Handle:
+            tokens = list[int]()
+            written.append(tokens)
+
+            def noted(event: Event) -> None:
+                tokens.extend(chunk.token_id for chunk in getattr(event, "chunks", ()))
+                emit(event)
+
+            return submit(request, noted, *about)
+
+        model.scheduler.submit = noting
+        model.scheduler.start()
+        client = TestClient(make_app(Service(model, "tiny")), "http://127.0.0.1:8080")
+        body = {"messages": [{"role": "user", "content": "Is it?"}], "temperature": 0.9, "max_tokens": 40}
+        body["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "a", "schema": schema, "strict": True},
+        }
+        for seed in range(6):
+            conversation = conversation_with(model, grammar=json_schema(schema), max_tokens=40, seed=seed)
+            answer = conversation.ask("Is it?")
+            (choice,) = client.post("/v1/chat/completions", json=body | {"seed": seed}).json()["choices"]
+            ours, others = written[-2:]
+            assert ours == others == answer.token_ids
+            assert answer.text == (choice["message"]["content"] or "")
+            assert answer.text in ([""] if opened else ["", '{"a":true}', '{"a":false}'])  # no thought ends here
+            assert capsys.readouterr().out.strip() == answer.text
 
 
 def test_a_loaded_conversation_is_saved_in_its_own_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from edgespec.models.own_sampling import choose_seed
 from edgespec.scheduler.requests import GenerationResult
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.server.channels import comes_in_channels
-from edgespec.server.output_format import OutputFormat
+from edgespec.server.output_format import OutputFormat, thinking_of
 
 UNLIMITED = -1  # max_tokens, as llama.cpp's
 NUMBERS: dict[str, Any] = {  # name -> type
@@ -160,7 +160,7 @@ class Conversation:
         prompt = self._that_fit(asked)
         self.last, self._unanswered, self._made_with = None, asked[len(self.system) :], self._decisive()
         try:
-            return self._write(prompt, self._channels())
+            return self._write(prompt, self._form())
         finally:
             if self.last and self.last.text:
                 self.messages, self._unanswered = [*asked, {"role": "assistant", "content": self.last.text}], []
@@ -169,17 +169,22 @@ class Conversation:
     def _decisive(self) -> Any:
         return {name: value for name, value in self.options.items() if name != "seed"}, self.system
 
-    def _channels(self) -> OutputFormat | None:
-        """Of a model whose template refuses an answer with its thoughts."""
-        template = self.model.target.vocab.chat_template or ""
-        return OutputFormat(self.model.target.vocab, template) if comes_in_channels(template) else None
+    def _form(self) -> OutputFormat | None:
+        """Of a model whose template refuses an answer with its thoughts, or where a grammar is for the answer alone."""
+        vocab = self.model.target.vocab
+        template = vocab.chat_template or ""
+        thinks = self.options.get("grammar") and thinking_of(template)
+        return OutputFormat(vocab, template) if comes_in_channels(template) or thinks else None
 
     def _write(self, prompt: Any, form: OutputFormat | None = None) -> GenerationResult:
         limit = self.model.target.capabilities.context_length
         most = self.options["max_tokens"]
         options = self.options | {"max_tokens": limit if most == UNLIMITED else most}
+        inside = form is not None and form.begins_inside(self.model.encode(prompt))
+        if form and (grammar := options.get("grammar")):
+            options["grammar"] = form.grammar(grammar, None, inside)
         self.last = GenerationResult()
-        write_answer(self.model, prompt, self.last, options, quiet=self.quiet, tint=self.tint, form=form)
+        write_answer(self.model, prompt, self.last, options, quiet=self.quiet, tint=self.tint, form=form, inside=inside)
         return self.last
 
     def _that_fit(self, asked: list[Message]) -> list[Message]:

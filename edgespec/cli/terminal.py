@@ -102,12 +102,13 @@ def write_answer(
     quiet: bool = False,
     tint: bool = False,
     form: OutputFormat | None = None,
+    inside: bool = False,
 ) -> None:
     """Stream an answer to the terminal and into `result`; Ctrl-C ends it.
 
-    With a `form` the result has no thoughts, and only a terminal shows them.
+    With a `form` the result has no thoughts, and only a terminal shows them; `inside`: the prompt has opened one.
     """
-    parser = form.parser(None, inside=False) if form else None
+    parser = form.parser(None, inside=inside) if form else None
     lines, thinks, hides = WordWrap(), False, quiet or not sys.stdout.isatty()
 
     def write(pieces: Sequence[Piece], colour: str | None = None) -> str:
