@@ -19,12 +19,17 @@ from edgespec.models.registry import OWN, find_model, is_folder, local_path
 Examples:
   edgespec pair big.gguf small.gguf
   edgespec pair big.gguf small.gguf --memory 12G --tasks code --write my-pair
-  edgespec pair big.gguf --find                every draft on this disk with the same vocabulary
+  edgespec pair big.gguf --find                every smaller GGUF beside it, fetched from the hub or named
   edgespec pair big.gguf small.gguf --quick    one pass of each: how often they agree"""
 )
 @click.argument("target", shell_complete=complete_model)
 @click.argument("draft", required=False, shell_complete=complete_model)
-@click.option("--find", is_flag=True, help="Try every GGUF here with the same vocabulary.")
+@click.option(
+    "--find",
+    is_flag=True,
+    help="Try every smaller GGUF with the same vocabulary: below the folder of TARGET, in the hub's cache, "
+    "and of models by name.",
+)
 @click.option("--quick", is_flag=True, help="Only an estimate, from one pass of each model.")
 @click.option("--tasks", default="prose,code,chat", show_default=True, help="Kinds of questions, with commas.")
 @click.option("--questions", "count", type=int, default=3, show_default=True, help="Of each kind, at most 5.")
