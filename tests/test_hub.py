@@ -359,6 +359,26 @@ def test_a_folder_is_fetched_without_what_no_engine_reads(fake: FakeHub) -> None
             local_path("hf:owner/folder", fetch=False)
 
 
+def test_a_folder_whose_fetch_was_stopped_is_not_complete(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {**FOLDER, "tokenizer_config.json": b"{}"}
+    fake.files = {f"owner/folder/{name}": content for name, content in files.items()}
+    real = huggingface_hub.hf_hub_download
+
+    def stopped(repository: str, name: str, **options: str) -> str:
+        if name == "tokenizer_config.json":
+            raise KeyboardInterrupt
+        return real(repository, name, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface_hub, "hf_hub_download", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            fetch("hf:owner/folder")
+    with pytest.raises(ModelError, match="is not fetched yet"):
+        local_path("hf:owner/folder", fetch=False)
+    folder = Path(local_path("hf:owner/folder"))
+    assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer_config.json"}
+
+
 def test_what_is_not_there_is_one_line(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = list[str]()
     for source in ("hf:owner/repo/other.gguf", "hf:owner/other", "hf:owner/other/model.gguf"):

@@ -384,7 +384,9 @@ def fetch(
         elif file.size > 1 << 20:
             say(f"{file.name}: no checksum is known, so this is fetched by huggingface_hub, which cannot resume")
     with _errors(source):
-        for file in listing.files:  # by the requested revision, so that the cache remembers it
+        # Weights last: `cached` takes a folder that has them for complete.
+        for file in sorted(listing.files, key=lambda one: fnmatch(one.name, WEIGHTS)):
+            # By the requested revision, so that the cache remembers it.
             path = hub.hf_hub_download(source.repository, file.name, revision=source.revision)
         _record(listing, missing, done=True)
     if source.is_folder:
