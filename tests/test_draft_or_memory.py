@@ -80,7 +80,10 @@ class Machine:
         loads: for each, whether it was with the draft.
         planned: the same of plans.
         too_little: plans that the memory is too little for: with the draft, or without it.
+        no_plans: the engine says only when it loads whether there is room, as PyTorch.
     """
+
+    no_plans = False
 
     def __init__(self, folder: Path, streamed: float, alone: float) -> None:
         self.paths = [str(folder / name) for name in ("target", "draft")]
@@ -92,15 +95,20 @@ class Machine:
 
     def plan(self, entry: Any, draft: str | None, models_file: Any, options: LoadOptions, *, say: Any) -> PairPlan:
         self.planned.append(draft is not None)
-        if (draft is not None) in self.too_little:
-            raise NoRoom("1 GB are too little")
+        if not self.no_plans:
+            self.check(draft is not None)
         paths = self.paths if draft else self.paths[:1]
         made = LoadPlan(path=paths[0], options=options, weights=self.weights[draft is not None])
-        return PairPlan(["none"] * len(paths), paths, options, made)
+        return PairPlan(["none"] * len(paths), paths, options, None if self.no_plans else made)
+
+    def check(self, drafted: bool) -> None:
+        if drafted in self.too_little:
+            raise NoRoom("1 GB are too little")
 
     def load(self, pair: PairPlan, **options: Any) -> list[Loaded]:
         assert not any(one.open for one in self.models)
         self.loads.append(len(pair.paths) > 1)
+        self.check(len(pair.paths) > 1)
         self.models = [Loaded() for _ in pair.paths]
         return self.models
 
@@ -208,11 +216,13 @@ def test_a_draft_that_takes_no_memory_of_the_target_is_loaded_at_once(start: Sta
     assert Machine(tmp_path, 0.0, 0.0).planned == []
 
 
-def test_a_draft_without_which_the_target_would_fit_is_left_out(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("no_plans", [False, True])
+def test_a_draft_without_which_the_target_would_fit_is_left_out(start: Start, tmp_path: Path, no_plans: bool) -> None:
     machine = Machine(tmp_path, 0.56, 0.3)
-    machine.too_little = {True}
+    machine.too_little, machine.no_plans = {True}, no_plans
     backends, _ = start(machine, (9.0, 4.0))
-    assert machine.loads == [False]
+    assert machine.loads == [*([True] if no_plans else []), False]
+    assert len(backends) == 1
     assert backends[0].notes == ["the draft is left out: with it 1 GB are too little"]
     with pytest.raises(NoRoom, match="1 GB are too little"):
         start(machine, (9.0, 4.0), leave_out=False)

@@ -237,15 +237,18 @@ def open_pair(
         return load_pair(plan, remember=remember, progress=progress, say=say)
 
     busy, plans = machine_is_busy(), dict[bool, PairPlan]()
+    ways, note = None, ""
     try:
         plans[True] = planned(True)
+        ways = ways_of(plans[True], lambda: planned(False)) if leave_out else None
+        if ways is None:
+            return loaded(True), lambda pace: None  # without a plan of the weights, only loading shows whether they fit
     except NoRoom as error:
         if not leave_out or draft is None:
             raise
-        return _without_draft(loaded(False), no_room(error)), lambda pace: None
-    ways = ways_of(plans[True], lambda: planned(False)) if leave_out else None
-    if ways is None:
-        return loaded(True), lambda pace: None
+        note = no_room(error)
+    if ways is None:  # the traceback of the error is gone, and with it what was loaded
+        return _without_draft(loaded(False), note), lambda pace: None
     plans[False] = ways.target
     known = ways.measured() if remember else Speeds()
     speeds = ways.speeds(remember=remember, say=say)
