@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,16 @@ def test_types_are_those_asked_for(floats: Path, tmp_path: Path) -> None:
     found = types(tmp_path / "a.gguf")
     assert [found[f"blk.{i}.attn_v.weight"] for i in range(4)] == ["Q5_0", "Q8_0", "Q5_0", "Q5_0"]
     assert found["blk.0.ffn_up.weight"] == "Q4_0"
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("recipe", [Recipe("IQ3_XS"), Recipe("Q4_0", (("ffn_up", "iq3_xxs"),))], ids=["file", "tensor"])
+def test_a_type_that_needs_a_matrix_gets_one(floats: Path, tmp_path: Path, recipe: Recipe) -> None:
+    written = quantise(floats, tmp_path / "a.gguf", recipe)
+    assert written == quantise(floats, tmp_path / "b.gguf", replace(recipe, imatrix="auto"))
+    assert "quantize.imatrix.file" in read_gguf(tmp_path / "a.gguf").metadata
+    with pytest.raises(UsageError, match=r"(?i)^IQ3_XX?S is garbage without an importance matrix"):
+        quantise(floats, tmp_path / "c.gguf", replace(recipe, imatrix="none"))
 
 
 @pytest.mark.usefixtures("in_this_process")

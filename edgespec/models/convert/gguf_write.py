@@ -29,7 +29,8 @@ from edgespec.models.gguf_model import MOST_LAYERS, check_magic, is_gguf
 CHUNKS = 64  # of 512 tokens, that an importance matrix is computed from
 FLOATS = ("F32", "F16", "BF16")  # types of weights that may be quantised
 NOT_OF_FILES = ("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64")  # types that ggml_quantize_chunk cannot write
-NEED_MATRIX = ("IQ3_XXS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ1_S", "IQ1_M", "Q2_K_S")
+NEED_MATRIX = ("IQ3_XS", "IQ3_XXS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ1_S", "IQ1_M", "Q2_K_S")  # files
+NEED_MATRIX_AS_TENSORS = ("IQ3_XXS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M")
 BITS = {  # per weight of whole files: llama.cpp's tools/quantize/README.md, for Llama 3.1 8B
     "IQ2_M": 2.93, "IQ3_XXS": 3.25, "Q3_K_M": 4.0, "IQ4_XS": 4.46, "Q4_0": 4.66, "Q4_K_S": 4.67, "Q4_K_M": 4.89,
     "Q5_K_M": 5.7, "Q6_K": 6.56, "Q8_0": 8.5, "F16": 16.0, "BF16": 16.0,
@@ -43,7 +44,7 @@ class Recipe:
     Attributes:
         type: llama.cpp's name of a quantisation, such as Q4_K_M; "": weights stay as they are.
         types: (regular expression of tensors' names, type); the first match counts.
-        imatrix: none, auto, a matrix file, or a text file to compute one from; "": auto where `type` needs it.
+        imatrix: none, auto, a matrix file, or a text file to compute one from; "": auto where a type needs it.
         drop: numbers of layers to leave out.
         why: for the user.
     """
@@ -53,6 +54,12 @@ class Recipe:
     imatrix: str = ""
     drop: tuple[int, ...] = ()
     why: str = ""
+
+    @property
+    def needs_matrix(self) -> str:
+        """The first type that llama.cpp quantises by an importance matrix only; "": there is none."""
+        low = [name for _, name in self.types if name.upper() in NEED_MATRIX_AS_TENSORS]
+        return self.type if self.type in NEED_MATRIX else next(iter(low), "")
 
 
 PURPOSES = {
@@ -125,8 +132,10 @@ def check_names(recipe: Recipe) -> None:
             raise UsageError(f"{pattern!r} is not a regular expression: {error}") from error
     if not recipe.type and not recipe.drop:
         raise UsageError("nothing to do: say --quant, --for or --drop-layers")
-    if recipe.imatrix == "none" and recipe.type in NEED_MATRIX:
-        raise UsageError(f"{recipe.type} is garbage without an importance matrix: say --imatrix auto, or a file")
+    if recipe.imatrix == "none" and recipe.needs_matrix:
+        raise UsageError(
+            f"{recipe.needs_matrix} is garbage without an importance matrix: say --imatrix auto, or a file"
+        )
     if recipe.imatrix not in ("", "none", "auto") and not Path(recipe.imatrix).is_file():
         raise UsageError(f"{recipe.imatrix}: there is no such file; --imatrix takes auto, none, a matrix or a text")
 
@@ -207,7 +216,7 @@ def quantise(
     for part in part_names(source.name):
         check_magic(path.with_name(part))
     check_drop(path, recipe.drop)
-    matrix = recipe.imatrix or ("auto" if recipe.type in NEED_MATRIX else "none")
+    matrix = recipe.imatrix or ("auto" if recipe.needs_matrix else "none")
     job: dict[str, Any] = {
         "source": str(path), "out": "", "type": recipe.type, "types": recipe.types, "drop": recipe.drop,
         "requantise": requantise, "notes": {"general.quantized_by": f"edgespec {__version__}"}, "rehearse": True,
