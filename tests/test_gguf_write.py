@@ -346,6 +346,7 @@ STUB = """
 import sys
 from pathlib import Path
 folder, out = Path(sys.argv[1]), Path(sys.argv[sys.argv.index("--outfile") + 1])
+out = out.with_name(out.name.format(ftype="bf16"))  # as in llama.cpp
 print("INFO:hf-to-gguf:a, torch.bfloat16 --> BF16, shape = {1}", file=sys.stderr)
 if (folder / "refuse").exists():
     print("NotImplementedError: BPE pre-tokenizer was not recognized", file=sys.stderr)
@@ -388,11 +389,13 @@ def test_a_folder_without_programs_needs_no_links(
     assert out.read_bytes() == b"GGUFconfig.json model.safetensors"
 
 
-def test_a_folder_by_the_command(run: Run, folder: Path, tmp_path: Path) -> None:
-    out, no = str(tmp_path / "out.gguf"), str(tmp_path / "no.gguf")
+@pytest.mark.parametrize("name", ["out.gguf", "m-{ftype}.gguf", "m-{0}-}.gguf"])
+def test_a_folder_by_the_command(run: Run, folder: Path, tmp_path: Path, name: str) -> None:
+    out, no = str(tmp_path / name), str(tmp_path / "no.gguf")
     code, said, error = run("convert", str(folder), out, "--to", "gguf", "--converter", str(tmp_path / "stub.py"))
     assert code == 0, error
-    assert "GB of bfloat16 weights" in said
+    assert f"{name}: 0.00 GB of bfloat16 weights" in said
+    assert Path(out).is_file()
     said = run("convert", str(folder), no, "--to", "gguf", "--quant", "Q4_K_M", "--dry-run")[1]
     assert "about 0.00 GB as bfloat16, then about" in said
     assert not list(tmp_path.glob("*no.gguf*"))

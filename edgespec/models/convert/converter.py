@@ -153,7 +153,8 @@ def convert_folder(folder: Path, out: Path, *, dtype: str, script: Path, trust: 
     total = sum(len(read_safetensors_header(file)) for file in folder.glob("*.safetensors"))
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "NO_LOCAL_GGUF")}
     environment |= {"HF_HUB_OFFLINE": "1"}
-    options = ["--outfile", str(out), "--outtype", OUT_TYPES[dtype], "--model-name", folder.resolve().name]
+    named = out.with_name(out.name.replace("{", "{{").replace("}", "}}"))  # the converter formats the name
+    options = ["--outfile", str(named), "--outtype", OUT_TYPES[dtype], "--model-name", folder.resolve().name]
     done, last = 0, ""
     with subprocess.Popen(
         [sys.executable, "-s", str(script), str(staged), *options],
