@@ -362,7 +362,8 @@ def folder(tmp_path: Path) -> Path:
     path.mkdir()
     (path / "config.json").write_text("{}")
     header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    for name in ("model.safetensors", "consolidated.safetensors"):  # the same once more, which nobody reads
+        (path / name).write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
     (path / "modeling.py").write_text("raise SystemExit('must not run')")
     (tmp_path / "stub.py").write_text(STUB)
     return path
@@ -372,7 +373,7 @@ def test_programs_in_a_folder_are_left_out(folder: Path, tmp_path: Path) -> None
     seen = list[tuple[str, int, int]]()
     options: dict[str, Any] = {"dtype": "bfloat16", "script": tmp_path / "stub.py"}
     convert_folder(folder, tmp_path / "a", **options, trust=False, progress=lambda *what: seen.append(what))
-    assert (tmp_path / "a").read_bytes() == b"GGUFconfig.json model.safetensors"
+    assert (tmp_path / "a").read_bytes() == b"GGUFconfig.json consolidated.safetensors model.safetensors"
     assert seen == [("converting", 1, 1)]
     convert_folder(folder, tmp_path / "b", **options, trust=True, progress=lambda *what: None)
     assert b"modeling.py" in (tmp_path / "b").read_bytes()
@@ -386,7 +387,7 @@ def test_a_folder_without_programs_needs_no_links(
     (folder / "modeling.py").unlink()
     script, out = tmp_path / "stub.py", tmp_path / "a"
     convert_folder(folder, out, dtype="bfloat16", script=script, trust=False, progress=lambda *what: None)
-    assert out.read_bytes() == b"GGUFconfig.json model.safetensors"
+    assert out.read_bytes() == b"GGUFconfig.json consolidated.safetensors model.safetensors"
 
 
 @pytest.mark.parametrize("name", ["out.gguf", "m-{ftype}.gguf", "m-{0}-}.gguf"])

@@ -19,7 +19,8 @@ from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageErro
 from edgespec.machine.files import cache_folder, read_json_object
 from edgespec.models.convert.folder_from_gguf import Progress
 from edgespec.models.convert.gguf_write import check_layers
-from edgespec.models.safetensors_header import read_safetensors_header
+from edgespec.models.hub import WEIGHTS
+from edgespec.models.safetensors_header import Stored, read_safetensors_header
 
 ENGINE = "llama-cpp-python"
 SCRIPT = "convert_hf_to_gguf.py"
@@ -122,11 +123,15 @@ def check_folder(folder: Path, trust: bool, drop: Sequence[int] = ()) -> int:
         )
     if drop and type(layers := found[0].get("num_hidden_layers")) is int:
         check_layers(folder, drop, layers)
-    files = sorted(folder.glob("*.safetensors"))
-    weights = sum(prod(tensor.shape) for file in files for tensor in read_safetensors_header(file))
+    weights = sum(prod(tensor.shape) for tensor in _stored(folder))
     if not weights:
-        raise ModelError(f"{folder}: has no weights in *.safetensors")
+        raise ModelError(f"{folder}: has no weights in {WEIGHTS}")
     return weights
+
+
+def _stored(folder: Path) -> list[Stored]:
+    """Tensors that the converter reads; other files, such as consolidated.safetensors, hold them once more."""
+    return [tensor for file in sorted(folder.glob(WEIGHTS)) for tensor in read_safetensors_header(file)]
 
 
 def convert_folder(folder: Path, out: Path, *, dtype: str, script: Path, trust: bool, progress: Progress) -> None:
@@ -150,7 +155,7 @@ def convert_folder(folder: Path, out: Path, *, dtype: str, script: Path, trust: 
         for file in folder.iterdir():
             if file.suffix != ".py":
                 (staged / file.name).symlink_to(file.absolute())
-    total = sum(len(read_safetensors_header(file)) for file in folder.glob("*.safetensors"))
+    total = len(_stored(folder))
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "NO_LOCAL_GGUF")}
     environment |= {"HF_HUB_OFFLINE": "1"}
     named = out.with_name(out.name.replace("{", "{{").replace("}", "}}"))  # the converter formats the name
