@@ -403,6 +403,16 @@ def test_a_folder_by_the_command(run: Run, folder: Path, tmp_path: Path, name: s
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize("place", ["my--model", "models--owner--A-1.5B/snapshots/0123abc", "snapshots/0123abc"])
+def test_a_model_is_called_as_its_folder_or_its_repository(folder: Path, tmp_path: Path, place: str) -> None:
+    script, name = tmp_path / "stub.py", "A-1.5B" if "A-1.5B" in place else place.rpartition("/")[2]
+    script.write_text(STUB + 'out.write_text(sys.argv[sys.argv.index("--model-name") + 1])\n')
+    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    made, out = folder.rename(tmp_path / place), tmp_path / "a"
+    convert_folder(made, out, dtype="bfloat16", script=script, trust=False, progress=lambda *what: None)
+    assert out.read_text() == name
+
+
 def test_a_dry_run_reckons_with_the_type_that_is_written(run: Run, folder: Path, tmp_path: Path) -> None:
     command = ["convert", str(folder), str(tmp_path / "no.gguf"), "--to", "gguf", "--dry-run"]
     header = json.dumps({"a": {"dtype": "F32", "shape": [5000000], "data_offsets": [0, 20000000]}}).encode()

@@ -4,6 +4,7 @@ The wheel of llama-cpp-python has no converter, but the source archive of the sa
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -159,7 +160,7 @@ def convert_folder(folder: Path, out: Path, *, dtype: str, script: Path, trust: 
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "NO_LOCAL_GGUF")}
     environment |= {"HF_HUB_OFFLINE": "1"}
     named = out.with_name(out.name.replace("{", "{{").replace("}", "}}"))  # the converter formats the name
-    options = ["--outfile", str(named), "--outtype", OUT_TYPES[dtype], "--model-name", folder.resolve().name]
+    options = ["--outfile", str(named), "--outtype", OUT_TYPES[dtype], "--model-name", _name_of(folder)]
     done, last = 0, ""
     with subprocess.Popen(
         [sys.executable, "-s", str(script), str(staged), *options],
@@ -180,3 +181,10 @@ def convert_folder(folder: Path, out: Path, *, dtype: str, script: Path, trust: 
         if "No module named" in last:
             raise MissingPackage(last.split("'")[1], "torch,convert", "llama.cpp's converter")
         raise ModelError(f"{folder}: llama.cpp's converter refuses it: {last or 'without a word'}")
+
+
+def _name_of(folder: Path) -> str:
+    """Of a snapshot in the hub's cache the repository's name; the folder is called as its commit."""
+    whole = folder.resolve()
+    cached = re.fullmatch(r"models--.+--(.+)", whole.parent.parent.name) if whole.parent.name == "snapshots" else None
+    return cached[1] if cached else whole.name
