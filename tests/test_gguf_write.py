@@ -347,10 +347,12 @@ import sys
 from pathlib import Path
 folder, out = Path(sys.argv[1]), Path(sys.argv[sys.argv.index("--outfile") + 1])
 out = out.with_name(out.name.format(ftype="bf16"))  # as in llama.cpp
-print("INFO:hf-to-gguf:a, torch.bfloat16 --> BF16, shape = {1}", file=sys.stderr)
+print("INFO:hf-to-gguf:blk.0.attn_v.weight,  torch.bfloat16 --> BF16, shape = {1}", file=sys.stderr)
 if (folder / "refuse").exists():
     print("NotImplementedError: BPE pre-tokenizer was not recognized", file=sys.stderr)
     sys.exit(1)
+print("INFO:gguf.gguf_writer:Writing the following files:", file=sys.stderr)
+print("\\rWriting:  12%|x | 1/8\\rWriting: 100%|xx| 8/8", file=sys.stderr)
 out.write_bytes(b"GGUF" + " ".join(sorted(file.name for file in folder.iterdir())).encode())
 """
 
@@ -374,7 +376,7 @@ def test_programs_in_a_folder_are_left_out(folder: Path, tmp_path: Path) -> None
     options: dict[str, Any] = {"dtype": "bfloat16", "script": tmp_path / "stub.py"}
     convert_folder(folder, tmp_path / "a", **options, trust=False, progress=lambda *what: seen.append(what))
     assert (tmp_path / "a").read_bytes() == b"GGUFconfig.json consolidated.safetensors model.safetensors"
-    assert seen == [("converting", 1, 1)]
+    assert seen == [("naming tensors", 1, 1), ("writing", 12, 100), ("writing", 100, 100)]
     convert_folder(folder, tmp_path / "b", **options, trust=True, progress=lambda *what: None)
     assert b"modeling.py" in (tmp_path / "b").read_bytes()
 
@@ -401,6 +403,18 @@ def test_a_folder_by_the_command(run: Run, folder: Path, tmp_path: Path, name: s
     assert "about 0.00 GB as bfloat16, then about" in said
     assert not list(tmp_path.glob("*no.gguf*"))
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_tensor_that_is_not_there_is_refused_before_the_weights_are_written(
+    run: Run, folder: Path, tmp_path: Path
+) -> None:
+    script, out = tmp_path / "stub.py", tmp_path / "out.gguf"
+    script.write_text(STUB.replace('print("\\rWriting', 'import time; time.sleep(60)\nprint("\\rWriting'))
+    command = ["convert", str(folder), str(out), "--to", "gguf", "--quant", "Q4_0", "--converter", str(script)]
+    status, _, err = run(*command, "--tensor-type", "nosuch=q8_0")
+    assert status == 2
+    assert err.splitlines()[-1] == "edgespec: no tensor's name matches 'nosuch'; one of them is blk.0.attn_v.weight"
+    assert not list(tmp_path.glob("*.gguf*")) + list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize("place", ["my--model", "models--owner--A-1.5B/snapshots/0123abc", "snapshots/0123abc"])

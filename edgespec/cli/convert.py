@@ -15,6 +15,7 @@ from edgespec.models.convert.gguf_write import (
     appearing,
     check_names,
     check_out,
+    check_tensors,
     merge,
     parse_layers,
     quantise,
@@ -135,7 +136,10 @@ def from_folder(
     script = find_converter(converter, show)
     with appearing(out) as partial:
         floats = partial.with_name(f"{partial.name}.floats.gguf") if further else partial
-        convert_folder(folder, floats, dtype=dtype, script=script, trust=trust, progress=show)
+        convert_folder(
+            folder, floats, dtype=dtype, script=script, trust=trust, progress=show,
+            check=lambda tensors: check_tensors(folder, tensors, recipe, requantise=False),
+        )  # fmt: skip
         size = floats.stat().st_size
         if further:
             try:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
@@ -28,6 +28,10 @@ SCRIPT = "convert_hf_to_gguf.py"
 WANTED = (SCRIPT, "conversion/", "gguf-py/gguf/")  # of vendor/llama.cpp in the archive
 OUT_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 OUT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of a weight
+# Lines of the converter: one for each tensor, then that of the plan; only now weights are read, converted and written.
+TENSOR = re.compile(r"([\w.]+), .*--> (\w+), shape")
+PLAN = "Writing the following files"
+WRITTEN = re.compile(r"Writing: +(\d+)%")
 
 
 def find_converter(path: str | None, report: Progress) -> Path:
@@ -135,7 +139,16 @@ def _stored(folder: Path) -> list[Stored]:
     return [tensor for file in sorted(folder.glob(WEIGHTS)) for tensor in read_safetensors_header(file)]
 
 
-def convert_folder(folder: Path, out: Path, *, dtype: str, script: Path, trust: bool, progress: Progress) -> None:
+def convert_folder(
+    folder: Path,
+    out: Path,
+    *,
+    dtype: str,
+    script: Path,
+    trust: bool,
+    progress: Progress,
+    check: Callable[[Mapping[str, str]], None] = lambda tensors: None,
+) -> None:
     """Write the GGUF `out` of a model folder.
 
     Args:
@@ -144,7 +157,8 @@ def convert_folder(folder: Path, out: Path, *, dtype: str, script: Path, trust: 
         dtype: of the weights: float32, float16 or bfloat16.
         script: llama.cpp's converter.
         trust: let programs in the folder run.
-        progress: called with tensors done and in all.
+        progress: called with tensors that are named and in all, then with percent of the weights that are written.
+        check: called with names and types of the tensors, before the weights are written.
 
     Raises:
         ModelError: the converter refuses; with its last line.
@@ -161,7 +175,7 @@ def convert_folder(folder: Path, out: Path, *, dtype: str, script: Path, trust: 
     environment |= {"HF_HUB_OFFLINE": "1"}
     named = out.with_name(out.name.replace("{", "{{").replace("}", "}}"))  # the converter formats the name
     options = ["--outfile", str(named), "--outtype", OUT_TYPES[dtype], "--model-name", _name_of(folder)]
-    done, last = 0, ""
+    tensors, last = dict[str, str](), ""
     with subprocess.Popen(
         [sys.executable, "-s", str(script), str(staged), *options],
         cwd=script.parent, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8",
@@ -171,9 +185,13 @@ def convert_folder(folder: Path, out: Path, *, dtype: str, script: Path, trust: 
         try:
             for line in process.stderr:
                 last = line.strip() or last
-                if "-->" in line:
-                    done += 1
-                    progress("converting", min(done, total), total)
+                if found := TENSOR.search(line):
+                    tensors[found[1]] = found[2]
+                    progress("naming tensors", min(len(tensors), total), total)
+                elif PLAN in line and tensors:
+                    check(tensors)
+                elif found := WRITTEN.search(line):
+                    progress("writing", int(found[1]), 100)
         except BaseException:
             process.kill()
             raise
