@@ -18,6 +18,7 @@ class FakeHub:
     files: dict[str, bytes] = field(default_factory=dict)  # "owner/repo/file" -> content
     large: Callable[[str], bool] = lambda name: name.endswith((".gguf", ".safetensors"))  # these have a checksum
     checksums: bool = True
+    gated: bool = False  # files are listed, but not given
     ranges: bool = True
     wrong: Callable[[bytes], bytes] = lambda content: content  # what is really sent
     cut: Callable[[int], int | None] = lambda length: None  # bytes of an answer after which the line is cut
@@ -80,6 +81,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.send(json.dumps(rows).encode(), {})
             else:
                 self.send(json.dumps(found).encode(), {})
+            return
+        if self.hub.gated:
+            self.fail(401, "GatedRepo")
             return
         name = "/".join([*parts[:2], *parts[4:]])
         content = self.hub.files.get(name) if parts[2:3] == ["resolve"] and parts[3] in ("main", COMMIT) else None

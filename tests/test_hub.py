@@ -402,6 +402,23 @@ def test_what_is_not_there_is_one_line(fake: FakeHub, monkeypatch: pytest.Monkey
     assert not any("\n" in message for message in messages)
 
 
+@pytest.mark.parametrize("source", [SOURCE, "owner/repo:Q8_0", "owner/folder"])
+def test_a_gated_repository_says_what_to_do_before_the_question(fake: FakeHub, run: Run, source: str) -> None:
+    fake.files = {f"owner/folder/{name}": content for name, content in FOLDER.items()} | {
+        f"owner/repo/model{kind}.gguf": CONTENT for kind in ("", "-Q8_0")
+    }
+    fake.gated = True
+    for command in (["pull", source], ["run", source, "hi", "--yes"]):
+        status, out, err = run(*command)
+        assert (status, out, fake.sent) == (1, "", 0)
+        assert "its owner asks you to agree to terms first: do so on its page on the hub, then say who you are" in err
+        assert err.count("\n") == 1
+    fake.gated = False
+    assert run("pull", source)[0] == 0
+    fake.gated = source != SOURCE  # a file by its name is always asked for
+    assert run("pull", source)[0] == 0  # it is here
+
+
 def catalogue(tmp_path: Path, size: int = SIZE, digest: str = "") -> str:
     path = tmp_path / "models.yaml"
     digests = f"['{digest or hashlib.sha256(CONTENT).hexdigest()}']"

@@ -286,7 +286,11 @@ def ask(source: HubSource) -> Listing:
         HubFile(name, size, digest, storage / "snapshots" / commit / name, storage / "blobs" / (digest or "-"))
         for name, (size, digest) in sizes.items()
     ]
-    return Listing(source, commit, files)
+    listing = Listing(source, commit, files)
+    if not source.file and listing.missing:  # everybody may list what only those may fetch who agreed to its terms
+        with _errors(source):
+            get_hf_file_metadata(hub.hf_hub_url(source.repository, listing.missing[0].name, revision=commit))
+    return listing
 
 
 def _wanted(source: HubSource, names: Sequence[str]) -> list[str]:
