@@ -27,7 +27,7 @@ import huggingface_hub.constants
 
 from edgespec.cli import catalogue as catalogue_commands
 from edgespec.errors import EdgespecError, ModelError, UsageError
-from edgespec.models import download, hub, pulled
+from edgespec.models import download, hub, pulled, registry
 from edgespec.models.hub import choose_file, parse
 from edgespec.models.registry import find_model, local_head, local_path
 
@@ -475,6 +475,27 @@ def test_what_is_not_as_models_yaml_says_is_refused(
     assert (status, out) == (1, "")
     assert says in err
     assert err.count("\n") == 1
+
+
+def test_a_checksum_of_models_yaml_counts_where_the_hub_gives_none(fake: FakeHub, run: Run, tmp_path: Path) -> None:
+    fake.checksums = False
+    status, _, err = run("pull", "mine", "--models", catalogue(tmp_path, digest="0" * 64))
+    assert status == 1
+    assert f"{hashlib.sha256(CONTENT).hexdigest()[:12]}… on the hub, but 000000000000… in models.yaml" in err
+    assert fake.sent == SIZE
+    assert not any(path.read_bytes() == CONTENT for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    assert hub.cached(parse("owner/repo/model.gguf")) is None
+    assert run("models", "--installed")[1] == ""
+    assert run("pull", "mine", "--models", catalogue(tmp_path))[0] == 0
+
+
+def test_a_checksum_of_models_yaml_counts_without_a_pull(
+    fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "own_models_file", lambda: Path(catalogue(tmp_path, digest="0" * 64)))
+    with pytest.raises(ModelError, match=r"000000000000… in models\.yaml"):
+        local_path(SOURCE)
+    assert fake.sent == 0
 
 
 @pytest.mark.parametrize(

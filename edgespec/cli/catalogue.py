@@ -19,7 +19,7 @@ from edgespec.machine.memory import available_memory, format_size, in_bytes
 from edgespec.machine.this_machine import this_machine
 from edgespec.models import hub, pulled
 from edgespec.models.fit import DISK_SPEED, KEPT, MEMORY_SPEED, Fit, fit
-from edgespec.models.registry import Entry, all_models, find_draft, find_model, local_path
+from edgespec.models.registry import Entry, all_models, check_facts, find_draft, find_model, local_path
 from edgespec.weights.plan import SAFETY, two_digits
 
 
@@ -255,9 +255,7 @@ def ask(sources: Sequence[str], entries: Sequence[Entry], heads: bool) -> dict[s
     """
     listings = dict[str, hub.Listing]()
     for source in sources:
-        listings[source] = listing = hub.ask(hub.parse(source.removeprefix("hf:")))
-        for facts in filter(None, (entry.files.get(source) for entry in entries)):
-            hub.check_listing(listing, facts.bytes or None, facts.sha256)
+        listings[source] = listing = check_facts(hub.ask(hub.parse(source.removeprefix("hf:"))), source, entries)
         if heads and any(source == entry.target for entry in entries) and not listing.source.is_folder:
             head, others = hub.heads_of(listing)
             if head and head.name not in listings:

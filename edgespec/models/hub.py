@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
 from edgespec.machine.files import part_names, read_json_object, size_on_disk
 from edgespec.models import pulled
-from edgespec.models.download import STALL, Progress, download
+from edgespec.models.download import STALL, Progress, checksum, download
 
 SOURCE = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*)(?:@([\w.-]+))?(?:/(.+)|:([\w.-]+))?")
 MAIN = "main"
@@ -66,6 +66,7 @@ class HubFile:
         sha256: "" for small files, and for mirrors that give none.
         path: its place in the cache, a link to `blob`.
         blob: the file itself in the cache.
+        expected: what `sha256` should be where that is ""; "": anything.
     """
 
     name: str
@@ -73,6 +74,7 @@ class HubFile:
     sha256: str
     path: Path
     blob: Path
+    expected: str = ""
 
     @property
     def is_here(self) -> bool:
@@ -318,13 +320,16 @@ def _sha256(etag: str | None) -> str:
     return etag if etag and re.fullmatch("[0-9a-f]{64}", etag) else ""
 
 
-def check_listing(listing: Listing, size: int | None, digests: Sequence[str]) -> None:
+def check_listing(listing: Listing, size: int | None, digests: Sequence[str]) -> Listing:
     """Refuse files that differ from models.yaml.
 
     Args:
         listing: what the hub has.
         size: bytes of all files that are expected; None: any.
         digests: SHA-256 of each file; none: any.
+
+    Returns:
+        The listing, with the checksums to expect of files for which the hub gives none.
 
     Raises:
         ModelError: they differ; names both.
@@ -333,12 +338,21 @@ def check_listing(listing: Listing, size: int | None, digests: Sequence[str]) ->
     found = sum(file.size for file in listing.files)
     if size is not None and found != size:
         raise ModelError(f"{name}: has {found} bytes on the hub, but {size} in models.yaml: it is another file by now")
-    for file, digest in zip(listing.files, digests, strict=False):
-        if file.sha256 and file.sha256 != digest:
-            raise ModelError(
-                f"{file.name}: has the checksum {file.sha256[:12]}… on the hub, but {digest[:12]}… in models.yaml: it "
-                "is another file by now"
-            )
+    files = list(listing.files)
+    for i, (file, digest) in enumerate(zip(listing.files, digests, strict=False)):
+        if file.sha256:
+            _compare(file.name, file.sha256, digest)
+        else:
+            files[i] = replace(file, expected=digest)
+    return replace(listing, files=files)
+
+
+def _compare(name: str, found: str, digest: str) -> None:
+    if found != digest:
+        raise ModelError(
+            f"{name}: has the checksum {found[:12]}… on the hub, but {digest[:12]}… in models.yaml: it is another file "
+            "by now"
+        )
 
 
 def check_space(listings: Sequence[Listing]) -> None:
@@ -392,10 +406,23 @@ def fetch(
         for file in sorted(listing.files, key=lambda one: fnmatch(one.name, WEIGHTS)):
             # By the requested revision, so that the cache remembers it.
             path = hub.hf_hub_download(source.repository, file.name, revision=source.revision)
+            if file.expected and file in missing:
+                _check_fetched(source, file, Path(path), progress)
         _record(listing, missing, done=True)
     if source.is_folder:
         return str(Path(path).parents[len(Path(file.name).parts) - 1])  # a file may lie in a folder of its own
     return str(path if len(listing.files) == 1 else Path(path).with_name(Path(listing.files[0].name).name))
+
+
+def _check_fetched(source: HubSource, file: HubFile, path: Path, progress: Progress) -> None:
+    """Raises ModelError, and removes the file, if its checksum is not the expected one."""
+    label, folder = file.name.rpartition("/")[2], repository_folder(source.repository)
+    found = checksum(path, lambda done: progress(f"checking {label}", done, file.size))
+    try:
+        _compare(file.name, found, file.expected)
+    except ModelError:
+        pulled.delete_file(folder, path.relative_to(folder).as_posix())
+        raise
 
 
 def _record(listing: Listing, missing: Sequence[HubFile], done: bool) -> None:

@@ -39,16 +39,18 @@ class Pulled:
 
     @property
     def bytes(self) -> int:
-        return sum(path.stat().st_size for file in self.files for path in self._bytes_of(*file) if path.is_file())
+        places = (path for file in self.files for path in _bytes_of(self.folder, *file))
+        return sum(path.stat().st_size for path in places if path.is_file())
 
-    def _bytes_of(self, place: str, blob: str) -> list[Path]:
-        """The files with the bytes of one file, complete or not; none of them is outside `folder`."""
-        link = self.folder / place
-        known = [link.resolve()] if link.exists() else []
-        if blob:
-            known += [self.folder / blob, *(self.folder / f"{blob}{end}" for end in LEFT_BY_A_CUT)]
-        root = self.folder.resolve()
-        return [path for path in dict.fromkeys(path.resolve() for path in known) if path.is_relative_to(root)]
+
+def _bytes_of(folder: Path, place: str, blob: str) -> list[Path]:
+    """The files with the bytes of one file, complete or not; none of them is outside `folder`."""
+    link = folder / place
+    known = [link.resolve()] if link.exists() else []
+    if blob:
+        known += [folder / blob, *(folder / f"{blob}{end}" for end in LEFT_BY_A_CUT)]
+    root = folder.resolve()
+    return [path for path in dict.fromkeys(path.resolve() for path in known) if path.is_relative_to(root)]
 
 
 def add(folder: Path, source: str, files: Sequence[tuple[str, str]], done: bool) -> None:
@@ -83,17 +85,22 @@ def delete(one: Pulled) -> None:
         OSError: a file cannot be deleted.
     """
     for place, blob in one.files:
-        link, bytes_of = one.folder / place, one._bytes_of(place, blob)
-        link.unlink(missing_ok=True)
-        used = {other.resolve() for other in (one.folder / "snapshots").rglob("*")}
-        for path in bytes_of:
-            if path not in used:
-                path.unlink(missing_ok=True)
-        for parent in link.relative_to(one.folder).parents[:-1]:
-            with suppress(OSError):  # others' files are in it
-                (one.folder / parent).rmdir()
+        delete_file(one.folder, place, blob)
     with _locked(one.folder):
         _write(one.folder, [other for other in _read(one.folder) if other.source != one.source])
+
+
+def delete_file(folder: Path, place: str, blob: str = "") -> None:
+    """As `delete`, of one file; the arguments are as in `Pulled`."""
+    link, bytes_of = folder / place, _bytes_of(folder, place, blob)
+    link.unlink(missing_ok=True)
+    used = {other.resolve() for other in (folder / "snapshots").rglob("*")}
+    for path in bytes_of:
+        if path not in used:
+            path.unlink(missing_ok=True)
+    for parent in link.relative_to(folder).parents[:-1]:
+        with suppress(OSError):  # others' files are in it
+            (folder / parent).rmdir()
 
 
 @contextmanager

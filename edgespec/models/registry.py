@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -209,7 +209,7 @@ def local_path(
 
     Raises:
         UsageError: a hub source is neither a repository nor a file in one, or there can be no package of the name.
-        ModelError: it is not there.
+        ModelError: it is not there, or differs from models.yaml.
         MissingPackage: the package that has it, or that fetches it, is not installed.
     """
     scheme, _, rest = source.partition(":")
@@ -228,7 +228,15 @@ def local_path(
         return path
     if not fetch:
         raise ModelError(f"{source} is not fetched yet: edgespec pull {rest} does that")
-    return hub.fetch(hub.ask(found), lambda what, done, total: say(f"{what}, {done / 1e9:.1f} of {total / 1e9:.1f} GB"))
+    listing = check_facts(hub.ask(found), source, all_models())
+    return hub.fetch(listing, lambda what, done, total: say(f"{what}, {done / 1e9:.1f} of {total / 1e9:.1f} GB"))
+
+
+def check_facts(listing: hub.Listing, source: str, entries: Sequence[Entry]) -> hub.Listing:
+    """As `hub.check_listing`, with what these entries say about the files of a source."""
+    for facts in filter(None, (entry.files.get(source) for entry in entries)):
+        listing = hub.check_listing(listing, facts.bytes or None, facts.sha256)
+    return listing
 
 
 def local_head(source: str) -> str | None:
