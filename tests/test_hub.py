@@ -16,6 +16,7 @@ from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
 
+import fake_hub
 import pytest
 from conftest import Run
 from fake_hub import COMMIT, FakeHub
@@ -357,6 +358,15 @@ def test_a_folder_is_fetched_without_what_no_engine_reads(fake: FakeHub) -> None
         (folder / "model.safetensors.index.json").write_text(json.dumps(wrong))
         with pytest.raises(ModelError, match="is not fetched yet"):
             local_path("hf:owner/folder", fetch=False)
+
+
+def test_looking_for_a_tokenizer_leaves_a_folder_where_it_is(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.files = {f"owner/folder/{name}": content for name, content in FOLDER.items()}
+    folder, asked = local_path("hf:owner/folder"), len(fake.requests)
+    monkeypatch.setattr(fake_hub, "COMMIT", COMMIT[::-1])  # the owner has changed something
+    assert local_path("hf:owner/folder", weights=False) == folder
+    assert local_path("hf:owner/folder", fetch=False) == folder
+    assert len(fake.requests) == asked
 
 
 def test_a_folder_whose_fetch_was_stopped_is_not_complete(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
