@@ -29,6 +29,7 @@ import huggingface_hub.constants
 from edgespec.cli import catalogue as catalogue_commands
 from edgespec.errors import EdgespecError, ModelError, UsageError
 from edgespec.models import download, hub, pulled, registry
+from edgespec.models.convert import converter
 from edgespec.models.hub import choose_file, parse
 from edgespec.models.registry import find_model, local_head, local_path
 
@@ -772,7 +773,7 @@ def test_a_folder_without_weights_that_engines_read_is_one_line(fake: FakeHub, r
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["convert", SOURCE, "out.gguf", "--to", "gguf", "--quant", "Q4_0"],
+        ["convert", SOURCE, "out.gguf", "--to", "gguf", "--quant", "Q4_0", "--yes"],
         ["pair", SOURCE, "draft.gguf", "--yes"],
         ["doctor", SOURCE, "--draft", "draft.gguf", "--yes"],
     ],
@@ -819,9 +820,47 @@ def test_a_command_asks_before_it_fetches(
     assert "fetching owner/repo/model.gguf: 0.00 GB\n" in err
 
 
-def test_a_wrong_type_is_refused_before_a_model_is_fetched(run: Run, fake: FakeHub) -> None:
+@pytest.mark.parametrize("source", [SOURCE, "hf:owner/folder"])
+def test_convert_asks_before_it_fetches(fake: FakeHub, run: Run, tmp_path: Path, source: str) -> None:
     pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
-    status, _, err = run("convert", SOURCE, "out.gguf", "--to", "gguf", "--quant", "Q9_9")
-    assert status == 2
-    assert "there is no type 'Q9_9'" in err
-    assert not fake.sent
+    fake.files |= {f"owner/folder/{name}": content for name, content in FOLDER.items()}
+    fake.files["owner/repo/mtp-model.gguf"] = b"GGUF head"
+    (tmp_path / "stub.py").touch()
+    command = ["convert", source, str(tmp_path / "out.gguf"), "--to", "gguf", "--quant", "Q4_0"]
+    command += [] if source == SOURCE else ["--converter", str(tmp_path / "stub.py")]
+    status, out, err = run(*command)
+    assert (status, out, fake.sent) == (1, "", 0)
+    assert f"are not here yet; say --yes, or fetch them first: edgespec pull {source}" in err
+    status, _, err = run(*command, "--yes")
+    assert status == 1  # what is fetched are no weights
+    assert f"fetching {source[3:]}" in err
+    assert local_path(source, fetch=False)
+    assert local_head(SOURCE) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([SOURCE], "nothing to do: say --quant, --for or --drop-layers"),
+        ([SOURCE, "--quant", "Q9_9"], "there is no type 'Q9_9'"),
+        ([SOURCE, "--quant", "Q4_0", "--trust"], "--trust is for model folders"),
+        ([SOURCE, "--quant", "Q4_0", "--dtype", "float16"], "--dtype is for model folders"),
+        (["hf:owner/folder", "--requantise"], "--requantise is for GGUFs"),
+        (["hf:owner/folder", "--converter", "no-such.py"], "no-such.py: there is no such file; --converter takes"),
+    ],
+)
+def test_what_convert_refuses_is_not_fetched(fake: FakeHub, run: Run, arguments: list[str], says: str) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
+    source, *options = arguments
+    status, _, err = run("convert", source, "out.gguf", "--to", "gguf", *options, "--yes")
+    assert (status, fake.sent) == (2, 0)
+    assert says in err.splitlines()[-1]
+
+
+def test_convert_names_a_missing_package_before_it_fetches(
+    fake: FakeHub, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(converter, "find_spec", lambda name: None)
+    status, _, err = run("convert", "hf:owner/folder", "out.gguf", "--to", "gguf", "--yes")
+    assert (status, fake.requests) == (1, [])
+    assert "llama.cpp's converter needs the package 'torch'" in err

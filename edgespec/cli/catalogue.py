@@ -293,13 +293,14 @@ def find_pair(model: str, draft: str | None, models_file: str | None, drafts: bo
     return found + ([find_draft(draft, entry, models_file).model_copy(update={"draft": None})] if draft else [])
 
 
-def pull_what_is_missing(entries: Sequence[Entry], models_file: str | None, yes: bool) -> None:
+def pull_what_is_missing(entries: Sequence[Entry], models_file: str | None, yes: bool, *, heads: bool = True) -> None:
     """Fetch missing files before a run, after a question unless `yes`.
 
     Args:
         entries: of `find_pair`.
         models_file: in which their names are, besides the built-in one.
         yes: do not ask.
+        heads: fetch the heads of targets, too.
 
     Raises:
         EdgespecError: files are missing, and there is no terminal for the question.
@@ -307,7 +308,7 @@ def pull_what_is_missing(entries: Sequence[Entry], models_file: str | None, yes:
     missing = [source for source in sources_of(entries, draft=True) if not hub.cached(hub.parse(source[3:]))]
     if not missing:
         return
-    listings = ask(missing, entries, heads=True)
+    listings = ask(missing, entries, heads=heads)
     size = sum(file.size for listing in listings.values() for file in listing.missing)
     what = f"{', '.join(source[3:] for source in missing)}: {size / 1e9:.2f} GB"
     if size and yes:

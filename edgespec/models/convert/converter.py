@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from edgespec.models.safetensors_header import Stored, read_safetensors_header
 
 ENGINE = "llama-cpp-python"
 SCRIPT = "convert_hf_to_gguf.py"
+NEEDS = "torch,convert"  # extras of edgespec
 WANTED = (SCRIPT, "conversion/", "gguf-py/gguf/")  # of vendor/llama.cpp in the archive
 OUT_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 OUT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of a weight
@@ -32,6 +34,21 @@ OUT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of a weight
 TENSOR = re.compile(r"([\w.]+), .*--> (\w+), shape")
 PLAN = "Writing the following files"
 WRITTEN = re.compile(r"Writing: +(\d+)%")
+
+
+def check_converter(path: str | None) -> None:
+    """Errors of `find_converter` and `convert_folder` that are known before anything is fetched.
+
+    Raises:
+        UsageError: there is no such script.
+        MissingPackage: a package that the engine's converter needs is not installed.
+    """
+    if path is not None:
+        find_converter(path, lambda what, done, total: None)
+        return
+    for package in ("torch", "transformers"):
+        if find_spec(package) is None:
+            raise MissingPackage(package, NEEDS, "llama.cpp's converter")
 
 
 def find_converter(path: str | None, report: Progress) -> Path:
@@ -197,7 +214,7 @@ def convert_folder(
             raise
     if process.returncode:
         if "No module named" in last:
-            raise MissingPackage(last.split("'")[1], "torch,convert", "llama.cpp's converter")
+            raise MissingPackage(last.split("'")[1], NEEDS, "llama.cpp's converter")
         raise ModelError(f"{folder}: llama.cpp's converter refuses it: {last or 'without a word'}")
 
 
