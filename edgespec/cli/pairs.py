@@ -58,7 +58,7 @@ def pair(
     asked = questions([task.strip() for task in options.pop("tasks").split(",")], count)
     check_whole("max tokens", max_tokens, 2)  # the first needs no pass
     check_whole("budget", budget, 1)
-    in_bytes("--memory", options["memory"])
+    room = in_bytes("--memory", options["memory"])
     for name, value in (("--png", png), ("--write", write)):
         if value == "":
             raise UsageError(f"{name} is empty: give a name")
@@ -90,7 +90,8 @@ def pair(
         for done, candidate in enumerate(candidates):
             if find:
                 bar.update("comparing vocabularies", done, len(candidates))
-            good += [candidate] if _suits(path, candidate, context_length, find, bar, **options) else []
+            if _suits(path, candidate, context_length, find, bar, room, options["models_file"]):
+                good.append(candidate)
     if find:
         click.echo(f"{len(good)} of {len(candidates)} files have the target's vocabulary", err=True)
     elif draft and not good:
@@ -121,7 +122,7 @@ def pair(
 
 
 def _suits(
-    path: str, draft: str, context_length: int, quietly: bool, bar: Bars, *, memory: str | None, models_file: str | None
+    path: str, draft: str, context_length: int, quietly: bool, bar: Bars, room: int | None, models_file: str | None
 ) -> bool:
     """Print refusals and warnings; true if the draft can be used."""
     from edgespec.measure.pair_checks import check_pair, no_states
@@ -129,8 +130,7 @@ def _suits(
     if draft in OWN:
         raise UsageError(no_states(draft))
     other = local_path(find_model(draft, models_file).target)
-    room = in_bytes("--memory", memory) or available_memory()
-    verdict = check_pair(path, other, context_length=context_length, memory=room)
+    verdict = check_pair(path, other, context_length=context_length, memory=room or available_memory())
     if not quietly:
         bar.stop()
         for line in verdict.refusals:
