@@ -26,7 +26,7 @@ from edgespec.machine.measurements import remember as keep
 from edgespec.machine.system import machine_is_busy
 from edgespec.models.registry import Entry
 from edgespec.planners.auto import AutoState, Share
-from edgespec.weights.plan import Plan
+from edgespec.weights.plan import Plan, two_digits
 
 AGREEMENT = 0.7  # share of draft tokens that are accepted, until it is known
 DEEPEST = 16  # draft tokens
@@ -262,11 +262,13 @@ def open_pair(
     else:
         backends = loaded(speeds.drafted > speeds.plain if speeds.are_known else not ways.fits)
     if not backends[1:]:
-        figures = f": about {speeds.drafted:.1f} tokens/s with it, {speeds.plain:.1f} without"
+        figures = ""
+        if speeds.are_known:
+            figures = f": about {two_digits(speeds.drafted)} tokens/s with it, {two_digits(speeds.plain)} without"
         _without_draft(
             backends,
             f"the draft is left out: it takes the memory of {ways.missing / 1e9:.2f} GB of weights, which every pass "
-            f"would read{figures if speeds.are_known else ''}; --planner specexec uses it all the same",
+            f"would read{figures}; --planner specexec uses it all the same",
         )
 
     def learn(pace: AutoState) -> None:
