@@ -22,6 +22,7 @@ from conftest import Run
 from edgespec.backends.llamacpp.tools import imatrix as imatrix_module
 from edgespec.backends.llamacpp.tools.quantise import read_imatrix
 from gguf_files import small_llama
+from head_files import write_step35
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
 from edgespec.loop.engines import load_vocab
@@ -97,6 +98,32 @@ def test_a_type_that_needs_a_matrix_gets_one(floats: Path, tmp_path: Path, recip
     assert "quantize.imatrix.file" in read_gguf(tmp_path / "a.gguf").metadata
     with pytest.raises(UsageError, match=r"(?i)^IQ3_XX?S is garbage without an importance matrix"):
         quantise(floats, tmp_path / "c.gguf", replace(recipe, imatrix="none"))
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_head_is_spared_low_types_since_no_matrix_has_it(tmp_path: Path) -> None:
+    source, out = write_step35(tmp_path / "a.gguf"), tmp_path / "b.gguf"  # three layers and three heads
+    recipe = Recipe("Q4_0", (("attn_v", "q8_0"), ("attn", "iq3_xxs")))
+    foretold = quantise(source, out, recipe, rehearse=True)
+    assert foretold.bytes == quantise(source, out, recipe).bytes == tensor_bytes(out)
+    found = types(out)
+    assert [found[f"blk.{i}.attn_q.weight"] for i in range(6)] == 3 * ["IQ3_XXS"] + 3 * ["Q6_K"]
+    assert {found[f"blk.{i}.attn_v.weight"] for i in range(6)} == {"Q8_0"}
+
+
+def test_heads_are_found_by_their_new_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As llama.cpp knows them when layers are left out."""
+    writer, jobs = gguf.GGUFWriter(tmp_path / "a.gguf", "llama"), list[dict[str, Any]]()
+    writer.add_block_count(6)
+    writer.add_uint32("llama.nextn_predict_layers", 2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    monkeypatch.setattr(gguf_write, "_child", lambda name, job, say: jobs.append(job) or {"tensors": {}, "bytes": 0})
+    for name in ("IQ2_M", "Q4_0"):
+        quantise(tmp_path / "a.gguf", tmp_path / "b.gguf", Recipe(name, drop=(1, 2)), rehearse=True)
+    assert [job["types"] for job in jobs] == [[(r"^blk\.2\.", "q6_K"), (r"^blk\.3\.", "q6_K")], []]
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -23,8 +23,9 @@ from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageErro
 from edgespec.machine.files import part_names
 from edgespec.models.convert.calibration import calibration_text
 from edgespec.models.convert.folder_from_gguf import Progress, check_space
-from edgespec.models.gguf_header import own_header, whole_number
+from edgespec.models.gguf_header import own_header, own_values, whole_number
 from edgespec.models.gguf_model import MOST_LAYERS, check_magic, is_gguf
+from edgespec.models.heads import head_layers
 
 CHUNKS = 64  # of 512 tokens, that an importance matrix is computed from
 FLOATS = ("F32", "F16", "BF16")  # types of weights that may be quantised
@@ -218,7 +219,7 @@ def quantise(
     check_drop(path, recipe.drop)
     matrix = recipe.imatrix or ("auto" if recipe.needs_matrix else "none")
     job: dict[str, Any] = {
-        "source": str(path), "out": "", "type": recipe.type, "types": recipe.types, "drop": recipe.drop,
+        "source": str(path), "out": "", "type": recipe.type, "types": _spare_heads(path, recipe), "drop": recipe.drop,
         "requantise": requantise, "notes": {"general.quantized_by": f"edgespec {__version__}"}, "rehearse": True,
         "imatrix": "" if matrix == "none" else "unknown",
     }  # fmt: skip
@@ -235,6 +236,17 @@ def quantise(
         job |= {"out": str(partial), "rehearse": False}
         made = _child("quantise", job, lambda line: report("quantising", line["done"], line["total"]))["bytes"]
     return Written(made, out.stat().st_size)
+
+
+def _spare_heads(path: Path, recipe: Recipe) -> list[tuple[str, str]]:
+    """The recipe's types of tensors; a head gets q6_K in place of types that need a matrix, since none is of heads."""
+    types = list(recipe.types)
+    if recipe.needs_matrix and (heads := head_layers(str(path))):
+        layers = int(own_values(str(path)).get("block_count", heads))
+        kept = [layer for layer in range(layers) if layer not in recipe.drop]  # llama.cpp numbers them anew
+        low = next((i for i, (_, name) in enumerate(types) if name.upper() in NEED_MATRIX_AS_TENSORS), len(types))
+        types[low:low] = [(rf"^blk\.{i}\.", "q6_K") for i, layer in enumerate(kept) if layer >= layers - heads]
+    return types
 
 
 def _matrix(source: Path, asked: str, partial: Path, report: Progress) -> tuple[str, str]:
