@@ -541,6 +541,14 @@ def test_a_draft_takes_room(llama, monkeypatch):
     close_all(alone, beside)
 
 
+def test_a_cascades_draft_has_two_sessions_for_each_text(llama, monkeypatch):
+    counted = []
+    monkeypatch.setattr(backend_module, "_draft_bytes", lambda path, size: counted.append(size.sessions) or 0)
+    for mixed in (False, True):
+        load(str(llama), memory="1G", sessions=3, draft_files=[str(llama)], mixed=mixed).close()
+    assert counted == [3, 6]
+
+
 def test_a_mac_has_no_more_than_its_gpu_can_hold(monkeypatch):
     machine = Machine(platform="darwin", processors=8, cores=4, memory=32 << 30, free=30 << 30)
     assert memory_module.free_memory(machine) == 30 << 30

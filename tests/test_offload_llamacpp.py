@@ -821,6 +821,15 @@ def test_a_draft_takes_its_part(tiny: Path, smollm2: Path) -> None:
     assert beside - alone > smollm2.stat().st_size + 4 * MIB  # caches and buffers
 
 
+def test_a_cascades_draft_has_two_sessions_for_each_text(tiny: Path, smollm2: Path) -> None:
+    plain, cascade = (
+        llamacpp_memory.MemoryPlanner(str(tiny), LoadOptions(draft_files=(str(smollm2),), mixed=mixed), this_machine())
+        for mixed in (False, True)
+    )
+    size = ContextSize(256, 16, 2, MIN_NODES, share=SHARE)
+    assert plain._drafts(size) < cascade._drafts(size) == plain._drafts(replace(size, sessions=4))
+
+
 def test_a_drafts_per_layer_embeddings_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row for each token is read of them; the system may take back the others."""
     tensors = [Tensor("blk.0.w", 0, 0, 5), Tensor("per_layer_token_embd.weight", 0, 5, 1000)]

@@ -185,3 +185,11 @@ def test_a_window_beside_recurrent_layers_is_refused(tmp_path, monkeypatch):
         ModelError, match=r"some layers are recurrent and others have a sliding window.*use another model"
     ):
         llamacpp.load(str(path))
+
+
+def test_texts_are_counted_before_the_target_is_loaded(path):
+    """A cascade's draft has two sessions for each text."""
+    with pytest.raises(UsageError, match=r"64 texts at once are too many: .*, so take 63$"):
+        llamacpp.load(path, context_length=64, sessions=64)
+    with pytest.raises(UsageError, match=r"32 texts at once are too many: .*, so take 31$"):
+        llamacpp.load(path, context_length=64, sessions=32, draft_files=[path], mixed=True)

@@ -38,6 +38,7 @@ class ContextSize:
         share: part of the context length for each further session.
         own_ids: sequence ids that each session owns.
         head: of a head, whose cache is a plain one, and whose passes give logits of all rows.
+        each: sessions of one text.
     """
 
     context_length: int
@@ -48,6 +49,7 @@ class ContextSize:
     share: float = 1.0
     own_ids: int = 1
     head: bool = False
+    each: int = 1
 
     def __post_init__(self) -> None:
         if self.kv_type is not None and not set(kv_types(self.kv_type)) <= KV_TYPES.keys():
@@ -81,7 +83,8 @@ class ContextSize:
         most = (LLAMA_MAX_SEQ - EXTRA_IDS) // (2 * IN_WINDOWS)
         if self.sessions > most:
             raise UsageError(
-                f"{self.sessions} texts at once are too many: a layer has a sliding window, so take {most}"
+                f"{self.sessions // self.each} texts at once are too many: a layer has a sliding window, "
+                f"so take {most // self.each}"
             )
         return replace(self, own_ids=IN_WINDOWS)
 

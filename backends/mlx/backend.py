@@ -399,7 +399,8 @@ class MlxEngine(Engine):
         size = PassSize(context_length, options.budget, options.sessions, MIN_NODES)
         plan, layout, notes = None, None, list[str]()
         if not options.resident and can_stream(machine):
-            drafts = sum(_draft_bytes(other, size) for other in options.draft_files)
+            of_draft = replace(size, sessions=size.sessions * options.draft_sessions)
+            drafts = sum(_draft_bytes(other, of_draft) for other in options.draft_files)
             plan, size, layout, notes = plan_memory(
                 lazy, size, memory, used, drafts, machine, options.widest, options.own_layers
             )

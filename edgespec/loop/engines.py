@@ -158,13 +158,18 @@ class LoadOptions:
             check_flag("keep_packed", self.keep_packed)
         object.__setattr__(self, "lenders", check_texts("lenders", self.lenders))
 
+    @property
+    def draft_sessions(self) -> int:
+        """Sessions of a draft for each of the target."""
+        return 2 if self.mixed else 1
+
     def for_draft(self) -> Self:
         """Options of a draft, which stays in memory, and uses the GPU unless `gpu_layers` is 0."""
         gpu_layers = 0 if self.gpu_layers == 0 else None
         return replace(
             self, exact=self.exact if self.mixed else "off", widest=0, memory=None, gpu_memory=None,
             gpu_layers=gpu_layers, lenders=(), draft_files=(), resident=True, in_order=self.mixed, own_head=False,
-            sessions=self.sessions * (2 if self.mixed else 1), sparse_attention=None,
+            sessions=self.sessions * self.draft_sessions, sparse_attention=None,
         )  # fmt: skip
 
 

@@ -136,9 +136,9 @@ class MemoryPlanner:
         return [self._buffers[path, size] for size in sizes]
 
     def _drafts(self, size: ContextSize) -> int:
-        total = 0
+        total, each = 0, self.options.draft_sessions
         for path in self.options.draft_files:
-            head, whole = is_head(path), replace(size, share=1.0)
+            head, whole = is_head(path), replace(size, share=1.0, sessions=each * size.sessions, each=each)
             if head:
                 total += states_bytes(path, size)
             [buffers] = self._rehearse(path, [of_head(whole) if head else whole], self.path if head else "")
