@@ -105,13 +105,13 @@ def test_the_processors_are_looked_at_now_and_then() -> None:
     assert changes == [True, False]
 
 
-def passes(slow: SlowPasses, begin: float, *seconds: float) -> tuple[list[int], float]:
+def passes(slow: SlowPasses, begin: float, *seconds: float, cells: int = 9) -> tuple[list[int], float]:
     """Threads left out of passes of one node that follow each other, and when the last ends; 4 threads."""
     found = []
     for took in seconds:
         found.append(slow.fewer(begin))
         begin += took
-        slow.took(1, found[-1], took, begin, 4)
+        slow.took(1, cells, found[-1], took, begin, 4)
     return found, begin
 
 
@@ -144,8 +144,8 @@ def test_passes_of_other_sizes_and_a_growing_cache_are_not_slow() -> None:
     for i in range(200):
         assert slow.fewer(now) == 0
         now += 0.1 * 1.015**i
-        slow.took(1, 0, 0.1 * 1.015**i, now, 4)
-    slow.took(512, 0, 60.0, now + 60, 4)
+        slow.took(1, 9, 0, 0.1 * 1.015**i, now, 4)
+    slow.took(512, 9, 0, 60.0, now + 60, 4)
     assert slow.fewer(now + 60) == 0
 
 
@@ -153,9 +153,31 @@ def test_threads_are_given_up_to_the_last() -> None:
     slow = SlowPasses()
     passes(slow, 0.0, 0.1)
     for _ in range(6):
-        slow.took(1, slow.fewer(0.0), 0.4, 0.0, 4)
+        slow.took(1, 9, fewer := slow.fewer(0.0), 0.4 * 4 / (4 - fewer), 0.0, 4)
     assert slow.fewer(0.0) == 3
     assert threads_for(4, 4.0, 3, nodes=2, cells=5000) == 1
+
+
+def test_a_longer_context_is_no_disturbance() -> None:
+    slow = SlowPasses()
+    _, now = passes(slow, 0.0, *[0.01] * 100)
+    assert passes(slow, now, *[0.04] * 20, cells=4000)[0] == [0] * 20
+
+
+def test_passes_with_fewer_threads_take_longer_without_a_disturbance() -> None:
+    slow, now, left_out = SlowPasses(), 0.0, list[int]()
+    for full in [0.1, *[0.5] * 3, *[0.1] * 20]:
+        left_out.append(slow.fewer(now))
+        _, now = passes(slow, now, full * 4 / (4 - left_out[-1]))
+    assert max(left_out) == 3
+    assert left_out[-1] == 0
+
+
+def test_a_text_that_grows_in_a_disturbance_is_still_compared_with_undisturbed_passes() -> None:
+    slow = SlowPasses()
+    _, now = passes(slow, 0.0, 0.1, 0.1, 0.5, cells=127)
+    found, now = passes(slow, now, *[0.1 * 4 / 3] * 4, 0.5, 0.1, cells=128)
+    assert found == [1, 1, 1, 1, 0, 1]
 
 
 def test_a_system_that_does_not_say_how_busy_it_is() -> None:

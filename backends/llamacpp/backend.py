@@ -256,7 +256,7 @@ class LlamaBackend:
                 watch.finish()
         if self.yielding:
             crowd().pass_ended(ended := monotonic())
-            self._slow.took(total, fewer, ended - began, ended, self.yielding)
+            self._slow.took(total, self._most_cells, fewer, ended - began, ended, self.yielding)
         if watch and watch.error is not None:
             raise watch.error
         if status == ABORTED:

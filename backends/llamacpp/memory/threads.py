@@ -161,25 +161,29 @@ class SlowPasses:
 
     def __init__(self) -> None:
         self._fewer = 0
-        self._usual: dict[int, float] = {}  # by the bits of the number of nodes
+        self._usual: dict[tuple[int, int], float] = {}  # by the bits of the numbers of nodes and cells
         self._patience, self._trial_at = 1.0, 0.0
 
     def fewer(self, now: float) -> int:
         """Threads to leave out of a pass that begins now."""
         return self._fewer - (self._fewer > 0 and now >= self._trial_at)
 
-    def took(self, nodes: int, fewer: int, seconds: float, now: float, threads: int) -> None:
+    def took(self, nodes: int, cells: int, fewer: int, seconds: float, now: float, threads: int) -> None:
         """
         Args:
             nodes: tokens in the pass.
+            cells: in use.
             fewer: threads that were left out.
             seconds: the pass took.
             now: its end.
             threads: of a pass on an idle machine.
         """
-        usual = self._usual.get(nodes.bit_length(), seconds)
-        self._usual[nodes.bit_length()] = min(usual * GROWTH, seconds)
-        if seconds > SLOW * usual:
+        of_nodes, of_cells = nodes.bit_length(), cells.bit_length()
+        below = self._usual.get((of_nodes, of_cells - 1), seconds)
+        usual = self._usual.get((of_nodes, of_cells), below)
+        least = seconds * (threads - fewer) / threads  # with all threads, the pass takes from `least` to `seconds`
+        self._usual[of_nodes, of_cells] = min(max(usual, min(usual * GROWTH, least)), seconds)
+        if least > SLOW * usual:
             self._fewer = min(fewer + 1, threads - 1)
             self._trial_at = now + self._patience * seconds
             self._patience = min(2 * self._patience, MOST_PATIENCE)
