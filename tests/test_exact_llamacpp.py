@@ -566,6 +566,46 @@ def test_families(weights, kind):
             assert write(target, SssdPlanner(), LONG[:400], sampling, 24)[0] == plain, sampling
 
 
+def last_row(backend, session, token_ids):
+    found, node = prefill(backend, session, token_ids, want_last=True)
+    return found.row(node)
+
+
+def test_a_prompt_after_a_failed_pass_has_its_class_behind_a_window(weights, monkeypatch):
+    """Cells that were put in order are waste behind a rewind, so the next prompt begins where a tile does."""
+    old, new = [7 + 3 * i % 240 for i in range(200)], [9 + 5 * i % 240 for i in range(600)]
+    with loaded(weights("gemma3"), "narrow") as target:
+        session, rows, decode = target.open(), list[int](), target._decode
+        expected = last_row(target, session, old[:128] + new)
+        session.rewind(0)
+        prefill(target, session, old)
+        target.cells.uncertain = True
+        target.forward([Work(session, np.array([3], np.int32), np.array([-1], np.int32), np.array([0]))])
+        session.commit([])
+        monkeypatch.setattr(target, "_decode", lambda total: (rows.append(total), decode(total)))
+        assert np.array_equal(last_row(target, session, old[:128] + new), expected)
+        assert sum(rows) >= 600
+        assert max(rows) <= llama_cpp.llama_n_ubatch(target.context)
+
+
+def test_a_mixtures_prompt_has_only_its_own_rows_behind_a_window(tmp_path, monkeypatch):
+    """Rows before it would choose experts, and kernels depend on the number of rows."""
+    import mixture_files
+
+    for name, value in {"WIDTH": 256, "HEAD": 64, "KINDS": {"gpt-oss": ("gpt-oss", 2, 256)}}.items():
+        monkeypatch.setattr(mixture_files, name, value)
+    whole, path = (tmp_path / f"{name}.gguf" for name in ("f32", "tiny"))
+    quantised(mixture_files.write_mixture(whole, "gpt-oss", bits=32), path, KINDS["Q4_K_M"])
+    text = [9 + 7 * i % 240 for i in range(30)]
+    with loaded(path, "narrow", repack=False, sessions=2) as target:
+        session, other = target.open(), target.open()
+        assert target.capabilities.exact.blocks
+        expected = last_row(target, session, text)
+        session.rewind(0)
+        prefill(target, other, text[:10])
+        assert np.array_equal(last_row(target, session, text), expected)
+
+
 def test_experts_make_large_passes_no_class(weights):
     path = weights("mixtral")
     with pytest.raises(UsageError, match="at most 7 rows agree"), loaded(path, "wide", repack=False):

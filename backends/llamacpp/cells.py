@@ -120,6 +120,7 @@ class Cells:
         self.padding_id = ids
         self._waste_ids = range(ids + 1, ids + 1 + (IN_WINDOWS if window else 1))
         self.window = window
+        self._part = min(window or TILE, TILE)  # cells that are copied at once
         self.spare = sys.maxsize  # bytes for copies of cells
         self._marks = 0
         self._context = context
@@ -153,7 +154,7 @@ class Cells:
         if source is None or not source.cached:
             return count == 0
         while count:
-            some = min(count, source.cached)
+            some = min(count, source.cached, self._part)
             with self._copied(source, 0, some):
                 self.waste([self.padding_id], 0)
             count -= some
@@ -256,7 +257,7 @@ class Cells:
             Serialised cells of a session at positions from `start` to `stop`, a tile at once. No part is longer than a
             sliding window: llama.cpp omits cells that have left the window at a part's end, but a rewind needs them.
         """
-        step, seq = min(self.window or TILE, TILE), self.padding_id
+        step, seq = self._part, self.padding_id
         edges = [start, *range(start - start % step + step, stop, step), stop] if start < stop else []
         for first, last in pairwise(edges):
             llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)

@@ -34,7 +34,7 @@ class Owner(nodes.Owner, Protocol):
     Attributes:
         memory: llama.cpp's cache; None once it is freed.
         context: llama.cpp's.
-        copies: cells can be copied.
+        copies: cells can be copied to continue in another tile.
         in_order: keep cells in the order of the tokens.
         cells: of all sessions.
         tiles: attention over long prompts adds up tiles.
@@ -281,10 +281,6 @@ class LlamaSession(NodeSession):
         return whole_tiles(length)
 
     @property
-    def may_copy(self) -> bool:
-        return self._backend.copies
-
-    @property
     def _in_tiles(self) -> bool:
         """True if attention adds up tiles over prompts, but not over trees."""
         exact = self._backend.capabilities.exact
@@ -458,7 +454,8 @@ def paddings(
 
     Returns:
         Rows of padding before each work, so that prompts have the tiles of an empty cache. Before the first work,
-        copied cells replace the rows if possible.
+        copied cells replace the rows: a pass has no room for rows beside the longest prompt, and experts of a mixture
+        that they choose would change the prompt's bits.
 
     Raises:
         ContextFull: a prompt cannot be continued; nothing has changed.
@@ -469,6 +466,6 @@ def paddings(
     for session, work in zip(sessions, batch, strict=True):
         found.append(session.padding_before(work, end))
         end += found[-1] + session.unread_committed + len(work.token_ids)
-    if found[0] and sessions[0].may_copy and cells.fill(found[0], every):
+    if found[0] and cells.fill(found[0], every):
         found[0] = 0
     return found
