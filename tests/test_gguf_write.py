@@ -21,7 +21,7 @@ import gguf
 from conftest import Run
 from edgespec.backends.llamacpp.tools import imatrix as imatrix_module
 from edgespec.backends.llamacpp.tools.quantise import read_imatrix
-from gguf_files import small_llama
+from gguf_files import VOCAB, byte_level_vocab, small_llama
 from head_files import write_step35
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
@@ -166,6 +166,62 @@ def test_the_matrix_is_the_mean_square_of_inputs(floats: Path, tmp_path: Path) -
     normed = rows / np.sqrt((rows**2).mean(1, keepdims=True) + 1e-5) * reader["blk.0.attn_norm.weight"].data
     found = collector.sums["blk.0.attn_q.weight"][0] / collector.counts["blk.0.attn_q.weight"][0]
     assert np.allclose(found, (normed**2).mean(0), rtol=1e-2)
+
+
+def write_latent_attention(path: Path) -> Path:
+    """A made-up DeepSeek 2 without experts; attn_k_b and attn_v_b have a matrix for each head."""
+    width, heads, rank, plain, turned, values = 128, 4, 32, 32, 32, 64
+    writer, rng = gguf.GGUFWriter(path, "deepseek2"), np.random.default_rng(0)
+    writer.add_block_count(2)
+    writer.add_leading_dense_block_count(2)
+    writer.add_context_length(2048)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(2 * width)
+    writer.add_expert_feed_forward_length(width)
+    writer.add_expert_count(0)
+    writer.add_expert_shared_count(0)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(1)
+    writer.add_q_lora_rank(64)
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length(rank + turned)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(plain + turned)
+    writer.add_value_length_mla(values)
+    writer.add_rope_dimension_count(turned)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_file_type(0)
+    byte_level_vocab(writer)
+    shapes = {"token_embd": (VOCAB, width), "output": (VOCAB, width), "output_norm": (width,)}
+    for layer in range(2):
+        of_layer = {
+            "attn_norm": (width,), "attn_q_a_norm": (64,), "attn_kv_a_norm": (rank,), "ffn_norm": (width,),
+            "attn_q_a": (64, width), "attn_q_b": (heads * (plain + turned), 64),
+            "attn_kv_a_mqa": (rank + turned, width),
+            "attn_k_b": (heads, rank, plain), "attn_v_b": (heads, values, rank), "attn_output": (width, heads * values),
+            "ffn_gate": (2 * width, width), "ffn_up": (2 * width, width), "ffn_down": (width, 2 * width),
+        }  # fmt: skip
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in of_layer.items()}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", rng.normal(0, 0.1, shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_each_heads_matrix_has_sums_of_its_own(tmp_path: Path) -> None:
+    path = write_latent_attention(tmp_path / "f32.gguf")
+    collector = imatrix_module.collect(str(path), [*range(256)] * 2, lambda line: None)
+    for name, columns in (("k", 32), ("v", 32)):
+        sums, counts = (found[f"blk.1.attn_{name}_b.weight"] for found in (collector.sums, collector.counts))
+        assert sums.shape == (4, columns)
+        assert counts.tolist() == [imatrix_module.TOKENS] * 4
+        assert len({*sums[:, 0]}) == 4
+    quantise(path, tmp_path / "out.gguf", Recipe("Q4_0", imatrix="auto"))
+    assert types(tmp_path / "out.gguf")["blk.0.attn_k_b.weight"] == "Q4_0"
 
 
 def test_experts_are_counted_apart() -> None:

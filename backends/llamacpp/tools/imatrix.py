@@ -26,8 +26,8 @@ F32, I32 = 0, 26  # ggml_type
 class Collector:
     """
     Attributes:
-        sums: by weight, of squares of its inputs [experts, columns].
-        counts: by weight, number of summed rows [experts].
+        sums: by weight, of squares of its inputs [experts or heads, columns].
+        counts: by weight, number of summed rows [experts or heads].
         error: raised in the callback.
     """
 
@@ -58,12 +58,17 @@ class Collector:
                 if op == b"MUL_MAT_ID":
                     self._experts(name, weight, rows, others[0])
                 else:
-                    values = view(rows)  # [n3, n2, rows, columns]
-                    self._add(name, 1, np.array([0]), np.square(values).sum((0, 1, 2))[None], values[..., 0].size)
+                    self._matrices(name, weight, rows)
             return wanted or not ask
         except BaseException as error:
             self.error = self.error or error
             return not ask
+
+    def _matrices(self, name: str, weight: GgmlTensor, rows: GgmlTensor) -> None:
+        """One matrix, or one for each head, such as attn_k_b; llama.cpp's quantiser wants sums for each."""
+        values, count = view(rows), weight.ne[2]  # [n3, n2, rows, columns], where n2 is a multiple of `count`
+        squares = np.square(values).sum((0, 2)).reshape(count, -1, values.shape[-1]).sum(1)
+        self._add(name, count, np.arange(count), squares, values[..., 0].size // count)
 
     def _experts(self, name: str, weight: GgmlTensor, rows: GgmlTensor, chosen: GgmlTensor) -> None:
         ids = view(chosen, np.int32)[0, 0]  # [tokens, experts used]
