@@ -9,8 +9,10 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from conftest import made_up
+from edgespec.backends.llamacpp import cells
 from edgespec.backends.llamacpp.engine import load
 
+from edgespec.errors import ModelError
 from edgespec.loading.exact import apply_row_class
 from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.none import NonePlanner
@@ -76,4 +78,53 @@ def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder, tmp_path
         assert write(4, SssdPlanner, cache=True)[0] == alone  # as after a restart
         assert sum(loaded) >= 2
     finally:
+        target.close()
+
+
+@pytest.mark.parametrize("error", [ValueError, MemoryError])
+def test_a_text_whose_cells_are_lost_begins_again(error, smollm2, smollm2_folder, monkeypatch):
+    """They are lost in the pass of another text; nothing else waits for them."""
+    path = made_up(smollm2, smollm2_folder)
+    target, failed = load(str(path), context_length=512, budget=16, sessions=3, threads=2, exact="narrow"), list[int]()
+    apply_row_class(target, str(path), "narrow")
+    scheduler, inner = Scheduler(target, [NonePlanner() for _ in range(3)], budget=16), cells.read_parts
+    asks = [
+        Request(target.vocab.encode(prompt, add_bos=True, parse_special=False), SamplingParams(temperature=1.0), 20)
+        for prompt in (TEXT[:300], TEXT[30:400])
+    ]
+
+    def submit(ask):
+        events.append([])
+        scheduler.submit(ask, events[-1].append)
+
+    def written(found):
+        return [chunk.token_id for event in found if isinstance(event, Wrote) for chunk in event.chunks]
+
+    def run():
+        for _ in range(300):
+            if scheduler.waiting or scheduler.active:
+                scheduler.step()
+
+    def broken(file, stop):
+        if not failed:
+            failed.append(stop)
+            raise error
+        return inner(file, stop)
+
+    try:
+        events = []
+        submit(asks[0])
+        run()
+        submit(asks[0])
+        while len(written(events[1])) < 3:
+            scheduler.step()
+        monkeypatch.setattr(cells, "read_parts", broken)
+        target.cells.uncertain = True  # so cells are put in order
+        submit(asks[1])
+        run()
+        assert failed
+        assert isinstance(events[2][-1].error, (ModelError, MemoryError))
+        assert written(events[1]) == written(events[0])
+    finally:
+        scheduler.close()
         target.close()

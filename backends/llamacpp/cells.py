@@ -231,20 +231,23 @@ class Cells:
         file.seek(0)
         llama_cpp.llama_memory_clear(self._memory, False)
         self.end, self.wasted, self.uncertain, self.cramped = 0, False, False, False
-        for session, source, shared, stop in saved:
-            own = session.own_ids
-            if shared:
-                for seq in own:
-                    llama_cpp.llama_memory_seq_cp(self._memory, source.first_id, seq, 0, shared)
-            if not self._put_all(file, stop, own):
-                for other in loaded:
-                    other.lost()
-                self.uncertain = True
-                raise ModelError("llama.cpp could not put a sequence back into its cache")
-            self.waste(own[:1], 0)
-            aligned = self.end % TILE == 0 and (not shared or source.aligned)
-            self.end += session.cached - shared
-            session.moved(self.end, aligned)
+        try:
+            for session, source, shared, stop in saved:
+                own = session.own_ids
+                if shared:
+                    for seq in own:
+                        llama_cpp.llama_memory_seq_cp(self._memory, source.first_id, seq, 0, shared)
+                if not self._put_all(file, stop, own):
+                    raise ModelError("llama.cpp could not put a sequence back into its cache")
+                self.waste(own[:1], 0)
+                aligned = self.end % TILE == 0 and (not shared or source.aligned)
+                self.end += session.cached - shared
+                session.moved(self.end, aligned)
+        except BaseException:
+            for session in loaded:
+                session.lost()
+            self.uncertain = True
+            raise
 
     def _put_all(self, file: IO[bytes], stop: int, ids: Sequence[int]) -> bool:
         with suppress(OSError, ValueError, struct.error):

@@ -274,7 +274,7 @@ class LlamaSession(NodeSession):
         super().rewind(length)
 
     def reusable_prefix(self, length: int, *, short: bool = False) -> int:
-        length = super().reusable_prefix(length, short=short)
+        length = super().reusable_prefix(length, short=short) if self.cached else 0
         # New cells of a partial tile must follow its old ones.
         if not self._in_tiles or short or self._continues(length, self._backend.cells.end) or self._may_move(length):
             return length

@@ -14,7 +14,7 @@ from typing import Any
 from edgespec.errors import ContextFull, EdgespecError, SessionFileError, UsageError
 from edgespec.loop.backend import Backend, Capabilities, Logits, Session
 from edgespec.loop.generate import Generation, Step
-from edgespec.loop.passes import Pass, Prefill, common_prefix, start_of
+from edgespec.loop.passes import Pass, Prefill, common_prefix, most_nodes, start_of
 from edgespec.loop.planner import Planner
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import draft_file, has, load_draft_session
@@ -346,13 +346,17 @@ class SessionPool:
             if lane.phase is Phase.PASSING and handle and not handle.ended:
                 with suppress(Exception):  # the planner raises it again after a restart
                     lane.drop_pass()
-            if lane.phase is Phase.SETTLED:
+            if lane.phase is Phase.SETTLED and not self._is_stranded(lane):
                 continue
             if handle and handle.ended:
                 handle.tell_end()
             elif handle:
                 restart(handle)
             self.renew(lane)
+
+    def _is_stranded(self, lane: Lane) -> bool:
+        """True if no pass can go on with its text, because the pass of another has lost its cells."""
+        return lane.may_write and lane.session.unread_committed >= most_nodes(self.limits, 0)
 
     def renew(self, lane: Lane) -> None:
         lane.phase = Phase.CHANGING
