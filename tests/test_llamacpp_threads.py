@@ -105,6 +105,24 @@ def test_the_processors_are_looked_at_now_and_then() -> None:
     assert changes == [True, False]
 
 
+def test_a_second_thread_takes_the_sample_of_the_first() -> None:
+    """A draft's pass begins while the target's looks: its own sample would be over no time."""
+    usages, changes, found = [Usage(WINDOW, WINDOW, 0.0), Usage(0.0, 0.0, 0.0)], list[bool](), list[float]()
+
+    def usage() -> Usage:
+        sample = usages.pop() if usages else Usage(WINDOW + 1e-4, WINDOW, 0.0)
+        if sample.at == WINDOW:
+            second = threading.Thread(target=lambda: found.append(crowd.others(WINDOW)))
+            second.start()
+            second.join(60)
+        return sample
+
+    crowd = OtherLoad(usage, changes.append, lambda: pytest.fail("the last look was not long ago"))
+    assert crowd.others(WINDOW) == pytest.approx(1)
+    assert crowd.others(WINDOW) == pytest.approx(1)
+    assert (found, changes) == ([0.0], [True])
+
+
 def passes(slow: SlowPasses, begin: float, *seconds: float, cells: int = 9) -> tuple[list[int], float]:
     """Threads left out of passes of one node that follow each other, and when the last ends; 4 threads."""
     found = []

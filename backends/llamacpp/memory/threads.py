@@ -138,22 +138,27 @@ class OtherLoad:
         self._last = usage()
         self._others = 0.0
         self._pass_ended = 0.0
+        self._looking = threading.Lock()  # passes of target and draft may begin at once
 
     def pass_ended(self, now: float) -> None:
         self._pass_ended = now
 
     def others(self, now: float) -> float:
-        if self._last is None or now - self._last.at < WINDOW:
-            return self._others
-        usage = self._usage()
-        if usage is None:
-            return self._others
+        if self._looking.acquire(blocking=False):
+            try:
+                self._look(now)
+            finally:
+                self._looking.release()
+        return self._others
+
+    def _look(self, now: float) -> None:
+        if self._last is None or now - self._last.at < WINDOW or (usage := self._usage()) is None:
+            return
         was = self._others > 0
         others, old = busy_processors(self._last, usage, was), now - max(self._last.at, self._pass_ended) > 2 * WINDOW
         self._others, self._last = 0.0 if others and old and not self._others_run() else others, usage
         if was != (self._others > 0):
             self._changed(not was)
-        return self._others
 
 
 class SlowPasses:
