@@ -841,6 +841,20 @@ def test_a_drafts_per_layer_embeddings_take_no_part(monkeypatch: pytest.MonkeyPa
     assert planner._drafts(ContextSize(64, 8, 1, MIN_NODES)) == 5
 
 
+@pytest.mark.parametrize(
+    ("free", "sessions", "line"),
+    [
+        (2 * MIB, 1, "2 MiB of memory are too little for a context of 1048576 tokens: it needs at least 48 MiB"),
+        (9, 1, "no memory is free, which is too little for a context of 1048576 tokens: it needs at least 48 MiB"),
+        (9, 3, "no memory is free, which is too little for a context of 1048576 tokens for 3 texts at once: it needs "
+        "at least 144 MiB"),
+    ],
+)  # fmt: skip
+def test_too_little_memory_for_a_context_is_one_line(tiny: Path, free: int, sessions: int, line: str) -> None:
+    with pytest.raises(NoRoom, match=f"^{line} besides keys and values$"):
+        llamacpp_memory.rehearse(str(tiny), [ContextSize(1 << 20, 16, sessions, MIN_NODES)], free)
+
+
 def test_float32_caches_are_counted(tiny: Path, smollm2_tiny_f32: Path) -> None:
     """A model in float32 has keys and values in float32: twice as large, and so counted."""
     rounded, exact = (

@@ -387,9 +387,11 @@ def rehearse(path: str, sizes: Sequence[ContextSize], free: int, target: str = "
             of_other = make_context(target, other, small, small.params(other))
         for size in [size.of(model) for size in sizes]:
             if (least := CELL * size.tokens(model)) > free:
+                held = f"{format_size(free)} of memory are" if free >= 1 << 20 else "no memory is free, which is"
+                texts = f" for {size.sessions // size.each} texts at once" if size.sessions > size.each else ""
                 raise NoRoom(
-                    f"{format_size(free)} of memory are too little for a context of {size.length(model)} tokens for "
-                    f"{size.sessions} texts at once: it needs at least {format_size(least, up=True)}"
+                    f"{held} too little for a context of {size.length(model)} tokens{texts}: it needs at least "
+                    f"{format_size(least, up=True)} besides keys and values"
                 )
             size_lines.clear()
             params = size.params(model, of_other)
