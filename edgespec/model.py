@@ -542,7 +542,7 @@ def load(
         cascade: approximate: from 0 (off, the target's text) to 1 (the draft's); tokens that the target finds at least
             1 - `cascade` times as probable as its best come from the draft (docs/guides/approximate.md).
         models_file: a models.yaml whose entries come before the user's own and the built-in ones.
-        remember: keep pass times and row classes from run to run, in the user's cache folder.
+        remember: keep pass times, row classes and the experts used most from run to run, in the user's cache folder.
         progress: llamacpp, mlx: called while a streamed model is prepared, with (bytes read, bytes in all) of the
             weights that stay in memory.
         say: receives a line for each thing that takes some seconds.
@@ -590,7 +590,7 @@ def load(
         wide=fixed and budget >= WIDE and drafted, exact=exact, backend=backend, threads=threads,
         gpu_layers=gpu_layers, memory=memory, kv_type=kv_type, lenders=check_texts("lenders", lenders), device=device,
         dtype=dtype, gpu_memory=gpu_memory, keep_packed=keep_packed, mixed=alpha > 0, sparse_attention=sparse_attention,
-        ahead=bool(ahead) or PLANNERS[planner].ahead,
+        ahead=bool(ahead) or PLANNERS[planner].ahead, remember=remember,
     )  # fmt: skip
     if targets is not None or cluster is not None:
         refused = {"datastore": datastore, "lenders": lenders or None, "ahead": ahead, "cascade": alpha or None}

@@ -26,6 +26,7 @@ from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
 from edgespec.backends.llamacpp.memory import skip_padding as llamacpp_sparing
 from mixture_files import EXPERTS, KINDS, LAYERS, mixtures
 
+import edgespec
 from edgespec.errors import ModelError, UsageError
 from edgespec.loading.exact import apply_row_class
 from edgespec.loop.backend import Work
@@ -61,7 +62,7 @@ def from_disk(monkeypatch, mixtures):
     """Loads a mixture with so many slots a layer; plans count in huge pages, which are larger than these models."""
     made = []
 
-    def get(kind: str, slots: int) -> LlamaBackend:
+    def get(kind: str, slots: int, **options: Any) -> LlamaBackend:
         path = str(mixtures[kind])
         least = llamacpp_memory.ContextSize(512, 32, 1, llamacpp_memory.CHUNKS[0], "f16")
         memory = (
@@ -71,7 +72,7 @@ def from_disk(monkeypatch, mixtures):
             patch.setattr(llamacpp_memory, "most_slots", lambda layers, room: slots)
             patch.setattr(llamacpp_memory, "memory_of", lambda layers, slots: 0)
             patch.setattr(llamacpp_memory, "pool_reserve", lambda room: 0)
-            backend = load(path, memory=memory, **OPTIONS, kv_type="f16")
+            backend = load(path, memory=memory, **OPTIONS, kv_type="f16", **options)
         made.append(backend)
         assert backend._watch is not None
         return backend
@@ -230,6 +231,25 @@ def test_the_page_cache_is_spared_experts_of_padding(monkeypatch, from_disk, mix
     there.close()
     assert cached.mixture is None
     assert all(np.array_equal(*rows) for rows in zip(*found, strict=True))
+
+
+def test_what_was_used_is_not_remembered_if_the_user_says_so(monkeypatch, mixtures, from_disk):
+    def refused(entry, draft, models_file, options, **_):
+        raise UsageError(f"remember is {options.remember}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("edgespec.model.open_pair", refused)
+        with pytest.raises(UsageError, match="remember is False"):
+            edgespec.load(str(mixtures["mixtral"]), remember=False)
+    for remember in (True, False):
+        kept = []
+        monkeypatch.setattr(llamacpp_mixture, "remember", lambda about, value, kept=kept: kept.append(about["kind"]))
+        if not remember:
+            monkeypatch.setattr(llamacpp_mixture, "recall", lambda about: pytest.fail("experts are looked up"))
+        backend = from_disk("mixtral", 3, remember=remember)
+        logits_of(backend)
+        backend.close()
+        assert kept == ["experts"] * remember
 
 
 def test_what_was_used_is_remembered(monkeypatch, tmp_path, from_disk):

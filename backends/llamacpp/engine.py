@@ -228,9 +228,8 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         if watch and watch.skip_padding:
             watch.skip_padding.learn(context)
         elif isinstance(watch, LayerHooks) and weights and chosen:
-            watch.mixture = open_mixture(
-                path, weights, watch.nodes(context, whole=plan.gpu_layers != 0), notes, progress
-            )
+            nodes = watch.nodes(context, whole=plan.gpu_layers != 0)
+            watch.mixture = open_mixture(path, weights, nodes, notes, progress, keep=options.remember)
             if watch.mixture is None:
                 weights = watch.streamer.plan = replace(weights, slots_of_experts=-1, pool_bytes=0)
         if weights:

@@ -110,6 +110,7 @@ class LoadOptions:
         sparse_attention: share of the draft's attention whose cells are read; see `SparseEngine`.
         ahead: the draft goes on while the target runs, because the user or the planner wants it.
         mixed: the draft's logits change what is sampled, so that it has a row class, and two sessions for each.
+        remember: which experts were used most is kept for the next start.
     """
 
     context_length: int = 4096
@@ -137,6 +138,7 @@ class LoadOptions:
     sparse_attention: float | None = None
     ahead: bool = False
     mixed: bool = False
+    remember: bool = True
 
     def __post_init__(self) -> None:
         """

@@ -81,12 +81,12 @@ class Layer:
 class Mixture:
     """Keeps an `ExpertMemory` in step with a pass; `LayerHooks` calls it for every node."""
 
-    def __init__(self, memory: ExpertMemory, used: int, about: dict[str, Any]) -> None:
+    def __init__(self, memory: ExpertMemory, used: int, about: dict[str, Any] | None) -> None:
         """
         Args:
             memory: slots of experts.
             used: experts that a token uses.
-            about: key of the remembered expert scores.
+            about: key of the remembered expert scores; None: they are not remembered.
         """
         self.memory = memory
         self.about = about
@@ -266,12 +266,14 @@ class Mixture:
         self.memory.finish()
 
     def close(self) -> None:
-        if self.memory.wanted:
+        if self.about is not None and self.memory.wanted:
             remember(self.about, [residents.scores.round(3).tolist() for residents in self.memory.residents])
         self.memory.close()
 
 
-def open_mixture(path: str, plan: Plan, nodes: Sequence[int], notes: list[str], progress: Progress) -> Mixture | None:
+def open_mixture(
+    path: str, plan: Plan, nodes: Sequence[int], notes: list[str], progress: Progress, *, keep: bool
+) -> Mixture | None:
     """
     Args:
         path: of the model; for a split one its first file.
@@ -279,6 +281,7 @@ def open_mixture(path: str, plan: Plan, nodes: Sequence[int], notes: list[str], 
         nodes: of a pass: `LayerHooks.nodes`.
         notes: gets messages for the user.
         progress: of reading experts at load.
+        keep: remember which experts were used most, and begin with what is remembered.
 
     Returns:
         The mixture, ready to read experts as they are chosen; None if the page cache must hold them.
@@ -287,7 +290,8 @@ def open_mixture(path: str, plan: Plan, nodes: Sequence[int], notes: list[str], 
         ModelError: the experts cannot be read.
     """
     layers = find_layers(path, loaded_tensors(path))
-    used, about = int(own_values(path).get("expert_used_count", 1)), {"kind": "experts", "target": identity(path)}
+    used = int(own_values(path).get("expert_used_count", 1))
+    about = {"kind": "experts", "target": identity(path)} if keep else None
     try:
         mixture = Mixture(ExpertMemory(parts(path), layers, plan.slots_of_experts), used, about)
     except OSError as error:
@@ -297,7 +301,7 @@ def open_mixture(path: str, plan: Plan, nodes: Sequence[int], notes: list[str], 
             notes.append(f"experts are left to the page cache, which is slow: {why}")
             mixture.memory.close()
             return None
-        known = recall(about)
+        known = recall(about) if about else None
         shape = (len(layers), layers[0].count)
         scores = np.array(known) if known is not None and np.shape(known) == shape else np.zeros(shape)
         mixture.memory.fill(scores.tolist(), progress)
