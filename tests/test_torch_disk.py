@@ -568,6 +568,31 @@ def test_a_processor_streams_from_disk(halves, monkeypatch):
     assert load(str(halves), **OPTIONS, device="cpu", memory="8G").streamer is None
 
 
+@pytest.mark.parametrize("folder", ["another type", "experts"])
+def test_copies_of_weights_count_once(folder, halves, tmp_path, monkeypatch):
+    """As layers and embeddings, though loading has put them into the memory that the program uses."""
+    options = OPTIONS | ({"dtype": "float32"} if folder == "another type" else {})
+    if folder == "experts":
+        halves = save(tiny_model("mixtral", num_hidden_layers=LAYERS).to(torch.bfloat16), tmp_path)
+    layer, fixed = needs(halves, **options)
+    used, load_model = [0], loading_module.load_model
+
+    def loaded(*about):
+        model = load_model(*about)
+        copies = [one for name, one in model.named_parameters() if folder == "another type" or "experts" in name]
+        used.append(sum(one.nbytes for one in copies))
+        return model
+
+    monkeypatch.setattr(backend_module, "load_model", loaded)
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: used[-1])
+    monkeypatch.setattr(backend_module, "MARGIN", 0)
+    for more, streamed in ((0, False), (-1, True)):
+        used.append(0)
+        backend = load(str(halves), **options, device="cpu", memory=fixed - WORKSPACE + LAYERS * layer + more)
+        assert (backend.streamer is not None) == streamed
+        backend.close()
+
+
 def test_what_cannot_be_streamed_in_another_type(halves):
     with pytest.raises(NoRoom, match=r"use the folder's own bfloat16, which can be streamed, or nf4"):
         load(str(halves), **OPTIONS, dtype="float32", memory="1K")

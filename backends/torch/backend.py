@@ -45,7 +45,7 @@ from ..common.interrupts import Flag, interruptible
 from ..common.loader import loader
 from ..common.recurrent import most_paths, states_of
 from .attention import Part, Tree, build_mask, run
-from .disk import NUMBER
+from .disk import NUMBER, mapped_bytes
 from .layer_groups import LayerGroups
 from .loading import (
     NF4,
@@ -410,13 +410,15 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
         folder = check_folder(path)
         check_folder_fits(folder, dtype, plan.memory)
         model = load_model(folder, dtype)
-        grown = max(0, process.private_memory() - before)
+        weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+        # The plan counts copies of weights as layers and embeddings.
+        grown = max(0, process.private_memory() - before - (weights - mapped_bytes(model, folder)))
         numbers = _head_size(path, options)
         if options.own_layers:  # at most all layers
             numbers = 0, math.prod(cache_shape(model.config.get_text_config(), 1))
         head = tuple(count * model.dtype.itemsize for count in numbers)
         needed, host = plan.used + grown + sum(backend.mapped for backend in _mapped) + MARGIN, None
-        weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) + head[0]
+        weights += head[0]
         paged = not plan.streams and (options.memory is not None or weights + needed > plan.memory)
         if gpu and plan.streams:
             host = Host(folder, plan.memory, needed, apart=True)

@@ -10,6 +10,7 @@ import os
 import queue
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -204,7 +205,7 @@ def find_run(layer: Any, prefix: str, stored: Mapping[str, tuple[str, Stored]]) 
     return Source(paths.pop(), start, stop - start), offsets
 
 
-TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8}
 
 
 def read_folder(folder: Path) -> dict[str, tuple[str, Stored]]:
@@ -220,6 +221,24 @@ def read_folder(folder: Path) -> dict[str, tuple[str, Stored]]:
         for path in sorted(folder.glob("*.safetensors"))
         for one in read_safetensors_header(path)
     }
+
+
+def mapped_bytes(model: Any, folder: Path) -> int:
+    """
+    Returns:
+        Bytes of the tensors of a model on the CPU that are mapped as its folder has them; others are copies in memory.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    # Names may differ, but a tensor that is put together, or of another type, has no equal in the folder.
+    left, found = Counter((one.shape, TYPES.get(one.dtype)) for _, one in read_folder(folder).values()), 0
+    for tensor in [*model.parameters(), *model.buffers()]:
+        kind = tuple(tensor.shape), tensor.dtype
+        if left[kind]:
+            left[kind] -= 1
+            found += tensor.nbytes
+    return found
 
 
 class Pack:
