@@ -219,7 +219,7 @@ def test_the_free_memory_of_each_card_counts(cards: There, tmp_path: Path) -> No
     whole = load(folder, **OPTIONS)
     assert whole.placed.shares == ()  # the first card holds all
     cells, layer = whole.open().cells.nbytes * OPTIONS["sessions"], block_bytes(whole.model.get_decoder().layers[0])
-    first = cells + work_bytes(whole.model, whole.capabilities, OPTIONS["budget"] + 1) + 3 * layer - 1
+    first = cells + work_bytes(whole.model, whole.capabilities, whole.capabilities.max_wanted) + 3 * layer - 1
     second = cells // 3 + work_bytes(whole.model, whole.capabilities, None) + layer
 
     def placed(*free: int, **options: Any) -> tuple[Sequence[int], int]:

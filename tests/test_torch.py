@@ -271,7 +271,7 @@ def memory_for(folder, resident, **options):
     backend = load(str(folder), **options)
     model, cache = backend.model, backend.open().cells
     fixed = options.get("sessions", 1) * cache.nbytes
-    fixed += work_bytes(model, backend.capabilities, options["budget"] + 1)
+    fixed += work_bytes(model, backend.capabilities, backend.capabilities.max_wanted)
     layer = max(block_bytes(layer) for layer in model.get_decoder().layers)
     return fixed + (resident + BUFFERS) * layer
 
@@ -425,6 +425,18 @@ class TestOffload:
         backend.close()
         backend.close()
         assert recorder.closed
+
+    @pytest.mark.parametrize("sessions", [1, 4, 64])
+    def test_all_logits_of_a_pass_are_in_the_plan(self, llama, monkeypatch, sessions):
+        counted, really = set(), backend_module.work_bytes
+
+        def noted(model, limits, wanted):
+            counted.add(wanted)
+            return really(model, limits, wanted)
+
+        monkeypatch.setattr(backend_module, "work_bytes", noted)
+        backend = load(str(llama), **OPTIONS | {"sessions": sessions}, gpu_memory=2**40, copies=Recorder)
+        assert counted == {backend.capabilities.max_wanted, None}  # None: of a further GPU
 
     def test_enough_memory_streams_nothing(self, llama):
         made = []

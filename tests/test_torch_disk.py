@@ -134,7 +134,7 @@ def needs(folder, **options):
     backend = load(str(folder), **options)
     cache = backend.open().cells
     fixed = options["sessions"] * cache.nbytes
-    fixed += work_bytes(backend.model, backend.capabilities, options["budget"] + 1)
+    fixed += work_bytes(backend.model, backend.capabilities, backend.capabilities.max_wanted)
     return max(block_bytes(layer) for layer in backend.model.get_decoder().layers), fixed
 
 

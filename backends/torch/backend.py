@@ -30,7 +30,7 @@ from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Mach
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of, identity_of
-from edgespec.loop.shapes import BatchInvariance, also_wanted
+from edgespec.loop.shapes import TILE, BatchInvariance, also_wanted
 from edgespec.machine import memory as process
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.memory import format_size, in_bytes
@@ -520,10 +520,11 @@ def assemble(
 
     def limits(width: int) -> Capabilities:
         max_nodes = max(MIN_NODES_ON_GPU if device.type == "cuda" else MIN_NODES, width + 1)
+        wanted = max(TILE, sessions * (width + 1)) if width == budget else width + 1  # their logits are in memory
         return Capabilities(
             context_length=context_length,
             max_nodes=max_nodes,
-            max_wanted=max_nodes if width == budget else width + 1,
+            max_wanted=min(max_nodes, wanted),
             max_leaves=leaves or max_nodes,
             paths=recurrent,
             logit_tolerance=TOLERANCE[str(model.dtype).removeprefix("torch.")],
@@ -553,7 +554,8 @@ def assemble(
             return [sessions * ((i in attending) * keys + size) for i, size in enumerate(states)]
 
         def fixed(width: int) -> int:
-            work = work_bytes(model, limits(width), width + 1) + head[0] + sessions * cells(width)[3] * head[1]
+            wanted = limits(width).max_wanted
+            work = work_bytes(model, limits(width), wanted) + head[0] + sessions * cells(width)[3] * head[1]
             return int(held + sum(caches_of(width)) + work - (WORKSPACE if host and not host.apart else 0))  # CUDA's
 
         def place(width: int) -> Placement:
