@@ -231,3 +231,16 @@ def test_the_free_memory_of_each_card_counts(cards: There, tmp_path: Path) -> No
     assert placed(8 * GIB, 8 * GIB, gpu_memory=first) == ([2, 1], 0)
     assert placed(first, second - 1) == ([], 3)
     assert placed(first, second, device="cuda:0") == ([], 3)  # the only one
+
+
+@pytest.mark.parametrize("widest", [0, 1024])
+def test_a_further_card_holds_layers_where_the_first_one_streams(widest: int, cards: There, tmp_path: Path) -> None:
+    folder = str(save(tiny_model("llama", num_hidden_layers=6), tmp_path))
+    cards(8 * GIB, 8 * GIB)
+    whole = load(folder, **OPTIONS)
+    limits, layer = whole.capabilities, block_bytes(whole.model.get_decoder().layers[0])
+    cells = whole.open().cells.nbytes // 6 * OPTIONS["sessions"]
+    first = 5 * cells + work_bytes(whole.model, limits, limits.max_wanted) + 5 * layer - 1
+    cards(first, cells + work_bytes(whole.model, limits, None) + layer)
+    found = load(folder, **OPTIONS, widest=widest).placed
+    assert ([count for count, _ in found.shares], found.streamed) == ([5, 1], 3)

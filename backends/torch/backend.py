@@ -572,8 +572,8 @@ def assemble(
             )
         if place(budget).streamed and not recurrent:
             # On a processor, neither reads nor a prompt's passes become larger.
-            most, cheap = (widest, CHEAP) if gpu else (min(widest, limits(budget).max_nodes - 1), 0.0)
-            width = choose_width(budget, most, cheap, lambda width: sum(sizes[i] for i in place(width).streamed))
+            most_width, cheap = (widest, CHEAP) if gpu else (min(widest, limits(budget).max_nodes - 1), 0.0)
+            width = choose_width(budget, most_width, cheap, lambda width: sum(sizes[i] for i in place(width).streamed))
         placement = place(width)
         ends = list(accumulate(placement.counts))
         devices = [device, *(torch.device(one.name) for one in others)]
