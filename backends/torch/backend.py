@@ -656,8 +656,9 @@ def streaming_notes(streamer: Streamer, layers: int) -> list[str]:
     sources = streamer.feeder.sources if streamer.feeder else []
     if sources:
         from_disk, speed = sum(source.size for source in sources), disk_speed(sources[0].path)
-        seconds = two_digits(from_disk / speed)
-        note += f", {format_size(from_disk)} of it from disk: about {seconds} s at {two_digits(speed / 1e9)} GB/s"
+        note += f", {format_size(from_disk)} of it from disk"
+        if speed:  # else no read came back in time
+            note += f": about {two_digits(from_disk / speed)} s at {two_digits(speed / 1e9)} GB/s"
     if not needs_pinning(streamer.device) or streamer.pinned:
         return [note]
     return [note, "CUDA refuses to pin all host memory of the streamed layers, so their copies to the GPU are slower"]
