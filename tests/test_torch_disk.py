@@ -574,6 +574,15 @@ def test_a_processor_streams_from_disk(halves, monkeypatch):
     assert load(str(halves), **OPTIONS, device="cpu", memory="8G").streamer is None
 
 
+def test_caches_that_fit_nowhere_are_refused(llama):
+    """Also beside small weights, for which any limit has room."""
+    with pytest.raises(NoRoom, match=r"use a smaller context"):
+        load(str(llama), **OPTIONS | {"context_length": 1 << 24, "sessions": 200}, device="cpu")
+    backend = load(str(llama), **OPTIONS, device="cpu")
+    assert (backend.streamer, backend.notes) == (None, [])
+    backend.close()
+
+
 @pytest.mark.parametrize("folder", ["another type", "experts"])
 def test_copies_of_weights_count_once(folder, halves, tmp_path, monkeypatch):
     """As layers and embeddings, though loading has put them into the memory that the program uses."""

@@ -423,8 +423,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
         if gpu and plan.streams:
             host = Host(folder, plan.memory, needed, apart=True)
         elif device.type == "cpu" and plan.streams:
-            if options.memory is not None or 2 * weights + needed >= plan.memory:
-                there, host = plan.memory, Host(folder, plan.memory, needed, apart=False)
+            there, host = plan.memory, Host(folder, plan.memory, needed, apart=False)
         elif plan.shared is not None:
             there = min(plan.shared, plan.memory)
         form, kept = PLAIN, None
