@@ -583,6 +583,17 @@ def test_caches_that_fit_nowhere_are_refused(llama):
     backend.close()
 
 
+def test_mapped_weights_count_whatever_type_is_asked_for(halves):
+    """The file's own stays mapped; another one is in the program's memory."""
+    found = []
+    for dtype in (None, "bfloat16", "float32"):
+        backend = load(str(halves), **OPTIONS, device="cpu", dtype=dtype)
+        found.append(backend.mapped)
+        weights = sum(one.nbytes for one in backend.model.parameters())
+        backend.close()
+    assert found == [weights // 2, weights // 2, 0]
+
+
 @pytest.mark.parametrize("folder", ["another type", "experts"])
 def test_copies_of_weights_count_once(folder, halves, tmp_path, monkeypatch):
     """As layers and embeddings, though loading has put them into the memory that the program uses."""

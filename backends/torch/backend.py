@@ -10,7 +10,6 @@ session's cells:
 """
 
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -460,8 +459,8 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
         backend.notes = [*backend.notes, f"the device is {device.type}, so --gpu-layers changes nothing"]
     if dtype == NF4:
         backend.computing = {**backend.computing, "dtype": NF4}
-    elif device.type == "cpu" and options.dtype is None and backend.streamer is None:
-        backend.mapped = sum(map(os.path.getsize, files))
+    if device.type == "cpu" and backend.streamer is None:
+        backend.mapped = mapped_bytes(model, folder)
         _mapped.add(backend)
     return backend
 
