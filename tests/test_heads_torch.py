@@ -75,6 +75,16 @@ def rows(backend, session, tokens, parents):
     return np.stack([logits.row(node) for node in wanted.tolist()])
 
 
+def test_a_head_has_the_type_of_its_target_but_exact_frequencies(folders):
+    """Rounded to 16 bits they rotate late positions by radians too far."""
+    target = load(str(folders[0]), **OPTIONS, dtype="bfloat16")
+    head = engine.load_head(target, str(folders[1]), DRAFT_OPTIONS).model
+    assert {weight.dtype for weight in head.parameters()} == {torch.bfloat16}
+    exact = load_head(folders[1], 3)._rotary.inv_freq
+    assert exact.dtype == torch.float32
+    torch.testing.assert_close(head._rotary.inv_freq, exact, rtol=0, atol=0)
+
+
 def test_states_are_the_inputs_of_the_targets_layers(pair):
     target, _ = pair
     own, last = transformers.AutoModelForCausalLM.from_pretrained(target.model.config._name_or_path), []

@@ -103,6 +103,13 @@ class TorchHead(TorchBackend):
         return self.model(embeddings, states, places, attend)
 
 
+def as_target(head: Any, target: TorchBackend) -> None:
+    """Move a head to its target's device, and its weights to its target's type; buffers, such as frequencies, stay."""
+    for weight in head.parameters():
+        weight.data = weight.data.to(target.dtype)
+    head.to(target.device)
+
+
 def load_eagle(target: TorchBackend, path: str, options: LoadOptions) -> TorchHead:
     """See `LoadsHeads.load_head`.
 
@@ -117,7 +124,7 @@ def load_eagle(target: TorchBackend, path: str, options: LoadOptions) -> TorchHe
             f"was made for a model with {made_for[0]} wide vectors and {made_for[1]} tokens; this target has "
             f"{config.hidden_size} and {config.vocab_size}"
         )
-    head.to(target.device, target.dtype)
+    as_target(head, target)
     backend = TorchHead(target, head, options.sessions)
     backend.content = content_of(*map(str, sorted(Path(path).glob("*.safetensors"))))
     norm = target.model.get_decoder().norm

@@ -26,7 +26,7 @@ from edgespec.models.safetensors_header import Stored
 from ..common.hf_vocab import content_files, first_line
 from .attention import Tree
 from .backend import TorchBackend
-from .head import TorchHead
+from .head import TorchHead, as_target
 from .mtp_files import head_tensors, kinds_of
 
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -113,7 +113,7 @@ def load_mtp(target: TorchBackend, path: str, options: LoadOptions) -> TorchMtp:
         head.load_state_dict(_stacked(_read(found)), assign=True)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise ModelError(f"its head does not fit the model: {first_line(error)}") from error
-    head.to(target.device, target.dtype).eval().requires_grad_(False)
+    as_target(head.eval().requires_grad_(False), target)
     backend = TorchMtp(target, head, options.sessions)
     backend.content = content_of(*content_files(path))
     target.keep_states([head.of_target[0]])
