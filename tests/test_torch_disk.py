@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from edgespec.backends.torch import disk as disk_module
 from edgespec.backends.torch import loading as loading_module
 from edgespec.backends.torch.backend import load
 from edgespec.backends.torch.disk import FOLDER, STAGING, Pack, Staging
-from edgespec.backends.torch.loading import WORKSPACE, Placement, work_bytes
+from edgespec.backends.torch.loading import WORKSPACE, Placement, check_folder_fits, work_bytes
 from edgespec.backends.torch.offload import BUFFERS, block_bytes
 from hf_models import save, tiny_model, torch
 from safetensors.torch import load_file, save_file
@@ -624,6 +625,33 @@ def test_what_cannot_be_streamed_in_another_type(halves):
         load(str(halves), **OPTIONS, dtype="float32", memory="1K")
     with pytest.raises(UsageError, match="is not a size"):
         load(str(halves), **OPTIONS, memory="much")
+
+
+def test_experts_that_fit_nowhere_are_refused_before_they_are_put_together(tmp_path, monkeypatch):
+    folder = save(tiny_model("mixtral"), tmp_path)
+    with pytest.raises(NoRoom, match=r"experts are put together at load, .*: use a GGUF"):
+        load(str(folder), **OPTIONS, memory="1K")
+    stacked = sum(one.nbytes for name, one in tiny_model("mixtral").named_parameters() if "experts" in name)
+    check_folder_fits(folder, None, stacked)
+    with pytest.raises(NoRoom):
+        check_folder_fits(folder, None, stacked - 1)
+
+
+def test_experts_that_stay_apart_are_mapped(tmp_path, monkeypatch):
+    """As those of a model class that has a module for each."""
+    folder = save(tiny_model("mixtral"), tmp_path)
+    apart = SimpleNamespace(named_parameters=lambda: [("model.layers.0.mlp.experts.3.up_proj.weight", None)])
+    auto = SimpleNamespace(from_config=lambda config: apart)
+    monkeypatch.setattr(loading_module.transformers, "AutoModelForCausalLM", auto)
+    check_folder_fits(folder, None, 1)
+
+
+@needs_bitsandbytes
+def test_16_bits_of_which_4_are_made_are_refused_where_they_do_not_fit(llama, halves):
+    with pytest.raises(NoRoom, match=r"as bfloat16 the model takes .*: use the folder's own float32"):
+        load(str(llama), **OPTIONS, dtype="nf4", memory="1K")
+    with pytest.raises(NoRoom, match="cannot hold"):  # these are mapped
+        load(str(halves), **OPTIONS, dtype="nf4", device="cpu", memory="1K")
 
 
 def test_where_nothing_can_be_streamed_a_limit_on_memory_is_a_line(halves, monkeypatch):

@@ -1,5 +1,6 @@
 """Check and load model folders, and place their layers: on the device, in host memory or on disk."""
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 WORKSPACE = 2**29  # bytes of a CUDA context, its libraries and the allocator's gaps
 NF4 = "nf4"
+ONE_EXPERT = re.compile(r"\.experts\.\d+\.")  # in the names of tensors
 FULL, SLIDING = "full_attention", "sliding_attention"  # `layer_types` of transformers
 
 
@@ -90,8 +92,6 @@ def load_model(folder: Path, dtype: str | None) -> Any:
         transformers.logging.disable_progress_bar()
     config = read_config(folder)
     check_config(config)
-    if dtype == NF4:
-        dtype = "float16" if config.dtype == torch.float16 else "bfloat16"
     stored = {}
     if has_stored_nf4(config):
         from .nf4 import METHOD
@@ -101,8 +101,8 @@ def load_model(folder: Path, dtype: str | None) -> Any:
         stored["config"] = config
     try:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, **LOCAL, dtype=dtype or "auto", attn_implementation=ATTENTION, use_safetensors=True,
-            output_loading_info=True, **stored,
+            folder, **LOCAL, dtype=type_to_load(config, dtype) or "auto", attn_implementation=ATTENTION,
+            use_safetensors=True, output_loading_info=True, **stored,
         )  # fmt: skip
     except Exception as error:
         raise ModelError(f"cannot be loaded: {first_line(error)}") from error
@@ -143,20 +143,54 @@ def has_stored_nf4_layers(model: Any) -> bool:
 def check_folder_fits(folder: Path, dtype: str | None, memory: int) -> None:
     """
     Raises:
-        NoRoom: weights of another type than the file's do not fit; they are converted before they can be streamed.
+        NoRoom: weights that are made anew at load, before any can be streamed, do not fit: those of another type than
+            the file's, and experts that are put together.
     """
     config = read_config(folder)
+    if has_stored_nf4(config):
+        return
     found: Any = getattr(config.get_text_config(), "dtype", None)
     names = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-    if dtype in (None, NF4, names.get(found)) or found not in names or has_stored_nf4(config):
+    made = type_to_load(config, dtype)
+    if made in (None, names.get(found)) or found not in names:
+        size = bytes_of_experts(folder)
+        if size > memory and puts_experts_together(config):
+            raise NoRoom(
+                f"its experts take {format_size(size, up=True)}, and {format_size(memory)} of memory are to be used: "
+                "experts are put together at load, and cannot be streamed: use a GGUF"
+            )
         return
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    size = size * getattr(torch, dtype).itemsize // found.itemsize
+    size = size * getattr(torch, made).itemsize // found.itemsize
     if size > memory:
+        other = "" if dtype == NF4 else ", or nf4"
         raise NoRoom(
-            f"as {dtype} the model takes {format_size(size)}, and {format_size(memory)} of memory are to be used: use "
-            f"the folder's own {names[found]}, which can be streamed, or nf4"
+            f"as {made} the model takes {format_size(size)}, and {format_size(memory)} of memory are to be used: use "
+            f"the folder's own {names[found]}, which can be streamed{other}"
         )
+
+
+def type_to_load(config: Any, dtype: str | None) -> str | None:
+    """The type of the weights before layers are quantised; None: the folder's."""
+    return ("float16" if config.dtype == torch.float16 else "bfloat16") if dtype == NF4 else dtype
+
+
+def bytes_of_experts(folder: Path) -> int:
+    """Bytes of tensors with one expert each; 0: a file is damaged, which `load_model` says."""
+    try:
+        return sum(one.size for name, (_, one) in read_folder(folder).items() if ONE_EXPERT.search(name))
+    except ModelError:
+        return 0
+
+
+def puts_experts_together(config: Any) -> bool:
+    """False: the model class has a module for each expert, and weights stay mapped."""
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except Exception:  # `load_model` says why
+        return False
+    return not any(ONE_EXPERT.search(name) for name, _ in model.named_parameters())
 
 
 def check_rope(config: Any, context_length: int) -> None:
