@@ -41,6 +41,7 @@ from edgespec.backends.torch.logits import top_on_device
 from edgespec.backends.torch.offload import (
     BUFFERS,
     MOST_BUFFERS,
+    CudaCopies,
     block_bytes,
     count_resident,
     streamed_layers,
@@ -437,6 +438,28 @@ class TestOffload:
         monkeypatch.setattr(backend_module, "work_bytes", noted)
         backend = load(str(llama), **OPTIONS | {"sessions": sessions}, gpu_memory=2**40, copies=Recorder)
         assert counted == {backend.capabilities.max_wanted, None}  # None: of a further GPU
+
+    def test_a_draft_whose_waits_nobody_asks_for_keeps_no_events(self, monkeypatch):
+        made = []
+
+        class Event:
+            def __init__(self, **options):
+                made.append(self)
+                self.number = len(made)
+
+            record = synchronize = lambda self, *_: None
+            query = lambda self: self.number < len(made) - 8  # the device is some waits behind  # noqa: E731
+            elapsed_time = lambda self, other: 1000.0  # noqa: E731
+
+        stream = SimpleNamespace(wait_event=lambda event: None)
+        for name, value in {"Event": Event, "Stream": lambda device: stream}.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        copies = CudaCopies("cuda", 2)
+        for buffer in [0, 1] * 100:
+            copies.wait(buffer)
+        assert len(copies._waits) < 8
+        assert copies.waited() == 200.0
 
     def test_enough_memory_streams_nothing(self, llama):
         made = []

@@ -5,6 +5,7 @@ i % buffers, so its weights stay views of one buffer. A free buffer is filled at
 arrive while the draft model works.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -92,7 +93,7 @@ class CudaCopies:
         self._stream = torch.cuda.Stream(device)
         self._filled = [torch.cuda.Event() for _ in range(buffers)]
         self._free = [torch.cuda.Event() for _ in range(buffers)]
-        self._waits = list[tuple[Any, Any]]()  # events before, after
+        self._waits = deque[tuple[Any, Any]]()  # events before, after
         self._seconds = 0.0
 
     def fill(self, buffer: int, target: Any, source: Any) -> None:
@@ -108,6 +109,8 @@ class CudaCopies:
         stream.wait_event(self._filled[buffer])
         after.record(stream)
         self._waits.append((before, after))
+        while self._waits and self._waits[0][1].query():  # nobody asks for a draft's
+            self._count()
 
     def release(self, buffer: int) -> None:
         self._free[buffer].record(torch.cuda.current_stream(self._device))
@@ -116,11 +119,14 @@ class CudaCopies:
         self._filled[buffer].synchronize()
 
     def waited(self) -> float:
-        for before, after in self._waits:
-            after.synchronize()
-            self._seconds += before.elapsed_time(after) / 1000
-        self._waits = []
+        while self._waits:
+            self._count()
         return self._seconds
+
+    def _count(self) -> None:
+        before, after = self._waits.popleft()
+        after.synchronize()
+        self._seconds += before.elapsed_time(after) / 1000
 
     def close(self) -> None:
         self._stream.synchronize()
