@@ -33,6 +33,7 @@ from contract import (
 from edgespec.backends.torch import attention
 from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch import loading as loading_module
+from edgespec.backends.torch import logits as logits_module
 from edgespec.backends.torch.attention import build_mask
 from edgespec.backends.torch.backend import check_tree, load
 from edgespec.backends.torch.engine import engine
@@ -47,6 +48,7 @@ from edgespec.backends.torch.offload import (
     streamed_layers,
 )
 from edgespec.backends.torch.session import visible
+from edgespec.backends.torch.spans import Cells
 from hf_models import FAMILIES, SMALL, save, tiny_model, torch, transformers
 from safetensors.torch import load_file, save_file
 
@@ -544,6 +546,27 @@ class TestOffload:
                 assert len(layers) == count - resident
                 gaps = [b - a for a, b in pairwise([*layers, layers[0] + count])]  # also over the end of the pass
                 assert max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize("where", ["build_mask", "top_on_device", "move"])
+def test_a_device_whose_memory_runs_out_beside_the_model_is_one_line(llama, monkeypatch, where):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def step():
+        logits = backend.forward([work(session, [5, 6, 7], [-1, 0, 0])])[0]
+        logits._logits = SimpleNamespace(device=torch.device("cuda"))
+        if where == "top_on_device":
+            logits.top([0], 1, 1.0, [None])
+        session.commit([0, 2])
+
+    backend = load(str(llama), **OPTIONS)
+    session = backend.open()
+    monkeypatch.setattr(
+        {"build_mask": backend_module, "top_on_device": logits_module, "move": Cells}[where], where, fail
+    )
+    with pytest.raises(ModelError, match=r"no memory on the device for .*: CUDA out of memory"):
+        step()
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt-oss"])

@@ -39,7 +39,7 @@ from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, choose_width, two_digit
 from edgespec.weights.ring import CANNOT_STREAM, can_stream
 
 from ..common.heads import head_size
-from ..common.hf_vocab import check_folder, content_files, experts_of, first_line, load_vocab
+from ..common.hf_vocab import check_folder, content_files, experts_of, load_vocab
 from ..common.interrupts import Flag, interruptible
 from ..common.loader import loader
 from ..common.recurrent import most_paths, states_of
@@ -84,7 +84,7 @@ from .recurrent import (
 )
 from .session import Placement as NodePlacement
 from .session import TorchSession
-from .spans import Cells, Spans, connect
+from .spans import Cells, Spans, connect, out_of_memory
 from .sparse import ROWS, SparseAttention
 
 __all__ = ["TorchBackend", "TorchEngine", "load", "load_vocab"]
@@ -197,17 +197,17 @@ class TorchBackend:
         sessions = [cast(TorchSession, work.session) for work in batch]
         placements = [session.place(work) for session, work in zip(sessions, batch, strict=True)]
         tokens, positions, wanted, parts = list[int](), list[int](), list[int](), list[Part]()
-        for session, work, placement in zip(sessions, batch, placements, strict=True):
-            start = len(tokens)
-            tokens += work.token_ids.tolist()
-            positions += placement.positions
-            wanted += [start + node - placement.first for node in work.wanted.tolist()]
-            parts.append(self._part(session, work, placement, slice(start, len(tokens))))
-        if (exact := self.capabilities.exact) and (shape := shape_of(self.capabilities, batch)):
-            more = shape.rows(len(tokens)) - len(tokens)
-            tokens, positions = tokens + [0] * more, positions + [0] * more
-            wanted += also_wanted(wanted, len(tokens), exact.trees)
         with torch.inference_mode(), out_of_memory("a pass"):
+            for session, work, placement in zip(sessions, batch, placements, strict=True):
+                start = len(tokens)
+                tokens += work.token_ids.tolist()
+                positions += placement.positions
+                wanted += [start + node - placement.first for node in work.wanted.tolist()]
+                parts.append(self._part(session, work, placement, slice(start, len(tokens))))
+            if (exact := self.capabilities.exact) and (shape := shape_of(self.capabilities, batch)):
+                more = shape.rows(len(tokens)) - len(tokens)
+                tokens, positions = tokens + [0] * more, positions + [0] * more
+                wanted += also_wanted(wanted, len(tokens), exact.trees)
             tree = Tree(tuple(parts), self.windows, self.interrupted)
             with interruptible(sessions, self.interrupted):
                 logits = self._run(batch, placements, tokens, positions, wanted, tree)
@@ -268,8 +268,7 @@ class TorchBackend:
         }
         start = length + placement.first
         end = start + rows.stop - rows.start
-        with torch.inference_mode():
-            chosen = self.sparse.cells(session, work, end, self.device) if self.sparse else {}
+        chosen = self.sparse.cells(session, work, end, self.device) if self.sparse else {}
         return Part(
             rows, rows, session.cells.by_layer, start, end, masks, chosen, ROWS if self.keeps_queries else 0
         )  # fmt: skip
@@ -668,11 +667,3 @@ def named(path: str) -> Iterator[None]:
         yield
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-
-
-@contextmanager
-def out_of_memory(what: str) -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ModelError(f"no memory on the device for {what}: {first_line(error)}") from error

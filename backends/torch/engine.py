@@ -7,11 +7,12 @@ from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
 from edgespec.models.heads import is_head
 
-from .backend import TorchBackend, TorchEngine, named, out_of_memory
+from .backend import TorchBackend, TorchEngine, named
 from .head import load_eagle
 from .mtp import load_mtp
 from .mtp_files import head_tensors
 from .own_layers import TorchOwnLayers
+from .spans import out_of_memory
 from .sparse import follow
 
 

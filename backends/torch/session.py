@@ -13,7 +13,7 @@ from edgespec.loop.backend import Work
 from edgespec.loop.session_files import Saved, write
 
 from ..common.nodes import NodeSession, Owner
-from .spans import Cells
+from .spans import Cells, out_of_memory
 
 
 class TorchOwner(Owner, Protocol):
@@ -76,7 +76,7 @@ class TorchSession(NodeSession):
         length, order = len(self.token_ids), [*path, *stay]
         moved = next((i for i, node in enumerate(order) if i != node), len(order))
         if moved < len(order):
-            with torch.inference_mode():
+            with torch.inference_mode(), out_of_memory("accepted tokens"):
                 self.cells.move(length + moved, [length + node for node in order[moved:]])
 
     def _keep_nodes(self, nodes: Sequence[int]) -> None:

@@ -1,14 +1,30 @@
 """Layers on several devices: each computes a span of consecutive layers, the first one all that is in no layer, too."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
+from edgespec.errors import ModelError
+
+from ..common.hf_vocab import first_line
 from .attention import Tree
 
 Spans = Sequence[tuple[Any, range]]  # devices, and the numbers of their layers in order
+
+
+@contextmanager
+def out_of_memory(what: str) -> Iterator[None]:
+    """
+    Raises:
+        ModelError: a device has no memory for it.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"no memory on the device for {what}: {first_line(error)}") from error
 
 
 class Cells:
