@@ -17,7 +17,7 @@ from edgespec.backends.torch import loading as loading_module
 from edgespec.backends.torch.backend import TorchBackend, load
 from edgespec.backends.torch.loading import choose_placement, work_bytes
 from edgespec.backends.torch.offload import BUFFERS, block_bytes, stored_tensors
-from hf_models import FAMILIES, HYBRIDS, save, tiny_model
+from hf_models import FAMILIES, HYBRIDS, save, tiny_model, torch
 from test_hybrids_torch import LAYERS
 from test_lossless_torch import SAMPLINGS, write
 
@@ -211,6 +211,29 @@ def test_gpu_memory_is_for_each_card(cards: There, monkeypatch: pytest.MonkeyPat
     for memory in (None, 5 * GIB, 7 * GIB):
         load(folder, **OPTIONS, gpu_memory=memory).close()
     assert (list(dict.fromkeys(rooms)), rooms[-1]) == ([rooms[0], rooms[0] - GIB], rooms[0])
+
+
+def test_cards_that_are_full_or_anothers_are_left_out(
+    cards: There, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """CUDA makes no context there."""
+    folder = str(save(tiny_model("llama"), tmp_path))
+    cards(8 * GIB, 8 * GIB)
+    really = torch.cuda.mem_get_info
+
+    def looked_at(name: str) -> Any:
+        if torch.device(name).index in full:
+            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
+        return really(name)
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", looked_at)
+    full = {0}
+    assert [str(load(folder, **OPTIONS, device=name).device) for name in (None, "cuda")] == ["cuda:1"] * 2
+    full = {0, 1}
+    assert str(load(folder, **OPTIONS).device) == "cpu"
+    for name in ("cuda", "cuda:0"):
+        with pytest.raises(NoRoom, match="0 MiB of GPU memory cannot hold"):
+            load(folder, **OPTIONS, device=name)
 
 
 def test_the_free_memory_of_each_card_counts(cards: There, tmp_path: Path) -> None:

@@ -539,7 +539,7 @@ def assemble(
         free = gpu.free + held
         if memory is not None and memory > free:
             raise UsageError(f"gpu_memory is {format_size(memory)}, but only {format_size(free)} are free")
-        memory = memory or free
+        memory = free if memory is None else memory
     form.make(decoder_layers(model)[0])  # `work_bytes` looks for 4-bit weights in it
     streamer, notes, spans = None, list[str](), [(device, range(config.num_hidden_layers))]
     if memory is not None or gpu_layers is not None or form is not PLAIN:
@@ -558,9 +558,10 @@ def assemble(
         def place(width: int) -> Placement:
             work = work_bytes(model, limits(width), None)
             rooms = [min(most, one.free + one.used) - one.used - work for one in others]
+            here = sys.maxsize if memory is None else memory
             return choose_placement(
-                sizes, memory or sys.maxsize, fixed(width), host, gpu_layers, rooms, caches_of(width), own_layers
-            )
+                sizes, here, fixed(width), host, gpu_layers, rooms, caches_of(width), own_layers
+            )  # fmt: skip
 
         if device.type == "mps" and memory is not None and fixed(budget) + sum(sizes) > memory:
             raise NoRoom(

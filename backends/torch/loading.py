@@ -53,7 +53,10 @@ def find_gpus(device: str | None) -> list[Gpu]:
 
 
 def look_at(name: str) -> Gpu:
-    free, total = torch.cuda.mem_get_info(name)
+    try:
+        free, total = torch.cuda.mem_get_info(name)
+    except RuntimeError:  # it is full, or another program has it for itself
+        return Gpu(name, False, 0)
     return Gpu(name, False, free, torch.cuda.memory_reserved(name), total)
 
 
@@ -65,15 +68,17 @@ def look_at_mps() -> Gpu:
 def find_device(name: str | None, gpus: Sequence[Gpu]) -> str:
     """
     Args:
-        name: of the device; None: the first GPU, or else the CPU.
+        name: of the device; None: the first GPU that has memory, or else the CPU.
         gpus: that are there.
 
     Raises:
         UsageError: this PyTorch does not see the device.
     """
     there = [*(gpu.name for gpu in gpus), "cpu"]
-    wanted = name or there[0]
-    wanted = "cuda:0" if wanted == "cuda" else wanted
+    usable = [gpu.name for gpu in gpus if gpu.free or gpu.used]
+    wanted = name or (usable or ["cpu"])[0]
+    if wanted == "cuda":
+        wanted = next((one for one in usable if one.startswith(wanted)), "cuda:0")
     if wanted not in there:
         raise UsageError(f"device {name!r} is not there: this PyTorch ({torch.__version__}) sees {', '.join(there)}")
     return wanted
