@@ -52,7 +52,15 @@ from edgespec.backends.torch.spans import Cells
 from hf_models import FAMILIES, SMALL, save, tiny_model, torch, transformers
 from safetensors.torch import load_file, save_file
 
-from edgespec.errors import Interrupted, MissingPackage, ModelError, NoRoom, SessionFileError, UsageError
+from edgespec.errors import (
+    ContextFull,
+    Interrupted,
+    MissingPackage,
+    ModelError,
+    NoRoom,
+    SessionFileError,
+    UsageError,
+)
 from edgespec.loading.by_name import load_backend
 from edgespec.loop.backend import Capabilities
 from edgespec.loop.engines import load_at_once
@@ -903,6 +911,31 @@ class TestRefusals:
         folder = save(tiny_model("llama", max_position_embeddings=48, rope_parameters=rope), tmp_path)
         self.refused("positions change beyond 48: use at most that", folder, UsageError, context_length=64)
         tree_equals_chains(lambda **options: load(str(folder), **options | {"context_length": 48}))
+
+    def test_positions_that_the_model_has_not(self, tmp_path):
+        """OPT learns one vector for each; the context ends there."""
+        names = (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "bos_token_id",
+            "eos_token_id",
+        )
+        small = {name: SMALL[name] for name in names}
+        config = transformers.OPTConfig(
+            **small, max_position_embeddings=48, ffn_dim=48, word_embed_proj_dim=32, init_std=0.3
+        )
+        folder = save(transformers.OPTForCausalLM(config), tmp_path)
+        backend = load(str(folder), **OPTIONS | {"context_length": 64})
+        assert backend.capabilities.context_length == 48
+        assert list(backend.notes) == ["the context is 48, not 64: this model has no further positions"]
+        text = random_tokens(backend, 49, 1)
+        assert len(chain_rows(backend, text[:48])) == 48
+        with pytest.raises(ContextFull):
+            chain_rows(backend, text)
+        backend = load(str(folder), **OPTIONS | {"context_length": 0})
+        assert (backend.capabilities.context_length, list(backend.notes)) == (48, [])
 
     def test_options(self, llama):
         absent = "cuda" if not torch.cuda.is_available() else "cuda:77"

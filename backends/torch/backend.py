@@ -63,6 +63,7 @@ from .loading import (
     has_stored_nf4_layers,
     inspect_layers,
     load_model,
+    most_positions,
     nf4_form,
     place_layers,
     place_others,
@@ -509,6 +510,7 @@ def assemble(
     """
     config = model.config.get_text_config()
     context_length = context_length or getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
+    asked, context_length = context_length, min(context_length, most_positions(model))
     check_rope(config, context_length)
     recurrent, state, attending = is_recurrent(config), state_bytes(model), with_cells(config)
     most = sys.maxsize if memory is None else memory
@@ -597,6 +599,8 @@ def assemble(
         if streamer is not None:
             streamer.close()
         raise
+    if context_length < asked:
+        notes = [*notes, f"the context is {context_length}, not {asked}: this model has no further positions"]
     return TorchBackend(model, vocab, capabilities, windows, caches, spans, streamer, notes, cache)
 
 

@@ -212,6 +212,14 @@ def check_rope(config: Any, context_length: int) -> None:
             )
 
 
+def most_positions(model: Any) -> int:
+    """Positions for which the model has learned a vector each, as OPT has; sys.maxsize: it computes them."""
+    learned = getattr(model.get_decoder(), "embed_positions", None)
+    if not isinstance(learned, torch.nn.Embedding):
+        return sys.maxsize
+    return int(learned.num_embeddings - getattr(learned, "offset", 0))
+
+
 def cache_shape(config: Any, cells: int) -> tuple[int, ...]:
     """
     Returns:
