@@ -828,6 +828,17 @@ class TestKeptLayers:
         np.testing.assert_array_equal(chain_rows(self.load(folder), [5, 9]), expected)
         assert len([*cache.iterdir()]) == 2
 
+    def test_kept_layers_of_other_modules_are_made_anew(self, llama, cache):
+        """As another version of transformers may have them."""
+        expected = chain_rows(load(str(llama), **OPTIONS, dtype="nf4"), [5, 9])
+        self.load(llama)
+        renamed, smaller, *_ = files = sorted(cache.rglob("*.safetensors"))
+        tensors = {file: load_file(file) for file in files}
+        save_file({f"inner.{name}": one for name, one in tensors[renamed].items()}, renamed)
+        save_file({name: one[: len(one) // 2].clone() for name, one in tensors[smaller].items()}, smaller)
+        np.testing.assert_array_equal(chain_rows(self.load(llama), [5, 9]), expected)
+        assert {file: load_file(file).keys() for file in files} == {file: one.keys() for file, one in tensors.items()}
+
     def test_a_disk_without_room(self, llama, cache, monkeypatch):
         from edgespec.backends.torch import nf4
 

@@ -227,6 +227,24 @@ def test_scattered_layers_are_packed(tmp_path, tiers):
     np.testing.assert_array_equal(everything(tiers(folder, 1, 2)), expected)  # it is written anew
 
 
+@pytest.mark.parametrize("dtype", [None, pytest.param("nf4", marks=needs_bitsandbytes)])
+def test_layers_in_another_order_are_another_pack(dtype, tmp_path, tiers, monkeypatch):
+    """As another version of transformers may have them: the files of the model say nothing about it."""
+    halves = tiny_model("qwen2", num_hidden_layers=LAYERS).to(torch.bfloat16)
+    folder, load_model = save(halves, tmp_path) if dtype else scattered(tmp_path), loading_module.load_model
+    tiers(folder, 1, 2, dtype=dtype)
+
+    def turned_round(*about):
+        model = load_model(*about)
+        for layer in model.get_decoder().layers:
+            layer._modules = dict(reversed(layer._modules.items()))
+        return model
+
+    monkeypatch.setattr(backend_module, "load_model", turned_round)
+    expected = everything(load(str(folder), **OPTIONS, dtype=dtype))
+    np.testing.assert_array_equal(everything(tiers(folder, 1, 2, dtype=dtype)), expected)
+
+
 def test_a_pack_for_which_there_is_no_room(tmp_path, tiers, monkeypatch):
     folder = scattered(tmp_path)
     monkeypatch.setattr(disk_module.shutil, "disk_usage", lambda path: Usage())

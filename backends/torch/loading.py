@@ -30,6 +30,7 @@ from .offload import (
     Streamer,
     block_bytes,
     count_resident,
+    layout,
     needs_pinning,
     streamed_layers,
 )
@@ -425,7 +426,11 @@ def place_layers(
         range(len(layers)), "Placing layers", console=console, transient=True,
         disable=not console.is_terminal or not (streamed or form is not PLAIN),
     )  # fmt: skip
-    pack = Pack(host.folder, f"{form.name} {model.dtype}", {i: sizes[i] for i in to_pack}) if host and to_pack else None
+    pack = None
+    if host and to_pack:
+        # Another version of transformers may have a layer's tensors in another order.
+        about = f"{form.name} {model.dtype} {[layout(layer) for layer in layers]}"
+        pack = Pack(host.folder, about, {i: sizes[i] for i in to_pack})
     with ExitStack() as failed:  # closes what was opened, unless all is
         for i in steps:
             form.make(layers[i])

@@ -37,6 +37,7 @@ GROUP = 64  # weights that share a scale
 METHOD = "edgespec_nf4"
 STATE = "weight.quant_state.bitsandbytes__nf4"
 STORED = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", STATE)
+PARTS = ("weight", "scales", "levels")
 KEPT = "packed"  # in the cache folder
 LAYOUT = 1  # version of kept layers
 
@@ -179,9 +180,13 @@ class KeptLayers:
             found = load_file(self._file(layer))
         except (OSError, SafetensorError):
             return False
-        for owner, name, linear, path in linears(layer):
-            kept = NF4Linear(linear)
-            kept.weight, kept.scales, kept.levels = (found[f"{path}.{one}"] for one in ("weight", "scales", "levels"))
+        made = [(owner, name, path, NF4Linear(linear)) for owner, name, linear, path in linears(layer)]
+        if found.keys() != {f"{path}.{one}" for *_, path, _ in made for one in PARTS} or any(
+            found[f"{path}.weight"].shape != kept.weight.shape for *_, path, kept in made
+        ):
+            return False  # another version of transformers has other modules
+        for owner, name, path, kept in made:
+            kept.weight, kept.scales, kept.levels = (found[f"{path}.{one}"] for one in PARTS)
             setattr(owner, name, kept)
         return True
 

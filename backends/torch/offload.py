@@ -219,6 +219,14 @@ def stored_tensors(layer: Any) -> Iterator[tuple[str, dict[str, Any], str, bool]
                 yield f"{module_name}." if module_name else "", store, name, is_parameter
 
 
+def layout(layer: Any) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, type and shape of each tensor of a layer, as they follow in its block."""
+    return [
+        (f"{prefix}{name}", str(store[name].dtype), tuple(store[name].shape))
+        for prefix, store, name, _ in stored_tensors(layer)
+    ]
+
+
 def aligned(size: int) -> int:
     """Bytes of a block that a tensor of `size` bytes takes."""
     return -(-size // ALIGNMENT) * ALIGNMENT
