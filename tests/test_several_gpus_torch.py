@@ -1,5 +1,6 @@
 """Several GPUs hold more layers on PyTorch: what lies on which, and texts that stay the same to the bit."""
 
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,15 @@ def test_cards_that_are_full_or_anothers_are_left_out(
     for name in ("cuda", "cuda:0"):
         with pytest.raises(NoRoom, match="0 MiB of GPU memory cannot hold"):
             load(folder, **OPTIONS, device=name)
+
+
+def test_memory_of_a_model_that_is_gone_is_free(cards: There, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards(8 * GIB)
+    steps = list[str]()
+    monkeypatch.setattr(gc, "collect", lambda: steps.append("collect"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: steps.append("empty"))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda name: 0 if steps == ["collect", "empty"] else GIB)
+    assert [gpu.used for gpu in loading_module.find_gpus(None)] == [0]
 
 
 def test_the_free_memory_of_each_card_counts(cards: There, tmp_path: Path) -> None:

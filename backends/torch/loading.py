@@ -1,5 +1,6 @@
 """Check and load model folders, and place their layers: on the device, in host memory or on disk."""
 
+import gc
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -49,6 +50,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # `layer_types` of transf
 def find_gpus(device: str | None) -> list[Gpu]:
     """GPUs that this PyTorch sees; only those that may compute are measured, which takes some of their memory."""
     names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    if names:  # else memory of models that are gone counts as used
+        gc.collect()
+        torch.cuda.empty_cache()
     found = [look_at(name) if device in (None, "cuda", name) else Gpu(name, False, 0) for name in names]
     return [*found, *([look_at_mps()] if torch.backends.mps.is_available() else [])]
 
