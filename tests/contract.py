@@ -443,7 +443,7 @@ def the_last_leaf_fits(factory: Factory) -> None:
         session.commit(path)
         text = text + [tokens[node] for node in path]
         # All leaves are free again, also straight under the committed text.
-        logits = backend.forward([work(session, tokens[:leaves], [-1] * leaves)])[0]
+        logits = backend.forward([work(session, tokens[:leaves], [-1] * leaves, wanted=[leaves - 1])])[0]
         check_nodes(backend, read(logits, [leaves - 1]), text, tokens, [-1] * leaves)
 
 

@@ -22,7 +22,7 @@ from edgespec.weights.plan import consecutive_layers, layers_by_device, layers_o
 
 from ..common.hf_vocab import LOCAL, first_line, read_config
 from .attention import ATTENTION, Probe, run
-from .disk import STAGING, Feeder, Pack, Source, Staging, find_run, read_folder, same_bytes
+from .disk import STAGING, Feeder, Pack, Source, Staging, find_run, mapped_bytes, read_folder, same_bytes
 from .offload import (
     BUFFERS,
     MOST_BUFFERS,
@@ -157,14 +157,14 @@ def check_folder_fits(folder: Path, dtype: str | None, memory: int) -> None:
             the file's, and experts that are put together.
     """
     config = read_config(folder)
-    if has_stored_nf4(config):
-        return
     found: Any = getattr(config.get_text_config(), "dtype", None)
     names = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+    if found not in names or has_stored_nf4(config):
+        return
     made = type_to_load(config, dtype)
-    if made in (None, names.get(found)) or found not in names:
-        size = bytes_of_experts(folder)
-        if size > memory and puts_experts_together(config):
+    if made in (None, names[found]):
+        size = bytes_put_together(folder, config, memory)
+        if size > memory:
             raise NoRoom(
                 f"its experts take {format_size(size, up=True)}, and {format_size(memory)} of memory are to be used: "
                 "experts are put together at load, and cannot be streamed: use a GGUF"
@@ -185,22 +185,19 @@ def type_to_load(config: Any, dtype: str | None) -> str | None:
     return ("float16" if config.dtype == torch.float16 else "bfloat16") if dtype == NF4 else dtype
 
 
-def bytes_of_experts(folder: Path) -> int:
-    """Bytes of tensors with one expert each; 0: a file is damaged, which `load_model` says."""
+def bytes_put_together(folder: Path, config: Any, memory: int) -> int:
+    """
+    Returns:
+        Bytes of the model's weights that the folder has in parts; 0: they fit into `memory`, or the folder is damaged.
+    """
     try:
-        return sum(one.size for name, (_, one) in read_folder(folder).items() if ONE_EXPERT.search(name))
-    except ModelError:
-        return 0
-
-
-def puts_experts_together(config: Any) -> bool:
-    """False: the model class has a module for each expert, and weights stay mapped."""
-    try:
-        with torch.device("meta"):
+        if sum(one.size for name, (_, one) in read_folder(folder).items() if ONE_EXPERT.search(name)) <= memory:
+            return 0
+        with torch.device("meta"):  # not every model class puts them together
             model = transformers.AutoModelForCausalLM.from_config(config)
+        return int(sum(weight.nbytes for weight in model.parameters()) - mapped_bytes(model, folder))
     except Exception:  # `load_model` says why
-        return False
-    return not any(ONE_EXPERT.search(name) for name, _ in model.named_parameters())
+        return 0
 
 
 def check_rope(config: Any, context_length: int) -> None:
