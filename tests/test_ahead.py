@@ -118,6 +118,7 @@ def test_it_finds_something_meanwhile():
     assert stats.draft_went_on > serial.draft_went_on
     assert "drafting hidden" in stats.summary()
     assert "drafting hidden" not in serial.summary()
+    assert auto_planner("auto", AutoState(), draft=planner, goes_ahead=True).stats == planner.stats
 
 
 def pearl_trees(planner, target):

@@ -271,7 +271,7 @@ class AutoPlanner(Planner):
         known = [candidate.planner.stats for candidate in self._with_draft]
         return PlannerStats(
             sum(one.draft_passes for one in known), sum(one.draft_seconds for one in known),
-            sum(one.hidden_seconds for one in known), sum(one.went_on for one in known),
+            hidden_seconds=sum(one.hidden_seconds for one in known), went_on=sum(one.went_on for one in known),
         )  # fmt: skip
 
     @property
