@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.planners.ledger import ALLOWANCE, CARRIED, FARTHEST, FIRST_REST, MOST_GAINED, Ledger
+from edgespec.planners.auto import new_auto_state
+from edgespec.planners.ledger import ALLOWANCE, CARRIED, FARTHEST, FIRST_REST, MOST_GAINED, MOST_SAVED, Ledger
 
 
 def started(plain=1.0, passes=1, **options):
@@ -172,6 +173,26 @@ def test_the_next_run_begins_with_what_this_one_found():
     for wrong in ({}, known | {"accounts": {"copies": [1]}}, known | {"plain": "fast"}):
         with pytest.raises((KeyError, TypeError, ValueError)):
             Ledger().recall(wrong)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("period", [600, 40, 20, 10, 6, 3, 1])
+def test_batches_of_two_sizes_in_turn_lose_no_more_than_those_of_one(period, streams):
+    state, plain, spent = new_auto_state(streams), 0.0, 0.0
+    for step in range(600):
+        ledger = state.batch(2 + step // period % 2)
+        way = "batch" if ledger.room("batch") else None
+        seconds = 2.0 if way else 1.0
+        ledger.add({way: 0.0} if way else {}, way, seconds, 1)
+        plain, spent = plain + 1, spent + seconds
+    assert plain >= 0.98 * spent
+
+
+def test_a_batch_saves_what_many_tokens_allowed():
+    ledger = started(passes=2000)
+    used(ledger, 3.0, 1)
+    ledger.resume()
+    assert (ledger.tokens, ledger.saved, ledger.accounts["copies"].lost) == (0, MOST_SAVED, 0)
 
 
 def test_what_was_not_lost_is_saved_for_trials():

@@ -113,11 +113,11 @@ class AutoState:
         return plain / (times.plain if count == 1 else float(times.seconds(count))) if plain else 1.0
 
     def batch(self, sequences: int) -> Ledger:
-        """The ledger of batches of this size, which begins where the last one had another size."""
+        """The ledger of batches of this size, which goes on where the last one had another size."""
         found = self.ledger(sequences)
         if self.batched != sequences:
             self.batched = sequences
-            found.begin()
+            found.resume()
         return found
 
     def proportions(self, sequences: int, plain: float = 1.0) -> Curve:

@@ -128,6 +128,11 @@ class Ledger:
             one.lost = one.before = max(min(one.lost, 0.0), -CARRIED)
             one.resting, one.tried = min(one.resting, REST_OF_NEW), 0
 
+    def resume(self) -> None:
+        """Go on after batches of other sizes. Sizes change often, so losses are forgotten only where tokens paid."""
+        if not self.tokens or self._allowed - self._lost > MOST_SAVED:
+            self.begin()
+
     def room(self, way: str) -> float:
         """
         Returns:
