@@ -326,9 +326,10 @@ def test_what_a_draft_reads_is_charged_once(length, unpaid):
     state, text = AutoState(), list(range(1, length + 1))
     drafting = Drafting(SpecExecPlanner(Draft()), state)
     drafting.begin(text[:9])
-    account = state.ledger()._account("specexec")
-    assert drafting.is_ready(text) == (unpaid == 0)  # then its proposal reads, which is charged as drafting
+    ledger = state.ledger(2)
+    account = ledger._account("specexec")
+    assert drafting.is_ready(text, ledger) == (unpaid == 0)  # then its proposal reads, which is charged as drafting
     assert account.lost == pytest.approx(READ * unpaid)
     if unpaid:
-        drafting.is_ready([*text, 5])
+        drafting.is_ready([*text, 5], ledger)
         assert account.lost == pytest.approx(READ * (unpaid + 1))

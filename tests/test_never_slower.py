@@ -1,14 +1,23 @@
 """The default planner is never much slower than plain decoding, however passes take, and whatever was remembered."""
 
+import sys
 from functools import cache
 from itertools import product
 from statistics import fmean
 
 import pytest
+from auto_planners import auto_planner
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from simulated import COSTS, Run
 
+from edgespec.loop.sampling import SamplingParams
 from edgespec.planners import auto
+from edgespec.planners.auto import new_auto_state
 from edgespec.planners.ledger import Ledger
+from edgespec.planners.none import NonePlanner
+from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.scheduler.requests import Request
+from edgespec.scheduler.scheduler import Scheduler
 
 LOADS = {"idle": 1.0, "x2": 2.0, "x10": 10.0, "x50": 50.0}  # of another program, which comes for 100 of 400 tokens
 AGREEMENTS = {
@@ -119,3 +128,49 @@ def test_trials_of_a_draft_in_memory_cost_little(cost, drafting, agreement, toke
     )
     steps = [learning.sequence(tokens)[-1] for _ in range(384 // tokens)]
     assert sum(plain for *_, plain in steps) >= 0.97 * sum(spent for _, spent, _ in steps)
+
+
+class Clock:
+    """Seconds that only passes take."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        for name, module in list(sys.modules.items()):
+            if name.startswith("edgespec.") and hasattr(module, "perf_counter"):
+                monkeypatch.setattr(module, "perf_counter", lambda: self.now)
+
+
+class Timed(ReferenceBackend):
+    def __init__(self, model, clock, cost, **options):
+        super().__init__(model, **options)
+        self.clock, self.cost = clock, cost
+
+    def forward(self, works):
+        found = super().forward(works)
+        self.clock.now += self.cost(sum(len(work.token_ids) for work in works))
+        return found
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_requests_at_once_wait_little_for_a_draft_that_is_unsure(count, monkeypatch):
+    clock, model = Clock(monkeypatch), random_model(1, vocab_size=48, sharpness=3.0)
+    model.unembedding[1] = 0  # texts seldom end early
+    unsure, limits = random_model(7, vocab_size=48, sharpness=0.05), {"context_length": 400, "sessions": count}
+
+    def seconds(planned):
+        state, clock.now = new_auto_state(streams=False), 0.0
+        target = Timed(model, clock, lambda nodes: 0.04 + 0.001 * nodes, max_nodes=41, max_leaves=64, **limits)
+        draft = Timed(unsure, clock, lambda nodes: 0.008 + 0.004 * nodes, **limits)
+        for nodes in (1, 1, 1, 3, 12, 24):
+            state.target.add(nodes, 0.04 + 0.001 * nodes, 50)
+            state.draft.add(nodes, 0.008 + 0.004 * nodes, 50)
+        made = [SpecExecPlanner(draft, cost=state.draft) if planned else NonePlanner() for _ in range(count)]
+        planners = [auto_planner("auto", state, draft=one) if planned else one for one in made]
+        scheduler = Scheduler(target, planners, budget=16, pace=state if planned else None)
+        for i in range(count):
+            scheduler.submit(Request([5 + i, 9], SamplingParams(), 150), lambda event: None)
+        while scheduler.active or scheduler.waiting:
+            scheduler.step()
+        return clock.now
+
+    assert seconds(planned=True) <= 1.03 * seconds(planned=False)
