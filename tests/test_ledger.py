@@ -217,3 +217,12 @@ def test_a_trial_that_drafted_in_vain_comes_later_the_next_time():
     ledger.add({"draft": 0.5}, None, 1.0, 1)
     assert not ledger.is_due("draft", 0)
     assert ledger.accounts["draft"].rest == 2 * FIRST_REST
+
+
+def test_looks_of_a_trial_add_up_but_for_those_that_only_look_up_copies():
+    ledger = started(passes=4)
+    for _ in range(30):
+        ledger.add({"draft": 0.04, "copies": 0.01}, None, 1.0, 1)
+    assert ledger.accounts["draft"].rest > FIRST_REST
+    assert ledger.accounts["copies"].rest == FIRST_REST
+    assert ledger.is_due("copies", 0)

@@ -130,6 +130,12 @@ def test_trials_of_a_draft_in_memory_cost_little(cost, drafting, agreement, toke
     assert sum(plain for *_, plain in steps) >= 0.97 * sum(spent for _, spent, _ in steps)
 
 
+def test_a_trial_that_finds_nothing_ends_also_where_the_draft_is_quick():
+    learning = Run(COSTS["flat"], lambda tokens: 0.02, ("draft",), 0.02, 0.05, remembered=(1, 1), drafting=0.03)
+    steps = [learning.sequence(32)[-1] for _ in range(12)]
+    assert sum(plain for *_, plain in steps) >= 0.98 * sum(spent for _, spent, _ in steps)
+
+
 class Clock:
     """Seconds that only passes take."""
 

@@ -20,7 +20,8 @@ FIRST_REST, LONGEST_REST = 16, 1024  # tokens
 REST_OF_NEW = 64  # most tokens of a rest that a new sequence begins with: texts differ
 FARTHEST = 32  # most steps with draft tokens from one plain pass to the next
 COMPARED = 3  # last passes that count
-LOOKED = 0.25  # plain passes that looking for draft tokens takes at most, unless it drafts
+LOOKED = 0.25  # plain passes that a trial takes at most before its first step
+GLANCE = 0.02  # of these, one look that does not count: looking up copies is free, and they may come in any step
 JUMP = 2.0  # ratio of two plain passes that shows another load of the machine
 SOONER = 4  # a distance is divided by it where a sequence begins, and multiplied by it where much was gained
 SURE = 8  # least distance of plain passes at which these are well known
@@ -38,6 +39,7 @@ class Account:
         before: `lost` when these began.
         is_trial: these began after a long time without a step of this way.
         idle: tokens since the last step of this way.
+        looked: plain passes that a trial took so far, without a step.
     """
 
     lost: float = 0.0
@@ -46,12 +48,23 @@ class Account:
     tried: float = 0.0
     before: float = 0.0
     idle: float = 0.0
+    looked: float = 0.0
     is_trial: bool = False
 
     def use(self, tokens: float) -> None:
         """Count a step of this way; one after a long time is a trial."""
         self.is_trial = self.is_trial or self.idle >= self.rest
-        self.idle, self.tried = 0.0, self.tried + tokens
+        self.idle, self.looked, self.tried = 0.0, 0.0, self.tried + tokens
+
+    def look(self, passes: float) -> None:
+        """Count plain passes of a trial whose draft tokens were not worth a pass; too many of them put it off."""
+        self.looked += passes if passes > GLANCE else 0.0
+        if self.looked > LOOKED:
+            self.put_off()
+
+    def put_off(self) -> None:
+        """Let the next trial come later."""
+        self.idle, self.looked, self.rest = 0.0, 0.0, min(2 * self.rest, LONGEST_REST)
 
     def settle(self, allowed: float) -> None:
         """Begin a rest if the way has lost too much; a trial that lost lengthens the next one, a gain shortens it."""
@@ -172,8 +185,7 @@ class Ledger:
 
     def put_off(self, way: str) -> None:
         """Let the next trial of this way come later."""
-        one = self._account(way)
-        one.idle, one.rest = 0.0, min(2 * one.rest, LONGEST_REST)
+        self._account(way).put_off()
 
     def pay(self, way: str, passes: float) -> None:
         """Charge plain passes that a trial takes before its first step: what was saved pays first."""
@@ -209,10 +221,10 @@ class Ledger:
             one.resting = max(0.0, one.resting - tokens)
             if name == way:
                 one.use(tokens)
-            elif spent.get(name, 0.0) > LOOKED * plain and one.idle >= one.rest:
-                self.put_off(name)  # a trial whose draft tokens were not worth a pass
-            else:
-                one.idle += tokens
+                continue
+            if one.idle >= one.rest:
+                one.look(spent.get(name, 0.0) / plain)
+            one.idle += tokens
         if way:
             self._more.append(seconds)
             self._find_plain()
