@@ -13,6 +13,8 @@ from edgespec.planners.none import NonePlanner
 from edgespec.planners.pearl import PearlPlanner
 from edgespec.planners.spec_branch import SpecBranchPlanner
 from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.scheduler.requests import Ended, Request, Wrote
+from edgespec.scheduler.scheduler import Scheduler
 from edgespec.scheduler.targets.proposer import DraftProposer
 
 TARGET = random_model(1, vocab_size=48, sharpness=3.0)
@@ -57,6 +59,27 @@ def test_a_draft_that_has_no_room_for_a_pass(name, number):
     sampling, draft = SamplingParams(temperature=0.8, seed=3), perturbed(TARGET, 0.4, 1)
     plain = text(NonePlanner(), sampling)
     assert text(PLANNERS[name](full_at(ReferenceBackend(draft), number)), sampling) == plain
+
+
+@pytest.mark.parametrize("number", range(1, 11))
+@pytest.mark.parametrize("name", ["specexec", "ahead"])
+def test_a_draft_that_has_no_room_for_a_pass_while_it_foresees(name, number):
+    sampling, chunks, ends = SamplingParams(temperature=0.8, seed=3), [], []
+
+    def hear(event):
+        chunks.extend(event.chunks if isinstance(event, Wrote) else ())
+        ends.extend([event] if isinstance(event, Ended) else ())
+
+    planner = PLANNERS[name](full_at(ReferenceBackend(perturbed(TARGET, 0.4, 1)), number))
+    target = ReferenceBackend(TARGET)
+    target.vocab.eog_ids = frozenset()
+    scheduler = Scheduler(target, [planner], budget=12)
+    scheduler.submit(Request(PROMPT, sampling, 24, foresee=True), hear)
+    while not ends:
+        scheduler.step()
+    scheduler.close()
+    assert ends[0].error is None
+    assert [chunk.token_id for chunk in chunks] == text(NonePlanner(), sampling)
 
 
 @pytest.mark.parametrize("number", range(4, 14))  # before, prompts are read

@@ -289,7 +289,7 @@ class Generation:
         """
         known, room = self.foreseen, self._limit - len(self.token_ids)
         ended = bool(known) and known[-1] in self._stop_ids
-        if ended or len(known) >= min(most, room):
+        if not self._budget or ended or len(known) >= min(most, room):
             return False
         context = replace(self._context([*self.token_ids, *known], room - len(known)), foreseen=len(known))
         new = self._planner.foresee(context, min(most, room) - len(known), seconds)

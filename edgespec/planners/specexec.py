@@ -9,6 +9,7 @@ An addition is coupled sampling: with the target's Gumbel noise, the draft predi
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import ClassVar
 
@@ -146,20 +147,22 @@ class SpecExecPlanner(Planner):
         if not self._drafter.foresees or (room := min(count, self._drafter.room(context))) <= 0:
             return tokens
         certain = len(context.token_ids) - context.foreseen
-        if (behind := self._drafter.behind(context.token_ids[:certain])) > CATCH_UP:
-            self._drafter.read(context.token_ids[: certain - behind + CATCH_UP])
-            return tokens
-        scores = ChildScores(context, self.tau, self.coupling)
-        with self._drafter.aside(certain - 1):
-            logits, node = self._drafter.read(context.token_ids)
-            above = COMMITTED
-            while True:
-                ids, _ = scores.children(logits, [node], [len(tokens)], 1)
-                tokens.append(int(ids[0][0]))
-                if len(tokens) == room or perf_counter() > until:
-                    return tokens
-                logits, nodes = self._drafter.evaluate(np.array(tokens[-1:]), np.array([above]))
-                node = above = int(nodes[0])
+        with suppress(ContextFull):  # the draft has no cells for more
+            if (behind := self._drafter.behind(context.token_ids[:certain])) > CATCH_UP:
+                self._drafter.read(context.token_ids[: certain - behind + CATCH_UP])
+                return tokens
+            scores = ChildScores(context, self.tau, self.coupling)
+            with self._drafter.aside(certain - 1):
+                logits, node = self._drafter.read(context.token_ids)
+                above = COMMITTED
+                while True:
+                    ids, _ = scores.children(logits, [node], [len(tokens)], 1)
+                    tokens.append(int(ids[0][0]))
+                    if len(tokens) == room or perf_counter() > until:
+                        break
+                    logits, nodes = self._drafter.evaluate(np.array(tokens[-1:]), np.array([above]))
+                    node = above = int(nodes[0])
+        return tokens
 
     def close(self) -> None:
         self._search = None
