@@ -23,6 +23,7 @@ IdArray = NDArray[np.int64]
 Scores = NDArray[np.float64]
 
 MOST_BIAS = 1e30  # logits with larger ones could become infinite in float32
+LEAST_TEMPERATURE = 1e-30  # logits divided by less could become infinite in float64, so that the best ones are equal
 _BLOCKS = 64  # values of a block in `top_ids`
 _BLOCK = 8  # 32-bit numbers that Philox makes together
 _FEW = 1024  # as many numbers are drawn in the time in which one block is found
@@ -370,11 +371,15 @@ def distribution(adjusted: Float32Array, params: SamplingParams) -> Scores:
         found[adjusted.argmax()] = 1.0
         return found
     ids = candidates(adjusted, params)
-    scaled = (adjusted if ids is None else adjusted[ids]).astype(np.float64) / params.temperature
+    scaled = _scaled(adjusted if ids is None else adjusted[ids], params)
     found[slice(None) if ids is None else ids] = np.exp(scaled - log_sum_exp(scaled))
     return found
 
 
 def scores(logits: Float32Array, params: SamplingParams, gumbel: Float32Array) -> Scores:
     """Operands of the argmax when T > 0, in float64: it adds no ties to the model's."""
-    return logits.astype(np.float64) / params.temperature + gumbel
+    return _scaled(logits, params) + gumbel
+
+
+def _scaled(logits: Float32Array, params: SamplingParams) -> Scores:
+    return logits.astype(np.float64) / max(params.temperature, LEAST_TEMPERATURE)
