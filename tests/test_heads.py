@@ -143,11 +143,20 @@ def test_nodes_start_from_the_heads_own_state_of_their_parent():
 
 def test_a_head_that_is_not_asked_reads_nothing_and_keeps_few_states():
     head = HeadOfTest()
-    tokens = generated(make_planner("specexec", [Target(), head]), 0.0, max_tokens=300, budget=0)
+    tokens = generated(make_planner("specexec", [Target(), head]), 0.0, max_tokens=300, rests=300)
     [session] = head.opened
     assert len(session.token_ids) == len(PROMPT)
     assert head.given >= len(tokens) - 2
     assert len(session._given) == KEPT + 1
+
+
+def test_a_head_reads_nothing_of_a_plain_request():
+    head = HeadOfTest()
+    planner = make_planner("specexec", [Target(), head], depth=4)
+    usual = generated(make_planner("none", [Target()]), 0.7)
+    assert generated(planner, 0.7, budget=0) == usual
+    assert (head.rows, head.given) == ([], 0)
+    assert generated(planner, 0.7) == usual
 
 
 def test_a_head_that_was_not_asked_for_a_while_reads_what_it_missed_from_the_targets_states():

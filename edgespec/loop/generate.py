@@ -138,6 +138,7 @@ class Generation:
         self._stop_ids = target.vocab.eog_ids if stop_ids is None else stop_ids
         self._limit = min(len(prompt_ids) + max_tokens, limits.context_length)
         self._budget = budget
+        self._drafts = budget > 0  # else planners see no logits, of which heads would read
         stats.planner, stats.backend = planner.name, target.name
         stats.exact = limits.exact.name if limits.exact else ""
         stats.seed, stats.prompt_tokens = sampling.seed, len(prompt_ids)
@@ -190,7 +191,8 @@ class Generation:
     def _saw_prompt(self, work: Work, logits: Logits) -> None:
         if len(work.wanted):
             self.last_row = logits.row(int(work.wanted[-1]))
-        self._planner.saw_prompt(len(self.session.token_ids), len(work.token_ids), logits)
+        if self._drafts:
+            self._planner.saw_prompt(len(self.session.token_ids), len(work.token_ids), logits)
 
     def _first_step(self) -> Step | None:
         """Sample the first token when all of the prompt is read."""
@@ -340,7 +342,8 @@ class Generation:
         step = self._step(tree, walk(tree, lambda node, accepted: self._sample(logits.view(node), accepted)))
         drafting = pass_.draft_seconds + self._planner.stats.mixing_seconds - before
         self.session.commit(step.path)  # the last token of the output is the next root
-        self._planner.saw(len(self.token_ids) - 1, tree, step.path, logits)
+        if self._drafts:
+            self._planner.saw(len(self.token_ids) - 1, tree, step.path, logits)
         self._extend(step, passed if single else 0.0)
         stats, planner = self.stats, self._planner.stats
         stats.count(step.sources, drafted=len(tree) - 1)
