@@ -1,6 +1,7 @@
 """What guesses in a round: by costs and gains that are given here, never by a clock."""
 
 import json
+import tracemalloc
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -290,6 +291,15 @@ def test_a_step_of_a_long_text_compares_few_of_the_plain_passes_before_it():
         generation._compare(5.0, plain=False, single=True)
     assert stats.plain_seconds == pytest.approx(stats.gained * np.median(seconds))
     assert compared < 12 * len(seconds)
+
+
+def test_a_depth_without_limit_takes_no_memory():
+    pace = given((1.0, 0.01), (0.01, 0.0))
+    draft = SpecExecPlanner(ReferenceBackend(MODEL), depth=1 << 30, cost=pace.draft)
+    tracemalloc.start()
+    auto_planner("auto", pace, draft=draft).begin(PROMPT)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
 
 
 def test_a_draft_that_agrees_less_than_believed_is_not_blamed_twice():

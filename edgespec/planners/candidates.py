@@ -21,6 +21,7 @@ from edgespec.planners.path_cost import best_part
 AGREEMENT = 0.7  # prior share of tokens in which draft and target agree
 READ = 0.1  # plain passes of the target that a draft model takes to read a token
 GAIN = 1.1  # ratio of rates that a draft must be predicted to reach: trying costs, too
+DEEPEST = 1024  # tokens of a chain whose gain is predicted: no tree has more nodes
 LEAST_TRUST = 0.05  # of `trust` in `path_cost.best_part`
 
 
@@ -88,7 +89,7 @@ class Drafting(Candidate):
         self._prompt_length = length = len(prompt_ids)
         likely = self._eager or self._state.ledger().has_gained(self.planner.name)
         if likely and (times := self._state.times(length)):
-            likely = self._predict(times, length, 1, self.planner.depth) > GAIN / times.plain
+            likely = self._predict(times, length, 1, min(self.planner.depth, DEEPEST)) > GAIN / times.plain
         self._wanted = length + 1 if likely else 0  # the first token is known before the draft reads
         self.planner.begin(prompt_ids)
 
