@@ -18,6 +18,7 @@ from edgespec.loop.tree import Proposal, make_tree
 from edgespec.planners.auto import AutoPlanner, AutoState, Candidate, new_auto_state
 from edgespec.planners.candidates import Drafting, Lookup
 from edgespec.planners.cost import worth_reading
+from edgespec.planners.path_cost import MOST_UNREAD_IN_MEMORY
 
 BUDGET, DEPTH = 64, 16
 SLOW_PASSES, SLOW = 5, 4.0  # the first passes of a program, and how many times as long they take
@@ -106,6 +107,7 @@ class Run:
         load: factor of all times, by number of tokens so far.
         slow: the first passes are slow.
         drafting: plain passes that a pass of the draft takes.
+        recurrent: paths begin with tokens that have no state, and more than `MOST_UNREAD_IN_MEMORY` take another pass.
         remembered: factors of what is remembered of plain and of larger passes; None: nothing is.
     """
 
@@ -116,6 +118,7 @@ class Run:
     noise: float = 0.0
     load: Callable[[int], float] = lambda tokens: 1.0
     slow: bool = False
+    recurrent: bool = False
     remembered: tuple[float, float] | None = None
     drafting: float = 0.1
     seed: int = 0
@@ -148,19 +151,26 @@ class Run:
         """
         ids, found, spent, plain = [0] * 20, list[tuple[int, float, float]](), 0.0, 0.0
         self.planner.begin(ids)
+        behind, owes = 0, False
         while len(ids) < 20 + tokens:
             if reading := self.planner.unread(ids):
                 spent += READING * len(reading.token_ids) * self.draft_pass
                 reading.session.token_ids += reading.token_ids
             room = 20 + tokens - len(ids)
-            context = Context(ids, 20, SamplingParams(), None, room - 1, 64)
+            head = behind if behind <= MOST_UNREAD_IN_MEMORY else 0
+            context = Context(
+                ids, 20, SamplingParams(), None, room - 1, 64, head=head if self.recurrent else None, owes=owes
+            )
             drafted = self.planner.stats.draft_seconds
             proposal = run_one(self.planner.propose(context, BUDGET))
             nodes = len(proposal.tree) if proposal.nodes is None else 1 + len(proposal.nodes)
-            seconds = self.cost(nodes) * self._factor(0)
+            seconds = self.cost(head + nodes) + (self.cost(behind) if behind > head else 0.0)
+            seconds *= self._factor(0)
             accepted = 0
             while accepted < min(nodes, room) - 1 and self.random.random() < self.agreement(self.tokens):
                 accepted += 1
+            owes = self.recurrent and accepted < nodes - 1
+            behind = head + 1 + accepted if owes else 0
             spent += self.planner.stats.draft_seconds - drafted + seconds
             plain += sum(self.cost(1) * self._factor(i) for i in range(accepted + 1))
             ids += [0] * (accepted + 1)

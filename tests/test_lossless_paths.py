@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from test_lossless_reference import PLANNERS, samplings, tokens, write
 
 from edgespec.loop.backend import Work
+from edgespec.loop.draft_passes import run_one
+from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 
@@ -51,6 +54,26 @@ def test_the_same_text(name, prompt, sampling, budget, max_tokens, data):
     output, _ = write(target, planner, prompt, sampling, max_tokens=max_tokens, budget=budget)
     planner.close()
     assert output == plain
+
+
+@pytest.mark.parametrize("most", [1, 16])
+def test_a_pass_that_reads_again_what_a_tree_left_is_not_plain(most, monkeypatch):
+    """Neither where the tokens begin its paths, nor where they have a pass of their own."""
+    monkeypatch.setattr("edgespec.backends.reference.backend.MOST_UNREAD", most)
+    target, draft = ReferenceBackend(MODEL, max_leaves=8), ReferenceBackend(perturbed(MODEL, 0.3, 1), max_leaves=8)
+    generation, owed = Generation(
+        target, target.open(), SpecExecPlanner(draft, depth=3), [5, 9], SamplingParams(),
+        max_tokens=60, budget=6, stats=GenerationStats(), stop_ids=frozenset(),
+    ), []  # fmt: skip
+    generation.read_prompt()
+    while not generation.finished:
+        pass_ = generation.cut(run_one(generation.propose(6 if generation.stats.passes % 3 == 0 else 0)))
+        behind = generation.session._behind
+        owed.append(behind > 0)
+        assert pass_.plain == (len(pass_.tree) == 1 and behind == 0)
+        assert generation._context(generation.token_ids, 9).owes == (behind > 0)
+        generation.accept(pass_, target.forward([pass_.work])[0])
+    assert 0 < sum(owed) < len(owed)
 
 
 def test_plain_decoding_owes_nothing():

@@ -130,6 +130,19 @@ def test_trials_of_a_draft_in_memory_cost_little(cost, drafting, agreement, toke
     assert sum(plain for *_, plain in steps) >= 0.97 * sum(spent for _, spent, _ in steps)
 
 
+@pytest.mark.parametrize("agreement", [0.7, 0.85])
+def test_all_seconds_of_a_recurrent_model_are_in_the_ledger(agreement):
+    """Also those in which it reads again the tokens of a tree that was not accepted to its end."""
+    learning = Run(
+        lambda nodes: 1 + 0.15 * (nodes - 1), lambda tokens: agreement, ("copies",), agreement,
+        recurrent=True, remembered=(1, 1),
+    )  # fmt: skip
+    _, spent, plain = learning.sequence(200)[-1]
+    ledger = learning.state.ledger()
+    assert (ledger.seconds, ledger.plain) == (pytest.approx(spent), pytest.approx(1))
+    assert plain >= 0.98 * spent
+
+
 def test_a_trial_that_finds_nothing_ends_also_where_the_draft_is_quick():
     learning = Run(COSTS["flat"], lambda tokens: 0.02, ("draft",), 0.02, 0.05, remembered=(1, 1), drafting=0.03)
     steps = [learning.sequence(32)[-1] for _ in range(12)]

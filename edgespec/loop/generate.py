@@ -128,6 +128,7 @@ class Generation:
         self._plain_passes = list[float]()  # seconds of plain passes among steps with draft tokens, rising
         self._last_plain = list[float]()  # of those since the last such step
         self._shared = False  # a pass, with other sequences
+        self._owes = False  # as in `Context`
         self._prompt_ids = prompt_ids
         self.prompt, self.last_row = Prefill(target, session, prompt_ids, want_last=last_row is None), last_row
         self._sampling = sampling
@@ -267,7 +268,8 @@ class Generation:
         """
         tree = only(proposed.tree, proposed.nodes[:size])
         work = Work(self.session, tree.token_ids, tree.parents, np.arange(len(tree), dtype=np.int32))
-        plain = len(tree) == 1 and not (self.target.capabilities.paths and self.session.unread_committed)
+        unread = self._owes or (self.target.capabilities.paths and self.session.unread_committed)
+        plain = len(tree) == 1 and not unread
         times = perf_counter(), self.target.wait_seconds
         return Pass(work, *times, tree, proposed.started, proposed.draft_seconds, plain)
 
@@ -276,7 +278,7 @@ class Generation:
         head = self.session.unread_committed if limits.paths else None
         return Context(
             token_ids, len(self._prompt_ids), self._sampling, self._noise, room, limits.leaves(sequences),
-            head=head, sequences=sequences, hints=hints,
+            head=head, owes=self._owes, sequences=sequences, hints=hints,
         )  # fmt: skip
 
     def foresee(self, seconds: float, most: int) -> bool:
@@ -344,6 +346,7 @@ class Generation:
         self.session.commit(step.path)  # the last token of the output is the next root
         if self._drafts:
             self._planner.saw(len(self.token_ids) - 1, tree, step.path, logits)
+        self._owes = bool(self.target.capabilities.paths) and len(step.path) <= tree.depth.max()
         self._extend(step, passed if single else 0.0)
         stats, planner = self.stats, self._planner.stats
         stats.count(step.sources, drafted=len(tree) - 1)

@@ -42,6 +42,7 @@ class Context:
         pass_times: the target's, by which only nodes that pay are proposed; None: the whole budget.
         least: probability that a draft token needs to pay.
         head: with recurrent layers, unread tokens that each path of the pass begins with; None: no paths.
+        owes: with recurrent layers, the pass reads again tokens of the last tree, which was not accepted to its end.
         sequences: number of sequences that have trees at once, and share a backend's leaves.
         hints: the sequence's hint texts.
         foreseen: number of the last tokens that are not committed; 0 but for `foresee`.
@@ -56,6 +57,7 @@ class Context:
     pass_times: Curve | None = None
     least: float = 0.0
     head: int | None = None
+    owes: bool = False
     sequences: int = 1
     hints: Sequence[Hint] = ()
     foreseen: int = 0

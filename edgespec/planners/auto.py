@@ -264,6 +264,8 @@ class AutoPlanner(Planner):
         self._rows = 0
         self._passes: list[tuple[int, float, int]] = []  # of the target, not learned yet: nodes, seconds, length
         self._head: int | None = None  # as in its context
+        self._owes = False  # the same
+        self._drafted: str | None = None  # whose draft tokens were in the last pass
         self._went_ahead = False
 
     @property
@@ -279,7 +281,7 @@ class AutoPlanner(Planner):
         return self._with_draft[0].planner.draft_session if self._with_draft else None
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        self._offer, self._asked, self._refused, self._went_ahead = None, None, [], False
+        self._offer, self._asked, self._refused, self._went_ahead, self._drafted = None, None, [], False, None
         self._state.ledger().begin()
         for candidate in self._candidates:
             candidate.begin(prompt_ids)
@@ -292,6 +294,7 @@ class AutoPlanner(Planner):
         self._offer, self._asked, self._spent = Offer(Proposal(root_only(context.token_ids[-1])), 0.0), None, {}
         self._refused = []
         self._length, self._head, self._rows = len(context.token_ids), context.head, 1 + (context.head or 0)
+        self._owes = context.owes
         candidates = [one for one in self._candidates if self._may_ask(one, context)]
         if budget > 0 and candidates:
             yield from self._choose(candidates, context, budget)
@@ -385,18 +388,23 @@ class AutoPlanner(Planner):
             return
         state = self._state
         went_ahead, self._went_ahead = self._went_ahead, False
+        drafted, self._drafted = self._drafted, None
         if seconds:
             plain = 1 + (self._head or 0)  # rows without draft tokens
             way = (self._asked.planner.name if self._asked else "grammar") if self._rows > plain else None
             if way and went_ahead:
                 self._spent[way + AHEAD] = self._spent.pop(way)
                 way += AHEAD
-            if way or plain == 1:  # with unread tokens, a pass does not show what plain decoding takes
+            self._drafted = way
+            if drafted and self._owes and not way:  # the way of the last step pays for what is read again
+                way = drafted
+                self._spent.setdefault(way, 0.0)
+            if way or (plain == 1 and not self._owes):  # else a pass does not show what plain decoding takes
                 self._ledger.add(self._spent, way, seconds, len(tokens))
             known = self._rows == 1 and state.target.has_plain(self._length)  # the ledger has the last ones
             if known:
                 state.target.measured += 1
-            elif not went_ahead:  # a draft that runs meanwhile lengthens the pass
+            elif not went_ahead and (self._head or not self._owes):  # a draft meanwhile or a pass before lengthens it
                 self._passes.append((self._rows, seconds, self._length))
             if not way or self._ledger.distance > 1:  # else a plain pass comes next, which shows the pace of this one
                 for one in self._passes:
