@@ -193,3 +193,21 @@ def test_requests_at_once_wait_little_for_a_draft_that_is_unsure(count, monkeypa
         return clock.now
 
     assert seconds(planned=True) <= 1.03 * seconds(planned=False)
+
+
+def test_what_planners_learn_from_shared_passes_is_charged(monkeypatch):
+    clock, model, state = Clock(monkeypatch), random_model(1, vocab_size=48, sharpness=3.0), new_auto_state(False)
+
+    class Seeing(NonePlanner):
+        def saw(self, start, tree, path, logits):
+            clock.now += 0.5
+
+    target = Timed(model, clock, lambda nodes: 1.0, context_length=100, sessions=2)
+    target.vocab.eog_ids = frozenset()
+    scheduler = Scheduler(target, [auto_planner("auto", state, Seeing()) for _ in range(2)], budget=8, pace=state)
+    for i in range(2):
+        scheduler.submit(Request([5 + i, 9], SamplingParams(), 40), lambda event: None)
+    while scheduler.active or scheduler.waiting:
+        scheduler.step()
+    assert state.ledger(2).accounts["batch"].lost > 0
+    assert state.seen == 0

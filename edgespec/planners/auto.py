@@ -70,6 +70,7 @@ class AutoState:
         worth: tokens that steps with the draft gained, of those predicted.
         ledgers: bound the loss against plain decoding, by number of sequences that share the passes.
         batched: number of sequences of the last batch.
+        seen: seconds in which planners learned from the logits of a batch's pass, which its ledger is charged.
     """
 
     target: PassTimes = field(default_factory=PassTimes)
@@ -79,6 +80,7 @@ class AutoState:
     worth: Share = field(default_factory=lambda: Share(0.98))
     ledgers: dict[int, Ledger] = field(default_factory=dict)
     batched: int = 0
+    seen: float = 0.0
 
     @property
     def streams(self) -> bool:
@@ -379,7 +381,9 @@ class AutoPlanner(Planner):
             name, began = candidate.planner.name, perf_counter()
             candidate.planner.saw(start, tree, path, logits)
             if name in self._spent:
-                self._spent[name] += perf_counter() - began
+                took = perf_counter() - began
+                self._spent[name] += took
+                self._state.seen += took
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
         for candidate in self._candidates:
@@ -390,6 +394,7 @@ class AutoPlanner(Planner):
         went_ahead, self._went_ahead = self._went_ahead, False
         drafted, self._drafted = self._drafted, None
         if seconds:
+            state.seen = 0.0
             plain = 1 + (self._head or 0)  # rows without draft tokens
             way = (self._asked.planner.name if self._asked else "grammar") if self._rows > plain else None
             if way and went_ahead:

@@ -203,6 +203,7 @@ def account(batch: Batch, drafting: float, seconds: float, tokens: int, pace: Au
         pace: has the ledgers.
     """
     works = [one.work for _, one in batch]
+    drafting, pace.seen = drafting + pace.seen, 0.0
     if len(batch) > 1 and not any(work.prompt for work in works):
         way = BATCH if any(len(work.token_ids) > 1 for work in works) else None
         ledger = pace.batch(len(batch))
