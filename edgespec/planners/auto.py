@@ -194,8 +194,12 @@ class Candidate(ABC):
         """As for `Planner`; None also if it is unlikely to be asked."""
         return self.planner.unread(token_ids)
 
-    def is_ready(self, token_ids: Sequence[int]) -> bool:
+    def is_ready(self, token_ids: Sequence[int], ledger: Ledger) -> bool:
         """Prepare to be asked.
+
+        Args:
+            token_ids: all committed tokens.
+            ledger: pays for what its draft must read, if `propose` does not read it.
 
         Returns:
             False: its draft must read too much, which `unread` returns from now on.
@@ -323,7 +327,7 @@ class AutoPlanner(Planner):
             terms = self._terms(candidate, context, times, plain, budget)
             asking = replace(context, pass_times=terms.pass_times)
             wanted = terms.most > 0 and (terms.trial or candidate.estimate(asking, terms.most) > best)
-            if wanted and candidate.is_ready(context.token_ids):
+            if wanted and candidate.is_ready(context.token_ids, self._state.ledger(sequences)):
                 if terms.trial:
                     candidate.forget()
                 found = yield from candidate.propose(asking, terms.most)
@@ -346,12 +350,14 @@ class AutoPlanner(Planner):
             most: most draft nodes.
 
         Returns:
-            The terms: even if no draft token is accepted, a step of a single sequence loses what its ledger allows.
+            The terms: even if no draft token is accepted, a step of a single sequence loses what its ledger allows; of
+            several, what the draft must read first.
         """
         name, ledger, tolerance = candidate.planner.name, self._state.ledger(context.sequences), 1.0
         trial = ledger.is_due(name, candidate.wait(context.token_ids))
         if context.sequences > 1:
-            return Terms(times, most, trial=trial)
+            reading = candidate.draft_seconds(np.zeros(1, np.intp), context.token_ids, ledger.plain)[0]
+            return Terms(times, most if reading <= ledger.room(name) else 0, trial=trial)
         if trial or not times:
             times = self._state.proportions(1, plain)
         elif ledger.is_ahead(name):  # larger passes may take less time than predicted

@@ -16,6 +16,7 @@ from edgespec.loop.tree import FloatArray, Proposal, ranked
 from edgespec.planners.auto import AutoState, Candidate, Offer, Share
 from edgespec.planners.cost import chain_goodput
 from edgespec.planners.drafting import CATCH_UP, agreed
+from edgespec.planners.ledger import Ledger
 from edgespec.planners.path_cost import best_part
 
 AGREEMENT = 0.7  # prior share of tokens in which draft and target agree
@@ -96,12 +97,12 @@ class Drafting(Candidate):
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
         return self.planner.unread(token_ids[: self._wanted]) if self._unread(self._wanted) > 1 else None
 
-    def is_ready(self, token_ids: Sequence[int]) -> bool:
+    def is_ready(self, token_ids: Sequence[int], ledger: Ledger) -> bool:
         before, self._wanted = self._wanted, len(token_ids)
         if self._unread(self._wanted) <= 1 + CATCH_UP:  # `propose` reads, and its time is charged
             return True
         unpaid = min(self._unread_count(token_ids), self._wanted - before)
-        self._state.ledger().pay(self.planner.name, self._read * unpaid)
+        ledger.pay(self.planner.name, self._read * unpaid)
         return False
 
     def forget(self) -> None:
