@@ -895,8 +895,8 @@ MUTANTS = [
     mutant(
         "cells-all-copied-at-once",
         "cells.py",
-        "step, seq = min(self.window or TILE, TILE), self.padding_id",
-        "step, seq = self.window or max(1, stop), self.padding_id",
+        "self._part = min(window or TILE, TILE)",
+        "self._part = window or sys.maxsize",
         "test_cells.py::test_where_memory_is_short_cells_are_put_in_order_without_a_copy_of_all_texts",
     ),
     mutant(
