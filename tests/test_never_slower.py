@@ -149,6 +149,15 @@ def test_a_trial_that_finds_nothing_ends_also_where_the_draft_is_quick():
     assert sum(plain for *_, plain in steps) >= 0.98 * sum(spent for _, spent, _ in steps)
 
 
+@pytest.mark.parametrize("agreement", [0.02, 0.3])
+def test_a_draft_whose_trials_failed_does_not_read_every_prompt(agreement):
+    learning = Run(
+        COSTS["flat"], lambda tokens: agreement, ("draft",), agreement, 0.05, remembered=(1, 1), drafting=0.3
+    )
+    steps = [learning.sequence(12)[-1] for _ in range(32)]
+    assert sum(plain for *_, plain in steps) >= 0.97 * sum(spent for _, spent, _ in steps)
+
+
 class Clock:
     """Seconds that only passes take."""
 

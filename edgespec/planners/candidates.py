@@ -72,7 +72,7 @@ class Drafting(Candidate):
         Args:
             planner: proposes with a draft model.
             state: measurements, which it continues.
-            eager: a draft of which nothing is known is asked at once, not after as many tokens as it must read.
+            eager: a draft that did not fail is asked at once, not after as many tokens as it must read.
             goes_ahead: as in `Candidate`.
             read: plain passes of the target that the draft takes to read a token.
         """
@@ -88,7 +88,8 @@ class Drafting(Candidate):
     def begin(self, prompt_ids: Sequence[int]) -> None:
         self._agreement_here = Share(self._agreement_here.fading)
         self._prompt_length = length = len(prompt_ids)
-        likely = self._eager or self._state.ledger().has_gained(self.planner.name)
+        ledger, name = self._state.ledger(), self.planner.name
+        likely = ledger.is_hopeful(name) if self._eager else ledger.has_gained(name)
         if likely and (times := self._state.times(length)):
             likely = self._predict(times, length, 1, min(self.planner.depth, DEEPEST)) > GAIN / times.plain
         self._wanted = length + 1 if likely else 0  # the first token is known before the draft reads

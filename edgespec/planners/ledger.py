@@ -183,6 +183,13 @@ class Ledger:
         one = self._account(way)
         return one.idle >= one.rest + tokens
 
+    def is_hopeful(self, way: str) -> bool:
+        """
+        Returns:
+            True if the way has gained, has failed once at most, or is to be tried again.
+        """
+        return self.has_gained(way) or self._account(way).rest <= 2 * FIRST_REST or self.is_due(way, 0)
+
     def put_off(self, way: str) -> None:
         """Let the next trial of this way come later."""
         self._account(way).put_off()
