@@ -39,6 +39,7 @@ from benchmarks.to_try import Seen, equal_sizes, row_classes
 from edgespec.errors import ModelError, UsageError
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Capabilities, Vocab, Work
+from edgespec.loop.shapes import TILE
 from edgespec.machine.memory import disk_bandwidth, format_size
 from edgespec.machine.this_machine import Gpu
 
@@ -176,7 +177,7 @@ def memory_for(shape: dict[str, Any], dtype: str, sizes: Sequence[int], resident
     """Bytes of a device on which `resident` layers stay, if there are more."""
     device = torch.device("cpu")
     model, (context, nodes) = random_model(shape | ONE, dtype, device), _limits(device, sizes)
-    work = work_bytes(model, Capabilities(context, nodes, nodes, nodes, 0.0), max(sizes) + 1)
+    work = work_bytes(model, Capabilities(context, nodes, nodes, nodes, 0.0), max(TILE, max(sizes) + 1))
     caches = cache_bytes(model, device, sizes) * shape["num_hidden_layers"]
     return int(caches + work + (resident + BUFFERS) * block_bytes(model.model.layers[0]))
 
