@@ -73,14 +73,14 @@ def look_at_mps() -> Gpu:
 def find_device(name: str | None, gpus: Sequence[Gpu]) -> str:
     """
     Args:
-        name: of the device; None: the first GPU that has memory, or else the CPU.
+        name: of the device; None: the first GPU that has memory, or shares that of the machine, or else the CPU.
         gpus: that are there.
 
     Raises:
         UsageError: this PyTorch does not see the device.
     """
     there = [*(gpu.name for gpu in gpus), "cpu"]
-    usable = [gpu.name for gpu in gpus if gpu.free or gpu.used]
+    usable = [gpu.name for gpu in gpus if gpu.shared or gpu.free or gpu.used]
     wanted = name or (usable or ["cpu"])[0]
     if wanted == "cuda":
         wanted = next((one for one in usable if one.startswith(wanted)), "cuda:0")

@@ -206,6 +206,7 @@ class AheadPlanner(SpecExecPlanner):
         self._thread = DraftThread(draft.interrupt, nice=nice)
         self._context: Context | None = None
         self._reading = list[int]()
+        self._unsettled = False  # an interrupt that came too late found no room for its pass
 
     @property
     def stats(self) -> PlannerStats:
@@ -216,6 +217,8 @@ class AheadPlanner(SpecExecPlanner):
         super().begin(prompt_ids)
 
     def _begun(self, context: Context, budget: int) -> Search:
+        if self._unsettled:
+            self._settle()
         search, self._context = self._search, context
         known = search is not None and not self._drafter.behind(context.token_ids)
         return search if search and known else AheadSearch(context.token_ids[-1], budget)
@@ -311,8 +314,13 @@ class AheadPlanner(SpecExecPlanner):
     def _settle(self) -> None:
         """Use up an interrupt that came too late; the session has no nodes before and after."""
         token, above = np.zeros(1, np.int32), np.full(1, -1, np.int32)
-        with suppress(Interrupted, ContextFull):
+        self._unsettled = False
+        try:
             self._drafter.draft.forward([Work(self._drafter.session, token, above, np.zeros(0, np.int32))])
+        except Interrupted:
+            pass
+        except ContextFull:  # the pass did not begin, so the interrupt is still there
+            self._unsettled = True
         self._drafter.commit([])
 
     def close(self) -> None:
