@@ -174,8 +174,8 @@ MUTANTS = [
     mutant(
         "sampling-noise-scaled",
         "sampling.py",
-        "/ params.temperature + gumbel",
-        "/ params.temperature + gumbel * params.temperature",
+        "_scaled(logits, params) + gumbel",
+        "_scaled(logits, params) + gumbel * params.temperature",
         "test_sampling.py::test_samples_follow_the_softmax",
     ),
     # The tree.
