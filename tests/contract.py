@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import pytest
 
 from edgespec.errors import Closed, ContextFull, Interrupted, SessionFileError, UsageError
 from edgespec.loop.backend import Backend, KeepsNodes, Logits, Session, Work
@@ -34,6 +35,20 @@ def loaded(factory: Factory, **options: Any) -> Iterator[Backend]:
         yield backend
     finally:
         backend.close()
+
+
+def check_update_is_refused(
+    load: Callable[[], Backend], path: Path, library: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session saved before an update of the library with the model classes is refused: their code decides bits."""
+    backend = load()
+    session = backend.open()
+    prefill(backend, session, [5, 6, 7])
+    session.save(path)
+    session.load(path)
+    monkeypatch.setattr(library, "__version__", "0.1")
+    with pytest.raises(SessionFileError, match=rf"build was '.*' and is '.*{name} 0\.1, "):
+        load().open().load(path)
 
 
 def work(

@@ -1,7 +1,9 @@
 """Tiny random models in folders that mlx-lm reads. Import only where mlx_lm is installed."""
 
+import gc
 import json
 import re
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import MODEL_REMAPPING, quantize_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from edgespec.loop.passes import prefill
 
 SPECIAL = ["<s>", "</s>"]
 VOCAB_SIZE = 288  # 256 bytes, the two above, and padding as big models have it
@@ -187,3 +191,18 @@ def sharpen(model: nn.Module) -> None:
         if ".conv_1d." in name or ".rg_lru." in name:  # all zeros at first
             least = 5.0 if name.endswith("recurrent_param") else 0.0  # then a state fades slowly
             model.load_weights([(name, 0.5 * mx.random.normal(weights.shape) - least)], strict=False)
+
+
+def check_closing_frees(load_both: Callable[[], tuple[Any, Any]], prompt: Sequence[int]) -> None:
+    """A target and its draft that are closed hold no arrays, although both and a session are still known."""
+    gc.collect()  # what other tests have left must not go meanwhile
+    before = mx.get_active_memory()
+    target, draft = load_both()
+    session = draft.open()
+    prefill(draft, session, prompt)
+    assert mx.get_active_memory() > before
+    target.close()
+    draft.close()
+    assert mx.get_active_memory() < before + 100
+    draft.close()
+    session.close()

@@ -1,6 +1,5 @@
 """EAGLE-3 heads on MLX: the head's definition, and texts of plain decoding, however it drafts."""
 
-import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from edgespec.backends.mlx.loading import load_weights
 from edgespec.backends.mlx.memory import MIN_NODES, PassSize, find_layout, parameter_bytes
 from mlx import nn
 from mlx.optimizers import Adam
-from mlx_models import FAMILIES, HYBRIDS, VOCAB_SIZE, write_model
+from mlx_models import FAMILIES, HYBRIDS, VOCAB_SIZE, check_closing_frees, write_model
 from test_lossless_mlx import SAMPLINGS, check_lossless, write
 from test_mlx_streaming import load_streamed, many_layers, small_parts  # noqa: F401, fixtures
 
@@ -116,18 +115,12 @@ def test_states_are_what_layers_read(target: Any, tmp_path: Path) -> None:
 def test_closing_frees_the_target(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "target", many_layers(FAMILIES["llama-3"]))
     path = write_head(tmp_path / "head", head_weights(VOCAB_SIZE, DRAFTS))
-    gc.collect()  # what other tests have left must not go meanwhile
-    before = mx.get_active_memory()
-    target = load(str(folder), context_length=128)
-    head = load_head(target, path)
-    session = head.open()
-    prefill(head, session, PROMPT)
-    assert mx.get_active_memory() > before
-    target.close()
-    head.close()
-    assert mx.get_active_memory() < before + 100
-    head.close()
-    session.close()
+
+    def load_both() -> tuple[Any, Any]:
+        target = load(str(folder), context_length=128)
+        return target, load_head(target, path)
+
+    check_closing_frees(load_both, PROMPT)
 
 
 def test_states_of_a_streamed_target_are_those_in_memory(tmp_path: Path, load_streamed: Any) -> None:  # noqa: F811

@@ -24,7 +24,7 @@ from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 from mlx_models import FAMILIES, SHARED, write_model
 
-from edgespec.errors import ModelError, SessionFileError, UsageError, pip_install
+from edgespec.errors import ModelError, UsageError, pip_install
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import top_of_rows
 
@@ -185,15 +185,9 @@ def test_closing_frees_the_model(llama):
 
 
 def test_a_session_of_another_mlx_lm_is_refused(llama, tmp_path, monkeypatch):
-    """Its model classes decide bits, too."""
-    backend, path = load(str(llama), context_length=64), tmp_path / "saved"
-    session = backend.open()
-    prefill(backend, session, [5, 6, 7])
-    session.save(path)
-    session.load(path)
-    monkeypatch.setattr(backend_module.mlx_lm, "__version__", "0.1")
-    with pytest.raises(SessionFileError, match=r"build was '.*' and is '.*mlx-lm 0\.1, "):
-        load(str(llama), context_length=64).open().load(path)
+    contract.check_update_is_refused(
+        lambda: load(str(llama), context_length=64), tmp_path / "saved", backend_module.mlx_lm, "mlx-lm", monkeypatch
+    )
 
 
 @pytest.mark.parametrize("size", [5, 200, 5000])

@@ -1,6 +1,5 @@
 """Self-drafting on MLX: layers of the target draft, in memory and where the others are streamed."""
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from edgespec.backends.mlx.backend import load
 from edgespec.backends.mlx.engine import engine
 from edgespec.backends.mlx.loading import load_weights
 from edgespec.backends.mlx.memory import find_layout
-from mlx_models import FAMILIES, HYBRIDS, write_model
+from mlx_models import FAMILIES, HYBRIDS, check_closing_frees, write_model
 from test_lossless_mlx import IDS, SAMPLINGS, check_lossless, write
 
 import edgespec
@@ -186,17 +185,7 @@ def test_layers_of_a_hybrid_are_refused(tmp_path):
 
 
 def test_closing_frees_the_model(llama):
-    gc.collect()  # what other tests have left must not go meanwhile
-    before = mx.get_active_memory()
-    target, draft = pair(llama)
-    session = draft.open()
-    prefill(draft, session, PROMPT)
-    assert mx.get_active_memory() > before
-    target.close()
-    draft.close()
-    assert mx.get_active_memory() < before + 100
-    draft.close()
-    session.close()
+    check_closing_frees(lambda: pair(llama), PROMPT)
 
 
 def test_the_user_names_them_layers(llama):

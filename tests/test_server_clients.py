@@ -197,23 +197,29 @@ def test_many_clients_at_once():
         assert threading.active_count() <= threads + 12  # asyncio's workers
 
 
+def serving(folder, program):
+    """A free port, and the command by which a Python program that runs `edgespec` serves a tiny model there."""
+    model = random_model(2, vocab_size=258)
+    model.unembedding[1] = 0
+    model.save(str(folder / "tiny.npz"))
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    model_options = [str(folder / "tiny.npz"), "--backend", "reference", "--port", str(port)]
+    return port, [sys.executable, "-c", program, "serve", *model_options]
+
+
 @pytest.fixture
 def slow_to_load(tmp_path):
     """(process, port) of `edgespec serve`, whose model is loaded only after a line on its stdin."""
-    model = random_model(2, vocab_size=258)
-    model.unembedding[1] = 0
-    model.save(str(tmp_path / "tiny.npz"))
     (tmp_path / "keys").write_text("secret")
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
     program = (
         "import edgespec.cli.commands as commands\n"
         "load = commands.load\n"
         "commands.load = lambda *model, **options: (input(), load(*model, **options))[1]\n"
         "commands.main()"
     )
-    command = [sys.executable, "-c", program, "serve", str(tmp_path / "tiny.npz"), "--backend", "reference"]
-    command += ["--port", str(port), "--api-key-file", str(tmp_path / "keys")]
+    port, command = serving(tmp_path, program)
+    command += ["--api-key-file", str(tmp_path / "keys")]
     with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True) as process:
         try:
             until(lambda: can_connect(port))
@@ -225,11 +231,6 @@ def slow_to_load(tmp_path):
 @pytest.fixture
 def tiny(tmp_path, request):
     """(process, port) of `edgespec serve`, whose system holds little that is not read; the parameter is `--grace`."""
-    model = random_model(2, vocab_size=258)
-    model.unembedding[1] = 0
-    model.save(str(tmp_path / "tiny.npz"))
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
     program = (
         "import edgespec.cli.commands as commands, socket\n"
         "listen = socket.socket.listen\n"
@@ -237,8 +238,8 @@ def tiny(tmp_path, request):
         "socket.socket.listen = lambda sock, *most: (sock.setsockopt(*small), listen(sock, *most))[1]\n"
         "commands.main()"
     )
-    command = [sys.executable, "-c", program, "serve", str(tmp_path / "tiny.npz"), "--backend", "reference"]
-    command += ["--port", str(port), "--ctx", "60000", "--grace", str(getattr(request, "param", 30))]
+    port, command = serving(tmp_path, program)
+    command += ["--ctx", "60000", "--grace", str(getattr(request, "param", 30))]
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as process:
         try:
             assert "answers at" in process.stdout.readline()

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 pytest.importorskip("transformers", reason="needs transformers: pip install 'edgespec[torch]'")
 
+import contract
 from contract import (
     BUDGET,
     CHECKS,
@@ -58,7 +59,6 @@ from edgespec.errors import (
     MissingPackage,
     ModelError,
     NoRoom,
-    SessionFileError,
     UsageError,
 )
 from edgespec.loading.by_name import load_backend
@@ -959,13 +959,7 @@ class TestRefusals:
 
 
 def test_a_session_of_another_transformers_is_refused(tmp_path, monkeypatch):
-    """Its model classes decide bits, too."""
-    folder, path = str(save(tiny_model("llama"), tmp_path / "model")), tmp_path / "saved"
-    backend = load(folder, context_length=CONTEXT)
-    session = backend.open()
-    prefill(backend, session, [5, 6, 7])
-    session.save(path)
-    session.load(path)
-    monkeypatch.setattr(backend_module.transformers, "__version__", "4.1")
-    with pytest.raises(SessionFileError, match=r"build was '.*' and is '.*transformers 4\.1, "):
-        load(folder, context_length=CONTEXT).open().load(path)
+    folder, library = str(save(tiny_model("llama"), tmp_path / "model")), backend_module.transformers
+    contract.check_update_is_refused(
+        lambda: load(folder, context_length=CONTEXT), tmp_path / "saved", library, "transformers", monkeypatch
+    )

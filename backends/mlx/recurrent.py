@@ -3,7 +3,7 @@
 Recurrent layers get mlx-lm's own cache with a state for each lane; in `LaneCache` all lanes see one session's cells.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -160,7 +160,7 @@ class MlxRecurrentSession(RecurrentSession[State], MlxSession):
         assert self._rectangle
         arrays, count = [array for cache in self._arrays for array in cache.cache], len(self._rectangle.lanes)
         states = [[_lane(array, lane, count) for array in arrays] for lane in range(count)]
-        mx.eval([array for state in states for array in state if array is not None])
+        mx.eval([*_arrays(states)])
         self.states.take(self._rectangle, states)
         self._rectangle, self._arrays, self._given = None, [], []
 
@@ -186,15 +186,18 @@ class MlxRecurrentSession(RecurrentSession[State], MlxSession):
         return super()._details() | {"states": [[at, [array is not None for array in kept[at]]] for at in kept]}
 
     def _saved(self) -> list[Any]:
-        states = self.states.text.kept.values()
-        return [*super()._saved(), *(array for state in states for array in state if array is not None)]
+        return [*super()._saved(), *_arrays(self.states.text.kept.values())]
 
     def _fill(self, details: dict[str, Any], arrays: Iterator[Any]) -> None:
         super()._fill(details, arrays)
         for at, there in details["states"]:
             self.states.text.add(at, [next(arrays) if one else None for one in there])
         # Another thread computes passes, and MLX computes lazy arrays only in the thread that made them.
-        mx.eval([array for state in self.states.text.kept.values() for array in state if array is not None])
+        mx.eval([*_arrays(self.states.text.kept.values())])
+
+
+def _arrays(states: Iterable[State]) -> Iterator[Any]:
+    return (array for state in states for array in state if array is not None)
 
 
 def _side_by_side(states: Sequence[State | None]) -> list[Any]:
