@@ -31,9 +31,9 @@ from edgespec.loading.exact import note_on_budget
 from edgespec.loading.pair import (
     DEFAULT_BUDGET,
     WIDE,
-    WIDEST,
     choose_budget,
     choose_context,
+    choose_widest,
     close_all,
     find_head,
     recall_auto_state,
@@ -581,12 +581,12 @@ def load(
         draft = draft or entry.draft or (find_head(entry, backend, say, notes) if here else None)
     check_planner(planner, draft is not None, datastore is not None, planner_options)
     check_approximate(alpha, sparse_attention, draft, [planner], exact, ahead)
-    fixed, budget = budget is not None, choose_budget(budget, entry)
+    fixed, widest, budget = budget is not None, choose_widest(budget, entry), choose_budget(budget, entry)
     # With a fixed budget passes are wide, but for `auto` without a draft or datastore, which is plain decoding.
     drafted = bool(draft or datastore) if planner == "auto" else planner != "none"
     options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=budget,
-        widest=0 if fixed or entry.defaults.budget else WIDEST, sessions=parallel,
+        widest=widest, sessions=parallel,
         wide=fixed and budget >= WIDE and drafted, exact=exact, backend=backend, threads=threads,
         gpu_layers=gpu_layers, memory=memory, kv_type=kv_type, lenders=check_texts("lenders", lenders), device=device,
         dtype=dtype, gpu_memory=gpu_memory, keep_packed=keep_packed, mixed=alpha > 0, sparse_attention=sparse_attention,

@@ -52,6 +52,11 @@ def choose_budget(budget: int | None, entry: Entry) -> int:
     return check_whole("budget", budget if budget is not None else entry.defaults.budget or DEFAULT_BUDGET, 1)
 
 
+def choose_widest(budget: int | None, entry: Entry) -> int:
+    """`LoadOptions.widest`: 0 where a budget is given."""
+    return 0 if budget is not None or entry.defaults.budget else WIDEST
+
+
 def choose_context(context_length: int | None, entry: Entry) -> int:
     known = (context_length, entry.defaults.context_length, DEFAULT_CONTEXT)
     return next(length for length in known if length is not None)

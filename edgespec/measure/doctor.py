@@ -18,10 +18,10 @@ from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
 from edgespec.loading.draft_or_memory import Speeds, no_room, ways_of
 from edgespec.loading.exact import apply_row_class, check_choice, choose_way, line
 from edgespec.loading.pair import (
-    WIDEST,
     PairPlan,
     choose_budget,
     choose_context,
+    choose_widest,
     find_head,
     load_draft,
     with_head,
@@ -171,7 +171,7 @@ def diagnose(
     engine = choose_backend(is_folder(sources[0]), this_machine(), backend)
     options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=choose_budget(budget, entry),
-        widest=0 if budget is not None or entry.defaults.budget else WIDEST, memory=memory, kv_type=kv_type,
+        widest=choose_widest(budget, entry), memory=memory, kv_type=kv_type,
         exact=exact, lenders=tuple(lenders or ()),
     )  # fmt: skip
     check_supported([engine], options)

@@ -11,7 +11,7 @@ from typing import Any
 from edgespec.errors import UsageError, check_whole
 from edgespec.loading.approximate import check_alpha, check_approximate
 from edgespec.loading.exact import note_on_budget
-from edgespec.loading.pair import WIDE, WIDEST, choose_budget, choose_context, close_all, open_backends
+from edgespec.loading.pair import WIDE, choose_budget, choose_context, choose_widest, close_all, open_backends
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import check_room
@@ -146,10 +146,10 @@ def run_bench(
     check_approximate(alpha, None, draft, names, engine_options.get("exact"), ahead)
     need_draft = alpha > 0 or any(name in USE_DRAFT for name in names)
     check_draft_options(need_draft and draft is not None, ahead, planner_options)
-    fixed, budget = budget is not None, choose_budget(budget, entry)
+    fixed, widest, budget = budget is not None, choose_widest(budget, entry), choose_budget(budget, entry)
     load_options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=budget,
-        widest=0 if fixed or entry.defaults.budget else WIDEST, wide=fixed and budget >= WIDE, mixed=alpha > 0,
+        widest=widest, wide=fixed and budget >= WIDE, mixed=alpha > 0,
         ahead=bool(ahead) or any(PLANNERS[name].ahead for name in names),
         **engine_options | {"lenders": tuple(engine_options.get("lenders") or ())},
     )  # fmt: skip
