@@ -65,7 +65,7 @@ class HfVocab:
             raise ModelError(
                 f"the tokenizer is a {type(tokenizer).__name__}; one that tokenizer.json describes is needed"
             )
-        # What tokenizer.json says of training batches would cut and pad prompts.
+        # tokenizer.json may hold settings for training batches, which would cut and pad prompts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._kind = _kind(self._tokenizer)
