@@ -3,14 +3,19 @@
 import sys
 from functools import cache
 from itertools import product
+from math import log
 from statistics import fmean
 
+import numpy as np
 import pytest
 from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from simulated import COSTS, Run
 
+from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
+from edgespec.loop.tree import make_tree
 from edgespec.planners import auto
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.ledger import Ledger
@@ -37,6 +42,7 @@ REMEMBERED = {
 WAYS = ["copies", "draft", "copies+draft"]
 LEAST = {32: 0.9, 128: 0.95, 512: 0.97}  # tokens -> ratio to plain decoding
 SEEDS = 3
+NEVER = 1  # a token that the target does not write
 CASES = [
     pytest.param(*case, id="-".join(map(str, case)))
     for case in product(COSTS, AGREEMENTS, REMEMBERED, WAYS, LOADS, [False, True], [0.0, 0.3])
@@ -220,3 +226,50 @@ def test_what_planners_learn_from_shared_passes_is_charged(monkeypatch):
         scheduler.step()
     assert state.ledger(2).accounts["batch"].lost > 0
     assert state.seen == 0
+
+
+class Forcing:
+    """A grammar that forces `text`, of which the target writes none if it is wrong."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def masked(self, logits):
+        return logits
+
+    def accept(self, token):
+        pass
+
+    def prune_and_force(self, tree, token_ids, most):
+        forced = self.text[len(token_ids) :][:most]
+        values = np.cumsum([0.0, *[log(0.98)] * len(forced)])
+        return make_tree([token_ids[-1], *forced], range(-1, len(forced)), values, [0] * len(values))
+
+
+@pytest.mark.parametrize(("cost", "least"), [("steep", 0.97), ("rising", 1.5), ("step", 1.5), ("flat", 5)])
+def test_what_a_grammar_forces_costs_little_in_vain_and_gains_where_rows_are_cheap(cost, least, monkeypatch):
+    clock, model = Clock(monkeypatch), random_model(1, vocab_size=48, sharpness=3.0)
+    model.unembedding[NEVER] = 0
+
+    def write(planner, grammar):
+        target = Timed(model, clock, COSTS[cost], context_length=200)
+        target.vocab.eog_ids = frozenset()
+        clock.now = 0.0
+        generation = Generation(
+            target, target.open(), planner, [5, 9], SamplingParams(), max_tokens=150, budget=12,
+            stats=GenerationStats(), grammar=grammar,
+        )  # fmt: skip
+        for _ in generation.steps():
+            pass
+        return generation.token_ids, clock.now
+
+    text, plain = write(NonePlanner(), None)
+    for forced, ratio in [([NEVER] * len(text), 0.97), (text, least)]:
+        planner = auto_planner("auto", new_auto_state(streams=cost == "flat"), NonePlanner())
+        times = list[float]()
+        for _ in range(2):
+            found, seconds = write(planner, Forcing(forced))
+            times.append(plain / seconds)
+            assert found == text
+        assert times[0] >= 0.97
+        assert times[1] >= ratio

@@ -27,7 +27,7 @@ from edgespec.loop.passes import Pass, Prefill, Proposed, check_room, common_pre
 from edgespec.loop.planner import Context, Planner, PlannerStats
 from edgespec.loop.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
 from edgespec.loop.stats import COMPARED, GenerationStats
-from edgespec.loop.tree import DraftTree, Proposal, Source, only, root_only, shallow
+from edgespec.loop.tree import DraftTree, Source, only, root_only, shallow
 from edgespec.loop.verify import Walk, walk
 
 COMPLETIONS = 3  # of an unfinished prompt: the likeliest, and samples
@@ -250,11 +250,12 @@ class Generation:
         leaves = limits.leaves(sequences)
         budget = min(self._budget, most_nodes(limits, self.session.unread_committed) - 1)
         budget = budget if most is None else min(budget, most)
-        proposal = yield from self._planner.propose(self._context(self.token_ids, room, sequences), budget)
+        context = self._context(self.token_ids, room, sequences)
+        proposal = yield from self._planner.propose(context, budget)
         tree, nodes = proposal.tree, fitting(proposal, budget, leaves)
         if self._grammar and budget:  # each node takes the grammar's time, so only those that fit are pruned
             tree = shallow(self._grammar.prune_and_force(only(tree, nodes), self.token_ids, budget), room)
-            nodes = fitting(Proposal(tree), budget, leaves)
+            nodes = self._planner.paying(tree, context, budget)
         return Proposed(tree, nodes, started, self._planner.stats.draft_seconds - before)
 
     def cut(self, proposed: Proposed, size: int | None = None) -> Pass:

@@ -5,6 +5,7 @@ their order:
 
     unread              tokens that the draft reads first
     propose             a tree of draft tokens
+    paying              with a grammar, the nodes to evaluate
     while_target_runs   around the target's pass
     mix                 what each token is sampled from
     saw                 the target's logits
@@ -18,12 +19,15 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgespec.loop.backend import Logits, Session
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.grammar import Constraint
 from edgespec.loop.hint_texts import Hint
 from edgespec.loop.pass_times import Curve
-from edgespec.loop.passes import Prefill
+from edgespec.loop.passes import Prefill, fitting
 from edgespec.loop.sampling import Float32Array, Noise, SamplingParams
 from edgespec.loop.tree import DraftTree, Proposal
 
@@ -123,6 +127,18 @@ class Planner(ABC):
             context: the sequence's state.
             budget: most nodes that can be used.
         """
+
+    def paying(self, tree: DraftTree, context: Context, budget: int) -> NDArray[np.intp]:
+        """
+        Args:
+            tree: the proposed one, without what a grammar refuses, and with what it forces.
+            context: as for `propose`.
+            budget: as for `propose`.
+
+        Returns:
+            Nodes of the tree that pay and fit: [m], at most `budget`, best first, the root left out.
+        """
+        return fitting(Proposal(tree), budget, context.max_leaves)
 
     def while_target_runs(self, nodes: int) -> AbstractContextManager[None]:
         """Context of a pass of the target over the proposed tree only, during which a draft may go on.

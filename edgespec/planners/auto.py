@@ -17,7 +17,7 @@ from edgespec.loop.passes import Prefill
 from edgespec.loop.planner import Context, Planner, PlannerStats
 from edgespec.loop.tree import DraftTree, FloatArray, Proposal, only, root_only
 from edgespec.planners.ledger import Ledger
-from edgespec.planners.path_cost import rows_of
+from edgespec.planners.path_cost import best_part, rows_of
 
 BELIEF = 4.0  # weight of a prior value, in expected things
 HEAVY = 0.8  # with experts, plain passes that a further unit of `weight` costs, until it is measured
@@ -25,6 +25,7 @@ PLAIN = 5  # plain passes before a way that is not known to gain: the first ones
 PLAIN_STREAMED = 1  # the same with streamed weights, where each takes seconds
 TRIED = 2  # as a multiple of the largest pass measured, the tree of a way that has gained
 TOLERANCE = 1.2  # ratio of rates by which a way that has gained may seem slower than plain decoding
+GRAMMAR = "grammar"  # the account of tokens that a grammar forces, where none are drafted
 AHEAD = "+ahead"  # a draft that goes on while the target runs has an account of its own
 FURTHER = 16  # largest tree, as a multiple of the largest pass measured: beyond it pass times are not predictable
 
@@ -371,6 +372,22 @@ class AutoPlanner(Planner):
     def _ledger(self) -> Ledger:
         return self._state.ledger()
 
+    def paying(self, tree: DraftTree, context: Context, budget: int) -> NDArray[np.intp]:
+        if context.sequences > 1:  # the scheduler chooses
+            return super().paying(tree, context, budget)
+        plain, further = 1 + (context.head or 0), np.arange(1, budget + 1)
+        times = self._state.times(self._length) or self._state.proportions(1)
+        lost = times.seconds(plain + further) - times.seconds(plain)
+        most = int(np.searchsorted(lost, self._ledger.room(self._way), side="right"))
+        nodes, _ = best_part(tree, 0.0, times, budget=most, max_leaves=context.max_leaves, head=context.head)
+        self._rows = _rows(Proposal(tree, nodes), context.head)
+        self._spent.setdefault(self._way, 0.0)
+        return nodes
+
+    @property
+    def _way(self) -> str:
+        return self._asked.planner.name if self._asked else GRAMMAR
+
     def while_target_runs(self, nodes: int) -> AbstractContextManager[None]:
         asked = self._asked
         if self._head is None:  # a grammar may have cut the tree
@@ -402,7 +419,7 @@ class AutoPlanner(Planner):
         if seconds:
             state.seen = 0.0
             plain = 1 + (self._head or 0)  # rows without draft tokens
-            way = (self._asked.planner.name if self._asked else "grammar") if self._rows > plain else None
+            way = self._way if self._rows > plain else None
             if way and went_ahead:
                 self._spent[way + AHEAD] = self._spent.pop(way)
                 way += AHEAD

@@ -108,6 +108,9 @@ class CascadePlanner(Planner):
                 yield from self._reading(context.token_ids)
         return proposal
 
+    def paying(self, tree: DraftTree, context: Context, budget: int) -> NDArray[np.intp]:
+        return self._planner.paying(tree, context, budget)
+
     def while_target_runs(self, nodes: int) -> AbstractContextManager[None]:
         return self._planner.while_target_runs(nodes)
 
