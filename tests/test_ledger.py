@@ -188,6 +188,27 @@ def test_batches_of_two_sizes_in_turn_lose_no_more_than_those_of_one(period, str
     assert plain >= 0.98 * spent
 
 
+@pytest.mark.parametrize("took", [1.9, 1.5, 1.2])
+def test_a_batch_that_comes_back_soon_sees_what_plain_decoding_takes_now(took):
+    """Before, plain passes took 2.0 and draft tokens paid."""
+    ledger, state, spent = started(2.0), new_auto_state(streams=False), 0.0
+    state.ledgers[2], state.batched = ledger, 2
+    while ledger.distance < FARTHEST:
+        if ledger.room("batch"):
+            used(ledger, 2.0, 3, "batch")
+        else:
+            ledger.add({}, None, 2.0, 1)
+    state.batch(3).add({}, None, 2.5, 1)
+    for step in range(1, 401):
+        if state.batch(2).room("batch"):
+            used(ledger, took, 1, "batch")
+            spent += took
+        else:
+            ledger.add({}, None, 1.0, 1)
+            spent += 1.0
+        assert spent <= 1.04 * step + 16
+
+
 def test_a_batch_saves_what_many_tokens_allowed():
     ledger = started(passes=2000)
     used(ledger, 3.0, 1)

@@ -145,6 +145,12 @@ class Ledger:
         """Go on after batches of other sizes. Sizes change often, so losses are forgotten only where tokens paid."""
         if not self.tokens or self._allowed - self._lost > MOST_SAVED:
             self.begin()
+            return
+        self._usual, self.distance = self.plain, min(self.distance, SURE)
+        self._plain.clear()  # other texts, with other times
+        self._more.clear()
+        for one in self.accounts.values():
+            one.lost = max(one.lost, -CARRIED)
 
     def room(self, way: str) -> float:
         """
