@@ -76,6 +76,22 @@ def test_a_pass_that_reads_again_what_a_tree_left_is_not_plain(most, monkeypatch
     assert 0 < sum(owed) < len(owed)
 
 
+def test_a_text_whose_state_was_lost_owes_it():
+    """As on engines that keep a state after some paths only, and after a session was loaded."""
+    target = ReferenceBackend(MODEL, max_leaves=8)
+    generation = Generation(
+        target, target.open(), NonePlanner(), [5, 9, 6], SamplingParams(),
+        max_tokens=9, budget=6, stats=GenerationStats(), stop_ids=frozenset(),
+    )  # fmt: skip
+    generation.read_prompt()
+    for lost in (True, False):
+        if lost:
+            generation.session._states.cut(1)
+        pass_ = generation.cut(run_one(generation.propose()))
+        assert (pass_.plain, generation._context(generation.token_ids, 9).owes) == (not lost, lost)
+        generation.accept(pass_, target.forward([pass_.work])[0])
+
+
 def test_plain_decoding_owes_nothing():
     """A pass over one node ends where the text does, so its state is the text's."""
     target = ReferenceBackend(MODEL, max_leaves=8)

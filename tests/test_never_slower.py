@@ -15,13 +15,13 @@ from simulated import COSTS, Run
 from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
-from edgespec.loop.tree import make_tree
+from edgespec.loop.tree import Proposal, make_tree
 from edgespec.planners import auto
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.ledger import Ledger
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.scheduler.requests import Request
+from edgespec.scheduler.requests import Request, Wrote
 from edgespec.scheduler.scheduler import Scheduler
 
 LOADS = {"idle": 1.0, "x2": 2.0, "x10": 10.0, "x50": 50.0}  # of another program, which comes for 100 of 400 tokens
@@ -208,6 +208,53 @@ def test_requests_at_once_wait_little_for_a_draft_that_is_unsure(count, monkeypa
         return clock.now
 
     assert seconds(planned=True) <= 1.03 * seconds(planned=False)
+
+
+def test_what_batches_of_recurrent_models_read_again_is_no_plain_decoding(monkeypatch):
+    clock, count, state, add = Clock(monkeypatch), 2, new_auto_state(streams=False), Ledger.add
+    model, entered = random_model(1, vocab_size=48, layers=3, recurrent=True), list[tuple[str | None, float]]()
+
+    def noting(self, spent, way, seconds, tokens):
+        entered.append((way, round(seconds, 3)))
+        add(self, spent, way, seconds, tokens)
+
+    class Guess(NonePlanner):
+        """One token, which is right three times of ten."""
+
+        def propose(self, context, budget):
+            yield from ()
+            at, nodes = len(context.token_ids), min(budget, context.max_depth, 1)
+            right = at % 10 < 3 and at < len(text)
+            tokens = [context.token_ids[-1], text[at] if right else NEVER][: 1 + nodes]
+            return Proposal(make_tree(tokens, range(-1, nodes), [0.0, -0.1][: 1 + nodes]))
+
+    class Reading(Timed):
+        def forward(self, works):
+            self.clock.now += 0.225 * sum(work.session.unread_committed for work in works)
+            return super().forward(works)
+
+    def write(planners, pace):
+        clock.now, found = 0.0, list[int]()
+        target = Reading(
+            model, clock, lambda nodes: 0.55 + 0.225 * nodes, context_length=300, sessions=count, max_leaves=8
+        )
+        target.vocab.eog_ids = frozenset()
+        scheduler = Scheduler(target, planners, budget=4, pace=pace)
+        for i in range(count):
+            scheduler.submit(Request([5, 9], SamplingParams(), 150), lambda event, i=i: i or found.append(event))
+        while scheduler.active or scheduler.waiting:
+            scheduler.step()
+        return clock.now, [5, 9, *(one.token_id for event in found if isinstance(event, Wrote) for one in event.chunks)]
+
+    plain, text = write([NonePlanner() for _ in range(count)], None)
+    for nodes in (1, 2, 8):  # as if rows were cheap
+        state.target.add(nodes, 0.7 + 0.03 * nodes)
+    monkeypatch.setattr(Ledger, "add", noting)
+    seconds, same = write([auto_planner("auto", state, Guess()) for _ in range(count)], state)
+    assert same == text
+    assert {seconds for way, seconds in entered if way is None} <= {1.0, 0.775}  # two sequences, or the last one
+    assert ("batch", 1.9) in entered
+    assert plain >= 0.96 * seconds
 
 
 def test_what_planners_learn_from_shared_passes_is_charged(monkeypatch):

@@ -128,7 +128,7 @@ class Generation:
         self._plain_passes = list[float]()  # seconds of plain passes among steps with draft tokens, rising
         self._last_plain = list[float]()  # of those since the last such step
         self._shared = False  # a pass, with other sequences
-        self._owes = False  # as in `Context`
+        self._cut_short = False  # the last tree was not accepted to the end of its longest path
         self._prompt_ids = prompt_ids
         self.prompt, self.last_row = Prefill(target, session, prompt_ids, want_last=last_row is None), last_row
         self._sampling = sampling
@@ -269,10 +269,13 @@ class Generation:
         """
         tree = only(proposed.tree, proposed.nodes[:size])
         work = Work(self.session, tree.token_ids, tree.parents, np.arange(len(tree), dtype=np.int32))
-        unread = self._owes or (self.target.capabilities.paths and self.session.unread_committed)
-        plain = len(tree) == 1 and not unread
-        times = perf_counter(), self.target.wait_seconds
+        times, plain = (perf_counter(), self.target.wait_seconds), len(tree) == 1 and not self._owes
         return Pass(work, *times, tree, proposed.started, proposed.draft_seconds, plain)
+
+    @property
+    def _owes(self) -> bool:
+        """As in `Context`. Many tokens without a state have a pass of their own, and are none of `unread_committed`."""
+        return self.target.capabilities.paths and (self._cut_short or self.session.unread_committed > 0)
 
     def _context(self, token_ids: Sequence[int], room: int, sequences: int = 1) -> Context:
         limits, hints = self.target.capabilities, self._hint_texts.hints(self._number) if self._hint_texts else ()
@@ -347,7 +350,7 @@ class Generation:
         self.session.commit(step.path)  # the last token of the output is the next root
         if self._drafts:
             self._planner.saw(len(self.token_ids) - 1, tree, step.path, logits)
-        self._owes = bool(self.target.capabilities.paths) and len(step.path) <= tree.depth.max()
+        self._cut_short = len(step.path) <= tree.depth.max()
         self._extend(step, passed if single else 0.0)
         stats, planner = self.stats, self._planner.stats
         stats.count(step.sources, drafted=len(tree) - 1)

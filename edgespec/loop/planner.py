@@ -46,7 +46,7 @@ class Context:
         pass_times: the target's, by which only nodes that pay are proposed; None: the whole budget.
         least: probability that a draft token needs to pay.
         head: with recurrent layers, unread tokens that each path of the pass begins with; None: no paths.
-        owes: with recurrent layers, the pass reads again tokens of the last tree, which was not accepted to its end.
+        owes: with recurrent layers, the pass reads accepted tokens of the last tree again: no state is behind them.
         sequences: number of sequences that have trees at once, and share a backend's leaves.
         hints: the sequence's hint texts.
         foreseen: number of the last tokens that are not committed; 0 but for `foresee`.

@@ -205,7 +205,7 @@ def account(batch: Batch, drafting: float, seconds: float, tokens: int, pace: Au
     works = [one.work for _, one in batch]
     drafting, pace.seen = drafting + pace.seen, 0.0
     if len(batch) > 1 and not any(work.prompt for work in works):
-        way = BATCH if any(len(work.token_ids) > 1 for work in works) else None
+        way = None if all(one.plain for _, one in batch) else BATCH  # also what is read again after its draft tokens
         ledger = pace.batch(len(batch))
         drafted = way or ledger.room(BATCH)  # drafting costs time also where no draft token is worth a row
         ledger.add({BATCH: drafting} if drafted else {}, way, seconds, tokens / len(batch))
