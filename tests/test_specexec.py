@@ -6,9 +6,11 @@ from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 from edgespec.errors import ContextFull
 from edgespec.loop.draft_passes import run_one
+from edgespec.loop.generate import Generation
 from edgespec.loop.passes import fitting
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
+from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import only
 from edgespec.planners.search import NOT_READ
 from edgespec.planners.specexec import SpecExecPlanner
@@ -89,3 +91,15 @@ def test_the_next_search_reads_less_since_it_knows_what_the_tree_will_take():
     run_one(planner.propose(Context(text, 3, SamplingParams(), Noise(0, SIZE), 32, 64), 16))
     assert len(first) == 17
     assert sum(count) < before
+
+
+@pytest.mark.parametrize(("max_tokens", "reads"), [(1, False), (2, False), (3, True)])
+def test_the_draft_reads_no_prompt_whose_answer_has_no_room_for_draft_tokens(max_tokens, reads):
+    model = random_model(0, vocab_size=SIZE)
+    target, draft = (ReferenceBackend(model, context_length=64) for _ in range(2))
+    generation = Generation(
+        target, target.open(), SpecExecPlanner(draft), list(range(2, 20)), SamplingParams(),
+        max_tokens=max_tokens, budget=8, stats=GenerationStats(), stop_ids=frozenset(),
+    )  # fmt: skip
+    assert sum(len(step.tokens) for step in generation.steps()) == max_tokens
+    assert bool(draft.opened[0].token_ids) == reads

@@ -205,12 +205,18 @@ class Generation:
         return step
 
     @property
+    def _room(self) -> int:
+        """Most depth of a node: one at depth d pays only while d more tokens and a bonus fit."""
+        return self._limit - len(self.token_ids) - 1
+
+    @property
     def draft_prompt(self) -> Prefill | None:
         """
         Returns:
             Tokens that the draft reads before the next `propose`, by `read_draft` or `read_draft_part`; None: none.
         """
-        return self._planner.unread(self.token_ids) if self._budget and not self.prompt.unread else None
+        may_draft = self._budget and self._room > 0 and not self.prompt.unread
+        return self._planner.unread(self.token_ids) if may_draft else None
 
     def read_draft(self) -> None:
         """Let the draft read all of `draft_prompt`."""
@@ -245,8 +251,7 @@ class Generation:
             sequences: number of sequences that propose for the same pass.
         """
         started, before = perf_counter(), self._planner.stats.draft_seconds
-        # A node at depth d pays only while d more tokens and a bonus fit.
-        room, limits = self._limit - len(self.token_ids) - 1, self.target.capabilities
+        room, limits = self._room, self.target.capabilities
         leaves = limits.leaves(sequences)
         budget = min(self._budget, most_nodes(limits, self.session.unread_committed) - 1)
         budget = budget if most is None else min(budget, most)
