@@ -262,11 +262,22 @@ class TestShelf:
         def fails(*given):
             raise OSError(5, "Input/output error")
 
+        def fails_too(*given):
+            raise SessionFileError("No space left on device")
+
         monkeypatch.setattr(saved, "checksum_of", fails)
         shelf.load(shelf.best(session.token_ids)[0], target.open())
         assert "cannot be read: Input/output error" in lines[0]
         assert shelf.best(session.token_ids) == (None, 0)
         assert len(self.files(tmp_path)) == 1
+        monkeypatch.setattr(type(session), "save", fails_too)
+        assert not shelf.put(session)  # the disk is full
+        assert len(self.files(tmp_path)) == 1
+        monkeypatch.undo()
+        (path,) = (tmp_path / "shelf").iterdir()
+        path.write_bytes(b"half")
+        assert shelf.put(session)
+        assert self.make(tmp_path, target).best(session.token_ids)[1] == len(session.token_ids)
 
     def test_what_killed_programs_left_is_removed(self, tmp_path):
         target = backend()

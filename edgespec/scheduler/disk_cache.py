@@ -11,7 +11,7 @@ from pathlib import Path
 from edgespec.errors import ContextFull, DamagedSession, EdgespecError, SessionFileError
 from edgespec.loop.backend import Backend, Session
 from edgespec.loop.passes import common_prefix
-from edgespec.loop.session_files import difference, draft_file, load_draft_session, look
+from edgespec.loop.session_files import check_replaceable, difference, draft_file, load_draft_session, look
 from edgespec.machine.files import is_abandoned
 
 WORTH_SAVING = 256  # new tokens that are worth a file
@@ -84,8 +84,10 @@ class DiskCache:
                 return False
             about = json.dumps([dict(self._backend.identity), tokens], sort_keys=True)
             path = self._folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.kept"
-            if path not in self._saved:
-                self._drop(path)  # one that is there is damaged
+            try:
+                check_replaceable(path)
+            except SessionFileError:
+                self._drop(path)  # its end is missing
             session.save(path)
         except EdgespecError as error:
             self._say(str(error))
