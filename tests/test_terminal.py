@@ -1,7 +1,9 @@
 """What a person sees while a model loads and writes."""
 
 import io
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
@@ -11,12 +13,15 @@ import pytest
 
 from edgespec.cli import terminal
 from edgespec.cli.chat import _show
+from edgespec.cli.commands import main
 from edgespec.cli.terminal import LONG_PROMPT, Bars, LoadingBar, WordWrap, cells_of, write_answer
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import Message
 from edgespec.loop.tree import Source
 from edgespec.model import GenerationResult
 from edgespec.scheduler.requests import Chunk
+
+HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"  # the cursor
 
 
 class Terminal(io.StringIO):
@@ -39,6 +44,24 @@ def test_a_spinner_and_then_bytes_and_their_speed(monkeypatch: pytest.MonkeyPatc
     assert text.index("loading big.gguf") < text.index("reading big.gguf")
     assert "4.0/4.0 GiB" in text
     assert "/s" in text
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_kill_during_bars_shows_the_cursor_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    @click.command
+    def command() -> None:
+        with Bars() as bars:
+            bars.update("measuring", 1, 2)
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise AssertionError
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    with pytest.raises(SystemExit) as ended:
+        main(command, [])
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert screen.getvalue().rindex(HIDDEN) < screen.getvalue().rindex(SHOWN)
 
 
 def test_nothing_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:

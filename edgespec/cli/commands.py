@@ -74,7 +74,8 @@ def main(command: click.Command | None = None, arguments: list[str] | None = Non
     name = None if command else "edgespec"
     try:
         open_streams()
-        (command or cli).main(arguments, prog_name=name, standalone_mode=False, color=colour)
+        with ended_by_signals():
+            (command or cli).main(arguments, prog_name=name, standalone_mode=False, color=colour)
         sys.stdout.flush()  # a full disk may show only here
     except click.ClickException as error:
         error.show()
@@ -190,7 +191,7 @@ def run(
         raise UsageError("--resume does not go with --targets and --cluster: each copy has a session of its own")
     file = session_file(resume, "--resume") if resume else None
     _pull(model, options, yes)
-    with ended_by_signals(), held_input() if text is None else nullcontext(), _loaded(model, options) as loaded:
+    with held_input() if text is None else nullcontext(), _loaded(model, options) as loaded:
         if form:
             with naming_grammar(json_schema, grammar):
                 loaded.compile(form)
@@ -601,7 +602,7 @@ def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: s
         pull_what_is_missing(find_pair(model, None, models_file, drafts=False), models_file, yes)
     vocab = load_vocab(choose_backend(is_folder(source), this_machine()), local_path(source, weights=False))
     skipped = list[Path]()
-    with Bars() as bars, ended_by_signals():
+    with Bars() as bars:
         header = build(out, read_texts(texts, skipped.append), vocab, bars.update)
     click.echo(f"{out}: {header.tokens} tokens of {header.documents} documents")
     if skipped:

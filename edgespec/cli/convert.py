@@ -6,7 +6,7 @@ import click
 from edgespec.cli.catalogue import find_pair, pull_what_is_missing
 from edgespec.cli.completion import complete_model
 from edgespec.cli.options import YES_OPTION
-from edgespec.cli.terminal import Bars, ended_by_signals
+from edgespec.cli.terminal import Bars
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.models.convert.converter import (
     OUT_BYTES,
@@ -88,7 +88,7 @@ def convert(source: str, out: str, to: str, dtype: str | None, bits: int | None,
         click.echo(to_gguf(source, Path(out), dtype, **options))
         return
     dtype = dtype or USUAL_DTYPE
-    with ended_by_signals(), Bars() as bars:
+    with Bars() as bars:
         written = write_folder(source, out, dtype=dtype, bits=bits, to_mlx=to == "mlx", progress=bars.update)
     kind = f"{bits}-bit" if bits else dtype
     click.echo(f"{out}: {written.model_type}, {written.bytes / 1e9:.2f} GB of {kind} weights")
@@ -125,7 +125,7 @@ def to_gguf(
         check_converter(converter)
     if not dry_run:
         pull_what_is_missing(find_pair(source, None, None, drafts=False), None, yes, heads=False)
-    with ended_by_signals(), Bars() as bars:
+    with Bars() as bars:
         path, show = Path(local_path(target, fetch=not dry_run)), bars.update
         if folder:
             return from_folder(

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, current_thread, main_thread
 from time import perf_counter
 from typing import Any
 
@@ -62,7 +62,10 @@ def open_streams() -> None:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP (a closed terminal) end the program in order: texts are saved, partial files removed."""
+    """Let SIGTERM and SIGHUP (a closed terminal) end the program in order.
+
+    Texts are saved, partial files removed, and the cursor shown. Only the main thread can do so.
+    """
 
     def end(number: int, frame: Any) -> None:
         for one in found:
@@ -75,6 +78,7 @@ def ended_by_signals() -> Iterator[None]:
 
     terminals = [stream for stream in (0, 1, 2) if os.isatty(stream)]
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    numbers = numbers if current_thread() is main_thread() else []
     found = {number: handler for number in numbers if (handler := signal.getsignal(number)) != signal.SIG_IGN}  # nohup
     for number in found:
         signal.signal(number, end)
