@@ -1026,24 +1026,6 @@ def test_what_was_held_back_is_sent_where_the_pool_is_too_small(monkeypatch):
             assert choice["finish_reason"] == "length"
 
 
-def test_a_client_that_does_not_read_is_left():
-    ended = []
-
-    async def endless(scope, receive, send):
-        try:
-            while True:
-                await send({"type": "http.response.body", "body": b"x", "more_body": True})
-        finally:
-            ended.append(True)
-
-    async def stuck(message):
-        await asyncio.sleep(60)
-
-    scope = {"type": "http", "method": "GET", "path": "/", "scheme": "http", "headers": [(b"host", b"localhost")]}
-    asyncio.run(Guard(endless, error_body, slow_reader=0.05)(scope, None, stuck))
-    assert ended
-
-
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_request_that_the_servers_end_cuts_off_is_no_error_of_it(begun):
     """As one whose grammar is being compiled, or whose text is stuck in the engine."""
