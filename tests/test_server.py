@@ -594,16 +594,12 @@ class TestErrors:
         assert raised.value.status == 408
 
     def test_a_body_that_is_cut_off_by_the_servers_end_gets_an_answer(self):
-        async def ask():
-            scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-            task = asyncio.create_task(wire.read_body(Request(scope, asyncio.Event().wait), ChatBody))
-            await asyncio.sleep(0)
-            task.cancel()
-            await task
-
-        with pytest.raises(Refused, match="stopping") as raised:
-            asyncio.run(ask())
-        assert raised.value.status == 503
+        half = {"type": "http.request", "body": b'{"pro', "more_body": True}
+        with served() as client:
+            head, body = cut_off(client.app, "/v1/completions", half)
+            assert 'path="/v1/completions",status="503"} 1' in client.get("/metrics").text
+        assert head["status"] == 503
+        assert b"the server is stopping" in body["body"]
 
     def test_a_client_that_leaves_while_it_sends_is_not_an_error_of_the_server(self):
         async def ask(app):
@@ -1026,26 +1022,54 @@ def test_what_was_held_back_is_sent_where_the_pool_is_too_small(monkeypatch):
             assert choice["finish_reason"] == "length"
 
 
+def cut_off(app, path="/", *parts, begun=False):
+    """What a client is sent whose request the server's end cuts off behind these parts, perhaps after the head."""
+    sent = []
+
+    async def ask():
+        left = iter(parts)
+
+        async def receive():
+            return next(left, None) or await asyncio.Event().wait()
+
+        async def send(message):
+            sent.append(message)
+
+        head = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": head, "query_string": b""}
+        task = asyncio.create_task(app({**scope, "scheme": "http", "root_path": ""}, receive, send))
+        await asyncio.sleep(0)
+        while begun and not sent:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await task
+
+    asyncio.run(ask())
+    return sent
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_request_that_the_servers_end_cuts_off_is_no_error_of_it(begun):
     """As one whose grammar is being compiled, or whose text is stuck in the engine."""
-    sent = []
 
     async def endless(scope, receive, send):
         if begun:
             await send({"type": "http.response.start", "status": 200, "headers": []})
         await asyncio.sleep(60)
 
-    async def send(message):
-        sent.append(message)
-
-    async def cut_off(app):
-        scope = {"type": "http", "method": "GET", "path": "/", "scheme": "http", "headers": [(b"host", b"localhost")]}
-        task = asyncio.create_task(app(scope, None, send))
-        await asyncio.sleep(0)
-        task.cancel()
-        await task
-
-    asyncio.run(cut_off(Guard(endless, error_body)))
+    sent = cut_off(Guard(endless, error_body))
     assert sent[0]["status"] == (200 if begun else 503)
     assert begun or b"the server is stopping" in sent[1]["body"]
+    assert begun or (b"retry-after", b"5") in sent[0]["headers"]
+
+
+def test_a_stream_that_the_servers_end_cuts_off_says_so():
+    with served() as client:
+        client.model.scheduler.turn.acquire()  # the text is stuck
+        try:
+            body = json.dumps(HELLO | {"stream": True, "max_tokens": 5}).encode()
+            sent = cut_off(client.app, "/v1/chat/completions", {"type": "http.request", "body": body}, begun=True)
+        finally:
+            client.model.scheduler.turn.release()
+    assert b"the server is stopping" in sent[-2]["body"]
+    assert not sent[-1]["more_body"]  # else uvicorn says that the answer is not complete

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from edgespec.server.errors import Refused
+from edgespec.server.errors import Refused, refusal
 
 PUBLIC = ("/", "/health")  # without a key: the page itself has no secret
 PUBLIC_FOLDER = "/static/"
@@ -67,7 +67,7 @@ class Guard:
             return
         refused = self.refused(scope)
         if refused:
-            await JSONResponse(self._error_body(refused, scope["path"]), refused.status)(scope, receive, send)
+            await self._answer(refused, scope, receive, send)
             return
         begun = False
 
@@ -81,10 +81,13 @@ class Guard:
 
         try:
             await self._app(scope, receive, counted)
-        except asyncio.CancelledError:  # by the server, when its time is over
+        except asyncio.CancelledError as error:  # by the server, when its time is over
             if not begun:
-                stopping = Refused(503, "the server is stopping")
-                await JSONResponse(self._error_body(stopping, scope["path"]), 503)(scope, receive, counted)
+                await self._answer(refusal(error), scope, receive, counted)
+
+    async def _answer(self, refused: Refused, scope: Scope, receive: Receive, send: Send) -> None:
+        body = self._error_body(refused, scope["path"])
+        await JSONResponse(body, refused.status, headers=refused.headers)(scope, receive, send)
 
     def refused(self, scope: Scope) -> Refused | None:
         """The refusal; None: the request may pass."""

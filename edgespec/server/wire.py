@@ -78,8 +78,6 @@ async def read_body(request: HttpRequest, kind: type[Body]) -> Body:
                 data += piece
                 if len(data) > MOST_BODY:
                     raise Refused(413, f"the body is larger than {MOST_BODY} bytes")
-    except asyncio.CancelledError as error:  # by the server, when its time is over
-        raise Refused(503, "the server is stopping") from error
     except ClientDisconnect as error:
         raise Refused(GONE, "the client left before the end of the body") from error
     except TimeoutError as error:
