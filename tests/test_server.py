@@ -411,6 +411,8 @@ class TestSchemas:
         body = HELLO | {"response_format": form, "max_tokens": 200}
         answer = client.post("/v1/chat/completions", json=body).json()
         assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"city", "n"}
+        answer = client.post("/v1/completions", json=body | {"prompt": "a"}).json()
+        assert set(json.loads(answer["choices"][0]["text"])) == {"city", "n"}
 
 
 BAD = [
@@ -446,6 +448,7 @@ BAD = [
     (HELLO | {"json_schema": {}}, "json_schema is not read here; use response_format"),
     (HELLO | {"edgespec": {"trace": "pass"}}, "edgespec.trace"),
     (HELLO | {"edgespec": {"trace": "passes"}}, "edgespec.trace is for streams"),
+    (HELLO | {"edgespec": {"speculate_tools": True}}, "edgespec.speculate_tools is for streams"),
     (HELLO | {"edgespec": {"regex": "a", "lark": "start: /a/"}}, "edgespec.regex and edgespec.lark cannot"),
     (
         HELLO | {"edgespec": {"regex": "a"}, "response_format": {"type": "json_object"}},
@@ -505,10 +508,12 @@ class TestErrors:
             ("responses", {"regex": "a", "plain": True}, "edgespec.plain is not for this interface"),
             ("responses", {"trace": "passes"}, "edgespec.trace is not for this interface"),
             ("responses", {"speculate_tools": True}, "edgespec.speculate_tools is not for this interface"),
+            ("completions", {"speculate_tools": True}, "edgespec.speculate_tools is not for this interface"),
         ],
     )
     def test_what_an_interface_would_ignore_is_refused(self, client, path, extra, says):
-        body = HELLO | {"input": "hello", "max_tokens": 4, "max_output_tokens": 4, "edgespec": extra}
+        text = {"input": "hello", "prompt": "hello", "max_tokens": 4, "max_output_tokens": 4}
+        body = HELLO | text | {"edgespec": extra}
         answer = client.post(f"/v1/{path}", json=body)
         assert answer.status_code == 400
         assert says in answer.json()["error"]["message"]
@@ -518,11 +523,19 @@ class TestErrors:
         neutral = {"repeat_penalty": 1.0, "typical_p": 1, "grammar": "", "json_schema": None, "top_logprobs": 0}
         body = HELLO | neutral | {"max_tokens": 2, "edgespec": {"trace": "", "regex": "", "lark": None}}
         assert client.post("/v1/chat/completions", json=body).status_code == 200
-        body = {"prompt": "a", "input": "a", "max_tokens": 2, "max_output_tokens": 2} | neutral
-        for path in ("completions", "responses"):
+        body = HELLO | neutral | {"prompt": "a", "input": "a", "max_tokens": 2, "max_output_tokens": 2}
+        for path, instead in (
+            ("completions", "response_format"),
+            ("responses", "text.format"),
+            ("messages", "output_config.format"),
+            ("messages/count_tokens", "output_config.format"),
+        ):
             assert client.post(f"/v1/{path}", json=body).status_code == 200
-            answer = client.post(f"/v1/{path}", json=body | {"repeat_penalty": 1.1})
-            assert answer.json()["error"]["param"] == "repeat_penalty"
+            error = client.post(f"/v1/{path}", json=body | {"repeat_penalty": 1.1}).json()["error"]
+            assert error.get("param", "repeat_penalty") == "repeat_penalty"
+            assert error["message"] == "repeat_penalty is not read here; use repetition_penalty"
+            error = client.post(f"/v1/{path}", json=body | {"json_schema": {}}).json()["error"]
+            assert error["message"] == f"json_schema is not read here; use {instead}"
 
     def test_the_context_is_named(self, client):
         answer = client.post("/v1/completions", json={"prompt": "a" * 600})
