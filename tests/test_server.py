@@ -411,6 +411,8 @@ class TestSchemas:
         body = HELLO | {"response_format": form, "max_tokens": 200}
         answer = client.post("/v1/chat/completions", json=body).json()
         assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"city", "n"}
+        answer = client.post("/v1/completions", json=body | {"prompt": "a"}).json()
+        assert set(json.loads(answer["choices"][0]["text"])) == {"city", "n"}
 
 
 BAD = [
@@ -446,6 +448,7 @@ BAD = [
     (HELLO | {"json_schema": {}}, "json_schema is not read here; use response_format"),
     (HELLO | {"edgespec": {"trace": "pass"}}, "edgespec.trace"),
     (HELLO | {"edgespec": {"trace": "passes"}}, "edgespec.trace is for streams"),
+    (HELLO | {"edgespec": {"speculate_tools": True}}, "edgespec.speculate_tools is for streams"),
     (HELLO | {"edgespec": {"regex": "a", "lark": "start: /a/"}}, "edgespec.regex and edgespec.lark cannot"),
     (
         HELLO | {"edgespec": {"regex": "a"}, "response_format": {"type": "json_object"}},
@@ -505,10 +508,12 @@ class TestErrors:
             ("responses", {"regex": "a", "plain": True}, "edgespec.plain is not for this interface"),
             ("responses", {"trace": "passes"}, "edgespec.trace is not for this interface"),
             ("responses", {"speculate_tools": True}, "edgespec.speculate_tools is not for this interface"),
+            ("completions", {"speculate_tools": True}, "edgespec.speculate_tools is not for this interface"),
         ],
     )
     def test_what_an_interface_would_ignore_is_refused(self, client, path, extra, says):
-        body = HELLO | {"input": "hello", "max_tokens": 4, "max_output_tokens": 4, "edgespec": extra}
+        text = {"input": "hello", "prompt": "hello", "max_tokens": 4, "max_output_tokens": 4}
+        body = HELLO | text | {"edgespec": extra}
         answer = client.post(f"/v1/{path}", json=body)
         assert answer.status_code == 400
         assert says in answer.json()["error"]["message"]
@@ -518,11 +523,19 @@ class TestErrors:
         neutral = {"repeat_penalty": 1.0, "typical_p": 1, "grammar": "", "json_schema": None, "top_logprobs": 0}
         body = HELLO | neutral | {"max_tokens": 2, "edgespec": {"trace": "", "regex": "", "lark": None}}
         assert client.post("/v1/chat/completions", json=body).status_code == 200
-        body = {"prompt": "a", "input": "a", "max_tokens": 2, "max_output_tokens": 2} | neutral
-        for path in ("completions", "responses"):
+        body = HELLO | neutral | {"prompt": "a", "input": "a", "max_tokens": 2, "max_output_tokens": 2}
+        for path, instead in (
+            ("completions", "response_format"),
+            ("responses", "text.format"),
+            ("messages", "output_config.format"),
+            ("messages/count_tokens", "output_config.format"),
+        ):
             assert client.post(f"/v1/{path}", json=body).status_code == 200
-            answer = client.post(f"/v1/{path}", json=body | {"repeat_penalty": 1.1})
-            assert answer.json()["error"]["param"] == "repeat_penalty"
+            error = client.post(f"/v1/{path}", json=body | {"repeat_penalty": 1.1}).json()["error"]
+            assert error.get("param", "repeat_penalty") == "repeat_penalty"
+            assert error["message"] == "repeat_penalty is not read here; use repetition_penalty"
+            error = client.post(f"/v1/{path}", json=body | {"json_schema": {}}).json()["error"]
+            assert error["message"] == f"json_schema is not read here; use {instead}"
 
     def test_the_context_is_named(self, client):
         answer = client.post("/v1/completions", json={"prompt": "a" * 600})
@@ -594,16 +607,12 @@ class TestErrors:
         assert raised.value.status == 408
 
     def test_a_body_that_is_cut_off_by_the_servers_end_gets_an_answer(self):
-        async def ask():
-            scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-            task = asyncio.create_task(wire.read_body(Request(scope, asyncio.Event().wait), ChatBody))
-            await asyncio.sleep(0)
-            task.cancel()
-            await task
-
-        with pytest.raises(Refused, match="stopping") as raised:
-            asyncio.run(ask())
-        assert raised.value.status == 503
+        half = {"type": "http.request", "body": b'{"pro', "more_body": True}
+        with served() as client:
+            head, body = cut_off(client.app, "/v1/completions", half)
+            assert 'path="/v1/completions",status="503"} 1' in client.get("/metrics").text
+        assert head["status"] == 503
+        assert b"the server is stopping" in body["body"]
 
     def test_a_client_that_leaves_while_it_sends_is_not_an_error_of_the_server(self):
         async def ask(app):
@@ -1030,44 +1039,54 @@ def test_what_was_held_back_is_sent_where_the_pool_is_too_small(monkeypatch):
         assert sorted(filter(None, reasons)) == ["length"] * 2
 
 
-def test_a_client_that_does_not_read_is_left():
-    ended = []
+def cut_off(app, path="/", *parts, begun=False):
+    """What a client is sent whose request the server's end cuts off behind these parts, perhaps after the head."""
+    sent = []
 
-    async def endless(scope, receive, send):
-        try:
-            while True:
-                await send({"type": "http.response.body", "body": b"x", "more_body": True})
-        finally:
-            ended.append(True)
+    async def ask():
+        left = iter(parts)
 
-    async def stuck(message):
-        await asyncio.sleep(60)
+        async def receive():
+            return next(left, None) or await asyncio.Event().wait()
 
-    scope = {"type": "http", "method": "GET", "path": "/", "scheme": "http", "headers": [(b"host", b"localhost")]}
-    asyncio.run(Guard(endless, error_body, slow_reader=0.05)(scope, None, stuck))
-    assert ended
+        async def send(message):
+            sent.append(message)
+
+        head = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": head, "query_string": b""}
+        task = asyncio.create_task(app({**scope, "scheme": "http", "root_path": ""}, receive, send))
+        await asyncio.sleep(0)
+        while begun and not sent:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await task
+
+    asyncio.run(ask())
+    return sent
 
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_request_that_the_servers_end_cuts_off_is_no_error_of_it(begun):
     """As one whose grammar is being compiled, or whose text is stuck in the engine."""
-    sent = []
 
     async def endless(scope, receive, send):
         if begun:
             await send({"type": "http.response.start", "status": 200, "headers": []})
         await asyncio.sleep(60)
 
-    async def send(message):
-        sent.append(message)
-
-    async def cut_off(app):
-        scope = {"type": "http", "method": "GET", "path": "/", "scheme": "http", "headers": [(b"host", b"localhost")]}
-        task = asyncio.create_task(app(scope, None, send))
-        await asyncio.sleep(0)
-        task.cancel()
-        await task
-
-    asyncio.run(cut_off(Guard(endless, error_body)))
+    sent = cut_off(Guard(endless, error_body))
     assert sent[0]["status"] == (200 if begun else 503)
     assert begun or b"the server is stopping" in sent[1]["body"]
+    assert begun or (b"retry-after", b"5") in sent[0]["headers"]
+
+
+def test_a_stream_that_the_servers_end_cuts_off_says_so():
+    with served() as client:
+        client.model.scheduler.turn.acquire()  # the text is stuck
+        try:
+            body = json.dumps(HELLO | {"stream": True, "max_tokens": 5}).encode()
+            sent = cut_off(client.app, "/v1/chat/completions", {"type": "http.request", "body": body}, begun=True)
+        finally:
+            client.model.scheduler.turn.release()
+    assert b"the server is stopping" in sent[-2]["body"]
+    assert not sent[-1]["more_body"]  # else uvicorn says that the answer is not complete

@@ -1,5 +1,6 @@
 """The server as its users meet it: real clients over real sockets, and clients that leave."""
 
+import asyncio
 import json
 import re
 import signal
@@ -18,6 +19,7 @@ from edgespec.backends.reference.backend import ReferenceBackend, random_model
 pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
 
 import uvicorn
+from starlette.responses import Response, StreamingResponse
 
 import edgespec.cli.commands
 import edgespec.cli.serve
@@ -25,7 +27,9 @@ from edgespec.cli.serve import open_socket, read_keys
 from edgespec.errors import UsageError
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
+from edgespec.server import connections
 from edgespec.server.app import make_app
+from edgespec.server.connections import WatchingServer
 from edgespec.server.service import Service
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -195,6 +199,85 @@ def test_many_clients_at_once():
         assert model.scheduler.active == model.scheduler.waiting == 0
         assert model.target.open_sessions == 4
         assert threading.active_count() <= threads + 12  # asyncio's workers
+
+
+class Connection:
+    """A connection as uvicorn has it, and its transport."""
+
+    def __init__(self):
+        self.transport, self.cycle, self.unread, self.closing, self.ended = self, None, 0, False, None
+
+    def get_write_buffer_size(self):
+        return self.unread
+
+    def is_closing(self):
+        return self.closing
+
+    def abort(self):
+        self.ended = "aborted"
+
+    def close(self):
+        self.ended = "closed"
+
+
+OVER, *SHORT = [SimpleNamespace(response_complete=True) for _ in range(6)]
+WRITING = SimpleNamespace(response_complete=False)
+
+
+class TestConnections:
+    @pytest.mark.parametrize(
+        ("at", "ended", "second"),
+        [
+            (lambda t: {"cycle": WRITING}, None, 0),
+            (lambda t: {"cycle": WRITING, "unread": 9}, "aborted", 60),
+            (lambda t: {"cycle": WRITING, "unread": 9 * (t >= 100)}, "aborted", 160),
+            (lambda t: {"cycle": WRITING, "unread": 9 + t // 5}, "aborted", 60),  # pings that are not read, too
+            (lambda t: {"cycle": WRITING, "unread": 300 - t // 59}, None, 0),
+            (lambda t: {"cycle": OVER, "closing": True, "unread": 9}, "aborted", 60),
+            (lambda t: {"cycle": OVER, "closing": True, "unread": 9, "ending": t >= 30}, "aborted", 30),
+            (lambda t: {"cycle": OVER, "closing": t >= 30, "unread": 300 - t, "ending": t >= 30}, None, 0),
+            (lambda t: {"cycle": WRITING, "unread": 9, "ending": True}, "aborted", 60),
+            (lambda t: {}, "closed", 60),
+            (lambda t: {"cycle": OVER}, "closed", 60),
+            (lambda t: {"cycle": SHORT[t // 50]}, None, 0),
+            (lambda t: {"cycle": WRITING if t < 100 else OVER}, "closed", 160),
+        ],
+    )
+    def test_when_a_client_is_left(self, at, ended, second):
+        server, one = WatchingServer(uvicorn.Config("none")), Connection()
+        server.server_state.connections.add(one)
+        for now in range(250):
+            vars(one).update(at(now))
+            server.should_exit = vars(one).pop("ending", False)
+            server.look(float(now))
+            if one.ended:
+                break
+        assert (one.ended, now if one.ended else 0) == (ended, second)
+
+    @pytest.mark.parametrize("answer", ["stream", "whole"])
+    def test_a_client_that_does_not_read_is_left(self, monkeypatch, capfd, answer):
+        async def endless():
+            while True:
+                yield b"x" * 9999
+                await asyncio.sleep(0)
+
+        async def app(scope, receive, send):
+            made = StreamingResponse(endless()) if answer == "stream" else Response(b"x" * 2**24)
+            await made(scope, receive, send)
+
+        monkeypatch.setattr(connections, "SLOW_READER", 0.3)
+        server = WatchingServer(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=0))
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+            thread.start()
+            try:
+                with ask(sock.getsockname()[1]):
+                    until(lambda: server.server_state.total_requests or server.server_state.connections)
+                    until(lambda: not server.server_state.connections and not server.server_state.tasks)
+            finally:
+                server.should_exit = True
+                thread.join()
+        assert capfd.readouterr().err == ""
 
 
 def serving(folder, program):
@@ -383,13 +466,18 @@ class TestCommand:
             answer = http.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 3})
             assert answer.json()["usage"]["completion_tokens"] == 3
 
-    def test_a_connection_without_a_request_is_closed(self, monkeypatch):
-        monkeypatch.setattr(edgespec.cli.serve, "HEAD_SECONDS", 0.2)
+    def test_a_connection_without_a_whole_head_is_closed(self, monkeypatch):
+        half, whole = b"GET / HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
         with open_socket("127.0.0.1", 0, [], no_key=False) as sock, edgespec.cli.serve.refusing(sock, log=False):
-            for sent in (b"", b"GET / HTTP/1.1\r\n"):
+            for before, sent in ((b"", b""), (b"", half), (whole, half)):
+                monkeypatch.setattr(connections, "HEAD_SECONDS", 60)
                 with socket.create_connection(sock.getsockname(), timeout=20) as silent:
+                    silent.sendall(before)
+                    assert not before or silent.recv(99)
                     silent.sendall(sent)
-                    assert silent.recv(99) == b""
+                    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+                    while silent.recv(2**16):
+                        pass
 
     def test_ctrl_c_ends_it_while_the_model_loads(self, slow_to_load):
         process, port = slow_to_load
@@ -422,8 +510,8 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("tiny", "signals", "answer"),
         [(600, 2, {"stream": True, "max_tokens": 50000}), (0, 1, {"stream": True, "max_tokens": 50000}),
-         (600, 1, {"head": "Connection: close\r\n", "max_tokens": 501})],
-        indirect=["tiny"], ids=["a second signal", "no grace", "an answer that is over"],
+         (600, 1, {"head": "Connection: close\r\n", "max_tokens": 501}), (600, 1, {"max_tokens": 501})],
+        indirect=["tiny"], ids=["a second signal", "no grace", "an answer that is over", "also on a kept connection"],
     )  # fmt: skip
     def test_a_client_that_does_not_read_does_not_delay_the_end(self, tiny, signals, answer):
         def is_unread():

@@ -17,8 +17,6 @@ from edgespec.scheduler.disk_cache import DiskCache
 from edgespec.scheduler.targets.places import is_loopback
 
 KEY = "EDGESPEC_API_KEY"
-HEAD_SECONDS = 60  # in which the first request of a connection must begin
-LAST_SECONDS = 2  # for the last events after the grace; then clients that still send, or do not read, are cut off
 
 
 def check_server() -> None:
@@ -78,11 +76,10 @@ def open_socket(host: str, port: int, keys: Sequence[str], no_key: bool) -> sock
 @contextmanager
 def refusing(listening: socket.socket, *, log: bool, **guard: Any) -> Iterator[None]:
     """Answer every request with 503, in a thread, while a model loads within the `with`; arguments as for `serve`."""
-    import uvicorn
-
     from edgespec.server.app import make_loading_app
+    from edgespec.server.connections import LAST_SECONDS, WatchingServer
 
-    server = uvicorn.Server(_config(make_loading_app(**guard), log, LAST_SECONDS))
+    server = WatchingServer(_config(make_loading_app(**guard), log, LAST_SECONDS))
 
     def run() -> None:
         with listening.dup() as mine, asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
@@ -101,25 +98,10 @@ def refusing(listening: socket.socket, *, log: bool, **guard: Any) -> Iterator[N
 def _config(app: Any, log: bool, most_seconds: int) -> Any:
     import uvicorn
 
-    protocol: Any = _protocol  # uvicorn calls it as it calls a class
     return uvicorn.Config(
-        app, http=protocol, log_level="info" if log else "warning", access_log=log, lifespan="on", proxy_headers=False,
+        app, log_level="info" if log else "warning", access_log=log, lifespan="on", proxy_headers=False,
         timeout_graceful_shutdown=most_seconds,
     )  # fmt: skip
-
-
-def _protocol(**given: Any) -> Any:
-    """uvicorn's protocol for a new connection, which is closed if it brings no whole head of a request."""
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
-
-    made: Any = AutoHTTPProtocol(**given)
-
-    def close_without_request() -> None:
-        if made.cycle is None:
-            made.transport.close()
-
-    asyncio.get_running_loop().call_later(HEAD_SECONDS, close_without_request)
-    return made
 
 
 def keep_on_disk(model: Model, folder: str, most_bytes: int) -> None:
@@ -145,38 +127,33 @@ def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log:
         log: log paths and statuses.
         guard: keys, hosts and origins for `make_app`.
     """
-    import uvicorn
-
     from edgespec.server.app import make_app
+    from edgespec.server.connections import LAST_SECONDS, WatchingServer
     from edgespec.server.service import Service
 
     service = Service(model, name)
     app = make_app(service, **guard)
 
-    class Server(uvicorn.Server):
+    class Server(WatchingServer):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             loop, first = asyncio.get_running_loop(), not service.stopping
             service.stopping = self.should_exit = True
-            loop.call_soon_threadsafe(self.begin_to_end if first else self.end_texts)
-
-        def begin_to_end(self) -> None:
-            loop = asyncio.get_running_loop()
-            left = [one for one in self.server_state.connections if one.transport.is_closing()]
-            loop.call_later(LAST_SECONDS, self.abort, left)
-            loop.call_later(grace, self.end_texts)
+            if first:
+                loop.call_soon_threadsafe(loop.call_later, grace, self.end_texts)
+            else:
+                loop.call_soon_threadsafe(self.end_texts)
 
         def end_texts(self) -> None:
             Thread(target=model.scheduler.close).start()  # requests fail, and then connections end
             asyncio.get_running_loop().call_later(LAST_SECONDS, self.cut_off)
 
         def cut_off(self) -> None:
-            self.abort([one for one in self.server_state.connections if one.transport.get_write_buffer_size()])
+            """Clients that still send, or do not read."""
+            for connection in self.server_state.connections:
+                if connection.transport.get_write_buffer_size():
+                    connection.transport.abort()  # to close it would wait for the client
             for task in self.server_state.tasks:
                 task.cancel()
-
-        def abort(self, unread: Sequence[Any]) -> None:
-            for connection in unread:  # closing one would wait for its client
-                connection.transport.abort()
 
     host, port = listening.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from edgespec.server.errors import Refused
+from edgespec.server.errors import Refused, refusal
 
 PUBLIC = ("/", "/health")  # without a key: the page itself has no secret
 PUBLIC_FOLDER = "/static/"
@@ -29,11 +29,10 @@ SAFETY = [
     (b"referrer-policy", b"no-referrer"),
 ]
 LOCAL_NAMES = ("localhost", "host.docker.internal")
-SLOW_READER = 60.0  # seconds
 
 
 class Guard:
-    """The outermost layer, which also leaves clients that do not read."""
+    """The outermost layer, which also answers where the server's end cuts a request off."""
 
     def __init__(
         self,
@@ -43,7 +42,6 @@ class Guard:
         keys: Collection[str] = (),
         hosts: Collection[str] = (),
         origins: Collection[str] = (),
-        slow_reader: float = SLOW_READER,
         count: Callable[[str, int], None] = lambda path, status: None,
     ) -> None:
         """
@@ -53,7 +51,6 @@ class Guard:
             keys: the request must have one of them; empty: it needs none.
             hosts: allowed names besides addresses and names of this machine.
             origins: of allowed pages, besides this server's own.
-            slow_reader: seconds that a client may leave data unread.
             count: called with path and status of each answer of `app`.
         """
         self._app = app
@@ -61,7 +58,6 @@ class Guard:
         self._keys = [key.encode() for key in keys]
         self._hosts = {host.lower() for host in hosts}
         self._origins = set(origins)
-        self._slow_reader = slow_reader
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,31 +67,27 @@ class Guard:
             return
         refused = self.refused(scope)
         if refused:
-            await JSONResponse(self._error_body(refused, scope["path"]), refused.status)(scope, receive, send)
+            await self._answer(refused, scope, receive, send)
             return
-        begun = left = False
+        begun = False
 
-        async def patient(message: Message) -> None:
-            nonlocal begun, left
+        async def counted(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
                 self._count(scope["path"], message["status"])
                 message = {**message, "headers": [*message["headers"], *SAFETY]}
-            try:
-                await asyncio.wait_for(send(message), self._slow_reader)
-            except TimeoutError:
-                left = True
-                raise
+            await send(message)
 
         try:
-            await self._app(scope, receive, patient)
-        except asyncio.CancelledError:  # by the server, when its time is over
+            await self._app(scope, receive, counted)
+        except asyncio.CancelledError as error:  # by the server, when its time is over
             if not begun:
-                stopping = Refused(503, "the server is stopping")
-                await JSONResponse(self._error_body(stopping, scope["path"]), 503)(scope, receive, patient)
-        except BaseException:
-            if not left:
-                raise
+                await self._answer(refusal(error), scope, receive, counted)
+
+    async def _answer(self, refused: Refused, scope: Scope, receive: Receive, send: Send) -> None:
+        body = self._error_body(refused, scope["path"])
+        await JSONResponse(body, refused.status, headers=refused.headers)(scope, receive, send)
 
     def refused(self, scope: Scope) -> Refused | None:
         """The refusal; None: the request may pass."""

@@ -103,8 +103,7 @@ def error_body(refused: Refused, path: str) -> dict[str, Any]:
 
 async def _refuse(http: HttpRequest, error: Exception) -> Response:
     refused = refusal(error)
-    headers = {"Retry-After": "5"} if refused.status in (429, 503) else None
-    return JSONResponse(error_body(refused, http.url.path), refused.status, headers=headers)
+    return JSONResponse(error_body(refused, http.url.path), refused.status, headers=refused.headers)
 
 
 async def _no_such_path(http: HttpRequest, error: Exception) -> Response:

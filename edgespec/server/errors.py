@@ -1,3 +1,4 @@
+from asyncio import CancelledError
 from dataclasses import dataclass
 
 from edgespec.errors import Closed, ContextFull, EdgespecError, UsageError
@@ -17,6 +18,10 @@ class Refused(Exception):
     def kind(self) -> str:
         return KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": "5"} if self.status in (429, 503) else {}
+
 
 def refusal(error: BaseException) -> Refused:
     if isinstance(error, Refused):
@@ -27,7 +32,7 @@ def refusal(error: BaseException) -> Refused:
         return Refused(400, str(error))
     if isinstance(error, UnicodeEncodeError):
         return Refused(400, "the text has half a surrogate pair, which no UTF-8 text can have")
-    if isinstance(error, Closed):
+    if isinstance(error, Closed | CancelledError):  # the server's end cancels what goes on for too long
         return Refused(503, "the server is stopping")
     if isinstance(error, EdgespecError):
         return Refused(500, str(error))

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from math import isinf
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from starlette.requests import ClientDisconnect
@@ -23,6 +23,8 @@ GONE = 499  # the client left before the answer
 
 # The characters of JSON at which str.splitlines, and with it clients on httpx, end a line.
 LINE_BREAKS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+# llama.cpp's fields that no interface reads: their values that change nothing.
+NOT_READ = {"repeat_penalty": (None, 1), "typical_p": (None, 1), "grammar": (None, ""), "json_schema": (None, "")}
 ServerSent = tuple[str | None, Any]  # name, and data: JSON, a string as it is, or None for a comment
 Body = TypeVar("Body", bound="Lenient")
 
@@ -42,6 +44,19 @@ class Lenient(BaseModel):
 
 
 class SamplingFields(Lenient):
+    """Fields of a request for an answer.
+
+    Attributes:
+        instead: of each field in `NOT_READ`, what this interface has for it.
+    """
+
+    instead: ClassVar[dict[str, str]] = {
+        "repeat_penalty": "repetition_penalty",
+        "typical_p": "top_p or min_p",
+        "grammar": "edgespec.lark",
+        "json_schema": "response_format",
+    }
+
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -51,6 +66,14 @@ class SamplingFields(Lenient):
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_llama_cpps(cls, given: Any) -> Any:
+        for name, neutral in NOT_READ.items():
+            if isinstance(given, dict) and given.get(name) not in neutral:
+                raise Refused(400, f"{name} is not read here; use {cls.instead[name]}", param=name)
+        return given
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -78,8 +101,6 @@ async def read_body(request: HttpRequest, kind: type[Body]) -> Body:
                 data += piece
                 if len(data) > MOST_BODY:
                     raise Refused(413, f"the body is larger than {MOST_BODY} bytes")
-    except asyncio.CancelledError as error:  # by the server, when its time is over
-        raise Refused(503, "the server is stopping") from error
     except ClientDisconnect as error:
         raise Refused(GONE, "the client left before the end of the body") from error
     except TimeoutError as error:

@@ -32,7 +32,6 @@ class ChatBody(ChoicesBody):
     parallel_tool_calls: bool = True
     functions: list[Any] | None = None  # older than tools
     function_call: Any = None
-    response_format: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -51,7 +50,7 @@ def question_of(body: ChatBody) -> Question:
         stop=body.stops(), choices=body.n, log_probs=most if body.logprobs else None, plain=body.edgespec.plain,
         grammar=body.grammar(body.response_format),
         prediction=text_of((body.prediction or {}).get("content"), "prediction.content"),
-        foresee=body.edgespec.speculate_tools and tools is not None and body.stream,
+        foresee=body.edgespec.speculate_tools and tools is not None,
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ class CompletionBody(ChoicesBody):
 def question_of(body: CompletionBody) -> Question:
     if body.echo or body.suffix or (body.best_of or 1) > body.n:
         raise Refused(400, "echo, suffix and best_of are not supported")
+    body.edgespec.check("trace", "plain", "regex", "lark")
     body.check()
     check_log_probs("logprobs", body.logprobs)
     given: Any = body.prompt
@@ -38,7 +39,7 @@ def question_of(body: CompletionBody) -> Question:
         raise Refused(400, says, param="prompt")
     return Question(
         body.sampling, prompts=prompts, max_tokens=body.max_tokens, stop=body.stops(), choices=body.n,
-        log_probs=body.logprobs, plain=body.edgespec.plain, grammar=body.grammar(),
+        log_probs=body.logprobs, plain=body.edgespec.plain, grammar=body.grammar(body.response_format),
     )  # fmt: skip
 
 

@@ -97,5 +97,5 @@ class Dialect:
                     spoke = monotonic()
             for sent in writer.end():
                 yield sse(*sent)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             yield sse(*writer.error(refusal(error)))

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
@@ -28,6 +28,10 @@ BLOCKS = ("tool_result", "tool_use", "thinking", "redacted_thinking")
 
 
 class CountBody(SamplingFields):
+    instead: ClassVar = SamplingFields.instead | {
+        "grammar": "edgespec.lark of /v1/chat/completions", "json_schema": "output_config.format",
+    }  # fmt: skip
+
     messages: list[dict[str, Any]]
     model: str = ""
     system: str | list[dict[str, Any]] | None = None

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from edgespec.loop.backend import Vocab
 from edgespec.loop.grammar import Grammar, json_object, json_schema, lark, regex
@@ -18,13 +18,6 @@ from edgespec.server.speculative_calls import SpeculativeCalls
 from edgespec.server.wire import Lenient, SamplingFields, ServerSent, new_id
 
 MOST_LOG_PROBS = 20
-# llama.cpp's fields: the values that change nothing, and what to use instead.
-LLAMA_CPP: Mapping[str, tuple[Any, str]] = {
-    "repeat_penalty": ((None, 1), "repetition_penalty"),
-    "typical_p": ((None, 1), "top_p or min_p"),
-    "grammar": ((None, ""), "edgespec.lark"),
-    "json_schema": ((None, ""), "response_format of /v1/chat/completions"),
-}
 
 
 class Extra(Lenient):
@@ -46,14 +39,6 @@ class OpenAIBody(SamplingFields):
     model: str = ""
     stream: bool = False
     edgespec: Extra = Field(default_factory=Extra)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_llama_cpps(cls, given: Any) -> Any:
-        for name, (neutral, instead) in LLAMA_CPP.items():
-            if isinstance(given, dict) and given.get(name) not in neutral:
-                raise Refused(400, f"{name} is not read here; use {instead}", param=name)
-        return given
 
     def grammar(self, form: dict[str, Any] | None = None, where: str = "response_format") -> Grammar | None:
         """The grammar of the answer. Raises Refused or UsageError.
@@ -128,11 +113,13 @@ class ChoicesBody(OpenAIBody):
     stop: str | list[str] | None = None
     n: int = 1
     stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
 
     def check(self) -> None:
         """Raise Refused for a member that would be ignored."""
-        if self.edgespec.trace and not self.stream:
-            raise Refused(400, "edgespec.trace is for streams; set stream to true", param="edgespec")
+        for name in ("trace", "speculate_tools"):
+            if getattr(self.edgespec, name) and not self.stream:
+                raise Refused(400, f"edgespec.{name} is for streams; set stream to true", param="edgespec")
 
     def stops(self) -> Sequence[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or ()

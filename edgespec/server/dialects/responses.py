@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from edgespec.scheduler.requests import Ended, Event
 from edgespec.server.answers import Answers, Parts
@@ -20,6 +20,8 @@ ROLES = ("system", "developer", "user", "assistant")
 
 
 class ResponsesBody(OpenAIBody):
+    instead: ClassVar = OpenAIBody.instead | {"json_schema": "text.format"}
+
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
