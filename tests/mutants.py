@@ -246,8 +246,8 @@ MUTANTS = [
     mutant(
         "loop-bonus-without-room",
         "generate.py",
-        "self._limit - len(self.token_ids) - 1, self.target",
-        "self._limit - len(self.token_ids), self.target",
+        "return self._limit - len(self.token_ids) - 1",
+        "return self._limit - len(self.token_ids)",
         "test_lossless_reference.py::test_no_node_is_deeper_than_the_text_can_still_go",
     ),
     mutant(
@@ -302,8 +302,8 @@ MUTANTS = [
     mutant(
         "loop-first-token-waits-for-the-draft",
         "generate.py",
-        "if self._budget and not self.prompt.unread else None",
-        "if self._budget else None",
+        "self._budget and self._room > 0 and not self.prompt.unread",
+        "self._budget and self._room > 0",
         "test_draft_reads.py::test_another_sequence_waits_for_one_chunk_at_most",
     ),
     mutant(

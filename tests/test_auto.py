@@ -193,10 +193,11 @@ def test_copies_that_are_wrong_lose_trust():
     assert stats.drafted > 0
 
 
+@pytest.mark.parametrize("experts", [None, (8, 2)])
 @pytest.mark.parametrize(("streams", "plain"), [(False, PLAIN), (True, PLAIN_STREAMED)])
-def test_the_first_passes_of_all_are_plain(streams, plain):
+def test_the_first_passes_of_all_are_plain(streams, plain, experts):
     """Processors differ in what nodes cost while weights are streamed, by more than can be predicted."""
-    pace, sizes = new_auto_state(streams), []
+    pace, sizes = new_auto_state(streams, experts), []
     planner, target = auto_planner("auto", pace, SssdPlanner(), drafting(pace)), ReferenceBackend(MODEL)
     generation = Generation(
         target, target.open(), planner, PROMPT * 4, GREEDY, max_tokens=20, budget=24, stats=GenerationStats()

@@ -272,7 +272,7 @@ def test_what_planners_learn_from_shared_passes_is_charged(monkeypatch):
     while scheduler.active or scheduler.waiting:
         scheduler.step()
     assert state.ledger(2).accounts["batch"].lost > 0
-    assert state.seen == 0
+    assert state.learning_seconds == 0
 
 
 class Forcing:

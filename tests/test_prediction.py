@@ -73,7 +73,7 @@ def test_a_prediction_is_no_longer_than_the_context(plain):
         family = plain.hint_texts([1, 2, 3], "many words " * 100_000)
     finally:
         vocab.encode = encode
-    assert family.prediction == 300
+    assert family.prediction_length == 300
     assert max(split) <= 300 * CHARACTERS
     assert family == plain.hint_texts([1, 2, 3], "many words " * 200)
     assert family != plain.hint_texts([1, 2, 3], "other words " * 200)

@@ -127,7 +127,7 @@ class Generation:
         self._moved = PlannerStats()  # of the planners before this one
         self._plain_passes = list[float]()  # seconds of plain passes among steps with draft tokens, rising
         self._last_plain = list[float]()  # of those since the last such step
-        self._shared = False  # a pass, with other sequences
+        self._shared = False  # other sequences shared one of its passes
         self._cut_short = False  # the last tree was not accepted to the end of its longest path
         self._prompt_ids = prompt_ids
         self.prompt, self.last_row = Prefill(target, session, prompt_ids, want_last=last_row is None), last_row
@@ -139,7 +139,7 @@ class Generation:
         self._stop_ids = target.vocab.eog_ids if stop_ids is None else stop_ids
         self._limit = min(len(prompt_ids) + max_tokens, limits.context_length)
         self._budget = budget
-        self._drafts = budget > 0  # else planners see no logits, of which heads would read
+        self._drafts = budget > 0  # else planners see no logits, since a head would read the tokens in vain
         stats.planner, stats.backend = planner.name, target.name
         stats.exact = limits.exact.name if limits.exact else ""
         stats.seed, stats.prompt_tokens = sampling.seed, len(prompt_ids)
@@ -279,7 +279,7 @@ class Generation:
 
     @property
     def _owes(self) -> bool:
-        """As in `Context`. Many tokens without a state have a pass of their own, and are none of `unread_committed`."""
+        """As in `Context`. `unread_committed` is 0 also where so many tokens are unread that they get an own pass."""
         return self.target.capabilities.paths and (self._cut_short or self.session.unread_committed > 0)
 
     def _context(self, token_ids: Sequence[int], room: int, sequences: int = 1) -> Context:

@@ -101,9 +101,10 @@ class HintTexts:
         self._predicted = [(Source.PREDICTION, self._index(prediction))] if prediction else []
         self._generated = list[NgramIndex]()
         self._wrote: dict[int, None] = {}  # their numbers; the one that joined or wrote last comes last
-        self.prediction = len(prediction)
+        self.prediction_length = len(prediction)
 
     def __eq__(self, other: object) -> bool:
+        """Made of the same texts: a prepared request is compared with the one that comes."""
         return isinstance(other, HintTexts) and self._given == other._given
 
     @property

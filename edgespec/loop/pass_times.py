@@ -15,7 +15,7 @@ from edgespec.loop.shapes import TILE
 from edgespec.loop.tree import FloatArray
 
 KEPT = 8  # last passes that count, of about one size: times change with load
-NEAR = 3  # least ratio of two sizes that shows the slope
+FAR = 3  # least ratio of two sizes that shows the slope
 STEEP, FLAT = 0.5, 0.01  # plain passes that a further node costs, until it is measured: weights in memory, streamed
 NOVELTY = 0.75  # random choices of experts that a further node equals: 0.78 in passes over two nodes of GLM-4.7-Flash
 WIDE = 64  # nodes of a wide tree
@@ -177,7 +177,7 @@ class PassTimes:
         narrow = sum(nodes < TILE for nodes in size)
         took = [seconds for _, seconds in seen]
         took = [*accumulate(took[:narrow], max), *accumulate(took[narrow:], max)]
-        far = [i for i, nodes in enumerate(size) if nodes * NEAR <= size[-1]]
+        far = [i for i, nodes in enumerate(size) if nodes * FAR <= size[-1]]
         heavy = weight(size, self.experts)
         if far:
             slope = (took[-1] - took[far[-1]]) / float(heavy[-1] - heavy[far[-1]])

@@ -126,7 +126,7 @@ class Prefill:
     def work(self, most: int | None = None) -> Work:
         """
         Args:
-            most: tokens; default: as many as a pass takes, and always where rows depend on each other (`blocks`).
+            most: most tokens, without effect for a short prompt or with `blocks`; default: as many as a pass takes.
 
         Returns:
             The next part.
@@ -175,7 +175,7 @@ class Prefill:
         self.session.commit(list(range(len(work.token_ids))))
 
     def may_begin_again(self) -> bool:
-        """Use one retry.
+        """Use one retry, for which the caller empties the session.
 
         Returns:
             False: none is left, or the tokens would not fit into an empty session either.
@@ -192,10 +192,10 @@ class Following(Prefill):
     """Reads a prompt in the row class of prompts, and the output after it in that of trees, as a target does.
 
     Attributes:
-        prompt: number of the first tokens that are read as a prompt.
+        prompt_length: number of the first tokens that are read as a prompt.
     """
 
-    prompt: int = 0
+    prompt_length: int = 0
 
     def resume(self) -> int:
         """As `Prefill.resume`; output stays, too."""
@@ -203,7 +203,7 @@ class Following(Prefill):
         unread = self.session.unread_committed
         if most_nodes(self.backend.capabilities, unread) < 1:  # more than a pass takes are read in parts
             kept = min(kept, len(self.session.token_ids) - unread)
-        if kept < self.prompt:
+        if kept < self.prompt_length:
             kept = self._of_prompt().resume()
         self.session.rewind(kept)
         return kept
@@ -211,7 +211,7 @@ class Following(Prefill):
     def work(self, most: int | None = None) -> Work:
         """As `Prefill.work`; `most` is for the prompt."""
         start = self.resume()
-        if start < self.prompt:
+        if start < self.prompt_length:
             return self._of_prompt().work(most)
         rows = most_nodes(self.backend.capabilities, self.session.unread_committed)
         piece = np.asarray(self.token_ids[start : start + rows], np.int32)
@@ -219,8 +219,8 @@ class Following(Prefill):
         return Work(self.session, piece, nodes - 1, nodes[-1:])  # a tree's pass always has logits
 
     def _of_prompt(self) -> Prefill:
-        prompt = self.token_ids[: self.prompt]
-        return Prefill(self.backend, self.session, prompt, self.want_last and len(self.token_ids) <= self.prompt)
+        prompt = self.token_ids[: self.prompt_length]
+        return Prefill(self.backend, self.session, prompt, self.want_last and len(self.token_ids) <= self.prompt_length)
 
 
 def prefill(
@@ -285,7 +285,7 @@ def check_batch(batch: Sequence[Work], limits: Capabilities) -> None:
         ("wanted nodes", sum(len(work.wanted) for work in batch), limits.max_wanted),
     ]
     if exact := limits.exact:
-        if len({(work.prompt, work.short) for work in batch}) > 1 and exact.prompts != exact.trees:
+        if len({(work.prompt, work.short) for work in batch}) > 1 and not exact.is_one_class:
             raise ValueError("prompts and trees in one forward, or short prompts and others; their passes differ here")
         if exact.blocks and len(batch) > 1 and any(work.prompt for work in batch):
             raise ValueError("a prompt and other works in one forward; here rows depend on each other")

@@ -37,16 +37,16 @@ class Context:
     """State of one sequence at one step, for planners.
 
     Attributes:
-        token_ids: all committed tokens; the last is the tree's root, at position len - 1.
+        token_ids: all tokens of the sequence; the last is the tree's root, at position len - 1.
         prompt_length: number of these that are the prompt.
         sampling: the sequence's.
         noise: Gumbel noise of the target's samples.
         max_depth: most depth of a node: the output ends there.
         max_leaves: leaves for which the pass has room.
         pass_times: the target's, by which only nodes that pay are proposed; None: the whole budget.
-        least: probability that a draft token needs to pay.
+        least: least probability at which a draft token pays.
         head: with recurrent layers, unread tokens that each path of the pass begins with; None: no paths.
-        owes: with recurrent layers, the pass reads accepted tokens of the last tree again: no state is behind them.
+        owes: with recurrent layers, the pass reads accepted tokens again, since the session has no state after them.
         sequences: number of sequences that have trees at once, and share a backend's leaves.
         hints: the sequence's hint texts.
         foreseen: number of the last tokens that are not committed; 0 but for `foresee`.

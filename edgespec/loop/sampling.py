@@ -24,10 +24,10 @@ Scores = NDArray[np.float64]
 
 MOST_BIAS = 1e30  # logits with larger ones could become infinite in float32
 LEAST_TEMPERATURE = 1e-30  # logits divided by less could become infinite in float64, so that the best ones are equal
-_BLOCKS = 64  # values of a block in `top_ids`
-_BLOCK = 8  # 32-bit numbers that Philox makes together
+_COLUMN = 64  # values of a block in `top_ids`
+_PHILOX = 8  # 32-bit numbers that Philox makes together
 _FEW = 1024  # as many numbers are drawn in the time in which one block is found
-_EXCESS = 4.0  # most of `Noise.at_most` above `Noise.row` (3.14), and rounding
+_EXCESS = 4.0  # `Noise.at_most` is at most 3.14 above `Noise.row`; the rest is for rounding
 _OUT = np.float32(1e9)  # moves a token far below the best one, which is always a candidate
 _MASS_ERROR = 1e-4  # of probabilities summed in float32, with room to spare
 _CACHED_POSITIONS = 64  # noise rows kept: more than a tree is deep
@@ -155,10 +155,10 @@ class Noise:
 
     def _bits_of_few(self, position: int, ids: IdArray) -> NDArray[np.uint32]:
         """`_bits(position)[ids]` from the blocks of the generator that have them."""
-        blocks, which = np.unique(ids // _BLOCK, return_inverse=True)
+        blocks, which = np.unique(ids // _PHILOX, return_inverse=True)
         generator, steps = self._generator(position), np.diff(blocks, prepend=-1) - 1
-        words = [generator.advance(step).random_raw(_BLOCK // 2) for step in steps.tolist()]
-        return _as_bits(np.concatenate(words)).reshape(-1, _BLOCK)[which, ids % _BLOCK]
+        words = [generator.advance(step).random_raw(_PHILOX // 2) for step in steps.tolist()]
+        return _as_bits(np.concatenate(words)).reshape(-1, _PHILOX)[which, ids % _PHILOX]
 
     def _generator(self, position: int) -> np.random.Philox:
         return np.random.Philox(key=np.array([self.seed, position], np.uint64))
@@ -207,10 +207,10 @@ def top_ids(values: NDArray[np.floating], k: int) -> IdArray:
     """
     size = len(values)
     k = min(k, size)
-    width = size // _BLOCKS
+    width = size // _COLUMN
     if k <= width // 2:
         # Each column of the [64, width] view is a block: numpy vectorises maxima over contiguous rows.
-        maxima = values[: width * _BLOCKS].reshape(_BLOCKS, width).max(axis=0)
+        maxima = values[: width * _COLUMN].reshape(_COLUMN, width).max(axis=0)
         threshold = np.partition(maxima, width - k)[width - k]
     else:
         threshold = np.partition(values, size - k)[size - k]
@@ -251,10 +251,11 @@ def candidates(logits: Float32Array, params: SamplingParams, *, few: bool = Fals
     Args:
         logits: [V], adjusted.
         params: the sequence's.
-        few: do not search for many.
+        few: give up where many ids are kept.
 
     Returns:
-        Ids that top-k, top-p and min-p keep, best first unless only min-p filters; None: all, or with `few` many.
+        Ids that top-k, top-p and min-p keep, best first unless only min-p filters; None: nothing filters, or with `few`
+            many are kept.
     """
     ids = top_ids(logits, params.top_k) if params.top_k else None
     if params.top_p < 1:
@@ -282,7 +283,7 @@ def _nucleus(logits: Float32Array, top_p: float, *, few: bool) -> IdArray | None
         if probs.sum() >= top_p or k >= len(logits):
             return ids[: _nucleus_size(probs, top_p)]
         k *= 16
-        if few and k > len(logits) // (2 * _BLOCKS):
+        if few and k > len(logits) // (2 * _COLUMN):
             return None
 
 

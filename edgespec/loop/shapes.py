@@ -51,6 +51,11 @@ class BatchInvariance:
     short: RowClass | None = None
     blocks: bool = False
 
+    @property
+    def is_one_class(self) -> bool:
+        """Prompts and trees have one class."""
+        return self.prompts == self.trees
+
 
 @dataclass(slots=True)
 class PromptRead:
@@ -93,7 +98,7 @@ class PromptRead:
 
     def reusable_prefix(self, exact: BatchInvariance | None, length: int, short: bool) -> int:
         """`Session.reusable_prefix`: keys and values that were computed in another class have other bits."""
-        if exact is None or exact.prompts == exact.trees:
+        if exact is None or exact.is_one_class:
             return length
         length = min(self.tokens, length) if short == self.short else 0
         return length - length % exact.prompts.most if exact.blocks else length

@@ -199,7 +199,10 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_systems(vocab: Vocab, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
-    """Render, so that each system message is shown."""
+    """Render the messages as they are, else with later system messages joined to neighbours, else with all joined.
+
+    The first that shows every system message is taken, else the last that renders.
+    """
     later, without = _with_fewer_systems(messages, 1), _with_fewer_systems(messages, 0)
     if without == messages:
         return _rendered(vocab, messages, variables)
@@ -260,7 +263,7 @@ def _rendered(vocab: Vocab, messages: Sequence[Message], variables: Mapping[str,
     assert vocab.chat_template is not None
     bos, eos = ("" if token is None else vocab.token_text(token) for token in (vocab.bos_id, vocab.eos_id))
     try:
-        firefunction = {"functions": "", "datetime": _now("%d %B %Y")}
+        firefunction = {"functions": "", "datetime": _now("%d %B %Y")}  # its template needs them
         text: str = _compiled(vocab.chat_template).render(
             {**firefunction, **variables, "messages": messages, "bos_token": bos, "eos_token": eos}
         )

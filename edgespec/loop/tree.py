@@ -1,7 +1,7 @@
 """The draft tree, as flat numpy arrays.
 
-Node 0, the root, is the last committed token, which is not yet in the target's cache. Each other node is a draft token
-for the position after its parent's, and comes after its parent: `parents[i] < i`.
+Node 0, the root, is the last token of the sequence. The target's session has not committed it yet. Each other node is a
+draft token for the position after its parent's, and comes after its parent: `parents[i] < i`.
 """
 
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ class Proposal:
     """A tree, of which the loop keeps the nodes that the pass has room for.
 
     Attributes:
-        tree: rooted at the last committed token; of any size.
+        tree: rooted at the last token of the sequence; of any size.
         nodes: [m] nodes that pay, best first, as `ranked` returns them; None: all.
     """
 

@@ -143,11 +143,10 @@ class AheadSearch(Search):
     def __init__(self, root_token: int, budget: int) -> None:
         super().__init__(root_token, budget)
         self.lock = Lock()
-        self.known = KNOWN
 
     @property
-    def most_known(self) -> int:
-        return max(self.known, self.budget)
+    def most_kept(self) -> int:
+        return max(KNOWN, self.budget)
 
     def add_children(self, batch: IdArray, places: ArrayLike, ids: Sequence[IdArray], values: Sequence[Scores]) -> None:
         with self.lock:
@@ -216,7 +215,7 @@ class AheadPlanner(SpecExecPlanner):
         self._went_on, self._hidden_seconds = 0, 0.0
         super().begin(prompt_ids)
 
-    def _begun(self, context: Context, budget: int) -> Search:
+    def _start_search(self, context: Context, budget: int) -> Search:
         if self._unsettled:
             self._settle()
         search, self._context = self._search, context
@@ -244,7 +243,10 @@ class AheadPlanner(SpecExecPlanner):
 
     def _go_on(self, search: AheadSearch, context: Context, due: float) -> None:
         """Read the most probable nodes until one more draft pass would last longer than the target's pass."""
-        scores, depth = ChildScores(context, self.tau, self.coupling), min(2 * self.depth, self._drafter.room(context))
+        scores, depth = (
+            ChildScores(context, self.tau, self.coupling),
+            min(2 * self.depth, self._drafter.most_depth(context)),
+        )
         batches, self._reading = self._batches(search, depth, self._limits.leaves(context.sequences)), []
         drafter, before, cost = self._drafter, self._drafter.seconds, self._drafter.pass_cost
         drafter.pass_cost = PassTimes()  # passes take longer while the target runs, so they are not counted
@@ -274,6 +276,7 @@ class AheadPlanner(SpecExecPlanner):
             run_one(steps)
 
     def _is_lost(self, search: AheadSearch, tokens: Sequence[int]) -> bool:
+        """True if the draft's pass cannot help the step after these tokens."""
         with search.lock:
             path = search.follow(tokens)
             if tokens and search.place[0] == NOT_READ:  # the draft is reading the sequence

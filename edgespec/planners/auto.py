@@ -71,7 +71,8 @@ class AutoState:
         worth: tokens that steps with the draft gained, of those predicted.
         ledgers: bound the loss against plain decoding, by number of sequences that share the passes.
         batched: number of sequences of the last batch.
-        seen: seconds in which planners learned from the logits of a batch's pass, which its ledger is charged.
+        learning_seconds: in which planners learned from the logits of a batch's pass, which its ledger is charged.
+        streams: passes read weights from a disk or over a bus.
     """
 
     target: PassTimes = field(default_factory=PassTimes)
@@ -81,11 +82,8 @@ class AutoState:
     worth: Share = field(default_factory=lambda: Share(0.98))
     ledgers: dict[int, Ledger] = field(default_factory=dict)
     batched: int = 0
-    seen: float = 0.0
-
-    @property
-    def streams(self) -> bool:
-        return self.target.slope == FLAT
+    learning_seconds: float = 0.0
+    streams: bool = False
 
     def ledger(self, sequences: int = 1) -> Ledger:
         if sequences not in self.ledgers:
@@ -156,7 +154,7 @@ def new_auto_state(streams: bool, experts: tuple[int, int] | None = None) -> Aut
     streams: passes read the same weights from a disk or over a bus, so that nodes are cheap.
     experts: as for `Curve`.
     """
-    return AutoState(PassTimes(HEAVY if experts else FLAT if streams else STEEP, experts))
+    return AutoState(PassTimes(HEAVY if experts else FLAT if streams else STEEP, experts), streams=streams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +262,11 @@ class AutoPlanner(Planner):
         self._candidates = candidates
         self._with_draft = [one for one in candidates if one.planner.draft_session]
         self._offer: Offer | None = None
-        self._asked: Candidate | None = None
+        self._chosen: Candidate | None = None
         self._refused: list[Offer] = []  # the others of this step
-        self._spent: dict[str, float] = {}  # seconds of each candidate that was asked
+        self._spent: dict[
+            str, float
+        ] = {}  # seconds of each candidate that the ledger allows, asked or not; later of ways
         self._length = 0  # of the sequence when `_offer` was made
         self._rows = 0
         self._passes: list[tuple[int, float, int]] = []  # of the target, not learned yet: nodes, seconds, length
@@ -288,7 +288,7 @@ class AutoPlanner(Planner):
         return self._with_draft[0].planner.draft_session if self._with_draft else None
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        self._offer, self._asked, self._refused, self._went_ahead, self._drafted = None, None, [], False, None
+        self._offer, self._chosen, self._refused, self._went_ahead, self._drafted = None, None, [], False, None
         self._state.ledger().begin()
         for candidate in self._candidates:
             candidate.begin(prompt_ids)
@@ -298,7 +298,7 @@ class AutoPlanner(Planner):
         return next((reading for reading in readings if reading), None)
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
-        self._offer, self._asked, self._spent = Offer(Proposal(root_only(context.token_ids[-1])), 0.0), None, {}
+        self._offer, self._chosen, self._spent = Offer(Proposal(root_only(context.token_ids[-1])), 0.0), None, {}
         self._refused = []
         self._length, self._head, self._rows = len(context.token_ids), context.head, 1 + (context.head or 0)
         self._owes = context.owes
@@ -334,8 +334,8 @@ class AutoPlanner(Planner):
                 found = yield from candidate.propose(asking, terms.most)
                 if terms.trial and sequences > 1:  # its account is the batch's
                     self._state.ledger(sequences).put_off(name)
-                if found.rate * (1.0 if self._asked else terms.tolerance) > best:
-                    self._offer, self._asked, best, found = found, candidate, found.rate, self._offer
+                if found.rate * (1.0 if self._chosen else terms.tolerance) > best:
+                    self._offer, self._chosen, best, found = found, candidate, found.rate, self._offer
                 self._refused.append(found)
             now = perf_counter()
             self._spent[name] = max(now - began, candidate.planner.stats.draft_seconds - drafted)
@@ -351,8 +351,8 @@ class AutoPlanner(Planner):
             most: most draft nodes.
 
         Returns:
-            The terms: even if no draft token is accepted, a step of a single sequence loses what its ledger allows; of
-            several, what the draft must read first.
+            Terms by which a step of a single sequence loses at most what its ledger allows, even if no draft token is
+            accepted. Of several sequences, only what the draft must read first is compared with the ledger.
         """
         name, ledger, tolerance = candidate.planner.name, self._state.ledger(context.sequences), 1.0
         trial = ledger.is_due(name, candidate.wait(context.token_ids))
@@ -386,10 +386,10 @@ class AutoPlanner(Planner):
 
     @property
     def _way(self) -> str:
-        return self._asked.planner.name if self._asked else GRAMMAR
+        return self._chosen.planner.name if self._chosen else GRAMMAR
 
     def while_target_runs(self, nodes: int) -> AbstractContextManager[None]:
-        asked = self._asked
+        asked = self._chosen
         if self._head is None:  # a grammar may have cut the tree
             self._rows = nodes
         self._went_ahead = asked is not None and asked.goes_ahead and self._ledger.room(asked.planner.name + AHEAD) > 0
@@ -406,7 +406,7 @@ class AutoPlanner(Planner):
             if name in self._spent:
                 took = perf_counter() - began
                 self._spent[name] += took
-                self._state.seen += took
+                self._state.learning_seconds += took
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
         for candidate in self._candidates:
@@ -417,7 +417,7 @@ class AutoPlanner(Planner):
         went_ahead, self._went_ahead = self._went_ahead, False
         drafted, self._drafted = self._drafted, None
         if seconds:
-            state.seen = 0.0
+            state.learning_seconds = 0.0
             plain = 1 + (self._head or 0)  # rows without draft tokens
             way = self._way if self._rows > plain else None
             if way and went_ahead:

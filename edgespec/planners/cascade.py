@@ -130,18 +130,18 @@ class CascadePlanner(Planner):
         np.log(pi, out=log_pi, where=pi > 0, casting="same_kind")
         return log_pi, SamplingParams(temperature=1.0 if sampling.temperature else 0.0)
 
-    def _can_read(self, token_ids: Sequence[int], accepted: Sequence[int], tokens: int) -> bool:
+    def _can_read(self, token_ids: Sequence[int], accepted: Sequence[int], vocab_size: int) -> bool:
         """Return whether the draft can read these: its context may be too short, or its vocabulary too small.
 
         Args:
             token_ids: committed.
             accepted: after them.
-            tokens: size of the target's vocabulary.
+            vocab_size: of the target.
         """
         if len(token_ids) + len(accepted) > self._draft.capabilities.context_length:
             return False
         vocab = self._draft.vocab
-        return tokens <= vocab.size or not (lacks(vocab, token_ids) or lacks(vocab, accepted))
+        return vocab_size <= vocab.size or not (lacks(vocab, token_ids) or lacks(vocab, accepted))
 
     def _row(self, token_ids: Sequence[int], accepted: Sequence[int]) -> Float32Array:
         """The draft's logits after these tokens."""
@@ -180,9 +180,9 @@ class CascadePlanner(Planner):
     def _reading(self, tokens: Sequence[int]) -> DraftSteps[None]:
         """Commit what was sampled from, and read the last token, with draft tokens that are likely to follow."""
         self._commit()
-        reading = Following(self._draft, self._session, tokens[:-1], prompt=len(self._prompt) - 1)
+        reading = Following(self._draft, self._session, tokens[:-1], prompt_length=len(self._prompt) - 1)
         while reading.unread:
-            with suppress(Interrupted):  # it was meant for a pass that had just ended
+            with suppress(Interrupted):  # the interrupt was meant for a pass that had just ended
                 if part := (yield from read_part(reading)):
                     self._count(*part)
         limits = self._draft.capabilities

@@ -47,10 +47,11 @@ class Parts:
     def datastore(self) -> Datastore | None:
         return open_datastore(Path(self.datastore_file), self.target.vocab) if self.datastore_file else None
 
-    def drafting(self, usual: type[SpecExecPlanner], ahead: type[AheadPlanner]) -> Planner:
+    def drafting(self, usual: type[SpecExecPlanner], ahead: type[AheadPlanner] | None = None) -> Planner:
+        """A planner with the draft; `ahead` is its class where the draft goes on while the target runs."""
         assert self.draft
-        kind = usual if self.ahead is None else ahead
-        return kind(self.draft, cost=self.state.draft if self.state else None, **self.ahead or {}, **self.options)
+        kind, more = (ahead, self.ahead) if ahead and self.ahead is not None else (usual, {})
+        return kind(self.draft, cost=self.state.draft if self.state else None, **more, **self.options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +79,25 @@ class Method:
 
 SEARCH, CHAIN, COPY = ("depth", "beam", "tau", "coupling"), ("depth", "tau", "coupling"), ("depth", "min_probability")
 PLANNERS = {
-    "auto": Method(None, (*SEARCH, "min_probability"), True, False, True, candidates=("sssd", "specexec")),
+    "auto": Method(None, (*SEARCH, "min_probability"), draft=True, datastore=True, candidates=("sssd", "specexec")),
     "none": Method(lambda parts: NonePlanner()),
-    "specexec": Method(lambda parts: parts.drafting(SpecExecPlanner, AheadPlanner), SEARCH, True, True),
+    "specexec": Method(
+        lambda parts: parts.drafting(SpecExecPlanner, AheadPlanner), SEARCH, draft=True, needs_draft=True
+    ),
     "sssd": Method(lambda parts: SssdPlanner(parts.datastore(), **parts.options), COPY, datastore=True),
     "lookahead": Method(lambda parts: LookaheadPlanner(parts.datastore(), **parts.options), COPY, datastore=True),
-    "chain": Method(lambda parts: parts.drafting(ChainPlanner, AheadChainPlanner), CHAIN, True, True),
-    "pearl": Method(lambda parts: parts.drafting(ChainPlanner, PearlPlanner), CHAIN, True, True, ahead=True),
+    "chain": Method(lambda parts: parts.drafting(ChainPlanner, AheadChainPlanner), CHAIN, draft=True, needs_draft=True),
+    "pearl": Method(
+        lambda parts: parts.drafting(ChainPlanner, PearlPlanner), CHAIN, draft=True, needs_draft=True, ahead=True
+    ),
     "specbranch": Method(
-        lambda parts: parts.drafting(SpecExecPlanner, SpecBranchPlanner), SEARCH, True, True, ahead=True
+        lambda parts: parts.drafting(SpecExecPlanner, SpecBranchPlanner),
+        SEARCH,
+        draft=True,
+        needs_draft=True,
+        ahead=True,
     ),
-    "easyspec": Method(
-        lambda parts: replace(parts, ahead=None).drafting(EasySpecPlanner, AheadPlanner), SEARCH, True, True
-    ),
+    "easyspec": Method(lambda parts: parts.drafting(EasySpecPlanner), SEARCH, draft=True, needs_draft=True),
 }
 CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # option -> refuses a wrong value
     "depth": partial(check_whole, low=1),

@@ -111,7 +111,7 @@ def worth_reading(
     spent: float,
     cost: Curve,
     draft_cost: Curve,
-    child: float = 1.0,
+    best_child: float = 1.0,
 ) -> int:
     """
     Args:
@@ -121,7 +121,7 @@ def worth_reading(
         spent: seconds of drafting so far.
         cost: pass times of the target.
         draft_cost: pass times of the draft.
-        child: probability of a node's best child, given the node.
+        best_child: probability of a node's best child, given the node.
 
     Returns:
         Number of nodes for the draft's next pass, by the gain of this pass alone; 0: stop drafting.
@@ -129,7 +129,7 @@ def worth_reading(
     rates = goodput(log_probs, spent, cost)
     size = int(np.argmax(rates))
     more = np.arange(1, len(unread) + 1)
-    tokens = 1 + np.exp(log_probs[:size]).sum() + child * np.cumsum(np.exp(unread))
+    tokens = 1 + np.exp(log_probs[:size]).sum() + best_child * np.cumsum(np.exp(unread))
     seconds = spent + draft_cost.seconds(more) + cost.seconds(np.minimum(size + more, budget) + 1)
     best = tokens / seconds
     return int(np.argmax(best)) + 1 if len(unread) and best.max() > rates[size] else 0

@@ -59,9 +59,9 @@ class Drafter:
     def _reader(self, token_ids: Sequence[int], *, want_last: bool = False) -> Prefill:
         """Reads all as a prompt; a draft with a row class of prompts could not keep output that it read so."""
         exact = self.draft.capabilities.exact
-        if exact is None or exact.prompts == exact.trees:
+        if exact is None or exact.is_one_class:
             return Prefill(self.draft, self.session, token_ids, want_last)
-        return Following(self.draft, self.session, token_ids, want_last, prompt=self._prompt_length)
+        return Following(self.draft, self.session, token_ids, want_last, prompt_length=self._prompt_length)
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
         """As for `Planner`: the prompt, or generated tokens if they are too many for `propose`."""
@@ -84,16 +84,18 @@ class Drafter:
         cost = self.pass_cost.at(len(self.session.token_ids))
         return cost.shared(self._last_batch) if cost else None
 
-    def room(self, context: Context) -> int:
-        """Most depth of a tree, by the output's end and the draft's context; 0 after a token that the draft lacks."""
+    def most_depth(self, context: Context) -> int:
+        """As for `Planner`, by the output's end and the draft's context; 0 after a token that the draft lacks."""
         if context.noise.size > self.draft.vocab.size and lacks(self.draft.vocab, context.token_ids):
             return 0
         return min(context.max_depth, self.draft.capabilities.context_length - len(context.token_ids))
 
     def read(self, token_ids: Sequence[int]) -> tuple[Logits, int]:
+        """`reading` without sharing passes."""
         return run_one(self.reading(token_ids))
 
     def reading(self, token_ids: Sequence[int]) -> DraftSteps[tuple[Logits, int]]:
+        """Yields passes over unread tokens. Returns: logits of the last pass, and the last token's node in them."""
         reading, self.evaluated = self._reader(token_ids, want_last=True), 0
         while True:
             if part := (yield from read_part(reading)):
@@ -103,9 +105,11 @@ class Drafter:
                     return passed.logits, len(work.token_ids) - 1
 
     def evaluate(self, token_ids: IdArray, parents: IdArray) -> tuple[Logits, IdArray]:
+        """`evaluating` without sharing passes."""
         return run_one(self.evaluating(token_ids, parents))
 
     def evaluating(self, token_ids: IdArray, parents: IdArray) -> DraftSteps[tuple[Logits, IdArray]]:
+        """Yields a pass over new nodes; `parents` are nodes of the session, or -1. Returns: logits, and these nodes."""
         nodes = np.arange(self.evaluated, self.evaluated + len(token_ids))
         tokens, above, wanted = (array.astype(np.int32) for array in (token_ids, parents, nodes))
         work = Work(self.session, tokens, above, wanted)

@@ -23,7 +23,7 @@ class EasySpecPlanner(SpecExecPlanner):
         """
         if not isinstance(draft, GroupsLayers):
             raise UsageError(f"the planner easyspec needs a draft on PyTorch (--backend torch), not on {draft.name}")
-        draft.group_layers(1)
+        draft.group_layers(1)  # refuses layers of another kind now, not in the first pass
         super().__init__(draft, **options)
         self._drafter.layers = self.layers
 

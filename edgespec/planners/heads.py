@@ -33,7 +33,9 @@ class HeadDrafter(Drafter):
         self._give(start, range(count), logits)
         end = start + count  # read at once, so that few states are kept
         if end <= self.draft.capabilities.context_length:
-            with suppress(Interrupted):  # it was meant for a pass that had just ended; the rest is read later
+            with suppress(
+                Interrupted
+            ):  # the interrupt was meant for a pass that had just ended; the rest is read later
                 prefill(self.draft, self.session, self._prompt[: end + 1])
 
     def saw(self, start: int, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:

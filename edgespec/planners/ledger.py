@@ -21,7 +21,7 @@ REST_OF_NEW = 64  # most tokens of a rest that a new sequence begins with: texts
 FARTHEST = 32  # most steps with draft tokens from one plain pass to the next
 COMPARED = 3  # last passes that count
 LOOKED = 0.25  # plain passes that a trial takes at most before its first step
-GLANCE = 0.02  # of these, one look that does not count: looking up copies is free, and they may come in any step
+GLANCE = 0.02  # plain passes: a shorter look does not count, since looking up copies is nearly free
 JUMP = 2.0  # ratio of two plain passes that shows another load of the machine
 SOONER = 4  # a distance is divided by it where a sequence begins, and multiplied by it where much was gained
 SURE = 8  # least distance of plain passes at which these are well known
@@ -35,9 +35,9 @@ class Account:
         lost: plain passes lost in this sequence; negative: gained.
         rest: tokens of the next rest.
         resting: tokens left of this rest.
-        tried: tokens since the last rest, at most `rest`.
-        before: `lost` when these began.
-        is_trial: these began after a long time without a step of this way.
+        tried: tokens of its steps since `settle` last set it to 0.
+        before: `lost` at that time.
+        is_trial: one of these steps came at least `rest` tokens after the step before it.
         idle: tokens since the last step of this way.
         looked: plain passes that a trial took so far, without a step.
     """

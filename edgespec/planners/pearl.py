@@ -3,8 +3,8 @@
 pre-verify    there are none, so the pass is over the root
 post-verify   the pass is over them
 
-In both the draft goes on meanwhile. A chain is as long as a target pass has time for draft passes, by the last one of
-each.
+In both the draft goes on meanwhile. A chain has as many tokens as draft passes fit into a target pass, by the last pass
+of each model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,11 +41,11 @@ class PearlPlanner(AheadChainPlanner):
         self._went_ahead = False
         super().begin(prompt_ids)
 
-    def _grow(self, search: Search, context: Context, steps: int) -> DraftSteps[None]:
+    def _grow(self, search: Search, context: Context, depth: int) -> DraftSteps[None]:
         """Draft before the pass only if the draft could not go on during the last one."""
         went_ahead, self._went_ahead = self._went_ahead, False
         if not went_ahead:
-            yield from super()._grow(search, context, min(steps, self.length))
+            yield from super()._grow(search, context, min(depth, self.length))
 
     @contextmanager
     def while_target_runs(self, nodes: int) -> Iterator[None]:

@@ -37,7 +37,7 @@ class Search:
     def __init__(self, root_token: int, budget: int) -> None:
         """
         Args:
-            root_token: the last committed token.
+            root_token: the last token of the sequence.
             budget: as the attribute.
         """
         self.budget = budget
@@ -54,7 +54,8 @@ class Search:
         self._best_children = [LIKELY_CHILD]
 
     @property
-    def most_known(self) -> int:
+    def most_kept(self) -> int:
+        """Nodes less probable than the `most_kept`-th best one are not kept."""
         return self.budget
 
     def cutoff(self, count: int) -> float:
@@ -84,7 +85,7 @@ class Search:
         log_probs = np.concatenate(values) + self.log_probs[parents]
         # Rounding must not lift a child above its parent: the best nodes would be no tree.
         log_probs = np.minimum(log_probs, self.log_probs[parents])
-        near = log_probs > self.cutoff(self.most_known)
+        near = log_probs > self.cutoff(self.most_kept)
         self.token_ids = np.concatenate([self.token_ids, np.concatenate(ids)[near]])
         self.parents = np.concatenate([self.parents, parents[near]])
         self.log_probs = np.concatenate([self.log_probs, log_probs[near]])
@@ -95,7 +96,7 @@ class Search:
         return -np.sort(-self._of_use())[: self.budget]
 
     @property
-    def child(self) -> float:
+    def best_child(self) -> float:
         """Mean of the probability of a node's best child, given the node."""
         return fmean(self._best_children)
 
@@ -108,10 +109,10 @@ class Search:
             The unread nodes whose best child is likely to be among the K best nodes, most probable first. While some
             are above the `usual` cutoff, others are left out, since they seldom improve the tree.
         """
-        best_child = np.where(self._open(self.most_depth), self.child * np.exp(self.log_probs), 0.0)
+        likely = np.where(self._open(self.most_depth), self.best_child * np.exp(self.log_probs), 0.0)
         cutoff = self.cutoff(self.budget)
         for least in (max(cutoff, self.usual), cutoff):
-            nodes: NDArray[np.intp] = np.flatnonzero(best_child > np.exp(least) + enough)
+            nodes: NDArray[np.intp] = np.flatnonzero(likely > np.exp(least) + enough)
             if len(nodes):
                 break
         return nodes[np.argsort(-self.log_probs[nodes], kind="stable")]

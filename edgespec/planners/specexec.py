@@ -80,33 +80,34 @@ class SpecExecPlanner(Planner):
         return self._drafter.unread(token_ids)
 
     def most_depth(self, context: Context) -> int:
-        return min(self.depth, self._drafter.room(context))
+        return min(self.depth, self._drafter.most_depth(context))
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
-        steps = self.most_depth(context)
-        if steps <= 0 or budget <= 0:
+        depth = self.most_depth(context)
+        if depth <= 0 or budget <= 0:
             return Proposal(root_only(context.token_ids[-1]))
-        search, self._search = self._begun(context, budget), None  # and remains so after an exception
-        search.budget, search.usual, search.most_depth = budget, self._usual, steps
+        search = self._start_search(context, budget)
+        self._search = None  # until the tree is whole: an exception may end it
+        search.budget, search.usual, search.most_depth = budget, self._usual, depth
         try:
-            yield from self._grow(search, context, steps)
+            yield from self._grow(search, context, depth)
         except ContextFull:  # the draft has no cells for the root
             return Proposal(root_only(context.token_ids[-1]))
         self._search, self._usual = search, search.cutoff(budget)
         return Proposal(search.found())
 
-    def _begun(self, context: Context, budget: int) -> Search:
+    def _start_search(self, context: Context, budget: int) -> Search:
         return Search(context.token_ids[-1], budget)
 
-    def _grow(self, search: Search, context: Context, steps: int) -> DraftSteps[None]:
+    def _grow(self, search: Search, context: Context, depth: int) -> DraftSteps[None]:
         scores, started = ChildScores(context, self.tau, self.coupling), self._drafter.seconds
         yield from self._read_root(search, scores, context)
-        for _ in range(1, steps):
+        for _ in range(1, depth):
             unread, beam = search.unread(self.enough), self._beam
             if context.pass_times and (cost := self._drafter.cost):
                 next_best, spent = search.log_probs[unread[:beam]], self._drafter.seconds - started
-                child = search.child if self.children > 1 else 1.0
-                beam = worth_reading(search.best(), next_best, search.budget, spent, context.pass_times, cost, child)
+                likely, times = search.best_child if self.children > 1 else 1.0, context.pass_times
+                beam = worth_reading(search.best(), next_best, search.budget, spent, times, cost, likely)
             batch = search.take(unread, beam, self._limits.leaves(context.sequences), self._limits.max_nodes)
             if len(batch) == 0:
                 break
@@ -127,7 +128,7 @@ class SpecExecPlanner(Planner):
         search.add_children(batch, nodes, *children)
 
     def _children(self, search: Search) -> int:
-        return min(self.children, search.most_known)
+        return min(self.children, search.most_kept)
 
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
         search, self._search = self._search, None
@@ -144,7 +145,7 @@ class SpecExecPlanner(Planner):
         """As for `Planner`, by one draft pass a token; a draft far behind the sequence reads a part of it instead."""
         self._search = None
         tokens, until = list[int](), perf_counter() + seconds
-        if not self._drafter.foresees or (room := min(count, self._drafter.room(context))) <= 0:
+        if not self._drafter.foresees or (room := min(count, self._drafter.most_depth(context))) <= 0:
             return tokens
         certain = len(context.token_ids) - context.foreseen
         with suppress(ContextFull):  # the draft has no cells for more

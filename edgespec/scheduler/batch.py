@@ -203,7 +203,7 @@ def account(batch: Batch, drafting: float, seconds: float, tokens: int, pace: Au
         pace: has the ledgers.
     """
     works = [one.work for _, one in batch]
-    drafting, pace.seen = drafting + pace.seen, 0.0
+    drafting, pace.learning_seconds = drafting + pace.learning_seconds, 0.0
     if len(batch) > 1 and not any(work.prompt for work in works):
         way = None if all(one.plain for _, one in batch) else BATCH  # also what is read again after its draft tokens
         ledger = pace.batch(len(batch))

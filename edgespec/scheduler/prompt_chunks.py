@@ -13,7 +13,7 @@ LONGEST_WAIT = 0.25  # seconds; or two passes without a prompt, if they take lon
 
 def can_share_passes(limits: Capabilities) -> bool:
     exact = limits.exact
-    return exact is None or (exact.prompts == exact.trees and not exact.blocks)
+    return exact is None or (exact.is_one_class and not exact.blocks)
 
 
 class PromptChunks:

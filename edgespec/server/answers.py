@@ -188,7 +188,7 @@ class Answers:
     @property
     def predicted(self) -> tuple[int, int]:
         """Tokens accepted and rejected: of the prediction that was sent, else of all drafts."""
-        if sent := sum(answer.request.hint_texts.prediction for answer in self.all if answer.request.hint_texts):
+        if sent := sum(answer.request.hint_texts.prediction_length for answer in self.all if answer.request.hint_texts):
             accepted = sum(answer.stats.tokens_by_source["prediction"] for answer in self.all)
             return accepted, max(0, sent - accepted)
         accepted = sum(answer.stats.tokens - answer.stats.tokens_by_source["target"] for answer in self.all)

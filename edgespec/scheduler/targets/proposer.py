@@ -48,7 +48,7 @@ class DraftProposer:
         self._wanted, text = True, list(token_ids)
         while self._wanted:
             context = Context(text, self._prompt_length, self._sampling, self._noise, 1, 1)
-            if self._drafter.room(context) < 1:
+            if self._drafter.most_depth(context) < 1:
                 return
             try:
                 logits, node = self._drafter.read(text)
