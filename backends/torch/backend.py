@@ -41,7 +41,7 @@ from edgespec.weights.ring import CANNOT_STREAM, can_stream
 from ..common.heads import head_size
 from ..common.hf_vocab import check_folder, content_files, experts_of, load_vocab
 from ..common.interrupts import Flag, interruptible
-from ..common.loader import loader
+from ..common.loader import loader, no_further_positions
 from ..common.recurrent import most_paths, states_of
 from .attention import Part, Tree, build_mask, run
 from .disk import NUMBER, mapped_bytes
@@ -599,8 +599,7 @@ def assemble(
         if streamer is not None:
             streamer.close()
         raise
-    if context_length < asked:
-        notes = [*notes, f"the context is {context_length}, not {asked}: this model has no further positions"]
+    notes = [*notes, *no_further_positions(context_length, asked)]
     return TorchBackend(model, vocab, capabilities, windows, caches, spans, streamer, notes, cache)
 
 
