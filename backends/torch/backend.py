@@ -658,7 +658,7 @@ def streaming_notes(streamer: Streamer, layers: int) -> list[str]:
     if sources:
         from_disk, speed = sum(source.size for source in sources), disk_speed(sources[0].path)
         note += f", {format_size(from_disk)} of it from disk"
-        if speed:  # else no read came back in time
+        if speed:
             note += f": about {two_digits(from_disk / speed)} s at {two_digits(speed / 1e9)} GB/s"
     if not needs_pinning(streamer.device) or streamer.pinned:
         return [note]
