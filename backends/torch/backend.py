@@ -100,7 +100,8 @@ MIN_NODES_ON_GPU = 2048  # larger, because a chunk may copy all weights to the G
 TOLERANCE = {"float32": 2e-3, "float16": 0.3, "bfloat16": 1.5}
 
 
-_mapped: "WeakSet[TorchBackend]" = WeakSet()  # on the CPU, with mapped weights, which `private_memory` does not count
+# On the CPU. `private_memory` counts neither mapped weights nor cells that no pass has written.
+_on_cpu: "WeakSet[TorchBackend]" = WeakSet()
 
 
 class TorchBackend:
@@ -138,6 +139,7 @@ class TorchBackend:
         self.windows = windows
         self.cache = cache
         self._free = caches  # of closed sessions
+        self.bytes_of_cells = sum(cells.nbytes for cells in caches)
         groups = caches[0].groups
         self.device, self.dtype = groups[0].device, groups[0].dtype
         names = list(dict.fromkeys(name_of(group.device) for group in groups))
@@ -281,7 +283,7 @@ class TorchBackend:
             self._groups.close()
         self.model = self.streamer = self.cache = self._groups = None
         self._free = []
-        _mapped.discard(self)
+        _on_cpu.discard(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,7 +418,8 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
         if options.own_layers:  # at most all layers
             numbers = 0, math.prod(cache_shape(model.config.get_text_config(), 1))
         head = tuple(count * model.dtype.itemsize for count in numbers)
-        needed, host = plan.used + grown + sum(backend.mapped for backend in _mapped) + MARGIN, None
+        unseen = sum(backend.mapped + backend.bytes_of_cells for backend in _on_cpu)
+        needed, host = plan.used + grown + unseen + MARGIN, None
         weights += head[0]
         paged = not plan.streams and (options.memory is not None or weights + needed > plan.memory)
         if gpu and plan.streams:
@@ -461,7 +464,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
         backend.computing = {**backend.computing, "dtype": NF4}
     if device.type == "cpu" and backend.streamer is None:
         backend.mapped = mapped_bytes(model, folder)
-        _mapped.add(backend)
+        _on_cpu.add(backend)
     return backend
 
 
