@@ -6,6 +6,7 @@ import mmap
 import signal
 import sys
 from dataclasses import replace
+import threading
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
@@ -449,7 +450,9 @@ class TestOffload:
         backend = load(str(llama), **OPTIONS | {"sessions": sessions}, gpu_memory=2**40, copies=Recorder)
         assert counted == {backend.capabilities.max_wanted, None}  # None: of a further GPU
 
-    def test_a_draft_whose_waits_nobody_asks_for_keeps_no_events(self, monkeypatch):
+    @pytest.fixture
+    def made(self, monkeypatch):
+        """Made-up events of CUDA, in order."""
         made = []
 
         class Event:
@@ -466,12 +469,33 @@ class TestOffload:
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
         copies = CudaCopies("cuda", 2)
+        return made
+
+    def test_a_draft_whose_waits_nobody_asks_for_keeps_no_events(self, made):
         for buffer in [0, 1] * 100:
             copies.wait(buffer)
         assert len(copies._waits) < 8
         assert copies.waited() == 200.0
 
     def test_enough_memory_streams_nothing(self, llama):
+    def test_another_thread_asks_for_waits_while_a_pass_counts_them(self, made):
+        """As that of the server's metrics."""
+        copies, threads = CudaCopies("cuda", 2), []
+
+        def query():
+            threads.append(threading.Thread(target=copies.waited))
+            threads[-1].start()
+            threads[-1].join(0.1)  # it may have to wait for this one
+            return True
+
+        copies.wait(0)
+        made[-1].query = query
+        copies.wait(1)
+        for thread in threads:
+            thread.join(60)
+        assert threads
+        assert copies.waited() == 2.0
+
         made = []
         load(str(llama), **OPTIONS, gpu_memory=2**40, copies=lambda *arguments: made.append(arguments))
         assert made == []
