@@ -36,7 +36,7 @@ from .offload import (
     streamed_layers,
 )
 from .recurrent import WITH_BOTH, WITHOUT_CELLS, is_recurrent, with_cells
-from .spans import Spans
+from .spans import Spans, out_of_memory
 
 if TYPE_CHECKING:
     from .nf4 import KeptLayers
@@ -505,9 +505,9 @@ def run_probe(model: Any, device: Any) -> Probe:
     """
     probe = Probe()
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), out_of_memory("a pass"):
             run(model, [0], [0], [0], probe, device)
-    except (EdgespecError, torch.OutOfMemoryError):
+    except EdgespecError:
         raise
     except Exception as error:
         raise ModelError(f"{type(model).__name__} cannot be run on a tree: {first_line(error)}") from error
