@@ -50,11 +50,15 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # `layer_types` of transf
 def find_gpus(device: str | None) -> list[Gpu]:
     """GPUs that this PyTorch sees; only those that may compute are measured, which takes some of their memory."""
     names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    if names:  # else memory of models that are gone counts as used
+    mac = torch.backends.mps.is_available()
+    if names or mac:  # else memory of models that are gone counts as used
         gc.collect()
+    if names:
         torch.cuda.empty_cache()
+    if mac:
+        torch.mps.empty_cache()
     found = [look_at(name) if device in (None, "cuda", name) else Gpu(name, False, 0) for name in names]
-    return [*found, *([look_at_mps()] if torch.backends.mps.is_available() else [])]
+    return [*found, *([look_at_mps()] if mac else [])]
 
 
 def look_at(name: str) -> Gpu:
