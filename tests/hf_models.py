@@ -1,6 +1,9 @@
 """Tiny model folders with random weights, one for each family, and tokenizers for them."""
 
 import copy
+import gc
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: p
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: E402
+
+from edgespec.loop.passes import prefill  # noqa: E402
 
 SPECIAL = ["<s>", "</s>", "<unk>", "<|im_end|>"]
 VOCAB_SIZE = 272  # 256 bytes, the special tokens, and ids that the tokenizer does not know
@@ -212,3 +217,17 @@ def add_head(family: str, model: Any, folder: Path, seed: int = 1) -> dict[str, 
     file = folder / "model.safetensors"
     save_file(load_file(file) | made, file, metadata={"format": "pt"})
     return made
+
+
+def check_closing_frees(load_both: Callable[[], tuple[Any, Any]], prompt: Sequence[int]) -> None:
+    """No weights stay of a target and its draft that are closed, although both and a session are still known."""
+    target, draft = load_both()
+    session = draft.open()
+    prefill(draft, session, prompt)
+    weights = [weakref.ref(one) for backend in (target, draft) for one in backend.model.parameters()]
+    target.close()
+    draft.close()
+    gc.collect()
+    assert not [one for one in weights if one() is not None]
+    draft.close()
+    session.close()

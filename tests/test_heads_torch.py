@@ -12,7 +12,7 @@ from eagle_folders import attend_cells
 from edgespec.backends.torch.backend import load
 from edgespec.backends.torch.eagle import EagleHead, load_head
 from edgespec.backends.torch.engine import engine
-from hf_models import SMALL, VOCAB_SIZE, save, tiny_model, transformers
+from hf_models import SMALL, VOCAB_SIZE, check_closing_frees, save, tiny_model, transformers
 from safetensors.torch import load_file, save_file
 from test_lossless_torch import by_temperature, check_lossless
 from test_torch import Recorder, memory_for
@@ -55,10 +55,14 @@ def folders(tmp_path_factory):
     return save(tiny_model("llama"), folder / "target"), head_folder(folder / "head")
 
 
-@pytest.fixture
-def pair(folders):
+def load_both(folders):
     target = load(str(folders[0]), **OPTIONS)
     return target, engine.load_head(target, str(folders[1]), DRAFT_OPTIONS)
+
+
+@pytest.fixture
+def pair(folders):
+    return load_both(folders)
 
 
 def states_of(target, tokens):
@@ -163,6 +167,10 @@ def test_states_are_kept_only_while_a_head_is_loaded(pair):
     head.close()
     assert watched() == []
     assert target.capabilities.states == 0
+
+
+def test_closing_frees_the_target(folders):
+    check_closing_frees(lambda: load_both(folders), TEXT)
 
 
 @by_temperature

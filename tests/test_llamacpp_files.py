@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+from contract import chain_rows, random_tokens
 from edgespec.backends.llamacpp import engine
 from edgespec.backends.llamacpp.context import ContextSize
 from edgespec.backends.llamacpp.ggml import files
@@ -16,7 +17,7 @@ from edgespec.backends.llamacpp.ggml.files import llama_cpp, load_model, loaded_
 from edgespec.backends.llamacpp.memory.planning import rehearse
 from edgespec.backends.llamacpp.memory.probe_model import probe_file
 
-from edgespec.errors import Interrupted, ModelError, SessionFileError
+from edgespec.errors import ContextFull, Interrupted, ModelError, SessionFileError
 from edgespec.loop.passes import prefill
 
 
@@ -53,6 +54,51 @@ def test_a_head_is_not_loaded_where_llama_cpp_skips_it(arch, sizes, tmp_path) ->
     writer.write_tensors_to_file()
     writer.close()
     assert [tensor.size for tensor in loaded_tensors(str(tmp_path / "model.gguf"))] == sizes
+
+
+def small_gpt2(path: Path, positions: int) -> str:
+    """A made-up GPT-2 that has learned a vector for each of so many positions."""
+    gguf, width, generator = pytest.importorskip("gguf"), 64, np.random.default_rng(0)
+    from gguf_files import VOCAB, byte_level_vocab
+
+    writer = gguf.GGUFWriter(path, "gpt2")
+    writer.add_file_type(0)
+    writer.add_block_count(2)
+    writer.add_context_length(positions)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(2 * width)
+    writer.add_head_count(2)
+    writer.add_layer_norm_eps(1e-5)
+    byte_level_vocab(writer, "gpt-2")
+    shapes = {"token_embd.weight": (VOCAB, width), "position_embd.weight": (positions, width)}
+    norms, parts = ["output_norm"], dict[str, tuple[int, int]]()
+    for layer in range(2):
+        name = f"blk.{layer}"
+        norms += [f"{name}.attn_norm", f"{name}.ffn_norm"]
+        parts |= {f"{name}.attn_qkv": (3 * width, width), f"{name}.attn_output": (width, width)}
+        parts |= {f"{name}.ffn_up": (2 * width, width), f"{name}.ffn_down": (width, 2 * width)}
+    for name, sizes in [*((name, (width,)) for name in norms), *parts.items()]:
+        shapes |= {f"{name}.weight": sizes, f"{name}.bias": sizes[:1]}
+    for name, sizes in shapes.items():
+        writer.add_tensor(name, generator.normal(0, 0.1, sizes).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+def test_a_context_ends_with_the_learned_positions(tmp_path) -> None:
+    path = small_gpt2(tmp_path / "model.gguf", 48)
+    for asked, notes in ((64, ["the context is 48, not 64: this model has no further positions"]), (32, []), (0, [])):
+        model = engine.load(path, context_length=asked, budget=4)
+        assert (model.capabilities.context_length, model.notes) == (asked % 64 or 48, notes)
+        if notes:
+            text = random_tokens(model, 49, 1)
+            assert len(chain_rows(model, text[:48])) == 48
+            with pytest.raises(ContextFull):
+                chain_rows(model, text)
+        model.close()
 
 
 def test_a_name_of_no_parts_is_a_name_like_others(smollm2, tmp_path) -> None:

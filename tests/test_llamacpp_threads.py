@@ -182,6 +182,17 @@ def test_a_longer_context_is_no_disturbance() -> None:
     assert passes(slow, now, *[0.04] * 20, cells=4000)[0] == [0] * 20
 
 
+def test_a_long_prompt_is_no_disturbance() -> None:
+    """Where attention takes most of the time, each pass takes longer than the one before."""
+    slow, now, found = SlowPasses(), 0.0, list[int]()
+    for busy, count in [*((1, k) for k in range(1, 17)), (4, 17), (4, 18)]:
+        found.append(slow.fewer(now))
+        seconds = busy * (4.1 + 2.4 * count)
+        now += seconds
+        slow.took(512, 512 * count, found[-1], seconds, now, 8)
+    assert found == [0] * 17 + [1]
+
+
 def test_passes_with_fewer_threads_take_longer_without_a_disturbance() -> None:
     slow, now, left_out = SlowPasses(), 0.0, list[int]()
     for full in [0.1, *[0.5] * 3, *[0.1] * 20]:

@@ -15,7 +15,7 @@ from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch.backend import load
 from edgespec.backends.torch.engine import engine
 from edgespec.backends.torch.offload import BUFFERS, HostCopies
-from hf_models import SMALL, save, tiny_model
+from hf_models import SMALL, check_closing_frees, save, tiny_model
 from test_heads import texts_of
 from test_lossless_torch import by_temperature, check_lossless
 from test_torch import Recorder, memory_for
@@ -206,6 +206,10 @@ def test_they_cannot_go_on_while_the_target_runs_and_are_not_loaded_for_that(lla
     monkeypatch.setattr("edgespec.loading.draft_or_memory.load_pair", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(UsageError, match="layers: drafts from the target's own states, so it cannot go on while"):
         edgespec.load(str(llama), backend="torch", draft="layers", **more)
+
+
+def test_closing_frees_the_model(llama):
+    check_closing_frees(lambda: pair(llama), PROMPT)
 
 
 def test_the_user_names_them_layers(llama, run):

@@ -237,12 +237,16 @@ def test_cards_that_are_full_or_anothers_are_left_out(
             load(folder, **OPTIONS, device=name)
 
 
-def test_memory_of_a_model_that_is_gone_is_free(cards: There, monkeypatch: pytest.MonkeyPatch) -> None:
-    cards(8 * GIB)
-    steps = list[str]()
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_memory_of_a_model_that_is_gone_is_free(kind: str, cards: There, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, device = list[str](), getattr(torch, kind)
+    name = {"cuda": "memory_reserved", "mps": "driver_allocated_memory"}[kind]
+    cards(*([8 * GIB] if kind == "cuda" else []))
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: kind == "mps")
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 8 * GIB)
     monkeypatch.setattr(gc, "collect", lambda: steps.append("collect"))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: steps.append("empty"))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda name: 0 if steps == ["collect", "empty"] else GIB)
+    monkeypatch.setattr(device, "empty_cache", lambda: steps.append("empty"))
+    monkeypatch.setattr(device, name, lambda *about: 0 if steps == ["collect", "empty"] else GIB)
     assert [gpu.used for gpu in loading_module.find_gpus(None)] == [0]
 
 

@@ -3,8 +3,10 @@
 import json
 import math
 import mmap
+import re
 import signal
 import sys
+import threading
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -48,7 +50,7 @@ from edgespec.backends.torch.offload import (
     count_resident,
     streamed_layers,
 )
-from edgespec.backends.torch.session import visible
+from edgespec.backends.torch.session import TorchSession, visible
 from edgespec.backends.torch.spans import Cells
 from hf_models import FAMILIES, SMALL, save, tiny_model, torch, transformers
 from safetensors.torch import load_file, save_file
@@ -449,7 +451,9 @@ class TestOffload:
         backend = load(str(llama), **OPTIONS | {"sessions": sessions}, gpu_memory=2**40, copies=Recorder)
         assert counted == {backend.capabilities.max_wanted, None}  # None: of a further GPU
 
-    def test_a_draft_whose_waits_nobody_asks_for_keeps_no_events(self, monkeypatch):
+    @pytest.fixture
+    def made(self, monkeypatch):
+        """Made-up events of CUDA, in order."""
         made = []
 
         class Event:
@@ -465,11 +469,32 @@ class TestOffload:
         for name, value in {"Event": Event, "Stream": lambda device: stream}.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        return made
+
+    def test_a_draft_whose_waits_nobody_asks_for_keeps_no_events(self, made):
         copies = CudaCopies("cuda", 2)
         for buffer in [0, 1] * 100:
             copies.wait(buffer)
         assert len(copies._waits) < 8
         assert copies.waited() == 200.0
+
+    def test_another_thread_asks_for_waits_while_a_pass_counts_them(self, made):
+        """As that of the server's metrics."""
+        copies, threads = CudaCopies("cuda", 2), []
+
+        def query():
+            threads.append(threading.Thread(target=copies.waited))
+            threads[-1].start()
+            threads[-1].join(0.1)  # it may have to wait for this one
+            return True
+
+        copies.wait(0)
+        made[-1].query = query
+        copies.wait(1)
+        for thread in threads:
+            thread.join(60)
+        assert threads
+        assert copies.waited() == 2.0
 
     def test_enough_memory_streams_nothing(self, llama):
         made = []
@@ -556,25 +581,51 @@ class TestOffload:
                 assert max(gaps) - min(gaps) <= 1
 
 
-@pytest.mark.parametrize("where", ["build_mask", "top_on_device", "move"])
-def test_a_device_whose_memory_runs_out_beside_the_model_is_one_line(llama, monkeypatch, where):
+NO_MEMORY = [
+    (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB."),
+    (RuntimeError, "MPS backend out of memory (MPS allocated: 9.00 GB)."),
+    (RuntimeError, "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: Error 12"),
+]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("kind", "text"), NO_MEMORY, ids=["CUDA", "MPS", "CPU"])
+@pytest.mark.parametrize("where", ["build_mask", "top_on_device", "move", "row", "view", "states", "save", "load"])
+def test_a_device_whose_memory_runs_out_beside_the_model_is_one_line(llama, monkeypatch, tmp_path, where, kind, text):
     def fail(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise kind(text)
 
     def step():
         logits = backend.forward([work(session, [5, 6, 7], [-1, 0, 0])])[0]
-        logits._logits = SimpleNamespace(device=torch.device("cuda"))
+        logits._logits = Rows()
+        logits._kept = [Rows()]
         if where == "top_on_device":
             logits.top([0], 1, 1.0, [None])
+        elif where in ("row", "view"):
+            getattr(logits, where)(0)
+        elif where == "states":
+            logits.states([0])
         session.commit([0, 2])
+        session.save(tmp_path / "session")
+        session.load(tmp_path / "session")
+
+    class Rows:
+        device = torch.device("cpu" if where == "states" else "cuda")
+        __getitem__ = fail
 
     backend = load(str(llama), **OPTIONS)
+    backend.keep_states([backend.model.get_decoder().norm])
     session = backend.open()
-    monkeypatch.setattr(
-        {"build_mask": backend_module, "top_on_device": logits_module, "move": Cells}[where], where, fail
-    )
-    with pytest.raises(ModelError, match=r"no memory on the device for .*: CUDA out of memory"):
+    places = {
+        "build_mask": backend_module, "top_on_device": logits_module, "move": Cells, "_saved": TorchSession,
+        "_make": TorchSession,
+    }  # fmt: skip
+    name = {"save": "_saved", "load": "_make"}.get(where, where)
+    if name in places:
+        monkeypatch.setattr(places[name], name, fail)
+    with pytest.raises(ModelError, match=rf"no memory on the device for .*: {re.escape(text)}"):
         step()
+    assert not list(tmp_path.glob("*.new"))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt-oss"])

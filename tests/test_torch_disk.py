@@ -28,7 +28,7 @@ from edgespec.backends.torch import disk as disk_module
 from edgespec.backends.torch import loading as loading_module
 from edgespec.backends.torch.backend import load
 from edgespec.backends.torch.disk import FOLDER, STAGING, Pack, Staging
-from edgespec.backends.torch.loading import WORKSPACE, Placement, check_folder_fits, work_bytes
+from edgespec.backends.torch.loading import WORKSPACE, Host, Placement, check_folder_fits, work_bytes
 from edgespec.backends.torch.offload import BUFFERS, block_bytes
 from hf_models import save, tiny_model, torch
 from safetensors.torch import load_file, save_file
@@ -611,6 +611,24 @@ def test_mapped_weights_count_whatever_type_is_asked_for(halves):
         weights = sum(one.nbytes for one in backend.model.parameters())
         backend.close()
     assert found == [weights // 2, weights // 2, 0]
+
+
+def test_cells_of_a_draft_count_in_the_plan_of_its_target(halves, monkeypatch):
+    """Their memory is in use only when passes write them."""
+    needed, sessions = [], 3
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
+    monkeypatch.setattr(backend_module, "Host", lambda *about, **how: needed.append(about[2]) or Host(*about, **how))
+
+    def planned():
+        load(str(halves), **OPTIONS, device="cpu").close()
+        return needed[-1]
+
+    before = planned()
+    draft = load(str(halves), **OPTIONS | {"context_length": 4096, "sessions": sessions}, device="cpu")
+    cells = sum(draft.open().cells.nbytes for _ in range(sessions))
+    assert planned() - before == draft.mapped + cells
+    draft.close()
+    assert planned() == before
 
 
 @pytest.mark.parametrize("folder", ["another type", "experts"])

@@ -12,3 +12,8 @@ def loader(engine: Engine) -> Callable[..., Any]:
         return load_at_once(engine, path, this_machine(path, engine.gpus(options.get("device"))), **options)
 
     return load
+
+
+def no_further_positions(length: int, asked: int) -> list[str]:
+    """The note on a model that has learned a vector for each position, for fewer than were asked for."""
+    return [f"the context is {length}, not {asked}: this model has no further positions"] if length < asked else []

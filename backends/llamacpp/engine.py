@@ -12,7 +12,7 @@ from edgespec.machine.disk import remove_name
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, layers_of_gpus, layers_on_gpu
 
-from ..common.loader import loader
+from ..common.loader import loader, no_further_positions
 from .backend import LlamaBackend
 from .context import ContextSize, kept_of, make_context, settle_attention
 from .ggml.files import LLAMA_MAX_SEQ, engine_build, llama_cpp, load_model, metadata, parts, without_amx
@@ -133,19 +133,20 @@ load = loader(engine)
 def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any = None) -> LlamaPlan:
     planner = MemoryPlanner(path, options, machine, borrowed)
     share = options.share if options.share is not None else 1.0
-    size = ContextSize(options.context_length, options.budget, options.sessions, MIN_NODES, options.kv_type, share)
+    length = planner.context_length
+    size = ContextSize(length, options.budget, options.sessions, MIN_NODES, options.kv_type, share)
     plenty = planner.plenty(size)
     if options.resident:
         planner.check_buffers(size)
     elif options.share is None and not plenty and options.sessions > 1:  # else it would change nothing
         size = replace(size, share=SHARE)
-    gpu_layers, notes, weights = options.gpu_layers, list[str](), None
+    gpu_layers, notes, weights = options.gpu_layers, no_further_positions(length, options.context_length), None
     if gpu_layers is None:
         gpu_layers = planner.choose_gpu_layers(size)
     elif options.gpu_memory is not None:
         raise UsageError("gpu_layers and gpu_memory both say how many layers go to the GPU: give one of them")
     elif gpu_layers and not borrowed and not machine.gpus:
-        gpu_layers, notes = 0, ["this llama.cpp has no GPU, so --gpu-layers changes nothing"]
+        gpu_layers, notes = 0, [*notes, "this llama.cpp has no GPU, so --gpu-layers changes nothing"]
     experts_here = planner.keeps_experts(gpu_layers, size)
     if not plenty and not options.resident:
         weights, size, more = planner.plan_memory(size, gpu_layers, experts_here)

@@ -41,7 +41,7 @@ from edgespec.weights.ring import CANNOT_STREAM, can_stream
 from ..common.heads import head_size
 from ..common.hf_vocab import check_folder, content_files, experts_of, load_vocab
 from ..common.interrupts import Flag, interruptible
-from ..common.loader import loader
+from ..common.loader import loader, no_further_positions
 from ..common.recurrent import most_paths, states_of
 from .attention import Part, Tree, build_mask, run
 from .disk import NUMBER, mapped_bytes
@@ -100,7 +100,8 @@ MIN_NODES_ON_GPU = 2048  # larger, because a chunk may copy all weights to the G
 TOLERANCE = {"float32": 2e-3, "float16": 0.3, "bfloat16": 1.5}
 
 
-_mapped: "WeakSet[TorchBackend]" = WeakSet()  # on the CPU, with mapped weights, which `private_memory` does not count
+# On the CPU. `private_memory` counts neither mapped weights nor cells that no pass has written.
+_on_cpu: "WeakSet[TorchBackend]" = WeakSet()
 
 
 class TorchBackend:
@@ -138,6 +139,7 @@ class TorchBackend:
         self.windows = windows
         self.cache = cache
         self._free = caches  # of closed sessions
+        self.bytes_of_cells = sum(cells.nbytes for cells in caches)
         groups = caches[0].groups
         self.device, self.dtype = groups[0].device, groups[0].dtype
         names = list(dict.fromkeys(name_of(group.device) for group in groups))
@@ -281,7 +283,7 @@ class TorchBackend:
             self._groups.close()
         self.model = self.streamer = self.cache = self._groups = None
         self._free = []
-        _mapped.discard(self)
+        _on_cpu.discard(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,7 +418,8 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
         if options.own_layers:  # at most all layers
             numbers = 0, math.prod(cache_shape(model.config.get_text_config(), 1))
         head = tuple(count * model.dtype.itemsize for count in numbers)
-        needed, host = plan.used + grown + sum(backend.mapped for backend in _mapped) + MARGIN, None
+        unseen = sum(backend.mapped + backend.bytes_of_cells for backend in _on_cpu)
+        needed, host = plan.used + grown + unseen + MARGIN, None
         weights += head[0]
         paged = not plan.streams and (options.memory is not None or weights + needed > plan.memory)
         if gpu and plan.streams:
@@ -461,7 +464,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
         backend.computing = {**backend.computing, "dtype": NF4}
     if device.type == "cpu" and backend.streamer is None:
         backend.mapped = mapped_bytes(model, folder)
-        _mapped.add(backend)
+        _on_cpu.add(backend)
     return backend
 
 
@@ -599,8 +602,7 @@ def assemble(
         if streamer is not None:
             streamer.close()
         raise
-    if context_length < asked:
-        notes = [*notes, f"the context is {context_length}, not {asked}: this model has no further positions"]
+    notes = [*notes, *no_further_positions(context_length, asked)]
     return TorchBackend(model, vocab, capabilities, windows, caches, spans, streamer, notes, cache)
 
 
@@ -659,7 +661,7 @@ def streaming_notes(streamer: Streamer, layers: int) -> list[str]:
     if sources:
         from_disk, speed = sum(source.size for source in sources), disk_speed(sources[0].path)
         note += f", {format_size(from_disk)} of it from disk"
-        if speed:  # else no read came back in time
+        if speed:
             note += f": about {two_digits(from_disk / speed)} s at {two_digits(speed / 1e9)} GB/s"
     if not needs_pinning(streamer.device) or streamer.pinned:
         return [note]

@@ -62,6 +62,7 @@ class TorchHead(TorchBackend):
         if self.model is not None:
             self._target.keep_states([])
         super().close()
+        self._embed = None  # it may be the target's
 
     def fuse(self, states: Float32Array) -> Float32Array:
         with torch.inference_mode():

@@ -36,7 +36,7 @@ from .offload import (
     streamed_layers,
 )
 from .recurrent import WITH_BOTH, WITHOUT_CELLS, is_recurrent, with_cells
-from .spans import Spans
+from .spans import Spans, out_of_memory
 
 if TYPE_CHECKING:
     from .nf4 import KeptLayers
@@ -50,11 +50,15 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # `layer_types` of transf
 def find_gpus(device: str | None) -> list[Gpu]:
     """GPUs that this PyTorch sees; only those that may compute are measured, which takes some of their memory."""
     names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    if names:  # else memory of models that are gone counts as used
+    mac = torch.backends.mps.is_available()
+    if names or mac:  # else memory of models that are gone counts as used
         gc.collect()
+    if names:
         torch.cuda.empty_cache()
+    if mac:
+        torch.mps.empty_cache()
     found = [look_at(name) if device in (None, "cuda", name) else Gpu(name, False, 0) for name in names]
-    return [*found, *([look_at_mps()] if torch.backends.mps.is_available() else [])]
+    return [*found, *([look_at_mps()] if mac else [])]
 
 
 def look_at(name: str) -> Gpu:
@@ -505,9 +509,9 @@ def run_probe(model: Any, device: Any) -> Probe:
     """
     probe = Probe()
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), out_of_memory("a pass"):
             run(model, [0], [0], [0], probe, device)
-    except (EdgespecError, torch.OutOfMemoryError):
+    except EdgespecError:
         raise
     except Exception as error:
         raise ModelError(f"{type(model).__name__} cannot be run on a tree: {first_line(error)}") from error

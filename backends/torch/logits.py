@@ -19,11 +19,13 @@ class TorchLogits:
         self._index = {node: i for i, node in enumerate(wanted)}
 
     def row(self, node: int) -> Float32Array:
-        row: Float32Array = self._logits[self._index[node]].to(torch.float32, copy=True).cpu().numpy()
+        with out_of_memory("logits"):
+            row: Float32Array = self._logits[self._index[node]].to(torch.float32, copy=True).cpu().numpy()
         return row
 
     def view(self, node: int) -> Float32Array:
-        view: Float32Array = self._logits[self._index[node]].float().cpu().numpy()
+        with out_of_memory("logits"):
+            view: Float32Array = self._logits[self._index[node]].float().cpu().numpy()
         return view
 
     def state(self, node: int) -> Float32Array:
@@ -54,7 +56,9 @@ class TorchLogitsWithStates(TorchLogits):
 
     def states(self, nodes: Sequence[int]) -> Float32Array:
         rows = torch.tensor([self._rows[node] for node in nodes])
-        found: Float32Array = torch.cat([part[rows.to(part.device)].float().cpu() for part in self._kept], 1).numpy()
+        with out_of_memory("states"):
+            parts = [part[rows.to(part.device)].float().cpu() for part in self._kept]
+        found: Float32Array = torch.cat(parts, 1).numpy()
         return found
 
 

@@ -8,6 +8,7 @@ arrive while the draft model works.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -95,6 +96,7 @@ class CudaCopies:
         self._free = [torch.cuda.Event() for _ in range(buffers)]
         self._waits = deque[tuple[Any, Any]]()  # events before, after
         self._seconds = 0.0
+        self._counting = Lock()  # metrics ask in the server's thread, also during a pass
 
     def fill(self, buffer: int, target: Any, source: Any) -> None:
         self._stream.wait_event(self._free[buffer])  # returns at once if it was never recorded
@@ -109,8 +111,12 @@ class CudaCopies:
         stream.wait_event(self._filled[buffer])
         after.record(stream)
         self._waits.append((before, after))
-        while self._waits and self._waits[0][1].query():  # nobody asks for a draft's
-            self._count()
+        if self._counting.acquire(blocking=False):  # else another thread counts
+            try:
+                while self._waits and self._waits[0][1].query():  # nobody asks for a draft's
+                    self._count()
+            finally:
+                self._counting.release()
 
     def release(self, buffer: int) -> None:
         self._free[buffer].record(torch.cuda.current_stream(self._device))
@@ -119,9 +125,10 @@ class CudaCopies:
         self._filled[buffer].synchronize()
 
     def waited(self) -> float:
-        while self._waits:
-            self._count()
-        return self._seconds
+        with self._counting:
+            while self._waits:
+                self._count()
+            return self._seconds
 
     def _count(self) -> None:
         before, after = self._waits.popleft()

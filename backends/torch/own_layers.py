@@ -61,3 +61,7 @@ class TorchOwnLayers(TorchBackend):
     def _run(self, *args: Any) -> Any:
         with self._shortened():
             return super()._run(*args)
+
+    def close(self) -> None:
+        super().close()
+        self._layers = torch.nn.ModuleList()  # it holds layers of the target

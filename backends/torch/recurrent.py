@@ -20,7 +20,7 @@ from ..common.interrupts import Flag, interruptible
 from ..common.recurrent import Lane, Rectangle, RecurrentSession, RecurrentStates
 from .attention import Part, Probe, Tree, additive, finish
 from .session import TorchOwner, TorchSession
-from .spans import Cells
+from .spans import Cells, out_of_memory
 
 State = list[Any]  # tensors [1, ...], as many as transformers' cache has
 WITHOUT_CELLS = ("linear_attention", "conv", "mlp", "moe")  # `layer_types` of transformers
@@ -143,7 +143,7 @@ def make_cache(model: Any, device: Any) -> tuple[StateCache, Probe]:
     probe = Probe()
     try:
         cache = StateCache(model)
-        with torch.inference_mode():
+        with torch.inference_mode(), out_of_memory("a pass"):
 
             def last(tokens: list[list[int]], states: Sequence[State | None]) -> Any:
                 """Logits after the first lane's last token, without attention."""
@@ -156,7 +156,7 @@ def make_cache(model: Any, device: Any) -> tuple[StateCache, Probe]:
             (state,) = cache.states(1)
             at_once, goes_on = last([[1, 2, 3, 4]], [None]), last([[3, 4], [5, 6]], [state, None])
             lost, part = (last([[3, 4], [5, 6]], [one, None]) for one in (None, cache.without_recurrent(state)))
-    except (EdgespecError, torch.OutOfMemoryError):
+    except EdgespecError:
         raise
     except Exception as error:
         raise ModelError(f"{type(model).__name__} cannot be run on paths: {first_line(error)}") from error

@@ -100,14 +100,14 @@ class TorchSession(NodeSession):
 
     def save(self, path: str | Path, note: Any = None) -> None:
         def put(new: Path) -> None:
-            with new.open("wb") as file:
+            with new.open("wb") as file, out_of_memory("a session's file"):
                 for tensor in self._saved(len(self.token_ids)):
                     tensor.contiguous().view(torch.uint8).cpu().numpy().tofile(file)
 
         write(path, self._backend, self.token_ids, self._details(), put, note)
 
     def _load_cells(self, path: str | Path, saved: Saved) -> None:
-        with torch.inference_mode():
+        with torch.inference_mode(), out_of_memory("a session's file"):
             self._make(saved.details)
             with Path(path).open("rb") as file:
                 for tensor in self._saved(len(saved.token_ids)):

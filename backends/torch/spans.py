@@ -13,6 +13,7 @@ from ..common.hf_vocab import first_line
 from .attention import Tree
 
 Spans = Sequence[tuple[Any, range]]  # devices, and the numbers of their layers in order
+NO_MEMORY = ("out of memory", "can't allocate memory")  # in PyTorch's messages: of GPUs, of the processor
 
 
 @contextmanager
@@ -23,7 +24,9 @@ def out_of_memory(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:  # `torch.OutOfMemoryError` is one; a Mac's GPU and the processor raise no other
+        if not any(said in str(error) for said in NO_MEMORY):
+            raise
         raise ModelError(f"no memory on the device for {what}: {first_line(error)}") from error
 
 

@@ -262,7 +262,7 @@ def _mount(path: str, mounts: Path) -> tuple[str, str, str]:
 def disk_bandwidth(
     path: str, seconds: float = 3.0, threads: int = READ_THREADS, size: int = READ_SIZE, at: float = 0.5
 ) -> float:
-    """Bytes per second of direct reads of a file, from the beginning again after its end.
+    """Bytes per second of direct reads of a file, from the beginning again after its end; 0: the file is empty.
 
     Where direct reads do not work, the file's page cache is dropped first, if the system can do that.
 
@@ -292,7 +292,7 @@ def disk_bandwidth(
 
         def read() -> int:
             done, buffer = 0, read_buffer(size)
-            while perf_counter() - started < seconds:
+            while not done or perf_counter() - started < seconds:  # a busy machine may start a thread too late
                 with lock:
                     block = next(turn, None)
                 if block is None:

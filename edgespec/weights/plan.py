@@ -41,7 +41,8 @@ REMEDY = "a faster disk, more memory or a smaller model would help"
 PER_LAYER_ROWS = "per_layer_token_embd.weight"  # Gemma 3n and 4: for each token a row for all layers
 EXPERTS = re.compile(r"_(ch)?exps\.")  # in the names of their weights and biases; a std::regex of C++, too
 # Tensors of no layer that llama.cpp does not keep with the output (LLM_TENSOR_INFOS in llama-arch.cpp).
-OF_INPUT = ("token_embd.weight", "position_embd.weight", "token_types.weight", PER_LAYER_ROWS)
+POSITIONS = "position_embd.weight"  # a learned vector for each
+OF_INPUT = ("token_embd.weight", POSITIONS, "token_types.weight", PER_LAYER_ROWS)
 OF_FIRST_LAYER = ("token_embd_norm.", "per_layer_model_proj.", "per_layer_proj_norm.")
 OF_ALL_LAYERS = ("rope_freqs.", "rope_factors_")
 

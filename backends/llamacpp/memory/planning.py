@@ -23,7 +23,7 @@ from edgespec.machine.memory import (
     in_bytes,
 )
 from edgespec.machine.system import HUGE
-from edgespec.models.gguf_header import own_header, own_values
+from edgespec.models.gguf_header import own_header, own_values, whole_number
 from edgespec.models.heads import is_head
 from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_slots
 from edgespec.weights.linux import mappings
@@ -31,6 +31,7 @@ from edgespec.weights.plan import (
     EXPERTS,
     MARGIN,
     PER_LAYER_ROWS,
+    POSITIONS,
     SAFETY,
     Mapping,
     Plan,
@@ -93,6 +94,14 @@ class MemoryPlanner:
     @cached_property
     def tensors(self) -> list[Tensor]:
         return all_tensors(self.path) if self.options.own_head else loaded_tensors(self.path)
+
+    @cached_property
+    def context_length(self) -> int:
+        """As asked for, but at most the learned positions: llama.cpp ends the process beyond them."""
+        asked = self.options.context_length
+        if not any(tensor.name == POSITIONS for tensor in self.tensors):
+            return asked
+        return min(asked, whole_number(self.path, own_values(self.path), "context_length", 1, 1 << 31))
 
     @cached_property
     def head_layers(self) -> int:

@@ -166,7 +166,8 @@ class SlowPasses:
 
     def __init__(self) -> None:
         self._fewer = 0
-        self._usual: dict[tuple[int, int], float] = {}  # by the bits of the numbers of nodes and cells
+        # Usual seconds, and of how many cells; by the bits of the numbers of nodes and cells.
+        self._usual: dict[tuple[int, int], tuple[float, int]] = {}
         self._patience, self._trial_at = 1.0, 0.0
 
     def fewer(self, now: float) -> int:
@@ -184,10 +185,12 @@ class SlowPasses:
             threads: of a pass on an idle machine.
         """
         of_nodes, of_cells = nodes.bit_length(), cells.bit_length()
-        below = self._usual.get((of_nodes, of_cells - 1), seconds)
-        usual = self._usual.get((of_nodes, of_cells), below)
+        below = self._usual.get((of_nodes, of_cells - 1), (seconds, cells))
+        before, cells_then = self._usual.get((of_nodes, of_cells), below)
+        usual = before * max(1.0, cells / max(1, cells_then))  # attention may take most of a long prompt's passes
         least = seconds * (threads - fewer) / threads  # with all threads, the pass takes from `least` to `seconds`
-        self._usual[of_nodes, of_cells] = min(max(usual, min(usual * GROWTH, least)), seconds)
+        found = min(max(usual, min(usual * GROWTH, least)), seconds)
+        self._usual[of_nodes, of_cells] = found, cells if found == seconds else max(cells, cells_then)
         if least > SLOW * usual:
             self._fewer = min(fewer + 1, threads - 1)
             self._trial_at = now + self._patience * seconds
