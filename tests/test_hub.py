@@ -207,7 +207,7 @@ def test_without_checksums_the_library_fetches_it(fake: FakeHub, tmp_path: Path)
     said = list[str]()
     path = hub.fetch(hub.ask(parse("owner/repo/model.gguf")), say=said.append)
     assert Path(path).read_bytes() == content
-    assert said == ["model.gguf: no checksum is known, so this is fetched by huggingface_hub, which cannot resume"]
+    assert said == ["model.gguf: the hub gives no checksum, so this is fetched by huggingface_hub, which cannot resume"]
 
 
 def test_all_parts_of_a_split_file_by_any_of_them(fake: FakeHub) -> None:
@@ -498,6 +498,31 @@ def test_a_checksum_of_models_yaml_counts_where_the_hub_gives_none(fake: FakeHub
     assert hub.cached(parse("owner/repo/model.gguf")) is None
     assert run("models", "--installed")[1] == ""
     assert run("pull", "mine", "--models", catalogue(tmp_path))[0] == 0
+
+
+def test_a_file_whose_check_was_stopped_is_not_taken_and_checked_by_the_next_pull(
+    fake: FakeHub, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.checksums = False
+
+    def stopped(path: Path, progress: object) -> str:
+        raise KeyboardInterrupt
+
+    command = ["pull", "mine", "--models", catalogue(tmp_path, digest="0" * 64)]
+    for delete in (["models", "--delete", "owner/repo/model.gguf", "--yes"], []):
+        with monkeypatch.context() as patch:
+            patch.setattr(hub, "checksum", stopped)
+            assert run(*command)[0] == 130
+        assert hub.cached(parse("owner/repo/model.gguf")) is None
+        assert "0.00 GB, incomplete" in run("models", "--installed")[1]
+        if delete:
+            assert run(*delete)[0] == 0
+            assert not any(path.read_bytes() == CONTENT for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    sent = fake.sent
+    status, _, err = run(*command)
+    assert (status, fake.sent) == (1, sent)
+    assert "000000000000… in models.yaml" in err
+    assert hub.cached(parse("owner/repo/model.gguf")) is None
 
 
 def test_a_checksum_of_models_yaml_counts_without_a_pull(

@@ -373,8 +373,8 @@ def check_space(listings: Sequence[Listing]) -> None:
 
 
 def _partial(file: HubFile) -> list[Path]:
-    found = file.blob.with_name(f"{file.blob.name}.edgespec-partial")
-    return [found] if found.exists() else []
+    known = file.blob.with_name(f"{file.blob.name}.edgespec-partial"), pulled.unchecked(file.path)
+    return [path for path in known if path.exists()]
 
 
 def fetch(
@@ -400,7 +400,7 @@ def fetch(
         if file.sha256:
             _fetch_blob(source, listing.commit, file, progress, say)
         elif file.size > 1 << 20:
-            say(f"{file.name}: no checksum is known, so this is fetched by huggingface_hub, which cannot resume")
+            say(f"{file.name}: the hub gives no checksum, so this is fetched by huggingface_hub, which cannot resume")
     with _errors(source):
         # Weights last: `cached` takes a folder that has them for complete.
         for file in sorted(listing.files, key=lambda one: fnmatch(one.name, WEIGHTS)):
@@ -417,12 +417,16 @@ def fetch(
 def _check_fetched(source: HubSource, file: HubFile, path: Path, progress: Progress) -> None:
     """Raises ModelError, and removes the file, if its checksum is not the expected one."""
     label, folder = file.name.rpartition("/")[2], repository_folder(source.repository)
-    found = checksum(path, lambda done: progress(f"checking {label}", done, file.size))
-    try:
-        _compare(file.name, found, file.expected)
-    except ModelError:
-        pulled.delete_file(folder, path.relative_to(folder).as_posix())
-        raise
+    hidden = pulled.unchecked(path)
+    with pulled.locked(folder):
+        path.replace(hidden)
+        found = checksum(hidden, lambda done: progress(f"checking {label}", done, file.size))
+        try:
+            _compare(file.name, found, file.expected)
+        except ModelError:
+            pulled.delete_file(folder, path.relative_to(folder).as_posix())
+            raise
+        hidden.replace(path)
 
 
 def _record(listing: Listing, missing: Sequence[HubFile], done: bool) -> None:
