@@ -730,10 +730,24 @@ def test_pull_fetches_the_head_beside_a_model_and_run_finds_it(fake: FakeHub, ru
     assert local_head("hf:owner/repo/mtp-big-Q4_K_M.gguf") is None  # a head has none
 
 
-def test_run_fetches_a_models_head_with_it(fake: FakeHub, run: Run) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "fetched"),
+    [
+        (["run", "MODEL", "hi"], True),
+        (["run", "MODEL", "hi", "--planner", "none"], False),
+        (["run", "MODEL", "hi", "--draft", "hf:owner/repo/mtp-big-Q8_0.gguf"], False),
+        (["pair", "MODEL", "small.gguf"], False),
+        (["datastore", "build", "out.store", __file__, "--model", "MODEL"], False),
+    ],
+)
+def test_a_models_head_is_fetched_with_it_where_it_drafts(
+    fake: FakeHub, run: Run, arguments: list[str], fetched: bool
+) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     fake.files = {f"owner/repo/{name}": content for name, content in HEADS.items()}
-    assert run("run", "hf:owner/repo/big-Q4_K_M.gguf", "hi", "--yes")[0] == 1  # it is no GGUF
-    assert local_head("hf:owner/repo/big-Q4_K_M.gguf")
+    model = "hf:owner/repo/big-Q4_K_M.gguf"
+    assert run(*(model if one == "MODEL" else one for one in arguments), "--yes")[0] == 1  # it is no GGUF
+    assert (Path(local_path(model, fetch=False)).parent / "mtp-big-Q4_K_M.gguf").exists() == fetched
 
 
 def test_a_head_of_a_kind_that_cannot_be_used_is_told_and_not_fetched(fake: FakeHub, run: Run) -> None:

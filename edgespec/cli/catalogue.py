@@ -293,14 +293,14 @@ def find_pair(model: str, draft: str | None, models_file: str | None, drafts: bo
     return found + ([find_draft(draft, entry, models_file).model_copy(update={"draft": None})] if draft else [])
 
 
-def pull_what_is_missing(entries: Sequence[Entry], models_file: str | None, yes: bool, *, heads: bool = True) -> None:
+def pull_what_is_missing(entries: Sequence[Entry], models_file: str | None, yes: bool, *, heads: bool) -> None:
     """Fetch missing files before a run, after a question unless `yes`.
 
     Args:
         entries: of `find_pair`.
         models_file: in which their names are, besides the built-in one.
         yes: do not ask.
-        heads: fetch the heads of targets, too.
+        heads: fetch the heads of targets, too, which draft where there is no other draft.
 
     Raises:
         EdgespecError: files are missing, and there is no terminal for the question.

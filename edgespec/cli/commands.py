@@ -317,7 +317,8 @@ def _pull_pair(model: str, options: dict[str, Any], yes: bool, *, drafts: bool) 
     needed = find_pair(model, options["draft"], options["models_file"], drafts)
     for one in needed:  # before the fetch, refuse a model whose engine is not installed
         find_engine(options["backend"] or choose_backend(is_folder(one.target), this_machine()))
-    pull_what_is_missing(needed, options["models_file"], yes)
+    heads = drafts and not needed[1:] and not needed[0].draft
+    pull_what_is_missing(needed, options["models_file"], yes, heads=heads)
 
 
 @contextmanager
@@ -598,7 +599,7 @@ def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: s
     check_out(out, texts)
     source = find_model(model, models_file).target
     if not is_folder(source):  # of a folder only the tokenizer is fetched
-        pull_what_is_missing(find_pair(model, None, models_file, drafts=False), models_file, yes)
+        pull_what_is_missing(find_pair(model, None, models_file, drafts=False), models_file, yes, heads=False)
     vocab = load_vocab(choose_backend(is_folder(source), this_machine()), local_path(source, weights=False))
     skipped = list[Path]()
     with Bars() as bars, ended_by_signals():
