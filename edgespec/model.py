@@ -33,9 +33,9 @@ from edgespec.loading.pair import (
     WIDE,
     choose_budget,
     choose_context,
+    choose_draft,
     choose_widest,
     close_all,
-    find_head,
     recall_auto_state,
 )
 from edgespec.loading.targets import check_targets, open_targets
@@ -577,8 +577,8 @@ def load(
         )
     LoadOptions(sparse_attention=sparse_attention)  # refuses a wrong share
     if planner in USE_DRAFT or alpha:
-        here = targets is None and cluster is None and not (alpha or sparse_attention)
-        draft = draft or entry.draft or (find_head(entry, backend, say, notes) if here else None)
+        heads = targets is None and cluster is None and not (alpha or sparse_attention)
+        draft = choose_draft(draft, entry, backend, models_file, heads=heads, say=say, notes=notes)
     check_planner(planner, draft is not None, datastore is not None, planner_options)
     check_approximate(alpha, sparse_attention, draft, [planner], exact, ahead)
     fixed, widest, budget = budget is not None, choose_widest(budget, entry), choose_budget(budget, entry)

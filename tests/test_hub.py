@@ -26,6 +26,7 @@ pytest.importorskip("huggingface_hub", reason="the extra `hub` is not installed"
 import huggingface_hub
 import huggingface_hub.constants
 
+import edgespec
 from edgespec.cli import catalogue as catalogue_commands
 from edgespec.errors import EdgespecError, ModelError, UsageError
 from edgespec.models import download, hub, pulled, registry
@@ -531,6 +532,20 @@ def test_a_checksum_of_models_yaml_counts_without_a_pull(
     monkeypatch.setattr(registry, "own_models_file", lambda: Path(catalogue(tmp_path, digest="0" * 64)))
     with pytest.raises(ModelError, match=r"000000000000… in models\.yaml"):
         local_path(SOURCE)
+    assert fake.sent == 0
+
+
+@pytest.mark.parametrize("source", ["mine", SOURCE])
+def test_checksums_of_all_models_yaml_count_for_pull_and_load(
+    fake: FakeHub, run: Run, tmp_path: Path, source: str
+) -> None:
+    models = catalogue(tmp_path, digest="0" * 64)
+    assert "000000000000… in models.yaml" in run("pull", source, "--models", models)[2]
+    assert fake.sent == 0
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    for planner in ("none", "auto"):  # which looks for a head first
+        with pytest.raises(ModelError, match=r"000000000000… in models\.yaml"):
+            edgespec.load(source, planner=planner, models_file=models)
     assert fake.sent == 0
 
 
