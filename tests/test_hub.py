@@ -449,10 +449,10 @@ def test_a_dry_run_of_convert_fetches_nothing(fake: FakeHub, run: Run, tmp_path:
     command = ["convert", source, str(tmp_path / "out.gguf"), "--to", "gguf", "--dry-run"]
     status, out, err = run(*command)
     assert (status, out, fake.sent) == (1, "", 0)
-    name = source.removeprefix("hf:")
-    assert err.splitlines() == [f"edgespec: {source} is not fetched yet: edgespec pull {name} does that"]
+    assert err.splitlines() == [f"edgespec: {source} is not fetched yet: edgespec pull {source} does that"]
+    assert run(*re.findall("edgespec (pull .*) does that", err)[0].split())[0] == 0
+    assert local_path(source, fetch=False)
     if source != SOURCE:
-        run("pull", source)
         assert "out.gguf: about 0.00 GB as bfloat16" in run(*command)[1]
 
 

@@ -233,7 +233,7 @@ def local_path(
     if found.is_folder and not weights:
         return hub.tokenizer_of(found, fetch)
     if not fetch:
-        raise ModelError(f"{source} is not fetched yet: edgespec pull {rest} does that")
+        raise ModelError(f"{source} is not fetched yet: edgespec pull {source} does that")
     listing = check_facts(hub.ask(found), source, models_file)
     return hub.fetch(listing, lambda what, done, total: say(f"{what}, {done / 1e9:.1f} of {total / 1e9:.1f} GB"))
 
