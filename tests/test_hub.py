@@ -363,12 +363,23 @@ def test_a_folder_is_fetched_without_what_no_engine_reads(fake: FakeHub) -> None
 
 
 def test_looking_for_a_tokenizer_leaves_a_folder_where_it_is(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.files = {f"owner/folder/{name}": content for name, content in FOLDER.items()}
+    fake.files = {f"owner/folder/{name}": content for name, content in (FOLDER | {"tokenizer.json": b"{}"}).items()}
     folder, asked = local_path("hf:owner/folder"), len(fake.requests)
     monkeypatch.setattr(fake_hub, "COMMIT", COMMIT[::-1])  # the owner has changed something
     assert local_path("hf:owner/folder", weights=False) == folder
     assert local_path("hf:owner/folder", fetch=False) == folder
     assert len(fake.requests) == asked
+
+
+def test_a_folder_that_another_program_fetched_without_its_tokenizer_gets_it(fake: FakeHub) -> None:
+    fake.files = {f"owner/folder/{name}": content for name, content in (FOLDER | {"tokenizer.json": b"{}"}).items()}
+    for name in ("config.json", "model.safetensors"):
+        folder = Path(huggingface_hub.hf_hub_download("owner/folder", name)).parent
+    fake.requests.clear()
+    assert local_path("hf:owner/folder", weights=False) == str(folder)
+    assert (folder / "tokenizer.json").exists()
+    assert not any("main" in path for _, path, _ in fake.requests)  # a newer commit would hide the weights
+    assert not any("model.safetensors" in path for _, path, _ in fake.requests)
 
 
 def test_a_folder_whose_fetch_was_stopped_is_not_complete(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

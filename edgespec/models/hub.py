@@ -25,7 +25,8 @@ HEADS, OTHER_HEADS = ("mtp-", "eagle3-"), ("dflash-", "dspark-")  # file names o
 BESIDE = re.compile(rf"(^|/)(mmproj|{'|'.join(HEADS + OTHER_HEADS)})|imatrix", re.IGNORECASE)  # no language models
 TYPE = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
 WEIGHTS = "model*.safetensors"
-FOLDER_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", WEIGHTS)
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
+FOLDER_FILES = ("*.json", "*.jinja", "*.txt", *TOKENIZERS, WEIGHTS)
 UNREACHABLE = ("TransportError", "ConnectionError")  # of the HTTP clients that huggingface_hub has used
 SPARE = 10**9  # bytes of the disk that stay free
 
@@ -210,12 +211,16 @@ def cached(source: HubSource) -> str | None:
 
 
 def tokenizer_of(source: HubSource, fetch: bool) -> str:
-    """The cached copy of a model folder, without its weights.
+    """The cached copy of a model folder, whose weights need not be there.
 
     Raises:
         ModelError: it is not fetched yet, or cannot be.
     """
-    hub = _library(source)
+    hub, here = _library(source), cached(source)
+    if here and any(file for pattern in TOKENIZERS for file in Path(here).glob(pattern)):
+        return here
+    if here:  # a tokenizer of a newer commit would hide the weights that are here
+        source = replace(source, revision=Path(here).name)
     patterns = [pattern for pattern in FOLDER_FILES if pattern != WEIGHTS]
     with _errors(source):
         return str(

@@ -228,10 +228,10 @@ def local_path(
             f"{rest}: only the shape of this model is known, for edgespec doctor --machine; to run it, name its file"
         )
     found = hub.parse(rest)
-    if path := hub.cached(found):  # first: a tokenizer of a newer commit would hide the weights that are here
-        return path
     if found.is_folder and not weights:
         return hub.tokenizer_of(found, fetch)
+    if path := hub.cached(found):
+        return path
     if not fetch:
         raise ModelError(f"{source} is not fetched yet: edgespec pull {source} does that")
     listing = check_facts(hub.ask(found), source, models_file)
