@@ -569,7 +569,8 @@ def load(
     say = say or (lambda text: None)
     entry = target if isinstance(target, Entry) else find_model(check_path("target", target), models_file)
     target = entry.name
-    planner, notes = planner or entry.defaults.planner or "auto", list[str]()
+    usual, notes = entry.defaults.planner or "auto", list[str]()
+    planner = usual if planner is None else planner
     alpha = check_alpha(cascade)
     if alpha and parallel > MOST_PARALLEL // 2:
         raise UsageError(

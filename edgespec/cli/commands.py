@@ -32,6 +32,7 @@ from edgespec.cli.options import (
     YES_OPTION,
     SectionedCommand,
     allow_only,
+    backend_option,
     is_from_variable,
     model_option,
     name_variables,
@@ -437,7 +438,7 @@ Examples:
   edgespec doctor --describe > mine.yaml               this machine, for --machine mine.yaml elsewhere"""
 )
 @click.argument("model", default=DEFAULT_MODEL, shell_complete=complete_model)
-@click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: all that are installed]")
+@backend_option("all that are installed")
 @DOCTOR_OPTIONS
 @MACHINE_OPTION
 @YES_OPTION
