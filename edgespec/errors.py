@@ -161,7 +161,7 @@ def check_path(name: str, value: "str | PathLike[str]") -> str:
     """
     found = fspath(value) if isinstance(value, PathLike) else value
     try:
-        if isinstance(found, str) and b"\0" not in fsencode(found):
+        if isinstance(found, str) and found and b"\0" not in fsencode(found):
             return found
     except UnicodeEncodeError:
         pass

@@ -33,9 +33,9 @@ from edgespec.loading.pair import (
     WIDE,
     choose_budget,
     choose_context,
+    choose_draft,
     choose_widest,
     close_all,
-    find_head,
     recall_auto_state,
 )
 from edgespec.loading.targets import check_targets, open_targets
@@ -569,7 +569,8 @@ def load(
     say = say or (lambda text: None)
     entry = target if isinstance(target, Entry) else find_model(check_path("target", target), models_file)
     target = entry.name
-    planner, notes = planner or entry.defaults.planner or "auto", list[str]()
+    usual, notes = entry.defaults.planner or "auto", list[str]()
+    planner = usual if planner is None else planner
     alpha = check_alpha(cascade)
     if alpha and parallel > MOST_PARALLEL // 2:
         raise UsageError(
@@ -577,8 +578,8 @@ def load(
         )
     LoadOptions(sparse_attention=sparse_attention)  # refuses a wrong share
     if planner in USE_DRAFT or alpha:
-        here = targets is None and cluster is None and not (alpha or sparse_attention)
-        draft = draft or entry.draft or (find_head(entry, backend, say, notes) if here else None)
+        heads = targets is None and cluster is None and not (alpha or sparse_attention)
+        draft = choose_draft(draft, entry, backend, models_file, heads=heads, say=say, notes=notes)
     check_planner(planner, draft is not None, datastore is not None, planner_options)
     check_approximate(alpha, sparse_attention, draft, [planner], exact, ahead)
     fixed, widest, budget = budget is not None, choose_widest(budget, entry), choose_budget(budget, entry)

@@ -547,8 +547,8 @@ def test_an_empty_name_of_a_file_is_refused(run: Run, option: str) -> None:
     refused(run, "run", "nothing.gguf", "hi", option, "", code=2, says=f"{option} is empty")
 
 
-@pytest.mark.parametrize("command", ["run", "serve", "bench", "doctor"])
-@pytest.mark.parametrize("option", ["--draft", "--planner", "--datastore"])
+@pytest.mark.parametrize("command", ["run", "serve", "bench", "doctor", "models"])
+@pytest.mark.parametrize("option", ["--draft", "--planner", "--datastore", "--machine", "--models", "--backend"])
 def test_an_empty_name_is_refused(run: Run, option: str, command: str) -> None:
     if option in {name for one in cli.commands[command].params for name in one.opts}:
         refused(run, command, "nothing.gguf", option, "", code=2, says=f"{option} is empty: give a name, or leave it")

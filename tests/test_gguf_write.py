@@ -103,12 +103,13 @@ def test_a_type_that_needs_a_matrix_gets_one(floats: Path, tmp_path: Path, recip
 @pytest.mark.usefixtures("in_this_process")
 def test_a_head_is_spared_low_types_since_no_matrix_has_it(tmp_path: Path) -> None:
     source, out = write_step35(tmp_path / "a.gguf"), tmp_path / "b.gguf"  # three layers and three heads
-    recipe = Recipe("Q4_0", (("attn_v", "q8_0"), ("attn", "iq3_xxs")))
+    recipe = Recipe("Q4_0", (("attn_v", "q8_0"), ("attn", "iq3_xxs"), ("ffn_up", "q5_0")))
     foretold = quantise(source, out, recipe, rehearse=True)
     assert foretold.bytes == quantise(source, out, recipe).bytes == tensor_bytes(out)
     found = types(out)
     assert [found[f"blk.{i}.attn_q.weight"] for i in range(6)] == 3 * ["IQ3_XXS"] + 3 * ["Q6_K"]
-    assert {found[f"blk.{i}.attn_v.weight"] for i in range(6)} == {"Q8_0"}
+    for name, kind in ("attn_v", "Q8_0"), ("ffn_up", "Q5_0"), ("ffn_down", "Q4_0"):  # none of these needs a matrix
+        assert {found[f"blk.{i}.{name}.weight"] for i in range(6)} == {kind}
 
 
 def test_heads_are_found_by_their_new_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

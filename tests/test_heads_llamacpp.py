@@ -1,6 +1,7 @@
 """Heads on llama.cpp, of made-up files: EAGLE-3 for a Llama, and the head in a qwen35's own file."""
 
 import ctypes
+import json
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -523,6 +524,18 @@ def test_a_head_that_was_pulled_with_its_model_is_the_draft(files, monkeypatch):
     with edgespec.load(str(target), planner="specexec", budget=8, context_length=256, remember=False) as model:
         assert model.generate("hello", max_tokens=4).stats.draft_passes
         assert str(head) in repr(model)
+
+
+def test_a_models_head_drafts_in_a_bench_as_in_a_run(files, tmp_path, monkeypatch, run: Run):
+    target, head = files["eagle3"]
+    monkeypatch.setattr(pair_module, "local_head", lambda source: str(head))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hello"}\n')
+    command = ["bench", str(prompts), "--model", str(target), "--raw", "--ctx", "256", "-n", "4", "--exact", "off"]
+    status, out, err = run(*command, "--planners", "auto,specexec", "--tau", "0.7", "--json")
+    assert status == 0, err
+    assert json.loads(out)["draft_backend"]
+    assert json.loads(run(*command, "--planners", "sssd", "--json")[1])["draft_backend"] is None
 
 
 @pytest.mark.parametrize(("width", "line"), [(128, "states of width 128"), (256, "does not give for qwen2")])

@@ -26,6 +26,7 @@ pytest.importorskip("huggingface_hub", reason="the extra `hub` is not installed"
 import huggingface_hub
 import huggingface_hub.constants
 
+import edgespec
 from edgespec.cli import catalogue as catalogue_commands
 from edgespec.errors import EdgespecError, ModelError, UsageError
 from edgespec.models import download, hub, pulled, registry
@@ -207,7 +208,7 @@ def test_without_checksums_the_library_fetches_it(fake: FakeHub, tmp_path: Path)
     said = list[str]()
     path = hub.fetch(hub.ask(parse("owner/repo/model.gguf")), say=said.append)
     assert Path(path).read_bytes() == content
-    assert said == ["model.gguf: no checksum is known, so this is fetched by huggingface_hub, which cannot resume"]
+    assert said == ["model.gguf: the hub gives no checksum, so this is fetched by huggingface_hub, which cannot resume"]
 
 
 def test_all_parts_of_a_split_file_by_any_of_them(fake: FakeHub) -> None:
@@ -362,12 +363,23 @@ def test_a_folder_is_fetched_without_what_no_engine_reads(fake: FakeHub) -> None
 
 
 def test_looking_for_a_tokenizer_leaves_a_folder_where_it_is(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.files = {f"owner/folder/{name}": content for name, content in FOLDER.items()}
+    fake.files = {f"owner/folder/{name}": content for name, content in (FOLDER | {"tokenizer.json": b"{}"}).items()}
     folder, asked = local_path("hf:owner/folder"), len(fake.requests)
     monkeypatch.setattr(fake_hub, "COMMIT", COMMIT[::-1])  # the owner has changed something
     assert local_path("hf:owner/folder", weights=False) == folder
     assert local_path("hf:owner/folder", fetch=False) == folder
     assert len(fake.requests) == asked
+
+
+def test_a_folder_that_another_program_fetched_without_its_tokenizer_gets_it(fake: FakeHub) -> None:
+    fake.files = {f"owner/folder/{name}": content for name, content in (FOLDER | {"tokenizer.json": b"{}"}).items()}
+    for name in ("config.json", "model.safetensors"):
+        folder = Path(huggingface_hub.hf_hub_download("owner/folder", name)).parent
+    fake.requests.clear()
+    assert local_path("hf:owner/folder", weights=False) == str(folder)
+    assert (folder / "tokenizer.json").exists()
+    assert not any("main" in path for _, path, _ in fake.requests)  # a newer commit would hide the weights
+    assert not any("model.safetensors" in path for _, path, _ in fake.requests)
 
 
 def test_a_folder_whose_fetch_was_stopped_is_not_complete(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,10 +460,10 @@ def test_a_dry_run_of_convert_fetches_nothing(fake: FakeHub, run: Run, tmp_path:
     command = ["convert", source, str(tmp_path / "out.gguf"), "--to", "gguf", "--dry-run"]
     status, out, err = run(*command)
     assert (status, out, fake.sent) == (1, "", 0)
-    name = source.removeprefix("hf:")
-    assert err.splitlines() == [f"edgespec: {source} is not fetched yet: edgespec pull {name} does that"]
+    assert err.splitlines() == [f"edgespec: {source} is not fetched yet: edgespec pull {source} does that"]
+    assert run(*re.findall("edgespec (pull .*) does that", err)[0].split())[0] == 0
+    assert local_path(source, fetch=False)
     if source != SOURCE:
-        run("pull", source)
         assert "out.gguf: about 0.00 GB as bfloat16" in run(*command)[1]
 
 
@@ -500,12 +512,51 @@ def test_a_checksum_of_models_yaml_counts_where_the_hub_gives_none(fake: FakeHub
     assert run("pull", "mine", "--models", catalogue(tmp_path))[0] == 0
 
 
+def test_a_file_whose_check_was_stopped_is_not_taken_and_checked_by_the_next_pull(
+    fake: FakeHub, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.checksums = False
+
+    def stopped(path: Path, progress: object) -> str:
+        raise KeyboardInterrupt
+
+    command = ["pull", "mine", "--models", catalogue(tmp_path, digest="0" * 64)]
+    for delete in (["models", "--delete", "owner/repo/model.gguf", "--yes"], []):
+        with monkeypatch.context() as patch:
+            patch.setattr(hub, "checksum", stopped)
+            assert run(*command)[0] == 130
+        assert hub.cached(parse("owner/repo/model.gguf")) is None
+        assert "0.00 GB, incomplete" in run("models", "--installed")[1]
+        if delete:
+            assert run(*delete)[0] == 0
+            assert not any(path.read_bytes() == CONTENT for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    sent = fake.sent
+    status, _, err = run(*command)
+    assert (status, fake.sent) == (1, sent)
+    assert "000000000000… in models.yaml" in err
+    assert hub.cached(parse("owner/repo/model.gguf")) is None
+
+
 def test_a_checksum_of_models_yaml_counts_without_a_pull(
     fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "own_models_file", lambda: Path(catalogue(tmp_path, digest="0" * 64)))
     with pytest.raises(ModelError, match=r"000000000000… in models\.yaml"):
         local_path(SOURCE)
+    assert fake.sent == 0
+
+
+@pytest.mark.parametrize("source", ["mine", SOURCE])
+def test_checksums_of_all_models_yaml_count_for_pull_and_load(
+    fake: FakeHub, run: Run, tmp_path: Path, source: str
+) -> None:
+    models = catalogue(tmp_path, digest="0" * 64)
+    assert "000000000000… in models.yaml" in run("pull", source, "--models", models)[2]
+    assert fake.sent == 0
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    for planner in ("none", "auto"):  # which looks for a head first
+        with pytest.raises(ModelError, match=r"000000000000… in models\.yaml"):
+            edgespec.load(source, planner=planner, models_file=models)
     assert fake.sent == 0
 
 
@@ -705,10 +756,24 @@ def test_pull_fetches_the_head_beside_a_model_and_run_finds_it(fake: FakeHub, ru
     assert local_head("hf:owner/repo/mtp-big-Q4_K_M.gguf") is None  # a head has none
 
 
-def test_run_fetches_a_models_head_with_it(fake: FakeHub, run: Run) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "fetched"),
+    [
+        (["run", "MODEL", "hi"], True),
+        (["run", "MODEL", "hi", "--planner", "none"], False),
+        (["run", "MODEL", "hi", "--draft", "hf:owner/repo/mtp-big-Q8_0.gguf"], False),
+        (["pair", "MODEL", "small.gguf"], False),
+        (["datastore", "build", "out.store", __file__, "--model", "MODEL"], False),
+    ],
+)
+def test_a_models_head_is_fetched_with_it_where_it_drafts(
+    fake: FakeHub, run: Run, arguments: list[str], fetched: bool
+) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     fake.files = {f"owner/repo/{name}": content for name, content in HEADS.items()}
-    assert run("run", "hf:owner/repo/big-Q4_K_M.gguf", "hi", "--yes")[0] == 1  # it is no GGUF
-    assert local_head("hf:owner/repo/big-Q4_K_M.gguf")
+    model = "hf:owner/repo/big-Q4_K_M.gguf"
+    assert run(*(model if one == "MODEL" else one for one in arguments), "--yes")[0] == 1  # it is no GGUF
+    assert (Path(local_path(model, fetch=False)).parent / "mtp-big-Q4_K_M.gguf").exists() == fetched
 
 
 def test_a_head_of_a_kind_that_cannot_be_used_is_told_and_not_fetched(fake: FakeHub, run: Run) -> None:

@@ -221,7 +221,7 @@ def pull(names: tuple[str, ...], draft: bool, dry_run: bool, models_file: str | 
     sources = sources_of(entries, draft)
     if not sources:
         raise UsageError(f"{', '.join(names)}: comes in a Python package; there is nothing to fetch")
-    listings = ask(sources, entries, heads=draft)
+    listings = ask(sources, entries, models_file, heads=draft)
     for file, size, here in hub.sizes_by_file(listings):
         click.echo(f"{size / 1e9:8.2f} GB  {'is here ' if here else 'to fetch'}  {file}")
     hub.check_space(list(listings.values()))
@@ -242,12 +242,15 @@ def sources_of(entries: Sequence[Entry], draft: bool) -> list[str]:
     return [source for source in dict.fromkeys(sources) if source.startswith("hf:")]
 
 
-def ask(sources: Sequence[str], entries: Sequence[Entry], heads: bool) -> dict[str, hub.Listing]:
+def ask(
+    sources: Sequence[str], entries: Sequence[Entry], models_file: str | None, *, heads: bool
+) -> dict[str, hub.Listing]:
     """Ask the hub for the files of each source, and check them against models.yaml.
 
     Args:
         sources: on the hub.
         entries: which name them.
+        models_file: a models.yaml besides the built-in one.
         heads: ask for the heads of targets, too.
 
     Raises:
@@ -255,11 +258,11 @@ def ask(sources: Sequence[str], entries: Sequence[Entry], heads: bool) -> dict[s
     """
     listings = dict[str, hub.Listing]()
     for source in sources:
-        listings[source] = listing = check_facts(hub.ask(hub.parse(source.removeprefix("hf:"))), source, entries)
+        listings[source] = listing = check_facts(hub.ask(hub.parse(source.removeprefix("hf:"))), source, models_file)
         if heads and any(source == entry.target for entry in entries) and not listing.source.is_folder:
             head, others = hub.heads_of(listing)
             if head and head.name not in listings:
-                listings[head.name] = hub.ask(head)
+                listings[head.name] = check_facts(hub.ask(head), head.name, models_file)
             for name in others:
                 click.echo(f"note: {name}: a head of a kind that no engine here can use; it is not fetched", err=True)
     return listings
@@ -293,14 +296,14 @@ def find_pair(model: str, draft: str | None, models_file: str | None, drafts: bo
     return found + ([find_draft(draft, entry, models_file).model_copy(update={"draft": None})] if draft else [])
 
 
-def pull_what_is_missing(entries: Sequence[Entry], models_file: str | None, yes: bool, *, heads: bool = True) -> None:
+def pull_what_is_missing(entries: Sequence[Entry], models_file: str | None, yes: bool, *, heads: bool) -> None:
     """Fetch missing files before a run, after a question unless `yes`.
 
     Args:
         entries: of `find_pair`.
         models_file: in which their names are, besides the built-in one.
         yes: do not ask.
-        heads: fetch the heads of targets, too.
+        heads: fetch the heads of targets, too, which draft where there is no other draft.
 
     Raises:
         EdgespecError: files are missing, and there is no terminal for the question.
@@ -308,7 +311,7 @@ def pull_what_is_missing(entries: Sequence[Entry], models_file: str | None, yes:
     missing = [source for source in sources_of(entries, draft=True) if not hub.cached(hub.parse(source[3:]))]
     if not missing:
         return
-    listings = ask(missing, entries, heads=heads)
+    listings = ask(missing, entries, models_file, heads=heads)
     size = sum(file.size for listing in listings.values() for file in listing.missing)
     what = f"{', '.join(source[3:] for source in missing)}: {size / 1e9:.2f} GB"
     if size and yes:

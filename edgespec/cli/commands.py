@@ -32,6 +32,7 @@ from edgespec.cli.options import (
     YES_OPTION,
     SectionedCommand,
     allow_only,
+    backend_option,
     is_from_variable,
     model_option,
     name_variables,
@@ -318,7 +319,8 @@ def _pull_pair(model: str, options: dict[str, Any], yes: bool, *, drafts: bool) 
     needed = find_pair(model, options["draft"], options["models_file"], drafts)
     for one in needed:  # before the fetch, refuse a model whose engine is not installed
         find_engine(options["backend"] or choose_backend(is_folder(one.target), this_machine()))
-    pull_what_is_missing(needed, options["models_file"], yes)
+    heads = drafts and not needed[1:] and not needed[0].draft
+    pull_what_is_missing(needed, options["models_file"], yes, heads=heads)
 
 
 @contextmanager
@@ -437,7 +439,7 @@ Examples:
   edgespec doctor --describe > mine.yaml               this machine, for --machine mine.yaml elsewhere"""
 )
 @click.argument("model", default=DEFAULT_MODEL, shell_complete=complete_model)
-@click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: all that are installed]")
+@backend_option("all that are installed")
 @DOCTOR_OPTIONS
 @MACHINE_OPTION
 @YES_OPTION
@@ -599,7 +601,7 @@ def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: s
     check_out(out, texts)
     source = find_model(model, models_file).target
     if not is_folder(source):  # of a folder only the tokenizer is fetched
-        pull_what_is_missing(find_pair(model, None, models_file, drafts=False), models_file, yes)
+        pull_what_is_missing(find_pair(model, None, models_file, drafts=False), models_file, yes, heads=False)
     vocab = load_vocab(choose_backend(is_folder(source), this_machine()), local_path(source, weights=False))
     skipped = list[Path]()
     with Bars() as bars:

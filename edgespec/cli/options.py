@@ -177,6 +177,11 @@ BUDGET_OPTION = click.option(
 )
 
 
+def backend_option(default: str) -> Callable[[Any], Any]:
+    about = f"Engine: llamacpp, mlx, torch. [default: {default}]"
+    return click.option("--backend", metavar="NAME", callback=_not_empty, help=about)
+
+
 def context_option(**more: Any) -> Callable[[Any], Any]:
     def check(context: click.Context, option: click.Parameter, value: int | None) -> int | None:
         return None if value is None else check_whole("--ctx", value, 0, MOST_CONTEXT)
@@ -188,7 +193,9 @@ CONTEXT_OPTION = context_option(help="Context in tokens, 0 = as trained. [defaul
 MEMORY_OPTION = click.option("--memory", metavar="SIZE", help=MEMORY_HELP)
 KV_TYPE_OPTION = click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP)
 EXACT_OPTION = click.option("--exact", metavar="NAME", help=EXACT_HELP)
-MODELS_OPTION = click.option("--models", "models_file", metavar="FILE", help="A models.yaml besides the built-in one.")
+MODELS_OPTION = click.option(
+    "--models", "models_file", metavar="FILE", callback=_not_empty, help="A models.yaml besides the built-in one."
+)
 PLANNER_OPTION = click.option(
     "--planner",
     metavar="NAME",
@@ -198,6 +205,7 @@ PLANNER_OPTION = click.option(
 MACHINE_OPTION = click.option(
     "--machine",
     metavar="NAME|FILE",
+    callback=_not_empty,
     help="Another machine: a name of machines.yaml, such as macbook-24, or a file of `edgespec doctor --describe`.",
 )
 YES_OPTION = click.option("--yes", "-y", is_flag=True, help="Fetch missing files without asking.")
@@ -215,7 +223,7 @@ MODEL_OPTIONS = _options(
     ),
     BUDGET_OPTION,
     CONTEXT_OPTION,
-    click.option("--backend", metavar="NAME", help="Engine: llamacpp, mlx, torch. [default: by what MODEL is]"),
+    backend_option("by what MODEL is"),
     click.option("--threads", type=int, help="llamacpp, torch: compute threads. [default: the engine's choice]"),
     click.option("--gpu-layers", metavar="N", callback=_gpu_layers, help=GPU_LAYERS_HELP),
     MEMORY_OPTION,

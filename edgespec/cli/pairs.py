@@ -80,7 +80,7 @@ def pair(
     for model in needed:
         if is_folder(model.target):
             raise UsageError(f"{model.target.partition(':')[2]} is a model folder; pairs are measured of GGUF files")
-    pull_what_is_missing(needed, options["models_file"], yes)
+    pull_what_is_missing(needed, options["models_file"], yes, heads=False)
     good, candidates = list[str](), [draft] if draft else []
     with Bars(transient=True) as bar:
         path = local_path(entry.target)

@@ -84,21 +84,37 @@ class PairPlan:
         return self.options.own_head or self.options.own_layers or _has_head(self.names, self.paths)
 
 
-def find_head(entry: Entry, backend: str | None, say: Callable[[str], None], notes: list[str]) -> str | None:
+def choose_draft(
+    draft: str | None,
+    entry: Entry,
+    backend: str | None,
+    models_file: str | None,
+    *,
+    heads: bool = True,
+    say: Callable[[str], None],
+    notes: list[str],
+) -> str | None:
     """
     Args:
-        entry: the model.
+        draft: as for `edgespec.load`.
+        entry: the target.
         backend: as for `edgespec.load`.
+        models_file: as for `edgespec.load`.
+        heads: a head of the target may draft, though none is named.
         say: as for `edgespec.load`.
         notes: gets a line for the user on a head that cannot be used, unless the model itself cannot be read.
 
     Returns:
-        The name of a head that its engine can use: of a file that was pulled with it, or `OWN_HEAD`; None: it has none.
+        The draft asked for, else the model's, else the name of a head that its engine can use: of a file that was
+        pulled with it, or `OWN_HEAD`; None: there is none.
     """
+    draft = draft or entry.draft
+    if draft or not heads:
+        return draft
     engine = find_engine(choose_backend(is_folder(entry.target), this_machine(), backend))
     if not isinstance(engine, LoadsHeads):
         return None
-    path = local_path(entry.target, say=say)
+    path = local_path(entry.target, models_file, say=say)
     try:
         if is_head(path):
             return None
@@ -155,7 +171,7 @@ def plan_pair(
     here, share = this_machine(), options.sparse_attention
     names = [choose_backend(is_folder(source), here, options.backend) for source in sources]
     check_supported(names, options)
-    paths = [local_path(source, say=say) for source in sources]
+    paths = [local_path(source, models_file, say=say) for source in sources]
     check_folder(paths[0])
     if draft and (draft in OWN or _has_head(names, paths)):
         options = with_head(names, paths, draft, options)
@@ -266,7 +282,7 @@ def open_draft(draft: str, models_file: str | None, options: LoadOptions) -> Bac
     source = find_model(draft, models_file).target
     here = replace(options.for_draft(), gpu_layers=options.gpu_layers, gpu_memory=options.gpu_memory, wide=False)
     name = choose_backend(is_folder(source), this_machine(), options.backend)
-    return load_draft(find_engine(name), local_path(source), here)
+    return load_draft(find_engine(name), local_path(source, models_file), here)
 
 
 def close_all(backends: Sequence[Backend]) -> None:

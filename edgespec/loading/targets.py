@@ -111,7 +111,7 @@ def open_targets(
         EdgespecError: anything that is wrong, as one line.
     """
     if count:
-        files = weight_files(local_path(find_model(draft, models_file).target, say=say))
+        files = weight_files(local_path(find_model(draft, models_file).target, models_file, say=say))
         taken = sum(file.stat().st_size for file in files if file.exists())
         options = share_of(count, options, folder=is_folder(entry.target), taken=taken)
     spec = ModelSpec(model, models_file, options, remember)
@@ -119,7 +119,7 @@ def open_targets(
         backend = open_draft(draft, models_file, options)
         undo.callback(backend.close)
         name = choose_backend(is_folder(entry.target), this_machine(), options.backend)
-        vocab = load_vocab(name, local_path(entry.target, weights=False))
+        vocab = load_vocab(name, local_path(entry.target, models_file, weights=False))
         check_same_vocab(vocab, backend.vocab)
         places = processes(count) if count else []
         if cluster:

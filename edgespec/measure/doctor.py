@@ -21,8 +21,8 @@ from edgespec.loading.pair import (
     PairPlan,
     choose_budget,
     choose_context,
+    choose_draft,
     choose_widest,
-    find_head,
     load_draft,
     with_head,
 )
@@ -164,7 +164,7 @@ def diagnose(
     check_choice(exact)
     entry = find_model(target, models_file)
     notes = list[str]()
-    draft = draft or entry.draft or find_head(entry, backend, say, notes)
+    draft = choose_draft(draft, entry, backend, models_file, say=say, notes=notes)
     sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft else [])]
     if len({is_folder(source) for source in sources}) > 1:
         raise UsageError("doctor looks at a pair on one engine: target and draft must both be GGUF files, or folders")
@@ -175,7 +175,7 @@ def diagnose(
         exact=exact, lenders=tuple(lenders or ()),
     )  # fmt: skip
     check_supported([engine], options)
-    paths = [local_path(source, say=say) for source in sources]
+    paths = [local_path(source, models_file, say=say) for source in sources]
     card = _head(paths[0])
     head = card.size if card else _head_in_folder(paths[0], engine) if draft == OWN_HEAD else 0
     own = {OWN_LAYERS: 0, OWN_HEAD: head}

@@ -11,7 +11,15 @@ from typing import Any
 from edgespec.errors import UsageError, check_whole
 from edgespec.loading.approximate import check_alpha, check_approximate
 from edgespec.loading.exact import note_on_budget
-from edgespec.loading.pair import WIDE, choose_budget, choose_context, choose_widest, close_all, open_backends
+from edgespec.loading.pair import (
+    WIDE,
+    choose_budget,
+    choose_context,
+    choose_draft,
+    choose_widest,
+    close_all,
+    open_backends,
+)
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import check_room
@@ -137,15 +145,18 @@ def run_bench(
         A report that `bench_table` shows and JSON holds. `unexplained` counts divergences that are not ties.
     """
     entry = find_model(model, models_file)
-    draft = draft or entry.draft
     names = ["none", *(name for name in dict.fromkeys(planners) if name != "none")]
     options = {name: options_of(name, planner_options) for name in names}
+    alpha, max_tokens, notes = check_alpha(cascade), check_whole("max_tokens", max_tokens, 1), list[str]()
+    backend = engine_options.get("backend")
+    if alpha or any(name in USE_DRAFT for name in names):
+        draft = choose_draft(draft, entry, backend, models_file, heads=not alpha, say=say, notes=notes)
+    else:
+        draft = None
     for name in names:
         check_planner(name, draft is not None, datastore is not None and name in USE_DATASTORE, options[name])
-    alpha, max_tokens = check_alpha(cascade), check_whole("max_tokens", max_tokens, 1)
     check_approximate(alpha, None, draft, names, engine_options.get("exact"), ahead)
-    need_draft = alpha > 0 or any(name in USE_DRAFT for name in names)
-    check_draft_options(need_draft and draft is not None, ahead, planner_options)
+    check_draft_options(draft is not None, ahead, planner_options)
     fixed, widest, budget = budget is not None, choose_widest(budget, entry), choose_budget(budget, entry)
     load_options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=budget,
@@ -154,9 +165,9 @@ def run_bench(
         **engine_options | {"lenders": tuple(engine_options.get("lenders") or ())},
     )  # fmt: skip
     system = system or entry.defaults.system
-    backends = open_backends(entry, draft if need_draft else None, models_file, load_options, say=say)
+    backends = open_backends(entry, draft, models_file, load_options, say=say)
     try:
-        notes = list(backends[0].notes)
+        notes = [*backends[0].notes, *notes]
         if fixed and names[1:]:
             path = local_path(entry.target, fetch=False)
             notes += note_on_budget(budget, backends[0], path, approximate=alpha > 0)

@@ -25,7 +25,8 @@ HEADS, OTHER_HEADS = ("mtp-", "eagle3-"), ("dflash-", "dspark-")  # file names o
 BESIDE = re.compile(rf"(^|/)(mmproj|{'|'.join(HEADS + OTHER_HEADS)})|imatrix", re.IGNORECASE)  # no language models
 TYPE = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
 WEIGHTS = "model*.safetensors"
-FOLDER_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", WEIGHTS)
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
+FOLDER_FILES = ("*.json", "*.jinja", "*.txt", *TOKENIZERS, WEIGHTS)
 UNREACHABLE = ("TransportError", "ConnectionError")  # of the HTTP clients that huggingface_hub has used
 SPARE = 10**9  # bytes of the disk that stay free
 
@@ -210,12 +211,16 @@ def cached(source: HubSource) -> str | None:
 
 
 def tokenizer_of(source: HubSource, fetch: bool) -> str:
-    """The cached copy of a model folder, without its weights.
+    """The cached copy of a model folder, whose weights need not be there.
 
     Raises:
         ModelError: it is not fetched yet, or cannot be.
     """
-    hub = _library(source)
+    hub, here = _library(source), cached(source)
+    if here and any(file for pattern in TOKENIZERS for file in Path(here).glob(pattern)):
+        return here
+    if here:  # a tokenizer of a newer commit would hide the weights that are here
+        source = replace(source, revision=Path(here).name)
     patterns = [pattern for pattern in FOLDER_FILES if pattern != WEIGHTS]
     with _errors(source):
         return str(
@@ -373,8 +378,8 @@ def check_space(listings: Sequence[Listing]) -> None:
 
 
 def _partial(file: HubFile) -> list[Path]:
-    found = file.blob.with_name(f"{file.blob.name}.edgespec-partial")
-    return [found] if found.exists() else []
+    known = file.blob.with_name(f"{file.blob.name}.edgespec-partial"), pulled.unchecked(file.path)
+    return [path for path in known if path.exists()]
 
 
 def fetch(
@@ -400,7 +405,7 @@ def fetch(
         if file.sha256:
             _fetch_blob(source, listing.commit, file, progress, say)
         elif file.size > 1 << 20:
-            say(f"{file.name}: no checksum is known, so this is fetched by huggingface_hub, which cannot resume")
+            say(f"{file.name}: the hub gives no checksum, so this is fetched by huggingface_hub, which cannot resume")
     with _errors(source):
         # Weights last: `cached` takes a folder that has them for complete.
         for file in sorted(listing.files, key=lambda one: fnmatch(one.name, WEIGHTS)):
@@ -417,12 +422,16 @@ def fetch(
 def _check_fetched(source: HubSource, file: HubFile, path: Path, progress: Progress) -> None:
     """Raises ModelError, and removes the file, if its checksum is not the expected one."""
     label, folder = file.name.rpartition("/")[2], repository_folder(source.repository)
-    found = checksum(path, lambda done: progress(f"checking {label}", done, file.size))
-    try:
-        _compare(file.name, found, file.expected)
-    except ModelError:
-        pulled.delete_file(folder, path.relative_to(folder).as_posix())
-        raise
+    hidden = pulled.unchecked(path)
+    with pulled.locked(folder):
+        path.replace(hidden)
+        found = checksum(hidden, lambda done: progress(f"checking {label}", done, file.size))
+        try:
+            _compare(file.name, found, file.expected)
+        except ModelError:
+            pulled.delete_file(folder, path.relative_to(folder).as_posix())
+            raise
+        hidden.replace(path)
 
 
 def _record(listing: Listing, missing: Sequence[HubFile], done: bool) -> None:

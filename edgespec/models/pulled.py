@@ -43,10 +43,18 @@ class Pulled:
         return sum(path.stat().st_size for path in places if path.is_file())
 
 
+def unchecked(path: Path) -> Path:
+    """The name that a fetched file has until its bytes are compared, so that nothing takes it, also after a kill."""
+    return path.with_name(f"{path.name}.edgespec-unchecked")
+
+
+def _links(folder: Path, place: str) -> tuple[Path, Path]:
+    return folder / place, unchecked(folder / place)
+
+
 def _bytes_of(folder: Path, place: str, blob: str) -> list[Path]:
     """The files with the bytes of one file, complete or not; none of them is outside `folder`."""
-    link = folder / place
-    known = [link.resolve()] if link.exists() else []
+    known = [link.resolve() for link in _links(folder, place) if link.exists()]
     if blob:
         known += [folder / blob, *(folder / f"{blob}{end}" for end in LEFT_BY_A_CUT)]
     root = folder.resolve()
@@ -65,7 +73,7 @@ def add(folder: Path, source: str, files: Sequence[tuple[str, str]], done: bool)
     Raises:
         OSError: the record cannot be written.
     """
-    with _locked(folder):
+    with locked(folder):
         found = {one.source: one for one in _read(folder)}
         known = found[source].files if source in found else ()
         found[source] = Pulled(source, folder, tuple(dict.fromkeys([*known, *files])), time() if done else 0.0)
@@ -86,25 +94,27 @@ def delete(one: Pulled) -> None:
     """
     for place, blob in one.files:
         delete_file(one.folder, place, blob)
-    with _locked(one.folder):
+    with locked(one.folder):
         _write(one.folder, [other for other in _read(one.folder) if other.source != one.source])
 
 
 def delete_file(folder: Path, place: str, blob: str = "") -> None:
     """As `delete`, of one file; the arguments are as in `Pulled`."""
-    link, bytes_of = folder / place, _bytes_of(folder, place, blob)
-    link.unlink(missing_ok=True)
+    bytes_of = _bytes_of(folder, place, blob)
+    for link in _links(folder, place):
+        link.unlink(missing_ok=True)
     used = {other.resolve() for other in (folder / "snapshots").rglob("*")}
     for path in bytes_of:
         if path not in used:
             path.unlink(missing_ok=True)
-    for parent in link.relative_to(folder).parents[:-1]:
+    for parent in (folder / place).relative_to(folder).parents[:-1]:
         with suppress(OSError):  # others' files are in it
             (folder / parent).rmdir()
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
+    """No other program of edgespec changes a repository's folder meanwhile."""
     from filelock import FileLock
 
     locks = folder.parent / ".locks" / folder.name  # where huggingface_hub has its own

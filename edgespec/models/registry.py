@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -197,12 +197,18 @@ def find_draft(name: str, entry: Entry, models_file: str | None) -> Entry:
 
 
 def local_path(
-    source: str, *, weights: bool = True, fetch: bool = True, say: Callable[[str], None] = lambda text: None
+    source: str,
+    models_file: str | None = None,
+    *,
+    weights: bool = True,
+    fetch: bool = True,
+    say: Callable[[str], None] = lambda text: None,
 ) -> str:
     """The file or folder behind a source; what is on the hub is fetched first, unless it is in its cache.
 
     Args:
         source: see models.yaml.
+        models_file: a models.yaml whose checksums count, too.
         weights: fetch the weights of a folder on the hub, too.
         fetch: ask the hub; else only its cache.
         say: called with the progress.
@@ -222,19 +228,19 @@ def local_path(
             f"{rest}: only the shape of this model is known, for edgespec doctor --machine; to run it, name its file"
         )
     found = hub.parse(rest)
-    if path := hub.cached(found):  # first: a tokenizer of a newer commit would hide the weights that are here
-        return path
     if found.is_folder and not weights:
         return hub.tokenizer_of(found, fetch)
+    if path := hub.cached(found):
+        return path
     if not fetch:
-        raise ModelError(f"{source} is not fetched yet: edgespec pull {rest} does that")
-    listing = check_facts(hub.ask(found), source, all_models())
+        raise ModelError(f"{source} is not fetched yet: edgespec pull {source} does that")
+    listing = check_facts(hub.ask(found), source, models_file)
     return hub.fetch(listing, lambda what, done, total: say(f"{what}, {done / 1e9:.1f} of {total / 1e9:.1f} GB"))
 
 
-def check_facts(listing: hub.Listing, source: str, entries: Sequence[Entry]) -> hub.Listing:
-    """As `hub.check_listing`, with what these entries say about the files of a source."""
-    for facts in filter(None, (entry.files.get(source) for entry in entries)):
+def check_facts(listing: hub.Listing, source: str, models_file: str | None) -> hub.Listing:
+    """As `hub.check_listing`, with what `all_models` say about the files of a source."""
+    for facts in filter(None, (entry.files.get(source) for entry in all_models(models_file))):
         listing = hub.check_listing(listing, facts.bytes or None, facts.sha256)
     return listing
 

@@ -240,13 +240,16 @@ def quantise(
 
 def _spare_heads(path: Path, recipe: Recipe) -> list[tuple[str, str]]:
     """The recipe's types of tensors; a head gets q6_K in place of types that need a matrix, since none is of heads."""
-    types = list(recipe.types)
-    if recipe.needs_matrix and (heads := head_layers(str(path))):
-        layers = int(own_values(str(path)).get("block_count", heads))
-        kept = [layer for layer in range(layers) if layer not in recipe.drop]  # llama.cpp numbers them anew
-        low = next((i for i, (_, name) in enumerate(types) if name.upper() in NEED_MATRIX_AS_TENSORS), len(types))
-        types[low:low] = [(rf"^blk\.{i}\.", "q6_K") for i, layer in enumerate(kept) if layer >= layers - heads]
-    return types
+    if not recipe.needs_matrix or not (heads := head_layers(str(path))):
+        return list(recipe.types)
+    layers = int(own_values(str(path)).get("block_count", heads))
+    kept = [layer for layer in range(layers) if layer not in recipe.drop]  # llama.cpp numbers them anew
+    spared, types = [i for i, layer in enumerate(kept) if layer >= layers - heads], list[tuple[str, str]]()
+    for pattern, name in recipe.types:
+        if name.upper() in NEED_MATRIX_AS_TENSORS:
+            types += [(rf"^(?=blk\.{i}\.).*(?:{pattern})", "q6_K") for i in spared]
+        types.append((pattern, name))
+    return types + [(rf"^blk\.{i}\.", "q6_K") for i in spared if recipe.type in NEED_MATRIX]
 
 
 def _matrix(source: Path, asked: str, partial: Path, report: Progress) -> tuple[str, str]:
