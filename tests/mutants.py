@@ -664,7 +664,7 @@ MUTANTS = [
     mutant(
         "auto-late-draft-reads-at-once",
         "candidates.py",
-        "if self._unread(self._wanted) <= 1 + CATCH_UP:",
+        "if self._behind(self._wanted) <= 1 + CATCH_UP:",
         "if True:",
         "test_draft_reads.py::test_a_draft_that_is_asked_late_reads_in_chunks_too",
     ),

@@ -159,7 +159,7 @@ class Run:
             room = 20 + tokens - len(ids)
             head = behind if behind <= MOST_UNREAD_IN_MEMORY else 0
             context = Context(
-                ids, 20, SamplingParams(), None, room - 1, 64, head=head if self.recurrent else None, owes=owes
+                ids, 20, SamplingParams(), None, room - 1, 64, unread=head if self.recurrent else None, owes=owes
             )
             drafted = self.planner.stats.draft_seconds
             proposal = run_one(self.planner.propose(context, BUDGET))

@@ -112,29 +112,29 @@ def best_tree(tree, spent, cost, **options):
 
 class TestWhatPays:
     def test_nodes_that_are_free_all_stay(self):
-        tree, rate = best_tree(wide_tree(), 0.0, curve(0.0), max_leaves=8, head=0)
+        tree, rate = best_tree(wide_tree(), 0.0, curve(0.0), max_leaves=8, unread=0)
         assert len(tree) == 9
         assert rate == pytest.approx(np.exp(wide_tree().log_probs).sum())
 
     def test_paths_cost_more_than_nodes(self):
         """Where rows cost, a tree is cut to fewer branches than if nodes were computed once."""
         nodes, _ = best_tree(wide_tree(), 0.0, curve(0.06), max_leaves=8)
-        paths, _ = best_tree(wide_tree(), 0.0, curve(0.06), max_leaves=8, head=0)
+        paths, _ = best_tree(wide_tree(), 0.0, curve(0.06), max_leaves=8, unread=0)
         assert rows_of(paths.parents, 0) < rows_of(nodes.parents, 0)
         assert len(paths) < len(nodes)
 
     def test_owed_tokens_make_branches_dearer(self):
-        few, _ = best_tree(wide_tree(), 0.0, curve(0.02), max_leaves=8, head=0)
-        many, _ = best_tree(wide_tree(), 0.0, curve(0.02), max_leaves=8, head=12)
+        few, _ = best_tree(wide_tree(), 0.0, curve(0.02), max_leaves=8, unread=0)
+        many, _ = best_tree(wide_tree(), 0.0, curve(0.02), max_leaves=8, unread=12)
         assert len(many) < len(few)
 
     def test_nothing_pays_where_rows_cost_as_much_as_passes(self):
-        tree, rate = best_tree(wide_tree(), 0.0, curve(1.0), max_leaves=8, head=0)
+        tree, rate = best_tree(wide_tree(), 0.0, curve(1.0), max_leaves=8, unread=0)
         assert len(tree) == 1
         assert rate == 1.0
 
     def test_the_limit_of_paths_holds(self):
-        tree, _ = best_tree(wide_tree(), 0.0, curve(0.0), max_leaves=2, head=0)
+        tree, _ = best_tree(wide_tree(), 0.0, curve(0.0), max_leaves=2, unread=0)
         assert rows_of(tree.parents, 0) == 2 * (1 + int(tree.depth.max()))
 
 
@@ -146,11 +146,11 @@ class TestTextsThatShareAPass:
     def test_rows_that_nodes_add(self):
         tree = wide_tree()
         order = np.argsort(-tree.log_probs[1:], kind="stable") + 1
-        for head in (0, 3):
-            rows = 1 + head + np.cumsum(rows_added(tree, order, head))
+        for unread in (0, 3):
+            rows = 1 + unread + np.cumsum(rows_added(tree, order, unread))
             for count in range(1, len(order) + 1):
                 part = best_of(tree, count, 8)
-                assert rows[count - 1] == rows_of(part.parents, head)
+                assert rows[count - 1] == rows_of(part.parents, unread)
 
     def test_the_room_is_one_of_rows(self):
         """Every node on several paths takes a row on each, and so do tokens that are owed."""

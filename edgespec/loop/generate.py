@@ -284,10 +284,10 @@ class Generation:
 
     def _context(self, token_ids: Sequence[int], room: int, sequences: int = 1) -> Context:
         limits, hints = self.target.capabilities, self._hint_texts.hints(self._number) if self._hint_texts else ()
-        head = self.session.unread_committed if limits.paths else None
+        unread = self.session.unread_committed if limits.paths else None
         return Context(
             token_ids, len(self._prompt_ids), self._sampling, self._noise, room, limits.leaves(sequences),
-            head=head, owes=self._owes, sequences=sequences, hints=hints,
+            unread=unread, owes=self._owes, sequences=sequences, hints=hints,
         )  # fmt: skip
 
     def foresee(self, seconds: float, most: int) -> bool:

@@ -45,7 +45,7 @@ class Context:
         max_leaves: leaves for which the pass has room.
         pass_times: the target's, by which only nodes that pay are proposed; None: the whole budget.
         least: least probability at which a draft token pays.
-        head: with recurrent layers, unread tokens that each path of the pass begins with; None: no paths.
+        unread: with recurrent layers, tokens without a state that each path of the pass begins with; None: no paths.
         owes: with recurrent layers, the pass reads accepted tokens again, since the session has no state after them.
         sequences: number of sequences that have trees at once, and share a backend's leaves.
         hints: the sequence's hint texts.
@@ -60,11 +60,16 @@ class Context:
     max_leaves: int
     pass_times: Curve | None = None
     least: float = 0.0
-    head: int | None = None
+    unread: int | None = None
     owes: bool = False
     sequences: int = 1
     hints: Sequence[Hint] = ()
     foreseen: int = 0
+
+    @property
+    def plain_rows(self) -> int:
+        """Rows of a pass without draft tokens."""
+        return 1 + (self.unread or 0)
 
 
 @dataclass(frozen=True, slots=True)

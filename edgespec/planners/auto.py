@@ -270,7 +270,7 @@ class AutoPlanner(Planner):
         self._length = 0  # of the sequence when `_offer` was made
         self._rows = 0
         self._passes: list[tuple[int, float, int]] = []  # of the target, not learned yet: nodes, seconds, length
-        self._head: int | None = None  # as in its context
+        self._unread: int | None = None  # as in its context
         self._owes = False  # the same
         self._drafted: str | None = None  # whose draft tokens were in the last pass
         self._went_ahead = False
@@ -300,12 +300,12 @@ class AutoPlanner(Planner):
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
         self._offer, self._chosen, self._spent = Offer(Proposal(root_only(context.token_ids[-1])), 0.0), None, {}
         self._refused = []
-        self._length, self._head, self._rows = len(context.token_ids), context.head, 1 + (context.head or 0)
+        self._length, self._unread, self._rows = len(context.token_ids), context.unread, context.plain_rows
         self._owes = context.owes
         candidates = [one for one in self._candidates if self._may_ask(one, context)]
         if budget > 0 and candidates:
             yield from self._choose(candidates, context, budget)
-            self._rows = _rows(self._offer.proposal, context.head)
+            self._rows = _rows(self._offer.proposal, context.unread)
         return self._offer.proposal
 
     def _may_ask(self, candidate: Candidate, context: Context) -> bool:
@@ -317,11 +317,11 @@ class AutoPlanner(Planner):
         return allowed and candidate.planner.most_depth(context) > 0
 
     def _choose(self, candidates: Sequence[Candidate], context: Context, budget: int) -> DraftSteps[None]:
-        began, sequences, head = perf_counter(), context.sequences, context.head or 0
+        began, sequences = perf_counter(), context.sequences
         times = self._state.times(self._length, sequences)
-        plain = float((times or self._state.proportions(sequences)).seconds(1 + head))
+        plain = float((times or self._state.proportions(sequences)).seconds(context.plain_rows))
         best = 1 / plain
-        if times and (context.head is None or sequences == 1):  # shared paths are not measured
+        if times and (context.unread is None or sequences == 1):  # shared paths are not measured
             budget = min(budget, int(FURTHER * times.sizes[-1] / sequences))
         for candidate in candidates:
             name, drafted = candidate.planner.name, candidate.planner.stats.draft_seconds
@@ -375,12 +375,12 @@ class AutoPlanner(Planner):
     def paying(self, tree: DraftTree, context: Context, budget: int) -> NDArray[np.intp]:
         if context.sequences > 1:  # the scheduler chooses
             return super().paying(tree, context, budget)
-        plain, further = 1 + (context.head or 0), np.arange(1, budget + 1)
+        plain, further = context.plain_rows, np.arange(1, budget + 1)
         times = self._state.times(self._length) or self._state.proportions(1)
         lost = times.seconds(plain + further) - times.seconds(plain)
         most = int(np.searchsorted(lost, self._ledger.room(self._way), side="right"))
-        nodes, _ = best_part(tree, 0.0, times, budget=most, max_leaves=context.max_leaves, head=context.head)
-        self._rows = _rows(Proposal(tree, nodes), context.head)
+        nodes, _ = best_part(tree, 0.0, times, budget=most, max_leaves=context.max_leaves, unread=context.unread)
+        self._rows = _rows(Proposal(tree, nodes), context.unread)
         self._spent.setdefault(self._way, 0.0)
         return nodes
 
@@ -390,7 +390,7 @@ class AutoPlanner(Planner):
 
     def while_target_runs(self, nodes: int) -> AbstractContextManager[None]:
         asked = self._chosen
-        if self._head is None:  # a grammar may have cut the tree
+        if self._unread is None:  # a grammar may have cut the tree
             self._rows = nodes
         self._went_ahead = asked is not None and asked.goes_ahead and self._ledger.room(asked.planner.name + AHEAD) > 0
         return asked.planner.while_target_runs(nodes) if asked and self._went_ahead else nullcontext()
@@ -418,7 +418,7 @@ class AutoPlanner(Planner):
         drafted, self._drafted = self._drafted, None
         if seconds:
             state.learning_seconds = 0.0
-            plain = 1 + (self._head or 0)  # rows without draft tokens
+            plain = 1 + (self._unread or 0)  # rows without draft tokens
             way = self._way if self._rows > plain else None
             if way and went_ahead:
                 self._spent[way + AHEAD] = self._spent.pop(way)
@@ -432,7 +432,7 @@ class AutoPlanner(Planner):
             known = self._rows == 1 and state.target.has_plain(self._length)  # the ledger has the last ones
             if known:
                 state.target.measured += 1
-            elif not went_ahead and (self._head or not self._owes):  # a draft meanwhile or a pass before lengthens it
+            elif not went_ahead and (self._unread or not self._owes):  # a draft meanwhile or a pass before lengthens it
                 self._passes.append((self._rows, seconds, self._length))
             if not way or self._ledger.distance > 1:  # else a plain pass comes next, which shows the pace of this one
                 for one in self._passes:
@@ -453,8 +453,8 @@ class AutoPlanner(Planner):
             candidate.planner.close()
 
 
-def _rows(proposal: Proposal, head: int | None) -> int:
+def _rows(proposal: Proposal, unread: int | None) -> int:
     nodes = proposal.nodes
-    if head is None:
+    if unread is None:
         return 1 + (0 if nodes is None else len(nodes))
-    return rows_of((proposal.tree if nodes is None else only(proposal.tree, nodes)).parents, head)
+    return rows_of((proposal.tree if nodes is None else only(proposal.tree, nodes)).parents, unread)

@@ -46,7 +46,7 @@ class Lookup(Candidate):
         likely = replace(context, least=min(0.5, times.least / trust))
         tree = (yield from self.planner.propose(likely, budget)).tree
         nodes, rate = best_part(
-            tree, 0.0, times, budget=budget, max_leaves=context.max_leaves, head=context.head, trust=trust
+            tree, 0.0, times, budget=budget, max_leaves=context.max_leaves, unread=context.unread, trust=trust
         )
         expected = float(np.exp(tree.log_probs[nodes]).sum())
         return Offer(Proposal(tree, nodes), rate, expected, partial(self._learn, expected))
@@ -96,13 +96,13 @@ class Drafting(Candidate):
         self.planner.begin(prompt_ids)
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
-        return self.planner.unread(token_ids[: self._wanted]) if self._unread(self._wanted) > 1 else None
+        return self.planner.unread(token_ids[: self._wanted]) if self._behind(self._wanted) > 1 else None
 
     def is_ready(self, token_ids: Sequence[int], ledger: Ledger) -> bool:
         before, self._wanted = self._wanted, len(token_ids)
-        if self._unread(self._wanted) <= 1 + CATCH_UP:  # `propose` reads, and its time is charged
+        if self._behind(self._wanted) <= 1 + CATCH_UP:  # `propose` reads, and its time is charged
             return True
-        unpaid = min(self._unread_count(token_ids), self._wanted - before)
+        unpaid = min(self._unread_before_root(token_ids), self._wanted - before)
         ledger.pay(self.planner.name, self._read * unpaid)
         return False
 
@@ -112,14 +112,14 @@ class Drafting(Candidate):
 
     def wait(self, token_ids: Sequence[int]) -> int:
         # As many as the draft would have to read. If it has read the prompt, none: by waiting it would fall behind.
-        follows = self._wanted or self._unread(self._prompt_length) <= 1
-        return 0 if follows else self._unread_count(token_ids)
+        follows = self._wanted or self._behind(self._prompt_length) <= 1
+        return 0 if follows else self._unread_before_root(token_ids)
 
-    def _unread_count(self, token_ids: Sequence[int]) -> int:
-        return max(0, self._unread(len(token_ids)) - 1)
+    def _unread_before_root(self, token_ids: Sequence[int]) -> int:
+        return max(0, self._behind(len(token_ids)) - 1)
 
     def draft_seconds(self, nodes: NDArray[np.intp], token_ids: Sequence[int], plain: float) -> FloatArray:
-        times, unread = self._state.draft.at(len(token_ids)), self._unread_count(token_ids)
+        times, unread = self._state.draft.at(len(token_ids)), self._unread_before_root(token_ids)
         reading = self._read * plain * unread
         return reading + (times.plain if times else 0.0) * np.minimum(nodes, self.planner.depth)
 
@@ -129,18 +129,18 @@ class Drafting(Candidate):
         if context.pass_times is None:
             return inf if self._eager else 0.0
         length = len(context.token_ids)
-        return self._predict(context.pass_times, length, self._unread(length), depth, context.head) / GAIN
+        return self._predict(context.pass_times, length, self._behind(length), depth, context.unread) / GAIN
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Offer]:
         times, length, before = context.pass_times, len(context.token_ids), self.planner.stats.draft_seconds
-        draft_times, unread = self._draft_times(length, context.sequences), self._unread(length)
+        draft_times, behind = self._draft_times(length, context.sequences), self._behind(length)
         tree = (yield from self.planner.propose(context, budget)).tree
         drafting = self.planner.stats.draft_seconds - before
         leaves = context.max_leaves
         found = nodes = ranked(tree.parents, tree.log_probs, budget, leaves)
         rate = 0.0
         if times:
-            nodes, rate = best_part(tree, drafting, times, budget=budget, max_leaves=leaves, head=context.head)
+            nodes, rate = best_part(tree, drafting, times, budget=budget, max_leaves=leaves, unread=context.unread)
 
         def learn(tokens: Sequence[int], seconds: float) -> None:
             hits, asked = agreed(tree, found, tokens)
@@ -149,7 +149,7 @@ class Drafting(Candidate):
             if times and draft_times and seconds:
                 # With what is known now, so that too high an agreement is not counted in `worth`, too.
                 depth = self._depth(context, budget)
-                rate_hoped = chain_goodput(self._agreement, unread, depth, times, draft_times, context.head)
+                rate_hoped = chain_goodput(self._agreement, behind, depth, times, draft_times, context.unread)
                 self._state.worth.add(len(tokens), rate_hoped * (seconds + drafting))
 
         return Offer(Proposal(tree, nodes), rate, float(np.exp(tree.log_probs[nodes]).sum()), learn)
@@ -166,7 +166,7 @@ class Drafting(Candidate):
     def _depth(self, context: Context, budget: int) -> int:
         return min(self.planner.most_depth(context), budget)
 
-    def _unread(self, length: int) -> int:
+    def _behind(self, length: int) -> int:
         session = self.planner.draft_session
         return length - len(session.token_ids) if session else 0
 
@@ -174,8 +174,9 @@ class Drafting(Candidate):
         times = self._state.draft.at(length)
         return times.shared(min(self.planner.stats.mean_batch, sequences)) if times else None
 
-    def _predict(self, times: Curve, length: int, unread: int, depth: int, head: int | None = None) -> float:
+    def _predict(self, times: Curve, length: int, behind: int, depth: int, unread: int | None = None) -> float:
         draft_times = self._draft_times(length, times.sequences)
         if draft_times is None:
             return inf if self._eager else 0.0
-        return chain_goodput(self._agreement, unread, depth, times, draft_times, head) * self._state.worth.value(1.0)
+        rate = chain_goodput(self._agreement, behind, depth, times, draft_times, unread)
+        return rate * self._state.worth.value(1.0)

@@ -83,7 +83,7 @@ def split(
 
 
 def chain_goodput(
-    agreement: float, behind: int, deepest: int, cost: Curve, draft_cost: Curve, head: int | None = None
+    agreement: float, behind: int, deepest: int, cost: Curve, draft_cost: Curve, unread: int | None = None
 ) -> float:
     """
     Args:
@@ -92,14 +92,14 @@ def chain_goodput(
         deepest: most tokens to draft, at least 1.
         cost: pass times of the target.
         draft_cost: pass times of the draft.
-        head: as for `path_cost.best_part`.
+        unread: as for `path_cost.best_part`.
 
     Returns:
         Tokens per second of the best step with a chain of 1 to `deepest` drafted tokens.
     """
     drafted = np.arange(1, deepest + 1)
     tokens = 1 + np.cumsum(agreement**drafted)
-    rows = drafted + 1 if head is None else drafted + 1 + head + tokens
+    rows = drafted + 1 if unread is None else drafted + 1 + unread + tokens
     reading = draft_cost.seconds(max(1, behind)) + (drafted - 1) * draft_cost.plain
     return float(np.max(tokens / (reading + cost.seconds(rows))))
 

@@ -50,7 +50,7 @@ class LookaheadPlanner(SssdPlanner):
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
         self._context = context
-        columns = min(COLUMNS, budget // SHARE // COLUMN) if context.head is None else 0
+        columns = min(COLUMNS, budget // SHARE // COLUMN) if context.unread is None else 0
         self._widen(columns, context.token_ids)
         copies = yield from super().propose(context, budget)
         return Proposal(joined(copies.tree, self._paths(), self.most_depth(context)))

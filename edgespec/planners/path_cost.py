@@ -151,30 +151,30 @@ def note(most: int | None = None) -> str:
     )
 
 
-def rows_of(parents: ArrayLike, head: int) -> int:
+def rows_of(parents: ArrayLike, unread: int) -> int:
     """
     Args:
         parents: of a tree.
-        head: number of unread tokens that each path begins with.
+        unread: number of unread tokens that each path begins with.
 
     Returns:
         Rows of a pass over the tree as paths.
     """
-    return int(np.count_nonzero(is_leaf(parents))) * (head + 1 + int(depths(parents).max()))
+    return int(np.count_nonzero(is_leaf(parents))) * (unread + 1 + int(depths(parents).max()))
 
 
-def rows_added(tree: DraftTree, nodes: NDArray[np.intp], head: int) -> FloatArray:
+def rows_added(tree: DraftTree, nodes: NDArray[np.intp], unread: int) -> FloatArray:
     """
     Args:
         tree: any.
         nodes: [m] nodes of it, best first.
-        head: as for `rows_of`.
+        unread: as for `rows_of`.
 
     Returns:
         [m] rows that each of `nodes` adds to those of the nodes before it.
     """
     paths, depth = _growth(tree, nodes)
-    return np.diff(paths * (head + 1 + depth), prepend=head + 1)
+    return np.diff(paths * (unread + 1 + depth), prepend=unread + 1)
 
 
 def _growth(tree: DraftTree, nodes: NDArray[np.integer]) -> tuple[FloatArray, NDArray[np.integer]]:
@@ -195,7 +195,7 @@ def best_part(
     *,
     budget: int,
     max_leaves: int,
-    head: int | None = None,
+    unread: int | None = None,
     trust: float = 1.0,
 ) -> tuple[NDArray[np.intp], float]:
     """
@@ -205,17 +205,17 @@ def best_part(
         cost: pass times of the target.
         budget: most nodes besides the root.
         max_leaves: most leaves.
-        head: number of unread tokens that each path begins with; None: trees are not evaluated as paths.
+        unread: number of unread tokens that each path begins with; None: trees are not evaluated as paths.
         trust: accepted draft tokens for each that the tree's probabilities predict.
 
     Returns:
         The nodes that make the best step, best first, and the step's predicted tokens per second.
     """
-    if head is None:
+    if unread is None:
         nodes = ranked(tree.parents, tree.log_probs, budget, max_leaves)
         size, rate = best_size(tree.log_probs[nodes], spent, cost, trust)
         return nodes[:size], rate
-    best, chosen = 1 / (spent + float(cost.seconds(head + 1))), np.zeros(0, np.intp)
+    best, chosen = 1 / (spent + float(cost.seconds(unread + 1))), np.zeros(0, np.intp)
     for leaves in range(1, min(max_leaves, int(np.count_nonzero(is_leaf(tree.parents)))) + 1):
         nodes = ranked(tree.parents, tree.log_probs, budget, leaves)
         if len(nodes) == 0:
@@ -223,7 +223,7 @@ def best_part(
         paths, depth = _growth(tree, nodes)
         tokens = 1 + trust * np.cumsum(np.exp(tree.log_probs[nodes]))
         # Tokens that a pass commits are unread, so they are rows of the next one, too.
-        rates = tokens / (spent + cost.seconds(paths * (head + 1 + depth) + tokens))
+        rates = tokens / (spent + cost.seconds(paths * (unread + 1 + depth) + tokens))
         if rates.max() > best:
             best, chosen = float(rates.max()), nodes[: int(np.argmax(rates)) + 1]
     return chosen, best

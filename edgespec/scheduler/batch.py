@@ -176,9 +176,9 @@ def best_sizes(
     curve = times.shared(1) if times else None
     added = roots = None
     if limits.paths:
-        heads = [lane.session.unread_committed for lane, _ in found]
-        added = [rows_added(one.tree, one.nodes, head) for (_, one), head in zip(found, heads, strict=True)]
-        roots = len(heads) + sum(heads)
+        unread = [lane.session.unread_committed for lane, _ in found]
+        added = [rows_added(one.tree, one.nodes, count) for (_, one), count in zip(found, unread, strict=True)]
+        roots = len(unread) + sum(unread)
     return split([one.log_probs for _, one in found], room, seconds, curve, added, roots)
 
 
