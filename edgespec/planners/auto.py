@@ -264,9 +264,8 @@ class AutoPlanner(Planner):
         self._offer: Offer | None = None
         self._chosen: Candidate | None = None
         self._refused: list[Offer] = []  # the others of this step
-        self._spent: dict[
-            str, float
-        ] = {}  # seconds of each candidate that the ledger allows, asked or not; later of ways
+        # Seconds of each candidate that the ledger allows, asked or not; later of ways.
+        self._spent = dict[str, float]()
         self._length = 0  # of the sequence when `_offer` was made
         self._rows = 0
         self._passes: list[tuple[int, float, int]] = []  # of the target, not learned yet: nodes, seconds, length
@@ -389,11 +388,12 @@ class AutoPlanner(Planner):
         return self._chosen.planner.name if self._chosen else GRAMMAR
 
     def while_target_runs(self, nodes: int) -> AbstractContextManager[None]:
-        asked = self._chosen
+        chosen = self._chosen
         if self._unread is None:  # a grammar may have cut the tree
             self._rows = nodes
-        self._went_ahead = asked is not None and asked.goes_ahead and self._ledger.room(asked.planner.name + AHEAD) > 0
-        return asked.planner.while_target_runs(nodes) if asked and self._went_ahead else nullcontext()
+        goes = chosen is not None and chosen.goes_ahead
+        self._went_ahead = goes and self._ledger.room(self._way + AHEAD) > 0
+        return chosen.planner.while_target_runs(nodes) if chosen and self._went_ahead else nullcontext()
 
     def saw_prompt(self, start: int, count: int, logits: Logits) -> None:
         for candidate in self._candidates:
