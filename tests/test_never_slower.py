@@ -18,6 +18,7 @@ from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import Proposal, make_tree
 from edgespec.planners import auto
 from edgespec.planners.auto import new_auto_state
+from edgespec.planners.choice import make_planner
 from edgespec.planners.ledger import Ledger
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -293,8 +294,9 @@ class Forcing:
         return make_tree([token_ids[-1], *forced], range(-1, len(forced)), values, [0] * len(values))
 
 
+@pytest.mark.parametrize("name", ["sssd", "none"])
 @pytest.mark.parametrize(("cost", "least"), [("steep", 0.97), ("rising", 1.5), ("step", 1.5), ("flat", 5)])
-def test_what_a_grammar_forces_costs_little_in_vain_and_gains_where_rows_are_cheap(cost, least, monkeypatch):
+def test_what_a_grammar_forces_costs_little_in_vain_and_gains_where_rows_are_cheap(cost, least, name, monkeypatch):
     clock, model = Clock(monkeypatch), random_model(1, vocab_size=48, sharpness=3.0)
     model.unembedding[NEVER] = 0
 
@@ -312,7 +314,7 @@ def test_what_a_grammar_forces_costs_little_in_vain_and_gains_where_rows_are_che
 
     text, plain = write(NonePlanner(), None)
     for forced, ratio in [([NEVER] * len(text), 0.97), (text, least)]:
-        planner = auto_planner("auto", new_auto_state(streams=cost == "flat"), NonePlanner())
+        planner = make_planner(name, [ReferenceBackend(model)], state=new_auto_state(streams=cost == "flat"))
         times = list[float]()
         for _ in range(2):
             found, seconds = write(planner, Forcing(forced))

@@ -183,7 +183,7 @@ def make_planner(
             goes = {"sequences": sequences, "nice": not own}
     parts = Parts(target, drafts[0] if drafts else None, datastore, state, goes)
     made = {one: _made(one, replace(parts, options=options_of(one, options))) for one in names}
-    if state is None or name == "none":
+    if state is None:
         return made[name]
     eager = name != "auto" or target.capabilities.streams
     head = drafts and drafts[0].capabilities.head
@@ -193,6 +193,7 @@ def make_planner(
         if PLANNERS[one].draft
         else Lookup(planner, state)
         for one, planner in made.items()
+        if one != "none"  # it proposes nothing; tokens that a grammar forces have an account without it, too
     ])  # fmt: skip
 
 
