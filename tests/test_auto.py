@@ -194,10 +194,15 @@ def test_copies_that_are_wrong_lose_trust():
 
 
 @pytest.mark.parametrize("experts", [None, (8, 2)])
+def test_of_streamed_weights_one_plain_pass_is_enough(experts):
+    assert new_auto_state(True, experts).ledger().first == PLAIN_STREAMED
+    assert new_auto_state(False, experts).ledger().first == PLAIN
+
+
 @pytest.mark.parametrize(("streams", "plain"), [(False, PLAIN), (True, PLAIN_STREAMED)])
-def test_the_first_passes_of_all_are_plain(streams, plain, experts):
+def test_the_first_passes_of_all_are_plain(streams, plain):
     """Processors differ in what nodes cost while weights are streamed, by more than can be predicted."""
-    pace, sizes = new_auto_state(streams, experts), []
+    pace, sizes = new_auto_state(streams), []
     planner, target = auto_planner("auto", pace, SssdPlanner(), drafting(pace)), ReferenceBackend(MODEL)
     generation = Generation(
         target, target.open(), planner, PROMPT * 4, GREEDY, max_tokens=20, budget=24, stats=GenerationStats()
@@ -334,7 +339,7 @@ def test_agreement_is_learned_also_from_a_draft_that_was_not_worth_a_row():
 
 def test_a_batchs_drafting_is_charged_also_where_no_draft_token_is_worth_a_row():
     pace, plain = new_auto_state(streams=False), SimpleNamespace(token_ids=[0], prompt=False)
-    batch, spent = [(None, SimpleNamespace(work=plain))] * 2, 0
+    batch, spent = [(None, SimpleNamespace(work=plain, plain=True))] * 2, 0
     for _ in range(100):
         spent += pace.batch(2).room(BATCH) > 0  # the scheduler drafts only then
         account(batch, 0.5, 1.0, 2, pace)
@@ -344,7 +349,7 @@ def test_a_batchs_drafting_is_charged_also_where_no_draft_token_is_worth_a_row()
 def test_a_batch_that_may_not_draft_pays_nothing():
     pace, plain = new_auto_state(streams=False), SimpleNamespace(token_ids=[0], prompt=False)
     for _ in range(3):  # the first passes are plain
-        account([(None, SimpleNamespace(work=plain))] * 2, 0.5, 1.0, 2, pace)
+        account([(None, SimpleNamespace(work=plain, plain=True))] * 2, 0.5, 1.0, 2, pace)
     assert pace.batch(2).room(BATCH) == 0
     assert pace.batch(2)._account(BATCH).lost == 0
 
