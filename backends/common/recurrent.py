@@ -149,7 +149,8 @@ class RecurrentStates(Generic[State]):
                 found.append(Lane(last, self.text.kept.get(last), [*text[last:], *tokens], path.nodes))
         if self._streams and last < length and any(lane.start == last for lane in found):
             tokens_each = max(len(lane.token_ids) for lane in found)
-            # Not from 0: next to others, a lane without a state begins with zeros, which some models tell from none.
+            # Not from 0: next to other lanes, a lane without a state gets one of zeros, with which some models compute
+            # otherwise than without.
             at = step_from(self.text.kept, length, len(found), tokens_each, most)
             if at is not None:
                 found.append(Lane(at, self.text.kept[at], list(text[at:]), []))

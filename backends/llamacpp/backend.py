@@ -145,6 +145,7 @@ class LlamaBackend:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 
     def alone(self, session: LlamaSession) -> bool:
+        """True if no other session has cells and none is waste: with `in_order`, a token's cell is its position."""
         if self.cells.wasted:
             return False
         return not any(other.cached or other.has_nodes for other in self._open if other is not session)

@@ -37,8 +37,8 @@ class ContextSize:
         kv_type: as of `LoadOptions`.
         share: part of the context length for each further session.
         own_ids: sequence ids that each session owns.
-        head: of a head, whose cache is a plain one, and whose passes give logits of all rows.
-        each: sessions of one text.
+        head: True for a head's context: its cache is plain, and a pass gives logits of all rows.
+        each: sessions that one sequence of the target takes (`LoadOptions.draft_sessions`), for messages.
     """
 
     context_length: int

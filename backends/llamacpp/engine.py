@@ -1,3 +1,9 @@
+"""The engine for llama.cpp.
+
+`plan_here` chooses layers, memory and ways to compute; `load_here` makes the model, in this process or in a child of
+`lending/`.
+"""
+
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -96,6 +102,7 @@ class LlamaEngine(Engine):
         progress = progress or (lambda done, total: None)
         if isinstance(plan, LlamaPlan):
             return load_here(plan, way or plan.ways[-1], progress)
+        # For lenders `plan` gives a plain `LoadPlan`, and the child makes its own plan.
         return load_in_child(plan.path, plan.options, progress)
 
     def has_head(self, path: str) -> bool:
@@ -131,6 +138,12 @@ load = loader(engine)
 
 
 def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any = None) -> LlamaPlan:
+    """Plan a load in this process.
+
+    Raises:
+        NoRoom: the model or its context does not fit.
+        ModelError, UsageError: as for `MemoryPlanner`.
+    """
     planner = MemoryPlanner(path, options, machine, borrowed)
     share = options.share if options.share is not None else 1.0
     length = planner.context_length
@@ -138,7 +151,7 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
     plenty = planner.plenty(size)
     if options.resident:
         planner.check_buffers(size)
-    elif options.share is None and not plenty and options.sessions > 1:  # else it would change nothing
+    elif options.share is None and not plenty and options.sessions > 1:  # with one session `share` changes nothing
         size = replace(size, share=SHARE)
     gpu_layers, notes, weights = options.gpu_layers, no_further_positions(length, options.context_length), None
     if gpu_layers is None:
@@ -190,6 +203,11 @@ def _is_bitwise(options: LoadOptions, gpu_layers: int, borrowed: Any) -> bool:
 
 
 def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBackend:
+    """Load what was planned.
+
+    Raises:
+        ModelError: the model cannot be loaded or used; all that was made is freed.
+    """
     path, options, weights = plan.path, plan.options, plan.weights
     notes, computing = list(plan.notes or ()), dict(way)
     before = mappings_of(path, plan.machine) if weights else []
@@ -216,6 +234,8 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         params = size.params(model)
         params.n_threads = params.n_threads_batch = computing["threads"]
         chosen = weights is not None and weights.slots_of_experts >= 0
+        # Callbacks slow a pass, so they are installed only for streamed weights, for chosen experts, or to skip padding
+        # of other experts.
         if watch and (streams or chosen or not weights):
             params.cb_eval = watch.callback
         elif watch and weights and weights.cached and bitwise:

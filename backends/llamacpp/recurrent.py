@@ -277,7 +277,10 @@ class LlamaRecurrentSession(NodeSession):
             self._remove(seq)
 
     def give_up(self) -> None:
-        """Drop all cells and states: a failed pass may have lost their contents, an interrupted commit parted them."""
+        """Drop all cells and states.
+
+        A failed pass may have lost their contents; an interrupted commit may have left cells without their state.
+        """
         self.drop_nodes()
         for seq in self.seq_ids:
             self._remove(seq)

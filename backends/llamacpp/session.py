@@ -125,6 +125,8 @@ class LlamaSession(NodeSession):
 
     def _forget_nodes(self) -> None:
         super()._forget_nodes()
+        # With `in_order`, `_base` is the nodes' first cell and `_top` the cell after their last one; no other cells lie
+        # between if `_top - _base` is the number of nodes. Without it, both only count cells; -1: others follow.
         self._base = self._top = 0
         self._cells: list[int] = []
         self._seqs: list[int] = []  # by node: an id whose path contains it

@@ -118,7 +118,6 @@ class ReferenceSession(NodeSession):
         if self._backend.interrupted.is_set():
             raise Interrupted("the pass was interrupted")
         x, self._cells[cell], after = evaluate(self._backend.model, token, len(seen), self._cells[seen], state)
-        assert after is not None
         return x, after
 
     def _logits(self, found: dict[int, Array], work: Work) -> Logits:

@@ -558,7 +558,8 @@ def assemble(
         def fixed(width: int) -> int:
             wanted = limits(width).max_wanted
             work = work_bytes(model, limits(width), wanted) + head[0] + sessions * cells(width)[3] * head[1]
-            return int(held + sum(caches_of(width)) + work - (WORKSPACE if host and not host.apart else 0))  # CUDA's
+            # The workspace is CUDA's, so a processor needs none.
+            return int(held + sum(caches_of(width)) + work - (WORKSPACE if host and not host.apart else 0))
 
         def place(width: int) -> Placement:
             work = work_bytes(model, limits(width), None)

@@ -25,7 +25,7 @@ class NodeCallback:
         Args:
             context: llama.cpp's; its cache is cleared.
             whole: compute all nodes, as a GPU needs: its nodes come in separate graphs, one after the other. False:
-                only the first.
+                stop in the first graph.
 
         Returns:
             Addresses of all nodes of a pass over one token.

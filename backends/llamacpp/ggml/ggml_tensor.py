@@ -1,3 +1,5 @@
+"""Tensors of a compute graph in llama.cpp's memory, read and changed in place."""
+
 import ctypes
 
 import numpy as np

@@ -66,7 +66,8 @@ class Buffers:
         """`compute`, and copies of caches: a layer without one reads another layer's, which the processor may have."""
         count = len(self.caches)
         there = self.caches[count - layers_on_gpu(gpu_layers, count) :]
-        copies = there.count(0) if len(there) < count and there.count(0) > len(there) - 2 else 0
+        own = len(there) - there.count(0)
+        copies = there.count(0) if len(there) < count and own < 2 else 0
         return self.compute + copies * max(self.caches, default=0)
 
 

@@ -20,6 +20,11 @@ def has_experts(path: str) -> bool:
 
 
 class SkipPadding:
+    """Takes the place of `LayerHooks` where memory holds all weights, so it has the same attributes.
+
+    Where the page cache holds experts, it works inside of a `LayerHooks` (`LayerHooks.skip_padding`).
+    """
+
     streamer = mixture = error = None
     wait_seconds = 0.0
 
