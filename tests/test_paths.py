@@ -4,13 +4,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from edgespec.backends.common.paths import Path, States, paths_of, step_from
 
 from edgespec.loop.backend import Capabilities
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.passes import Proposed
 from edgespec.loop.tree import make_tree, only, ranked
 from edgespec.planners.cost import split
-from edgespec.planners.path_cost import Path, States, best_part, paths_of, rows_added, rows_of, step_from
+from edgespec.planners.path_cost import best_part, rows_added, rows_of
 from edgespec.scheduler.batch import plan_trees
 
 TREE = [-1, 0, 0, 1, 1, 2]

@@ -1,4 +1,4 @@
-"""Trees as paths (`path_cost.py`) for `torch` and `mlx`.
+"""Trees as paths (`paths.py`) for `torch` and `mlx`.
 
 States of recurrent layers belong to paths: unread committed tokens, and nodes on several paths, are computed again.
 Cells of attention belong to nodes, and are filled once.
@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from edgespec.loop.backend import Work
 from edgespec.loop.tree import ancestor_mask, depths
-from edgespec.planners.path_cost import (
+
+from .nodes import NodeSession
+from .paths import (
     KEPT_STATES,
     MOST_PATHS,
     MOST_UNREAD,
@@ -24,8 +26,6 @@ from edgespec.planners.path_cost import (
     states_within,
     step_from,
 )
-
-from .nodes import NodeSession
 
 
 @dataclass(frozen=True, slots=True)

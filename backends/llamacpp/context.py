@@ -5,8 +5,8 @@ from typing import Any
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.shapes import TILE
-from edgespec.planners.path_cost import MOST_UNREAD
 
+from ..common.paths import MOST_UNREAD
 from ..common.signals import Signals
 from .cells import EXTRA_IDS, IN_WINDOWS
 from .ggml.files import FILE_TYPE_F32, LLAMA_MAX_SEQ, forget_log, last_log, llama_cpp, load_header, logged, metadata

@@ -1,4 +1,4 @@
-"""Models with recurrent layers: trees as paths (`edgespec/planners/path_cost.py`).
+"""Models with recurrent layers: trees as paths (`backends/common/paths.py`).
 
 llama.cpp's recurrent memory has one state for each sequence id (llama-memory-recurrent.cpp), which cannot be rewound. A
 copied sequence shares the state until one of them gets tokens; a copy of no positions copies only the state. Attention
@@ -23,7 +23,10 @@ from edgespec.loop.passes import check_batch
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import Saved, write
 from edgespec.loop.shapes import TILE
-from edgespec.planners.path_cost import (
+
+from ..common import nodes
+from ..common.nodes import NodeSession
+from ..common.paths import (
     KEPT_STATES,
     MOST_PATHS,
     MOST_UNREAD,
@@ -34,9 +37,6 @@ from edgespec.planners.path_cost import (
     states_within,
     step_from,
 )
-
-from ..common import nodes
-from ..common.nodes import NodeSession
 from ..common.row_logits import RowLogits, RowStateLogits
 from .cells import Rows
 from .ggml.files import LLAMA_MAX_SEQ, llama_cpp, metadata

@@ -22,11 +22,11 @@ from edgespec.loop.passes import check_batch
 from edgespec.loop.session_files import Saved, identity_of, write
 from edgespec.loop.shapes import BatchInvariance
 from edgespec.loop.tree import is_leaf, path_to
-from edgespec.planners.path_cost import CHEAP, MOST_UNREAD, States, paths_of, step_from
 
 from ..common.interrupts import Flag, interruptible
 from ..common.loader import loader
 from ..common.nodes import NodeSession
+from ..common.paths import CHEAP, MOST_UNREAD, States, paths_of, step_from
 from ..common.row_logits import RowLogits
 from .model import Array, Layer, Model, evaluate, load_weights, perturbed, random_model
 
