@@ -37,9 +37,10 @@ from edgespec.models.heads import is_head
 from edgespec.weights.plan import Plan
 from edgespec.weights.ring import can_stream, measure_disk
 
-from ..common.hf_vocab import HfVocab, content_files, experts_of, first_line, load_vocab
+from ..common.hf_vocab import HfVocab, load_vocab
 from ..common.interrupts import Flag, interruptible
 from ..common.loader import loader
+from ..common.model_folder import content_files, experts_of, first_line
 from .head_files import head_bytes
 from .loading import LazyModel, open_model
 from .memory import (

@@ -39,9 +39,10 @@ from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, choose_width, two_digit
 from edgespec.weights.ring import CANNOT_STREAM, can_stream
 
 from ..common.heads import head_size
-from ..common.hf_vocab import check_folder, content_files, experts_of, load_vocab
+from ..common.hf_vocab import load_vocab
 from ..common.interrupts import Flag, interruptible
 from ..common.loader import loader, no_further_positions
+from ..common.model_folder import check_folder, content_files, experts_of
 from ..common.recurrent import most_paths, states_of
 from .attention import Part, Tree, build_mask, run
 from .disk import NUMBER, mapped_bytes

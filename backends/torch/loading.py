@@ -20,7 +20,7 @@ from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import Gpu
 from edgespec.weights.plan import consecutive_layers, layers_by_device, layers_on_gpu
 
-from ..common.hf_vocab import LOCAL, first_line, read_config
+from ..common.model_folder import LOCAL, first_line, read_config
 from .attention import ATTENTION, Probe, run
 from .disk import STAGING, Feeder, Pack, Source, Staging, find_run, mapped_bytes, read_folder, same_bytes
 from .offload import (

@@ -9,7 +9,7 @@ import torch
 
 from edgespec.errors import ModelError
 
-from ..common.hf_vocab import first_line
+from ..common.model_folder import first_line
 from .attention import Tree
 
 Spans = Sequence[tuple[Any, range]]  # devices, and the numbers of their layers in order
