@@ -3,10 +3,10 @@
     states      8        20
     tokens      ·········[unread][root]─a─b          one path, from a copy of the last state, 20
                          [unread][root]─a─c          another: unread tokens, root and a are computed again
-                ·[as many tokens    ]                the state step, from state 8: it makes a state before the root
+                ·[as many tokens    ]                the state lane, from state 8: it makes a state before the root
 
 Unread are the committed tokens after the last state. All sequences of a pass have one length, so that it reads the
-weights once: shorter paths are padded, and the state step begins as far back as they are long. Without it, unread
+weights once: shorter paths are padded, and the state lane begins as far back as they are long. Without it, unread
 tokens become more, until a pass of their own reads them.
 """
 
@@ -23,8 +23,8 @@ MOST_UNREAD_IN_MEMORY = 4  # the same, where passes do not read weights from a d
 SHARE = 1 / 8  # part of the weights' bytes that states may take
 LEAST_STATE_BYTES = 512 << 20  # bytes that states may take in any case
 MOST_MARKED = 1  # kept states at the ends of prompts
-LEAST_DISTANCE = 8  # tokens between two states, so that a state step can begin at the older one
-CHEAP = 63  # rows that cost little: a pass with a state step has at most these, or twice its rows without it
+LEAST_DISTANCE = 8  # tokens between two states, so that a state lane can begin at the older one
+CHEAP = 63  # rows that cost little: a pass with a state lane has at most these, or twice its rows without it
 
 State = TypeVar("State")
 
@@ -74,17 +74,17 @@ def states_within(state: int, weights: int, most: int) -> int:
     return min(most, max(LEAST_STATE_BYTES, int(SHARE * weights)) // state) if state else most
 
 
-def step_from(states: Collection[int], length: int, paths: int, tokens: int, most: int) -> int | None:
+def state_lane_from(states: Collection[int], length: int, paths: int, tokens: int, most: int) -> int | None:
     """
     Args:
         states: number of tokens before each state.
-        length: number of committed tokens, after which the state step ends.
+        length: number of committed tokens, after which the state lane ends.
         paths: number of paths in the same pass.
-        tokens: tokens of each path, and least tokens of the state step.
+        tokens: tokens of each path, and least tokens of the state lane.
         most: most rows of the pass.
 
     Returns:
-        Number of tokens before the state where the shortest possible state step begins; None: there is none.
+        Number of tokens before the state where the shortest possible state lane begins; None: there is none.
     """
     room = min(most, max(CHEAP, 2 * paths * tokens)) // (paths + 1)
     return max((at for at in states if tokens <= length - at <= room), default=None)

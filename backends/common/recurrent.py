@@ -23,8 +23,8 @@ from .paths import (
     State,
     States,
     paths_of,
+    state_lane_from,
     states_within,
-    step_from,
 )
 
 
@@ -151,7 +151,7 @@ class RecurrentStates(Generic[State]):
             tokens_each = max(len(lane.token_ids) for lane in found)
             # Not from 0: next to other lanes, a lane without a state gets one of zeros, with which some models compute
             # otherwise than without.
-            at = step_from(self.text.kept, length, len(found), tokens_each, most)
+            at = state_lane_from(self.text.kept, length, len(found), tokens_each, most)
             if at is not None:
                 found.append(Lane(at, self.text.kept[at], list(text[at:]), []))
         return found

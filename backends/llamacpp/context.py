@@ -96,7 +96,7 @@ class ContextSize:
         length = self.length(model)
         return length + int(self.share * length) * (self.sessions - 1)
 
-    def kept_in(self, model: Any) -> str:
+    def kv_type_in(self, model: Any) -> str:
         return self.kv_type or ("f32" if metadata(model, "general.file_type") == FILE_TYPE_F32 else "f16")
 
     def params(self, model: Any, target: Any = None) -> Any:
@@ -128,7 +128,7 @@ class ContextSize:
         params.swa_full = True  # cells stay when a sliding window leaves them, so that a session can be rewound
         params.no_perf = True
         float32 = metadata(model, "general.file_type") == FILE_TYPE_F32
-        types = kv_types(self.kept_in(model))
+        types = kv_types(self.kv_type_in(model))
         params.type_k, params.type_v = (KV_TYPES[name] for name in types)
         if types == ("f32", "f32") or (float32 and set(types) <= set(PLAIN_TYPES)):
             # Flash attention, which only a quantised cache needs, would round keys, values and scores to 16 bits.
@@ -171,7 +171,7 @@ def settle_attention(path: str, model: Any, size: ContextSize, params: Any) -> N
     params.flash_attn_type = kinds[refused]
 
 
-def kept_of(path: str, size: ContextSize) -> str:
+def kv_type_of_file(path: str, size: ContextSize) -> str:
     """The type of keys and values of a model file; "" if it has recurrent layers.
 
     Raises:
@@ -179,6 +179,6 @@ def kept_of(path: str, size: ContextSize) -> str:
     """
     model = load_header(path)
     try:
-        return "" if is_recurrent(model) else size.kept_in(model)
+        return "" if is_recurrent(model) else size.kv_type_in(model)
     finally:
         llama_cpp.llama_model_free(model)

@@ -236,5 +236,5 @@ def end_team() -> None:
 
 
 @cache
-def crowd() -> OtherLoad:
+def other_load() -> OtherLoad:
     return OtherLoad(usage_now, ShortWaits().switch, others_run)
