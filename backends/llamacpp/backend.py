@@ -120,11 +120,11 @@ class LlamaBackend:
         self._open.remove(session)
         self._ids.close(session.seq_ids)
 
-    def lend(self, seq: int, session: LlamaSession) -> None:
-        self._ids.lend(seq, session, self._open, self.memory)
+    def give_id(self, seq: int, session: LlamaSession) -> None:
+        self._ids.give(seq, session, self._open, self.memory)
 
-    def give_back(self, ids: list[int]) -> None:
-        self._ids.give_back(ids)
+    def take_back(self, ids: list[int]) -> None:
+        self._ids.take_back(ids)
 
     def make_room(self, rows: int) -> None:
         self.cells.make_room(rows, self._open, trees=len(self._open) * self.capabilities.max_nodes)

@@ -374,12 +374,12 @@ def choose_placement(
     elsewhere = len(sizes) - counts[0]
     sizes, fixed = sizes[: counts[0]], fixed - sum(caches[counts[0] :])
 
-    def place(count: int, room: int, wait: Callable[[Sequence[int]], Sequence[int]]) -> Placement:
+    def place(count: int, room: int, choose_on_disk: Callable[[Sequence[int]], Sequence[int]]) -> Placement:
         total = len(sizes)
         streamed = consecutive_layers(total, total - count) if own_layers else streamed_layers(total, count)
         left = room - sum(size for i, size in enumerate(sizes) if i not in streamed)
         buffers = min(left // max(sizes), MOST_BUFFERS, len(streamed))
-        return Placement(streamed, wait(streamed), max(buffers, BUFFERS), counts)
+        return Placement(streamed, choose_on_disk(streamed), max(buffers, BUFFERS), counts)
 
     if host and not host.apart:
         fixed += host.needed

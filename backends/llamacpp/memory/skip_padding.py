@@ -20,7 +20,7 @@ def has_experts(path: str) -> bool:
 
 
 class SkipPadding:
-    """Takes the place of `LayerHooks` where memory holds all weights, so it has the same attributes.
+    """Takes the place of `LayerHooks` where memory holds all weights, so it has the attributes that a pass uses.
 
     Where the page cache holds experts, it works inside of a `LayerHooks` (`LayerHooks.skip_padding`).
     """
