@@ -10,6 +10,7 @@ from math import exp, log
 from types import SimpleNamespace
 
 import numpy as np
+from edgespec.backends.common.paths import MOST_UNREAD_IN_MEMORY
 
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.planner import Context, Planner, PlannerStats
@@ -18,7 +19,6 @@ from edgespec.loop.tree import Proposal, make_tree
 from edgespec.planners.auto import AutoPlanner, AutoState, Candidate, new_auto_state
 from edgespec.planners.candidates import Drafting, Lookup
 from edgespec.planners.cost import worth_reading
-from edgespec.planners.path_cost import MOST_UNREAD_IN_MEMORY
 
 BUDGET, DEPTH = 64, 16
 SLOW_PASSES, SLOW = 5, 4.0  # the first passes of a program, and how many times as long they take

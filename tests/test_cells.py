@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from contract import chain_rows, check_session, loaded, random_tokens, work
+from edgespec.backends.common.paths import KEPT_STATES
 from edgespec.backends.llamacpp import cells as module
 from edgespec.backends.llamacpp.cells import with_sources
 from edgespec.backends.llamacpp.recurrent import LlamaRecurrentSession
@@ -22,7 +23,6 @@ from edgespec.errors import ContextFull, ModelError
 from edgespec.loop.backend import Work
 from edgespec.loop.passes import prefill
 from edgespec.loop.shapes import TILE, BatchInvariance, RowClass
-from edgespec.planners.path_cost import KEPT_STATES
 
 
 def test_the_first_children_come_first():

@@ -462,7 +462,7 @@ def test_libraries_that_are_there_already_need_no_room_again() -> None:
 def test_a_mixture_that_runs_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Too little memory for its experts to be read as they are chosen."""
     monkeypatch.setattr(memory, "loaded_tensors", lambda path: with_experts())
-    monkeypatch.setattr(memory, "find_layers", lambda path, tensors: experts.find_experts(tensors, 4))
+    monkeypatch.setattr(memory, "find_expert_layers", lambda path, tensors: experts.find_experts(tensors, 4))
     monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
     monkeypatch.setattr(memory, "rehearse", lambda path, sizes, free, target: (0, [NOTHING] * len(sizes)))
     size = memory.ContextSize(64, 8, 1, memory.MIN_NODES)

@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'edgespec[torch]'")
 
-from edgespec.backends.common.hf_vocab import HfVocab, experts_of, load_vocab
+from edgespec.backends.common.hf_vocab import HfVocab, load_vocab
+from edgespec.backends.common.model_folder import experts_of
 from hf_models import VOCAB_SIZE, byte_tokenizer, piece_tokenizer, transformers
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.processors import TemplateProcessing

@@ -13,6 +13,7 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from conftest import Run, quantised
 from contract import chain_rows
+from edgespec.backends.common.paths import MOST_UNREAD
 from edgespec.backends.llamacpp import recurrent as paths
 from edgespec.backends.llamacpp.backend import LlamaBackend
 from edgespec.backends.llamacpp.engine import load
@@ -34,7 +35,6 @@ from edgespec.measure.lossless import explain
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.path_cost import MOST_UNREAD
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.weights import ring

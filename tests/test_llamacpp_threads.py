@@ -316,7 +316,7 @@ def test_making_room_changes_no_bit(kind, options, splits, request, monkeypatch)
 
     monkeypatch.setattr("edgespec.machine.this_machine.compute_cores", lambda: 3)
     for module in (engine, backend):
-        monkeypatch.setattr(module, "crowd", Others)
+        monkeypatch.setattr(module, "other_load", Others)
     monkeypatch.setattr(backend, "SlowPasses", Slow)
     monkeypatch.setattr(llama_cpp, "llama_set_n_threads", spy)
     model = engine.load(path, context_length=1024, budget=64, **options)
@@ -343,7 +343,7 @@ def test_making_room_changes_no_bit(kind, options, splits, request, monkeypatch)
 
 def test_a_number_of_threads_that_was_asked_for_stays(smollm2_tiny, monkeypatch) -> None:
     for module in (engine, backend):
-        monkeypatch.setattr(module, "crowd", lambda: pytest.fail("nobody is made room for"))
+        monkeypatch.setattr(module, "other_load", lambda: pytest.fail("nobody is made room for"))
     model = engine.load(str(smollm2_tiny), context_length=256, threads=2)
     session = model.open()
     tree_bits(model, session, [-1, 0])

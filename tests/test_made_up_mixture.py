@@ -12,7 +12,7 @@ pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec
 from conftest import quantised
 from edgespec.backends.llamacpp.engine import load
 from edgespec.backends.llamacpp.ggml.files import all_tensors
-from edgespec.backends.llamacpp.memory.planning import find_layers
+from edgespec.backends.llamacpp.memory.planning import find_expert_layers
 from gguf_files import small_llama
 
 from benchmarks.made_up_mixture import Experts, write_mixture
@@ -65,7 +65,7 @@ def test_its_numbers_are_the_dense_models(
     size = write_mixture(dense[kind], out, experts, lambda done, total: told.append((done, total)))
     assert size == out.stat().st_size > told[-1][0] == told[-1][1]
     assert [path.name for path in tmp_path.iterdir()] == ["mixture.gguf"]
-    layers = find_layers(str(out), all_tensors(str(out)))
+    layers = find_expert_layers(str(out), all_tensors(str(out)))
     assert [layer.count for layer in layers] == [experts.count] * 2
     expected = rows(dense[kind])
     assert np.abs(rows(out) - expected).max() <= error * expected.std()

@@ -74,7 +74,7 @@ def from_disk(monkeypatch, mixtures):
             patch.setattr(llamacpp_memory, "pool_reserve", lambda room: 0)
             backend = load(path, memory=memory, **OPTIONS, kv_type="f16", **options)
         made.append(backend)
-        assert backend._watch is not None
+        assert backend._hooks is not None
         return backend
 
     yield get
@@ -360,12 +360,12 @@ def test_experts_that_are_cut_short(tmp_path, mixtures):
 def test_the_layout_of_tensors_is_known(monkeypatch, from_disk):
     """`GgmlTensor` is the struct of this build, and another one is noticed."""
     backend = from_disk("mixtral", 2)
-    nodes = backend._watch.nodes(backend.context)
-    assert len(nodes) > 50
-    assert all(map(is_known, nodes))
+    operations = backend._hooks.operations(backend.context)
+    assert len(operations) > 50
+    assert all(map(is_known, operations))
     fields = [("src", ctypes.c_void_p * 12) if name == "src" else (name, kind) for name, kind in GgmlTensor._fields_]
     monkeypatch.setattr(ggml_tensor, "GgmlTensor", type("Other", (ctypes.Structure,), {"_fields_": fields}))
-    assert not any(map(is_known, nodes))
+    assert not any(map(is_known, operations))
 
 
 def test_the_copy_of_the_largest_rows_stays_large_enough():

@@ -324,7 +324,7 @@ def test_one_file_streamed_twice(tiny: Path, tiny_resident: LlamaBackend) -> Non
     second.close()
 
 
-# --- the watch ---------------------------------------------------------------------------------------------------
+# --- the hooks ---------------------------------------------------------------------------------------------------
 
 
 def test_every_layer_is_entered_once_before_it_is_computed(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,8 +344,8 @@ def test_graphs_unlike_the_first(
     backend = load_streamed(tiny)
     enters = Enters(backend, monkeypatch)
     for _ in range(2):
-        backend._watch._last_nodes = {name.encode() for name in names}  # type: ignore[union-attr]
-        backend._watch._learning = False  # type: ignore[union-attr]
+        backend._hooks._last_operations = {name.encode() for name in names}  # type: ignore[union-attr]
+        backend._hooks._learning = False  # type: ignore[union-attr]
         exact(backend, tiny_resident)
     assert all(layers == list(range(6)) for layers in enters.passes)
     backend.close()
@@ -354,11 +354,11 @@ def test_graphs_unlike_the_first(
 def test_only_the_ends_of_layers_are_reported(tiny: Path) -> None:
     """Each report stops the engine once; the first pass has one for each node, later ones have one for each layer."""
     backend = load_streamed(tiny)
-    watch = backend._watch
-    assert watch
+    hooks = backend._hooks
+    assert hooks
     for tokens in ([5], [5, 6], list(range(30)), [9]):
         last_row(backend, tokens)
-    assert len(watch._last_nodes) <= 6 + 1
+    assert len(hooks._last_operations) <= 6 + 1
     backend.close()
 
 

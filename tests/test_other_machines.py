@@ -148,7 +148,7 @@ def test_mlx_on_the_same_machines(tmp_path: Path) -> None:
 
     folder = str(write_model(tmp_path / "model", FAMILIES["llama"]))
     found = engine.plan(folder, LoadOptions(), BOX)
-    assert (found.weights, list(found.told)) == (None, [])
+    assert (found.weights, list(found.first_notes)) == (None, [])
     gpu = Gpu("gpu", True, GIB, limit=GIB)
     found = engine.plan(folder, LoadOptions(memory="2G"), replace(MAC, gpus=(gpu,)))
     assert f"only {format_size(WIRED_SHARE * GIB)} are free" in found.told[0]

@@ -4,13 +4,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from edgespec.backends.common.paths import Path, States, paths_of, state_lane_from
 
 from edgespec.loop.backend import Capabilities
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.passes import Proposed
 from edgespec.loop.tree import make_tree, only, ranked
 from edgespec.planners.cost import split
-from edgespec.planners.path_cost import Path, States, best_part, paths_of, rows_added, rows_of, step_from
+from edgespec.planners.path_cost import best_part, rows_added, rows_of
 from edgespec.scheduler.batch import plan_trees
 
 TREE = [-1, 0, 0, 1, 1, 2]
@@ -32,16 +33,16 @@ def test_rows_of_a_pass():
 
 
 def test_a_step_begins_where_it_has_as_many_tokens_as_the_others():
-    assert step_from([10, 20, 30, 38], 40, 1, 8, 500) == 30
-    assert step_from([10, 20, 30, 38], 40, 1, 13, 500) == 20
-    assert step_from([38], 40, 1, 2, 500) == 38
+    assert state_lane_from([10, 20, 30, 38], 40, 1, 8, 500) == 30
+    assert state_lane_from([10, 20, 30, 38], 40, 1, 13, 500) == 20
+    assert state_lane_from([38], 40, 1, 2, 500) == 38
 
 
 def test_a_step_does_not_cost_much():
-    assert step_from([10], 40, 1, 13, 500) == 10  # two rows of 30
-    assert step_from([10], 40, 2, 13, 500) is None  # three, instead of two of 13
-    assert step_from([10], 40, 2, 24, 500) == 10
-    assert step_from([10], 40, 2, 24, 80) is None  # no room
+    assert state_lane_from([10], 40, 1, 13, 500) == 10  # two rows of 30
+    assert state_lane_from([10], 40, 2, 13, 500) is None  # three, instead of two of 13
+    assert state_lane_from([10], 40, 2, 24, 500) == 10
+    assert state_lane_from([10], 40, 2, 24, 80) is None  # no room
 
 
 class TestStates:
@@ -78,7 +79,7 @@ class TestStates:
         for at in range(10, 400, gain):
             states.add(at, at)
         length = states.last + gain
-        assert step_from(states.kept, length, 2, gain + 6, 500) is not None
+        assert state_lane_from(states.kept, length, 2, gain + 6, 500) is not None
 
     def test_a_state_in_the_same_place_replaces_the_other(self):
         states = States[str](3)

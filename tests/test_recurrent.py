@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from edgespec.backends.common.paths import LEAST_STATE_BYTES, MOST_UNREAD, MOST_UNREAD_IN_MEMORY
 from edgespec.backends.common.recurrent import Lane, Rectangle, RecurrentStates, most_paths, states_of
 
 from edgespec.loop.backend import Work
-from edgespec.planners.path_cost import ALWAYS, MOST_UNREAD, MOST_UNREAD_IN_MEMORY
 
 TEXT = list(range(100, 110))
 PARENTS = [-1, 0, 0, 1]
@@ -121,7 +121,7 @@ def test_states_take_a_part_of_the_memory():
     assert most_paths(1 << 20, 1, 5, 1) == 5
     for size in (20 << 20, 40 << 20, 500 << 20):
         paths = most_paths(size, 1, 64, 1)
-        assert paths == 1 or states_of(paths) * size <= ALWAYS
-        assert states_of(paths + 1) * size > ALWAYS or paths == 8
+        assert paths == 1 or states_of(paths) * size <= LEAST_STATE_BYTES
+        assert states_of(paths + 1) * size > LEAST_STATE_BYTES or paths == 8
     assert most_paths(40 << 20, 16 << 30, 64, 1) == 8  # large weights leave room for more
     assert most_paths(40 << 20, 16 << 30, 64, 4) < 8

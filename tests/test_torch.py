@@ -191,8 +191,10 @@ class TestMasks:
         """As heads need it; the first `first` nodes were in a pass before."""
         parents = np.array([-1, 0, 0, 1])
         sees = ancestor_mask(parents)
-        before, _ = build_mask(sees[:first, :first], [0, 1, 1, 2][:first], 0, None, torch.float32, "cpu", first=1)
-        low, mask = build_mask(sees[first:], [0, 1, 1, 2], 0, None, torch.float32, "cpu", first=1)
+        before, _ = build_mask(
+            sees[:first, :first], [0, 1, 1, 2][:first], 0, None, torch.float32, "cpu", hides_first=True
+        )
+        low, mask = build_mask(sees[first:], [0, 1, 1, 2], 0, None, torch.float32, "cpu", hides_first=True)
         assert before == low == 0
         for node in range(first, 4):
             for cell in range(4):

@@ -7,16 +7,18 @@ fingerprints are equal across engines: unused ids at the end are named [PAD<id>]
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from edgespec.errors import ModelError
 from edgespec.machine.files import read_json_object
+
+from .model_folder import LOCAL, check_folder, first_line, read_config
 
 BYTE_LEVEL, SENTENCE_PIECE = "ByteLevel", "SentencePiece"
 
@@ -31,7 +33,6 @@ END_TOKENS = frozenset(
 )
 HARMONY = {"<|return|>", "<|call|>"}  # where these are tokens, <|end|> only ends a channel, and a next one comes
 LOOKS_SPECIAL = re.compile(r"<\|.*\|>|<｜.*｜>|<unused.*>|<pad>|<mask>|<2mass>|\[@BOS@\]", re.DOTALL)
-LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -140,51 +141,6 @@ def _kind(tokenizer: Any) -> str:
     )
 
 
-def check_folder(path: str) -> Path:
-    """
-    Raises:
-        ModelError: says what is missing.
-    """
-    folder = Path(path)
-    if not folder.exists():
-        raise ModelError(f"{path}: there is no such folder")
-    if not folder.is_dir():
-        raise ModelError(f"{path}: is a file; a model folder with config.json and safetensors files is needed")
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{path}: has no config.json, so it is not a model folder")
-    return folder
-
-
-def content_files(path: str) -> list[str]:
-    return [str(file) for file in (Path(path) / "config.json", *sorted(Path(path).glob("*.safetensors")))]
-
-
-def read_config(folder: Path) -> Any:
-    """
-    Raises:
-        ModelError: it is damaged, or of an architecture that the installed transformers does not know.
-    """
-    try:
-        return AutoConfig.from_pretrained(folder, **LOCAL)
-    except Exception as error:  # the library raises nearly every type there is
-        raise ModelError(f"{folder}: config.json cannot be used: {first_line(error)}") from error
-
-
-def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """
-    Args:
-        config: of config.json; architectures name the counts differently.
-
-    Returns:
-        Experts of a layer, and those that a token uses; None for a model without experts.
-    """
-    count = next(
-        (config[name] for name in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(name)), 0
-    )
-    used = config.get("num_experts_per_tok") or 0
-    return (count, used) if 0 < used < count else None
-
-
 def load_vocab(path: str) -> HfVocab:
     """The tokenizer of a model folder, without network access and without running the folder's code.
 
@@ -218,7 +174,3 @@ def _end_ids(folder: Path, config: Any) -> list[int]:
     if any(not isinstance(end, int | None) for end in found):
         raise ModelError(f"its eos_token_id is {ends!r}, but must be a token id or a list of them")
     return [end for end in found if end is not None]
-
-
-def first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

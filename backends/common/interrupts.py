@@ -29,7 +29,8 @@ class Flag:
 def interruptible(sessions: Sequence[Session], interrupted: Flag) -> Iterator[None]:
     """Wrap a pass: Interrupted drops the nodes of `sessions`, and `interrupted` is cleared at the end.
 
-    Ctrl-C sets `interrupted`, and is raised at the end: within the pass it could part calls that belong together.
+    Ctrl-C sets `interrupted`, and is raised at the end: within the pass it could come between calls that belong
+    together.
     """
     with Signals(interrupted.set).held():
         try:

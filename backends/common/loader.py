@@ -1,3 +1,5 @@
+"""What the engines' `load` functions have in common."""
+
 from collections.abc import Callable
 from typing import Any
 

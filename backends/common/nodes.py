@@ -69,7 +69,7 @@ class NodeSession:
             raise ValueError(f"wanted {work.wanted.tolist()}: not all among the nodes {first} to {len(parents) - 1}")
         if (last := max(positions, default=-1)) >= limits.context_length:
             raise ContextFull(f"position {last} lies beyond the context of {limits.context_length} tokens")
-        if len(parents) > limits.max_leaves < np.count_nonzero(is_leaf(parents)):
+        if len(parents) > limits.max_leaves and np.count_nonzero(is_leaf(parents)) > limits.max_leaves:
             raise ValueError(f"more than {limits.max_leaves} leaves; this backend holds no more")
         return positions[first:]
 

@@ -1,4 +1,4 @@
-"""Trees as paths (`path_cost.py`) for `torch` and `mlx`.
+"""Trees as paths (`paths.py`) for `torch` and `mlx`.
 
 States of recurrent layers belong to paths: unread committed tokens, and nodes on several paths, are computed again.
 Cells of attention belong to nodes, and are filled once.
@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from edgespec.loop.backend import Work
 from edgespec.loop.tree import ancestor_mask, depths
-from edgespec.planners.path_cost import (
+
+from .nodes import NodeSession
+from .paths import (
     KEPT_STATES,
     MOST_PATHS,
     MOST_UNREAD,
@@ -21,11 +23,9 @@ from edgespec.planners.path_cost import (
     State,
     States,
     paths_of,
+    state_lane_from,
     states_within,
-    step_from,
 )
-
-from .nodes import NodeSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,9 @@ class RecurrentStates(Generic[State]):
                 found.append(Lane(last, self.text.kept.get(last), [*text[last:], *tokens], path.nodes))
         if self._streams and last < length and any(lane.start == last for lane in found):
             tokens_each = max(len(lane.token_ids) for lane in found)
-            # Not from 0: next to others, a lane without a state begins with zeros, which some models tell from none.
-            at = step_from(self.text.kept, length, len(found), tokens_each, most)
+            # Not from 0: next to other lanes, a lane without a state gets one of zeros, with which some models compute
+            # otherwise than without.
+            at = state_lane_from(self.text.kept, length, len(found), tokens_each, most)
             if at is not None:
                 found.append(Lane(at, self.text.kept[at], list(text[at:]), []))
         return found

@@ -1,3 +1,5 @@
+"""Defer the handlers of signals, such as Ctrl-C, until calls that belong together have ended."""
+
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ class Signals:
     def held(self) -> Iterator[None]:
         """Defer `DEFERRED` until `obey` or the end of the `with`.
 
-        A handler's exception would part calls that belong together, and would be lost in a callback of llama.cpp.
+        A handler's exception could come between calls that belong together, and in a callback of llama.cpp it is lost.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -59,7 +61,7 @@ class Signals:
                 self._handlers[number](number, held[number])
 
     def stop(self) -> bool:
-        """As `obey`, in a callback: True if a handler has raised, which the end of the `with` does again."""
+        """As `obey`, in a callback: True if a handler has raised; the end of the `with` raises that error again."""
         try:
             self.obey()
         except BaseException as error:

@@ -28,7 +28,7 @@ from .memory.attention import has_kernels
 from .memory.layer_hooks import LayerHooks
 from .memory.mixture import Mixture
 from .memory.skip_padding import SkipPadding
-from .memory.threads import SlowPasses, crowd, end_team, threads_for
+from .memory.threads import SlowPasses, end_team, other_load, threads_for
 from .recurrent import LlamaRecurrentSession, forward_recurrent
 from .seq_ids import SeqIds
 from .session import LlamaSession, Placement, paddings
@@ -48,8 +48,8 @@ class LlamaBackend:
         capabilities: Capabilities,
         sessions: int,
         in_order: bool,
-        watch: LayerHooks | SkipPadding | None = None,
-        yielding: int = 0,
+        hooks: LayerHooks | SkipPadding | None = None,
+        most_threads: int = 0,
         *,
         ids: int,
         computing: Mapping[str, str | int | None],
@@ -64,9 +64,9 @@ class LlamaBackend:
         self.notes: Sequence[str] = ()
         self.plan: Plan | None = None
         self.placed = Placed(capabilities.layers)
-        self._watch = watch
+        self._hooks = hooks
         self.signals = Signals()
-        self.yielding = yielding  # threads of a pass that gives way to other programs; 0: it keeps its threads
+        self.most_threads = most_threads  # of a pass, which takes fewer while other programs run; 0: always all
         self._slow = SlowPasses()
         self.build = engine_build()
         self.computing = computing
@@ -91,11 +91,11 @@ class LlamaBackend:
         self._batch = Batch(llama_cpp.llama_n_batch(context), width)
         # An aborted pass may have moved recurrent states without their contents.
         here = computing.get("gpu_layers") == 0 or "lenders" in computing
-        self.stop = Stop(context, asked=here and not capabilities.paths)
-        if watch:
-            watch.stop = self.stop
+        self.stop = Stop(context, with_callback=here and not capabilities.paths)
+        if hooks:
+            hooks.stop = self.stop
         # Also where a program ends without `close`: Metal aborts if it is taken down before its buffers.
-        self._free = weakref.finalize(self, free, context, watch, free_model or vocab.close)
+        self._free = weakref.finalize(self, free, context, hooks, free_model or vocab.close)
 
     def _check_open(self) -> None:
         if self.context is None:
@@ -120,31 +120,32 @@ class LlamaBackend:
         self._open.remove(session)
         self._ids.close(session.seq_ids)
 
-    def lend(self, seq: int, session: LlamaSession) -> None:
-        self._ids.lend(seq, session, self._open, self.memory)
+    def give_id(self, seq: int, session: LlamaSession) -> None:
+        self._ids.give(seq, session, self._open, self.memory)
 
-    def give_back(self, ids: list[int]) -> None:
-        self._ids.give_back(ids)
+    def take_back(self, ids: list[int]) -> None:
+        self._ids.take_back(ids)
 
     def make_room(self, rows: int) -> None:
         self.cells.make_room(rows, self._open, trees=len(self._open) * self.capabilities.max_nodes)
 
     @property
     def streamer(self) -> Streamer | None:
-        return self._watch.streamer if self._watch else None
+        return self._hooks.streamer if self._hooks else None
 
     @property
     def mixture(self) -> Mixture | None:
-        return self._watch.mixture if self._watch else None
+        return self._hooks.mixture if self._hooks else None
 
     @property
     def wait_seconds(self) -> float:
-        return self._watch.wait_seconds if self._watch else 0.0
+        return self._hooks.wait_seconds if self._hooks else 0.0
 
     def keep_to(self, exact: BatchInvariance) -> None:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 
     def alone(self, session: LlamaSession) -> bool:
+        """True if no other session has cells and none is waste: with `in_order`, a token's cell is its position."""
         if self.cells.wasted:
             return False
         return not any(other.cached or other.has_nodes for other in self._open if other is not session)
@@ -227,8 +228,8 @@ class LlamaBackend:
         return self._batch.states
 
     def compute(self, rows: Rows, *, prompt: bool, padding: int) -> None:
-        if self._watch:
-            self._watch.begin(prompt=prompt, rows=len(rows.tokens), padding=padding)
+        if self._hooks:
+            self._hooks.begin(prompt=prompt, rows=len(rows.tokens), padding=padding)
         self._decode(self._batch.fill(rows))
 
     def logits_of(self, row: int) -> Float32Array:
@@ -236,29 +237,29 @@ class LlamaBackend:
         return LlamaLogits(self.context, self.vocab.size, 0, {0: row}).row(0)
 
     def _decode(self, total: int) -> None:
-        watch = self._watch
-        if self.yielding:
+        hooks = self._hooks
+        if self.most_threads:
             held = sum(session.size for session in self._open)
             # Paths leave holes, and a pass that failed leaves cells, so there what was held before counts, too.
             before = self._most_cells if self.capabilities.paths or self.cells.uncertain else 0
             self._most_cells = max(before, self.cells.end, held)
-            others, began = crowd().others(monotonic()), monotonic()
+            others, began = other_load().others(monotonic()), monotonic()
             fewer = self._slow.fewer(began)
             cells = self._most_cells if self.splits_cells else 0
-            threads = threads_for(self.yielding, others, fewer, total, cells)
+            threads = threads_for(self.most_threads, others, fewer, total, cells)
             llama_cpp.llama_set_n_threads(self.context, threads, threads)
         self.row_hook(total)
         forget_log()
-        with (watch or self).signals.held():
+        with (hooks or self).signals.held():
             status = llama_cpp.llama_decode(self.context, self._batch.struct)
             llama_cpp.llama_synchronize(self.context)
-            if watch:
-                watch.finish()
-        if self.yielding:
-            crowd().pass_ended(ended := monotonic())
-            self._slow.took(total, self._most_cells, fewer, ended - began, ended, self.yielding)
-        if watch and watch.error is not None:
-            raise watch.error
+            if hooks:
+                hooks.finish()
+        if self.most_threads:
+            other_load().pass_ended(ended := monotonic())
+            self._slow.took(total, self._most_cells, fewer, ended - began, ended, self.most_threads)
+        if hooks and hooks.error is not None:
+            raise hooks.error
         if status == ABORTED:
             raise Interrupted("the pass was interrupted")
         if status != 0:
@@ -266,10 +267,6 @@ class LlamaBackend:
 
     def interrupt(self) -> None:
         self.stop.set()
-
-    @property
-    def interrupted(self) -> bool:
-        return self.stop.is_set
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -283,8 +280,8 @@ class LlamaBackend:
         end_team()
 
 
-def free(context: Any, watch: LayerHooks | SkipPadding | None, free_model: Callable[[], object]) -> None:
+def free(context: Any, hooks: LayerHooks | SkipPadding | None, free_model: Callable[[], object]) -> None:
     llama_cpp.llama_free(context)
-    if watch:
-        watch.close()
+    if hooks:
+        hooks.close()
     free_model()

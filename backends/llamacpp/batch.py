@@ -1,3 +1,5 @@
+"""The rows of a pass as a llama_batch."""
+
 import ctypes
 from itertools import accumulate, chain
 from typing import Any

@@ -183,7 +183,7 @@ class Cells:
         Args:
             rows: of the next pass.
             sessions: all that are open.
-            trees: cells that later passes need, in which nodes forbid to put cells in order.
+            trees: cells that later passes may need while sessions have nodes, when cells cannot be put in order.
 
         Raises:
             ContextFull: sessions have nodes, or committed tokens take too many cells.

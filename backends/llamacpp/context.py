@@ -5,8 +5,8 @@ from typing import Any
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.shapes import TILE
-from edgespec.planners.path_cost import MOST_UNREAD
 
+from ..common.paths import MOST_UNREAD
 from ..common.signals import Signals
 from .cells import EXTRA_IDS, IN_WINDOWS
 from .ggml.files import FILE_TYPE_F32, LLAMA_MAX_SEQ, forget_log, last_log, llama_cpp, load_header, logged, metadata
@@ -37,8 +37,8 @@ class ContextSize:
         kv_type: as of `LoadOptions`.
         share: part of the context length for each further session.
         own_ids: sequence ids that each session owns.
-        head: of a head, whose cache is a plain one, and whose passes give logits of all rows.
-        each: sessions of one text.
+        head: True for a head's context: its cache is plain, and a pass gives logits of all rows.
+        each: sessions that one sequence of the target takes (`LoadOptions.draft_sessions`), for messages.
     """
 
     context_length: int
@@ -96,7 +96,7 @@ class ContextSize:
         length = self.length(model)
         return length + int(self.share * length) * (self.sessions - 1)
 
-    def kept_in(self, model: Any) -> str:
+    def kv_type_in(self, model: Any) -> str:
         return self.kv_type or ("f32" if metadata(model, "general.file_type") == FILE_TYPE_F32 else "f16")
 
     def params(self, model: Any, target: Any = None) -> Any:
@@ -128,7 +128,7 @@ class ContextSize:
         params.swa_full = True  # cells stay when a sliding window leaves them, so that a session can be rewound
         params.no_perf = True
         float32 = metadata(model, "general.file_type") == FILE_TYPE_F32
-        types = kv_types(self.kept_in(model))
+        types = kv_types(self.kv_type_in(model))
         params.type_k, params.type_v = (KV_TYPES[name] for name in types)
         if types == ("f32", "f32") or (float32 and set(types) <= set(PLAIN_TYPES)):
             # Flash attention, which only a quantised cache needs, would round keys, values and scores to 16 bits.
@@ -171,7 +171,7 @@ def settle_attention(path: str, model: Any, size: ContextSize, params: Any) -> N
     params.flash_attn_type = kinds[refused]
 
 
-def kept_of(path: str, size: ContextSize) -> str:
+def kv_type_of_file(path: str, size: ContextSize) -> str:
     """The type of keys and values of a model file; "" if it has recurrent layers.
 
     Raises:
@@ -179,6 +179,6 @@ def kept_of(path: str, size: ContextSize) -> str:
     """
     model = load_header(path)
     try:
-        return "" if is_recurrent(model) else size.kept_in(model)
+        return "" if is_recurrent(model) else size.kv_type_in(model)
     finally:
         llama_cpp.llama_model_free(model)

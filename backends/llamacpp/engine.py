@@ -1,3 +1,9 @@
+"""The engine for llama.cpp.
+
+`plan_here` chooses layers, memory and ways to compute; `load_here` makes the model, in this process or in a child of
+`lending/`.
+"""
+
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -14,7 +20,7 @@ from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, layers_of_
 
 from ..common.loader import loader, no_further_positions
 from .backend import LlamaBackend
-from .context import ContextSize, kept_of, make_context, settle_attention
+from .context import ContextSize, kv_type_of_file, make_context, settle_attention
 from .ggml.files import LLAMA_MAX_SEQ, engine_build, llama_cpp, load_model, metadata, parts, without_amx
 from .head_card import check_target
 from .head_files import find_head
@@ -34,7 +40,7 @@ from .memory.planning import (
 )
 from .memory.probe_model import CARRIED, REPACKED, probe_file, probe_options
 from .memory.skip_padding import SkipPadding, has_experts
-from .memory.threads import crowd
+from .memory.threads import other_load
 from .memory.tolerance import tolerance
 from .recurrent import ids_of_session, is_recurrent, most_paths, why_not
 from .states import LAST_LAYER, NEXTN
@@ -96,6 +102,7 @@ class LlamaEngine(Engine):
         progress = progress or (lambda done, total: None)
         if isinstance(plan, LlamaPlan):
             return load_here(plan, way or plan.ways[-1], progress)
+        # For lenders `plan` gives a plain `LoadPlan`, and the child makes its own plan.
         return load_in_child(plan.path, plan.options, progress)
 
     def has_head(self, path: str) -> bool:
@@ -131,6 +138,12 @@ load = loader(engine)
 
 
 def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any = None) -> LlamaPlan:
+    """Plan a load in this process.
+
+    Raises:
+        NoRoom: the model or its context does not fit.
+        ModelError, UsageError: as for `MemoryPlanner`.
+    """
     planner = MemoryPlanner(path, options, machine, borrowed)
     share = options.share if options.share is not None else 1.0
     length = planner.context_length
@@ -138,7 +151,7 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
     plenty = planner.plenty(size)
     if options.resident:
         planner.check_buffers(size)
-    elif options.share is None and not plenty and options.sessions > 1:  # else it would change nothing
+    elif options.share is None and not plenty and options.sessions > 1:  # with one session `share` changes nothing
         size = replace(size, share=SHARE)
     gpu_layers, notes, weights = options.gpu_layers, no_further_positions(length, options.context_length), None
     if gpu_layers is None:
@@ -160,14 +173,15 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
         computing |= on_gpus(machine, gpu_layers, planner.tensors, weights, experts_here)
     computing |= ALIKE if bitwise and can_be_alike(options.kv_type) else {}
     classes = options.exact != "off" and (streams or (repack and bitwise))
-    kept = kept_of(path, size) if classes else ""
-    computing |= {"kv_type": kept} if kept else {}
+    kv_type = kv_type_of_file(path, size) if classes else ""
+    computing |= {"kv_type": kv_type} if kv_type else {}
     ways: tuple[Computing, ...] = (computing,)
     if repack and (bitwise or options.exact == "off"):
-        ways = (computing | REPACKED, *(ways if kept else ()))
+        ways = (computing | REPACKED, *(ways if kv_type else ()))
     return LlamaPlan(
-        path=path, options=options, build=engine_build(), ways=ways, fills_memory=streams and bool(kept), notes=notes,
-        size=size, gpu_layers=gpu_layers, weights=weights, machine=machine, plenty=plenty, borrowed=borrowed,
+        path=path, options=options, build=engine_build(), ways=ways, fills_memory=streams and bool(kv_type),
+        notes=notes, size=size, gpu_layers=gpu_layers, weights=weights, machine=machine, plenty=plenty,
+        borrowed=borrowed,
     )  # fmt: skip
 
 
@@ -190,6 +204,11 @@ def _is_bitwise(options: LoadOptions, gpu_layers: int, borrowed: Any) -> bool:
 
 
 def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBackend:
+    """Load what was planned.
+
+    Raises:
+        ModelError: the model cannot be loaded or used; all that was made is freed.
+    """
     path, options, weights = plan.path, plan.options, plan.weights
     notes, computing = list(plan.notes or ()), dict(way)
     before = mappings_of(path, plan.machine) if weights else []
@@ -197,7 +216,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
     if plan.borrowed:
         notes.append(lent_line(path, plan.gpu_layers))
     model = load_model(path, **_model_params(plan, way))
-    watch: LayerHooks | SkipPadding | None = None
+    hooks: LayerHooks | SkipPadding | None = None
     context = None
     try:
         content = content_of(*parts(path))
@@ -207,39 +226,41 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
             computing = {name: value for name, value in computing.items() if name not in ALIKE}
         speed = 0.0
         if weights:
-            streamer, speed, kept = start_streaming(path, weights, plan.machine, before, progress)
-            watch = LayerHooks(streamer)
+            streamer, speed, pinned_note = start_streaming(path, weights, plan.machine, before, progress)
+            hooks = LayerHooks(streamer)
         elif bitwise and has_experts(path):
-            watch = SkipPadding()
+            hooks = SkipPadding()
         streams = bool(weights and weights.streamed)
         size = plan.size.of(model)
         params = size.params(model)
         params.n_threads = params.n_threads_batch = computing["threads"]
         chosen = weights is not None and weights.slots_of_experts >= 0
-        if watch and (streams or chosen or not weights):
-            params.cb_eval = watch.callback
-        elif watch and weights and weights.cached and bitwise:
-            watch.skip_padding = SkipPadding()
-            params.cb_eval = watch.skip_padding.callback
+        # Callbacks slow a pass, so they are installed only for streamed weights, for chosen experts, or to skip padding
+        # of other experts.
+        if hooks and (streams or chosen or not weights):
+            params.cb_eval = hooks.callback
+        elif hooks and weights and weights.cached and bitwise:
+            hooks.skip_padding = SkipPadding()
+            params.cb_eval = hooks.skip_padding.callback
         params.op_offload = "op_offload" not in computing and not plan.borrowed
         if params.op_offload and plan.machine.gpus:
             settle_attention(path, model, size, params)
         with capture_cpu_backend() if ALIKE.keys() <= computing.keys() else nullcontext(list[int]()) as processors:
             context = make_context(path, model, size, params)
-        if watch and watch.skip_padding:
-            watch.skip_padding.learn(context)
-        elif isinstance(watch, LayerHooks) and weights and chosen:
-            nodes = watch.nodes(context, whole=plan.gpu_layers != 0)
-            watch.mixture = open_mixture(path, weights, nodes, notes, progress, keep=options.remember)
-            if watch.mixture is None:
-                weights = watch.streamer.plan = replace(weights, slots_of_experts=-1, pool_bytes=0)
+        if hooks and hooks.skip_padding:
+            hooks.skip_padding.learn(context)
+        elif isinstance(hooks, LayerHooks) and weights and chosen:
+            operations = hooks.operations(context, whole=plan.gpu_layers != 0)
+            hooks.mixture = open_mixture(path, weights, operations, notes, progress, keep=options.remember)
+            if hooks.mixture is None:
+                weights = hooks.streamer.plan = replace(weights, slots_of_experts=-1, pool_bytes=0)
         if weights:
-            notes += filter(None, [f"{weights.line(speed)}; {kept}", weights.warning(speed)])
+            notes += filter(None, [f"{weights.line(speed)}; {pinned_note}", weights.warning(speed)])
     except BaseException:
         if context:
             llama_cpp.llama_free(context)
-        if watch:
-            watch.close()
+        if hooks:
+            hooks.close()
         llama_cpp.llama_model_free(model)
         raise
     lanes = most_paths(model, options.budget, options.sessions)
@@ -248,15 +269,15 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         capabilities,
         streams=streams,
         read_seconds=weights.streamed_bytes / speed if weights and speed else 0.0,
-        experts=watch.mixture.shape if watch and watch.mixture else None,
+        experts=hooks.mixture.shape if hooks and hooks.mixture else None,
     )
     ids = ids_of_session(lanes) * options.sessions if lanes else size.ids
-    yielding = 0 if options.threads or streams else params.n_threads
-    if yielding:
-        crowd()
-    computing |= {"kv_type": size.kept_in(model)} | ({"lenders": len(plan.borrowed) - 1} if plan.borrowed else {})
+    most_threads = 0 if options.threads or streams else params.n_threads
+    if most_threads:
+        other_load()
+    computing |= {"kv_type": size.kv_type_in(model)} | ({"lenders": len(plan.borrowed) - 1} if plan.borrowed else {})
     backend = LlamaBackend(
-        model, context, capabilities, options.sessions, options.in_order, watch, yielding, ids=ids,
+        model, context, capabilities, options.sessions, options.in_order, hooks, most_threads, ids=ids,
         computing=computing,
     )  # fmt: skip
     if processors:

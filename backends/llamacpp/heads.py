@@ -67,18 +67,18 @@ class LlamaHead(LlamaBackend):
     def __init__(
         self, target: LlamaBackend, path: str, head: HeadFile, model: Any, context: Any, size: ContextSize
     ) -> None:
-        sizes, content = metadata(model, "general.file_type"), content_of(*parts(path))
+        file_type, content = metadata(model, "general.file_type"), content_of(*parts(path))
         self.width, self.hides_first = int(llama_cpp.llama_model_n_embd_out(model)), head.is_eagle
         capabilities = Capabilities(
             context_length=size.context_length, max_nodes=size.max_nodes, max_wanted=size.max_nodes,
-            max_leaves=size.max_leaves, logit_tolerance=tolerance(sizes, None), one_thread=True, head=True,
+            max_leaves=size.max_leaves, logit_tolerance=tolerance(file_type, None), one_thread=True, head=True,
             spare_leaves=size.ids - size.own_ids * size.sessions,
         )  # fmt: skip
         computing = {name: target.computing[name] for name in ("threads", "gpu_layers")}
-        computing |= {"kv_type": size.kept_in(model), "head": head.architecture}
+        computing |= {"kv_type": size.kv_type_in(model), "head": head.architecture}
         free_model = (lambda: None) if head.whole else partial(llama_cpp.llama_model_free, model)
         super().__init__(
-            model, context, capabilities, size.sessions, False, None, target.yielding, ids=size.ids,
+            model, context, capabilities, size.sessions, False, None, target.most_threads, ids=size.ids,
             computing=computing, shared=target.own_vocab, width=self.width, free_model=free_model,
         )  # fmt: skip
         self.target = target
@@ -130,7 +130,7 @@ class LlamaHead(LlamaBackend):
     def _encode(self, batch: Any) -> None:
         status, interrupted = ABORTED, False
         while status == ABORTED:  # an interrupt is for a pass, so it ends the next one
-            interrupted |= self.stop.is_set
+            interrupted |= self.stop.is_set()
             self.stop.clear()
             forget_log()
             with self.signals.held():

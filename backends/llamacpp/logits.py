@@ -1,3 +1,5 @@
+"""Logits and states of a pass, in llama.cpp's buffers."""
+
 import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any

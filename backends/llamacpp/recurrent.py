@@ -1,4 +1,4 @@
-"""Models with recurrent layers: trees as paths (`edgespec/planners/path_cost.py`).
+"""Models with recurrent layers: trees as paths (`backends/common/paths.py`).
 
 llama.cpp's recurrent memory has one state for each sequence id (llama-memory-recurrent.cpp), which cannot be rewound. A
 copied sequence shares the state until one of them gets tokens; a copy of no positions copies only the state. Attention
@@ -6,7 +6,7 @@ has cells with ids, as in `session.py`. A session has these ids:
 
     text      the committed tokens that have a state: their cells, and that state
     lanes     the paths of a pass: each starts as a copy of `text`, or of a lane that ended with a node
-    states    of shorter prefixes, without cells, for steps and for prompts with a common beginning
+    states    of shorter prefixes, without cells, for state lanes and for prompts with a common beginning
 
 Shorter paths are padded, because llama.cpp reads all weights again for each length of sequences. Only the first path's
 cells follow those of `text`, so with `in_order` accepted tokens of other paths are computed again.
@@ -23,7 +23,10 @@ from edgespec.loop.passes import check_batch
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import Saved, write
 from edgespec.loop.shapes import TILE
-from edgespec.planners.path_cost import (
+
+from ..common import nodes
+from ..common.nodes import NodeSession
+from ..common.paths import (
     KEPT_STATES,
     MOST_PATHS,
     MOST_UNREAD,
@@ -31,16 +34,14 @@ from edgespec.planners.path_cost import (
     Path,
     States,
     paths_of,
+    state_lane_from,
     states_within,
-    step_from,
 )
-
-from ..common import nodes
-from ..common.nodes import NodeSession
 from ..common.row_logits import RowLogits, RowStateLogits
 from .cells import Rows
 from .ggml.files import LLAMA_MAX_SEQ, llama_cpp, metadata
 from .ggml.state_files import load_sequence, save_sequence
+from .ggml.stop import Stop
 from .states import RowStates
 
 OTHER_MEMORY = ("deepseek4", "glm5-next", "qwen4exp")  # general.architecture of models with another memory
@@ -82,7 +83,7 @@ def most_paths(model: Any, budget: int, sessions: int) -> int:
 
 
 def ids_of_session(paths: int) -> int:
-    """Sequence ids of a session: `text`, lanes for paths and one step, states and one spare id for a new state."""
+    """Sequence ids of a session: `text`, lanes for paths, one state lane, states, one spare id for a new state."""
     return 1 + (paths + 1) + (KEPT_STATES + 1)
 
 
@@ -106,6 +107,7 @@ class Owner(nodes.Owner, Protocol):
         in_order: keep cells in the order of the tokens.
         sessions: all open ones.
         states: that passes keep for a head, or None.
+        stop: ends a pass.
     """
 
     memory: Any
@@ -113,9 +115,7 @@ class Owner(nodes.Owner, Protocol):
     in_order: bool
     sessions: Sequence[Any]
     states: RowStates | None
-
-    @property
-    def interrupted(self) -> bool: ...
+    stop: Stop
 
     def release(self, session: Any) -> None: ...
 
@@ -166,8 +166,8 @@ class LlamaRecurrentSession(NodeSession):
         for lane in self._tips.values():
             self._release(lane)
         self._tips = {}
-        self._head: Lane | None = None
-        self._step: Lane | None = None
+        self._text_lane: Lane | None = None
+        self._state_lane: Lane | None = None
 
     def _copy(self, source: int, target: int, start: int = -1, stop: int = -1) -> None:
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, start, stop)
@@ -186,14 +186,14 @@ class LlamaRecurrentSession(NodeSession):
         """Begin a separate pass over at most `most` unread tokens; call `read_unread` after it."""
         lane, start = self._lanes.pop(0), self._states.last
         self._copy(self._text, lane)
-        self._head = Lane(lane, self.token_ids[start : start + most], start)
-        return self._head
+        self._text_lane = Lane(lane, self.token_ids[start : start + most], start)
+        return self._text_lane
 
     def read_unread(self) -> None:
-        assert self._head
-        self._go_on(self._head.id, self._head.first + len(self._head.tokens))
-        self._release(self._head.id)
-        self._head = None
+        assert self._text_lane
+        self._go_on(self._text_lane.id, self._text_lane.first + len(self._text_lane.tokens))
+        self._release(self._text_lane.id)
+        self._text_lane = None
 
     def _go_on(self, lane: int, length: int) -> None:
         self._copy(lane, self._text, self._states.last, length)
@@ -220,27 +220,27 @@ class LlamaRecurrentSession(NodeSession):
             paths = paths_of(self._parents, first, self._tips)
         wanted, lanes, new = set(work.wanted.tolist()), list[Lane](), set(range(first, self.nodes))
         for path in paths:
-            head = self.token_ids[last:] if path.start < 0 else []
+            unread = self.token_ids[last:] if path.start < 0 else []
             start = last if path.start < 0 else self.positions[path.nodes[0]]
-            tokens = head + [self._tokens[node] for node in path.nodes]
+            tokens = unread + [self._tokens[node] for node in path.nodes]
             lane = Lane(self._lanes.pop(0), tokens, start, leaf=path.nodes[-1])
             self._copy(self._text if path.start < 0 else self._tips[path.start], lane.id)
-            lane.nodes = {node: len(head) + i for i, node in enumerate(path.nodes) if node in new}
+            lane.nodes = {node: len(unread) + i for i, node in enumerate(path.nodes) if node in new}
             lane.wanted = {node: i for node, i in lane.nodes.items() if node in wanted}
             new -= lane.nodes.keys()
-            if path.start < 0 and self._head is None:
-                self._head = lane
+            if path.start < 0 and self._text_lane is None:
+                self._text_lane = lane
             lanes.append(lane)
         if first == 0:
             self._in_place = lanes[0].leaf
-        if self._head and length > last and self._lanes and reads_weights(self._backend.capabilities):
+        if self._text_lane and length > last and self._lanes and reads_weights(self._backend.capabilities):
             rows = max(len(lane.tokens) for lane in lanes)
-            at = step_from({0, *self._states.kept}, length, len(lanes), rows, most_rows)
+            at = state_lane_from({0, *self._states.kept}, length, len(lanes), rows, most_rows)
             if at is not None:
-                self._step = Lane(self._lanes.pop(0), self.token_ids[at:], at)
+                self._state_lane = Lane(self._lanes.pop(0), self.token_ids[at:], at)
                 if at:
-                    self._copy(self._text, self._step.id, 0, at)
-                    self._copy_state(self._states.kept[at], self._step.id)
+                    self._copy(self._text, self._state_lane.id, 0, at)
+                    self._copy_state(self._states.kept[at], self._state_lane.id)
         return lanes
 
     def _give_up_a_tip(self, paths: Sequence[Path]) -> None:
@@ -249,25 +249,25 @@ class LlamaRecurrentSession(NodeSession):
         self._release(self._tips.pop(tip))
 
     @property
-    def step(self) -> Lane | None:
+    def state_lane(self) -> Lane | None:
         """A lane for unread tokens only; `text` gets its state, unless padding follows its last token."""
-        return self._step
+        return self._state_lane
 
     def evaluated(self, lanes: Sequence[Lane]) -> None:
-        if self._step:
-            if self._step.ended:
-                assert self._head
+        if self._state_lane:
+            if self._state_lane.ended:
+                assert self._text_lane
                 length = len(self.token_ids)
-                self._copy(self._head.id, self._text, self._states.last, length)
-                self._copy_state(self._step.id, self._text)
+                self._copy(self._text_lane.id, self._text, self._states.last, length)
+                self._copy_state(self._state_lane.id, self._text)
                 self._keep(length)
-            self._release(self._step.id)
+            self._release(self._state_lane.id)
         for lane in lanes:
             if lane.ended:
                 self._tips[lane.leaf] = lane.id
             else:
                 self._release(lane.id)
-        self._head = self._step = None
+        self._text_lane = self._state_lane = None
 
     def drop_nodes(self) -> None:
         self._tips = {}
@@ -277,7 +277,10 @@ class LlamaRecurrentSession(NodeSession):
             self._remove(seq)
 
     def give_up(self) -> None:
-        """Drop all cells and states: a failed pass may have lost their contents, an interrupted commit parted them."""
+        """Drop all cells and states.
+
+        A failed pass may have lost their contents; an interrupted commit may have left cells without their state.
+        """
         self.drop_nodes()
         for seq in self.seq_ids:
             self._remove(seq)
@@ -373,7 +376,7 @@ def forward_recurrent(backend: Owner, batch: Sequence[Work], most_rows: int) -> 
         lanes = [session.begin(work, places, most_rows) for session, work, places in begun]
         together: dict[object, list[tuple[Lane, RowLogits]]] = {}
         for work, session, mine, logits in zip(batch, sessions, lanes, found, strict=True):
-            every = [*mine, session.step] if session.step else mine
+            every = [*mine, session.state_lane] if session.state_lane else mine
             rows = max(len(lane.tokens) for lane in every)
             key = id(work) if work.prompt else 0 if streams else rows
             together.setdefault(key, []).extend((lane, logits) for lane in every)
@@ -401,7 +404,7 @@ def _compute(backend: Owner, lanes: Sequence[tuple[Lane, RowLogits]], length: in
     Raises:
         Between: the backend was interrupted before the call.
     """
-    if backend.interrupted:
+    if backend.stop.is_set():
         raise Between("the pass was interrupted")
     rows = Rows([], [], [], [])
     for number, (lane, _) in enumerate(lanes):

@@ -1,8 +1,8 @@
-"""Sequence ids of llama.cpp's cache: each session owns some, and the others are lent for leaves of trees.
+"""Sequence ids of llama.cpp's cache: each session owns some, and gets others for leaves of trees.
 
 A session owns one id, two if some layers have a sliding window (`cells.py`), or all of its ids if layers are recurrent
-(`recurrent.py`). Lent ids carry the borrower's committed tokens. They stay lent until another session needs them,
-because tagging cells again in every pass takes time.
+(`recurrent.py`). Leaf ids carry the session's committed tokens, too. They stay with it until another session
+needs them, because tagging cells again in every pass takes time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from .ggml.files import llama_cpp
 
 
-class Borrower(Protocol):
+class IdHolder(Protocol):
     """
     Attributes:
-        seq_ids: that carry the committed tokens: own ids, then lent ids.
+        seq_ids: that carry the committed tokens: own ids, then leaf ids.
         cached: committed tokens that have a cell.
     """
 
@@ -44,16 +44,16 @@ class SeqIds:
 
     def close(self, ids: Sequence[int]) -> None:
         self._own.append(list(ids[: self._share]))
-        self.give_back(ids[self._share :])
+        self.take_back(ids[self._share :])
 
-    def give_back(self, ids: Sequence[int]) -> None:
+    def take_back(self, ids: Sequence[int]) -> None:
         self._free += ids
 
-    def offer(self, session: Borrower, sessions: Sequence[Borrower], taken: set[int]) -> Iterator[int]:
+    def offer(self, session: IdHolder, sessions: Sequence[IdHolder], taken: set[int]) -> Iterator[int]:
         others = (other.seq_ids[self._share :] for other in sessions if other is not session)
         return (seq for seq in chain(session.seq_ids, self._free, *others) if seq not in taken)
 
-    def lend(self, seq: int, session: Borrower, sessions: Sequence[Borrower], memory: Any) -> None:
+    def give(self, seq: int, session: IdHolder, sessions: Sequence[IdHolder], memory: Any) -> None:
         if seq in self._free:
             self._free.remove(seq)
         else:

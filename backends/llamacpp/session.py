@@ -49,9 +49,9 @@ class Owner(nodes.Owner, Protocol):
 
     def alone(self, session: "LlamaSession") -> bool: ...
 
-    def lend(self, seq: int, session: "LlamaSession") -> None: ...
+    def give_id(self, seq: int, session: "LlamaSession") -> None: ...
 
-    def give_back(self, seq_ids: list[int]) -> None: ...
+    def take_back(self, seq_ids: list[int]) -> None: ...
 
     def make_room(self, rows: int) -> None: ...
 
@@ -105,7 +105,7 @@ class LlamaSession(NodeSession):
     """See `edgespec.loop.backend.Session`.
 
     Attributes:
-        seq_ids: own ids, then lent ids.
+        seq_ids: own ids, then leaf ids.
         cached: committed tokens that have a cell.
         marks, aligned: as of `cells.Holder`.
         tips: id -> the last node of its path.
@@ -125,6 +125,8 @@ class LlamaSession(NodeSession):
 
     def _forget_nodes(self) -> None:
         super()._forget_nodes()
+        # With `in_order`, `_base` is the nodes' first cell and `_top` the cell after their last one; no other cells lie
+        # between if `_top - _base` is the number of nodes. Without it, both only count cells; -1: others follow.
         self._base = self._top = 0
         self._cells: list[int] = []
         self._seqs: list[int] = []  # by node: an id whose path contains it
@@ -177,7 +179,7 @@ class LlamaSession(NodeSession):
         first, order, length = placement.first, placement.order, len(self.token_ids)
         for seq in placement.tips:
             if seq not in self.seq_ids:
-                self._backend.lend(seq, self)
+                self._backend.give_id(seq, self)
         for seq, old in placement.sources.items():
             stop = self.positions[old] + 1
             llama_cpp.llama_memory_seq_cp(self._memory, self._seqs[old], seq, self.cached, stop)
@@ -209,7 +211,7 @@ class LlamaSession(NodeSession):
         """Drop all nodes after a failed pass, which filled the cells of `placement` or did not."""
         if placement.first:  # cells of earlier nodes may have others behind them
             for position, below in zip(placement.positions, placement.below, strict=True):
-                for seq in filter(self.seq_ids.__contains__, below):  # the others were not lent yet
+                for seq in filter(self.seq_ids.__contains__, below):  # the others were not given yet
                     llama_cpp.llama_memory_seq_rm(self._memory, seq, position, -1)
             self.rewind(len(self.token_ids))
             return
@@ -340,7 +342,7 @@ class LlamaSession(NodeSession):
         return -end % TILE
 
     def moved(self, end: int, aligned: bool) -> None:
-        self._backend.give_back(self.seq_ids[self._own_count :])
+        self._backend.take_back(self.seq_ids[self._own_count :])
         del self.seq_ids[self._own_count :]
         self._edge, self.aligned = end, aligned
         if self._in_tiles and not self.aligned:

@@ -1,3 +1,5 @@
+"""The tokenizer of a GGUF file, through llama.cpp."""
+
 import ctypes
 import hashlib
 import weakref

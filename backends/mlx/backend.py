@@ -37,9 +37,10 @@ from edgespec.models.heads import is_head
 from edgespec.weights.plan import Plan
 from edgespec.weights.ring import can_stream, measure_disk
 
-from ..common.hf_vocab import HfVocab, content_files, experts_of, first_line, load_vocab
+from ..common.hf_vocab import HfVocab, load_vocab
 from ..common.interrupts import Flag, interruptible
 from ..common.loader import loader
+from ..common.model_folder import content_files, experts_of, first_line
 from .head_files import head_bytes
 from .loading import LazyModel, open_model
 from .memory import (
@@ -360,7 +361,8 @@ class MlxPlan(LoadPlan):
         vocab: its tokenizer.
         size: of sessions and passes.
         layout: where weights lie; None: all stay in memory.
-        told: messages for the user on memory.
+        first_notes: first of the loaded model's notes. `notes` stays None, so that `doctor` prints those of the loaded
+            model.
         machine: that was planned for.
     """
 
@@ -368,7 +370,7 @@ class MlxPlan(LoadPlan):
     vocab: HfVocab
     size: PassSize
     layout: Layout | None
-    told: Sequence[str]
+    first_notes: Sequence[str]
     machine: Machine
 
 
@@ -405,8 +407,8 @@ class MlxEngine(Engine):
                 lazy, size, memory, used, drafts, machine, options.widest, options.own_layers
             )
         return MlxPlan(
-            path=path, options=options, lazy=lazy, vocab=vocab, size=size, layout=layout, weights=plan, told=notes,
-            machine=machine,
+            path=path, options=options, lazy=lazy, vocab=vocab, size=size, layout=layout, weights=plan,
+            first_notes=notes, machine=machine,
         )  # fmt: skip
 
     def load(self, plan: MlxPlan, way: Computing | None = None, progress: Progress | None = None) -> MlxBackend:
@@ -430,7 +432,7 @@ def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:
     """
     model, size, path, text_config = plan.lazy.model, plan.size, plan.path, plan.lazy.text_config
     recurrent, tolerance, leaves = is_recurrent(model), _tolerance(model), size.paths(model)
-    notes, sweep, widened = list(plan.told), None, size.budget > plan.options.budget
+    notes, sweep, widened = list(plan.first_notes), None, size.budget > plan.options.budget
     if plan.weights and plan.layout and plan.weights.streamed:
         sweep, more = _stream(model, plan.layout, plan.weights, plan.machine.disk, progress, path)
         notes += more

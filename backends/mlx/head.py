@@ -24,7 +24,7 @@ from edgespec.models.heads import LAYER, eagle_config, layers_read, own_name
 from edgespec.models.safetensors_header import Stored
 
 from ..common.heads import HeadOwner, HeadSession
-from ..common.hf_vocab import content_files, first_line
+from ..common.model_folder import content_files, first_line
 from .backend import MlxBackend
 from .head_files import head_tensors
 from .memory import MIN_NODES

@@ -11,7 +11,7 @@ from mlx_lm.utils import load_model
 from edgespec.errors import ModelError
 from edgespec.machine.files import read_json_object
 
-from ..common.hf_vocab import check_folder, first_line
+from ..common.model_folder import check_folder, first_line
 from .recurrent import is_recurrent, leaves_of
 from .tree import wrap_ropes
 

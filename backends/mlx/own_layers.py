@@ -10,7 +10,7 @@ from edgespec.errors import ModelError
 from edgespec.loop.backend import Logits, Work
 from edgespec.loop.engines import LoadOptions
 
-from ..common.hf_vocab import first_line
+from ..common.model_folder import first_line
 from ..common.own_layers import OwnLayersSession, kept_layers, limits_of, shortened, taken_over
 from .backend import MlxBackend
 from .session import MlxOwner, MlxSession

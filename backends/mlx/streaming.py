@@ -144,7 +144,7 @@ def address(array: Any) -> int:
 
 
 @dataclass(slots=True)
-class Step:
+class LayerGraph:
     """The graph of one layer for one work.
 
     Attributes:
@@ -191,7 +191,7 @@ class LayerSweep:
             OSError: a file cannot be read.
         """
         self.interrupted = Flag()
-        self._steps = list[Step]()
+        self._graphs = list[LayerGraph]()
         self._order = [layer.index for layer in plan.streamed]
         self._store = store
         layers = {layer.index: layer for layer in store.plan.streamed}
@@ -232,7 +232,7 @@ class LayerSweep:
                 )
 
     def _watch(self, layer: Any, index: int) -> None:
-        """Make a layer take its weights from this pass's slot, and record its step."""
+        """Make a layer take its weights from this pass's slot, and record its graph."""
         kind = type(layer)
 
         def call(module: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -241,7 +241,7 @@ class LayerSweep:
             found = list(leaves_of((*args, *kwargs.values())))
             cache = next((one for one in found if isinstance(one, TreeCache)), None)
             states = next((one for one in found if type(one) is ArraysCache), None)
-            self._steps.append(Step(index, x, made, cache, states))
+            self._graphs.append(LayerGraph(index, x, made, cache, states))
             return made
 
         layer.__class__ = type(kind.__name__, (kind,), {"__call__": call})  # an instance's `__call__` is not used
@@ -262,11 +262,11 @@ class LayerSweep:
         """
         self.streamer.begin()
         before = [Before(some) for some in caches]
-        self._steps = []
+        self._graphs = []
         try:
             result = write()
-            by_layer = {index: [step for step in self._steps if step.layer == index] for index in self._order}
-            self._steps = []
+            by_layer = {index: [graph for graph in self._graphs if graph.layer == index] for index in self._order}
+            self._graphs = []
             for index in self._order:
                 if self.interrupted.is_set():
                     raise Interrupted("the pass was interrupted")
@@ -277,18 +277,18 @@ class LayerSweep:
                 one.restore()
             raise
         finally:
-            self._steps = []
+            self._graphs = []
             self.streamer.finish()
 
-    def _compute(self, index: int, steps: list[Step], before: Sequence["Before"]) -> None:
-        for one, step in zip(before, steps, strict=True):
-            one.forget_until(step.cache)
-        mx.async_eval([step.taken for step in steps])  # earlier layers compute during the wait
+    def _compute(self, index: int, graphs: list[LayerGraph], before: Sequence["Before"]) -> None:
+        for one, graph in zip(before, graphs, strict=True):
+            one.forget_until(graph.cache)
+        mx.async_eval([graph.taken for graph in graphs])  # earlier layers compute during the wait
         self.streamer.enter(index)
-        outputs = [step.outputs for step in steps]
+        outputs = [graph.outputs for graph in graphs]
         try:
-            for one, step in zip(before, steps, strict=True):
-                one.forget(step.cache)
+            for one, graph in zip(before, graphs, strict=True):
+                one.forget(graph.cache)
             mx.eval(outputs)
         except BaseException:
             with suppress(RuntimeError):

@@ -22,11 +22,11 @@ from edgespec.loop.passes import check_batch
 from edgespec.loop.session_files import Saved, identity_of, write
 from edgespec.loop.shapes import BatchInvariance
 from edgespec.loop.tree import is_leaf, path_to
-from edgespec.planners.path_cost import CHEAP, MOST_UNREAD, States, paths_of, step_from
 
 from ..common.interrupts import Flag, interruptible
 from ..common.loader import loader
 from ..common.nodes import NodeSession
+from ..common.paths import CHEAP, MOST_UNREAD, States, paths_of, state_lane_from
 from ..common.row_logits import RowLogits
 from .model import Array, Layer, Model, evaluate, load_weights, perturbed, random_model
 
@@ -118,7 +118,6 @@ class ReferenceSession(NodeSession):
         if self._backend.interrupted.is_set():
             raise Interrupted("the pass was interrupted")
         x, self._cells[cell], after = evaluate(self._backend.model, token, len(seen), self._cells[seen], state)
-        assert after is not None
         return x, after
 
     def _logits(self, found: dict[int, Array], work: Work) -> Logits:
@@ -170,7 +169,7 @@ class RecurrentSession(ReferenceSession):
             self._bring_on(self._states.last)
         paths = paths_of(self._parents, first, self._tips)
         sizes = [len(path.nodes) + (self.unread_committed if path.start < 0 else 0) for path in paths]
-        step = step_from(self._states.kept, length, len(paths), max(sizes), 2 * CHEAP)
+        start = state_lane_from(self._states.kept, length, len(paths), max(sizes), 2 * CHEAP)
         found = dict[int, Array]()
         for path, size in zip(paths, sizes, strict=True):
             state = self._text(self._states.last, length) if path.start < 0 else self._tips[path.start]
@@ -178,8 +177,8 @@ class RecurrentSession(ReferenceSession):
                 found[node], state = self._evaluate(self._tokens[node], self._seen(node), length + node, state)
             if size == max(sizes):  # as in engines, where shorter paths repeat their last token
                 self._tips[path.nodes[-1]] = state
-        if self.unread_committed and step is not None:
-            self._bring_on(step)
+        if self.unread_committed and start is not None:
+            self._bring_on(start)
         return self._logits(found, work)
 
     def _text(self, start: int, stop: int) -> Array:

@@ -172,9 +172,7 @@ def recur(layer: Layer, h: Array, query: Array, cell: Array, state: Array) -> tu
     return read.reshape(-1), after
 
 
-def evaluate(
-    model: Model, token_id: int, position: int, past: Array, state: Array | None = None
-) -> tuple[Array, Array, Array | None]:
+def evaluate(model: Model, token_id: int, position: int, past: Array, state: Array) -> tuple[Array, Array, Array]:
     """One node through all layers.
 
     Args:
@@ -182,13 +180,13 @@ def evaluate(
         token_id: the node's token.
         position: its absolute position.
         past: cells it sees, in order of position, shape [position, layers, 2, heads, d].
-        state: of recurrent layers before it [layers, heads, d, d]; not changed.
+        state: of recurrent layers before it [layers, heads, d, d], or any array if no layer is recurrent; not changed.
 
     Returns:
         Its final vector [D], its own cell [layers, 2, heads, d]: keys and values, and the state after it.
     """
     x = model.embedding[token_id]
-    after = None if state is None else state.copy()
+    after = state.copy()
     cell = np.empty(past.shape[1:])
     for i, layer in enumerate(model.layers):
         h = rms_norm(x, layer.attention_norm)
@@ -199,7 +197,6 @@ def evaluate(
             seen = np.concatenate([past[:, i], cell[None, i]])
             mixed = attend(query, seen[:, 0], seen[:, 1])
         else:
-            assert after is not None
             mixed, after[i] = recur(layer, h, query, cell[i], after[i])
         x = x + layer.output @ mixed
         h = rms_norm(x, layer.mlp_norm)

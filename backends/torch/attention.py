@@ -202,7 +202,7 @@ def build_mask(
     window: int | None,
     dtype: Any,
     device: Any,
-    first: int = 0,
+    hides_first: bool = False,
 ) -> tuple[int, Any]:
     """
     Args:
@@ -212,7 +212,7 @@ def build_mask(
         window: how many positions, its own included, a node can look at; None: all.
         dtype: of the scores.
         device: where they are computed.
-        first: 1: cell 0 is hidden from all others.
+        hides_first: cell 0 is hidden from all others.
 
     Returns:
         The first cell that any node can see, and an `additive` mask of the cells from there on. The mask is None if
@@ -221,9 +221,9 @@ def build_mask(
     count = len(sees)
     new = np.asarray(positions[len(positions) - count :])
     low = max(0, int(new.min()) - window + 1) if window is not None else 0
-    low = min(max(low, first), length)
+    low = min(max(low, int(hides_first)), length)
     within_text = window is None or int(new.max()) < window
-    hidden = first > length and sees.shape[1] > 1  # cell 0 is that of node 0
+    hidden = hides_first and length == 0 and sees.shape[1] > 1  # cell 0 is that of node 0
     if (
         within_text
         and not hidden

@@ -39,9 +39,10 @@ from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, choose_width, two_digit
 from edgespec.weights.ring import CANNOT_STREAM, can_stream
 
 from ..common.heads import head_size
-from ..common.hf_vocab import check_folder, content_files, experts_of, load_vocab
+from ..common.hf_vocab import load_vocab
 from ..common.interrupts import Flag, interruptible
 from ..common.loader import loader, no_further_positions
+from ..common.model_folder import check_folder, content_files, experts_of
 from ..common.recurrent import most_paths, states_of
 from .attention import Part, Tree, build_mask, run
 from .disk import NUMBER, mapped_bytes
@@ -112,13 +113,13 @@ class TorchBackend:
         streamer: None: all layers are resident.
         sessions: that are open.
         spans: of all layers.
-        first: 1: the cell of a sequence's first token is hidden.
+        hides_first: the cell of a sequence's first token is hidden.
         sparse: chooses cells; None: all are read.
         keeps_queries: sessions have `TorchSession.queries`.
     """
 
     name = "torch"
-    first = 0
+    hides_first = False
 
     def __init__(
         self,
@@ -266,7 +267,7 @@ class TorchBackend:
         length = len(session.token_ids)
         everywhere = session.positions + placement.positions
         masks = {
-            window: build_mask(placement.sees, everywhere, length, window, self.dtype, self.device, self.first)
+            window: build_mask(placement.sees, everywhere, length, window, self.dtype, self.device, self.hides_first)
             for window in set(self.windows)
         }
         start = length + placement.first
@@ -404,7 +405,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
         MissingPackage: nf4 needs bitsandbytes.
     """
     path, options, gpu, device = plan.path, plan.options, plan.gpu, torch.device(plan.device)
-    there, dtype, before = in_bytes("gpu_memory", options.gpu_memory), options.dtype, process.private_memory()
+    device_memory, dtype, before = in_bytes("gpu_memory", options.gpu_memory), options.dtype, process.private_memory()
     torch.set_num_threads(options.threads or min(torch.get_num_threads(), plan.cores))
     vocab = load_vocab(path)
     with named(path), out_of_memory("the model"):
@@ -425,9 +426,9 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
         if gpu and plan.streams:
             host = Host(folder, plan.memory, needed, apart=True)
         elif device.type == "cpu" and plan.streams:
-            there, host = plan.memory, Host(folder, plan.memory, needed, apart=False)
+            device_memory, host = plan.memory, Host(folder, plan.memory, needed, apart=False)
         elif plan.shared is not None:
-            there = min(plan.shared, plan.memory)
+            device_memory = min(plan.shared, plan.memory)
         form, kept = PLAIN, None
         if has_stored_nf4_layers(model):
             if options.keep_packed:
@@ -441,7 +442,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
             form = nf4_form(device, kept)
         backend = assemble(
             model, vocab, device, context_length=options.context_length, budget=options.budget, widest=options.widest,
-            sessions=options.sessions, memory=there, gpu=gpu, others=plan.others,
+            sessions=options.sessions, memory=device_memory, gpu=gpu, others=plan.others,
             gpu_layers=options.gpu_layers if gpu else None,
             copies=copies or (CudaCopies if device.type == "cuda" else HostCopies), host=host,
             form=form, head=head, own_layers=options.own_layers,
@@ -558,7 +559,8 @@ def assemble(
         def fixed(width: int) -> int:
             wanted = limits(width).max_wanted
             work = work_bytes(model, limits(width), wanted) + head[0] + sessions * cells(width)[3] * head[1]
-            return int(held + sum(caches_of(width)) + work - (WORKSPACE if host and not host.apart else 0))  # CUDA's
+            # The workspace is CUDA's, so a processor needs none.
+            return int(held + sum(caches_of(width)) + work - (WORKSPACE if host and not host.apart else 0))
 
         def place(width: int) -> Placement:
             work = work_bytes(model, limits(width), None)
@@ -581,7 +583,7 @@ def assemble(
         ends = list(accumulate(placement.counts))
         devices = [device, *(torch.device(one.name) for one in others)]
         every = zip(devices, map(range, [0, *ends], ends), strict=True)
-        spans = [(place, numbers) for place, numbers in every if numbers or place is device]
+        spans = [(where, numbers) for where, numbers in every if numbers or where is device]
         streamer = place_layers(model, spans, sizes, placement, copies, host, form)
     shape, capabilities = cells(width), limits(width)
     try:
@@ -589,8 +591,8 @@ def assemble(
             capabilities = replace(capabilities, streams=True, experts=None)  # all experts of a layer are streamed
             notes = streaming_notes(streamer, config.num_hidden_layers)
         place_others(model, device)
-        for place, numbers in spans:
-            decoder_layers(model)[numbers.start : numbers.stop].to(place)
+        for where, numbers in spans:
+            decoder_layers(model)[numbers.start : numbers.stop].to(where)
         align(model)
         connect(decoder_layers(model), spans)
         cache, probe = make_cache(model, device) if recurrent else (None, run_probe(model, device))

@@ -6,6 +6,7 @@ is read from the model's file if its tensors lie there together, else from a cop
 
 import hashlib
 import json
+import math
 import os
 import queue
 import shutil
@@ -155,10 +156,11 @@ class Feeder:
                 last = number
                 self._ring.enter(number)
                 self._engine.fill(buffer, target, self._staging.block(self._ring.slot(number), number))
-            except EdgespecError as raised:
-                error, last = raised, len(self._staging.plan.streamed)
             except Exception as raised:  # else `wait` would not return
-                error, last = ModelError(f"a layer cannot be sent to the device: {raised}"), 1 << 30
+                if not isinstance(raised, EdgespecError):
+                    raised = ModelError(f"a layer cannot be sent to the device: {raised}")
+                error = raised
+                last = math.inf  # so the next block begins a pass
             with self._changed:
                 self._sent[buffer] += 1
                 self._errors[buffer] = error

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from edgespec.errors import ModelError
 from edgespec.models.heads import LAYER, eagle_config, layers_read, own_name
 
-from ..common.hf_vocab import first_line
+from ..common.model_folder import first_line
 
 LAYERS = 3  # of the target, whose inputs a head reads
 

@@ -40,7 +40,7 @@ class TorchHead(TorchBackend):
         width: as of `HeadOwner`.
     """
 
-    first = 1  # a sequence's first token has no state before it
+    hides_first = True  # a sequence's first token has no state before it
 
     def __init__(self, target: TorchBackend, head: Any, sessions: int) -> None:
         limits = replace(

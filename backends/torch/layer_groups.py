@@ -1,5 +1,6 @@
-"""Layers of a model in groups, as EasySpec has it (arXiv 2502.02493): the attention of each has the group's input.
+"""Layers of a model in groups, as EasySpec has it (arXiv 2502.02493).
 
+The attention of each layer reads what the first layer of its group reads.
 Devices could compute these attentions at once. Here one device computes them one after the other.
 """
 

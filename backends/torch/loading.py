@@ -20,7 +20,7 @@ from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import Gpu
 from edgespec.weights.plan import consecutive_layers, layers_by_device, layers_on_gpu
 
-from ..common.hf_vocab import LOCAL, first_line, read_config
+from ..common.model_folder import LOCAL, first_line, read_config
 from .attention import ATTENTION, Probe, run
 from .disk import STAGING, Feeder, Pack, Source, Staging, find_run, mapped_bytes, read_folder, same_bytes
 from .offload import (
@@ -374,12 +374,12 @@ def choose_placement(
     elsewhere = len(sizes) - counts[0]
     sizes, fixed = sizes[: counts[0]], fixed - sum(caches[counts[0] :])
 
-    def place(count: int, room: int, wait: Callable[[Sequence[int]], Sequence[int]]) -> Placement:
+    def place(count: int, room: int, choose_on_disk: Callable[[Sequence[int]], Sequence[int]]) -> Placement:
         total = len(sizes)
         streamed = consecutive_layers(total, total - count) if own_layers else streamed_layers(total, count)
         left = room - sum(size for i, size in enumerate(sizes) if i not in streamed)
         buffers = min(left // max(sizes), MOST_BUFFERS, len(streamed))
-        return Placement(streamed, wait(streamed), max(buffers, BUFFERS), counts)
+        return Placement(streamed, choose_on_disk(streamed), max(buffers, BUFFERS), counts)
 
     if host and not host.apart:
         fixed += host.needed

@@ -23,7 +23,7 @@ from edgespec.loop.engines import LoadOptions
 from edgespec.loop.session_files import content_of
 from edgespec.models.safetensors_header import Stored
 
-from ..common.hf_vocab import content_files, first_line
+from ..common.model_folder import content_files, first_line
 from .attention import Tree
 from .backend import TorchBackend
 from .head import TorchHead, as_target

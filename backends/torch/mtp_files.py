@@ -7,7 +7,7 @@ from typing import Any
 from edgespec.errors import ModelError
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
 
-from ..common.hf_vocab import check_folder, read_config
+from ..common.model_folder import check_folder, read_config
 from .loading import FULL
 
 KINDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "nemotron_h")  # `model_type`

@@ -15,8 +15,8 @@ from edgespec.errors import EdgespecError, ModelError
 from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.passes import check_batch
 
-from ..common.hf_vocab import first_line
 from ..common.interrupts import Flag, interruptible
+from ..common.model_folder import first_line
 from ..common.recurrent import Lane, Rectangle, RecurrentSession, RecurrentStates
 from .attention import Part, Probe, Tree, additive, finish
 from .session import TorchOwner, TorchSession

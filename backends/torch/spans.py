@@ -9,7 +9,7 @@ import torch
 
 from edgespec.errors import ModelError
 
-from ..common.hf_vocab import first_line
+from ..common.model_folder import first_line
 from .attention import Tree
 
 Spans = Sequence[tuple[Any, range]]  # devices, and the numbers of their layers in order
@@ -65,7 +65,8 @@ class Cells:
 
 def connect(layers: Sequence[Any], spans: Spans) -> None:
     """Move the inputs of a further device's layers there, and the last layer's output to the first device."""
-    # Of a pass, by number and device. The inputs stay, too, else another one could get the number.
+    # What a pass has moved, by `id` and device. The input is held, too: if it were freed, another object could get its
+    # `id`.
     moved = dict[tuple[int, Any], tuple[Any, Any]]()
 
     def move(value: Any, device: Any) -> Any:

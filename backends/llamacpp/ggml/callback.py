@@ -1,4 +1,4 @@
-"""A callback for every node of a pass."""
+"""A callback for every operation of a pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +7,8 @@ from ...common.signals import Signals
 from .files import llama_cpp
 
 
-class NodeCallback:
-    """Calls a function before each node, to ask if the node is to be reported, and again after a reported node."""
+class OperationCallback:
+    """Calls a function before each operation, to ask if it is to be reported, and again after a reported one."""
 
     def __init__(self, called: Callable[[int, bool], bool]) -> None:
         """
@@ -20,15 +20,15 @@ class NodeCallback:
         self._seen: list[int] | None = None
         self.signals = Signals()
 
-    def nodes(self, context: Any, whole: bool = False) -> list[int]:
+    def operations(self, context: Any, whole: bool = False) -> list[int]:
         """
         Args:
             context: llama.cpp's; its cache is cleared.
-            whole: compute all nodes, as a GPU needs: its nodes come in separate graphs, one after the other. False:
-                only the first.
+            whole: compute all operations, as a GPU needs: its operations come in separate graphs, one after the other.
+                False: stop in the first graph.
 
         Returns:
-            Addresses of all nodes of a pass over one token.
+            Addresses of all operations of a pass over one token.
         """
         self._seen = found = list[int]()
         stop, token = llama_cpp.ggml_abort_callback(lambda data: True), (llama_cpp.llama_token * 1)(0)

@@ -238,7 +238,10 @@ class GgufInit(ctypes.Structure):
 
 @cache
 def ggml_library(name: str) -> Any:
-    """Load a library, such as "ggml-cpu", by the name that libllama uses; copies with other names have own devices."""
+    """Load a library, such as "ggml-cpu", by the name that libllama uses.
+
+    By another name it would be loaded again, with devices of its own.
+    """
     names = {"darwin": (f"lib{name}.0.dylib", f"lib{name}.dylib"), "win32": (f"{name}.dll",)}.get(
         sys.platform, (f"lib{name}.so.0", f"lib{name}.so")
     )

@@ -1,3 +1,5 @@
+"""Tensors of a compute graph in llama.cpp's memory, read and changed in place."""
+
 import ctypes
 
 import numpy as np
@@ -42,14 +44,14 @@ def source_addresses(address: int) -> list[int]:
     return [source for source in GgmlTensor.from_address(address).src if source]
 
 
-def skip_rows(node: int, numbers: int, rows: int) -> None:
-    """Compute only the first rows of the next node, a product with chosen experts; the others become 0.
+def skip_rows(product: int, numbers: int, rows: int) -> None:
+    """Compute only the first rows of the next operation, a product with chosen experts; the others become 0.
 
     Args:
-        node: address of the product.
+        product: address of the product.
         numbers: address of the tensor of chosen experts.
         rows: number of rows to compute; the caller must restore `ne[1]` of `numbers`.
     """
     GgmlTensor.from_address(numbers).ne[1] = rows
-    found = GgmlTensor.from_address(node)
+    found = GgmlTensor.from_address(product)
     ctypes.memset(found.data + rows * found.nb[2], 0, (found.ne[2] - rows) * found.nb[2])

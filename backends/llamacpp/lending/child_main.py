@@ -31,7 +31,7 @@ class Host:
         model = load_here(plan, plan.ways[-1], lambda *counts: self._send("progress", counts))
         model.computing = {**model.computing, "lenders": self._lenders}
         self._model = model
-        model.stop.lie_in(self._flag)
+        model.stop.use_flag(self._flag)
         return Facts(model.capabilities, list(model.notes), model.build, model.computing, model.plan, model.placed)
 
     def open(self) -> int:

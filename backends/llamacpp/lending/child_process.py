@@ -253,7 +253,7 @@ class Child:
 
 
 def flag_in(file: int) -> Any:
-    """Map two bytes of a file as shared memory; see `Stop.lie_in`."""
+    """Map two bytes of a file as shared memory; see `Stop.use_flag`."""
     return (ctypes.c_char * 2).from_buffer(mmap.mmap(file, mmap.PAGESIZE))
 
 

@@ -150,7 +150,7 @@ def choose_lent(tensors: Sequence[Tensor], room: int, needed: int, buffers: int,
         with suppress(NoRoom):
             if make_plan(tensors, room, needed, on_device=lent, output_here=True) is None:
                 return lent + 1 if lent else 0
-    return most if most < 0 else max(0, most)
+    return most
 
 
 def lent_line(path: str, gpu_layers: int) -> str:

@@ -60,7 +60,7 @@ def capture_cpu_backend() -> Iterator[list[int]]:
 
 
 def row_hook(backend: int) -> Callable[[int], None]:
-    tell = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_bool)(_teller(_device()) or 0)
+    tell = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_bool)(_use_ref_switch(_device()) or 0)
     return lambda rows: tell(backend, rows == 1)
 
 
@@ -71,11 +71,11 @@ def _device() -> int | None:
         if library.ggml_backend_dev_type(device) == PROCESSOR:
             registry = library.ggml_backend_dev_backend_reg(device)
             known = ctypes.cast(registry, ctypes.POINTER(ctypes.c_int)).contents.value == LAYOUT
-            return device if known and _teller(device) else None
+            return device if known and _use_ref_switch(device) else None
     return None
 
 
-def _teller(device: int | None) -> int | None:
+def _use_ref_switch(device: int | None) -> int | None:
     library = ggml()
     registry = library.ggml_backend_dev_backend_reg(device)
     found: int | None = library.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_cpu_set_use_ref")

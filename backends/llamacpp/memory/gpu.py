@@ -66,7 +66,8 @@ class Buffers:
         """`compute`, and copies of caches: a layer without one reads another layer's, which the processor may have."""
         count = len(self.caches)
         there = self.caches[count - layers_on_gpu(gpu_layers, count) :]
-        copies = there.count(0) if len(there) < count and there.count(0) > len(there) - 2 else 0
+        own = len(there) - there.count(0)
+        copies = there.count(0) if len(there) < count and own < 2 else 0
         return self.compute + copies * max(self.caches, default=0)
 
 
@@ -118,7 +119,7 @@ def ggml() -> Any:
 
 
 def auto_layers(
-    found: Sequence[Gpu],
+    gpus: Sequence[Gpu],
     tensors: Sequence[Tensor],
     buffers: Buffers,
     drafts: int,
@@ -128,7 +129,7 @@ def auto_layers(
 ) -> int:
     """
     Args:
-        found: the GPUs.
+        gpus: the GPUs.
         tensors: of the model.
         buffers: of its context.
         drafts: bytes of the draft models, with their buffers.
@@ -138,10 +139,10 @@ def auto_layers(
     Returns:
         `gpu_layers` of `LoadOptions`.
     """
-    if not found:
+    if not gpus:
         return 0
-    own = [gpu for gpu in found if not gpu.shared]
-    room = room_on(found, buffers)
+    own = [gpu for gpu in gpus if not gpu.shared]
+    room = room_on(gpus, buffers)
     if drafts <= room // 2:  # a small draft model makes many passes, so it comes before a few layers
         room -= drafts
     copied = largest_copy(tensors, not own)
@@ -156,11 +157,11 @@ def auto_layers(
     return _layers_on_mac(tensors, room, copied, buffers, plan) if platform == "darwin" else 0
 
 
-def room_on(found: Sequence[Gpu], buffers: Buffers) -> int:
+def room_on(gpus: Sequence[Gpu], buffers: Buffers) -> int:
     """Bytes for weights and caches on these GPUs: those with their own memory, or one that shares the machine's."""
-    own = [gpu for gpu in found if not gpu.shared]
+    own = [gpu for gpu in gpus if not gpu.shared]
     if not own:
-        return found[0].free - buffers.compute
+        return gpus[0].free - buffers.compute
     reserves = sum(max(0, RESERVE - gpu.used) + buffers.compute for gpu in own)
     return int(sum(gpu.free for gpu in own) * (1 - SAFETY)) - reserves
 
@@ -254,20 +255,20 @@ class Override(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
-def experts_too_large(found: Sequence[Gpu], tensors: Sequence[Tensor], gpu_layers: int, buffers: Buffers) -> bool:
+def experts_too_large(gpus: Sequence[Gpu], tensors: Sequence[Tensor], gpu_layers: int, buffers: Buffers) -> bool:
     """True if GPUs with their own memory cannot hold the output and `gpu_layers` layers with their experts.
 
     Args:
-        found: the GPUs.
+        gpus: the GPUs.
         tensors: of the model.
         gpu_layers: as for `load`, not 0.
         buffers: of its context.
     """
     there = divide(tensors, gpu_layers)[1]
-    if not any(EXPERTS.search(tensor.name) for tensor in there) or all(gpu.shared for gpu in found):
+    if not any(EXPERTS.search(tensor.name) for tensor in there) or all(gpu.shared for gpu in gpus):
         return False
     needed = sum(tensor.size for tensor in there) + buffers.caches_on_gpu(gpu_layers)
-    return needed > room_on(found, buffers)
+    return needed > room_on(gpus, buffers)
 
 
 def kept_off(

@@ -1,9 +1,9 @@
-"""Hooks of a pass, which wait until the weights of the next node are in memory."""
+"""Hooks of a pass, which wait until the weights of the next operation are in memory."""
 
 from edgespec.errors import Interrupted
 from edgespec.weights.ring import Streamer
 
-from ..ggml.callback import NodeCallback
+from ..ggml.callback import OperationCallback
 from ..ggml.files import ggml_base
 from ..ggml.stop import Stop
 from .mixture import Mixture
@@ -13,9 +13,9 @@ from .skip_padding import SkipPadding
 class LayerHooks:
     """Hooks that keep a streamer in step with a pass.
 
-    Nodes are named after their layer ("ffn_out-7"). llama.cpp asks for each node if it shall be reported; if so, it
-    computes up to that node, and reports it. So at the next question, all earlier nodes are computed. The first pass
-    reports every node, and so finds the last node before each streamed layer; later passes stop only there.
+    Operations are named after their layer ("ffn_out-7"). llama.cpp asks for each if it shall be reported; if so, it
+    computes up to that operation, and reports it. So at the next question, all earlier ones are computed. The first
+    pass reports every operation, and so finds the last one before each streamed layer; later passes stop only there.
 
     Attributes:
         error: raised in the callback; `forward` raises it again, because C code cannot.
@@ -23,17 +23,17 @@ class LayerHooks:
 
     def __init__(self, streamer: Streamer) -> None:
         self.error: BaseException | None = None
-        self._watched = NodeCallback(self._called)
+        self._watched = OperationCallback(self._called)
         self.callback, self.signals = self._watched.callback, self._watched.signals
-        self.nodes = self._watched.nodes
+        self.operations = self._watched.operations
         self.streamer = streamer
         self.mixture: Mixture | None = None
         self.skip_padding: SkipPadding | None = None
         self.stop: Stop | None = None
         self._streamed = {layer.index for layer in streamer.plan.streamed}
-        self._layer_of: dict[bytes, int] = {}  # by node; -1: its name has no layer
+        self._layer_of: dict[bytes, int] = {}  # by operation; -1: its name has no layer
         self._name_of = ggml_base().ggml_get_name
-        self._last_nodes: set[bytes] = set()
+        self._last_operations: set[bytes] = set()
         self._learning, self._layer, self._name, self._reported = True, -1, b"", True
 
     def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
@@ -46,7 +46,7 @@ class LayerHooks:
         if chooser := self.mixture or self.skip_padding:
             chooser.begin(prompt=prompt, rows=rows, padding=padding)
         self.error = None
-        self._learning = bool(self._streamed) and not self._last_nodes
+        self._learning = bool(self._streamed) and not self._last_operations
         self._layer, self._name, self._reported = -1, b"", True
 
     @property
@@ -65,7 +65,7 @@ class LayerHooks:
             return True
         try:
             self.signals.obey()
-            if self.stop and self.stop.is_set:
+            if self.stop and self.stop.is_set():
                 raise Interrupted("the pass was interrupted")
             return self._asked(self._name_of(tensor), tensor)
         except BaseException as error:
@@ -89,13 +89,13 @@ class LayerHooks:
             self._layer = -1
         new = layer > self._layer and layer in self._streamed
         if new:
-            self._last_nodes.add(self._name)
+            self._last_operations.add(self._name)
         if new and self._reported:
             self.streamer.enter(layer)
         if not new or self._reported:
             self._layer = max(layer, self._layer)
         stop = self.mixture is not None and self.mixture.asked(name, tensor, self._reported)
-        # In a graph unlike the first, a layer may begin without a report: report this node, then enter the layer.
-        self._reported = stop or self._learning or name in self._last_nodes or self._layer < layer
+        # In a graph unlike the first, a layer may begin without a report: report this operation, then enter the layer.
+        self._reported = stop or self._learning or name in self._last_operations or self._layer < layer
         self._name = name
         return self._reported

@@ -2,12 +2,12 @@
 
 llama.cpp finds the weights of expert e at `data + e * nb[2]` of a tensor with all experts of a layer. Before a layer's
 experts are computed, `data` gets the address of the slots of `edgespec/weights/expert_memory.py`, and slot numbers
-replace the numbers of the chosen experts; each pass restores both. An unchanged node reads the mapped file.
+replace the numbers of the chosen experts; each pass restores both. An unchanged operation reads the mapped file.
 
 Nodes of a layer (llama-graph.cpp, `build_moe_ffn`):
 
     ffn_moe_topk            the chosen experts [used, rows], the first columns of a sorted matrix
-    ffn_moe_weights*        their weights in the sum: the last nodes that need the experts' own numbers
+    ffn_moe_weights*        their weights in the sum: the last operations that need the experts' own numbers
     ffn_moe_gate, *_up      the first expert weights
     ffn_moe_down            the last
 """
@@ -29,25 +29,25 @@ from edgespec.weights.preload import Progress
 
 from ..ggml.files import ggml_base, loaded_tensors, parts
 from ..ggml.ggml_tensor import GgmlTensor, is_here, is_known, skip_rows
-from .planning import find_layers
+from .planning import find_expert_layers
 
 NEARLY_ALL = 0.9  # share of a layer's chosen experts that makes all of the next layer's worth a read
 ADD_ROWS = b"ADD_ID"  # adds the chosen experts' rows of a small matrix, such as a bias
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class Operation:
     name: bytes
     op: bytes
     sources: tuple[int, ...]
     names: tuple[bytes, ...]
 
 
-def node_at(address: int) -> Node:
+def operation_at(address: int) -> Operation:
     tensor = GgmlTensor.from_address(address)
     sources = tuple(source or 0 for source in tensor.src)
     names = tuple(GgmlTensor.from_address(source).name if source else b"" for source in sources)
-    return Node(tensor.name, ggml_base().ggml_op_desc(address), sources, names)
+    return Operation(tensor.name, ggml_base().ggml_op_desc(address), sources, names)
 
 
 def root_of(address: int) -> int:
@@ -79,7 +79,7 @@ class Layer:
 
 
 class Mixture:
-    """Keeps an `ExpertMemory` in step with a pass; `LayerHooks` calls it for every node."""
+    """Keeps an `ExpertMemory` in step with a pass; `LayerHooks` calls it for every operation."""
 
     def __init__(self, memory: ExpertMemory, used: int, about: dict[str, Any] | None) -> None:
         """
@@ -93,7 +93,7 @@ class Mixture:
         self.shape = memory.layers[0].count, used
         self._layers: list[Layer] = []
         self._copies: list[Any] = []
-        self._users: dict[bytes, tuple[int, int]] = {}  # indices of layer and weight, by node
+        self._users: dict[bytes, tuple[int, int]] = {}  # indices of layer and weight, by operation
         self._first: set[bytes] = set()
         self._before: set[bytes] = set()
         self._told: list[Layer] = []
@@ -112,17 +112,17 @@ class Mixture:
         return self.memory.wanted, self.memory.hits, self.memory.bytes_read
 
     def learn(self, addresses: Sequence[int]) -> str:
-        """Find the experts' nodes.
+        """Find the experts' operations.
 
         Args:
-            addresses: of all nodes of a pass.
+            addresses: of all operations of a pass.
 
         Returns:
             Reason that experts cannot be read as they are chosen, or "".
         """
         if not addresses or not is_known(addresses[0]):
             return "this build of llama.cpp has another layout of tensors"
-        nodes = [node_at(address) for address in addresses]
+        operations = [operation_at(address) for address in addresses]
         numbers = {layer.index: number for number, layer in enumerate(self.memory.layers)}
         places = {
             tensor.name.encode(): (number, i)
@@ -131,23 +131,23 @@ class Mixture:
         }
         self._layers = [Layer() for _ in numbers]
         chosen: dict[int, int] = {}
-        for i, node in enumerate(nodes):
-            if node.op == b"MUL_MAT_ID" and node.names[0] in places:
-                if node.name in self._users:
-                    return f"two nodes are called {node.name.decode()}"
-                if not all(map(is_here, (node.sources[0], node.sources[2]))):
-                    return f"{node.name.decode()} is computed where this program cannot look"
-                number, weight = self._users[node.name] = places[node.names[0]]
+        for i, operation in enumerate(operations):
+            if operation.op == b"MUL_MAT_ID" and operation.names[0] in places:
+                if operation.name in self._users:
+                    return f"two operations are called {operation.name.decode()}"
+                if not all(map(is_here, (operation.sources[0], operation.sources[2]))):
+                    return f"{operation.name.decode()} is computed where this program cannot look"
+                number, weight = self._users[operation.name] = places[operation.names[0]]
                 if not self._layers[number].weights:
-                    self._first.add(node.name)
-                self._before.add(nodes[i - 1].name)
-                chosen |= dict.fromkeys((node.sources[2], root_of(node.sources[2])), number)
-                data = GgmlTensor.from_address(node.sources[0]).data
-                self._layers[number].weights.append((node.sources[0], data, self.memory.base(number, weight)))
-            elif node.op == ADD_ROWS and node.sources[2] in chosen:
-                self._add_rows(self._layers[chosen[node.sources[2]]], node.sources[1])
-            elif chosen.keys() & {*node.sources, *map(root_of, node.sources)}:
-                return f"{node.name.decode()} needs the experts' numbers when they are gone"
+                    self._first.add(operation.name)
+                self._before.add(operations[i - 1].name)
+                chosen |= dict.fromkeys((operation.sources[2], root_of(operation.sources[2])), number)
+                data = GgmlTensor.from_address(operation.sources[0]).data
+                self._layers[number].weights.append((operation.sources[0], data, self.memory.base(number, weight)))
+            elif operation.op == ADD_ROWS and operation.sources[2] in chosen:
+                self._add_rows(self._layers[chosen[operation.sources[2]]], operation.sources[1])
+            elif chosen.keys() & {*operation.sources, *map(root_of, operation.sources)}:
+                return f"{operation.name.decode()} needs the experts' numbers when they are gone"
         for number, layer in enumerate(self.memory.layers):
             if len(self._layers[number].weights) != len(layer.tensors):
                 return f"the graph has other experts in layer {layer.index} than the file"
@@ -177,15 +177,15 @@ class Mixture:
         self._chosen = -1
 
     def asked(self, name: bytes, tensor: int, reported: bool) -> bool:
-        """Prepare the next node.
+        """Prepare the next operation.
 
         Args:
-            name: of the node.
+            name: of the operation.
             tensor: its address.
-            reported: all earlier nodes are computed.
+            reported: all earlier operations are computed.
 
         Returns:
-            True if the pass must stop after this node.
+            True if the pass must stop after this operation.
 
         Raises:
             ModelError: the disk failed.
@@ -204,13 +204,13 @@ class Mixture:
                 self._go_on(weight, reported)
         return name in self._before
 
-    def _leave_padding(self, node: int) -> None:
-        """Skip padding rows of the next node; if `node` is 0, compute all rows."""
+    def _leave_padding(self, product: int) -> None:
+        """Skip padding rows of the next operation, `product`; if it is 0, compute all rows."""
         address, rows = self._numbers
         if not address:
             return
-        if node:
-            skip_rows(node, address, rows)
+        if product:
+            skip_rows(product, address, rows)
         else:
             GgmlTensor.from_address(address).ne[1] = self._rows
 
@@ -272,13 +272,13 @@ class Mixture:
 
 
 def open_mixture(
-    path: str, plan: Plan, nodes: Sequence[int], notes: list[str], progress: Progress, *, keep: bool
+    path: str, plan: Plan, operations: Sequence[int], notes: list[str], progress: Progress, *, keep: bool
 ) -> Mixture | None:
     """
     Args:
         path: of the model; for a split one its first file.
         plan: that gives experts slots.
-        nodes: of a pass: `LayerHooks.nodes`.
+        operations: of a pass: `LayerHooks.operations`.
         notes: gets messages for the user.
         progress: of reading experts at load.
         keep: remember which experts were used most, and begin with what is remembered.
@@ -289,7 +289,7 @@ def open_mixture(
     Raises:
         ModelError: the experts cannot be read.
     """
-    layers = find_layers(path, loaded_tensors(path))
+    layers = find_expert_layers(path, loaded_tensors(path))
     used = int(own_values(path).get("expert_used_count", 1))
     about = {"kind": "experts", "target": identity(path)} if keep else None
     try:
@@ -297,7 +297,7 @@ def open_mixture(
     except OSError as error:
         raise ModelError(f"{path}: experts cannot be read: {error}") from error
     try:
-        if why := mixture.learn(nodes):
+        if why := mixture.learn(operations):
             notes.append(f"experts are left to the page cache, which is slow: {why}")
             mixture.memory.close()
             return None

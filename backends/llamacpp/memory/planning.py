@@ -187,10 +187,10 @@ class MemoryPlanner:
             lent = memory_of_lenders(self.borrowed)
             return choose_lent(self.tensors, self.room, needed, caches, lent, len(self.borrowed) - 1)
         most = in_bytes("gpu_memory", self.options.gpu_memory)
-        found = list(self.machine.gpus)
+        gpus = list(self.machine.gpus)
         if most is not None:
-            found = [replace(gpu, free=min(gpu.free, max(0, most - gpu.used))) for gpu in found]
-        if not found:
+            gpus = [replace(gpu, free=min(gpu.free, max(0, most - gpu.used))) for gpu in gpus]
+        if not gpus:
             if most is None:
                 return 0
             raise UsageError(
@@ -200,18 +200,18 @@ class MemoryPlanner:
         [buffers] = self._rehearse(self.path, [size])
 
         def plan(kept: int) -> Plan | None:
-            found = None
+            best = None
             for streams in () if self.options.resident else (True, False)[: 1 + bool(kept)]:
                 needed = self.needs([size], kept + 1 if kept else 0, streams)[0] + drafts
-                found = make_plan(self.tensors, self.room, needed, kept=max(kept, self.head_layers))
-                if found and found.streamed:
+                best = make_plan(self.tensors, self.room, needed, kept=max(kept, self.head_layers))
+                if best and best.streamed:
                     break
-            return found
+            return best
 
-        layers = auto_layers(found, self.tensors, buffers, drafts, plan, platform=self.machine.platform)
+        layers = auto_layers(gpus, self.tensors, buffers, drafts, plan, platform=self.machine.platform)
         # The GPU gets no layers if experts are read from disk: that combination is not measured.
         try:
-            from_disk = layers > 0 and bool(self.find_layers()) and plan(0) is not None
+            from_disk = layers > 0 and bool(self.find_expert_layers()) and plan(0) is not None
         except NoRoom:
             from_disk = False
         return 0 if from_disk else layers
@@ -241,9 +241,9 @@ class MemoryPlanner:
         rooms = [room_on(gpus, one) - one.caches_on_gpu(gpu_layers) for one in buffers]
         return max(1, sum(weights <= room - (drafts if drafts <= room // 2 else 0) for room in rooms))
 
-    def find_layers(self) -> list[ExpertLayer]:
+    def find_expert_layers(self) -> list[ExpertLayer]:
         tensors = loaded_tensors(self.path) if self.options.own_head else self.tensors
-        return find_layers(self.path, tensors) if self.machine.moves_pages else []
+        return find_expert_layers(self.path, tensors) if self.machine.moves_pages else []
 
     def plan_memory(
         self, size: ContextSize, gpu_layers: int, experts_here: bool
@@ -261,7 +261,7 @@ class MemoryPlanner:
         if not can_stream(self.machine):
             return None, size, [CANNOT_STREAM] if self.memory is not None or self.file_sizes > self.left else []
         count = count_layers(self.tensors)
-        layers = [] if lent and gpu_layers else self.find_layers()
+        layers = [] if lent and gpu_layers else self.find_expert_layers()
         # The GPU gets the last layers and the output; a Mac's GPU keeps them in the planned memory.
         on_gpu = layers_on_gpu(gpu_layers, count)
         shares = self.machine.platform == "darwin" and not lent
@@ -301,7 +301,7 @@ class MemoryPlanner:
         return plan, sizes[best], notes
 
 
-def find_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
+def find_expert_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
     if not any(EXPERTS.search(tensor.name) for tensor in tensors):
         return []
     loaded = [tensor for tensor in tensors if tensor.size]

@@ -8,11 +8,11 @@ from typing import Any
 
 from edgespec.models.gguf_header import own_values
 
-from ..ggml.callback import NodeCallback
+from ..ggml.callback import OperationCallback
 from ..ggml.files import ggml_base
 from ..ggml.ggml_tensor import GgmlTensor, is_here, is_known, skip_rows
 from ..ggml.stop import Stop
-from .mixture import node_at
+from .mixture import operation_at
 
 
 def has_experts(path: str) -> bool:
@@ -20,13 +20,18 @@ def has_experts(path: str) -> bool:
 
 
 class SkipPadding:
+    """Takes the place of `LayerHooks` where memory holds all weights, so it has the attributes that a pass uses.
+
+    Where the page cache holds experts, it works inside of a `LayerHooks` (`LayerHooks.skip_padding`).
+    """
+
     streamer = mixture = error = None
     wait_seconds = 0.0
 
     def __init__(self) -> None:
         self.stop: Stop | None = None
         self.skip_padding: SkipPadding | None = self
-        self._watched = NodeCallback(self._called)
+        self._watched = OperationCallback(self._called)
         self.callback, self.signals = self._watched.callback, self._watched.signals
         self._name_of = ggml_base().ggml_get_name
         self._users: set[bytes] = set()
@@ -36,14 +41,14 @@ class SkipPadding:
         self._cut: set[int] = set()
 
     def learn(self, context: Any) -> None:
-        addresses = self._watched.nodes(context)
+        addresses = self._watched.operations(context)
         if not addresses or not is_known(addresses[0]):
             return
         for before, address in pairwise(addresses):
-            node = node_at(address)
-            if node.op == b"MUL_MAT_ID" and is_here(address) and is_here(node.sources[2]):
-                self._users.add(node.name)
-                self._before.add(node_at(before).name)
+            operation = operation_at(address)
+            if operation.op == b"MUL_MAT_ID" and is_here(address) and is_here(operation.sources[2]):
+                self._users.add(operation.name)
+                self._before.add(operation_at(before).name)
 
     def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
         self._rows, self._padding, self._reported = rows, 0 if prompt else padding, False

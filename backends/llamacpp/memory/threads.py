@@ -29,7 +29,7 @@ LOOKS = 3
 CROWDED, CALM = 0.5, 0.25  # CPUs that others use: threads are reduced from CROWDED on, and restored below CALM
 SLOW = 3.0  # times the usual seconds of a pass, from which on it gives up a thread
 GROWTH = 1.02  # per pass, of its usual seconds: the cache grows
-MOST_PATIENCE = 20.0  # slow passes' seconds from one trial to the next, at most
+MOST_PATIENCE = 20.0  # most time from one trial to the next, in times of the slow pass's seconds
 # Above it llama.cpp takes 512 cells or more, which threads split (use_split_kv_path, ggml-cpu/ops.cpp).
 SPLIT_CELLS = 256
 
@@ -236,5 +236,5 @@ def end_team() -> None:
 
 
 @cache
-def crowd() -> OtherLoad:
+def other_load() -> OtherLoad:
     return OtherLoad(usage_now, ShortWaits().switch, others_run)
