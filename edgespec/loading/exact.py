@@ -1,4 +1,6 @@
-"""The row class that a model computes in: "narrow" (as plain decoding), "wide" (short passes are padded) or any.
+"""The row class of a model's passes.
+
+It is "narrow" (few rows, as plain decoding), "wide" (many rows; short passes are padded), or "any" (one for both).
 
 Prompts are prefilled in the class of the largest passes, a shorter prompt in a smaller class. If that class differs
 from decode's, generated tokens are prefilled again in the next turn of a chat, as a fresh session would do.

@@ -1,3 +1,5 @@
+"""Plans and loads a target and its draft; the target gets the memory that the draft leaves."""
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,3 +1,5 @@
+"""Load several copies of a target, in processes of this machine or of a cluster, and one draft for all."""
+
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import ExitStack

@@ -1,3 +1,5 @@
+"""Memory: sizes as text, and how much of it there is, is free, and is used by this process."""
+
 import ctypes
 import math
 import mmap

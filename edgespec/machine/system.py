@@ -1,3 +1,5 @@
+"""Calls of the operating system: direct reads, moving pages, processors and their quotas."""
+
 import ctypes
 import math
 import mmap
@@ -224,7 +226,7 @@ def own_processors(root: Path = Path("/")) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Processors' time per time that each control group may take."""
+    """Processors that each control group may use on average: its quota / its period."""
     for group, version in control_groups("cpu", root):
         try:
             if version == 1:

@@ -1,3 +1,5 @@
+"""What a plan may ask about a computer (`Machine`), and the answers for this one."""
+
 import platform
 import sys
 from collections.abc import Sequence

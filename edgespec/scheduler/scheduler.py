@@ -307,7 +307,9 @@ class Scheduler:
             self._give_way([lane for lane, _ in batch], error)
 
     def _give_way(self, lanes: Sequence[Lane], error: ContextFull | None) -> None:
-        """Forget an idle session, else end idle work, else the youngest request.
+        """Free cells: forget an idle session, else end idle work, else take the session of the youngest request.
+
+        That request ends, or waits again.
 
         Args:
             lanes: those whose requests may be ended.
@@ -362,7 +364,7 @@ class Scheduler:
             if error is not None:
                 with self._queue.changed:
                     if handle.is_idle_work:
-                        handle.cancelled = True  # as in `_end_idle_work`
+                        handle.cancelled = True  # `promote`, in another thread, must not make ended work a real request
             handle.end(error)
             self.counts.add_end(handle)  # first: a reader of the end may ask for the counts
         handle.tell_end()

@@ -50,7 +50,7 @@ class Lane:
         handle: the request; None: the session is idle.
         used: serial number of the last request that it was assigned to, or of its loading.
         passed: serial number of the last pass that it had a part in.
-        source: the session with which it shares its first `forked` cells.
+        source: the lane with which it shares its first `forked` cells.
         looked_at: `save_one` has considered its tokens.
         last_row: the last prompt that was read to its end, and the logits of its last row.
     """
@@ -225,7 +225,7 @@ class SessionPool:
         return sum(reserved) + self._needed(handle) - common <= self.limits.cells
 
     def assign(self, handle: Handle) -> Lane:
-        """Give a request the idle session that loses least; `begin` comes next."""
+        """Give a request the idle lane that loses least; `begin` comes next."""
         lane = self._idle_for(handle.request.prompt_ids)
         self._requests += 1
         lane.phase, lane.generation = Phase.CHANGING, None
@@ -266,6 +266,11 @@ class SessionPool:
         return chunks
 
     def prepare(self, lane: Lane, prompt: Sequence[int]) -> None:
+        """Have the lane's session begin with about as much of a prompt as is kept anywhere; no pass is made.
+
+        It keeps its own tokens, or gets a fork of another session, or a file of the disk cache. What it held is saved
+        first if that is long enough.
+        """
         cache, in_memory = self.disk_cache, self._in_memory(prompt) if self.disk_cache else 0
         source, start = self._start(lane, prompt)
         forks = source is not lane
@@ -468,7 +473,7 @@ class SessionPool:
         return max(common_prefix(lane.session.token_ids, prompt) for lane in self.lanes)
 
     def _idle_for(self, prompt: Sequence[int]) -> Lane:
-        """The idle session with the beginning of the prompt, unless it would lose much else; or the one used first."""
+        """The idle lane whose session begins as the prompt, unless it would lose much else; or the one used first."""
         source, start = self._best(prompt)
         empty = [lane for lane in self.idle if not lane.session.token_ids]
         held, shared = len(source.session.token_ids), common_prefix(source.session.token_ids, prompt)
@@ -478,7 +483,7 @@ class SessionPool:
         return min(empty or others or self.idle, key=lambda lane: lane.used)
 
     def _start(self, lane: Lane, prompt: Sequence[int]) -> tuple[Lane, int]:
-        """The session to start from, its own unless another is clearly better, and the tokens that it spares."""
+        """The lane to start from, itself unless another is clearly better, and the tokens that its session spares."""
         source, most = self._best(prompt)
         shares = self.limits.cells is not None and source.handle is not None  # `has_room` counts on it
         own = 0 if shares else self._kept_of(lane, prompt)
@@ -487,7 +492,7 @@ class SessionPool:
     def _best(self, prompt: Sequence[int]) -> tuple[Lane, int]:
         """
         Returns:
-            The session that spares most tokens of a prompt, and their number; of equal ones a busy, short one.
+            The lane whose session spares most tokens of a prompt, and their number; of equal ones a busy, short one.
         """
 
         def worth(lane: Lane) -> tuple[int, bool, int]:
