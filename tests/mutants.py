@@ -523,7 +523,7 @@ MUTANTS = [
     mutant(
         "scheduler-beginnings-read-twice",
         "scheduler.py",
-        "default=0) <= self.pool.known(prompt):",
+        "default=0) <= self.pool.most_held(prompt):",
         "default=0) >= 0:",
         "test_scheduler.py::test_requests_that_begin_alike_read_their_beginning_once",
     ),
@@ -902,7 +902,7 @@ MUTANTS = [
     mutant(
         "class-beyond-what-was-tried",
         "loading/exact.py",
-        "    most = min(group.most, most)\n",
+        "    most = min(tried.most, most)\n",
         "",
         "test_exact.py::test_a_class_reaches_no_further_than_was_tried",
     ),
@@ -967,8 +967,8 @@ MUTANTS = [
     mutant(
         "exact-other-rows-ignored",
         "exact.py",
-        "if group.trees and group.row_independent and",
-        "if group.trees and",
+        "if tried.trees and tried.row_independent and",
+        "if tried.trees and",
         "test_exact.py::test_a_class_without_room_for_a_tree_is_none",
     ),
     mutant(

@@ -188,9 +188,9 @@ def test_what_other_machines_measured_is_not_shown(
     about = {"kind": "pace", "target": remembered.identity(str(smollm2_tiny))}
     remembered.remember(about | {"machine": "another"}, learned()["value"])
     assert diagnose(str(smollm2_tiny)).remembered == []
-    remembered.remember(about | {"machine": remembered.machine()}, learned()["value"])
+    remembered.remember(about | {"machine": remembered.processor_name()}, learned()["value"])
     (found,) = diagnose(str(smollm2_tiny)).remembered
-    assert found["about"]["machine"] == remembered.machine()
+    assert found["about"]["machine"] == remembered.processor_name()
 
 
 def test_what_was_measured_streamed_and_in_memory_is_told_apart() -> None:

@@ -21,8 +21,8 @@ from edgespec.loop.engines import (
     find_engine,
 )
 from edgespec.loop.same_vocab import check_same_vocab
-from edgespec.machine.measurements import identity, machine, recall
-from edgespec.machine.measurements import remember as keep
+from edgespec.machine import measurements
+from edgespec.machine.measurements import identity, processor_name, recall
 from edgespec.machine.memory import left_of
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.heads import check_folder, is_head
@@ -215,7 +215,7 @@ def load_pair(
                 taken = sum(gpu.used for gpu in gpus if not gpu.shared)
                 options = replace(options, gpu_memory=left_of("gpu_memory", options.gpu_memory, taken))
             plan = _plan(pair.names[0], pair.paths[0], options)
-        way = choose_way(pair.names[0], plan, keep=remember, say=say)
+        way = choose_way(pair.names[0], plan, remember=remember, say=say)
         backends.insert(0, engines[0].load(plan, way, progress))
         if pair.head:
             assert isinstance(engines[0], LoadsHeads)
@@ -233,9 +233,9 @@ def load_pair(
                 ]
         if options.sparse_attention is not None:
             assert isinstance(engines[0], SparseEngine)
-            engines[0].attend_sparsely(backends[0], backends[1], options.sparse_attention, keep=remember, say=say)
+            engines[0].attend_sparsely(backends[0], backends[1], options.sparse_attention, remember=remember, say=say)
         for backend, path in zip(backends, pair.paths if options.mixed else pair.paths[:1], strict=False):
-            apply_row_class(backend, path, options.exact, keep=remember, say=say)
+            apply_row_class(backend, path, options.exact, remember=remember, say=say)
     except BaseException:
         close_all(backends)
         raise
@@ -309,7 +309,7 @@ def recall_auto_state(
     """
     given = {name: getattr(options, name) for name in ("backend", *ENGINE_OPTIONS)}
     about = {
-        "kind": "pace", "machine": machine(), "engine": target.name, "streams": target.capabilities.streams,
+        "kind": "pace", "machine": processor_name(), "engine": target.name, "streams": target.capabilities.streams,
         "target": identity(local_path(sources[0], fetch=False)),
         "draft": identity(local_path(sources[1], fetch=False)) if sources[1:] else "",
         "exact": str(target.capabilities.exact or ""),
@@ -326,7 +326,7 @@ def recall_auto_state(
 
     def keep_it() -> None:
         if pace.target.measured:  # else the date of what is known would become that of this run
-            keep(about, pace.as_dict() | {"passes": passes + pace.target.measured})
+            measurements.remember(about, pace.as_dict() | {"passes": passes + pace.target.measured})
             learn(pace)
 
     return keep_it

@@ -38,7 +38,9 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Remote:
+class TargetStandIn:
+    """What is asked of a target here, answered for the copies in other processes."""
+
     vocab: Vocab
     described: Described
     notes: Sequence[str]
@@ -146,7 +148,7 @@ def open_targets(
         notes.append(
             "the copies do not compute alike: where two tokens score within rounding, the output depends on the copy"
         )
-    return cast(Backend, Remote(vocab, described[0], notes)), targets
+    return cast(Backend, TargetStandIn(vocab, described[0], notes)), targets
 
 
 def share_of(count: int, options: LoadOptions, *, folder: bool, taken: int) -> LoadOptions:

@@ -154,4 +154,4 @@ def _about(path: str) -> dict[str, str]:
         found = os.statvfs(path)
         size = found.f_blocks * found.f_frsize
     # Two digits of the size, as it varies where file systems share a disk.
-    return {"kind": "disk", "machine": remembered.machine(), "disk": disk_name(path), "size": f"{size:.1e}"}
+    return {"kind": "disk", "machine": remembered.processor_name(), "disk": disk_name(path), "size": f"{size:.1e}"}

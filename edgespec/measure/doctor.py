@@ -16,7 +16,7 @@ import numpy as np
 
 from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
 from edgespec.loading.draft_or_memory import Speeds, no_room, ways_of
-from edgespec.loading.exact import apply_row_class, check_choice, choose_way, line
+from edgespec.loading.exact import apply_row_class, check_choice, choose_way, exactness_line
 from edgespec.loading.pair import (
     PairPlan,
     choose_budget,
@@ -39,8 +39,7 @@ from edgespec.loop.engines import (
 )
 from edgespec.loop.passes import most_nodes
 from edgespec.machine.disk import Reading, find_reading, recall_reading, remember_reading
-from edgespec.machine.measurements import age, can_remember, everything, identity
-from edgespec.machine.measurements import machine as remembered_machine
+from edgespec.machine.measurements import age, can_remember, everything, identity, processor_name
 from edgespec.machine.memory import disk_bandwidth, file_system, format_size, in_bytes
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.gguf_model import check_magic
@@ -189,7 +188,7 @@ def diagnose(
     sizes = [_file_sizes(path) for path in paths]
     say("disk")
     disk = _read_disk(max(sizes[0], key=lambda file: sizes[0][file]))
-    about = {"kind": "pace", "machine": remembered_machine(), "target": identity(paths[0])}
+    about = {"kind": "pace", "machine": processor_name(), "target": identity(paths[0])}
     found = Diagnosis(
         target=paths[0],
         file_size=sum(sizes[0].values()),
@@ -312,8 +311,8 @@ def _try(
     say("passes")
     way = choose_way(found.engine, plan, say=say)
     with closing(engine.load(plan, way, _reading(say))) as backend:
-        groups, limits = apply_row_class(backend, path, exact, say=say), backend.capabilities
-        found.exact = "off" if exact == "off" else line(groups, limits.exact, limits.paths)
+        classes, limits = apply_row_class(backend, path, exact, say=say), backend.capabilities
+        found.exact = "off" if exact == "off" else exactness_line(classes, limits.exact, limits.paths)
         if kept := backend.computing.get("kv_type"):
             found.exact += f"; keys and values: {kept}"
         found.where = where(backend)

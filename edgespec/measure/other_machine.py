@@ -18,8 +18,7 @@ from edgespec.loading.where import Where
 from edgespec.loop.backend import Placed
 from edgespec.loop.engines import LoadOptions, find_engine, load_at_once
 from edgespec.machine.described import with_speeds
-from edgespec.machine.measurements import machine as remembered_machine
-from edgespec.machine.measurements import recall
+from edgespec.machine.measurements import processor_name, recall
 from edgespec.machine.memory import format_size
 from edgespec.machine.system import chip
 from edgespec.machine.this_machine import Gpu, Machine, this_machine
@@ -54,7 +53,7 @@ from edgespec.weights.plan import (
 from edgespec.weights.wired import CACHE_SHARE, free_memory, gpu_limit
 
 OF_BLOCKS = {number: (weights, size) for number, weights, size in BLOCKS.values()}
-FOUR_BITS = 4.5 / 8  # bytes of a weight with 4 bits in groups of 64, and scales
+BYTES_OF_FOUR_BITS = 4.5 / 8  # bytes of a weight with 4 bits in groups of 64, and scales
 WORKSPACE = 1 << 29  # bytes of a card's memory for libraries, as in the engine for PyTorch
 ROWS = 512  # tokens of a prompt in a pass
 ROWS_TIMED = 64
@@ -152,7 +151,7 @@ class Elsewhere:
 
 
 @contextmanager
-def files_of(entry: Entry, source: str) -> Iterator[str]:
+def path_of(entry: Entry, source: str) -> Iterator[str]:
     """Path of a GGUF: the one that is here, else one made of its published shape.
 
     Raises:
@@ -208,9 +207,9 @@ def predict(
     entry = find_model(target, models_file) if isinstance(target, str) else target
     other = find_model(draft, models_file) if draft else entry
     with ExitStack() as files:
-        path = files.enter_context(files_of(entry, entry.target))
+        path = files.enter_context(path_of(entry, entry.target))
         drafts = (
-            [files.enter_context(files_of(other, source))] if (source := other.target if draft else entry.draft) else []
+            [files.enter_context(path_of(other, source))] if (source := other.target if draft else entry.draft) else []
         )
         options = LoadOptions(
             context_length=choose_context(context_length, entry), budget=choose_budget(budget, entry), memory=memory,
@@ -263,17 +262,17 @@ class Weights:
         weights, size = OF_BLOCKS.get(tensor.type, (32, 18))
         return tensor.size / size * weights
 
-    def part(self, tensors: Sequence[Tensor], bits: float | None = None) -> Part:
+    def part(self, tensors: Sequence[Tensor], bytes_each: float | None = None) -> Part:
         """
         Args:
             tensors: of these.
-            bits: bytes of a weight; None: as in the file.
+            bytes_each: bytes of a weight; None: as in the file.
         """
         read = [tensor for tensor in tensors if tensor.name in self.read]
         sums = [0.0, 0.0, 0.0, 0.0]
         for tensor in read:
             at = 2 if EXPERTS.search(tensor.name) else 0
-            sums[at] += self.numbers(tensor) * bits if bits else tensor.size
+            sums[at] += self.numbers(tensor) * bytes_each if bytes_each else tensor.size
             sums[at + 1] += self.numbers(tensor)
         return Part(*sums)
 
@@ -392,7 +391,7 @@ def _by_gpu(
     tensors: Sequence[Tensor],
     shares: Sequence[tuple[int, str]],
     machine: Machine,
-    bits: float | None = None,
+    bytes_each: float | None = None,
 ) -> list[tuple[Part, Speeds]]:
     """Parts of GPUs with consecutive layers up to the last one, which has what is in no layer, too."""
     speeds, found, stop = {gpu.name: _gpu(gpu) for gpu in machine.gpus}, [], model.layers
@@ -400,7 +399,7 @@ def _by_gpu(
     for count, name in reversed(shares):
         numbers, stop = range(stop - count, stop), stop - count
         some = [tensor for tensor in tensors if layer_of(tensor) in numbers]
-        found.append((model.part([*some, *last], bits), speeds[name]))
+        found.append((model.part([*some, *last], bytes_each), speeds[name]))
         last = []
     return found
 
@@ -419,8 +418,8 @@ def _mlx(model: Weights, small: Sequence[Weights], options: LoadOptions, machine
     if gpu is None:
         made.cannot_run = "the machine's description has no GPU"
         return made
-    tensors = [replace(tensor, size=int(model.numbers(tensor) * FOUR_BITS)) for tensor in model.tensors]
-    drafts = sum(sum(one.numbers(tensor) for tensor in one.tensors) * FOUR_BITS for one in small)
+    tensors = [replace(tensor, size=int(model.numbers(tensor) * BYTES_OF_FOUR_BITS)) for tensor in model.tensors]
+    drafts = sum(sum(one.numbers(tensor) for tensor in one.tensors) * BYTES_OF_FOUR_BITS for one in small)
     cells = sum(one.cells(options.context_length) for one in (model, *small))
     needed = int(MARGIN + drafts + cells + gpu_limit(machine.gpus) // CACHE_SHARE)
     try:
@@ -433,8 +432,8 @@ def _mlx(model: Weights, small: Sequence[Weights], options: LoadOptions, machine
         made.where, placed=Placed(model.layers, gpu.name, model.layers, len(plan.streamed) if plan else 0)
     )
     made.stays = sum(tensor.size for tensor in tensors) - made.streamed
-    draft = [(one, one.part(one.tensors, FOUR_BITS), _gpu(gpu)) for one in small]
-    parts = [(model.part(model.tensors, FOUR_BITS), _gpu(gpu))]
+    draft = [(one, one.part(one.tensors, BYTES_OF_FOUR_BITS), _gpu(gpu)) for one in small]
+    parts = [(model.part(model.tensors, BYTES_OF_FOUR_BITS), _gpu(gpu))]
     return _predict(made, model, parts, [("disk: speed", made.streamed, machine.disk.speed)], 0, draft, options.budget)
 
 
@@ -445,7 +444,7 @@ def _torch(model: Weights, small: Sequence[Weights], options: LoadOptions, machi
     outside = sum(2 * model.numbers(tensor) for tensor in model.tensors if layer_of(tensor) < 0)
     drafts = sum(2 * sum(map(one.numbers, one.tensors)) for one in small)
     cells = sum(one.cells(options.context_length) for one in (model, *small))
-    layers = model.part(inside, FOUR_BITS).size
+    layers = model.part(inside, BYTES_OF_FOUR_BITS).size
     layer = layers / model.layers
     memory, fixed = int(gpu.free * (1 - SAFETY)), int(WORKSPACE + outside + drafts + cells)
     rooms = [int(one.free * (1 - SAFETY)) - WORKSPACE for one in others]
@@ -467,7 +466,7 @@ def _torch(model: Weights, small: Sequence[Weights], options: LoadOptions, machi
     made.streamed = max(0.0, made.copied - host)
     made.stays = layers - made.streamed + outside
     draft = [(one, one.part(one.tensors, 2.0), _gpu(gpu)) for one in small]
-    parts = [(Part(outside / 2, outside / 4), _gpu(gpu)), *_by_gpu(model, inside, shares, machine, FOUR_BITS)]
+    parts = [(Part(outside / 2, outside / 4), _gpu(gpu)), *_by_gpu(model, inside, shares, machine, BYTES_OF_FOUR_BITS)]
     reads = [
         (f"{gpu.name}: link_speed", made.copied, gpu.link_speed),
         ("disk: speed", made.streamed, machine.disk.speed),
@@ -575,7 +574,7 @@ def offer(target: str, *, draft: str | None = None, models_file: str | None = No
 
 def about_engines() -> dict[str, str]:
     """Key of the measurement of `scripts/check-mac`: seconds of the same streamed pass, by engine."""
-    return {"kind": "engines on a Mac", "machine": remembered_machine()}
+    return {"kind": "engines on a Mac", "machine": processor_name()}
 
 
 def measured_operations(path: str) -> float:

@@ -192,7 +192,7 @@ class Handle:
         return self.idle_limit is not None
 
     @property
-    def is_unfinished(self) -> bool:
+    def prompt_is_unfinished(self) -> bool:
         """Its prompt may be any beginning of the real one, which the draft completes."""
         return self.idle_limit == 0 and self.request.foresee
 
