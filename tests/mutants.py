@@ -445,15 +445,15 @@ MUTANTS = [
     mutant(
         "ring-shows-what-was-given-up",
         "ring.py",
-        "if count >= self._freed:  # else",
-        "if count >= 0:  # else",
+        "if serial >= self._freed:  # else",
+        "if serial >= 0:  # else",
         "test_streaming.py::test_a_layer_given_up_while_it_is_read_is_not_shown",
     ),
     mutant(
         "ring-layer-in-anothers-slot",
         "ring.py",
-        "slot, layer = count % len(self._occupant), self",
-        "slot, layer = count % len(self._layers), self",
+        "slot, layer = serial % len(self._occupant), self",
+        "slot, layer = serial % len(self._layers), self",
         "test_streaming.py::test_a_slot_is_free_again_as_soon_as_the_next_layer_is_entered",
     ),
     mutant(

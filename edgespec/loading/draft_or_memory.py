@@ -12,7 +12,7 @@ from typing import Any
 
 from edgespec.errors import NoRoom
 from edgespec.loading.exact import COLD
-from edgespec.loading.pair import PairPlan, close_all, load_pair, plan_pair
+from edgespec.loading.pair import PairPlan, close_all, load_pair, plan_pair, remembered_paces
 from edgespec.loading.row_classes import TriedClasses, find
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Backend
@@ -22,7 +22,7 @@ from edgespec.loop.passes import most_nodes
 from edgespec.machine import measurements
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.files import weight_files
-from edgespec.machine.measurements import everything, identity, processor_name, recall
+from edgespec.machine.measurements import identity, processor_name, recall
 from edgespec.machine.system import machine_is_busy
 from edgespec.models.registry import Entry
 from edgespec.planners.auto import AutoState, Share
@@ -171,8 +171,7 @@ def _speed(times: Curve, step: float, agreement: float, reading: float = 0.0) ->
 
 
 def _agreement(target: str, draft: str) -> float:
-    about = {"kind": "pace", "machine": processor_name(), "target": identity(target), "draft": identity(draft)}
-    found = next((one["value"] for one in everything() if about.items() <= one["about"].items()), None)
+    found = next((one["value"] for one in remembered_paces(target, draft)), None)
     try:
         came, hoped = map(float, found["agreement"]) if found else (0.0, 0.0)
         return min(1.0, max(0.0, Share(1.0, came, hoped).value(AGREEMENT)))

@@ -6,7 +6,7 @@ memory and of its operations, device by device.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from edgespec.measure.doctor import (
     BEAM,
     SIZES,
     SIZES_OF_MIXTURES,
-    Diagnosis,
     aligned,
     draft_passes,
     tokens_per_second,
@@ -117,7 +116,7 @@ class Prediction:
     draft_seconds: float = 0.0
     cannot_run: str = ""
     unknown: Sequence[str] = ()
-    tokens_per_second: Mapping[str, float] = ()  # type: ignore[assignment]
+    tokens_per_second: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def on_device(self) -> int:
@@ -125,7 +124,7 @@ class Prediction:
 
     @property
     def best(self) -> float:
-        return max(dict(self.tokens_per_second).values(), default=0.0)
+        return max(self.tokens_per_second.values(), default=0.0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -348,9 +347,8 @@ def _predict(
     between = SIZES_OF_MIXTURES if model.experts else SIZES
     made.passes = [timed(nodes) for nodes in (1, *(n for n in between if n <= budget), budget + 1)]
     made.draft_seconds = sum(one.seconds(part, BEAM, speeds) for one, part, speeds in draft) * draft_passes(budget + 1)
-    pace: dict[str, Any] = {"passes": made.passes, "draft_seconds": made.draft_seconds}
     by_head = any(is_head(one.path) for one, _, _ in draft)
-    made.tokens_per_second = tokens_per_second(Diagnosis("", 0, "", 0, int(bool(draft)), 0.0, by_head=by_head, **pace))
+    made.tokens_per_second = tokens_per_second(made.passes, made.draft_seconds, by_head=by_head)
     return made
 
 
@@ -439,18 +437,19 @@ def _mlx(model: Weights, small: Sequence[Weights], options: LoadOptions, machine
 
 def _torch(model: Weights, small: Sequence[Weights], options: LoadOptions, machine: Machine) -> Prediction:
     """A folder whose layers are brought to 4 bits (nf4): cards compute all, the first one also what none holds."""
-    gpu, *others = _cards(machine)
+    gpu, *more = _cards(machine)
     inside = [tensor for tensor in model.tensors if layer_of(tensor) >= 0]
-    outside = sum(2 * model.numbers(tensor) for tensor in model.tensors if layer_of(tensor) < 0)
+    others = [tensor for tensor in model.tensors if layer_of(tensor) < 0]
+    outside = sum(2 * model.numbers(tensor) for tensor in others)
     drafts = sum(2 * sum(map(one.numbers, one.tensors)) for one in small)
     cells = sum(one.cells(options.context_length) for one in (model, *small))
     layers = model.part(inside, BYTES_OF_FOUR_BITS).size
     layer = layers / model.layers
     memory, fixed = int(gpu.free * (1 - SAFETY)), int(WORKSPACE + outside + drafts + cells)
-    rooms = [int(one.free * (1 - SAFETY)) - WORKSPACE for one in others]
+    rooms = [int(one.free * (1 - SAFETY)) - WORKSPACE for one in more]
     caches = [model.cells(options.context_length) // model.layers] * model.layers
     counts = layers_by_device([int(layer)] * model.layers, memory, fixed, rooms, caches)
-    first, shares = counts[0], [(count, one.name) for count, one in zip(counts, [gpu, *others], strict=True)]
+    first, shares = counts[0], [(count, one.name) for count, one in zip(counts, [gpu, *more], strict=True)]
     room = memory - fixed + sum(caches[first:])
     kept = max(0, min(first, int(room // layer)))
     kept = kept if kept == first else max(0, kept - 2)  # two buffers
@@ -466,7 +465,7 @@ def _torch(model: Weights, small: Sequence[Weights], options: LoadOptions, machi
     made.streamed = max(0.0, made.copied - host)
     made.stays = layers - made.streamed + outside
     draft = [(one, one.part(one.tensors, 2.0), _gpu(gpu)) for one in small]
-    parts = [(Part(outside / 2, outside / 4), _gpu(gpu)), *_by_gpu(model, inside, shares, machine, BYTES_OF_FOUR_BITS)]
+    parts = [(model.part(others, 2.0), _gpu(gpu)), *_by_gpu(model, inside, shares, machine, BYTES_OF_FOUR_BITS)]
     reads = [
         (f"{gpu.name}: link_speed", made.copied, gpu.link_speed),
         ("disk: speed", made.streamed, machine.disk.speed),
@@ -604,7 +603,7 @@ def fit_elsewhere(entry: Entry, machine: Machine) -> Fit:
         if read
         else "stays in memory"
     )
-    speed = dict(first.tokens_per_second).get("none", 0.0)
+    speed = first.tokens_per_second.get("none", 0.0)
     missing = 0 if one.here else one.size + one.draft_size
     return Fit(entry, one.size, one.draft_size, missing, read, verdict, bool(first.cannot_run), speed)
 
