@@ -445,15 +445,15 @@ MUTANTS = [
     mutant(
         "ring-shows-what-was-given-up",
         "ring.py",
-        "if count >= self._freed:  # else",
-        "if count >= 0:  # else",
+        "if serial >= self._freed:  # else",
+        "if serial >= 0:  # else",
         "test_streaming.py::test_a_layer_given_up_while_it_is_read_is_not_shown",
     ),
     mutant(
         "ring-layer-in-anothers-slot",
         "ring.py",
-        "slot, layer = count % len(self._occupant), self",
-        "slot, layer = count % len(self._layers), self",
+        "slot, layer = serial % len(self._occupant), self",
+        "slot, layer = serial % len(self._layers), self",
         "test_streaming.py::test_a_slot_is_free_again_as_soon_as_the_next_layer_is_entered",
     ),
     mutant(
@@ -523,7 +523,7 @@ MUTANTS = [
     mutant(
         "scheduler-beginnings-read-twice",
         "scheduler.py",
-        "default=0) <= self.pool.known(prompt):",
+        "default=0) <= self.pool.most_held(prompt):",
         "default=0) >= 0:",
         "test_scheduler.py::test_requests_that_begin_alike_read_their_beginning_once",
     ),
@@ -902,7 +902,7 @@ MUTANTS = [
     mutant(
         "class-beyond-what-was-tried",
         "loading/exact.py",
-        "    most = min(group.most, most)\n",
+        "    most = min(tried.most, most)\n",
         "",
         "test_exact.py::test_a_class_reaches_no_further_than_was_tried",
     ),
@@ -967,8 +967,8 @@ MUTANTS = [
     mutant(
         "exact-other-rows-ignored",
         "exact.py",
-        "if group.trees and group.row_independent and",
-        "if group.trees and",
+        "if tried.trees and tried.row_independent and",
+        "if tried.trees and",
         "test_exact.py::test_a_class_without_room_for_a_tree_is_none",
     ),
     mutant(

@@ -26,9 +26,9 @@ from edgespec.loading import exact
 from edgespec.loading.pair import WIDEST, open_backends
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.machine import measurements as remembered
-from edgespec.measure import doctor, texts
+from edgespec.measure import bench, doctor
+from edgespec.measure.bench import read_prompts
 from edgespec.measure.doctor import learned_line
-from edgespec.measure.texts import read_prompts
 from edgespec.planners.choice import check_planner
 
 # What is not about passes that agree to the bit does without them: to find them takes longer than most tests.
@@ -481,7 +481,7 @@ def test_bench_shows_notes_beside_the_table_as_run_does(
         target.notes = ["a note of the target"]
         return [target]
 
-    monkeypatch.setattr(texts, "open_backends", kept)
+    monkeypatch.setattr(bench, "open_backends", kept)
     monkeypatch.setattr(exact, "find", lambda *about, **options: [])
     for planners, fewer in (("sssd", True), ("none", False)):
         status, out, err = run(*bench_of_reference, "--budget", "64", "--planners", planners)
@@ -512,8 +512,8 @@ def test_bench_and_doctor_load_a_model_that_may_stream_as_run_does(
             budgets.append(options.get("budget", 0))
             super().__init__(*about, **options)
 
-    monkeypatch.setattr(texts, "open_backends", wide)
-    monkeypatch.setattr(texts, "Model", Watched)
+    monkeypatch.setattr(bench, "open_backends", wide)
+    monkeypatch.setattr(bench, "Model", Watched)
     status, _, err = run(*bench_of_reference)
     assert status == 0, err
     assert loaded.pop().widest == WIDEST

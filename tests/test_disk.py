@@ -15,12 +15,12 @@ from edgespec.machine.disk import (
     THREADS,
     USUAL,
     Reading,
+    disk_name,
     disk_speed,
     find_reading,
     recall_reading,
     remember_reading,
 )
-from edgespec.machine.memory import disk_name
 from edgespec.measure import doctor
 from edgespec.weights.plan import Extent, Layer, Plan
 from edgespec.weights.ring import Streamer

@@ -12,7 +12,7 @@ from edgespec.loading.draft_or_memory import Speeds
 from edgespec.loop.engines import find_engine
 from edgespec.machine import measurements as remembered
 from edgespec.measure import doctor
-from edgespec.measure.doctor import Diagnosis, Pass, as_dict, diagnose, learned_line, report, tokens_per_second
+from edgespec.measure.doctor import Diagnosis, Pass, as_dict, diagnose, learned_line, report
 from edgespec.planners.auto import AutoState
 from edgespec.weights.plan import Extent, Layer, Plan
 
@@ -74,7 +74,7 @@ def test_each_planner_is_predicted_with_the_tree_that_pays_most(
     found = replace(diagnosis(None, *passes), draft_size=1 if draft else 0, draft_seconds=draft)
     assert next(line for line in report(found).splitlines() if line.startswith("tokens/s")).split(maxsplit=1)[1] == says
     only_one = {"none": pytest.approx(1 / seconds[0]), "auto": pytest.approx(1 / seconds[0])}
-    assert tokens_per_second(replace(found, passes=passes[:1])) == only_one
+    assert replace(found, passes=passes[:1]).tokens_per_second == only_one
 
 
 def test_a_head_is_predicted_by_the_tokens_of_a_measured_head() -> None:
@@ -188,9 +188,9 @@ def test_what_other_machines_measured_is_not_shown(
     about = {"kind": "pace", "target": remembered.identity(str(smollm2_tiny))}
     remembered.remember(about | {"machine": "another"}, learned()["value"])
     assert diagnose(str(smollm2_tiny)).remembered == []
-    remembered.remember(about | {"machine": remembered.machine()}, learned()["value"])
+    remembered.remember(about | {"machine": remembered.processor_name()}, learned()["value"])
     (found,) = diagnose(str(smollm2_tiny)).remembered
-    assert found["about"]["machine"] == remembered.machine()
+    assert found["about"]["machine"] == remembered.processor_name()
 
 
 def test_what_was_measured_streamed_and_in_memory_is_told_apart() -> None:

@@ -13,7 +13,7 @@ from edgespec.loading import draft_or_memory
 from edgespec.loading.draft_or_memory import CLOSE, Learn, Speeds, Ways, measured, open_pair, predict, timed
 from edgespec.loading.exact import COLD
 from edgespec.loading.pair import PairPlan, close_all, open_backends
-from edgespec.loading.row_classes import Group
+from edgespec.loading.row_classes import TriedClass
 from edgespec.loop.engines import LoadOptions, LoadPlan
 from edgespec.machine import measurements as remembered
 from edgespec.models.registry import find_model
@@ -31,10 +31,10 @@ def plan(streamed: float, total: float = 1.1) -> Plan:
     return Plan(memory=2 * GB, needed=GB, pinned=pinned, streamed=parts, cached=(), slots=2, layers=LAYERS)
 
 
-def groups(one: float, eight: float) -> list[Group]:
+def groups(one: float, eight: float) -> list[TriedClass]:
     """Row classes where passes over one row and over eight rows take these seconds."""
     return [
-        Group(least, least, trees=True, row_independent=True, seconds=seconds / COLD / LAYERS)
+        TriedClass(least, least, trees=True, row_independent=True, seconds=seconds / COLD / LAYERS)
         for least, seconds in ((1, one), (8, eight))
     ]
 
@@ -328,9 +328,10 @@ def test_the_remembered_agreement_counts(start: Start, tmp_path: Path, monkeypat
 
     close_all(machine.models)
     assert again() == 0.7
-    remembered.remember(about | {"kind": "pace", "machine": remembered.machine()}, {"agreement": [200.0, 1000.0]})
+    about |= {"kind": "pace", "machine": remembered.processor_name()}
+    remembered.remember(about, {"agreement": [200.0, 1000.0]})
     assert again() == pytest.approx(0.2, abs=0.01)
-    remembered.remember(about | {"kind": "pace", "machine": remembered.machine()}, {"agreement": [200.0]})
+    remembered.remember(about, {"agreement": [200.0]})
     assert again() == 0.7
 
 

@@ -12,8 +12,8 @@ from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 from edgespec.errors import UsageError
 from edgespec.loading import exact, row_classes
-from edgespec.loading.exact import apply_row_class, choose, choose_way, line, note_on_budget, price
-from edgespec.loading.row_classes import Group, comb, probe
+from edgespec.loading.exact import apply_row_class, choose, choose_way, exactness_line, note_on_budget, notes_on_padding
+from edgespec.loading.row_classes import TriedClass, comb, probe
 from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan
 from edgespec.loop.generate import Generation
@@ -100,8 +100,8 @@ def groups(backend: ReferenceBackend) -> list[tuple[int, int, bool, bool]]:
     return [(group.least, group.most, group.trees, group.row_independent) for group in probe(backend)]
 
 
-def group(least: int, most: int, *, trees: bool = True, independent: bool = True, seconds: float = 1.0) -> Group:
-    return Group(least, most, trees, independent, seconds)
+def group(least: int, most: int, *, trees: bool = True, independent: bool = True, seconds: float = 1.0) -> TriedClass:
+    return TriedClass(least, most, trees, independent, seconds)
 
 
 def test_switches_are_found() -> None:
@@ -124,7 +124,7 @@ def test_kernels_that_take_four_rows_together() -> None:
     assert choose(found, LIMITS, None) == BatchInvariance("narrow", RowClass(1, 3), RowClass(4, 128, 4))
     limits = replace(LIMITS, max_nodes=150, max_wanted=70)
     assert choose(found, limits, "wide") == BatchInvariance("wide", RowClass(4, 68, 4), RowClass(4, 68, 4))
-    assert "1 to 3, 4 to 128 in multiples of 4" in line(found, None)
+    assert "1 to 3, 4 to 128 in multiples of 4" in exactness_line(found, None)
 
 
 def test_a_switch_at_the_largest_passes_is_none_of_these() -> None:
@@ -160,7 +160,7 @@ def test_where_gaps_matter_nothing_is_found() -> None:
     found = probe(Switching([8], gaps_from=2))
     assert found == []
     assert choose(found, LIMITS, None) is None
-    assert "what stands between its ancestors" in line(found, None)
+    assert "what stands between its ancestors" in exactness_line(found, None)
     with pytest.raises(UsageError, match="--exact wide: here a node's logits depend on what stands between"):
         choose(found, LIMITS, "wide")
 
@@ -169,7 +169,7 @@ def test_where_it_matters_where_a_pass_begins_nothing_is_found() -> None:
     """A kept prefix would change bits, though passes of all sizes agree."""
     found = probe(Beginning())
     assert found == []
-    assert "where its pass begins" in line(found, None)
+    assert "where its pass begins" in exactness_line(found, None)
 
 
 def test_an_engine_that_is_known_to_add_up_gaps_is_not_tried(tmp_path) -> None:
@@ -291,11 +291,11 @@ def test_a_class_without_room_for_a_tree_is_none() -> None:
 
 
 def test_what_is_found_is_said() -> None:
-    assert line(LLAMA, choose(LLAMA, LIMITS, None)) == (
+    assert exactness_line(LLAMA, choose(LLAMA, LIMITS, None)) == (
         "passes of these numbers of rows agree to the bit: 2 to 7, 8 to 63; used: narrow, at least 2"
     )
-    assert "1 to 512" in line([group(1, 512)], None)
-    assert "bit: 1 to 3, 4, 8 to 512 in multiples of 4" in line(
+    assert "1 to 512" in exactness_line([group(1, 512)], None)
+    assert "bit: 1 to 3, 4, 8 to 512 in multiples of 4" in exactness_line(
         [group(1, 3), *(replace(one, step=4) for one in (group(4, 4), group(8, 512)))], None
     )
 
@@ -304,11 +304,12 @@ def test_padding_that_costs_is_said() -> None:
     found = [group(1, 1, seconds=1.0), group(2, 7, seconds=1.5), group(8, 512, seconds=4.0)]
     narrow = choose(found, LIMITS, "narrow")
     assert (
-        "padded to 2 rows, so that they agree to the bit, and take 1.5 times as long" in price(found, narrow, False)[0]
+        "padded to 2 rows, so that they agree to the bit, and take 1.5 times as long"
+        in notes_on_padding(found, narrow, False)[0]
     )
-    assert price(found, narrow, streams=True) == []  # the disk is waited for anyway
-    assert price(found, None, streams=False) == []
-    assert price([group(1, 7), group(8, 512)], choose([group(1, 7)], LIMITS, None), streams=False) == []
+    assert notes_on_padding(found, narrow, streams=True) == []  # the disk is waited for anyway
+    assert notes_on_padding(found, None, streams=False) == []
+    assert notes_on_padding([group(1, 7), group(8, 512)], choose([group(1, 7)], LIMITS, None), streams=False) == []
 
 
 def test_any_is_a_class_that_can_be_asked_for() -> None:
@@ -353,7 +354,7 @@ def test_it_is_found_once(remembered: None, tmp_path, monkeypatch: pytest.Monkey
     assert settled() == first
     assert len(said) == 2
     monkeypatch.setattr(row_classes, "_known", {})
-    assert settled(keep=False) == first
+    assert settled(remember=False) == first
     assert len(said) == 3
 
 
@@ -439,7 +440,7 @@ def test_times_of_a_busy_machine_tell_nothing(remembered: None, tmp_path, monkey
 
     first = settled(0.5)
     assert first.capabilities.exact.name == "narrow"
-    assert "other programs computed" in line(row_classes._known.popitem()[1], first.capabilities.exact)
+    assert "other programs computed" in exactness_line(row_classes._known.popitem()[1], first.capabilities.exact)
     again = settled(1.0)
     assert len(said) == (1 if busy else 2)
     assert again.capabilities.exact.name == ("narrow" if busy else "wide")  # as it is where padding costs nothing
@@ -464,8 +465,8 @@ REPACKED = [group(1, 3, seconds=1.0), replace(group(8, 512, seconds=3.0), step=4
     ],
 )
 def test_the_quicker_way_to_compute(
-    monkeypatch: pytest.MonkeyPatch, tmp_path, repacked: list[Group], otherwise: list[Group], asked: str | None,
-    better: bool,
+    monkeypatch: pytest.MonkeyPatch, tmp_path, repacked: list[TriedClass], otherwise: list[TriedClass],
+    asked: str | None, better: bool,
 ) -> None:  # fmt: skip
     """Both are tried with a small model, once; without another way it is enough that there is a class."""
     tried = list[bool]()
@@ -483,11 +484,11 @@ def test_the_quicker_way_to_compute(
     ways = ({"repacked": True}, {})
     plan = LoadPlan(path=str(path), options=LoadOptions(exact=asked), build="build", ways=ways)
     for _ in range(2):
-        assert choose_way("engine", plan, keep=False) == ways[0 if better else 1]
+        assert choose_way("engine", plan, remember=False) == ways[0 if better else 1]
     least = 32 if asked == "wide" else 3
     needed = any(one.trees and one.most >= least for one in repacked)  # else the other way is taken untried
     assert tried == ([True, False] if needed else [True])
-    assert choose_way("engine", replace(plan, options=LoadOptions(exact="off")), keep=False) == {}
+    assert choose_way("engine", replace(plan, options=LoadOptions(exact="off")), remember=False) == {}
     assert len(tried) == 1 + needed
 
 

@@ -68,7 +68,7 @@ REPACKS = not without_amx(llama_cpp.llama_print_system_info())
 
 def has_class(plan):
     """Whether there is a row class of the first way to compute, however fast."""
-    found = find("llamacpp", plan.build, plan.ways[0], plan.path, keep=True, say=lambda text: None)
+    found = find("llamacpp", plan.build, plan.ways[0], plan.path, remember=True, say=lambda text: None)
     least = MANY if plan.options.exact == "wide" else FEW
     return any(group.most >= least for group in usable(found))
 

@@ -164,7 +164,7 @@ def test_what_is_in_memory_is_not_read_again(content):
         check(memory, data, 0, [1, 5])
         assert memory.bytes_read == before + layers[0].bytes_each
         assert (memory.wanted, memory.hits) == (6, 3)
-        memory.want(0, range(COUNT), count=False)  # a prompt
+        memory.want(0, range(COUNT), score=False)  # a prompt
         memory.wait(0)
         memory.finish()
         read = memory.bytes_read

@@ -78,7 +78,7 @@ def test_more_than_there_are_slots_go_to_the_overflow() -> None:
 def test_prompts_do_not_count() -> None:
     residents = Residents(4, 1)
     residents.place([2])
-    residents.place(range(4), count=False)
+    residents.place(range(4), score=False)
     assert residents.scores.argmax() == 2
 
 

@@ -46,7 +46,7 @@ def test_the_grid(number: int, family: str, tmp_path: Path, whole_grid: bool) ->
     target, draft = (load(str(path), context_length=128, budget=16, sessions=2) for path in (good, bad))
     assert target.capabilities.paths
     assert target.capabilities.max_leaves == 8
-    apply_row_class(target, str(good), keep=False)
+    apply_row_class(target, str(good), remember=False)
     assert target.capabilities.exact is None  # passes have the shape of their paths, which belong to no class
     gained = list[float]()
     for turn, sampling in enumerate(SAMPLINGS):

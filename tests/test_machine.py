@@ -20,12 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.errors import ModelError, UsageError
+from edgespec.machine import disk
 from edgespec.machine import memory as machine
+from edgespec.machine.disk import disk_bandwidth, file_system
 from edgespec.machine.memory import (
     all_memory,
     available_memory,
-    disk_bandwidth,
-    file_system,
     format_size,
     parse_size,
     private_memory,
@@ -492,7 +492,7 @@ def test_bandwidth_where_the_time_ends_before_the_first_read(tmp_path: Path) -> 
 def test_bandwidth_where_direct_reads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 9 * MIB)
-    monkeypatch.setattr(machine, "open_direct", lambda name: (os.open(name, os.O_RDONLY), False))
+    monkeypatch.setattr(disk, "open_direct", lambda name: (os.open(name, os.O_RDONLY), False))
     assert disk_bandwidth(str(path), seconds=0.1) > 0
 
 

@@ -121,7 +121,7 @@ def test_the_numbers_are_those_of_the_model_in_memory(kind, slots, mixtures, fro
 def test_texts_are_equal(kind, mixtures, from_disk):
     """With and without drafting, streamed and in memory, at several temperatures."""
     target = from_disk(kind, 3)
-    apply_row_class(target, str(mixtures[kind]), keep=False)
+    apply_row_class(target, str(mixtures[kind]), remember=False)
     draft = load(str(mixtures[kind]), in_order=False, **OPTIONS)
     ids = target.vocab.encode(TEXT, add_bos=False, parse_special=False)
     for sampling in SAMPLINGS:
@@ -224,7 +224,7 @@ def test_the_page_cache_is_spared_experts_of_padding(monkeypatch, from_disk, mix
     cached, skip = from_disk("mixtral", 2), ggml_tensor.skip_rows
     monkeypatch.setattr(llamacpp_sparing, "skip_rows", lambda *given: left.append(given) or skip(*given))
     for backend in (there, cached):
-        apply_row_class(backend, str(mixtures["mixtral"]), "narrow", keep=False)
+        apply_row_class(backend, str(mixtures["mixtral"]), "narrow", remember=False)
         left.clear()
         found.append(logits_of(backend))
         assert left
@@ -268,7 +268,7 @@ def test_what_was_used_is_remembered(monkeypatch, tmp_path, from_disk):
 
 def test_padding_reads_nothing(from_disk, mixtures):
     backend = from_disk("mixtral", 2)
-    apply_row_class(backend, str(mixtures["mixtral"]), keep=False)
+    apply_row_class(backend, str(mixtures["mixtral"]), remember=False)
     assert backend.capabilities.exact is not None
     assert backend.capabilities.exact.trees.least == 2
     session, memory = backend.open(), backend.mixture.memory
@@ -286,7 +286,7 @@ def test_padding_computes_nothing_and_changes_no_bit(kind, from_disk, mixtures, 
     for module in (llamacpp_mixture, llamacpp_sparing):
         monkeypatch.setattr(module, "skip_rows", lambda *given: left.append(given) or skip(*given))
     for backend in (there, streamed):
-        apply_row_class(backend, str(mixtures[kind]), "narrow", keep=False)
+        apply_row_class(backend, str(mixtures[kind]), "narrow", remember=False)
         assert backend.capabilities.exact.trees.least == 2
         session = backend.open()
         prefill(backend, session, [1, 2, 3])
@@ -314,7 +314,7 @@ def test_padding_computes_nothing_and_changes_no_bit(kind, from_disk, mixtures, 
 def test_ctrl_c_while_padding_is_spared(mixtures, monkeypatch, capfd):
     """Python handles a signal in the callback, from where no exception comes through: it has to wait for the end."""
     there, pressed = load(str(mixtures["mixtral"]), kv_type="f16", exact="narrow", **OPTIONS), list[int]()
-    apply_row_class(there, str(mixtures["mixtral"]), "narrow", keep=False)
+    apply_row_class(there, str(mixtures["mixtral"]), "narrow", remember=False)
     session, skip, node = there.open(), ggml_tensor.skip_rows, np.array([0], np.int32)
     prefill(there, session, [1, 2, 3])
     work = Work(session, node + 9, node - 1, node)

@@ -1009,10 +1009,10 @@ def test_classes_are_found_before_weights_fill_the_memory(tiny: Path, monkeypatc
         order.append("fill")
         return start(*arguments)
 
-    def probe(small: LlamaBackend) -> list[row_classes.Group]:
+    def probe(small: LlamaBackend) -> list[row_classes.TriedClass]:
         order.append("probe")
         assert small.streamer is None
-        return [row_classes.Group(2, 63, trees=True, row_independent=True), row_classes.Group(64, 128, True, True)]
+        return [row_classes.TriedClass(least, most, True, True) for least, most in ((2, 63), (64, 128))]
 
     monkeypatch.setattr(llamacpp_engine, "start_streaming", fill)
     monkeypatch.setattr(row_classes, "probe", probe)

@@ -58,7 +58,7 @@ def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder, tmp_path
                         scheduler.step()
                     if cache and i % 2:
                         for lane in scheduler.pool.idle:
-                            scheduler.pool.forget(lane)
+                            scheduler.pool.evict(lane)
                     if cache and i % 3 == 2:
                         target.cells.put_in_order([lane.session for lane in scheduler.pool.lanes])
                     if not cache:

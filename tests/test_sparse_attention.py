@@ -65,7 +65,7 @@ def rows_of_a_tree(target, draft, seed=3):
 class TestCells:
     def test_with_the_whole_share_rows_are_the_dense_ones_to_the_bit(self, pair):
         dense, _ = rows_of_a_tree(*pair)
-        engine.attend_sparsely(*pair, 1.0, keep=False)
+        engine.attend_sparsely(*pair, 1.0, remember=False)
         rows, chosen = rows_of_a_tree(*pair)
         assert all(len(cells) == LENGTH + 6 for cells in chosen.values())
         np.testing.assert_array_equal(rows, dense)
@@ -91,7 +91,7 @@ class TestCells:
         assert not torch.allclose(attend(mask, {0: chosen}), attend(mask, {}))
 
     def test_nodes_of_the_tree_are_always_read(self, pair):
-        engine.attend_sparsely(*pair, 0.01, keep=False)
+        engine.attend_sparsely(*pair, 0.01, remember=False)
         rows, chosen = rows_of_a_tree(*pair)
         for cells in chosen.values():
             assert cells.tolist()[-6:] == list(range(LENGTH, LENGTH + 6))
@@ -117,14 +117,14 @@ class TestCells:
     def test_all_is_read_where_the_draft_has_read_nothing_or_another_text(self, pair, seed):
         target, draft = pair
         dense, _ = rows_of_a_tree(target, draft)
-        engine.attend_sparsely(target, draft, 0.5, keep=False)
+        engine.attend_sparsely(target, draft, 0.5, remember=False)
         rows, chosen = rows_of_a_tree(target, draft, seed)
         assert chosen == {}
         np.testing.assert_array_equal(rows, dense)
 
     def test_queries_of_tokens_that_were_dropped_are_not_used(self, pair):
         target, draft = pair
-        engine.attend_sparsely(target, draft, 0.5, keep=False)
+        engine.attend_sparsely(target, draft, 0.5, remember=False)
         session = draft.open()
         text = random_tokens(draft, 12, 5)
         prefill(draft, session, text)
@@ -150,7 +150,7 @@ class TestMap:
 
     def test_a_model_is_mapped_to_itself_layer_by_layer(self, folders):
         pair = [load(folders[0], context_length=600, budget=16, sessions=1, threads=1) for _ in range(2)]
-        engine.attend_sparsely(*pair, 0.9, keep=False)
+        engine.attend_sparsely(*pair, 0.9, remember=False)
         assert pair[0].sparse._layers == [0, 1, 2, 3, 4]
         for backend in pair:
             backend.close()

@@ -18,11 +18,12 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import ArraysCache
 
 from edgespec.errors import Interrupted, ModelError
+from edgespec.loop.engines import Progress
 from edgespec.machine.disk import Reading
 from edgespec.machine.system import HUGE, wish_huge_pages
 from edgespec.weights.direct_io import ALIGNED, DirectFiles
 from edgespec.weights.plan import Extent, Layer, Plan, Tensor
-from edgespec.weights.preload import Progress, warm
+from edgespec.weights.preload import warm
 from edgespec.weights.ring import Streamer
 
 from ..common.interrupts import Flag

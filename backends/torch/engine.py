@@ -37,10 +37,10 @@ class TorchHeadEngine(TorchEngine):
         draft: Any,
         share: float,
         *,
-        keep: bool = True,
+        remember: bool = True,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        follow(target, draft, share, keep, say)
+        follow(target, draft, share, remember, say)
 
 
 engine = TorchHeadEngine()

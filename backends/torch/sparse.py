@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Work
 from edgespec.loop.passes import prefill
-from edgespec.machine.measurements import recall, remember
+from edgespec.machine import measurements
 from edgespec.models.convert.calibration import english
 
 WHOLE = 2  # first layers, whose attention is spread over the text
@@ -131,7 +131,7 @@ def _read(backend: Any, token_ids: Sequence[int]) -> list[Any]:
         session.close()
 
 
-def follow(target: Any, draft: Any, share: float, keep: bool, say: Callable[[str], None]) -> None:
+def follow(target: Any, draft: Any, share: float, remember: bool, say: Callable[[str], None]) -> None:
     """Arguments and errors as for `SparseEngine`."""
     for name, backend in (("target", target), ("draft", draft)):
         if backend.capabilities.paths or any(backend.windows):
@@ -141,7 +141,7 @@ def follow(target: Any, draft: Any, share: float, keep: bool, say: Callable[[str
         "dtypes": f"{target.dtype}, {draft.dtype}", "build": target.build,
     }  # fmt: skip
     count = len(target.windows)
-    layers: Any = recall(about) if keep else None
+    layers: Any = measurements.recall(about) if remember else None
     whole = isinstance(layers, list) and len(layers) == count and all(i in range(len(draft.windows)) for i in layers)
     target.keeps_queries = draft.keeps_queries = True
     if not whole:
@@ -150,8 +150,8 @@ def follow(target: Any, draft: Any, share: float, keep: bool, say: Callable[[str
         layers = layer_map(
             target, draft, target.vocab.encode(english()[: 8 * TOKENS], add_bos=True, parse_special=False)[:most]
         )
-        if keep:
-            remember(about, layers)
+        if remember:
+            measurements.remember(about, layers)
     target.keeps_queries = False
     target.sparse = SparseAttention(draft, share, layers)
     words = f"sparse attention {share:g}"

@@ -548,7 +548,7 @@ def bench(prompts: str, model: str, planners: str | None, yes: bool, as_json: bo
     by prompt in one process, so that a busy machine slows all of them alike. Sampling is greedy unless options say
     otherwise. With --budget trees are repeatable, also where fewer draft tokens are faster.
     """
-    from edgespec.measure.texts import bench_table, read_prompts, run_bench
+    from edgespec.measure.bench import bench_table, read_prompts, run_bench
 
     _check_system(options["system"], options["raw"])
     usual = "none,sssd,specexec" if options["draft"] else "none,sssd"

@@ -1,3 +1,5 @@
+"""Load one model with an engine that is given by name."""
+
 from typing import Any
 
 from edgespec.loop.backend import Backend

@@ -12,17 +12,17 @@ from typing import Any
 
 from edgespec.errors import NoRoom
 from edgespec.loading.exact import COLD
-from edgespec.loading.pair import PairPlan, close_all, load_pair, plan_pair
-from edgespec.loading.row_classes import Found, find
+from edgespec.loading.pair import PairPlan, close_all, load_pair, plan_pair, remembered_paces
+from edgespec.loading.row_classes import TriedClasses, find
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions, Progress
 from edgespec.loop.pass_times import Curve, PassTimes
 from edgespec.loop.passes import most_nodes
+from edgespec.machine import measurements
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.files import weight_files
-from edgespec.machine.measurements import everything, identity, machine, recall
-from edgespec.machine.measurements import remember as keep
+from edgespec.machine.measurements import identity, processor_name, recall
 from edgespec.machine.system import machine_is_busy
 from edgespec.models.registry import Entry
 from edgespec.planners.auto import AutoState, Share
@@ -69,18 +69,18 @@ class Ways:
     about: dict[str, Any]
 
     @property
-    def fits(self) -> bool:
+    def target_fits(self) -> bool:
         """Without the draft nothing is read."""
         return _read(self.target) == 0
 
-    def measured(self) -> Speeds:
+    def recalled(self) -> Speeds:
         """Remembered speeds."""
         known = recall(self.about)
         whole = isinstance(known, list) and len(known) == 2 and all(type(one) in (int, float) for one in known)
         return Speeds(*known) if whole and all(0 <= one < inf for one in known) else Speeds()
 
-    def keep(self, speeds: Speeds) -> None:
-        keep(self.about, [speeds.drafted, speeds.plain])
+    def remember(self, speeds: Speeds) -> None:
+        measurements.remember(self.about, [speeds.drafted, speeds.plain])
 
     def speeds(self, *, remember: bool, say: Callable[[str], None], disk: float = 0.0) -> Speeds:
         """Remembered speeds, else predicted ones.
@@ -90,14 +90,14 @@ class Ways:
             say: as for `edgespec.load`.
             disk: bytes per second; 0: they are measured, if they are not remembered.
         """
-        known = self.measured() if remember else Speeds()
+        known = self.recalled() if remember else Speeds()
         name, (path, draft), plan = self.pair.names[0], self.pair.paths, self.pair.plan
         assert plan
         assert self.target.plan
         if known.are_known or plan.weights.cached:  # how many experts a pass reads is not known
             return known
-        found = find(name, plan.build, plan.ways[-1], path, keep=remember, say=say)
-        if not any(group.seconds for group in found):
+        found = find(name, plan.build, plan.ways[-1], path, remember=remember, say=say)
+        if not any(tried.seconds for tried in found):
             return known
         agreement = _agreement(path, draft) if remember else AGREEMENT
         draft_size = sum(file.stat().st_size for file in weight_files(draft))
@@ -121,7 +121,7 @@ def ways_of(pair: PairPlan, target: Callable[[], PairPlan]) -> Ways | None:
     if missing <= 0:
         return None
     about = {
-        "kind": "draft or memory", "machine": machine(), "target": identity(pair.paths[0]),
+        "kind": "draft or memory", "machine": processor_name(), "target": identity(pair.paths[0]),
         "draft": identity(pair.paths[1]), "missing": str(missing // GRAIN), "exact": str(pair.options.exact),
     }  # fmt: skip
     return Ways(pair, other, missing, about)
@@ -133,7 +133,7 @@ def _read(pair: PairPlan) -> int:
 
 
 def predict(
-    weights: Plan, without: Plan | None, draft_size: int, found: Found, disk: float, agreement: float = AGREEMENT
+    weights: Plan, without: Plan | None, draft_size: int, found: TriedClasses, disk: float, agreement: float = AGREEMENT
 ) -> Speeds:
     """
     Args:
@@ -145,9 +145,9 @@ def predict(
         agreement: share of draft tokens that are accepted.
     """
     computing = PassTimes()
-    for group in found:
-        if group.seconds:
-            computing.add(group.least, COLD * weights.layers * group.seconds)
+    for tried in found:
+        if tried.seconds:
+            computing.add(tried.least, COLD * weights.layers * tried.seconds)
     times = computing.at(0)
     assert times
     reading, other = (one.streamed_bytes / disk if one else 0.0 for one in (weights, without))
@@ -171,8 +171,7 @@ def _speed(times: Curve, step: float, agreement: float, reading: float = 0.0) ->
 
 
 def _agreement(target: str, draft: str) -> float:
-    about = {"kind": "pace", "machine": machine(), "target": identity(target), "draft": identity(draft)}
-    found = next((one["value"] for one in everything() if about.items() <= one["about"].items()), None)
+    found = next((one["value"] for one in remembered_paces(target, draft)), None)
     try:
         came, hoped = map(float, found["agreement"]) if found else (0.0, 0.0)
         return min(1.0, max(0.0, Share(1.0, came, hoped).value(AGREEMENT)))
@@ -248,24 +247,24 @@ def open_pair(
             raise
         note = no_room(error)
     if ways is None:  # the traceback of the error is gone, and with it what was loaded
-        return _without_draft(loaded(False), note), lambda pace: None
+        return add_note(loaded(False), note), lambda pace: None
     plans[False] = ways.target
-    known = ways.measured() if remember else Speeds()
+    known = ways.recalled() if remember else Speeds()
     speeds = ways.speeds(remember=remember, say=say)
-    open_ = speeds.are_close if speeds.are_known else ways.fits
-    if open_ and not known.are_known and not busy:
+    undecided = speeds.are_close if speeds.are_known else ways.target_fits
+    if undecided and not known.are_known and not busy:
         say("the draft takes memory that the target needs: trying both ways, once")
         agreement = _agreement(*ways.pair.paths) if remember else AGREEMENT
         backends, speeds = _try_both(loaded, agreement, first=speeds.drafted > speeds.plain)
         if remember:
-            ways.keep(speeds)
+            ways.remember(speeds)
     else:
-        backends = loaded(speeds.drafted > speeds.plain if speeds.are_known else not ways.fits)
+        backends = loaded(speeds.drafted > speeds.plain if speeds.are_known else not ways.target_fits)
     if not backends[1:]:
         figures = ""
         if speeds.are_known:
             figures = f": about {two_digits(speeds.drafted)} tokens/s with it, {two_digits(speeds.plain)} without"
-        _without_draft(
+        add_note(
             backends,
             f"the draft is left out: it takes the memory of {ways.missing / 1e9:.2f} GB of weights, which every pass "
             f"would read{figures}; --planner specexec uses it all the same",
@@ -283,7 +282,7 @@ def no_room(error: NoRoom) -> str:
     return f"the draft is left out: with it {error}"
 
 
-def _without_draft(backends: list[Backend], note: str) -> list[Backend]:
+def add_note(backends: list[Backend], note: str) -> list[Backend]:
     backends[0].notes = [*backends[0].notes, note]
     return backends
 
@@ -319,9 +318,9 @@ def _learn(ways: Ways, speed: float, *, drafted: bool) -> None:
     """Remember the speed of a run; one that contradicts what is remembered shows that the other figure is old, too."""
     if not speed:
         return
-    known = ways.measured()
+    known = ways.recalled()
     before = known.drafted if drafted else known.plain
     if before and max(speed, before) < CLOSE * min(speed, before):
         return
     known = Speeds() if before else known
-    ways.keep(replace(known, drafted=speed) if drafted else replace(known, plain=speed))
+    ways.remember(replace(known, drafted=speed) if drafted else replace(known, plain=speed))

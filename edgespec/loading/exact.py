@@ -1,4 +1,6 @@
-"""The row class that a model computes in: "narrow" (as plain decoding), "wide" (short passes are padded) or any.
+"""The row class of a model's passes.
+
+It is "narrow" (few rows, as plain decoding), "wide" (many rows; short passes are padded), or "any" (one for both).
 
 Prompts are prefilled in the class of the largest passes, a shorter prompt in a smaller class. If that class differs
 from decode's, generated tokens are prefilled again in the next turn of a chat, as a fresh session would do.
@@ -8,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from edgespec.errors import UsageError
-from edgespec.loading.row_classes import MANY, Found, Group, find, is_timed
+from edgespec.loading.row_classes import MANY, TriedClass, TriedClasses, find, is_timed
 from edgespec.loop.backend import Backend, Capabilities
 from edgespec.loop.engines import Computing, LoadPlan
 from edgespec.loop.shapes import BatchInvariance, RowClass
@@ -23,7 +25,7 @@ COLD = 2.0  # slow-down of a streamed layer against the probe model, whose weigh
 
 
 def choose_way(
-    engine: str, plan: LoadPlan, *, keep: bool = True, say: Callable[[str], None] = lambda text: None
+    engine: str, plan: LoadPlan, *, remember: bool = True, say: Callable[[str], None] = lambda text: None
 ) -> Computing:
     """Choose how the engine computes a model that it is about to load.
 
@@ -33,7 +35,7 @@ def choose_way(
     Args:
         engine: its name.
         plan: of this engine; if loading fills the memory, the usual way's classes are found now.
-        keep: as for `find`.
+        remember: as for `find`.
         say: as for `find`.
     """
     *better, usual = plan.ways
@@ -41,23 +43,23 @@ def choose_way(
         return usual
     least = MANY if plan.options.exact in ("wide", "any") else FEW
 
-    def class_of(way: Computing) -> Group | None:
-        found = find(engine, plan.build, way, plan.path, keep=keep, say=say)
-        return next((group for group in usable(found) if group.most >= least), None)
+    def class_of(way: Computing) -> TriedClass | None:
+        found = find(engine, plan.build, way, plan.path, remember=remember, say=say)
+        return next((tried for tried in usable(found) if tried.most >= least), None)
 
     if plan.fills_memory:
         class_of(usual)
     for way in better:
-        if (group := class_of(way)) and _is_better(group, class_of(usual)):
+        if (tried := class_of(way)) and _is_better(tried, class_of(usual)):
             return way
     return usual
 
 
-def _is_better(group: Group, usual: Group | None) -> bool:
+def _is_better(tried: TriedClass, usual: TriedClass | None) -> bool:
     if usual is None:
         return True
-    faster = not is_timed([group, usual]) or usual.seconds > FASTER * group.seconds
-    return faster and not usual.most >= MANY > group.most
+    faster = not is_timed([tried, usual]) or usual.seconds > FASTER * tried.seconds
+    return faster and not usual.most >= MANY > tried.most
 
 
 def apply_row_class(
@@ -65,16 +67,16 @@ def apply_row_class(
     path: str,
     asked: str | None = None,
     *,
-    keep: bool = True,
+    remember: bool = True,
     say: Callable[[str], None] = lambda text: None,
-) -> Found:
+) -> TriedClasses:
     """Have a loaded model keep to a row class.
 
     Args:
         backend: no session of it is open.
         path: of the model.
         asked: as for `choose`.
-        keep: as for `find`.
+        remember: as for `find`.
         say: as for `find`.
 
     Returns:
@@ -86,19 +88,20 @@ def apply_row_class(
     if asked == "off" or backend.capabilities.logit_tolerance == 0:  # 0: passes of all sizes round alike
         return ()
     about = backend.name, backend.build, backend.computing, path
-    found = [] if backend.capabilities.gaps else find(*about, keep=keep, say=say, loaded=backend)
+    found = [] if backend.capabilities.gaps else find(*about, remember=remember, say=say, loaded=backend)
     exact = choose(found, backend.capabilities, asked)
     if exact:
         backend.keep_to(exact)
-    lost = why_not_kept() if found and keep else ""
-    backend.notes = [*backend.notes, *price(found, exact, backend.capabilities.streams), *filter(None, [lost])]
+    lost = why_not_kept() if found and remember else ""
+    padding = notes_on_padding(found, exact, backend.capabilities.streams)
+    backend.notes = [*backend.notes, *padding, *filter(None, [lost])]
     return found
 
 
-def price(found: Found, exact: BatchInvariance | None, streams: bool) -> list[str]:
+def notes_on_padding(found: TriedClasses, exact: BatchInvariance | None, streams: bool) -> list[str]:
     if exact is None or exact.trees.least == 1 or streams or not is_timed(found):
         return []
-    times = next(group.seconds for group in found if group.least == exact.trees.least) / found[0].seconds
+    times = next(tried.seconds for tried in found if tried.least == exact.trees.least) / found[0].seconds
     if times <= SAME:
         return []
     return [
@@ -122,7 +125,7 @@ def note_on_budget(budget: int, target: Backend, path: str, *, approximate: bool
     if exact is None or not exact.trees.most < min(budget + 1, limits.max_nodes, limits.max_wanted):
         return []
     found = find(
-        target.name, target.build, target.computing, path, keep=False, say=lambda text: None, loaded=target
+        target.name, target.build, target.computing, path, remember=False, say=lambda text: None, loaded=target
     )  # fmt: skip
     lifts = "--exact off"
     with suppress(UsageError):
@@ -143,7 +146,7 @@ def check_choice(asked: str | None) -> None:
         raise UsageError(f"exact is {asked!r}, but must be one of {', '.join(CHOICES)}")
 
 
-def choose(found: Found, limits: Capabilities, asked: str | None) -> BatchInvariance | None:
+def choose(found: TriedClasses, limits: Capabilities, asked: str | None) -> BatchInvariance | None:
     """The row class to generate in; None: there is none, or `asked` is "off".
 
     Args:
@@ -158,13 +161,13 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> BatchInvari
     if asked == "off":
         return None
     most = min(limits.max_nodes, limits.max_wanted)
-    good = [group for group in usable(found) if group.least + FEW <= most]
+    good = [tried for tried in usable(found) if tried.least + FEW <= most]
     if not good:
         if asked is not None:
-            raise UsageError(f"--exact {asked}: {reason(found, limits.paths)}")
+            raise UsageError(f"--exact {asked}: {why_no_class(found, limits.paths)}")
         return None
-    narrow, mixture = good[0], not all(group.row_independent for group in found)
-    others = [] if mixture else [group for group in good[1:] if group.most >= MANY]
+    narrow, mixture = good[0], not all(tried.row_independent for tried in found)
+    others = [] if mixture else [tried for tried in good[1:] if tried.most >= MANY]
     wide = narrow if narrow.most >= MANY else next(iter(others), None)
     if asked == "wide" and wide is None:
         raise UsageError(f"--exact wide: here only passes of at most {narrow.most} rows agree; use --exact narrow")
@@ -177,14 +180,14 @@ def choose(found: Found, limits: Capabilities, asked: str | None) -> BatchInvari
     if mixture:  # only equal blocks have equal bits
         return BatchInvariance(name, trees, RowClass(1, min(BLOCK, limits.max_nodes)), blocks=True)
     # Of the fewest rows of a pass, all may be wanted.
-    prompts = [group for group in found if group.least <= limits.max_wanted][-1]
+    prompts = [tried for tried in found if tried.least <= limits.max_wanted][-1]
     if chosen is prompts:
         return BatchInvariance(name, trees, trees)
     short = _shape(wide, most) if wide and wide is not prompts else None
     return BatchInvariance(name, trees, _shape(prompts, limits.max_nodes), short)
 
 
-def _costs_little(wide: Group, narrow: Group, limits: Capabilities) -> bool:
+def _costs_little(wide: TriedClass, narrow: TriedClass, limits: Capabilities) -> bool:
     """True if a wide pass of the fewest rows takes about as long as such a narrow one.
 
     A draft is not considered, though wide passes pay sooner with one: plain decoding must be of the same class.
@@ -193,31 +196,31 @@ def _costs_little(wide: Group, narrow: Group, limits: Capabilities) -> bool:
         return limits.streams
     if not limits.streams:
         return wide.seconds <= SAME * narrow.seconds
-    few, many = (max(limits.read_seconds, COLD * limits.layers * group.seconds) for group in (narrow, wide))
+    few, many = (max(limits.read_seconds, COLD * limits.layers * tried.seconds) for tried in (narrow, wide))
     return many <= SAME * few
 
 
-def usable(found: Found) -> list[Group]:
-    return [group for group in found if group.trees and group.row_independent and group.most >= FEW]
+def usable(found: TriedClasses) -> list[TriedClass]:
+    return [tried for tried in found if tried.trees and tried.row_independent and tried.most >= FEW]
 
 
-def _shape(group: Group, most: int) -> RowClass:
-    most = min(group.most, most)
-    return RowClass(group.least, most - most % group.step, group.step)
+def _shape(tried: TriedClass, most: int) -> RowClass:
+    most = min(tried.most, most)
+    return RowClass(tried.least, most - most % tried.step, tried.step)
 
 
-def reason(found: Found, paths: bool) -> str:
+def why_no_class(found: TriedClasses, paths: bool) -> str:
     if paths:
         return "some layers are recurrent, and which passes agree to the bit is not looked for in such models"
-    if not any(group.trees for group in found if group.most >= FEW):
+    if not any(tried.trees for tried in found if tried.most >= FEW):
         return "here a node's logits depend on what stands between its ancestors, or on where its pass begins"
     return "here a row's logits depend on the other rows of its pass, so no passes agree to the bit"
 
 
-def line(found: Found, exact: BatchInvariance | None, paths: bool = False) -> str:
+def exactness_line(found: TriedClasses, exact: BatchInvariance | None, paths: bool = False) -> str:
     sizes = ", ".join(map(_name, usable(found)))
     if not sizes:
-        return reason(found, paths)
+        return why_no_class(found, paths)
     used = f"; used: {exact.name}, at least {exact.trees.least}" if exact else ""
     untimed = (
         "" if is_timed(found) else "; which cost least is not known, since other programs computed when they were tried"
@@ -225,8 +228,8 @@ def line(found: Found, exact: BatchInvariance | None, paths: bool = False) -> st
     return f"passes of these numbers of rows agree to the bit: {sizes}{used}{untimed}"
 
 
-def _name(group: Group) -> str:
-    if group.least == group.most:
-        return str(group.least)
-    sizes = f"{group.least} to {group.most}"
-    return sizes if group.step == 1 else f"{sizes} in multiples of {group.step}"
+def _name(tried: TriedClass) -> str:
+    if tried.least == tried.most:
+        return str(tried.least)
+    sizes = f"{tried.least} to {tried.most}"
+    return sizes if tried.step == 1 else f"{sizes} in multiples of {tried.step}"

@@ -1,5 +1,8 @@
+"""Plans and loads a target and its draft; the target gets the memory that the draft leaves."""
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from edgespec.errors import ModelError, UsageError, check_whole
 from edgespec.loading.approximate import methods, needs_a_model
@@ -19,8 +22,8 @@ from edgespec.loop.engines import (
     find_engine,
 )
 from edgespec.loop.same_vocab import check_same_vocab
-from edgespec.machine.measurements import identity, machine, recall
-from edgespec.machine.measurements import remember as keep
+from edgespec.machine import measurements
+from edgespec.machine.measurements import everything, identity, processor_name, recall
 from edgespec.machine.memory import left_of
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.heads import check_folder, is_head
@@ -201,7 +204,7 @@ def load_pair(
     progress: Progress | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Backend]:
-    """Result, arguments and errors as for `open_backends`."""
+    """Result, arguments and errors as for `open_backends`; `progress` as for `edgespec.load`."""
     options, plan, drafts = pair.options, pair.plan, pair.paths[1:]
     engines, for_draft = [find_engine(name) for name in pair.names], options.for_draft()
     backends: list[Backend] = []
@@ -213,7 +216,7 @@ def load_pair(
                 taken = sum(gpu.used for gpu in gpus if not gpu.shared)
                 options = replace(options, gpu_memory=left_of("gpu_memory", options.gpu_memory, taken))
             plan = _plan(pair.names[0], pair.paths[0], options)
-        way = choose_way(pair.names[0], plan, keep=remember, say=say)
+        way = choose_way(pair.names[0], plan, remember=remember, say=say)
         backends.insert(0, engines[0].load(plan, way, progress))
         if pair.head:
             assert isinstance(engines[0], LoadsHeads)
@@ -231,9 +234,9 @@ def load_pair(
                 ]
         if options.sparse_attention is not None:
             assert isinstance(engines[0], SparseEngine)
-            engines[0].attend_sparsely(backends[0], backends[1], options.sparse_attention, keep=remember, say=say)
+            engines[0].attend_sparsely(backends[0], backends[1], options.sparse_attention, remember=remember, say=say)
         for backend, path in zip(backends, pair.paths if options.mixed else pair.paths[:1], strict=False):
-            apply_row_class(backend, path, options.exact, keep=remember, say=say)
+            apply_row_class(backend, path, options.exact, remember=remember, say=say)
     except BaseException:
         close_all(backends)
         raise
@@ -247,7 +250,6 @@ def open_backends(
     options: LoadOptions,
     *,
     remember: bool = True,
-    progress: Progress | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Backend]:
     """Load [target] or [target, draft] with one vocabulary; the target gets the memory that the draft leaves.
@@ -258,14 +260,13 @@ def open_backends(
         models_file: as for `edgespec.load`.
         options: of the target; without a `backend` the two may have different engines.
         remember: as for `edgespec.load`.
-        progress: as for `edgespec.load`.
         say: as for `edgespec.load`.
 
     Raises:
         EdgespecError: anything that is wrong, as one line.
     """
     pair = plan_pair(entry, draft, models_file, options, say=say)
-    return load_pair(pair, remember=remember, progress=progress, say=say)
+    return load_pair(pair, remember=remember, say=say)
 
 
 def load_draft(engine: Engine, path: str, options: LoadOptions) -> Backend:
@@ -290,6 +291,23 @@ def close_all(backends: Sequence[Backend]) -> None:
         backend.close()
 
 
+def _about_pace(target: str, draft: str | None) -> dict[str, str]:
+    """What all keys of remembered pass times of these models have; None: of a target with any draft or none."""
+    about = {"kind": "pace", "machine": processor_name(), "target": identity(target)}
+    return about if draft is None else about | {"draft": identity(draft) if draft else ""}
+
+
+def remembered_paces(target: str, draft: str | None = None) -> list[dict[str, Any]]:
+    """What `recall_auto_state` has kept of these models, the latest first, as of `measurements.everything`.
+
+    Args:
+        target: its path.
+        draft: its path; None: with any draft, and without one.
+    """
+    about = _about_pace(target, draft)
+    return [one for one in everything() if about.items() <= one["about"].items()]
+
+
 def recall_auto_state(
     pace: AutoState, sources: Sequence[str], target: Backend, options: LoadOptions, learn: Callable[[AutoState], None]
 ) -> Callable[[], None]:
@@ -306,10 +324,10 @@ def recall_auto_state(
         A function that keeps `pace` for the next run.
     """
     given = {name: getattr(options, name) for name in ("backend", *ENGINE_OPTIONS)}
-    about = {
-        "kind": "pace", "machine": machine(), "engine": target.name, "streams": target.capabilities.streams,
-        "target": identity(local_path(sources[0], fetch=False)),
-        "draft": identity(local_path(sources[1], fetch=False)) if sources[1:] else "",
+    path, *drafts = (local_path(source, fetch=False) for source in sources)
+    about: dict[str, Any] = {
+        **_about_pace(path, drafts[0] if drafts else ""),
+        "engine": target.name, "streams": target.capabilities.streams,
         "exact": str(target.capabilities.exact or ""),
         "experts": str(target.capabilities.experts),
         **given | {"lenders": ",".join(options.lenders)} | ({"own_layers": True} if options.own_layers else {}),
@@ -324,7 +342,7 @@ def recall_auto_state(
 
     def keep_it() -> None:
         if pace.target.measured:  # else the date of what is known would become that of this run
-            keep(about, pace.as_dict() | {"passes": passes + pace.target.measured})
+            measurements.remember(about, pace.as_dict() | {"passes": passes + pace.target.measured})
             learn(pace)
 
     return keep_it

@@ -19,7 +19,8 @@ from edgespec.errors import ModelError, NoRoom
 from edgespec.loop.backend import Backend, Capabilities, Logits, Session, Work
 from edgespec.loop.engines import Computing, find_engine
 from edgespec.loop.passes import prefill
-from edgespec.machine.measurements import identity, machine, recall, remember
+from edgespec.machine import measurements
+from edgespec.machine.measurements import identity, processor_name, recall
 from edgespec.machine.system import all_processors, machine_is_busy
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 128)
@@ -35,8 +36,8 @@ BUSY = 0.75  # share of processor time below which other programs disturb the ti
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Neighbouring sizes of passes that agree.
+class TriedClass:
+    """A row class as it was found by trying: neighbouring sizes of passes that agree.
 
     Attributes:
         trees: gaps between a node's ancestors change no bit.
@@ -53,8 +54,8 @@ class Group:
     step: int = 1
 
 
-Found = Sequence[Group]
-_known: dict[str, list[Group]] = {}
+TriedClasses = Sequence[TriedClass]
+_known: dict[str, list[TriedClass]] = {}
 
 
 def find(
@@ -63,10 +64,10 @@ def find(
     computing: Computing,
     path: str,
     *,
-    keep: bool,
+    remember: bool,
     say: Callable[[str], None],
     loaded: Backend | None = None,
-) -> list[Group]:
+) -> list[TriedClass]:
     """The row classes of a model, remembered or found by trying; [] if it has none, or cannot be tried.
 
     Args:
@@ -74,55 +75,56 @@ def find(
         build: as of `Backend`.
         computing: as of `Backend`.
         path: of the model.
-        keep: remember what was found, and use what is remembered.
+        remember: store what was found for later runs, and use what is stored.
         say: called with a line before passes are tried, which takes some seconds.
         loaded: the model, with no session open: tried if the engine has no probe model of it.
     """
     about = _about(engine, build, computing, path)
-    if (known := _recall(about, keep)) is not None:
+    if (known := _recall(about, remember)) is not None:
         return known
     small = find_engine(engine).probe_model(path, computing)
-    if not (tried := small or (loaded and nullcontext(loaded))):
+    if not (model := small or (loaded and nullcontext(loaded))):
         return []
     say(TRYING)
     try:
-        with tried as backend:
+        with model as backend:
             found = probe(backend)
     except (ModelError, NoRoom, OSError):
         if loaded is None:
             return []
         small, found = None, probe(loaded)
-    _keep(about, found, keep and (small is not None or loaded is None or _sizes(loaded.capabilities)[1] == [*LARGER]))
+    whole = small is not None or loaded is None or _sizes(loaded.capabilities)[1] == [*LARGER]
+    _keep(about, found, remember and whole)
     return found
 
 
 def _about(name: str, build: str, computing: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {
-        "kind": "exact", "engine": name, "build": build, "machine": machine(), "target": identity(path),
+        "kind": "exact", "engine": name, "build": build, "machine": processor_name(), "target": identity(path),
         "sizes": f"{SIZES} {MULTIPLES} {LARGER}, timed without logits, a layer of each type, from the beginning",
         **computing,
     }  # fmt: skip
 
 
-def _recall(about: dict[str, Any], kept: bool) -> list[Group] | None:
+def _recall(about: dict[str, Any], remember: bool) -> list[TriedClass] | None:
     key = json.dumps(about, sort_keys=True)
-    if key not in _known and kept and (rows := recall(about)) is not None:
+    if key not in _known and remember and (rows := recall(about)) is not None:
         with suppress(TypeError):
-            found = [Group(**row) for row in rows]
-            believed = all(0 <= group.seconds < inf and 1 <= group.least <= group.most for group in found)
+            found = [TriedClass(**row) for row in rows]
+            believed = all(0 <= tried.seconds < inf and 1 <= tried.least <= tried.most for tried in found)
             if believed and (is_timed(found) or machine_is_busy()):
                 _known[key] = found
     return _known.get(key)
 
 
-def is_timed(found: Found) -> bool:
-    return all(group.seconds for group in found)
+def is_timed(found: TriedClasses) -> bool:
+    return all(tried.seconds for tried in found)
 
 
-def _keep(about: dict[str, Any], found: list[Group], keep: bool) -> None:
+def _keep(about: dict[str, Any], found: list[TriedClass], remember: bool) -> None:
     _known[json.dumps(about, sort_keys=True)] = found
-    if keep and (not found or found[-1].most >= SIZES[-1]):
-        remember(about, [asdict(group) for group in found])
+    if remember and (not found or found[-1].most >= SIZES[-1]):
+        measurements.remember(about, [asdict(tried) for tried in found])
 
 
 def _sizes(limits: Capabilities) -> tuple[list[int], list[int]]:
@@ -133,7 +135,7 @@ def _sizes(limits: Capabilities) -> tuple[list[int], list[int]]:
     return [size for size in SIZES if size <= few], [size for size in LARGER if size <= most]
 
 
-def probe(backend: Backend) -> list[Group]:
+def probe(backend: Backend) -> list[TriedClass]:
     limits = backend.capabilities
     sizes, larger = _sizes(limits)
     if not sizes:
@@ -147,30 +149,30 @@ def probe(backend: Backend) -> list[Group]:
         prefill(backend, session, prompt)
         if not _gaps_change_nothing(backend, session, chain, _rows(backend, session, chain[: min(SMALL, sizes[-1])])):
             return []
-        groups = _agreeing(backend, session, chains, sizes)
-        if groups[-1].least == groups[-1].most and sizes[-1] == SIZES[-1]:
+        classes = _agreeing(backend, session, chains, sizes)
+        if classes[-1].least == classes[-1].most and sizes[-1] == SIZES[-1]:
             together = _agreeing(backend, session, chains, MULTIPLES)
             if together[-1].least < together[-1].most:
-                few = [group for group in groups if group.most < TOGETHER]
-                groups = [*few, *(replace(group, step=TOGETHER) for group in together)]
-        seconds = _seconds(backend, session, chains[-1][1], [group.least for group in groups])
+                few = [tried for tried in classes if tried.most < TOGETHER]
+                classes = [*few, *(replace(tried, step=TOGETHER) for tried in together)]
+        seconds = _seconds(backend, session, chains[-1][1], [tried.least for tried in classes])
         for prompt, chain in reversed(chains):
             prefill(backend, session, prompt)
-            groups = [_after(group, backend, session, chain) for group in groups]
-        if not all(_goes_on(group, backend, session, chain) for group in groups if group.most >= MANY):
+            classes = [_after(tried, backend, session, chain) for tried in classes]
+        if not all(_goes_on(tried, backend, session, chain) for tried in classes if tried.most >= MANY):
             return []
         if larger:
             prompt, chain = chains[0]
             prefill(backend, session, prompt)
-            groups[-1] = replace(groups[-1], most=_reach(groups[-1].most, backend, session, chain, larger))
-        return [replace(group, seconds=took) for group, took in zip(groups, seconds, strict=True)]
+            classes[-1] = replace(classes[-1], most=_reach(classes[-1].most, backend, session, chain, larger))
+        return [replace(tried, seconds=took) for tried, took in zip(classes, seconds, strict=True)]
     finally:
         session.close()
 
 
 def _agreeing(
     backend: Backend, session: Session, chains: Sequence[tuple[list[int], list[int]]], sizes: Sequence[int]
-) -> list[Group]:
+) -> list[TriedClass]:
     agree = np.ones(len(sizes) - 1, np.bool_)
     for prompt, chain in chains:
         prefill(backend, session, prompt)
@@ -181,23 +183,23 @@ def _agreeing(
             before = rows
     edges = np.flatnonzero(~agree).tolist()
     ends = zip([0, *(edge + 1 for edge in edges)], [*edges, len(sizes) - 1], strict=True)
-    return [Group(sizes[i], sizes[j], trees=True, row_independent=True) for i, j in ends]
+    return [TriedClass(sizes[i], sizes[j], trees=True, row_independent=True) for i, j in ends]
 
 
-def _after(group: Group, backend: Backend, session: Session, chain: list[int]) -> Group:
-    trees, row_independent = group.trees, group.row_independent
-    for size in {group.least, group.most}:
+def _after(tried: TriedClass, backend: Backend, session: Session, chain: list[int]) -> TriedClass:
+    trees, row_independent = tried.trees, tried.row_independent
+    for size in {tried.least, tried.most}:
         rows = _rows(backend, session, chain[:size])
         trees &= _gaps_change_nothing(backend, session, chain, rows)
         among_copies = _rows(backend, session, chain[:1] * size)
         row_independent &= np.array_equal(rows[0], among_copies[0])
-    return replace(group, trees=trees, row_independent=row_independent)
+    return replace(tried, trees=trees, row_independent=row_independent)
 
 
-def _goes_on(group: Group, backend: Backend, session: Session, chain: list[int]) -> bool:
+def _goes_on(tried: TriedClass, backend: Backend, session: Session, chain: list[int]) -> bool:
     """True if a prompt has the same rows in one pass and in two: some engines mask differently."""
-    first, size = group.least, 2 * group.least
-    if size > min(group.most, len(chain)):
+    first, size = tried.least, 2 * tried.least
+    if size > min(tried.most, len(chain)):
         return True
     session.rewind(0)
     whole = _rows(backend, session, chain[:size])

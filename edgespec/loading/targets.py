@@ -1,3 +1,5 @@
+"""Load several copies of a target, in processes of this machine or of a cluster, and one draft for all."""
+
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import ExitStack
@@ -36,7 +38,9 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Remote:
+class TargetStandIn:
+    """What is asked of a target here, answered for the copies in other processes."""
+
     vocab: Vocab
     described: Described
     notes: Sequence[str]
@@ -144,7 +148,7 @@ def open_targets(
         notes.append(
             "the copies do not compute alike: where two tokens score within rounding, the output depends on the copy"
         )
-    return cast(Backend, Remote(vocab, described[0], notes)), targets
+    return cast(Backend, TargetStandIn(vocab, described[0], notes)), targets
 
 
 def share_of(count: int, options: LoadOptions, *, folder: bool, taken: int) -> LoadOptions:

@@ -1,3 +1,5 @@
+"""Time passes of a loaded model."""
+
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -56,4 +58,5 @@ def time_pass(backend: Backend, nodes: int) -> Pass:
         found.append(made)
         session.rewind(start)
     session.close()
+    # Without the first pass, which may be slower than others of its size.
     return min(found[1:], key=lambda one: one.seconds)

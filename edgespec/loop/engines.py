@@ -324,7 +324,7 @@ class SparseEngine(Protocol):
         draft: Any,
         share: float,
         *,
-        keep: bool = True,
+        remember: bool = True,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """
@@ -332,7 +332,7 @@ class SparseEngine(Protocol):
             target: loaded by this engine, with room for a session.
             draft: as `target`.
             share: of the draft's attention, above 0; with 1 all cells are read.
-            keep: remember which layers of the two attend alike.
+            remember: store for later runs which layers of the two attend alike.
             say: as for `edgespec.load`.
 
         Raises:

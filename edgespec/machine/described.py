@@ -106,7 +106,7 @@ def _machine(entry: Any, where: str) -> Machine:
 
 
 def _check_numbers(part: Any, where: str) -> None:
-    """Only after conversion: YAML reads -1e9, which has no point, as a string."""
+    """Refuse numbers that are negative or not finite; called after conversion, as YAML reads -1e9 as a string."""
     for key in _names(type(part)):
         value = getattr(part, key)
         if isinstance(value, int | float) and not 0 <= value < inf:

@@ -1,8 +1,13 @@
-"""Disks: the fastest way to read one (how many reads in flight, and of which size), and room for temporary files."""
+"""Disks: their file systems, the fastest way to read one (how many reads in flight, and of which size), and room for
+temporary files.
+"""
 
 import os
+import re
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -10,11 +15,20 @@ from pathlib import Path
 from shutil import disk_usage
 from statistics import median
 from tempfile import NamedTemporaryFile, TemporaryFile, gettempdir
+from time import perf_counter
 
 import edgespec.machine.measurements as remembered
-from edgespec.errors import ModelError
-from edgespec.machine.memory import disk_bandwidth, disk_name, file_system, format_size
-from edgespec.machine.system import BLOCK, READ_SIZE, READ_THREADS, machine_is_busy
+from edgespec.errors import ModelError, UsageError
+from edgespec.machine.memory import format_size
+from edgespec.machine.system import (
+    BLOCK,
+    READ_SIZE,
+    READ_THREADS,
+    lines_of,
+    machine_is_busy,
+    open_direct,
+    read_buffer,
+)
 
 THREADS, SIZES = (2, 4, 8, 16), (1 << 20, 4 << 20, 16 << 20)
 SECONDS = 10.0
@@ -22,6 +36,22 @@ FINALISTS, ROUNDS = 3, 3
 BETTER = 1.05  # speed-up from which on another way replaces the usual one
 MEASURE = 0.3  # seconds
 IN_MEMORY = ("tmpfs", "ramfs")
+# Reads there cannot be direct, or cost more than their bytes.
+NETWORK_FILE_SYSTEMS = {
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "9p",
+    "fuse.sshfs",
+    "afpfs",
+    "webdav",
+    "ceph",
+    "glusterfs",
+}
+COMPRESSING_FILE_SYSTEMS = {"btrfs", "zfs", "squashfs", "erofs"}
+MOUNTS = Path("/proc/self/mountinfo")
 HEADROOM = 1 << 28  # bytes that stay free on a disk
 SLOWEST, FASTEST = 1e5, 1e12  # bytes per second: other speeds are no disk's
 MOST_THREADS, LARGEST = max(THREADS), max(SIZES)
@@ -42,6 +72,57 @@ class Reading:
 
 
 USUAL = Reading()
+
+
+def disk_bandwidth(
+    path: str, seconds: float = 3.0, threads: int = READ_THREADS, size: int = READ_SIZE, at: float = 0.5
+) -> float:
+    """Bytes per second of direct reads of a file, from the beginning again after its end; 0: the file is empty.
+
+    Where direct reads do not work, the file's page cache is dropped first, if the system can do that.
+
+    Args:
+        path: of the file.
+        seconds: to read for.
+        threads: reads in flight.
+        size: bytes of a read.
+        at: share of the file before the first read.
+
+    Raises:
+        ModelError: the file cannot be read.
+        UsageError: this system cannot read past its cache.
+    """
+    if not hasattr(os, "preadv"):
+        raise UsageError("the speed of a disk is measured on Linux and macOS only")
+    descriptor = -1
+    try:
+        descriptor, direct = open_direct(path)
+        blocks = max(1, os.fstat(descriptor).st_size // size)
+        if not direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        lock = threading.Lock()
+        first = int(at * blocks)
+        turn = iter(range(first, first + 10 * blocks))
+        started = perf_counter()
+
+        def read() -> int:
+            done, buffer = 0, read_buffer(size)
+            while not done or perf_counter() - started < seconds:  # a busy machine may start a thread too late
+                with lock:
+                    block = next(turn, None)
+                if block is None:
+                    break
+                done += os.preadv(descriptor, [buffer], (block % blocks) * size)
+            return done
+
+        with ThreadPoolExecutor(threads) as pool:
+            total = sum(future.result() for future in [pool.submit(read) for _ in range(threads)])
+        return total / (perf_counter() - started)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def find_reading(path: str, seconds: float = SECONDS) -> list[Reading]:
@@ -104,6 +185,37 @@ def disk_speed(path: str) -> float:
     return recall_reading(path).speed or disk_bandwidth(path, MEASURE)
 
 
+def file_system(path: str, mounts: Path = MOUNTS) -> str:
+    """The type of a file's file system, such as "ext4"; "": unknown."""
+    return _mount(path, mounts)[1]
+
+
+def disk_name(path: str) -> str:
+    """The disk of a file, as in "/dev/sda1, ext4, on /"; else the number of its device.
+
+    Raises:
+        OSError: the file cannot be found.
+    """
+    point, kind, source = _mount(path, MOUNTS)
+    return f"{source}, {kind}, on {point}" if kind else f"device {os.stat(path).st_dev}"
+
+
+def _mount(path: str, mounts: Path) -> tuple[str, str, str]:
+    found = ("", "", "")
+    try:
+        lines = lines_of(mounts)
+    except OSError:
+        return found
+    real = os.path.realpath(path)
+    for line in lines:
+        fields, kind = line.split(" - ", 1)
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split(" ")[4])
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(found[0]):
+            found = point, kind.split()[0], kind.split()[1]
+    return found
+
+
 def folder_with_room(needed: int) -> str:
     """The temporary folder, or else the home folder, with disk space for `needed` bytes.
 
@@ -154,4 +266,4 @@ def _about(path: str) -> dict[str, str]:
         found = os.statvfs(path)
         size = found.f_blocks * found.f_frsize
     # Two digits of the size, as it varies where file systems share a disk.
-    return {"kind": "disk", "machine": remembered.machine(), "disk": disk_name(path), "size": f"{size:.1e}"}
+    return {"kind": "disk", "machine": remembered.processor_name(), "disk": disk_name(path), "size": f"{size:.1e}"}

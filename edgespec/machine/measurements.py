@@ -95,7 +95,7 @@ def forget() -> int:
     return len(files)
 
 
-def machine() -> str:
+def processor_name() -> str:
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()

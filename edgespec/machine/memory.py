@@ -1,3 +1,5 @@
+"""Memory: sizes as text, and how much of it there is, is free, and is used by this process."""
+
 import ctypes
 import math
 import mmap
@@ -5,34 +7,16 @@ import os
 import re
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import perf_counter
 from typing import overload
 
-from edgespec.errors import ModelError, UsageError
-from edgespec.machine.system import READ_SIZE, READ_THREADS, control_groups, lines_of, open_direct, read_buffer
+from edgespec.errors import UsageError
+from edgespec.machine.system import control_groups
 
 UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
-# Reads there cannot be direct, or cost more than their bytes.
-NETWORK_FILE_SYSTEMS = {
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "smbfs",
-    "9p",
-    "fuse.sshfs",
-    "afpfs",
-    "webdav",
-    "ceph",
-    "glusterfs",
-}
 M_MMAP_THRESHOLD = -3  # malloc.h
 V1_CACHE, V2_CACHE = ("total_active_file", "total_inactive_file"), ("active_file", "inactive_file")
-COMPRESSING_FILE_SYSTEMS = {"btrfs", "zfs", "squashfs", "erofs"}
 
 
 def parse_size(text: str) -> int:
@@ -223,88 +207,3 @@ class Usage(ctypes.Structure):
         ("start", ctypes.c_uint64),
         ("exit", ctypes.c_uint64),
     )
-
-
-MOUNTS = Path("/proc/self/mountinfo")
-
-
-def file_system(path: str, mounts: Path = MOUNTS) -> str:
-    """The type of a file's file system, such as "ext4"; "": unknown."""
-    return _mount(path, mounts)[1]
-
-
-def disk_name(path: str, mounts: Path = MOUNTS) -> str:
-    """The disk of a file, as in "/dev/sda1, ext4, on /"; else the number of its device.
-
-    Raises:
-        OSError: the file cannot be found.
-    """
-    point, kind, source = _mount(path, mounts)
-    return f"{source}, {kind}, on {point}" if kind else f"device {os.stat(path).st_dev}"
-
-
-def _mount(path: str, mounts: Path) -> tuple[str, str, str]:
-    found = ("", "", "")
-    try:
-        lines = lines_of(mounts)
-    except OSError:
-        return found
-    real = os.path.realpath(path)
-    for line in lines:
-        fields, kind = line.split(" - ", 1)
-        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split(" ")[4])
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(found[0]):
-            found = point, kind.split()[0], kind.split()[1]
-    return found
-
-
-def disk_bandwidth(
-    path: str, seconds: float = 3.0, threads: int = READ_THREADS, size: int = READ_SIZE, at: float = 0.5
-) -> float:
-    """Bytes per second of direct reads of a file, from the beginning again after its end; 0: the file is empty.
-
-    Where direct reads do not work, the file's page cache is dropped first, if the system can do that.
-
-    Args:
-        path: of the file.
-        seconds: to read for.
-        threads: reads in flight.
-        size: bytes of a read.
-        at: share of the file before the first read.
-
-    Raises:
-        ModelError: the file cannot be read.
-        UsageError: this system cannot read past its cache.
-    """
-    if not hasattr(os, "preadv"):
-        raise UsageError("the speed of a disk is measured on Linux and macOS only")
-    descriptor = -1
-    try:
-        descriptor, direct = open_direct(path)
-        blocks = max(1, os.fstat(descriptor).st_size // size)
-        if not direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        lock = threading.Lock()
-        first = int(at * blocks)
-        turn = iter(range(first, first + 10 * blocks))
-        started = perf_counter()
-
-        def read() -> int:
-            done, buffer = 0, read_buffer(size)
-            while not done or perf_counter() - started < seconds:  # a busy machine may start a thread too late
-                with lock:
-                    block = next(turn, None)
-                if block is None:
-                    break
-                done += os.preadv(descriptor, [buffer], (block % blocks) * size)
-            return done
-
-        with ThreadPoolExecutor(threads) as pool:
-            total = sum(future.result() for future in [pool.submit(read) for _ in range(threads)])
-        return total / (perf_counter() - started)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)

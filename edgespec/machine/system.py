@@ -1,3 +1,5 @@
+"""Calls of the operating system: direct reads, moving pages, processors and their quotas."""
+
 import ctypes
 import math
 import mmap
@@ -58,6 +60,10 @@ def own_buffer() -> memoryview:
     return buffer
 
 
+def _shrunk(end: int) -> OSError:
+    return OSError(f"the file ends at byte {end}; it must have shrunk")
+
+
 def read_fully(descriptor: int, address: int, start: int, stop: int) -> None:
     """Read bytes `start` to `stop` of a file to an address.
 
@@ -68,7 +74,7 @@ def read_fully(descriptor: int, address: int, start: int, stop: int) -> None:
         buffer = (ctypes.c_char * (stop - start)).from_address(address)
         done = os.preadv(descriptor, [buffer], start)
         if done <= 0:
-            raise OSError(f"the file ends at byte {start}; it must have shrunk")
+            raise _shrunk(start)
         start, address = start + done, address + done
 
 
@@ -101,7 +107,7 @@ def read_unaligned(descriptor: int, address: int, start: int, stop: int, step: i
             done = os.preadv(descriptor, [part for part in (head, middle, tail) if len(part)], low)
             copies = [(0, start, min(inner, low + done)), (BLOCK, end, min(stop, low + done))]
         if low + done <= start:
-            raise OSError(f"the file ends at byte {low + done}; it must have shrunk")
+            raise _shrunk(low + done)
         for at, first, last in copies:
             if first < last:
                 found = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) + at + first % BLOCK
@@ -115,7 +121,7 @@ def touch(descriptor: int, start: int, stop: int) -> None:
     while start < stop:
         done = os.preadv(descriptor, [buffer[: stop - start]], start)
         if done <= 0:
-            raise OSError(f"the file ends at byte {start}; it must have shrunk")
+            raise _shrunk(start)
         start += done
 
 
@@ -159,7 +165,7 @@ def check_result(result: int | None, what: str) -> None:
     Raises:
         OSError: it failed.
     """
-    if result not in (0, None) and (result == -1 or result == MAP_FAILED):
+    if result in (-1, MAP_FAILED):
         code = ctypes.get_errno()
         raise OSError(code, f"{what}: {os.strerror(code)}")
 
@@ -224,7 +230,7 @@ def own_processors(root: Path = Path("/")) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Processors' time per time that each control group may take."""
+    """Processors that each control group may use on average: its quota / its period."""
     for group, version in control_groups("cpu", root):
         try:
             if version == 1:

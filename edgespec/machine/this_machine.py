@@ -1,3 +1,5 @@
+"""What a plan may ask about a computer (`Machine`), and the answers for this one."""
+
 import platform
 import sys
 from collections.abc import Sequence
@@ -5,7 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from edgespec.machine import memory
-from edgespec.machine.disk import USUAL, Reading, recall_reading
+from edgespec.machine.disk import USUAL, Reading, file_system, recall_reading
 from edgespec.machine.system import compute_cores, moves_pages, own_processors
 
 PACKAGES = ("llama_cpp", "mlx_lm", "torch")  # of the built-in engines
@@ -91,6 +93,6 @@ def this_machine(path: str | None = None, gpus: Sequence[Gpu] = ()) -> Machine:
         moves_pages=moves_pages(),
         gpus=tuple(replace(gpu, shared=gpu.shared or mac) for gpu in gpus),
         disk=recall_reading(path) if path else USUAL,
-        file_system=memory.file_system(path) if path else "",
+        file_system=file_system(path) if path else "",
         packages=tuple(name for name in PACKAGES if find_spec(name)),
     )

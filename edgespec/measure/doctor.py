@@ -16,7 +16,7 @@ import numpy as np
 
 from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
 from edgespec.loading.draft_or_memory import Speeds, no_room, ways_of
-from edgespec.loading.exact import apply_row_class, check_choice, choose_way, line
+from edgespec.loading.exact import apply_row_class, check_choice, choose_way, exactness_line
 from edgespec.loading.pair import (
     PairPlan,
     choose_budget,
@@ -24,6 +24,7 @@ from edgespec.loading.pair import (
     choose_draft,
     choose_widest,
     load_draft,
+    remembered_paces,
     with_head,
 )
 from edgespec.loading.timed_pass import Pass, time_pass
@@ -38,10 +39,16 @@ from edgespec.loop.engines import (
     installed_backends,
 )
 from edgespec.loop.passes import most_nodes
-from edgespec.machine.disk import Reading, find_reading, recall_reading, remember_reading
-from edgespec.machine.measurements import age, can_remember, everything, identity
-from edgespec.machine.measurements import machine as remembered_machine
-from edgespec.machine.memory import disk_bandwidth, file_system, format_size, in_bytes
+from edgespec.machine.disk import (
+    Reading,
+    disk_bandwidth,
+    file_system,
+    find_reading,
+    recall_reading,
+    remember_reading,
+)
+from edgespec.machine.measurements import age, can_remember
+from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.gguf_model import check_magic
 from edgespec.models.heads import check_folder, is_head
@@ -99,6 +106,10 @@ class Diagnosis:
     by_head: bool = False
     notes: Sequence[str] = ()
 
+    @property
+    def tokens_per_second(self) -> dict[str, float]:
+        return tokens_per_second(self.passes, self.draft_seconds, by_head=self.by_head)
+
 
 def predicted_seconds(diagnosis: Diagnosis, made: Pass) -> float:
     return max(made.seconds - made.waited, reading_seconds(diagnosis, made))
@@ -108,19 +119,25 @@ def reading_seconds(diagnosis: Diagnosis, made: Pass) -> float:
     return (diagnosis.plan.streamed_bytes + made.read) / diagnosis.disk if diagnosis.plan else 0.0
 
 
-def tokens_per_second(diagnosis: Diagnosis) -> dict[str, float]:
-    """Estimated tokens per second of a chat, by planner that can be used, each with the best of the timed trees."""
-    if not diagnosis.passes:
+def tokens_per_second(passes: Sequence[Pass], draft_seconds: float, *, by_head: bool) -> dict[str, float]:
+    """Estimated tokens per second of a chat, by planner that can be used, each with the best of the timed trees.
+
+    Args:
+        passes: as of `Diagnosis`.
+        draft_seconds: to draft one full tree; 0: there is no draft.
+        by_head: the draft is a head.
+    """
+    if not passes:
         return {}
-    one, *trees = diagnosis.passes
+    one, *trees = passes
     expected = {"none": 1 / one.seconds}
-    for name in ("sssd", "specexec") if trees and diagnosis.draft_seconds else ("sssd",) if trees else ():
+    for name in ("sssd", "specexec") if trees and draft_seconds else ("sssd",) if trees else ():
         speeds = []
         for tree in trees:
-            usual = EXPECTED_TOKENS["head" if name == "specexec" and diagnosis.by_head else name]
+            usual = EXPECTED_TOKENS["head" if name == "specexec" and by_head else name]
             tokens = float(np.interp(log2(tree.nodes), (0, 3, 6), (1.0, *usual)))
             share = draft_passes(tree.nodes) / draft_passes(trees[-1].nodes) if name == "specexec" else 0
-            speeds.append(tokens / (tree.seconds + share * diagnosis.draft_seconds))
+            speeds.append(tokens / (tree.seconds + share * draft_seconds))
         expected[name] = max(speeds)
     return expected | {"auto": max(expected.values())}
 
@@ -189,7 +206,6 @@ def diagnose(
     sizes = [_file_sizes(path) for path in paths]
     say("disk")
     disk = _read_disk(max(sizes[0], key=lambda file: sizes[0][file]))
-    about = {"kind": "pace", "machine": remembered_machine(), "target": identity(paths[0])}
     found = Diagnosis(
         target=paths[0],
         file_size=sum(sizes[0].values()),
@@ -202,7 +218,7 @@ def diagnose(
         notes=notes,
         engine=engine,
         by_head=by_head and draft != OWN_LAYERS,
-        remembered=[one for one in everything() if about.items() <= one["about"].items()],
+        remembered=remembered_paces(paths[0]),
     )
     try:
         _try(found, paths, options, drafting, disk, say)
@@ -312,8 +328,8 @@ def _try(
     say("passes")
     way = choose_way(found.engine, plan, say=say)
     with closing(engine.load(plan, way, _reading(say))) as backend:
-        groups, limits = apply_row_class(backend, path, exact, say=say), backend.capabilities
-        found.exact = "off" if exact == "off" else line(groups, limits.exact, limits.paths)
+        classes, limits = apply_row_class(backend, path, exact, say=say), backend.capabilities
+        found.exact = "off" if exact == "off" else exactness_line(classes, limits.exact, limits.paths)
         if kept := backend.computing.get("kv_type"):
             found.exact += f"; keys and values: {kept}"
         found.where = where(backend)
@@ -348,11 +364,11 @@ def compare(target: str, **options: Any) -> list[Diagnosis]:
     one = found[0]
     about = (one.target, one.file_size, one.file_system, one.memory, one.draft_size, one.disk, one.reading)
     found += [Diagnosis(*about, engine=name, cannot_run=str(error)) for name, error in failed.items()]
-    return sorted(found, key=lambda one: -max(tokens_per_second(one).values(), default=0.0))
+    return sorted(found, key=lambda one: -max(one.tokens_per_second.values(), default=0.0))
 
 
 def recommendation(found: Sequence[Diagnosis]) -> str:
-    speeds = [max(tokens_per_second(one).values(), default=0.0) for one in found]
+    speeds = [max(one.tokens_per_second.values(), default=0.0) for one in found]
     if len(found) < 2 or not speeds[0]:
         return ""
     others = ", ".join(
@@ -416,7 +432,7 @@ def report(diagnosis: Diagnosis) -> str:
                 ("  predicted", f"{predicted:.2f} s: {computing:.2f} s of computing, {reading:.2f} s of reading")
             )
     lines.append(("exact", diagnosis.exact))
-    expected = tokens_per_second(diagnosis)
+    expected = diagnosis.tokens_per_second
     computed = {"specexec": OF_A_HEAD} if diagnosis.by_head else {}
     speeds = (f"{name} about {two_digits(speed)}{computed.get(name, '')}" for name, speed in expected.items())
     lines.append(("tokens/s", ", ".join(speeds)))
@@ -483,6 +499,6 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
     found["passes"] = [
         asdict(one) | {"limit": one.limit, "predicted": predicted_seconds(diagnosis, one)} for one in diagnosis.passes
     ]
-    found["tokens_per_second"] = tokens_per_second(diagnosis)
+    found["tokens_per_second"] = diagnosis.tokens_per_second
     found["where"] = diagnosis.where and diagnosis.where.as_dict()
     return found

@@ -6,7 +6,7 @@ memory and of its operations, device by device.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ from edgespec.loading.where import Where
 from edgespec.loop.backend import Placed
 from edgespec.loop.engines import LoadOptions, find_engine, load_at_once
 from edgespec.machine.described import with_speeds
-from edgespec.machine.measurements import machine as remembered_machine
-from edgespec.machine.measurements import recall
+from edgespec.machine.measurements import processor_name, recall
 from edgespec.machine.memory import format_size
 from edgespec.machine.system import chip
 from edgespec.machine.this_machine import Gpu, Machine, this_machine
@@ -27,7 +26,6 @@ from edgespec.measure.doctor import (
     BEAM,
     SIZES,
     SIZES_OF_MIXTURES,
-    Diagnosis,
     aligned,
     draft_passes,
     tokens_per_second,
@@ -54,7 +52,7 @@ from edgespec.weights.plan import (
 from edgespec.weights.wired import CACHE_SHARE, free_memory, gpu_limit
 
 OF_BLOCKS = {number: (weights, size) for number, weights, size in BLOCKS.values()}
-FOUR_BITS = 4.5 / 8  # bytes of a weight with 4 bits in groups of 64, and scales
+BYTES_OF_FOUR_BITS = 4.5 / 8  # bytes of a weight with 4 bits in groups of 64, and scales
 WORKSPACE = 1 << 29  # bytes of a card's memory for libraries, as in the engine for PyTorch
 ROWS = 512  # tokens of a prompt in a pass
 ROWS_TIMED = 64
@@ -118,7 +116,7 @@ class Prediction:
     draft_seconds: float = 0.0
     cannot_run: str = ""
     unknown: Sequence[str] = ()
-    tokens_per_second: Mapping[str, float] = ()  # type: ignore[assignment]
+    tokens_per_second: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def on_device(self) -> int:
@@ -126,7 +124,7 @@ class Prediction:
 
     @property
     def best(self) -> float:
-        return max(dict(self.tokens_per_second).values(), default=0.0)
+        return max(self.tokens_per_second.values(), default=0.0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -152,7 +150,7 @@ class Elsewhere:
 
 
 @contextmanager
-def files_of(entry: Entry, source: str) -> Iterator[str]:
+def path_of(entry: Entry, source: str) -> Iterator[str]:
     """Path of a GGUF: the one that is here, else one made of its published shape.
 
     Raises:
@@ -208,9 +206,9 @@ def predict(
     entry = find_model(target, models_file) if isinstance(target, str) else target
     other = find_model(draft, models_file) if draft else entry
     with ExitStack() as files:
-        path = files.enter_context(files_of(entry, entry.target))
+        path = files.enter_context(path_of(entry, entry.target))
         drafts = (
-            [files.enter_context(files_of(other, source))] if (source := other.target if draft else entry.draft) else []
+            [files.enter_context(path_of(other, source))] if (source := other.target if draft else entry.draft) else []
         )
         options = LoadOptions(
             context_length=choose_context(context_length, entry), budget=choose_budget(budget, entry), memory=memory,
@@ -263,17 +261,17 @@ class Weights:
         weights, size = OF_BLOCKS.get(tensor.type, (32, 18))
         return tensor.size / size * weights
 
-    def part(self, tensors: Sequence[Tensor], bits: float | None = None) -> Part:
+    def part(self, tensors: Sequence[Tensor], bytes_each: float | None = None) -> Part:
         """
         Args:
             tensors: of these.
-            bits: bytes of a weight; None: as in the file.
+            bytes_each: bytes of a weight; None: as in the file.
         """
         read = [tensor for tensor in tensors if tensor.name in self.read]
         sums = [0.0, 0.0, 0.0, 0.0]
         for tensor in read:
             at = 2 if EXPERTS.search(tensor.name) else 0
-            sums[at] += self.numbers(tensor) * bits if bits else tensor.size
+            sums[at] += self.numbers(tensor) * bytes_each if bytes_each else tensor.size
             sums[at + 1] += self.numbers(tensor)
         return Part(*sums)
 
@@ -349,9 +347,8 @@ def _predict(
     between = SIZES_OF_MIXTURES if model.experts else SIZES
     made.passes = [timed(nodes) for nodes in (1, *(n for n in between if n <= budget), budget + 1)]
     made.draft_seconds = sum(one.seconds(part, BEAM, speeds) for one, part, speeds in draft) * draft_passes(budget + 1)
-    pace: dict[str, Any] = {"passes": made.passes, "draft_seconds": made.draft_seconds}
     by_head = any(is_head(one.path) for one, _, _ in draft)
-    made.tokens_per_second = tokens_per_second(Diagnosis("", 0, "", 0, int(bool(draft)), 0.0, by_head=by_head, **pace))
+    made.tokens_per_second = tokens_per_second(made.passes, made.draft_seconds, by_head=by_head)
     return made
 
 
@@ -392,7 +389,7 @@ def _by_gpu(
     tensors: Sequence[Tensor],
     shares: Sequence[tuple[int, str]],
     machine: Machine,
-    bits: float | None = None,
+    bytes_each: float | None = None,
 ) -> list[tuple[Part, Speeds]]:
     """Parts of GPUs with consecutive layers up to the last one, which has what is in no layer, too."""
     speeds, found, stop = {gpu.name: _gpu(gpu) for gpu in machine.gpus}, [], model.layers
@@ -400,7 +397,7 @@ def _by_gpu(
     for count, name in reversed(shares):
         numbers, stop = range(stop - count, stop), stop - count
         some = [tensor for tensor in tensors if layer_of(tensor) in numbers]
-        found.append((model.part([*some, *last], bits), speeds[name]))
+        found.append((model.part([*some, *last], bytes_each), speeds[name]))
         last = []
     return found
 
@@ -419,8 +416,8 @@ def _mlx(model: Weights, small: Sequence[Weights], options: LoadOptions, machine
     if gpu is None:
         made.cannot_run = "the machine's description has no GPU"
         return made
-    tensors = [replace(tensor, size=int(model.numbers(tensor) * FOUR_BITS)) for tensor in model.tensors]
-    drafts = sum(sum(one.numbers(tensor) for tensor in one.tensors) * FOUR_BITS for one in small)
+    tensors = [replace(tensor, size=int(model.numbers(tensor) * BYTES_OF_FOUR_BITS)) for tensor in model.tensors]
+    drafts = sum(sum(one.numbers(tensor) for tensor in one.tensors) * BYTES_OF_FOUR_BITS for one in small)
     cells = sum(one.cells(options.context_length) for one in (model, *small))
     needed = int(MARGIN + drafts + cells + gpu_limit(machine.gpus) // CACHE_SHARE)
     try:
@@ -433,25 +430,26 @@ def _mlx(model: Weights, small: Sequence[Weights], options: LoadOptions, machine
         made.where, placed=Placed(model.layers, gpu.name, model.layers, len(plan.streamed) if plan else 0)
     )
     made.stays = sum(tensor.size for tensor in tensors) - made.streamed
-    draft = [(one, one.part(one.tensors, FOUR_BITS), _gpu(gpu)) for one in small]
-    parts = [(model.part(model.tensors, FOUR_BITS), _gpu(gpu))]
+    draft = [(one, one.part(one.tensors, BYTES_OF_FOUR_BITS), _gpu(gpu)) for one in small]
+    parts = [(model.part(model.tensors, BYTES_OF_FOUR_BITS), _gpu(gpu))]
     return _predict(made, model, parts, [("disk: speed", made.streamed, machine.disk.speed)], 0, draft, options.budget)
 
 
 def _torch(model: Weights, small: Sequence[Weights], options: LoadOptions, machine: Machine) -> Prediction:
     """A folder whose layers are brought to 4 bits (nf4): cards compute all, the first one also what none holds."""
-    gpu, *others = _cards(machine)
+    gpu, *more = _cards(machine)
     inside = [tensor for tensor in model.tensors if layer_of(tensor) >= 0]
-    outside = sum(2 * model.numbers(tensor) for tensor in model.tensors if layer_of(tensor) < 0)
+    others = [tensor for tensor in model.tensors if layer_of(tensor) < 0]
+    outside = sum(2 * model.numbers(tensor) for tensor in others)
     drafts = sum(2 * sum(map(one.numbers, one.tensors)) for one in small)
     cells = sum(one.cells(options.context_length) for one in (model, *small))
-    layers = model.part(inside, FOUR_BITS).size
+    layers = model.part(inside, BYTES_OF_FOUR_BITS).size
     layer = layers / model.layers
     memory, fixed = int(gpu.free * (1 - SAFETY)), int(WORKSPACE + outside + drafts + cells)
-    rooms = [int(one.free * (1 - SAFETY)) - WORKSPACE for one in others]
+    rooms = [int(one.free * (1 - SAFETY)) - WORKSPACE for one in more]
     caches = [model.cells(options.context_length) // model.layers] * model.layers
     counts = layers_by_device([int(layer)] * model.layers, memory, fixed, rooms, caches)
-    first, shares = counts[0], [(count, one.name) for count, one in zip(counts, [gpu, *others], strict=True)]
+    first, shares = counts[0], [(count, one.name) for count, one in zip(counts, [gpu, *more], strict=True)]
     room = memory - fixed + sum(caches[first:])
     kept = max(0, min(first, int(room // layer)))
     kept = kept if kept == first else max(0, kept - 2)  # two buffers
@@ -467,7 +465,7 @@ def _torch(model: Weights, small: Sequence[Weights], options: LoadOptions, machi
     made.streamed = max(0.0, made.copied - host)
     made.stays = layers - made.streamed + outside
     draft = [(one, one.part(one.tensors, 2.0), _gpu(gpu)) for one in small]
-    parts = [(Part(outside / 2, outside / 4), _gpu(gpu)), *_by_gpu(model, inside, shares, machine, FOUR_BITS)]
+    parts = [(model.part(others, 2.0), _gpu(gpu)), *_by_gpu(model, inside, shares, machine, BYTES_OF_FOUR_BITS)]
     reads = [
         (f"{gpu.name}: link_speed", made.copied, gpu.link_speed),
         ("disk: speed", made.streamed, machine.disk.speed),
@@ -575,7 +573,7 @@ def offer(target: str, *, draft: str | None = None, models_file: str | None = No
 
 def about_engines() -> dict[str, str]:
     """Key of the measurement of `scripts/check-mac`: seconds of the same streamed pass, by engine."""
-    return {"kind": "engines on a Mac", "machine": remembered_machine()}
+    return {"kind": "engines on a Mac", "machine": processor_name()}
 
 
 def measured_operations(path: str) -> float:
@@ -605,7 +603,7 @@ def fit_elsewhere(entry: Entry, machine: Machine) -> Fit:
         if read
         else "stays in memory"
     )
-    speed = dict(first.tokens_per_second).get("none", 0.0)
+    speed = first.tokens_per_second.get("none", 0.0)
     missing = 0 if one.here else one.size + one.draft_size
     return Fit(entry, one.size, one.draft_size, missing, read, verdict, bool(first.cannot_run), speed)
 

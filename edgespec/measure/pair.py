@@ -181,6 +181,7 @@ def pass_seconds(target: Backend, nodes: Sequence[int], progress: Callable[[str,
 
 
 def without_disturbance(seconds: dict[int, float]) -> dict[int, float]:
+    """Seconds by nodes; a pass over fewer nodes cannot take longer than one over more, so such times are lowered."""
     return {nodes: min(took for more, took in seconds.items() if more >= nodes) for nodes in seconds}
 
 

@@ -14,7 +14,7 @@ import yaml
 from edgespec import __version__
 from edgespec.errors import EdgespecError, MissingPackage, RegistryError, UsageError
 from edgespec.machine.files import PNG, check_out, replacing, write_whole
-from edgespec.machine.measurements import machine
+from edgespec.machine.measurements import processor_name
 from edgespec.measure.pair import Measured, Row
 from edgespec.measure.tables import table
 from edgespec.models.registry import own_models_file, read_models
@@ -119,7 +119,7 @@ def picture(found: Measured, out: Path) -> None:
 def figures(found: Measured, memory: str | None) -> dict[str, Any]:
     best = found.best
     return {
-        "machine": machine(),
+        "machine": processor_name(),
         "memory": memory or "what is free",
         "streamed": found.streams,
         "planner": best.planner,

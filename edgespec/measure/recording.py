@@ -90,8 +90,8 @@ def record(
         progress: called with the numbers of answers that are done, and of all.
         sampling: of every answer.
         raw: questions are continued without the chat template.
-        options: that the answers in a file of the user's depend on; None: `kept` is a `recording_file`, which need not
-            be written.
+        options: on which the answers in a file of the user's depend, kept in each line; None: `kept` is a
+            `recording_file`, and a failure to write it is ignored.
 
     Raises:
         UsageError: `kept` holds something else, or was made with other options.

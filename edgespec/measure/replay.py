@@ -1,4 +1,4 @@
-"""Measure planners on recorded answers instead of a target, whose tokens do not depend on them."""
+"""Measure planners without the target, on its recorded answers: the target's tokens do not depend on the planner."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,3 +1,5 @@
+"""Tables as text."""
+
 from collections.abc import Iterable, Sequence
 from io import StringIO
 from typing import Literal

@@ -25,7 +25,7 @@ Failed = list[tuple[Lane, Exception]]
 def choose(lanes: Sequence[Lane], limits: Capabilities, *, read_last: bool) -> tuple[list[Lane], Lane | None]:
     """
     Args:
-        lanes: sessions with work.
+        lanes: those with work.
         limits: of the target.
         read_last: the last pass had a chunk of a prompt.
 
@@ -83,7 +83,7 @@ def plan(
     Args:
         writing: sequences to decode, of which as many as fit get a tree.
         reader: a sequence to prefill; its chunk is the last part.
-        lanes: all sessions; those that get no tree drop their draft nodes, which take cells of the draft.
+        lanes: all; those that get no tree drop their draft nodes, which take cells of the draft.
         limits: of the target.
         pace: times of its passes, and accounts of batches; None: trees take all the room of a pass.
         chunks: sizes of prompts' chunks.

@@ -57,7 +57,7 @@ class Queue:
             waiting = [handle for handle in self._handles if handle.status is Status.WAITING]
         return sorted(waiting, key=lambda handle: (handle.is_idle_work, self.order(handle)))
 
-    def to_end(self) -> list[Handle]:
+    def cancelled_or_ended(self) -> list[Handle]:
         with self.changed:
             return [one for one in self._handles if one.cancelled or one.status is Status.DONE]
 

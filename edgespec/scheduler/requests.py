@@ -21,7 +21,7 @@ from edgespec.loop.tree import Source
 
 @dataclass(slots=True, eq=False)
 class PassCounter:
-    """Counts passes of which requests with this counter have a part; one that several share counts once."""
+    """Counts passes in which a request with this counter has a part; one counts once, also where several share it."""
 
     passes: int = 0
     seconds: float = 0.0
@@ -192,7 +192,7 @@ class Handle:
         return self.idle_limit is not None
 
     @property
-    def is_unfinished(self) -> bool:
+    def prompt_is_unfinished(self) -> bool:
         """Its prompt may be any beginning of the real one, which the draft completes."""
         return self.idle_limit == 0 and self.request.foresee
 

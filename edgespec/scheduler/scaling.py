@@ -186,10 +186,10 @@ def perplexities(
             group = left[: max(1, _fitting(pool, left))]
             left = left[len(group) :]
             lanes = _lanes(pool, group)
-            if pool.known(prompt_ids) < len(prompt_ids):
+            if pool.most_held(prompt_ids) < len(prompt_ids):
                 # The other sessions fork, so what they hold need not take cells.
                 for lane in lanes[1:]:
-                    pool.forget(lane)
+                    pool.evict(lane)
                 _read(scheduler, pool, lanes[:1], [ScoredText(prompt_ids, len(prompt_ids))], counter)
             _read(scheduler, pool, lanes, group, counter)
     return [text.perplexity for text in found]
@@ -242,7 +242,7 @@ def _lanes(pool: SessionPool, texts: Sequence[ScoredText]) -> list[Lane]:
             pool.limits.cells is not None
             and needed + sum(len(one.session.token_ids) for one in free) > pool.limits.cells
         ):
-            pool.forget(lane)
+            pool.evict(lane)
     return found
 
 

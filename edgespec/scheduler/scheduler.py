@@ -98,7 +98,7 @@ class Scheduler:
             False: it was cancelled before, or its prompt is unfinished: completions of the draft may follow it.
         """
         with self._queue.changed:
-            if not (handle.cancelled or handle.is_unfinished):
+            if not (handle.cancelled or handle.prompt_is_unfinished):
                 handle.promote()
             self._queue.changed.notify()
         return not handle.is_idle_work
@@ -146,7 +146,7 @@ class Scheduler:
             Closed: the scheduler was closed.
         """
         with self.between_steps() as pool:
-            pool.forget_all()
+            pool.empty_idle()
 
     @property
     def thread(self) -> Thread | None:
@@ -193,11 +193,11 @@ class Scheduler:
                 self._end_cancelled()
 
     def _end_cancelled(self) -> None:
-        for handle in self._queue.to_end():
+        for handle in self._queue.cancelled_or_ended():
             self._finish(handle, Cancelled("cancelled"))
             self._queue.remove(handle)
         for lane in self.pool.busy:
-            if lane.is_complete:
+            if lane.has_ended:
                 self._end(lane, None)
             elif lane.handle and lane.handle.cancelled:
                 self._end(lane, Cancelled("cancelled"))
@@ -212,7 +212,7 @@ class Scheduler:
             while not self.pool.has_room(handle):
                 if (handle.is_idle_work and self.active) or not (self._end_idle_work() or self._park_before(handle)):
                     return
-            if max((common_prefix(other, prompt) for other in reading), default=0) <= self.pool.known(prompt):
+            if max((common_prefix(other, prompt) for other in reading), default=0) <= self.pool.most_held(prompt):
                 self._begin(handle)
                 return
             # else another request is prefilling a shared prefix: this one starts from there, a little later
@@ -246,7 +246,7 @@ class Scheduler:
         self._queue.remove(handle)
         with self._failing([lane]):
             self.counts.add_tokens(handle, self.pool.begin(lane, self._budget))
-        if lane.is_complete:
+        if lane.has_ended:
             self._end(lane, None)
 
     def _read_draft(self) -> None:
@@ -307,13 +307,15 @@ class Scheduler:
             self._give_way([lane for lane, _ in batch], error)
 
     def _give_way(self, lanes: Sequence[Lane], error: ContextFull | None) -> None:
-        """Forget an idle session, else end idle work, else the youngest request.
+        """Free cells: evict an idle session, else end idle work, else take the session of the youngest request.
+
+        That request ends, or waits again.
 
         Args:
             lanes: those whose requests may be ended.
             error: ends a request that has no tokens yet; None: it waits again.
         """
-        if self.pool.forget_oldest() or self._end_idle_work():
+        if self.pool.evict_oldest() or self._end_idle_work():
             return
         lane = max(lanes, key=lambda lane: lane.used)
         assert lane.handle
@@ -330,7 +332,7 @@ class Scheduler:
         with self._failing([lane]):
             assert lane.handle
             self.counts.add_tokens(lane.handle, lane.accept(pass_, logits, single=single))
-        if lane.is_complete:
+        if lane.has_ended:
             self._end(lane, None)
 
     def _end(self, lane: Lane, error: Exception | None) -> None:
@@ -353,7 +355,7 @@ class Scheduler:
             self.pool.recover(self._queue.put_back)
         for lane in self.pool.busy:
             self._end(lane, error)
-        for handle in dict.fromkeys(self._queue.to_end() + self._queue.in_order()):
+        for handle in dict.fromkeys(self._queue.cancelled_or_ended() + self._queue.in_order()):
             self._queue.remove(handle)
             self._finish(handle, error)
 
@@ -362,7 +364,7 @@ class Scheduler:
             if error is not None:
                 with self._queue.changed:
                     if handle.is_idle_work:
-                        handle.cancelled = True  # as in `_end_idle_work`
+                        handle.cancelled = True  # `promote`, in another thread, must not make ended work a real request
             handle.end(error)
             self.counts.add_end(handle)  # first: a reader of the end may ask for the counts
         handle.tell_end()

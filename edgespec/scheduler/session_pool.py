@@ -50,7 +50,7 @@ class Lane:
         handle: the request; None: the session is idle.
         used: serial number of the last request that it was assigned to, or of its loading.
         passed: serial number of the last pass that it had a part in.
-        source: the session with which it shares its first `forked` cells.
+        source: the lane with which it shares its first `forked` cells.
         looked_at: `save_one` has considered its tokens.
         last_row: the last prompt that was read to its end, and the logits of its last row.
     """
@@ -104,7 +104,7 @@ class Lane:
         handle = self.handle
         if handle is None or handle.cancelled or handle.completion is not None or self.generation is None:
             return False
-        return handle.is_unfinished and not self.unread
+        return handle.prompt_is_unfinished and not self.unread
 
     def complete(self, seconds: float, most: int) -> None:
         if self.handle and self.generation:
@@ -129,7 +129,7 @@ class Lane:
         return self.handle.write(first)
 
     @property
-    def is_complete(self) -> bool:
+    def has_ended(self) -> bool:
         handle, generation = self.handle, self.generation
         stopped = generation is not None and generation.finished
         return handle is not None and bool(handle.ended or handle.text.stopped or stopped)
@@ -211,9 +211,10 @@ class SessionPool:
     def tokens(self) -> int:
         return sum(len(lane.session.token_ids) for lane in self.lanes)
 
-    def known(self, prompt: Sequence[int]) -> int:
+    def most_held(self, prompt: Sequence[int]) -> int:
+        """Most tokens of a prompt's beginning that a session or a file of the disk cache has."""
         on_disk = self.disk_cache.best(prompt)[1] if self.disk_cache else 0
-        return max(self._in_memory(prompt), on_disk)
+        return max(self._most_in_memory(prompt), on_disk)
 
     def has_room(self, handle: Handle) -> bool:
         reserved = [self._reserved(lane) for lane in self.busy]
@@ -225,7 +226,7 @@ class SessionPool:
         return sum(reserved) + self._needed(handle) - common <= self.limits.cells
 
     def assign(self, handle: Handle) -> Lane:
-        """Give a request the idle session that loses least; `begin` comes next."""
+        """Give a request the idle lane that loses least; `begin` comes next."""
         lane = self._idle_for(handle.request.prompt_ids)
         self._requests += 1
         lane.phase, lane.generation = Phase.CHANGING, None
@@ -259,14 +260,19 @@ class SessionPool:
         lane.generation.prompt.retries = PROMPT_RETRIES
         first = lane.generation.begin()
         while self.limits.cells is not None and sum(map(self._reserved, self.lanes)) > self.limits.cells:
-            if not self.forget_oldest():
+            if not self.evict_oldest():
                 break
         chunks = lane.report_read(first)
         lane.phase = Phase.SETTLED
         return chunks
 
     def prepare(self, lane: Lane, prompt: Sequence[int]) -> None:
-        cache, in_memory = self.disk_cache, self._in_memory(prompt) if self.disk_cache else 0
+        """Have the lane's session begin with about as much of a prompt as is kept anywhere; no pass is made.
+
+        It keeps its own tokens, or gets a fork of another session, or a file of the disk cache. What it held is saved
+        first if that is long enough.
+        """
+        cache, in_memory = self.disk_cache, self._most_in_memory(prompt) if self.disk_cache else 0
         source, start = self._start(lane, prompt)
         forks = source is not lane
         held, common = lane.session.token_ids, common_prefix(lane.session.token_ids, prompt)
@@ -280,11 +286,11 @@ class SessionPool:
         path, on_disk = cache.best(prompt) if cache else (None, 0)
         if cache and path and on_disk >= in_memory + cache.least:
             self._hand_over_shared(lane, 0)
-            while not cache.load(path, lane.session, lane.draft) and self.forget_oldest():
+            while not cache.load(path, lane.session, lane.draft) and self.evict_oldest():
                 pass
 
-    def park(self, lane: Lane, wait: Callable[[Handle], None]) -> None:
-        """Save a sequence, free its session, and call `wait`; `begin` takes the sequence up again.
+    def park(self, lane: Lane, put_back: Callable[[Handle], None]) -> None:
+        """Save a sequence, free its session, and call `put_back`; `begin` takes the sequence up again.
 
         Raises:
             SessionFileError: it cannot be saved, and goes on.
@@ -302,7 +308,7 @@ class SessionPool:
             raise
         lane.give_up()
         lane.phase, handle.parked = Phase.CHANGING, parked
-        wait(handle)
+        put_back(handle)
         self.release(lane)
         lane.phase = Phase.SETTLED
 
@@ -312,7 +318,7 @@ class SessionPool:
             False: its file cannot be loaded, so the request begins again.
         """
         generation = parked.generation
-        self.forget(lane)
+        self.evict(lane)
         with suppress(SessionFileError, ContextFull):
             self._load(lane, parked.path)
         handle.unpark()
@@ -339,8 +345,8 @@ class SessionPool:
         for lane in self.busy:
             lane.phase = phase
 
-    def recover(self, restart: Callable[[Handle], None]) -> None:
-        """Mend what an exception left undone: a request goes on with its right tokens, or `restart` is called."""
+    def recover(self, put_back: Callable[[Handle], None]) -> None:
+        """Mend what an exception left undone: a request goes on with its right tokens, or `put_back` is called."""
         for lane in self.lanes:
             handle = lane.handle
             if lane.phase is Phase.PASSING and handle and not handle.ended:
@@ -351,7 +357,7 @@ class SessionPool:
             if handle and handle.ended:
                 handle.tell_end()
             elif handle:
-                restart(handle)
+                put_back(handle)
             self.renew(lane)
 
     def _is_stranded(self, lane: Lane) -> bool:
@@ -378,23 +384,24 @@ class SessionPool:
         lane.session.rewind(0)
         lane.phase = phase
 
-    def forget(self, lane: Lane) -> None:
+    def evict(self, lane: Lane) -> None:
+        """Save a session to the disk cache, if there is one, and empty it."""
         if self.disk_cache:
             self.disk_cache.put(lane.session, lane.draft)
         self.empty(lane)
 
-    def forget_oldest(self) -> bool:
-        """Forget the least recently used idle session.
+    def evict_oldest(self) -> bool:
+        """Evict the tokens of the least recently used idle lane.
 
         Returns:
-            False: none has tokens.
+            False: no idle lane has tokens.
         """
         idle = [lane for lane in self.idle if lane.session.token_ids]
         if oldest := min(idle, key=lambda lane: lane.used, default=None):
-            self.forget(oldest)
+            self.evict(oldest)
         return oldest is not None
 
-    def forget_all(self) -> None:
+    def empty_idle(self) -> None:
         for lane in self.idle:
             self.empty(lane)
             lane.planner.begin([0])
@@ -451,7 +458,7 @@ class SessionPool:
                 note = lane.session.load(path)
                 break
             except ContextFull:
-                if not self.forget_oldest():
+                if not self.evict_oldest():
                     raise
         load_draft_session(path, lane.draft)
         return note
@@ -464,11 +471,11 @@ class SessionPool:
             lane.session.close()
         self.lanes.clear()
 
-    def _in_memory(self, prompt: Sequence[int]) -> int:
+    def _most_in_memory(self, prompt: Sequence[int]) -> int:
         return max(common_prefix(lane.session.token_ids, prompt) for lane in self.lanes)
 
     def _idle_for(self, prompt: Sequence[int]) -> Lane:
-        """The idle session with the beginning of the prompt, unless it would lose much else; or the one used first."""
+        """The idle lane whose session begins as the prompt, unless it would lose much else; or the one used first."""
         source, start = self._best(prompt)
         empty = [lane for lane in self.idle if not lane.session.token_ids]
         held, shared = len(source.session.token_ids), common_prefix(source.session.token_ids, prompt)
@@ -478,7 +485,7 @@ class SessionPool:
         return min(empty or others or self.idle, key=lambda lane: lane.used)
 
     def _start(self, lane: Lane, prompt: Sequence[int]) -> tuple[Lane, int]:
-        """The session to start from, its own unless another is clearly better, and the tokens that it spares."""
+        """The lane to start from, itself unless another is clearly better, and the tokens that its session spares."""
         source, most = self._best(prompt)
         shares = self.limits.cells is not None and source.handle is not None  # `has_room` counts on it
         own = 0 if shares else self._kept_of(lane, prompt)
@@ -487,7 +494,7 @@ class SessionPool:
     def _best(self, prompt: Sequence[int]) -> tuple[Lane, int]:
         """
         Returns:
-            The session that spares most tokens of a prompt, and their number; of equal ones a busy, short one.
+            The lane whose session spares most tokens of a prompt, and their number; of equal ones a busy, short one.
         """
 
         def worth(lane: Lane) -> tuple[int, bool, int]:

@@ -1,3 +1,5 @@
+"""The thread that makes a scheduler's steps, unless a single caller makes them (`drive.py`)."""
+
 import atexit
 from collections.abc import Callable
 from threading import Lock, Thread

@@ -15,6 +15,7 @@ from queue import Empty, SimpleQueue
 from time import perf_counter
 
 from edgespec.errors import ModelError
+from edgespec.loop.engines import Progress
 from edgespec.machine.disk import recall_reading
 from edgespec.machine.system import (
     HUGE,
@@ -26,7 +27,6 @@ from edgespec.machine.system import (
 from edgespec.weights.direct_io import DirectFiles
 from edgespec.weights.experts import ExpertLayer, Residents, SlotArray, overflows, pool_size, skew
 from edgespec.weights.linux import MADV_HUGEPAGE
-from edgespec.weights.preload import Progress
 
 Load = tuple[int, int]  # number of the layer in `ExpertMemory.layers`, of the weight in `ExpertLayer.tensors`
 
@@ -125,20 +125,20 @@ class ExpertMemory:
         for number, residents in enumerate(self.residents):
             residents.scores[:] = scores[number]
             best = sorted(range(len(residents.scores)), key=lambda expert: -residents.scores[expert])
-            reads = residents.place(best[: residents.slots], count=False)
+            reads = residents.place(best[: residents.slots], score=False)
             weights = range(len(self._block_sizes))
             self._start(number, [reads for _ in weights], weights)
             self.wait(number)
             done += self.layers[number].bytes_each * residents.slots
             progress(done, total)
 
-    def want(self, number: int, experts: Sequence[int], *, count: bool = True) -> SlotArray:
+    def want(self, number: int, experts: Sequence[int], *, score: bool = True) -> SlotArray:
         """Start to read the chosen experts of a layer; all layers before it must be computed.
 
         Args:
             number: of the layer.
             experts: those chosen, each once.
-            count: whether this use raises their scores; prefill uses nearly all experts and does not.
+            score: this use raises their scores; prefill uses nearly all experts and does not.
 
         Returns:
             [experts of the layer] the slot of each; -1: not in memory.
@@ -151,10 +151,10 @@ class ExpertMemory:
             self.finish()
         for other in self._overflowing - {number}:
             self.residents[other].leave_overflow()
-        if count:
+        if score:
             self.wanted += len(experts)
             self.hits += sum(0 <= slot < residents.slots for slot in residents.slots_of(experts).tolist())
-        reads = residents.place(experts, count=count)
+        reads = residents.place(experts, score=score)
         self._overflowing = {number} if residents.overflowing else set()
         wanted, weights = set(experts), range(len(self._block_sizes))
         if residents.overflowing:
@@ -181,7 +181,7 @@ class ExpertMemory:
         """
         residents = self.residents[number]
         if not self._begun:
-            self._ahead_of, self._ahead = number, residents.place(range(len(residents.scores)), count=False)
+            self._ahead_of, self._ahead = number, residents.place(range(len(residents.scores)), score=False)
             self._overflowing.add(number)
         self._begun.add(weight)
         self._move(number, weight)

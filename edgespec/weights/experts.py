@@ -123,17 +123,17 @@ class Residents:
         self._in_slot = np.full(slots, -1, np.int32)  # by slot; -1: empty
         self._over: list[int] = []
 
-    def place(self, wanted: Sequence[int], *, count: bool = True) -> list[tuple[int, int]]:
+    def place(self, wanted: Sequence[int], *, score: bool = True) -> list[tuple[int, int]]:
         """Give every wanted expert a slot.
 
         Args:
             wanted: experts, each once.
-            count: whether this use raises their scores.
+            score: this use raises their scores.
 
         Returns:
             (expert, slot) of those that must be read.
         """
-        if count:
+        if score:
             self.scores *= self._fading
             self.scores[list(wanted)] += 1
         missing = [expert for expert in wanted if self._slot_of[expert] < 0]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from edgespec.loop.engines import Progress
 from edgespec.machine.system import (
     HUGE,
     MOVE,
@@ -26,7 +27,7 @@ from edgespec.machine.system import (
     touch,
 )
 from edgespec.weights.plan import Extent, Layer, Mapping, Plan
-from edgespec.weights.preload import Progress, lock, warm
+from edgespec.weights.preload import lock, warm
 
 MAP_FIXED = 0x10
 MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ = 1, 4, 14, 22

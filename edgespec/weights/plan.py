@@ -33,7 +33,8 @@ MARGIN = 64 << 20  # bytes of libraries, work buffers and page tables
 SAFETY = 0.05  # share of free memory that is left unused
 
 WIDTHS = (1024, 512, 256, 128)  # draft tokens of one pass
-CHEAP = 1 / 32  # most that is read in addition by the memory of more draft tokens: a GPU's passes cost them no time
+# Share by which the bytes that a pass reads may grow, to have memory for more draft tokens: they cost a GPU no time.
+CHEAP = 1 / 32
 
 SLOW = 0.5  # tokens per second
 REMEDY = "a faster disk, more memory or a smaller model would help"

@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from edgespec.loop.engines import Progress
 from edgespec.machine.memory import format_size
 from edgespec.machine.system import READ_SIZE, READ_THREADS
 from edgespec.weights.plan import Extent
-
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 def pieces(extents: Iterable[Extent], size: int = READ_SIZE) -> Iterator[Extent]:
@@ -17,16 +16,13 @@ def pieces(extents: Iterable[Extent], size: int = READ_SIZE) -> Iterator[Extent]
             yield Extent(extent.file, start, min(start + size, extent.stop))
 
 
-def warm(
-    extents: Sequence[Extent], read: Callable[[Extent], None], progress: Progress, threads: int = READ_THREADS
-) -> None:
+def warm(extents: Sequence[Extent], read: Callable[[Extent], None], progress: Progress) -> None:
     """Bring extents into memory in pieces, several at once, for the disk's full speed.
 
     Args:
         extents: of the files.
         read: brings one piece in; called by several threads.
         progress: called in this thread.
-        threads: pieces at once.
 
     Raises:
         OSError: from `read`; pieces not begun are left out.
@@ -37,7 +33,7 @@ def warm(
         read(piece)
         return piece.size
 
-    pool = ThreadPoolExecutor(threads)
+    pool = ThreadPoolExecutor(READ_THREADS)
     try:
         for size in pool.map(one, pieces(extents)):
             done += size

@@ -10,13 +10,13 @@ from time import perf_counter
 from typing import Protocol
 
 from edgespec.errors import EdgespecError, ModelError
-from edgespec.loop.engines import Machine
+from edgespec.loop.engines import Machine, Progress
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.system import READ_SIZE, READ_THREADS
 from edgespec.weights.darwin import DarwinStore
 from edgespec.weights.linux import CachedLinuxStore, LinuxStore
 from edgespec.weights.plan import Extent, Layer, Mapping, Plan
-from edgespec.weights.preload import Progress, pieces
+from edgespec.weights.preload import pieces
 
 
 class Slots(Protocol):
@@ -62,8 +62,8 @@ class Store(Slots, Protocol):
 class Streamer:
     """Make it after the model is loaded and close it before the model is freed.
 
-    A pass calls `begin`, then `enter` and perhaps `leave` for each layer, then `finish`. A `count` is p * S + i, for
-    the i-th of S streamed layers in pass p; its slot is `count` modulo `slots`.
+    A pass calls `begin`, then `enter` and perhaps `leave` for each layer, then `finish`. A `serial` is p * S + i, for
+    the i-th of S streamed layers in pass p; its slot is `serial` modulo `slots`.
     """
 
     def __init__(self, plan: Plan, store: Slots, threads: int = READ_THREADS, size: int = READ_SIZE) -> None:
@@ -81,9 +81,9 @@ class Streamer:
         self._pass = 0
         self._changed = threading.Condition()
         self._next = 0
-        self._freed = 0  # every smaller count is computed or left out
+        self._freed = 0  # every smaller serial is computed or left out
         self._occupant: list[int | None] = [None] * plan.slots
-        self._left: dict[int, int] = {}  # count -> pieces not read yet
+        self._left: dict[int, int] = {}  # serial -> pieces not read yet
         self._shown: set[int] = set()
         self._pieces: Iterator[tuple[int, Extent, int, int]] = iter(())
         self._reading = 0
@@ -134,15 +134,15 @@ class Streamer:
             ModelError: it cannot be read.
         """
         before = self._before(index)
-        count = self._pass * len(self._layers) + before
+        serial = self._pass * len(self._layers) + before
         with self._changed:
-            self._free(count)
+            self._free(serial)
             if before < len(self._layers) and self._layers[before].index == index:
                 started = perf_counter()
-                while count >= self._freed and count not in self._shown and not (self._error or self._closed):
+                while serial >= self._freed and serial not in self._shown and not (self._error or self._closed):
                     self._changed.wait()
                 self.wait_seconds += perf_counter() - started
-                if count < self._freed and not self._closed:
+                if serial < self._freed and not self._closed:
                     for slot in range(len(self._occupant)):  # before the layer is computed, not meanwhile
                         self._vacate(slot)
             if self._error is not None:
@@ -176,24 +176,24 @@ class Streamer:
         self._threads = []
         self._store.close()
 
-    def _free(self, count: int) -> None:
-        if count > self._freed:
-            self._freed = count
+    def _free(self, serial: int) -> None:
+        if serial > self._freed:
+            self._freed = serial
             self._changed.notify_all()
 
     def _work(self) -> None:
         while (piece := self._take()) is not None:
-            count, extent, start, stop = piece
-            slot, layer = count % len(self._occupant), self._layers[count % len(self._layers)]
+            serial, extent, start, stop = piece
+            slot, layer = serial % len(self._occupant), self._layers[serial % len(self._layers)]
             try:
                 self._store.read(slot, layer, extent, start, stop)
                 with self._changed:
-                    self._left[count] -= 1
-                    if not self._left[count]:
-                        del self._left[count]
-                        if count >= self._freed:  # else the pass was given up
+                    self._left[serial] -= 1
+                    if not self._left[serial]:
+                        del self._left[serial]
+                        if serial >= self._freed:  # else the pass was given up
                             self._store.show(slot, layer)
-                            self._shown.add(count)
+                            self._shown.add(serial)
                         self._changed.notify_all()
             except Exception as error:  # `enter` must see every error
                 with self._changed:
@@ -212,37 +212,37 @@ class Streamer:
                 if (piece := next(self._pieces, None)) is not None:
                     self._reading += 1
                     return piece
-                count = max(self._next, self._freed)
+                serial = max(self._next, self._freed)
                 # Every slot: after a pass was given up, another slot may still show this layer.
                 empty = [self._vacate(slot) for slot in range(len(self._occupant))]
-                if count < self._freed + len(self._occupant) and empty[count % len(empty)]:
-                    self._next = count + 1
-                    self._occupant[count % len(self._occupant)] = count
-                    extents = self._layers[count % len(self._layers)].extents
+                if serial < self._freed + len(self._occupant) and empty[serial % len(empty)]:
+                    self._next = serial + 1
+                    self._occupant[serial % len(self._occupant)] = serial
+                    extents = self._layers[serial % len(self._layers)].extents
                     cut = [(extent, one) for extent in extents for one in pieces([extent], self._size)]
-                    found = [(count, extent, one.start, one.stop) for extent, one in cut]
-                    self._left[count] = len(found)
+                    found = [(serial, extent, one.start, one.stop) for extent, one in cut]
+                    self._left[serial] = len(found)
                     self._pieces = iter(found)
                 else:
                     self._changed.wait()
             return None
 
     def _vacate(self, slot: int) -> bool:
-        count = self._occupant[slot]
-        if count is None:
+        serial = self._occupant[slot]
+        if serial is None:
             return True
-        return count < self._freed and count not in self._left and self._empty(slot)
+        return serial < self._freed and serial not in self._left and self._empty(slot)
 
     def _empty(self, slot: int) -> bool:
-        count = self._occupant[slot]
-        if count is not None and count in self._shown:
+        serial = self._occupant[slot]
+        if serial is not None and serial in self._shown:
             try:
-                self._store.hide(slot, self._layers[count % len(self._layers)])
+                self._store.hide(slot, self._layers[serial % len(self._layers)])
             except Exception as error:
                 self._error = ModelError(f"memory of a computed layer cannot be taken back: {error}")
                 self._changed.notify_all()
                 return False
-            self._shown.remove(count)
+            self._shown.remove(serial)
         self._occupant[slot] = None
         return True
 

@@ -23,9 +23,9 @@ from edgespec.errors import no_such
 from edgespec.loop.backend import Backend
 from edgespec.loop.sampling import Float32Array, SamplingParams, Scores, distribution
 from edgespec.loop.text import user_messages
+from edgespec.measure.bench import per
 from edgespec.measure.json_lines import append
 from edgespec.measure.tables import table
-from edgespec.measure.texts import per
 from edgespec.model import Model
 from edgespec.planners.cascade import Allowed, CascadePlanner, Rule, token_v3
 from edgespec.planners.choice import make_planner

@@ -21,13 +21,13 @@ from edgespec.loop.passes import most_nodes, prefill
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Float32Array, SamplingParams, distribution
 from edgespec.loop.tree import FloatArray, Proposal, path_to, root_only
+from edgespec.measure.bench import BenchPrompt, per
 from edgespec.measure.json_lines import append
 from edgespec.measure.pair_report import label_axes, write_picture
 from edgespec.measure.recording import record
 from edgespec.measure.rejection import acceptance, coins, coverage, expected_passes, static_tree, stems
 from edgespec.measure.replay import Recording, replay
 from edgespec.measure.tables import table
-from edgespec.measure.texts import BenchPrompt, per
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.drafting import ChildScores
 from edgespec.planners.search import MOST_DEPTH, Search

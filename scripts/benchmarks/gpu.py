@@ -40,7 +40,8 @@ from edgespec.errors import ModelError, UsageError
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Capabilities, Vocab, Work
 from edgespec.loop.shapes import TILE
-from edgespec.machine.memory import disk_bandwidth, format_size
+from edgespec.machine.disk import disk_bandwidth
+from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import Gpu
 
 # Llama 3 70B (arXiv 2407.21783, table 3).

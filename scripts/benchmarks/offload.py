@@ -19,8 +19,8 @@ from benchmarks.offload_worker import MLX_LM, Task
 from benchmarks.side_by_side import parse_variant
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.loop.sampling import SamplingParams
+from edgespec.machine.disk import disk_bandwidth
 from edgespec.machine.files import weight_files
-from edgespec.machine.memory import disk_bandwidth
 from edgespec.planners.choice import USE_DRAFT, check_planner
 
 ENGINES = ("llamacpp", "mlx", "torch")

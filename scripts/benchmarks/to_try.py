@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.loading.exact import line
+from edgespec.loading.exact import exactness_line
 from edgespec.loading.row_classes import probe, tokens
 from edgespec.loop.backend import Backend, Work
 from edgespec.measure.tables import table
@@ -167,7 +167,7 @@ def answers(
 
 def row_classes(backend: Backend) -> Seen:
     found = probe(backend)
-    return Seen(bool(found), line(found, None))
+    return Seen(bool(found), exactness_line(found, None))
 
 
 def equal_sizes(backend: Backend, size: int = 32) -> Seen:

@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelError
+from edgespec.loop.engines import Progress
 from edgespec.machine.measurements import identity, recall, remember
 from edgespec.models.gguf_header import own_values
 from edgespec.weights.expert_memory import ExpertMemory
 from edgespec.weights.plan import Plan
-from edgespec.weights.preload import Progress
 
 from ..ggml.files import ggml_base, loaded_tensors, parts
 from ..ggml.ggml_tensor import GgmlTensor, is_here, is_known, skip_rows
@@ -232,7 +232,7 @@ class Mixture:
         experts: list[int] = np.unique(chosen).tolist()
         if not experts:
             return
-        slots = self.memory.want(number, experts, count=not self._prompt)
+        slots = self.memory.want(number, experts, score=not self._prompt)
         chosen[...] = slots[chosen]
         if self._padding and len(chosen) == self._rows and not self._prompt:
             self._numbers = numbers, self._rows - self._padding

@@ -13,15 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelError, NoRoom, UsageError
-from edgespec.loop.engines import LoadOptions, Machine
+from edgespec.loop.engines import LoadOptions, Machine, Progress
 from edgespec.loop.shapes import TILE
 from edgespec.machine import memory as process
-from edgespec.machine.memory import (
-    COMPRESSING_FILE_SYSTEMS,
-    NETWORK_FILE_SYSTEMS,
-    format_size,
-    in_bytes,
-)
+from edgespec.machine.disk import COMPRESSING_FILE_SYSTEMS, NETWORK_FILE_SYSTEMS
+from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.system import HUGE
 from edgespec.models.gguf_header import own_header, own_values, whole_number
 from edgespec.models.heads import is_head
@@ -42,7 +38,6 @@ from edgespec.weights.plan import (
     make_plan,
     spans,
 )
-from edgespec.weights.preload import Progress
 from edgespec.weights.ring import CANNOT_STREAM, Streamer, can_stream, measure_disk, open_store
 
 from ..context import ContextSize, make_context, of_head

@@ -230,6 +230,7 @@ class Targets:
                 running.place.stop(self._owner, max(unwanted))
 
     def _due(self) -> bool:
+        """True if a free copy should get a task now."""
         wanted = [running for running in self._running.values() if running.wanted and not running.task.only_read]
         if not wanted:
             return True  # no copy works on the next token, and without that plain decoding would be faster

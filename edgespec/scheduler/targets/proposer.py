@@ -1,3 +1,5 @@
+"""Proposes draft tokens to several copies of the target: the interface, and a draft model behind it."""
+
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
