@@ -253,6 +253,13 @@ def test_references_are_followed():
     assert tree.properties["child"].properties["child"] is tree
 
 
+def test_null_in_place_of_a_schema_allows_anything():
+    found = resolve({"type": "object", "properties": {"a": None, "b": {"type": "array", "items": None}}})
+    assert found.properties["a"] is not found
+    assert found.properties["a"].types is None
+    assert found.properties["b"].items.types is None
+
+
 @pytest.mark.parametrize("seen", ["<arg_key>", "<|tool_call>call:", "<tool_call>"])
 def test_a_grammar_has_one_rule_for_each_schema(seen):
     """Each level of eight keys refers twice to the next: as texts within each other they would be gigabytes."""
