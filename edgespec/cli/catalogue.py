@@ -1,3 +1,5 @@
+"""`edgespec models` and `edgespec pull`, and fetching what another command lacks."""
+
 import json
 import os
 import shlex

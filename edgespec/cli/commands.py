@@ -1,3 +1,5 @@
+"""The program `edgespec`: its commands, but for those that have files of their own."""
+
 import json
 import os
 import re
@@ -47,13 +49,12 @@ from edgespec.cli.terminal import (
     held_input,
     is_dumb,
     last_lines,
-    naming_grammar,
     open_streams,
-    read_grammar,
     show,
 )
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.loop.engines import ENGINE_OPTIONS, choose_backend, find_engine, load_vocab
+from edgespec.loop.grammar import Grammar, json_schema, lark
 from edgespec.loop.sampling import SamplingParams
 from edgespec.machine import measurements as remembered
 from edgespec.machine.memory import in_bytes
@@ -187,14 +188,14 @@ def run(
     for name, value in (("--json-schema", json_schema), ("--grammar", grammar), ("--resume", resume)):
         if value == "":
             raise UsageError(f"{name} is empty: give the name of a file")
-    form = read_grammar(json_schema, grammar)
+    form = _read_grammar(json_schema, grammar)
     if resume and (options["targets"] or options["cluster"]):
         raise UsageError("--resume does not go with --targets and --cluster: each copy has a session of its own")
     file = session_file(resume, "--resume") if resume else None
     _pull(model, options, yes)
     with held_input() if text is None else nullcontext(), _loaded(model, options) as loaded:
         if form:
-            with naming_grammar(json_schema, grammar):
+            with _naming_grammar(json_schema, grammar):
                 loaded.compile(form)
         earlier = loaded.scheduler.load(file) if file and os.path.exists(file) else None
         loaded.scheduler.start()  # in a thread of its own, so that Ctrl-C can end a pass early
@@ -283,6 +284,33 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
         sampling["seed"] = choose_seed(sampling["seed"])
     SamplingParams(**sampling)  # refuse bad values before a model is loaded
     return sampling
+
+
+def _read_grammar(schema_file: str | None, lark_file: str | None) -> Grammar | None:
+    """Read a grammar from a file with a JSON schema or a Lark grammar; None if neither is given.
+
+    Raises:
+        UsageError: both are given, or the file cannot be read.
+    """
+    if schema_file and lark_file:
+        raise UsageError("give --json-schema or --grammar, not both")
+    if not (file := schema_file or lark_file):
+        return None
+    try:
+        text = Path(file).read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file}: cannot be read: {error}") from error
+    with _naming_grammar(schema_file, lark_file):
+        return json_schema(text) if schema_file else lark(text)
+
+
+@contextmanager
+def _naming_grammar(schema_file: str | None, lark_file: str | None) -> Iterator[None]:
+    """Name the file of a grammar in an error about it."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{schema_file or lark_file}: {error}") from error
 
 
 def _planner_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -1,3 +1,5 @@
+"""The conversation of `edgespec run`, in a chat or for one prompt."""
+
 import os
 from bisect import bisect_left
 from dataclasses import dataclass, field, fields, replace
@@ -45,7 +47,7 @@ class Conversation:
     last: GenerationResult | None = None
     _left_out: int = field(default=0, init=False)  # oldest messages that are not sent
     _unanswered: list[Message] = field(default_factory=list, init=False)  # turns up to a question that got no text
-    _said: bool = field(default=False, init=False)
+    _told_of_left_out: bool = field(default=False, init=False)
     _made_with: Any = field(default=None, init=False)  # of the last answer: what decides it at temperature 0
 
     @property
@@ -103,7 +105,9 @@ class Conversation:
         self.model.scheduler.save(self._session_file("/save", name), self.messages)
 
     def load(self, name: str) -> None:
-        """Replace the conversation by a saved one, in whose file later answers are saved if any file gets them.
+        """Replace the conversation by the one saved in `name`.
+
+        If answers are saved at all, later ones go to this file.
 
         Raises:
             UsageError, SessionFileError: the file has no conversation with this model.
@@ -188,9 +192,10 @@ class Conversation:
         return self.last
 
     def _that_fit(self, asked: list[Message]) -> list[Message]:
-        """The system message and the newest turns: half a context, as soon as less than a quarter is left free.
+        """`asked`, without its oldest turns if it fills more than three quarters of the context: at most half stays.
 
-        Then the next turns only add to the prompt, and nothing is prefilled twice. The last answer stays if it fits.
+        Then the next turns only add to the prompt, and nothing is prefilled twice. The last answer stays if three
+        quarters hold it.
         """
         limit = self.model.target.capabilities.context_length
         first, left_out = len(self.system), self._left_out
@@ -208,8 +213,8 @@ class Conversation:
             steps = range(left_out, turns, 2)  # a question and its answer
             left_out = steps[bisect_left(steps, True, key=is_short)]
             check_room(self.model.target, length(left_out))
-            if left_out > self._left_out and not self._said:
-                self._said = True
+            if left_out > self._left_out and not self._told_of_left_out:
+                self._told_of_left_out = True
                 note = f"the context is full (--ctx {limit}): from here on the oldest messages are left out"
                 show(note, dim=True, err=True)
             self._left_out = left_out

@@ -1,3 +1,5 @@
+"""`edgespec convert`: a GGUF of a GGUF or folder, or a folder of a GGUF."""
+
 from pathlib import Path
 from typing import Any
 

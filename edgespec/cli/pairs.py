@@ -1,3 +1,5 @@
+"""`edgespec pair`: how well a draft suits a target, and the search for one that does."""
+
 import json
 import sys
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Streams, signals and the terminal: answers, line breaks, held input, progress."""
+
 import os
 import re
 import shutil
@@ -7,15 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from io import TextIOWrapper
-from pathlib import Path
 from threading import Event, Thread, current_thread, main_thread
 from time import perf_counter
 from typing import Any
 
 import click
 
-from edgespec.errors import EdgespecError, UsageError
-from edgespec.loop.grammar import Grammar, json_schema, lark
+from edgespec.errors import EdgespecError
 from edgespec.loop.tree import Source
 from edgespec.model import Model
 from edgespec.scheduler import drive
@@ -272,33 +272,6 @@ def mark_pastes(on: bool) -> None:
     if sys.stdout.isatty() and not is_dumb() and os.name != "nt":  # a console of Windows may show the code itself
         sys.stdout.write(f"\x1b[?2004{'h' if on else 'l'}")
         sys.stdout.flush()
-
-
-def read_grammar(schema_file: str | None, lark_file: str | None) -> Grammar | None:
-    """Read a grammar from a file with a JSON schema or a Lark grammar; None if neither is given.
-
-    Raises:
-        UsageError: both are given, or the file cannot be read.
-    """
-    if schema_file and lark_file:
-        raise UsageError("give --json-schema or --grammar, not both")
-    if not (file := schema_file or lark_file):
-        return None
-    try:
-        text = Path(file).read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file}: cannot be read: {error}") from error
-    with naming_grammar(schema_file, lark_file):
-        return json_schema(text) if schema_file else lark(text)
-
-
-@contextmanager
-def naming_grammar(schema_file: str | None, lark_file: str | None) -> Iterator[None]:
-    """Name the file of a grammar in an error about it."""
-    try:
-        yield
-    except UsageError as error:
-        raise UsageError(f"{schema_file or lark_file}: {error}") from error
 
 
 class Lines:

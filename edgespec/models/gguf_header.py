@@ -97,6 +97,7 @@ def own_values(path: str) -> dict[str, Value]:
 
 
 def own_header(path: str) -> tuple[dict[str, Value], dict[str, int]]:
+    """As `own_values`, and the lengths of the lists, by the same names; errors as for `header_values`."""
     prefix = f"{architecture(path)}."
     own = [(key.removeprefix(prefix), value, length) for key, value, length in _read(path, prefix)]
     values = {key: value for key, value, length in own if length is None}

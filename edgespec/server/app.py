@@ -1,3 +1,5 @@
+"""The routes of the server, and what goes around each of them."""
+
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""How a model writes prompts, thoughts and calls, by its chat template."""
+
 from collections.abc import Sequence
 
 from edgespec.loop.backend import Vocab

@@ -1,3 +1,5 @@
+"""From a `Question` to submitted requests: limits, token ids, grammar, parser."""
+
 import asyncio
 import time
 from collections import Counter
@@ -109,7 +111,7 @@ class Service:
             if thinks and not question.begun.thought:
                 says = "thinking is on, but the assistant's last message has no thought: leave one of both out"
                 raise Refused(400, says, param="messages")
-        TextStream(self.model.target.vocab, question.stop)
+        TextStream(self.model.target.vocab, question.stop)  # refuses an empty string in `stop`
 
     def _read(self, question: Question) -> list[tuple[list[int], HintTexts | None]]:
         """Token ids and hint texts of each prompt, in a worker thread."""

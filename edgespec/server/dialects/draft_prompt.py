@@ -20,7 +20,7 @@ TYPED_NEXT = ("a", " a", ".", "\n", "1")  # likely continuations: a token is sta
 
 
 class DraftBody(ChatBody):
-    pause: bool = False  # this may be all of it
+    pause: bool = False  # the user has paused: the prompt may be complete
     id: str = ""
 
 
@@ -40,6 +40,7 @@ async def draft_prompt(http: HttpRequest) -> Response:
         return JSONResponse(told | {"tokens": len(request.prompt_ids), "seed": request.sampling.seed})
     ids = await asyncio.to_thread(stable_ids, service.chat_format, question.conversation)
     if len(ids) > 1:
+        # With 0 tokens the prompt is unfinished, and the draft completes it.
         service.typing_ahead.prepare(body.id, replace(request, prompt_ids=ids, foresee=True), 0)
         told["tokens"] = len(ids)
     return JSONResponse(told)
