@@ -34,6 +34,7 @@ from edgespec.loading.pair import (
     choose_budget,
     choose_context,
     choose_draft,
+    choose_planner,
     choose_widest,
     close_all,
     recall_auto_state,
@@ -569,8 +570,7 @@ def load(
     say = say or (lambda text: None)
     entry = target if isinstance(target, Entry) else find_model(check_path("target", target), models_file)
     target = entry.name
-    usual, notes = entry.defaults.planner or "auto", list[str]()
-    planner = usual if planner is None else planner
+    planner, notes = choose_planner(planner, entry), list[str]()
     alpha = check_alpha(cascade)
     if alpha and parallel > MOST_PARALLEL // 2:
         raise UsageError(

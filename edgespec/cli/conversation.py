@@ -17,9 +17,9 @@ from edgespec.models.own_sampling import choose_seed
 from edgespec.scheduler.requests import GenerationResult
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.server.channels import comes_in_channels
-from edgespec.server.output_format import OutputFormat, thinking_of
+from edgespec.server.conversation import UNLIMITED
+from edgespec.server.model_format import ModelFormat, thinking_of
 
-UNLIMITED = -1  # max_tokens, as llama.cpp's
 NUMBERS: dict[str, Any] = {  # name -> type
     one.name: type(one.default) for one in fields(SamplingParams) if one.name != "logit_bias"
 }
@@ -173,22 +173,23 @@ class Conversation:
     def _decisive(self) -> Any:
         return {name: value for name, value in self.options.items() if name != "seed"}, self.system
 
-    def _form(self) -> OutputFormat | None:
+    def _form(self) -> ModelFormat | None:
         """Of a model whose template refuses an answer with its thoughts, or where a grammar is for the answer alone."""
         vocab = self.model.target.vocab
         template = vocab.chat_template or ""
         thinks = self.options.get("grammar") and thinking_of(template)
-        return OutputFormat(vocab, template) if comes_in_channels(template) or thinks else None
+        return ModelFormat(vocab, template) if comes_in_channels(template) or thinks else None
 
-    def _write(self, prompt: Any, form: OutputFormat | None = None) -> GenerationResult:
+    def _write(self, prompt: Any, form: ModelFormat | None = None) -> GenerationResult:
         limit = self.model.target.capabilities.context_length
         most = self.options["max_tokens"]
         options = self.options | {"max_tokens": limit if most == UNLIMITED else most}
-        inside = form is not None and form.begins_inside(self.model.encode(prompt))
+        in_thought = form is not None and form.begins_in_thought(self.model.encode(prompt))
         if form and (grammar := options.get("grammar")):
-            options["grammar"] = form.grammar(grammar, None, inside)
+            options["grammar"] = form.grammar(grammar, None, in_thought)
         self.last = GenerationResult()
-        write_answer(self.model, prompt, self.last, options, quiet=self.quiet, tint=self.tint, form=form, inside=inside)
+        shown = {"quiet": self.quiet, "tint": self.tint}
+        write_answer(self.model, prompt, self.last, options, form=form, in_thought=in_thought, **shown)
         return self.last
 
     def _that_fit(self, asked: list[Message]) -> list[Message]:

@@ -21,7 +21,7 @@ from edgespec.model import Model
 from edgespec.scheduler import drive
 from edgespec.scheduler.requests import Chunk, GenerationResult
 from edgespec.server.conversation import Piece, Thought
-from edgespec.server.output_format import OutputFormat
+from edgespec.server.model_format import ModelFormat
 
 COLOURS = {
     Source.DRAFT: "green", Source.INPUT: "cyan", Source.DATASTORE: "magenta", Source.GRAMMAR: "yellow",
@@ -105,14 +105,14 @@ def write_answer(
     *,
     quiet: bool = False,
     tint: bool = False,
-    form: OutputFormat | None = None,
-    inside: bool = False,
+    form: ModelFormat | None = None,
+    in_thought: bool = False,
 ) -> None:
     """Stream an answer to the terminal and into `result`; Ctrl-C ends it.
 
-    With a `form` the result has no thoughts, and only a terminal shows them; `inside`: the prompt has opened one.
+    With a `form` the result has no thoughts, and only a terminal shows them; `in_thought`: the prompt has opened one.
     """
-    parser = form.parser(None, inside=inside) if form else None
+    parser = form.parser(None, in_thought=in_thought) if form else None
     lines, thinks, hides = WordWrap(), False, quiet or not sys.stdout.isatty()
 
     def write(pieces: Sequence[Piece], colour: str | None = None) -> str:

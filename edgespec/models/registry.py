@@ -240,7 +240,7 @@ def local_path(
         )
     found = hub.parse(rest)
     if found.is_folder and not weights:
-        return hub.tokenizer_of(found, fetch)
+        return hub.folder_without_weights(found, fetch)
     if path := hub.cached(found):
         return path
     if not fetch:

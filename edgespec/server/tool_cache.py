@@ -1,5 +1,4 @@
-"""For clients of a server: runs read-only tools before they are called, and keeps their results (SpecCache, arXiv
-2510.16276).
+"""Runs read-only tools before a client of the server calls them, and keeps results (SpecCache, arXiv 2510.16276).
 
 Calls come from the server (`saw`), or are copied from the conversation (`foresee`). An argument of an earlier call
 stood behind some word, its label. Words of the same shape behind the same label are arguments of the next calls.

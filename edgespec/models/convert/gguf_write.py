@@ -22,9 +22,9 @@ from edgespec import __version__
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
 from edgespec.machine.files import part_names
 from edgespec.models.convert.calibration import calibration_text
-from edgespec.models.convert.folder_from_gguf import Progress, check_space
-from edgespec.models.gguf_header import own_header, own_values, whole_number
-from edgespec.models.gguf_model import MOST_LAYERS, check_magic, is_gguf
+from edgespec.models.convert.folder_from_gguf import check_space
+from edgespec.models.download import Progress
+from edgespec.models.gguf_header import MOST_LAYERS, check_magic, is_gguf, own_header, own_values, whole_number
 from edgespec.models.heads import head_layers
 
 CHUNKS = 64  # of 512 tokens, that an importance matrix is computed from

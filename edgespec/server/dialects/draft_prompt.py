@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from edgespec.loop.passes import common_prefix
 from edgespec.server.conversation import Conversation
 from edgespec.server.dialects.chat import ChatBody, question_of
-from edgespec.server.output_format import OutputFormat
+from edgespec.server.model_format import ModelFormat
 from edgespec.server.service import Service
 from edgespec.server.wire import read_body
 
@@ -19,14 +19,14 @@ PREPARED = 16  # tokens of an answer begun at a pause
 TYPED_NEXT = ("a", " a", ".", "\n", "1")  # likely continuations: a token is stable if none of these changes it
 
 
-class DraftBody(ChatBody):
+class TypedBody(ChatBody):
     pause: bool = False  # the user has paused: the prompt may be complete
     id: str = ""
 
 
-async def draft_prompt(http: HttpRequest) -> Response:
+async def typed_prompt(http: HttpRequest) -> Response:
     service: Service = http.app.state.service
-    body = await read_body(http, DraftBody)
+    body = await read_body(http, TypedBody)
     told: dict[str, Any] = {"pause": body.pause, "tokens": 0}
     last = body.messages[-1] if body.messages else {}
     if not body.pause and not isinstance(last.get("content"), str):
@@ -46,7 +46,7 @@ async def draft_prompt(http: HttpRequest) -> Response:
     return JSONResponse(told)
 
 
-def stable_ids(form: OutputFormat, conversation: Conversation) -> list[int]:
+def stable_ids(form: ModelFormat, conversation: Conversation) -> list[int]:
     *before, last = conversation.turns
     further = [replace(conversation, turns=[*before, replace(last, text=last.text + more)]) for more in TYPED_NEXT]
     return stable_prefix(list(map(form.prompt_ids, [conversation, *further])))
