@@ -34,6 +34,7 @@ from edgespec.loading.pair import (
     choose_budget,
     choose_context,
     choose_draft,
+    choose_planner,
     choose_widest,
     close_all,
     recall_auto_state,
@@ -85,13 +86,13 @@ class ScaleResult(GenerationResult):
     """The text that `scale` chose, with all others.
 
     Attributes:
-        samples: all texts, of seed, seed + 1, and so on; their `stats` count the passes that score their chunks, too.
+        samples: all texts, of seed, seed + 1, and so on; their `stats` count the passes for perplexities, too.
         answers: of each text; None: it has none.
         votes: number of texts with each answer, most first.
-        chunks: number of the draft's chunks that the target scored.
+        chunks: number of the draft's chunks whose perplexity the target computed.
         rejected: share of them that the target wrote again.
-        passes: of the target, over the prompt and for scores, too.
-        calibration: the latest scores.
+        passes: of the target, over the prompt and for perplexities, too.
+        calibration: the latest perplexities of chunks.
     """
 
     samples: list[GenerationResult] = field(default_factory=list)
@@ -569,8 +570,7 @@ def load(
     say = say or (lambda text: None)
     entry = target if isinstance(target, Entry) else find_model(check_path("target", target), models_file)
     target = entry.name
-    usual, notes = entry.defaults.planner or "auto", list[str]()
-    planner = usual if planner is None else planner
+    planner, notes = choose_planner(planner, entry), list[str]()
     alpha = check_alpha(cascade)
     if alpha and parallel > MOST_PARALLEL // 2:
         raise UsageError(
@@ -674,16 +674,17 @@ def scale(
     the mean share of chunks that the target writes, not the quality of answers. Load both with `parallel=samples`.
 
     Args:
-        target: scores the chunks by their perplexity, and writes those that are rejected.
+        target: computes the perplexity of each chunk, and writes those that are rejected.
         draft: a model of its own with the target's vocabulary.
         prompt: as for `Model.stream`; so are `max_tokens`, `temperature` and `sampling` (fields of `SamplingParams`).
         samples: number of texts; from 1 to 1024.
-        chunk: tokens that are scored together.
-        reject: a chunk is rejected if at most this share of the latest scores is as high as its own.
+        chunk: tokens of a chunk.
+        reject: a chunk is rejected if at most this share of the latest perplexities is as high as its own.
         answer: a regular expression, whose last match (its first group) is a text's answer, or a function that finds
-            it; the answer of most texts wins. None: the text with the best score wins.
-        score: of texts, a number each; decides between equal votes. Default: the first wins, or the least perplexity.
-        window: number of latest scores, which begins with `calibration` (of an earlier `ScaleResult`).
+            it; the answer of most texts wins. None: `score` alone decides.
+        score: gives a number for each text, the higher the better; decides between texts of equal votes. Default: the
+            first of them wins; without `answer`, the text of the least perplexity.
+        window: number of latest perplexities, which begin with `calibration` (of an earlier `ScaleResult`).
         progress: called with (tokens written, most tokens) after every round of chunks.
     """
     for name, model in (("target", target), ("draft", target if draft is None else draft)):
@@ -701,8 +702,8 @@ def scale(
         raise _unknown(name, *_keywords(scale), *SamplingParams.__dataclass_fields__)
     if not isinstance(target.scheduler, Scheduler):
         raise UsageError("several targets give no scores: load the target without targets and cluster")
-    exact, chunks = target.target.capabilities.exact, 0 < reject < 1
-    if exact and exact.blocks and (chunks or not (find or score)):
+    exact, both_write = target.target.capabilities.exact, 0 < reject < 1
+    if exact and exact.blocks and (both_write or not (find or score)):
         raise UsageError(
             'scores need passes that texts share, which the target\'s row class forbids: load it with exact="off"'
         )
@@ -715,7 +716,7 @@ def scale(
         room = min(room, draft.target.capabilities.context_length)
     first = replace(first, max_tokens=min(first.max_tokens, room - len(first.prompt_ids)))
     done, counter = scaling.Scaled([]), PassCounter()
-    if draft and chunks:
+    if draft and both_write:
         if params.presence_penalty or params.frequency_penalty:
             raise UsageError("presence_penalty and frequency_penalty would count in one chunk only: leave them at 0")
         requests, vocab = _seeded(first, samples), target.target.vocab

@@ -24,7 +24,7 @@ from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler.requests import Event, Handle, Request
 from edgespec.server.channels import ANALYSIS, FINAL
-from edgespec.server.output_format import OutputFormat
+from edgespec.server.model_format import ModelFormat
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 Chat = Callable[..., AbstractContextManager[Typist]]
@@ -245,7 +245,8 @@ def test_thoughts_in_channels_are_shown_and_not_sent_again(
     with tiny_model() as model:
         model.target.vocab.chat_template = f"{CHAT_TEMPLATE}{{# {ANALYSIS[0]}{FINAL} #}}"  # type: ignore[misc]
         conversation = conversation_with(model, grammar=lark(f'start: "{text}"'))
-        monkeypatch.setattr(OutputFormat, "grammar", lambda form, wanted, tools, inside: wanted)  # of the whole answer
+        # Of the whole answer.
+        monkeypatch.setattr(ModelFormat, "grammar", lambda form, wanted, tools, in_thought: wanted)
         monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
         for _ in range(2):
             assert conversation.ask("Is it?").text == "Yes."

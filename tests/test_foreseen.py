@@ -25,7 +25,7 @@ from edgespec.scheduler.requests import Ended, Foresaw, Request, Wrote
 from edgespec.scheduler.scheduler import AHEAD, MOST_AHEAD, Scheduler
 from edgespec.server.answers import Answer
 from edgespec.server.app import make_app
-from edgespec.server.output_format import OutputFormat
+from edgespec.server.model_format import ModelFormat
 from edgespec.server.service import Service
 from edgespec.server.speculative_calls import SpeculativeCalls
 from edgespec.server.tool_calls import Tool, Tools
@@ -158,7 +158,7 @@ def test_a_prediction_is_parsed_by_schemas_of_any_depth():
     tools = Tools([Tool({"name": "weather", "parameters": deep})])
     vocab = ReferenceBackend(random_model(2, vocab_size=258), sessions=1, context_length=1000).vocab
     request = Request([1], SamplingParams(), 100)
-    calls = SpeculativeCalls(Answer(request, OutputFormat(vocab, TEMPLATE).parser(tools, inside=False)), vocab)
+    calls = SpeculativeCalls(Answer(request, ModelFormat(vocab, TEMPLATE).parser(tools, in_thought=False)), vocab)
     seen = Foresaw(vocab.encode(CALL % ("Paris", 1), add_bos=False, parse_special=False))
     for _ in range(2):  # the first leaves nothing behind in the answer's parser
         told = [one["status"] for one in calls.after(seen)]

@@ -27,7 +27,7 @@ from head_files import write_step35
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
 from edgespec.loop.engines import load_vocab
 from edgespec.models.convert import gguf_write
-from edgespec.models.convert.converter import SCRIPT, check_folder, convert_folder, extract, find_converter
+from edgespec.models.convert.converter import SCRIPT, convert_folder, count_weights, extract, find_converter
 from edgespec.models.convert.folder_from_gguf import read_gguf
 from edgespec.models.convert.gguf_write import PURPOSES, Recipe, appearing, merge, parse_layers, quantise
 
@@ -558,25 +558,25 @@ def test_bad_folders(folder: Path, tmp_path: Path) -> None:
         convert_folder(folder, tmp_path / "b", script=tmp_path / "missing.py", **options)  # type: ignore[arg-type]
     (folder / "config.json").write_text('{"auto_map": {"AutoModel": "modeling.A"}}')
     with pytest.raises(ModelError, match="wants to run programs of its own"):
-        check_folder(folder, trust=False)
-    assert check_folder(folder, trust=True) == 1
+        count_weights(folder, trust=False)
+    assert count_weights(folder, trust=True) == 1
     for text in ("{", "[]", 9999 * '{"a":'):
         (folder / "config.json").write_text(text)
         with pytest.raises(ModelError, match=r"config\.json: is damaged: "):
-            check_folder(folder, trust=True)
+            count_weights(folder, trust=True)
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=r"has no config\.json"):
-        check_folder(folder, trust=True)
+        count_weights(folder, trust=True)
     (folder / "config.json").write_text("{}")
     for text in ("5", 9999 * "["):
         (folder / "tokenizer_config.json").write_text(text)
-        assert check_folder(folder, trust=False) == 1
+        assert count_weights(folder, trust=False) == 1
     (folder / "tokenizer_config.json").write_text('{"auto_map": {}}')
     with pytest.raises(ModelError, match="wants to run programs of its own"):
-        check_folder(folder, trust=False)
+        count_weights(folder, trust=False)
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="has no weights"):
-        check_folder(folder, trust=True)
+        count_weights(folder, trust=True)
 
 
 def test_the_archive_gives_only_the_converter(tmp_path: Path) -> None:

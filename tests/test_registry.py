@@ -34,6 +34,8 @@ def test_own_entries_come_first_and_paths_are_relative_to_their_file(tmp_path: P
         ("models:\n  - name: a\n    target: file:a\n    drafft: file:b\n", 4, "drafft"),
         ("models:\n  - name: a\n    target: file:a\n  - name: b\n", 4, "target"),
         ("models:\n  - name: a\n    target: file:a\n    defaults: {budget: 0}\n", 4, "budget"),
+        ("models:\n  - name: a\n    target: file:a\n    defaults: {repetition_penalty: 1e+31}\n", 4, "below 1e+30"),
+        ("models:\n  - name: a\n    target: file:a\n    defaults:\n      top_k: -1\n", 5, "top_k"),
         ("models:\n  - name: a\n    target: a.gguf\n", 2, "must start with"),
         ("models:\n  - {name: a, target: 'file:a'}\n  - {name: a, target: 'file:b'}\n", 3, "two models named"),
         ("models:\n  - name: [a\n", 3, "is not YAML"),

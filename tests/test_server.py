@@ -33,7 +33,7 @@ from edgespec.server.app import STATIC, error_body, make_app
 from edgespec.server.conversation import Question
 from edgespec.server.dialects.chat import ChatBody
 from edgespec.server.errors import Refused
-from edgespec.server.output_format import OutputFormat
+from edgespec.server.model_format import ModelFormat
 from edgespec.server.service import Service
 from edgespec.server.wire import MOST_BODY
 
@@ -806,7 +806,7 @@ def test_a_slow_schema_stops_no_other_request(slow, monkeypatch):
     pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
     many, begun, go_on = 20, Semaphore(0), Event()
     with served(slots=2) as client, ThreadPoolExecutor(many) as pool:
-        owner, name = (client.model, "compile") if slow == "compiling" else (OutputFormat, "grammar")
+        owner, name = (client.model, "compile") if slow == "compiling" else (ModelFormat, "grammar")
         inner = getattr(owner, name)
 
         def blocked(*given):

@@ -19,7 +19,7 @@ from edgespec.scheduler.requests import Ended
 from edgespec.server.answers import Answer, Answers
 from edgespec.server.channels import ANALYSIS, FINAL, ChannelParser
 from edgespec.server.dialects import messages
-from edgespec.server.output_format import OutputFormat
+from edgespec.server.model_format import ModelFormat
 from edgespec.server.tool_calls import Call, Tool, Tools
 from edgespec.server.wire import SamplingFields, sse
 
@@ -55,20 +55,20 @@ class TestJsonOrACall:
             "<function=<parameter=": "<tool_call>\n<function=time>\n</function>\n</tool_call>",
         }
         vocab = Vocabulary()
-        form = OutputFormat(vocab, "{% if tools %}" + seen + "</think>" * thinks)
-        grammar = form.grammar(json_schema(self.SCHEMA), self.AUTO, inside=False)
+        form = ModelFormat(vocab, "{% if tools %}" + seen + "</think>" * thinks)
+        grammar = form.grammar(json_schema(self.SCHEMA), self.AUTO, in_thought=False)
         for before in ("", "<think>so</think>\n")[: 1 + thinks]:
             for good in ('{"yes":1}', calls[seen]):
                 assert fits(vocab, grammar, before + good)
             for bad in ('{"yes":3}', calls[seen].replace("time", "tome"), "Well", calls[seen] + '{"yes":1}'):
                 assert not fits(vocab, grammar, before + bad)
-        without = form.grammar(json_schema(self.SCHEMA), None, inside=False)
+        without = form.grammar(json_schema(self.SCHEMA), None, in_thought=False)
         assert not fits(vocab, without, calls[seen])
 
     def test_in_channels(self):
         vocab = Vocabulary("<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>")
-        form = OutputFormat(vocab, "{% if tools %}" + ANALYSIS[0] + FINAL)
-        grammar = form.grammar(json_schema(self.SCHEMA), self.AUTO, inside=False)
+        form = ModelFormat(vocab, "{% if tools %}" + ANALYSIS[0] + FINAL)
+        grammar = form.grammar(json_schema(self.SCHEMA), self.AUTO, in_thought=False)
         call = "<|channel|>commentary to=functions.time <|constrain|>json<|message|>{}"
         for before in ("", f"{ANALYSIS[0]}Hm.{ANALYSIS[1]}"):
             assert fits(vocab, grammar, f'{before}{FINAL}{{"yes":1}}')

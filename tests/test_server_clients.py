@@ -342,7 +342,7 @@ class TestCommand:
         monkeypatch.setattr(
             edgespec.cli.serve, "serve", lambda model, name, *more, **options: found.append({"name": name, **options})
         )
-        monkeypatch.setattr(edgespec.cli.commands, "_pull", lambda *arguments: None)
+        monkeypatch.setattr(edgespec.cli.commands, "_check_and_pull", lambda *arguments: None)
         monkeypatch.setattr(edgespec.cli.commands, "_loaded", lambda *arguments: nullcontext())
         return found
 

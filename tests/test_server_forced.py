@@ -24,7 +24,7 @@ from edgespec.server.call_formats import FORMATS
 from edgespec.server.channels import ANALYSIS, FINAL, ChannelParser, comes_in_channels
 from edgespec.server.constrained import LARK_START, MARKER, ThoughtFirst
 from edgespec.server.conversation import Thought, Turn
-from edgespec.server.output_format import call_format_of
+from edgespec.server.model_format import call_format_of
 from edgespec.server.parse_output import OutputParser
 from edgespec.server.prompts import template_messages
 from edgespec.server.schema import resolve
@@ -253,6 +253,13 @@ def test_references_are_followed():
     assert tree.properties["child"].properties["child"] is tree
 
 
+def test_null_in_place_of_a_schema_allows_anything():
+    found = resolve({"type": "object", "properties": {"a": None, "b": {"type": "array", "items": None}}})
+    assert found.properties["a"] is not found
+    assert found.properties["a"].types is None
+    assert found.properties["b"].items.types is None
+
+
 @pytest.mark.parametrize("seen", ["<arg_key>", "<|tool_call>call:", "<tool_call>"])
 def test_a_grammar_has_one_rule_for_each_schema(seen):
     """Each level of eight keys refers twice to the next: as texts within each other they would be gigabytes."""
@@ -421,11 +428,11 @@ def test_braces_hold_each_key_once():
 
 def test_a_thought_between_control_tokens_is_free():
     vocab = Vocabulary("[THINK]", "[/THINK]")
-    grammar = ThoughtFirst(vocab, ("[THINK]", "[/THINK]")).before(json_schema(SCHEMA), inside=False)
+    grammar = ThoughtFirst(vocab, ("[THINK]", "[/THINK]")).before(json_schema(SCHEMA), in_thought=False)
     assert fits(vocab, grammar, '[THINK]a {"b": [/think][/THINK]\n{"a":1}')
     assert fits(vocab, grammar, '{"a":1}')
     assert not fits(vocab, grammar, '[THINK]a[/THINK]b{"a":1}')
-    inside = ThoughtFirst(vocab, ("[THINK]", "[/THINK]")).before(json_schema(SCHEMA), inside=True)
+    inside = ThoughtFirst(vocab, ("[THINK]", "[/THINK]")).before(json_schema(SCHEMA), in_thought=True)
     assert fits(vocab, inside, 'so[/THINK]{"a":1}')
     assert not fits(vocab, inside, '{"a":1}')
 
@@ -463,12 +470,12 @@ def test_forms_and_thoughts_in_channels():
     assert call_format_of(template) is HARMONY
     assert comes_in_channels(template)
     thought_first = ThoughtFirst(vocab, ANALYSIS, FINAL)
-    schema = thought_first.before(json_schema(SCHEMA), inside=False)
+    schema = thought_first.before(json_schema(SCHEMA), in_thought=False)
     assert fits(vocab, schema, f'{THOUGHT}{FINAL}{{"a":1}}')
     assert fits(vocab, schema, f'{FINAL}{{"a":2}}')
     assert not fits(vocab, schema, '{"a":1}')
     functions = [{"name": "f", "parameters": SCHEMA}]
-    call = thought_first.before(call_grammar(vocab, HARMONY, functions), inside=False, is_call=True)
+    call = thought_first.before(call_grammar(vocab, HARMONY, functions), in_thought=False, is_call=True)
     assert fits(vocab, call, THOUGHT + SENT)
     assert not fits(vocab, call, f"{FINAL}Yes.")
 

@@ -19,7 +19,7 @@ from edgespec.server.call_formats import FORMATS, HERMES, QUOTE
 from edgespec.server.channels import BEGINNINGS, MARKERS, ChannelParser
 from edgespec.server.constrained import ThoughtFirst, control_tokens
 from edgespec.server.conversation import Thought
-from edgespec.server.output_format import THINKING, call_format_of, thinking_of
+from edgespec.server.model_format import THINKING, call_format_of, thinking_of
 from edgespec.server.parse_output import OutputParser
 from edgespec.server.tool_calls import Call, Tool, Tools
 
@@ -102,7 +102,7 @@ def test_calls_of_every_form_are_found_however_the_text_comes(seen, says, thinks
         text, expected = "Let me see.\n" + text, ["Let me see.", *expected]
     if thinks:
         text, expected = "\nWhat <b>now</b>?\n</think>\n\n" + text, [Thought("What <b>now</b>?"), *expected]
-    parser = OutputParser(form, ("<think>", "</think>"), inside=thinks, parameters=TOOLS.parameters)
+    parser = OutputParser(form, ("<think>", "</think>"), in_thought=thinks, parameters=TOOLS.parameters)
     assert pieces(parser, text, data) == expected
 
 
@@ -229,7 +229,7 @@ def test_whatever_a_model_writes_is_parsed_alike_however_it_comes(seen, thinking
     def parser():
         if not form:
             return ChannelParser(HERMES)
-        return OutputParser(form, thinking, inside=inside, parameters=TOOLS.parameters)
+        return OutputParser(form, thinking, in_thought=inside, parameters=TOOLS.parameters)
 
     whole = pieces(parser(), text)
     assert pieces(parser(), text, data) == whole
@@ -313,7 +313,7 @@ THINK = ("<think>", "</think>")
 )  # fmt: skip
 def test_what_is_thought_is_told_apart(case, data):
     text, inside, expected = case
-    assert pieces(OutputParser(None, THINK, inside=inside), text, data) == expected
+    assert pieces(OutputParser(None, THINK, in_thought=inside), text, data) == expected
 
 
 def test_in_an_answer_that_has_begun_no_thought_begins_and_no_call_without_a_marker():
@@ -452,7 +452,7 @@ def test_a_schema_holds_behind_a_thought():
         vocab, compiler = client.model.target.vocab, Compiler(client.model.target.vocab)
 
         def fits(grammar, inside, text):
-            matcher = compiler.compiled(ThoughtFirst(vocab, THINK).before(grammar, inside=inside)).start()._matcher
+            matcher = compiler.compiled(ThoughtFirst(vocab, THINK).before(grammar, in_thought=inside)).start()._matcher
             ids = vocab.encode(text, add_bos=False, parse_special=False)
             return matcher.validate_tokens(ids) == len(ids)
 

@@ -115,7 +115,7 @@ def test_made_up_requests_are_never_an_error_of_the_server(server):
 
     from edgespec.server.dialects.chat import ChatBody
     from edgespec.server.dialects.completions import CompletionBody
-    from edgespec.server.dialects.draft_prompt import DraftBody
+    from edgespec.server.dialects.draft_prompt import TypedBody
     from edgespec.server.dialects.messages import CountBody, MessagesBody
     from edgespec.server.dialects.responses import ResponsesBody
 
@@ -125,7 +125,7 @@ def test_made_up_requests_are_never_an_error_of_the_server(server):
         ("POST", "/v1/messages"): MessagesBody,
         ("POST", "/v1/messages/count_tokens"): CountBody,
         ("POST", "/v1/responses"): ResponsesBody,
-        ("PUT", "/edgespec/draft-prompt"): DraftBody,
+        ("PUT", "/edgespec/draft-prompt"): TypedBody,
     }
     names, paths = dict[str, object](), dict[str, object]()
     for (method, path), body in bodies.items():

@@ -1,3 +1,5 @@
+"""`edgespec models` and `edgespec pull`, and fetching what another command lacks."""
+
 import json
 import os
 import shlex
@@ -221,7 +223,7 @@ def pull(names: tuple[str, ...], draft: bool, dry_run: bool, models_file: str | 
     sources = sources_of(entries, draft)
     if not sources:
         raise UsageError(f"{', '.join(names)}: comes in a Python package; there is nothing to fetch")
-    listings = ask(sources, entries, models_file, heads=draft)
+    listings = listings_of(sources, entries, models_file, heads=draft)
     for file, size, here in hub.sizes_by_file(listings):
         click.echo(f"{size / 1e9:8.2f} GB  {'is here ' if here else 'to fetch'}  {file}")
     hub.check_space(list(listings.values()))
@@ -242,7 +244,7 @@ def sources_of(entries: Sequence[Entry], draft: bool) -> list[str]:
     return [source for source in dict.fromkeys(sources) if source.startswith("hf:")]
 
 
-def ask(
+def listings_of(
     sources: Sequence[str], entries: Sequence[Entry], models_file: str | None, *, heads: bool
 ) -> dict[str, hub.Listing]:
     """Ask the hub for the files of each source, and check them against models.yaml.
@@ -282,7 +284,7 @@ def fetch_all(listings: dict[str, hub.Listing], err: bool = False) -> None:
             click.echo(path, err=err)
 
 
-def find_pair(model: str, draft: str | None, models_file: str | None, drafts: bool = True) -> list[Entry]:
+def entries_needed(model: str, draft: str | None, models_file: str | None, drafts: bool = True) -> list[Entry]:
     """Entries of what a run loads, for `pull_what_is_missing`.
 
     Args:
@@ -300,7 +302,7 @@ def pull_what_is_missing(entries: Sequence[Entry], models_file: str | None, yes:
     """Fetch missing files before a run, after a question unless `yes`.
 
     Args:
-        entries: of `find_pair`.
+        entries: of `entries_needed`.
         models_file: in which their names are, besides the built-in one.
         yes: do not ask.
         heads: fetch the heads of targets, too, which draft where there is no other draft.
@@ -311,7 +313,7 @@ def pull_what_is_missing(entries: Sequence[Entry], models_file: str | None, yes:
     missing = [source for source in sources_of(entries, draft=True) if not hub.cached(hub.parse(source[3:]))]
     if not missing:
         return
-    listings = ask(missing, entries, models_file, heads=heads)
+    listings = listings_of(missing, entries, models_file, heads=heads)
     size = sum(file.size for listing in listings.values() for file in listing.missing)
     what = f"{', '.join(source[3:] for source in missing)}: {size / 1e9:.2f} GB"
     if size and yes:

@@ -1,3 +1,5 @@
+"""The chat's prompt and its / commands."""
+
 import os
 import re
 from collections.abc import Iterable

@@ -1,3 +1,5 @@
+"""The program `edgespec`: its commands, but for those that have files of their own."""
+
 import json
 import os
 import re
@@ -12,9 +14,9 @@ from typing import Any
 import click
 
 from edgespec import __version__
-from edgespec.cli.catalogue import find_pair, models, pull, pull_what_is_missing
+from edgespec.cli.catalogue import entries_needed, models, pull, pull_what_is_missing
 from edgespec.cli.completion import complete_model
-from edgespec.cli.conversation import UNLIMITED, Conversation, check_max_tokens, session_file
+from edgespec.cli.conversation import Conversation, check_max_tokens, session_file
 from edgespec.cli.convert import convert
 from edgespec.cli.lend import lend
 from edgespec.cli.options import (
@@ -47,13 +49,13 @@ from edgespec.cli.terminal import (
     held_input,
     is_dumb,
     last_lines,
-    naming_grammar,
     open_streams,
-    read_grammar,
     show,
 )
 from edgespec.errors import EdgespecError, UsageError
+from edgespec.loading.pair import choose_planner
 from edgespec.loop.engines import ENGINE_OPTIONS, choose_backend, find_engine, load_vocab
+from edgespec.loop.grammar import Grammar, json_schema, lark
 from edgespec.loop.sampling import SamplingParams
 from edgespec.machine import measurements as remembered
 from edgespec.machine.memory import in_bytes
@@ -62,6 +64,7 @@ from edgespec.model import Model, load
 from edgespec.models.own_sampling import choose_seed
 from edgespec.models.registry import Entry, all_models, find_model, is_folder, local_path
 from edgespec.planners.choice import USE_DATASTORE, USE_DRAFT, check_planner
+from edgespec.server.conversation import UNLIMITED
 
 
 def main(command: click.Command | None = None, arguments: list[str] | None = None) -> None:
@@ -187,14 +190,14 @@ def run(
     for name, value in (("--json-schema", json_schema), ("--grammar", grammar), ("--resume", resume)):
         if value == "":
             raise UsageError(f"{name} is empty: give the name of a file")
-    form = read_grammar(json_schema, grammar)
+    form = _read_grammar(json_schema, grammar)
     if resume and (options["targets"] or options["cluster"]):
         raise UsageError("--resume does not go with --targets and --cluster: each copy has a session of its own")
     file = session_file(resume, "--resume") if resume else None
-    _pull(model, options, yes)
+    _check_and_pull(model, options, yes)
     with held_input() if text is None else nullcontext(), _loaded(model, options) as loaded:
         if form:
-            with naming_grammar(json_schema, grammar):
+            with _naming_grammar(json_schema, grammar):
                 loaded.compile(form)
         earlier = loaded.scheduler.load(file) if file and os.path.exists(file) else None
         loaded.scheduler.start()  # in a thread of its own, so that Ctrl-C can end a pass early
@@ -285,6 +288,33 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
     return sampling
 
 
+def _read_grammar(schema_file: str | None, lark_file: str | None) -> Grammar | None:
+    """Read a grammar from a file with a JSON schema or a Lark grammar; None if neither is given.
+
+    Raises:
+        UsageError: both are given, or the file cannot be read.
+    """
+    if schema_file and lark_file:
+        raise UsageError("give --json-schema or --grammar, not both")
+    if not (file := schema_file or lark_file):
+        return None
+    try:
+        text = Path(file).read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file}: cannot be read: {error}") from error
+    with _naming_grammar(schema_file, lark_file):
+        return json_schema(text) if schema_file else lark(text)
+
+
+@contextmanager
+def _naming_grammar(schema_file: str | None, lark_file: str | None) -> Iterator[None]:
+    """Name the file of a grammar in an error about it."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{schema_file or lark_file}: {error}") from error
+
+
 def _planner_options(options: dict[str, Any]) -> dict[str, Any]:
     names = ("depth", "beam", "tau", "min_probability")
     chosen = {name: value for name in names if (value := options.pop(name)) is not None}
@@ -293,8 +323,8 @@ def _planner_options(options: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def _pull(model: str, options: dict[str, Any], yes: bool) -> None:
-    planner = options["planner"] or find_model(model, options["models_file"]).defaults.planner or "auto"
+def _check_and_pull(model: str, options: dict[str, Any], yes: bool) -> None:
+    planner = choose_planner(options["planner"], find_model(model, options["models_file"]))
     if planner == "none" and options["draft"] and not options["cascade"]:  # the same options, decoded plainly
         click.echo("note: the planner none does not use a draft", err=True)
         options = options | {"draft": None}
@@ -316,7 +346,7 @@ def _check_used(planners: Sequence[str], options: dict[str, Any]) -> None:
 
 
 def _pull_pair(model: str, options: dict[str, Any], yes: bool, *, drafts: bool) -> None:
-    needed = find_pair(model, options["draft"], options["models_file"], drafts)
+    needed = entries_needed(model, options["draft"], options["models_file"], drafts)
     for one in needed:  # before the fetch, refuse a model whose engine is not installed
         find_engine(options["backend"] or choose_backend(is_folder(one.target), this_machine()))
     heads = drafts and not needed[1:] and not needed[0].draft
@@ -420,7 +450,7 @@ def serve(
     guard: dict[str, Any] = {"log": log, "keys": keys, "hosts": hosts, "origins": origins}
     with server.open_socket(host, port, keys, no_key) as listening, ExitStack() as loading:
         loading.enter_context(server.refusing(listening, **guard))
-        _pull(model, options, yes)
+        _check_and_pull(model, options, yes)
         with _loaded(model, options) as loaded:
             name = os.path.basename(os.path.abspath(model)).removesuffix(".gguf")
             if keep is not None:
@@ -601,7 +631,7 @@ def build_datastore(out: str, texts: tuple[str, ...], model: str, models_file: s
     check_out(out, texts)
     source = find_model(model, models_file).target
     if not is_folder(source):  # of a folder only the tokenizer is fetched
-        pull_what_is_missing(find_pair(model, None, models_file, drafts=False), models_file, yes, heads=False)
+        pull_what_is_missing(entries_needed(model, None, models_file, drafts=False), models_file, yes, heads=False)
     vocab = load_vocab(choose_backend(is_folder(source), this_machine()), local_path(source, weights=False))
     skipped = list[Path]()
     with Bars() as bars:

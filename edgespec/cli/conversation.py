@@ -1,3 +1,5 @@
+"""The conversation of `edgespec run`, in a chat or for one prompt."""
+
 import os
 from bisect import bisect_left
 from dataclasses import dataclass, field, fields, replace
@@ -15,9 +17,9 @@ from edgespec.models.own_sampling import choose_seed
 from edgespec.scheduler.requests import GenerationResult
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.server.channels import comes_in_channels
-from edgespec.server.output_format import OutputFormat, thinking_of
+from edgespec.server.conversation import UNLIMITED
+from edgespec.server.model_format import ModelFormat, thinking_of
 
-UNLIMITED = -1  # max_tokens, as llama.cpp's
 NUMBERS: dict[str, Any] = {  # name -> type
     one.name: type(one.default) for one in fields(SamplingParams) if one.name != "logit_bias"
 }
@@ -45,7 +47,7 @@ class Conversation:
     last: GenerationResult | None = None
     _left_out: int = field(default=0, init=False)  # oldest messages that are not sent
     _unanswered: list[Message] = field(default_factory=list, init=False)  # turns up to a question that got no text
-    _said: bool = field(default=False, init=False)
+    _told_of_left_out: bool = field(default=False, init=False)
     _made_with: Any = field(default=None, init=False)  # of the last answer: what decides it at temperature 0
 
     @property
@@ -103,7 +105,9 @@ class Conversation:
         self.model.scheduler.save(self._session_file("/save", name), self.messages)
 
     def load(self, name: str) -> None:
-        """Replace the conversation by a saved one, in whose file later answers are saved if any file gets them.
+        """Replace the conversation by the one saved in `name`.
+
+        If answers are saved at all, later ones go to this file.
 
         Raises:
             UsageError, SessionFileError: the file has no conversation with this model.
@@ -169,28 +173,30 @@ class Conversation:
     def _decisive(self) -> Any:
         return {name: value for name, value in self.options.items() if name != "seed"}, self.system
 
-    def _form(self) -> OutputFormat | None:
+    def _form(self) -> ModelFormat | None:
         """Of a model whose template refuses an answer with its thoughts, or where a grammar is for the answer alone."""
         vocab = self.model.target.vocab
         template = vocab.chat_template or ""
         thinks = self.options.get("grammar") and thinking_of(template)
-        return OutputFormat(vocab, template) if comes_in_channels(template) or thinks else None
+        return ModelFormat(vocab, template) if comes_in_channels(template) or thinks else None
 
-    def _write(self, prompt: Any, form: OutputFormat | None = None) -> GenerationResult:
+    def _write(self, prompt: Any, form: ModelFormat | None = None) -> GenerationResult:
         limit = self.model.target.capabilities.context_length
         most = self.options["max_tokens"]
         options = self.options | {"max_tokens": limit if most == UNLIMITED else most}
-        inside = form is not None and form.begins_inside(self.model.encode(prompt))
+        in_thought = form is not None and form.begins_in_thought(self.model.encode(prompt))
         if form and (grammar := options.get("grammar")):
-            options["grammar"] = form.grammar(grammar, None, inside)
+            options["grammar"] = form.grammar(grammar, None, in_thought)
         self.last = GenerationResult()
-        write_answer(self.model, prompt, self.last, options, quiet=self.quiet, tint=self.tint, form=form, inside=inside)
+        shown = {"quiet": self.quiet, "tint": self.tint}
+        write_answer(self.model, prompt, self.last, options, form=form, in_thought=in_thought, **shown)
         return self.last
 
     def _that_fit(self, asked: list[Message]) -> list[Message]:
-        """The system message and the newest turns: half a context, as soon as less than a quarter is left free.
+        """`asked`, without its oldest turns if it fills more than three quarters of the context: at most half stays.
 
-        Then the next turns only add to the prompt, and nothing is prefilled twice. The last answer stays if it fits.
+        Then the next turns only add to the prompt, and nothing is prefilled twice. The last answer stays if three
+        quarters hold it.
         """
         limit = self.model.target.capabilities.context_length
         first, left_out = len(self.system), self._left_out
@@ -208,8 +214,8 @@ class Conversation:
             steps = range(left_out, turns, 2)  # a question and its answer
             left_out = steps[bisect_left(steps, True, key=is_short)]
             check_room(self.model.target, length(left_out))
-            if left_out > self._left_out and not self._said:
-                self._said = True
+            if left_out > self._left_out and not self._told_of_left_out:
+                self._told_of_left_out = True
                 note = f"the context is full (--ctx {limit}): from here on the oldest messages are left out"
                 show(note, dim=True, err=True)
             self._left_out = left_out

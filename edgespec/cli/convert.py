@@ -1,9 +1,11 @@
+"""`edgespec convert`: a GGUF of a GGUF or folder, or a folder of a GGUF."""
+
 from pathlib import Path
 from typing import Any
 
 import click
 
-from edgespec.cli.catalogue import find_pair, pull_what_is_missing
+from edgespec.cli.catalogue import entries_needed, pull_what_is_missing
 from edgespec.cli.completion import complete_model
 from edgespec.cli.options import YES_OPTION
 from edgespec.cli.terminal import Bars
@@ -11,11 +13,11 @@ from edgespec.errors import EdgespecError, UsageError
 from edgespec.models.convert.converter import (
     OUT_BYTES,
     check_converter,
-    check_folder,
     convert_folder,
+    count_weights,
     find_converter,
 )
-from edgespec.models.convert.folder_from_gguf import DTYPES, MLX_BITS, USUAL_DTYPE, Progress, check_space
+from edgespec.models.convert.folder_from_gguf import DTYPES, MLX_BITS, USUAL_DTYPE, check_space
 from edgespec.models.convert.folder_from_gguf import convert as write_folder
 from edgespec.models.convert.gguf_write import (
     BITS,
@@ -29,6 +31,7 @@ from edgespec.models.convert.gguf_write import (
     parse_layers,
     quantise,
 )
+from edgespec.models.download import Progress
 from edgespec.models.registry import find_model, is_folder, local_path
 
 
@@ -124,7 +127,7 @@ def to_gguf(
     if folder and not dry_run:
         check_converter(converter)
     if not dry_run:
-        pull_what_is_missing(find_pair(source, None, None, drafts=False), None, yes, heads=False)
+        pull_what_is_missing(entries_needed(source, None, None, drafts=False), None, yes, heads=False)
     with Bars() as bars:
         path, show = Path(local_path(target, fetch=not dry_run)), bars.update
         if folder:
@@ -139,7 +142,7 @@ def from_folder(
     folder: Path, out: Path, dtype: str, recipe: Recipe, show: Progress, *, converter: str | None, trust: bool,
     dry_run: bool,
 ) -> str:  # fmt: skip
-    weights, further = check_folder(folder, trust, recipe.drop), bool(recipe.type or recipe.drop)
+    weights, further = count_weights(folder, trust, recipe.drop), bool(recipe.type or recipe.drop)
     stored = weights * OUT_BYTES[dtype]
     if dry_run:
         about = (

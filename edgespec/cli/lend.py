@@ -1,3 +1,5 @@
+"""`edgespec lend`: this machine's memory and processor or GPUs for `edgespec run --lender` elsewhere."""
+
 import socket
 from importlib import import_module
 

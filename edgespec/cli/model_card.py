@@ -6,8 +6,7 @@ from typing import Any
 from edgespec.errors import MissingPackage, ModelError
 from edgespec.loading.pair import DEFAULT_BUDGET, DEFAULT_CONTEXT
 from edgespec.loop.sampling import SamplingParams
-from edgespec.models.gguf_header import has_states
-from edgespec.models.gguf_model import check_magic
+from edgespec.models.gguf_header import check_magic, has_states
 from edgespec.models.own_sampling import own_sampling
 from edgespec.models.registry import SAMPLING, Entry, local_path
 from edgespec.planners.path_cost import note

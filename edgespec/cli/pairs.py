@@ -1,3 +1,5 @@
+"""`edgespec pair`: how well a draft suits a target, and the search for one that does."""
+
 import json
 import sys
 from pathlib import Path
@@ -5,7 +7,7 @@ from typing import Any
 
 import click
 
-from edgespec.cli.catalogue import find_pair, pull_what_is_missing
+from edgespec.cli.catalogue import entries_needed, pull_what_is_missing
 from edgespec.cli.completion import complete_model
 from edgespec.cli.options import MODELS_OPTION, YES_OPTION, allow_only, context_option
 from edgespec.cli.terminal import Bars
@@ -76,7 +78,7 @@ def pair(
     draft = None if find else draft or entry.draft
     if quick and not draft:
         raise UsageError("--quick compares two models: name a draft")
-    needed = find_pair(target, draft, options["models_file"], drafts=False)
+    needed = entries_needed(target, draft, options["models_file"], drafts=False)
     for model in needed:
         if is_folder(model.target):
             raise UsageError(f"{model.target.partition(':')[2]} is a model folder; pairs are measured of GGUF files")

@@ -1,3 +1,5 @@
+"""The parts of `edgespec serve`: keys, the socket, answers while the model loads, and the server itself."""
+
 import asyncio
 import os
 import socket

@@ -1,3 +1,5 @@
+"""Streams, signals and the terminal: answers, line breaks, held input, progress."""
+
 import os
 import re
 import shutil
@@ -7,21 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from io import TextIOWrapper
-from pathlib import Path
 from threading import Event, Thread, current_thread, main_thread
 from time import perf_counter
 from typing import Any
 
 import click
 
-from edgespec.errors import EdgespecError, UsageError
-from edgespec.loop.grammar import Grammar, json_schema, lark
+from edgespec.errors import EdgespecError
 from edgespec.loop.tree import Source
 from edgespec.model import Model
 from edgespec.scheduler import drive
 from edgespec.scheduler.requests import Chunk, GenerationResult
 from edgespec.server.conversation import Piece, Thought
-from edgespec.server.output_format import OutputFormat
+from edgespec.server.model_format import ModelFormat
 
 COLOURS = {
     Source.DRAFT: "green", Source.INPUT: "cyan", Source.DATASTORE: "magenta", Source.GRAMMAR: "yellow",
@@ -105,14 +105,14 @@ def write_answer(
     *,
     quiet: bool = False,
     tint: bool = False,
-    form: OutputFormat | None = None,
-    inside: bool = False,
+    form: ModelFormat | None = None,
+    in_thought: bool = False,
 ) -> None:
     """Stream an answer to the terminal and into `result`; Ctrl-C ends it.
 
-    With a `form` the result has no thoughts, and only a terminal shows them; `inside`: the prompt has opened one.
+    With a `form` the result has no thoughts, and only a terminal shows them; `in_thought`: the prompt has opened one.
     """
-    parser = form.parser(None, inside=inside) if form else None
+    parser = form.parser(None, in_thought=in_thought) if form else None
     lines, thinks, hides = WordWrap(), False, quiet or not sys.stdout.isatty()
 
     def write(pieces: Sequence[Piece], colour: str | None = None) -> str:
@@ -272,33 +272,6 @@ def mark_pastes(on: bool) -> None:
     if sys.stdout.isatty() and not is_dumb() and os.name != "nt":  # a console of Windows may show the code itself
         sys.stdout.write(f"\x1b[?2004{'h' if on else 'l'}")
         sys.stdout.flush()
-
-
-def read_grammar(schema_file: str | None, lark_file: str | None) -> Grammar | None:
-    """Read a grammar from a file with a JSON schema or a Lark grammar; None if neither is given.
-
-    Raises:
-        UsageError: both are given, or the file cannot be read.
-    """
-    if schema_file and lark_file:
-        raise UsageError("give --json-schema or --grammar, not both")
-    if not (file := schema_file or lark_file):
-        return None
-    try:
-        text = Path(file).read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file}: cannot be read: {error}") from error
-    with naming_grammar(schema_file, lark_file):
-        return json_schema(text) if schema_file else lark(text)
-
-
-@contextmanager
-def naming_grammar(schema_file: str | None, lark_file: str | None) -> Iterator[None]:
-    """Name the file of a grammar in an error about it."""
-    try:
-        yield
-    except UsageError as error:
-        raise UsageError(f"{schema_file or lark_file}: {error}") from error
 
 
 class Lines:

@@ -26,7 +26,7 @@ from edgespec.machine import measurements
 from edgespec.machine.measurements import everything, identity, processor_name, recall
 from edgespec.machine.memory import left_of
 from edgespec.machine.this_machine import this_machine
-from edgespec.models.heads import check_folder, is_head
+from edgespec.models.heads import is_head, refuse_head_folder
 from edgespec.models.registry import (
     OWN,
     OWN_HEAD,
@@ -44,6 +44,11 @@ DEFAULT_BUDGET = 64
 WIDEST = 1024  # draft tokens of one pass, where weights are streamed and no budget is given
 WIDE = 16  # draft tokens from which on kernels for many rows are faster
 DEFAULT_CONTEXT = 4096
+
+
+def choose_planner(planner: str | None, entry: Entry) -> str:
+    """The planner asked for, else the model's, else auto."""
+    return planner if planner is not None else entry.defaults.planner or "auto"
 
 
 def choose_budget(budget: int | None, entry: Entry) -> int:
@@ -175,7 +180,7 @@ def plan_pair(
     names = [choose_backend(is_folder(source), here, options.backend) for source in sources]
     check_supported(names, options)
     paths = [local_path(source, models_file, say=say) for source in sources]
-    check_folder(paths[0])
+    refuse_head_folder(paths[0])
     if draft and (draft in OWN or _has_head(names, paths)):
         options = with_head(names, paths, draft, options)
         return PairPlan(names, paths, options, _plan(names[0], paths[0], options))

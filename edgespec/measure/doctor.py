@@ -50,8 +50,8 @@ from edgespec.machine.disk import (
 from edgespec.machine.measurements import age, can_remember
 from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.this_machine import this_machine
-from edgespec.models.gguf_model import check_magic
-from edgespec.models.heads import check_folder, is_head
+from edgespec.models.gguf_header import check_magic
+from edgespec.models.heads import is_head, refuse_head_folder
 from edgespec.models.registry import OWN, OWN_HEAD, OWN_LAYERS, find_draft, find_model, is_folder, local_path
 from edgespec.planners.auto import AutoState
 from edgespec.planners.path_cost import note
@@ -275,7 +275,7 @@ def _head(path: str) -> Any:
         ModelError: the file or folder is a head, or damaged.
     """
     if Path(path).is_dir():
-        check_folder(path)
+        refuse_head_folder(path)
         return None
     heads = import_module("edgespec.backends.llamacpp.head_card")
     heads.check_target(path)

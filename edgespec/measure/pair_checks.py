@@ -12,8 +12,7 @@ from edgespec.errors import EdgespecError, ModelError, VocabMismatch
 from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.loop.text import chat_text
 from edgespec.machine.memory import format_size
-from edgespec.models.gguf_header import header_values
-from edgespec.models.gguf_model import check_magic
+from edgespec.models.gguf_header import check_magic, header_values
 from edgespec.models.heads import is_head
 
 LARGEST_SHARE = 1 / 8  # of the target's bytes; a larger draft seldom pays

@@ -27,8 +27,8 @@ LONGEST_PAUSE = 60.0
 COUNT = struct.Struct("<Q")
 GONE = (401, 403, 404, 410, 416)  # status codes that another attempt does not change
 
-Request = Callable[[int, int], AbstractContextManager[Any]]  # first byte and the one after the last -> httpx.Response
-Progress = Callable[[str, int, int], None]  # what is done, bytes done, bytes in all
+OpenRange = Callable[[int, int], AbstractContextManager[Any]]  # first byte and the one after the last -> httpx.Response
+Progress = Callable[[str, int, int], None]  # what is done, steps or bytes done, and in all (0: unknown)
 
 
 class _NoRangesError(Exception):
@@ -36,7 +36,7 @@ class _NoRangesError(Exception):
 
 
 def download(
-    request: Request, path: Path, size: int, sha256: str, progress: Progress = lambda what, done, total: None
+    request: OpenRange, path: Path, size: int, sha256: str, progress: Progress = lambda what, done, total: None
 ) -> None:
     """Fetch a file, or the rest of it after an earlier try; `path` appears only when the checksum is right.
 
@@ -159,7 +159,7 @@ def _disk(path: Path) -> Iterator[None]:
         raise EdgespecError(f"{path.parent}: {what}") from error
 
 
-def _in_pieces(request: Request, there: Partial, progress: Progress) -> None:
+def _in_pieces(request: OpenRange, there: Partial, progress: Progress) -> None:
     waiting = SimpleQueue[int]()
     for piece in there.missing():
         waiting.put(piece)
@@ -236,7 +236,7 @@ class _BusyError(Exception):
         self.pause = pause
 
 
-def _piece(request: Request, there: Partial, piece: int, stop: threading.Event) -> bool:
+def _piece(request: OpenRange, there: Partial, piece: int, stop: threading.Event) -> bool:
     at, end = there.next(piece), there.end(piece)
     if at == end:
         return True
@@ -255,7 +255,7 @@ def _piece(request: Request, there: Partial, piece: int, stop: threading.Event) 
     return there.next(piece) == end
 
 
-def _whole(request: Request, there: Partial, stop: threading.Event) -> None:
+def _whole(request: OpenRange, there: Partial, stop: threading.Event) -> None:
     reached = there.done()
 
     def attempt() -> bool:

@@ -8,7 +8,7 @@ from edgespec.machine.files import weight_files
 from edgespec.models.registry import Entry, local_path
 
 RUNTIME = 1_500_000_000  # most bytes of the program, its buffers, and keys and values of 4,096 tokens: an assumption
-PROGRAM = 300_000_000  # bytes of these where the model is small
+PROGRAM = 300_000_000  # the part of these that does not grow with the model
 KEPT = 4 << 30  # bytes of a machine's memory for its system and other programs, at most half of it: an assumption
 MEMORY_SPEED, DISK_SPEED = 20e9, 2e9  # bytes per second of a usual laptop's processor and disk: assumptions
 LEAST = 1 / 16  # share of a target that must be in memory: some layers and the output

@@ -1,4 +1,4 @@
-"""Single values from a GGUF's header, read without an engine and without the package gguf.
+"""Checks of a GGUF file, and single values from its header, read without an engine and without the package gguf.
 
 The layout is that of ggml's gguf.h, versions 2 and 3: magic, version, number of tensors, number of keys. Lists, such as
 the vocabulary, are skipped.
@@ -9,12 +9,12 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from mmap import ACCESS_READ, mmap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from edgespec.errors import ModelError
-from edgespec.models.gguf_model import check_magic, check_number
 
 Value = int | float | bool | str
 
@@ -27,7 +27,31 @@ SCALARS = {
 }
 VERSIONS = (2, 3)
 KEYS = 24  # bytes before the first key
+MOST_LAYERS = 512  # LLAMA_MAX_LAYERS of llama-hparams.h
+LARGEST = 2**32 - 1  # number of a header
 OF_STATES = ("ssm.", "shortconv.", "wkv.", "kda.")  # keys of recurrent layers start with these (llama-arch.cpp)
+
+
+def check_magic(path: str | Path) -> None:
+    """
+    Raises:
+        ModelError: there is no such file, or it is not a GGUF.
+    """
+    file = Path(path)
+    if not file.is_file():
+        kind = "is a folder" if file.is_dir() else "is a pipe or a device"
+        raise ModelError(f"{path}: {f'{kind}, not a GGUF file' if file.exists() else 'there is no such file'}")
+    if (magic := _magic(file)) != b"GGUF":
+        raise ModelError(f"{path}: is not a GGUF file (it starts with {magic!r}, not b'GGUF')")
+
+
+def is_gguf(path: str | Path) -> bool:
+    return _magic(path) == b"GGUF"
+
+
+def _magic(path: str | Path) -> bytes:
+    with open(path, "rb") as stream:
+        return stream.read(4)
 
 
 def header_values(path: str, prefix: str) -> dict[str, Value]:
@@ -97,6 +121,7 @@ def own_values(path: str) -> dict[str, Value]:
 
 
 def own_header(path: str) -> tuple[dict[str, Value], dict[str, int]]:
+    """As `own_values`, and the lengths of the lists, by the same names; errors as for `header_values`."""
     prefix = f"{architecture(path)}."
     own = [(key.removeprefix(prefix), value, length) for key, value, length in _read(path, prefix)]
     values = {key: value for key, value, length in own if length is None}
@@ -104,8 +129,25 @@ def own_header(path: str) -> tuple[dict[str, Value], dict[str, int]]:
 
 
 def whole_number(path: str, values: Mapping[str, Value], key: str, low: int, high: int) -> int:
-    """The value of a key, `low` where the file has none; errors as for `check_number`."""
-    return check_number(f"{path}: ", key, values.get(key, low), low, high)
+    """The value of a key, `low` where the file has none; errors as for `check_header_number`."""
+    return check_header_number(f"{path}: ", key, values.get(key, low), low, high)
+
+
+def check_header_number(where: str, key: str, value: object, low: int, high: int) -> int:
+    """
+    Args:
+        where: begins the message.
+        key: of a header.
+        value: of the key.
+        low: that is right.
+        high: that is right.
+
+    Raises:
+        ModelError: the value is no whole number from `low` to `high`.
+    """
+    if type(value) is not int or not low <= value <= high:
+        raise ModelError(f"{where}is damaged: {key} is {value!r}, but must be a whole number from {low} to {high}")
+    return value
 
 
 def has_states(path: str) -> bool:

@@ -7,13 +7,13 @@ rules. Any other model is refused, because a folder that computes something else
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from edgespec.errors import ModelError
 from edgespec.loop.sampling import Float32Array
+from edgespec.models.gguf_header import LARGEST, MOST_LAYERS, check_header_number
 
 Metadata = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> shape, outermost dimension first
@@ -52,8 +52,6 @@ QWEN_EXPERTS = {
 TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 OUTPUT = {"output.weight": "lm_head.weight"}  # absent where the embedding is used again
 ROPE_FACTORS = "rope_freqs.weight"
-MOST_LAYERS = 512  # LLAMA_MAX_LAYERS of llama-hparams.h
-LARGEST = 2**32 - 1  # number of a header
 
 
 def _biases(weights: Mapping[str, str], *parts: str) -> dict[str, str]:
@@ -171,7 +169,7 @@ def model_config(metadata: Metadata, shapes: Shapes, rope_factors: Float32Array 
         return value
 
     def count(key: str, default: Any = None, low: int = 1, high: int = LARGEST) -> int:
-        return check_number("", f"{name}.{key}", read(key, default), low, high)
+        return check_header_number("", f"{name}.{key}", read(key, default), low, high)
 
     def decimal(key: str, default: Any = None) -> float:
         if not isinstance(value := read(key, default), float) or not math.isfinite(value):
@@ -327,42 +325,3 @@ def folder_tensors(
 def _halves(rows: Float32Array, heads: int) -> Float32Array:
     pairs = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
-
-
-def check_number(where: str, key: str, value: object, low: int, high: int) -> int:
-    """
-    Args:
-        where: begins the message.
-        key: of a header.
-        value: of the key.
-        low: that is right.
-        high: that is right.
-
-    Raises:
-        ModelError: the value is no whole number from `low` to `high`.
-    """
-    if type(value) is not int or not low <= value <= high:
-        raise ModelError(f"{where}is damaged: {key} is {value!r}, but must be a whole number from {low} to {high}")
-    return value
-
-
-def check_magic(path: str | Path) -> None:
-    """
-    Raises:
-        ModelError: there is no such file, or it is not a GGUF.
-    """
-    file = Path(path)
-    if not file.is_file():
-        kind = "is a folder" if file.is_dir() else "is a pipe or a device"
-        raise ModelError(f"{path}: {f'{kind}, not a GGUF file' if file.exists() else 'there is no such file'}")
-    if (magic := _magic(file)) != b"GGUF":
-        raise ModelError(f"{path}: is not a GGUF file (it starts with {magic!r}, not b'GGUF')")
-
-
-def is_gguf(path: str | Path) -> bool:
-    return _magic(path) == b"GGUF"
-
-
-def _magic(path: str | Path) -> bytes:
-    with open(path, "rb") as stream:
-        return stream.read(4)

@@ -5,8 +5,7 @@ from typing import Any
 
 from edgespec.errors import ModelError
 from edgespec.machine.files import SPLIT_NAME, read_json_object
-from edgespec.models.gguf_header import architecture, own_values, tensor_names, whole_number
-from edgespec.models.gguf_model import MOST_LAYERS
+from edgespec.models.gguf_header import MOST_LAYERS, architecture, own_values, tensor_names, whole_number
 
 ARCHITECTURES = ("eagle3", "gemma4-assistant")  # `general.architecture` of llama.cpp's heads
 # Of llama.cpp's architectures, those whose `nextn_predict_layers` it computes (src/models/*.cpp).
@@ -94,7 +93,7 @@ def not_a_model(path: str, kind: str, target: str) -> ModelError:
     return ModelError(f"{path}: is a head ({kind}) {target}, not a model: edgespec run TARGET --draft {path}")
 
 
-def check_folder(path: str) -> None:
+def refuse_head_folder(path: str) -> None:
     """
     Raises:
         ModelError: the folder is a head.

@@ -186,7 +186,7 @@ def heads_of(listing: Listing) -> tuple[HubSource | None, list[str]]:
 
 def cached_head(source: HubSource) -> str | None:
     """The head of a GGUF file, from its repository, in the cache; None: there is none, or the file is not there."""
-    names = list(_snapshot(source))
+    names = list(_cached_ggufs(source))
     file = source.file or choose_file(names, source.type or "")
     heads = [name for kind in HEADS if file in names and (name := choose_head(names, str(file), kind))]
     paths = [cached(HubSource(source.repository, source.revision, name)) for name in heads]
@@ -200,7 +200,7 @@ def cached(source: HubSource) -> str | None:
         ModelError: the hub has no such names.
     """
     hub = _library(source)
-    file = source.file or choose_file(list(_snapshot(source)), source.type or "")
+    file = source.file or choose_file(list(_cached_ggufs(source)), source.type or "")
     names = ["config.json"] if source.is_folder else part_names(file) if file else []
     with _errors(source):
         found = [hub.try_to_load_from_cache(source.repository, name, revision=source.revision) for name in names]
@@ -210,8 +210,8 @@ def cached(source: HubSource) -> str | None:
     return str(path) if not source.is_folder else str(path.parent) if _has_weights(path.parent) else None
 
 
-def tokenizer_of(source: HubSource, fetch: bool) -> str:
-    """The cached copy of a model folder, whose weights need not be there.
+def folder_without_weights(source: HubSource, fetch: bool) -> str:
+    """The cached copy of a model folder, fetched without its weights where it is not there.
 
     Raises:
         ModelError: it is not fetched yet, or cannot be.
@@ -248,7 +248,7 @@ def repository_folder(repository: str) -> Path:
     return cache_of_hub() / f"models--{repository.replace('/', '--')}"
 
 
-def _snapshot(source: HubSource) -> Iterator[str]:
+def _cached_ggufs(source: HubSource) -> Iterator[str]:
     folder = repository_folder(source.repository)
     reference = folder / "refs" / source.revision
     snapshot = folder / "snapshots" / (reference.read_text("utf-8") if reference.is_file() else source.revision)
@@ -406,17 +406,16 @@ def fetch(
             _fetch_blob(source, listing.commit, file, progress, say)
         elif file.size > 1 << 20:
             say(f"{file.name}: the hub gives no checksum, so this is fetched by huggingface_hub, which cannot resume")
+    paths = dict[str, str]()
     with _errors(source):
         # Weights last: `cached` takes a folder that has them for complete.
         for file in sorted(listing.files, key=lambda one: fnmatch(one.name, WEIGHTS)):
             # By the requested revision, so that the cache remembers it.
-            path = hub.hf_hub_download(source.repository, file.name, revision=source.revision)
+            paths[file.name] = path = hub.hf_hub_download(source.repository, file.name, revision=source.revision)
             if file.expected and file in missing:
                 _check_fetched(source, file, Path(path), progress)
         _record(listing, missing, done=True)
-    if source.is_folder:
-        return str(Path(path).parents[len(Path(file.name).parts) - 1])  # a file may lie in a folder of its own
-    return str(path if len(listing.files) == 1 else Path(path).with_name(Path(listing.files[0].name).name))
+    return str(Path(paths["config.json"]).parent) if source.is_folder else paths[listing.files[0].name]
 
 
 def _check_fetched(source: HubSource, file: HubFile, path: Path, progress: Progress) -> None:

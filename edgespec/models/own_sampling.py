@@ -11,8 +11,7 @@ from typing import Any
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.sampling import SamplingParams
 from edgespec.machine.files import read_json_object
-from edgespec.models.gguf_header import header_values
-from edgespec.models.gguf_model import is_gguf
+from edgespec.models.gguf_header import header_values, is_gguf
 from edgespec.models.registry import SAMPLING, Defaults
 
 GGUF_PREFIX = "general.sampling."

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from edgespec.errors import ModelError, RegistryError, UsageError, no_such, pip_install
+from edgespec.loop.sampling import SamplingParams
 from edgespec.machine.files import config_folder, read_yaml
 from edgespec.models import hub
 
@@ -37,11 +38,21 @@ class Defaults(BaseModel):
     context_length: int | None = Field(default=None, ge=0)
     ctx: int | None = Field(default=None, ge=0, exclude=True)  # the outdated name of `context_length`
     system: str | None = None
-    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    top_k: int | None = Field(default=None, ge=0)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    min_p: float | None = Field(default=None, ge=0, lt=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    @field_validator(*SAMPLING)
+    @classmethod
+    def _check_sampling(cls, value: float | None, about: ValidationInfo) -> float | None:
+        given: dict[str, Any] = {} if value is None else {str(about.field_name): value}
+        try:
+            SamplingParams(**given)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+        return value
 
     @model_validator(mode="after")
     def _renamed(self) -> Self:
@@ -229,7 +240,7 @@ def local_path(
         )
     found = hub.parse(rest)
     if found.is_folder and not weights:
-        return hub.tokenizer_of(found, fetch)
+        return hub.folder_without_weights(found, fetch)
     if path := hub.cached(found):
         return path
     if not fetch:

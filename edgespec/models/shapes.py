@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from edgespec.errors import ModelError, UsageError, must_be, no_such
-from edgespec.models.gguf_model import LARGEST, MOST_LAYERS
+from edgespec.models.gguf_header import LARGEST, MOST_LAYERS
 
 Shape = Mapping[str, Any]
 Sizes = tuple[int, ...]  # the first is that of a row
@@ -68,7 +68,7 @@ DEFAULTS = {  # what llama.cpp asks for and no size depends on
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TensorPlace:
     """
     Attributes:
         name: of a tensor.
@@ -85,7 +85,7 @@ class Row:
     size: int
 
 
-def table(shape: Shape) -> list[Row]:
+def table(shape: Shape) -> list[TensorPlace]:
     """
     Raises:
         ModelError: the shape lacks something.
@@ -96,14 +96,14 @@ def table(shape: Shape) -> list[Row]:
         tensors = dict(_tensors(shape))
     except KeyError as error:
         raise ModelError(f"the shape of the model does not state {error.args[0]}") from error
-    rows, start = list[Row](), 0
+    rows, start = list[TensorPlace](), 0
     names = sorted(tensors, key=lambda name: (_layer(name), name))
     values = [_layer(name) for name in names if name.endswith((".attn_v.weight", ".attn_qkv.weight"))]
     for name in names:
         kind = _type(name, tensors[name], shape, values)
         _, weights, block = BLOCKS[kind]
         size = math.prod(tensors[name]) // weights * block
-        rows.append(Row(name, tensors[name], kind, start, size))
+        rows.append(TensorPlace(name, tensors[name], kind, start, size))
         start += -(-size // ALIGNMENT) * ALIGNMENT
     if start > MOST_BYTES:
         raise UsageError(f"the shape is that of a file of {start} bytes, but must be of at most {MOST_BYTES}")
@@ -185,7 +185,7 @@ def _tensors(shape: Shape) -> Iterator[tuple[str, Sizes]]:
     if not shape.get("tied"):
         yield "output.weight", (width, words)
     if shape.get("rope_freqs"):
-        yield "rope_freqs.weight", (_head(shape) // 2,)
+        yield "rope_freqs.weight", (_head_size(shape) // 2,)
     if shape["architecture"] == "gemma3n":
         narrow = shape["embedding_length_per_layer_input"]
         yield "per_layer_token_embd.weight", (narrow * layers, words)
@@ -194,15 +194,15 @@ def _tensors(shape: Shape) -> Iterator[tuple[str, Sizes]]:
         yield "altup_proj.weight", (width, width, ALTUP - 1)
         yield "altup_unembd_proj.weight", (width, width, ALTUP - 1)
     if shape["architecture"] == "gemma4":
-        yield "rope_freqs.weight", (_head(shape) // 2,)
+        yield "rope_freqs.weight", (_head_size(shape) // 2,)
     for layer in range(layers):
         tensors = _delta_net(shape) if _is_recurrent(shape, layer) else _attention(shape, layer)
-        tensors |= _own_head(shape) if layer >= layers - shape.get("nextn_predict_layers", 0) else {}
+        tensors |= _mtp_head(shape) if layer >= layers - shape.get("nextn_predict_layers", 0) else {}
         tensors |= _norms(shape) | (_mixture(shape) if shape.get("expert_count") else _feed_forward(shape))
         yield from ((f"blk.{layer}.{name}", sizes) for name, sizes in tensors.items())
 
 
-def _head(shape: Shape) -> int:
+def _head_size(shape: Shape) -> int:
     return int(shape.get("attention.key_length") or shape["embedding_length"] // shape["attention.head_count"])
 
 
@@ -212,7 +212,7 @@ def _is_recurrent(shape: Shape, layer: int) -> bool:
     return bool((layer + 1) % shape["full_attention_interval"])
 
 
-def _own_head(shape: Shape) -> dict[str, Sizes]:
+def _mtp_head(shape: Shape) -> dict[str, Sizes]:
     width = shape["embedding_length"]
     sizes: dict[str, Sizes] = {f"nextn.{name}.weight": (width,) for name in ("enorm", "hnorm", "shared_head_norm")}
     return sizes | {"nextn.eh_proj.weight": (2 * width, width)}
@@ -223,7 +223,7 @@ def _of_layer(value: Any, layer: int) -> Any:
 
 
 def _attention(shape: Shape, layer: int) -> dict[str, Sizes]:
-    architecture, width, head = shape["architecture"], shape["embedding_length"], _head(shape)
+    architecture, width, head = shape["architecture"], shape["embedding_length"], _head_size(shape)
     windowed = _of_layer(shape.get("attention.sliding_window_pattern", 0), layer)
     head = shape["attention.key_length_swa"] if windowed else head
     queries, keys = (head * _of_layer(shape[f"attention.head_count{kind}"], layer) for kind in ("", "_kv"))

@@ -1,3 +1,5 @@
+"""The answers to one request while they are written: thoughts, text, calls, counts."""
+
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ class Answer:
     chunks: list[Chunk] = field(default_factory=list)
     stop_found: str | None = None
     thought_tokens: int = 0
-    choice: int = 0  # of those with this prompt
+    choice: int = 0  # number among the choices of its prompt
     single_call: bool = False  # the first call ends it
 
     def add(self, event: Event) -> None:
@@ -112,7 +114,7 @@ class Parts:
 
 class Answers:
     def __init__(self, answers: Sequence[Answer], submit: Submit, ping_seconds: float) -> None:
-        """Submits the answers' requests at once, so that they count; within an event loop.
+        """Submits all requests at once, so that `Service._admitted` counts them; needs a running event loop.
 
         Args:
             answers: none of them begun.
@@ -142,8 +144,9 @@ class Answers:
             handle.cancel()
 
     async def events(self) -> AsyncIterator[tuple[int, Event] | None]:
-        """(number of the answer, event) until all have ended; None after `ping_seconds` of silence; an early end
-        raises.
+        """(number of the answer, event) until all have ended; None after `ping_seconds` of silence.
+
+        Raises the error that ended an answer.
         """
         left = set(range(len(self.all)))
         try:

@@ -1,3 +1,5 @@
+"""The ASGI application: routes, the page, and the checks and errors around them."""
+
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -19,7 +21,7 @@ from edgespec.server.dialects import messages as anthropic
 from edgespec.server.dialects import openai
 from edgespec.server.dialects.chat import CHAT
 from edgespec.server.dialects.completions import COMPLETION
-from edgespec.server.dialects.draft_prompt import draft_prompt
+from edgespec.server.dialects.draft_prompt import typed_prompt
 from edgespec.server.dialects.responses import RESPONSES
 from edgespec.server.errors import Refused, refusal
 from edgespec.server.metrics import metrics
@@ -49,7 +51,7 @@ def make_app(
             Route("/v1/responses", RESPONSES.answer, methods=["POST"]),
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", show_model),
-            Route("/edgespec/draft-prompt", draft_prompt, methods=["PUT"]),
+            Route("/edgespec/draft-prompt", typed_prompt, methods=["PUT"]),
             Route("/health", health),
             Route("/metrics", show_metrics),
         ],

@@ -18,7 +18,7 @@ class CallFormat:
         parse: reads the calls between two markers; raises ValueError if they are none, and Unfinished if the second
             marker may be part of a value.
         seen: all of these are in the chat template.
-        open: first markers; BARE is parsed, too, and counts only where an answer begins.
+        open: first markers; BARE is part of the call, so `parse` gets it, and counts only where an answer begins.
         close: second marker; "": the end of the answer.
         call: a call as this model writes it: see `FORMATS`.
         pair: a parameter in it.
@@ -32,6 +32,19 @@ class CallFormat:
     call: str
     pair: str = ""
     inner: tuple[str, ...] = ()
+
+    @property
+    def is_markup(self) -> bool:
+        return bool(self.pair)
+
+    @property
+    def is_json(self) -> bool:
+        return self.parse is as_object
+
+    @property
+    def numbers_ids(self) -> bool:
+        """Ids of calls are functions.NAME:NUMBER."""
+        return "{number}" in self.call
 
     @property
     def markers(self) -> list[str]:
@@ -100,8 +113,13 @@ MISTRAL_NEXT = re.compile(r"(?:\s*\[TOOL_CALLS\])*\s*")
 MISTRAL_HEAD = re.compile(r"([^\[]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]")
 
 
-def as_pairs(pair: tuple[str, str], function: tuple[str, str]) -> Callable[[str, Parameters], list[Call]]:
-    """Markup by regular expressions of beginnings, with a function's name and a key, and of ends."""
+def markup_parser(pair: tuple[str, str], function: tuple[str, str]) -> Callable[[str, Parameters], list[Call]]:
+    """A parser of markup.
+
+    Args:
+        pair: regular expressions of the begin and end of an argument; group 1 of the begin is the key.
+        function: the same of a call; group 1 of the begin is the function's name.
+    """
 
     def parse(text: str, parameters: Parameters) -> list[Call]:
         calls = list[Call]()
@@ -120,7 +138,7 @@ def as_pairs(pair: tuple[str, str], function: tuple[str, str]) -> Callable[[str,
 
 
 def between(text: str, begin: str, end: str) -> Iterator[tuple[str, str]]:
-    """What beginnings name, and what is between them and their ends."""
+    """(group 1 of `begin`, the text up to the next `end`) of each match of `begin`."""
     at = 0
     while begun := re.compile(begin, re.DOTALL).search(text, at):
         if not (ended := re.compile(end).search(text, begun.end())):
@@ -129,8 +147,8 @@ def between(text: str, begin: str, end: str) -> Iterator[tuple[str, str]]:
         at = ended.end()
 
 
-def as_tokens(head: str, end: str) -> Callable[[str, Parameters], list[Call]]:
-    """JSON behind a head with the function's name."""
+def headed_json_parser(head: str, end: str) -> Callable[[str, Parameters], list[Call]]:
+    """A parser of JSON behind a head; group 1 of the regular expression `head` is the function's name."""
 
     def parse(text: str, parameters: Parameters) -> list[Call]:
         calls, at = list[Call](), 0
@@ -174,9 +192,9 @@ BRACED = re.compile(
     """,
     re.DOTALL | re.VERBOSE,
 )
-KIMI = tuple(f"<|tool_call_{part}|>" for part in ("begin", "argument_begin", "end"))
-DEEPSEEK = tuple(f"<｜tool▁{part}｜>" for part in ("call▁begin", "sep", "call▁end"))
-CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+KIMI_INNER = tuple(f"<|tool_call_{part}|>" for part in ("begin", "argument_begin", "end"))
+DEEPSEEK_INNER = tuple(f"<｜tool▁{part}｜>" for part in ("call▁begin", "sep", "call▁end"))
+DEEPSEEK_OPEN, DEEPSEEK_CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 HERMES = CallFormat(
     ("<tool_call>",), ("<tool_call>",), "</tool_call>", as_object,
     '<tool_call>\n{"name": {quoted}, "arguments": {arguments}}\n</tool_call>',
@@ -187,7 +205,7 @@ MISTRAL = CallFormat(
 )  # fmt: skip
 GLM = CallFormat(
     ("<arg_key>",), HERMES.open, HERMES.close,
-    as_pairs(
+    markup_parser(
         (r"<arg_key>(?>(.*?)</arg_key>)\s*<arg_value>", r"</arg_value>(?=\s*(?:<arg_key>|\Z))"),
         (r"\A\s*([^\s<]+)", r"\Z"),
     ),
@@ -195,18 +213,18 @@ GLM = CallFormat(
     "<arg_key>{key}</arg_key>{line}<arg_value>{value}</arg_value>{line}",
     ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )  # fmt: skip
-DEEPSEEKS = CallFormat(
-    CALLS[:1], CALLS[:1], CALLS[1],
-    as_tokens(
+DEEPSEEK = CallFormat(
+    (DEEPSEEK_OPEN,), (DEEPSEEK_OPEN,), DEEPSEEK_CLOSE,
+    headed_json_parser(
         r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^<\n]+)(?:<｜tool▁sep｜>|\n```json)",
         r"\s*(?:```)?<｜tool▁call▁end｜>",
     ),
-    f"{CALLS[0]}<｜tool▁call▁begin｜>{{name}}<｜tool▁sep｜>{{arguments}}<｜tool▁call▁end｜>{CALLS[1]}",
-    inner=DEEPSEEK,
+    f"{DEEPSEEK_OPEN}<｜tool▁call▁begin｜>{{name}}<｜tool▁sep｜>{{arguments}}<｜tool▁call▁end｜>{DEEPSEEK_CLOSE}",
+    inner=DEEPSEEK_INNER,
 )  # fmt: skip
 QWEN = CallFormat(
     ("<function=", "<parameter="), HERMES.open, HERMES.close,
-    as_pairs(
+    markup_parser(
         (r"<parameter=([^>]+)>", r"</parameter>(?=\s*(?:<parameter=|\Z))"),
         (r"<function=([^>]+)>", r"</function>(?=\s*(?:<function=|\Z))"),
     ),
@@ -222,7 +240,7 @@ LLAMA = CallFormat(
 FORMATS = (
     CallFormat(
         ("<minimax:tool_call>",), ("<minimax:tool_call>",), "</minimax:tool_call>",
-        as_pairs(
+        markup_parser(
             (r'<parameter name="([^"]+)">', r"</parameter>(?=\s*(?:<parameter name=|\Z))"),
             (r'<invoke name="([^"]+)">', r"</invoke>(?=\s*(?:<invoke name=|\Z))"),
         ),
@@ -231,19 +249,19 @@ FORMATS = (
     ),
     CallFormat(
         ("<|tool_calls_section_begin|>",), ("<|tool_calls_section_begin|>",), "<|tool_calls_section_end|>",
-        as_tokens(
+        headed_json_parser(
             r"<\|tool_call_begin\|>\s*+(?:functions\.)?([^<]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
             r"\s*<\|tool_call_end\|>",
         ),
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}"
         "<|tool_call_end|><|tool_calls_section_end|>",
-        inner=KIMI,
+        inner=KIMI_INNER,
     ),
     replace(
-        DEEPSEEKS, seen=(*CALLS[:1], "```json"),
-        call=f"{CALLS[0]}<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{name}}\n```json\n{{arguments}}\n```<｜tool▁call▁end｜>{CALLS[1]}",
+        DEEPSEEK, seen=(DEEPSEEK_OPEN, "```json"),
+        call=f"{DEEPSEEK_OPEN}<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{name}}\n```json\n{{arguments}}\n```<｜tool▁call▁end｜>{DEEPSEEK_CLOSE}",
     ),
-    DEEPSEEKS,
+    DEEPSEEK,
     replace(MISTRAL, seen=("[TOOL_CALLS]", "[CALL_ID]"), call="[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]{arguments}"),
     MISTRAL,
     replace(
@@ -274,4 +292,4 @@ FORMATS = (
     ),
 )  # fmt: skip
 # Marks of formats that only look like one of them.
-OTHERS = ("]<]minimax[>[", "ONLY reply in the following format:\\n<{start_tag}={function_name}>")
+LOOK_ALIKES = ("]<]minimax[>[", "ONLY reply in the following format:\\n<{start_tag}={function_name}>")

@@ -207,19 +207,21 @@ class ThoughtFirst:
         self._free, self._marker = free, rules.spelled(thinking[0])
         self._opening = f"{rules.spelled(opening)} {ANSWER}" if opening else ANSWER
 
-    def before(self, grammar: Grammar, *, inside: bool, is_call: bool = False, call: Grammar | None = None) -> Grammar:
+    def before(
+        self, grammar: Grammar, *, in_thought: bool, is_call: bool = False, call: Grammar | None = None
+    ) -> Grammar:
         """A thought, then the answer by `grammar`, or a call.
 
         Args:
             grammar: of the answer itself.
-            inside: the prompt has opened the thought already.
+            in_thought: the prompt has opened the thought already.
             is_call: the answer is a call, which has its own opening.
             call: of a call that may be made instead.
         """
         answer, behind = started_by(ANSWER, grammar), ANSWER if is_call else self._opening
         if call:
             answer, behind = f"{answer}\n{started_by(CALL, call)}", f"({behind} | {CALL})"
-        start = f"{THOUGHT} {behind}" if inside else f"({self._marker} {THOUGHT})? {behind}"
+        start = f"{THOUGHT} {behind}" if in_thought else f"({self._marker} {THOUGHT})? {behind}"
         return lark(f"start: {start}\n{self._free}\n{answer}")
 
 

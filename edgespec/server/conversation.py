@@ -8,6 +8,7 @@ from edgespec.loop.grammar import Grammar
 from edgespec.server.errors import Refused
 from edgespec.server.tool_calls import Call, Tools
 
+UNLIMITED = -1  # max_tokens, as clients of llama.cpp write it
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 

@@ -1,3 +1,5 @@
+"""Errors as HTTP answers: what a request is refused with, and the status of any error."""
+
 from asyncio import CancelledError
 from dataclasses import dataclass
 

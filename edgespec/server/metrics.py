@@ -1,3 +1,5 @@
+"""Figures of the server in the text format of Prometheus: GET /metrics."""
+
 from collections.abc import Mapping
 
 from edgespec.server.service import Service

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from edgespec.loop.text import overlap
-from edgespec.server.call_formats import BARE, CallFormat, as_object, begins_bare
+from edgespec.server.call_formats import BARE, CallFormat, begins_bare
 from edgespec.server.conversation import Piece, Thought
 from edgespec.server.schema import Unfinished
 from edgespec.server.tool_calls import Call, Parameters
@@ -38,7 +38,7 @@ class OutputParser:
         calls: CallFormat | None = None,
         thinking: tuple[str, str] | None = None,
         *,
-        inside: bool = False,
+        in_thought: bool = False,
         blank: bool = True,
         parameters: Parameters | None = None,
     ) -> None:
@@ -46,12 +46,12 @@ class OutputParser:
         Args:
             calls: how they are written; None: there are none.
             thinking: markers around a thought; None: there are none.
-            inside: the answer begins within a thought.
+            in_thought: the answer begins within a thought.
             blank: the prompt has no text of the answer.
             parameters: of the request's tools.
         """
         self._calls, self._thinking, self._parameters = calls, thinking, parameters or {}
-        self.thinking = inside and thinking is not None
+        self.thinking = in_thought and thinking is not None
         self._open = ""
         self._gap = ""  # the white space before the open call, which counts if it is no call
         self._held = ""
@@ -137,7 +137,7 @@ class OutputParser:
             return False
         while (at := self._held.find(self._calls.close, self._tried)) >= 0:
             before, first = self._held[:at], self._held.find(self._calls.close)
-            if self._calls.pair and self._open in before[first:]:  # markup cannot tell a value from a next call
+            if self._calls.is_markup and self._open in before[first:]:  # markup cannot tell a value from a next call
                 self._end_call(found, first)
                 return True
             try:
@@ -161,7 +161,7 @@ class OutputParser:
         self._fresh, self._held = bool(calls), self._held[end:]
 
     def whole(self) -> list[Call]:
-        if not (self._open and self._calls and self._calls.parse is as_object):
+        if not (self._open and self._calls and self._calls.is_json):
             return []
         pieces = calls_of(self._held.strip(), self._open, self._calls, self._parameters)
         return [piece for piece in pieces if isinstance(piece, Call)]

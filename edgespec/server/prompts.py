@@ -1,3 +1,5 @@
+"""Turns of a conversation as the messages that a chat template reads."""
+
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

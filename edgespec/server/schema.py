@@ -129,7 +129,7 @@ def resolve(root: Any, name: str = "", *, strict: bool = False) -> Schema:
     if not isinstance(root, dict) or root.get("type", "object") != "object":
         raise UsageError(f"tools: the parameters of {name!r} are no object's schema")
     try:
-        return _Resolver({"type": "object", **root}, strict).schema_of(None)
+        return _Resolver({"type": "object", **root}, strict).root()
     except (*NOWHERE, RecursionError) as error:
         raise UsageError(f"tools: the parameters are no JSON schema: {error!r}") from error
 
@@ -139,9 +139,14 @@ class _Resolver:
         self._root, self._strict = root, strict
         self._known: dict[int, Schema] = {}
 
+    def root(self) -> Schema:
+        return self._made(self._root)
+
     def schema_of(self, node: Any) -> Schema:
-        """`node`: the JSON of a sub-schema; None: the root's."""
-        node = self._root if node is None else self._target(node)
+        return self._made(self._target(node))
+
+    def _made(self, node: Any) -> Schema:
+        """`node` as it stands, without following references; what is no object, as true or null, allows anything."""
         if id(node) not in self._known:
             self._known[id(node)] = found = Schema()
             self._fill(found, node if isinstance(node, dict) else {})

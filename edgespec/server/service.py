@@ -1,3 +1,5 @@
+"""From a `Question` to submitted requests: limits, token ids, grammar, parser."""
+
 import asyncio
 import time
 from collections import Counter
@@ -16,15 +18,14 @@ from edgespec.model import Model
 from edgespec.models.own_sampling import choose_seed
 from edgespec.scheduler.requests import Handle, Request
 from edgespec.server.answers import Answer, Answers, Emit
-from edgespec.server.conversation import Question
+from edgespec.server.conversation import UNLIMITED, Question
 from edgespec.server.errors import Refused
-from edgespec.server.output_format import OutputFormat
+from edgespec.server.model_format import ModelFormat
 from edgespec.server.typing_ahead import TypingAhead
 
 MOST_CHOICES = 8
 MOST_STOPS = 16
 MOST_WAITING = 32
-UNLIMITED = -1  # max_tokens of llama.cpp's clients
 PING_SECONDS = 5.0
 GRAMMAR_THREADS = 2  # slow grammars hold up only grammars
 
@@ -41,7 +42,7 @@ class Service:
 
     def __post_init__(self) -> None:
         vocab = self.model.target.vocab
-        self.chat_format, self.raw_format = OutputFormat(vocab, vocab.chat_template or ""), OutputFormat(vocab, "")
+        self.chat_format, self.raw_format = ModelFormat(vocab, vocab.chat_template or ""), ModelFormat(vocab, "")
         self.typing_ahead = TypingAhead(self.model)
         self._preparing = 0
         self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "edgespec grammars")
@@ -68,12 +69,12 @@ class Service:
         self._check(question)
         form, tools = self.chat_format if question.conversation else self.raw_format, question.tools
         prompts = await asyncio.to_thread(self._read, question)
-        inside = form.begins_inside(prompts[0][0])
+        in_thought = form.begins_in_thought(prompts[0][0])
         with self._admitted(question.choices * len(prompts)):
             grammar: Compiled | None = None
             if question.grammar or (tools and tools.required):
                 loop = asyncio.get_running_loop()
-                grammar = await loop.run_in_executor(self._grammars, self._grammar, question, form, inside)
+                grammar = await loop.run_in_executor(self._grammars, self._grammar, question, form, in_thought)
         limit = self.model.target.capabilities.context_length
         most = limit if question.max_tokens is None or question.max_tokens == UNLIMITED else question.max_tokens
         seed = choose_seed(question.sampling.get("seed")) % 2**64
@@ -85,7 +86,7 @@ class Service:
                     min(most, limit - len(ids)), tuple(question.stop), question.log_probs,
                     question.plain, grammar, hint_texts, question.foresee, form.shown(tools),
                 ),
-                form.parser(tools, inside, question.begun),
+                form.parser(tools, in_thought, question.begun),
                 choice=i, single_call=tools is not None and not tools.parallel,
             )
             for ids, hint_texts in prompts
@@ -109,7 +110,7 @@ class Service:
             if thinks and not question.begun.thought:
                 says = "thinking is on, but the assistant's last message has no thought: leave one of both out"
                 raise Refused(400, says, param="messages")
-        TextStream(self.model.target.vocab, question.stop)
+        TextStream(self.model.target.vocab, question.stop)  # refuses an empty string in `stop`
 
     def _read(self, question: Question) -> list[tuple[list[int], HintTexts | None]]:
         """Token ids and hint texts of each prompt, in a worker thread."""
@@ -135,9 +136,9 @@ class Service:
             raise Refused(400, f"prompt: token ids must be from 0 to {vocab.size - 1}", param="prompt")
         return list(prompt)
 
-    def _grammar(self, question: Question, form: OutputFormat, inside: bool) -> Compiled | None:
+    def _grammar(self, question: Question, form: ModelFormat, in_thought: bool) -> Compiled | None:
         """Compile the grammar, for seconds, in a thread for grammars."""
-        wanted = form.grammar(question.grammar, question.tools, inside)
+        wanted = form.grammar(question.grammar, question.tools, in_thought)
         return self.model.compile(wanted) if wanted else None
 
     @contextmanager

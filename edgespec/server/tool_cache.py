@@ -1,7 +1,7 @@
-"""Runs read-only tools before they are called, and keeps their results (SpecCache, arXiv 2510.16276).
+"""Runs read-only tools before a client of the server calls them, and keeps results (SpecCache, arXiv 2510.16276).
 
-Calls come from the server (`saw`), or are copied from the conversation (`foresee`). A value of an earlier call stood
-behind some word. Words of the same shape behind that word are values of the next calls.
+Calls come from the server (`saw`), or are copied from the conversation (`foresee`). An argument of an earlier call
+stood behind some word, its label. Words of the same shape behind the same label are arguments of the next calls.
 """
 
 import json
@@ -18,11 +18,11 @@ from typing import Any
 from edgespec.errors import UsageError, check_number, check_texts, check_whole, must_be
 
 AT_ONCE = 4  # calls of each function that one `foresee` starts
-BACK = 9  # words between a value and the word before it, such as other values of a list
+BACK = 9  # most words from a value back to its label; other values of a list may lie between
 WORD = re.compile(r"[\w-]+")
 
 Key = tuple[str, str]  # name, arguments as JSON in one form
-Place = tuple[str, str]  # where a value stands: the word before it, and its shape
+Place = tuple[str, str]  # the label before a value, and the value's shape
 
 
 class ToolCache:
@@ -93,7 +93,7 @@ class ToolCache:
     def propose(self, name: str, arguments: str | Mapping[str, Any]) -> None:
         """Start a call that may be made soon, if its function is safe."""
         if name in self._safe and not self._known(key := _key(name, arguments)):
-            # A call that makes results old ends before this one begins, or drops it.
+            # An unsafe call under way drops this result when it ends.
             with self._lock, suppress(RuntimeError):  # it was closed
                 self._keep(key, self._threads.submit(self._run, name, json.loads(key[1])))
                 self.started += 1

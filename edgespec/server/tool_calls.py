@@ -1,3 +1,5 @@
+"""A request's tools, and which of them may or must be called."""
+
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -15,8 +15,7 @@ from typing import Any
 
 from edgespec.errors import MissingPackage, ModelError
 from edgespec.machine.files import part_names
-from edgespec.models.gguf_header import own_values
-from edgespec.models.gguf_model import check_magic
+from edgespec.models.gguf_header import check_magic, own_values
 from edgespec.models.heads import head_layers
 from edgespec.weights.plan import Tensor, count_layers, layer_of
 

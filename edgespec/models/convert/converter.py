@@ -19,8 +19,8 @@ from pathlib import Path
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
 from edgespec.machine.files import cache_folder, read_json_object
-from edgespec.models.convert.folder_from_gguf import Progress
 from edgespec.models.convert.gguf_write import check_layers
+from edgespec.models.download import Progress
 from edgespec.models.hub import WEIGHTS
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
 
@@ -117,7 +117,7 @@ def extract(archive: Path, out: Path) -> None:
         raise EdgespecError(f"{archive.name}: has no {SCRIPT}; --converter names a copy of llama.cpp instead")
 
 
-def check_folder(folder: Path, trust: bool, drop: Sequence[int] = ()) -> int:
+def count_weights(folder: Path, trust: bool, drop: Sequence[int] = ()) -> int:
     """Count the weights of a model folder.
 
     Args:
@@ -169,7 +169,7 @@ def convert_folder(
     """Write the GGUF `out` of a model folder.
 
     Args:
-        folder: checked by `check_folder`.
+        folder: checked by `count_weights`.
         out: a partial file's name.
         dtype: of the weights: float32, float16 or bfloat16.
         script: llama.cpp's converter.

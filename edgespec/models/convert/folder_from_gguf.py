@@ -24,18 +24,17 @@ from edgespec.loop.sampling import Float32Array
 from edgespec.machine.files import part_names
 from edgespec.models.convert.gguf_tokenizer import build_tokenizer, tokenizer_config
 from edgespec.models.convert.layer_files import write_layer_files
+from edgespec.models.download import Progress
+from edgespec.models.gguf_header import check_header_number, check_magic
 from edgespec.models.gguf_model import (
     ROPE_FACTORS,
     Shapes,
-    check_magic,
-    check_number,
     find_family,
     folder_names,
     folder_tensors,
     model_config,
 )
 
-Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all (0: unknown)
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes a weight
 USUAL_DTYPE = "bfloat16"
 MLX_BITS = (2, 3, 4, 5, 6, 8)
@@ -158,7 +157,7 @@ def read_gguf(path: Path) -> Gguf:
             raise ModelError(f"{part}: is damaged or cut off, or a newer kind of GGUF ({error})") from error
     fields = {key: field for key, field in readers[0].fields.items() if not key.startswith("GGUF.")}
     metadata = {key: found[0][key] for key in fields}
-    expected = check_number(f"{parts[0]}: ", "split.count", metadata.get("split.count", 0), 0, MOST_PARTS)
+    expected = check_header_number(f"{parts[0]}: ", "split.count", metadata.get("split.count", 0), 0, MOST_PARTS)
     if expected > len(parts):
         raise ModelError(
             f"{path}: is one of {expected} parts, but its name does not say so: rename the parts to "

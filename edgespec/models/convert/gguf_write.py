@@ -22,9 +22,9 @@ from edgespec import __version__
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
 from edgespec.machine.files import part_names
 from edgespec.models.convert.calibration import calibration_text
-from edgespec.models.convert.folder_from_gguf import Progress, check_space
-from edgespec.models.gguf_header import own_header, own_values, whole_number
-from edgespec.models.gguf_model import MOST_LAYERS, check_magic, is_gguf
+from edgespec.models.convert.folder_from_gguf import check_space
+from edgespec.models.download import Progress
+from edgespec.models.gguf_header import MOST_LAYERS, check_magic, is_gguf, own_header, own_values, whole_number
 from edgespec.models.heads import head_layers
 
 CHUNKS = 64  # of 512 tokens, that an importance matrix is computed from
@@ -121,9 +121,8 @@ def check_names(recipe: Recipe) -> None:
         UsageError: a type, pattern or file of the recipe does not exist, or it has nothing to do.
     """
     types = _types()
-    for name in filter(None, [recipe.type]):
-        if name not in types["files"]:
-            raise UsageError(f"there is no type {name!r}; there are: {', '.join(types['files'])}")
+    if recipe.type and recipe.type not in types["files"]:
+        raise UsageError(f"there is no type {recipe.type!r}; there are: {', '.join(types['files'])}")
     for pattern, name in recipe.types:
         if name.lower() not in (known.lower() for known in types["tensors"]):
             raise UsageError(f"there is no type {name!r} of a tensor; there are: {', '.join(types['tensors'])}")
@@ -155,6 +154,7 @@ def check_tensors(path: Path, tensors: Mapping[str, str], recipe: Recipe, requan
     """
     for pattern, name in recipe.types:
         known = any(re.search(pattern, tensor) for tensor in tensors)
+        # Tied models have no output.weight.
         if not known and (pattern, name) not in PURPOSES["streamed"].types:
             raise UsageError(f"no tensor's name matches {pattern!r}; one of them is {list(tensors)[-1]}")
     quantised = set(tensors.values()) - set(FLOATS)
@@ -177,14 +177,17 @@ def check_drop(path: Path, drop: Sequence[int]) -> None:
     layers = whole_number(str(path), values, "block_count", 1, MOST_LAYERS)
     check_layers(path, drop, layers)
     patterned = [key for key, value in values.items() if value and key.startswith(PATTERNED)]
-    for key in [*patterned, *(key for key, length in lists.items() if length == layers)]:
+    if unlike := [*patterned, *(key for key, length in lists.items() if length == layers)]:
         raise ModelError(
-            f"{path}: its layers are not alike ({key}), so none can be left out: others would change places"
+            f"{path}: its layers are not alike ({unlike[0]}), so none can be left out: others would change places"
         )
 
 
 def check_layers(path: Path, drop: Sequence[int], layers: int) -> None:
-    """Raises UsageError as `check_drop` does, of a model that has so many layers."""
+    """
+    Raises:
+        UsageError: `drop` names a layer that a model of `layers` layers does not have, or all of them.
+    """
     if drop[-1] >= layers:
         raise UsageError(f"layer {drop[-1]} is to be left out, but {path} has the layers 0 to {layers - 1}")
     if len(drop) >= layers:

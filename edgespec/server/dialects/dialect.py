@@ -1,3 +1,5 @@
+"""What all dialects share: read a body, write its answers whole or as server-sent events."""
+
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping

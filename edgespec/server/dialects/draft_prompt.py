@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from edgespec.loop.passes import common_prefix
 from edgespec.server.conversation import Conversation
 from edgespec.server.dialects.chat import ChatBody, question_of
-from edgespec.server.output_format import OutputFormat
+from edgespec.server.model_format import ModelFormat
 from edgespec.server.service import Service
 from edgespec.server.wire import read_body
 
@@ -19,14 +19,14 @@ PREPARED = 16  # tokens of an answer begun at a pause
 TYPED_NEXT = ("a", " a", ".", "\n", "1")  # likely continuations: a token is stable if none of these changes it
 
 
-class DraftBody(ChatBody):
-    pause: bool = False  # this may be all of it
+class TypedBody(ChatBody):
+    pause: bool = False  # the user has paused: the prompt may be complete
     id: str = ""
 
 
-async def draft_prompt(http: HttpRequest) -> Response:
+async def typed_prompt(http: HttpRequest) -> Response:
     service: Service = http.app.state.service
-    body = await read_body(http, DraftBody)
+    body = await read_body(http, TypedBody)
     told: dict[str, Any] = {"pause": body.pause, "tokens": 0}
     last = body.messages[-1] if body.messages else {}
     if not body.pause and not isinstance(last.get("content"), str):
@@ -40,12 +40,13 @@ async def draft_prompt(http: HttpRequest) -> Response:
         return JSONResponse(told | {"tokens": len(request.prompt_ids), "seed": request.sampling.seed})
     ids = await asyncio.to_thread(stable_ids, service.chat_format, question.conversation)
     if len(ids) > 1:
+        # With 0 tokens the prompt is unfinished, and the draft completes it.
         service.typing_ahead.prepare(body.id, replace(request, prompt_ids=ids, foresee=True), 0)
         told["tokens"] = len(ids)
     return JSONResponse(told)
 
 
-def stable_ids(form: OutputFormat, conversation: Conversation) -> list[int]:
+def stable_ids(form: ModelFormat, conversation: Conversation) -> list[int]:
     *before, last = conversation.turns
     further = [replace(conversation, turns=[*before, replace(last, text=last.text + more)]) for more in TYPED_NEXT]
     return stable_prefix(list(map(form.prompt_ids, [conversation, *further])))

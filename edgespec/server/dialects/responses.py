@@ -173,7 +173,7 @@ class ResponsesWriter(Writer):
             first = next((i for i, piece in enumerate(one.pieces) if isinstance(piece, str)), 0)
             before = sum(isinstance(piece, Call) for piece in one.pieces[:first])
             output.insert(before, text_item(name, one.text, status))
-        if one.thought:
+        if one.thought:  # in a stream, items keep the places that their events named
             unheard = bool(self._text or self._calls) and not self._thoughts
             output.insert(len(output) if unheard else 0, thought_item(name, one.thought))
         return {**self._head, "status": status, "output": output, **more, **told}
@@ -206,7 +206,10 @@ class ResponsesWriter(Writer):
         return "error", {"type": "error", **about, "sequence_number": next(self._numbers), **error_body(refused)}
 
     def _of_thought(self, stage: str, piece: Thought) -> Iterator[ServerSent]:
-        """All thoughts are one item, which the first of them ends; after other items it is only in the last event."""
+        """All thoughts are one item, which ends with the first of them.
+
+        Later thoughts, and all of them where another item came first, are only in the last event.
+        """
         place = {"item_id": thought_id(self._name), "output_index": 0, "content_index": 0}
         if stage == "delta" and self._thought == "open":
             yield self._named("reasoning_text.delta", **place, delta=piece.text)

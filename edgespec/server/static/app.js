@@ -1,7 +1,8 @@
-// The page: a chat, and how each token of the answer was guessed. Text is only ever set as text.
+// The page: a chat, and where each token of the answer comes from. Text is only ever set as text.
 
 import { drawTree } from "./tree.js";
 
+// In the order of `Source` in loop/tree.py.
 const SOURCES = ["target", "draft", "input", "datastore", "grammar", "prediction"];
 const MEANING = { target: "the model itself", draft: "draft", input: "text so far", datastore: "datastore", grammar: "grammar", prediction: "prediction" };
 const PARTS = ["prefill", "draft", "wait", "target", "plan"];
@@ -24,10 +25,10 @@ function headers() {
 
 // ---------------------------------------------------------------- asking
 
-function request(messages, seed) {
+function request(messages) {
   const body = { messages, stream: true, stream_options: { include_usage: true }, edgespec: { trace: "passes" } };
   for (const name of ["temperature", "top_p", "max_tokens"]) if ($(name).value) body[name] = Number($(name).value);
-  body.seed = Number(seed ?? ($("seed").value || state.seed));
+  body.seed = Number($("seed").value || state.seed);
   return body;
 }
 
@@ -176,7 +177,7 @@ async function send() {
   $("compare").disabled = !state.last;
 }
 
-/** The same request without guesses: its text must be the same. */
+/** The same request without draft tokens: its text must be the same. */
 async function compare() {
   const { body, tokens, place: first } = state.last;
   const place = message("model, plainly"), plain = [];

@@ -54,5 +54,5 @@ export function drawTree(place, pass, sources) {
   });
   place.replaceChildren(svg);
   place.setAttribute("aria-label",
-    `${pass.parents.length - 1} guesses; kept: ${pass.path.slice(1).map((node) => pass.texts[node]).join("") || "none"}`);
+    `${pass.parents.length - 1} draft tokens; kept: ${pass.path.slice(1).map((node) => pass.texts[node]).join("") || "none"}`);
 }

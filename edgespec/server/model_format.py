@@ -1,9 +1,11 @@
+"""How a model writes prompts, thoughts and calls, by its chat template."""
+
 from collections.abc import Sequence
 
 from edgespec.loop.backend import Vocab
 from edgespec.loop.grammar import Grammar
 from edgespec.loop.text import render_chat
-from edgespec.server.call_formats import FORMATS, OTHERS, CallFormat
+from edgespec.server.call_formats import FORMATS, LOOK_ALIKES, CallFormat
 from edgespec.server.channels import ANALYSIS, FINAL, MARKERS, MESSAGE, ChannelParser, comes_in_channels
 from edgespec.server.constrained import ThoughtFirst, answer_or_call, call_grammar, control_tokens
 from edgespec.server.conversation import Conversation, Turn
@@ -21,7 +23,7 @@ THINKING = (
 TAIL = 12  # tokens at a prompt's end that may open a thought
 
 
-class OutputFormat:
+class ModelFormat:
     def __init__(self, vocab: Vocab, template: str) -> None:
         """
         Args:
@@ -47,12 +49,12 @@ class OutputFormat:
         if tools and not self.calls:
             says = "tools: this model's calls are not known here; leave tools out, or set tool_choice to none"
             raise Refused(400, says)
-        numbered = self.calls is not None and "{number}" in self.calls.call
+        numbered = self.calls is not None and self.calls.numbers_ids
         turns = template_messages(conversation.turns, names_thinking=self._names_thinking, numbered=numbered)
         shown = [{"type": "function", "function": dict(tool.function)} for tool in tools.all] if tools else None
         return render_chat(self._vocab, list(turns), shown, conversation.options)
 
-    def begins_inside(self, prompt_ids: Sequence[int]) -> bool:
+    def begins_in_thought(self, prompt_ids: Sequence[int]) -> bool:
         if self.thinking is None:
             return False
         vocab = self._vocab
@@ -63,26 +65,26 @@ class OutputFormat:
         """Control tokens that the parser must see by name."""
         return self._shown_with_calls if tools else self._shown
 
-    def parser(self, tools: Tools | None, inside: bool, begun: Turn | None = None) -> Parser:
+    def parser(self, tools: Tools | None, in_thought: bool, begun: Turn | None = None) -> Parser:
         """
         Args:
             tools: that may be called.
-            inside: the prompt has opened a thought.
+            in_thought: the prompt has opened a thought.
             begun: the turn that the answer continues.
         """
         calls = self.calls if tools else None
         if self._in_channels:
             return ChannelParser(calls, FINAL.removesuffix(MESSAGE) if begun else None)
         parameters, blank = tools.parameters if tools else None, not (begun and begun.text.strip())
-        return OutputParser(calls, self.thinking, inside=inside, blank=blank, parameters=parameters)
+        return OutputParser(calls, self.thinking, in_thought=in_thought, blank=blank, parameters=parameters)
 
-    def grammar(self, wanted: Grammar | None, tools: Tools | None, inside: bool) -> Grammar | None:
+    def grammar(self, wanted: Grammar | None, tools: Tools | None, in_thought: bool) -> Grammar | None:
         """The grammar of a whole answer; None: it is free.
 
         Args:
             wanted: the grammar that the request asks for; a call may be made instead of JSON.
             tools: that may or must be called.
-            inside: the prompt has opened a thought.
+            in_thought: the prompt has opened a thought.
 
         Raises:
             Refused, UsageError: the request cannot be fulfilled.
@@ -95,13 +97,13 @@ class OutputFormat:
         elif tools and self.calls and wanted and wanted.kind == "json_schema":
             call = call_grammar(self._vocab, self.calls.marked(), tools.all)
         if wanted and self._thought_first:
-            return self._thought_first.before(wanted, inside=inside, is_call=is_call, call=call)
+            return self._thought_first.before(wanted, in_thought=in_thought, is_call=is_call, call=call)
         return answer_or_call(wanted, call) if wanted and call else wanted
 
 
 def call_format_of(template: str) -> CallFormat | None:
     """None: the template shows no tools, or uses an unknown format."""
-    if "tools" not in template or any(mark in template for mark in OTHERS):
+    if "tools" not in template or any(mark in template for mark in LOOK_ALIKES):
         return None
     return next((one for one in FORMATS if all(mark in template for mark in one.seen)), None)
 
