@@ -682,8 +682,7 @@ def scale(
         reject: a chunk is rejected if at most this share of the latest perplexities is as high as its own.
         answer: a regular expression, whose last match (its first group) is a text's answer, or a function that finds
             it; the answer of most texts wins. None: `score` alone decides.
-        score: gives a number for each text, the higher the better; decides between texts of equal votes. Default: the
-            first of them wins; without `answer`, the text of the least perplexity.
+        score: a number for each text, by which equal votes are decided. Default: the first, or the least perplexity.
         window: number of latest perplexities, which begin with `calibration` (of an earlier `ScaleResult`).
         progress: called with (tokens written, most tokens) after every round of chunks.
     """

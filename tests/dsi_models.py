@@ -17,8 +17,11 @@ from edgespec.loop.backend import Backend, Logits, Work
 class Slow:
     """A backend whose passes take longer: so many seconds, give or take up to so many, unless they are interrupted."""
 
-    def __init__(self, inner: Backend, seconds: float, jitter: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, inner: Backend, seconds: float, jitter: float = 0.0, seed: int = 0, *, quick_prompts: bool = False
+    ) -> None:
         self._inner, self._seconds, self._jitter = inner, seconds, jitter
+        self._quick_prompts = quick_prompts
         self._random, self._interrupted = Random(seed), Event()
 
     def __getattr__(self, name: str) -> object:
@@ -28,6 +31,8 @@ class Slow:
         self._interrupted.set()
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        if self._quick_prompts and batch[0].prompt:
+            return self._inner.forward(batch)
         if self._interrupted.wait(self._seconds + self._jitter * self._random.random()):
             self._interrupted.clear()
             for work in batch:
@@ -46,12 +51,14 @@ class SlowSpec:
     dies: int = 0
     folder: str = ""  # where processes leave a mark that they have died: only once
     fails: str = ""
+    quick_prompts: bool = False
 
     def open(self) -> Backend:
         if self.fails:
             raise RuntimeError(self.fails)
         backend = ReferenceBackend(random_model(self.model, vocab_size=SIZE), context_length=256)
-        slow = Slow(backend, self.seconds, self.jitter, os.getpid() + time.perf_counter_ns() % 1000)
+        seed = os.getpid() + time.perf_counter_ns() % 1000
+        slow = Slow(backend, self.seconds, self.jitter, seed, quick_prompts=self.quick_prompts)
         return Mortal(slow, self.dies, self.folder) if self.dies else slow  # type: ignore[return-value]
 
 

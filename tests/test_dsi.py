@@ -21,6 +21,7 @@ from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
 from edgespec.scheduler import drive
 from edgespec.scheduler.requests import Event, Request, Wrote
+from edgespec.scheduler.targets import verifier
 from edgespec.scheduler.targets.coordinator import Targets
 from edgespec.scheduler.targets.places import Place, check_address, processes, threads
 from edgespec.scheduler.targets.proposer import DraftProposer, Proposer
@@ -109,13 +110,15 @@ def test_a_middle_model_that_fails_is_an_error() -> None:
 
 
 def test_a_stop_ends_the_pass_of_a_middle_model() -> None:
-    vocab, slow = SlowSpec().open().vocab, SlowSpec(60.0)
+    vocab, slow = SlowSpec().open().vocab, SlowSpec(60.0, quick_prompts=True)
     described = threads(1)[0].executor.submit(describe, slow).result()
     proposer = TargetsProposer(Targets(vocab, described, slow, threads(1), Recorded([], 1.0), stop_ids=frozenset()))
     proposer.begin(PROMPT, SamplingParams())
     with ThreadPoolExecutor(1) as pool, closing(proposer):
-        drafted = pool.submit(list, proposer.after(PROMPT))
-        while proposer._handle is None:
+        tokens = iter(proposer.after(PROMPT))
+        next(tokens)  # from the prompt's last row; a slow pass follows
+        drafted = pool.submit(list, tokens)
+        while not verifier._work.running:
             sleep(0.01)
         proposer.stop()
         assert drafted.result(30) == []

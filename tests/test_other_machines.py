@@ -151,7 +151,7 @@ def test_mlx_on_the_same_machines(tmp_path: Path) -> None:
     assert (found.weights, list(found.first_notes)) == (None, [])
     gpu = Gpu("gpu", True, GIB, limit=GIB)
     found = engine.plan(folder, LoadOptions(memory="2G"), replace(MAC, gpus=(gpu,)))
-    assert f"only {format_size(WIRED_SHARE * GIB)} are free" in found.told[0]
+    assert f"only {format_size(WIRED_SHARE * GIB)} are free" in found.first_notes[0]
     with pytest.raises(NoRoom):
         engine.plan(folder, LoadOptions(), replace(MAC, gpus=(replace(gpu, limit=MIB),)))
 
