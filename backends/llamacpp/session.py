@@ -456,8 +456,8 @@ def paddings(
 
     Returns:
         Rows of padding before each work, so that prompts have the tiles of an empty cache. Before the first work,
-        copied cells replace the rows: a pass has no room for rows beside the longest prompt, and experts of a mixture
-        that they choose would change the prompt's bits.
+        copied cells replace the rows: a pass has no room for rows beside the longest prompt. In a mixture they would
+        also choose experts, and so change the prompt's bits.
 
     Raises:
         ContextFull: a prompt cannot be continued; nothing has changed.

@@ -157,8 +157,8 @@ def has_stored_nf4_layers(model: Any) -> bool:
 def check_folder_fits(folder: Path, dtype: str | None, memory: int) -> None:
     """
     Raises:
-        NoRoom: weights that are made anew at load, before any can be streamed, do not fit: those of another type than
-            the file's, and experts that are put together.
+        NoRoom: weights that do not stay as they are in the file do not fit. They are made at load, before any can be
+            streamed: weights of another type than the file's, and experts that are put together.
     """
     config = read_config(folder)
     found: Any = getattr(config.get_text_config(), "dtype", None)

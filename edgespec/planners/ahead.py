@@ -243,10 +243,8 @@ class AheadPlanner(SpecExecPlanner):
 
     def _go_on(self, search: AheadSearch, context: Context, due: float) -> None:
         """Read the most probable nodes until one more draft pass would last longer than the target's pass."""
-        scores, depth = (
-            ChildScores(context, self.tau, self.coupling),
-            min(2 * self.depth, self._drafter.most_depth(context)),
-        )
+        scores = ChildScores(context, self.tau, self.coupling)
+        depth = min(2 * self.depth, self._drafter.most_depth(context))
         batches, self._reading = self._batches(search, depth, self._limits.leaves(context.sequences)), []
         drafter, before, cost = self._drafter, self._drafter.seconds, self._drafter.pass_cost
         drafter.pass_cost = PassTimes()  # passes take longer while the target runs, so they are not counted

@@ -380,7 +380,6 @@ class AutoPlanner(Planner):
         most = int(np.searchsorted(lost, self._ledger.room(self._way), side="right"))
         nodes, _ = best_part(tree, 0.0, times, budget=most, max_leaves=context.max_leaves, unread=context.unread)
         self._rows = _rows(Proposal(tree, nodes), context.unread)
-        self._spent.setdefault(self._way, 0.0)
         return nodes
 
     @property
@@ -426,6 +425,7 @@ class AutoPlanner(Planner):
             self._drafted = way
             if drafted and self._owes and not way:  # the way of the last step pays for what is read again
                 way = drafted
+            if way:
                 self._spent.setdefault(way, 0.0)
             if way or (plain == 1 and not self._owes):  # else a pass does not show what plain decoding takes
                 self._ledger.add(self._spent, way, seconds, len(tokens))
