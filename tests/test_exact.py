@@ -19,7 +19,7 @@ from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan
 from edgespec.loop.generate import Generation
 from edgespec.loop.passes import check_batch, most_nodes, prefill
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.shapes import BatchInvariance, RowClass, also_wanted
+from edgespec.loop.shapes import ALWAYS, BatchInvariance, RowClass, also_wanted
 from edgespec.loop.stats import GenerationStats
 from edgespec.machine import measurements
 from edgespec.planners.none import NonePlanner
@@ -116,6 +116,33 @@ def test_switches_are_found() -> None:
     assert groups(Switching([8], copies_from=8)) == [(1, 7, True, True), (8, 128, True, False)]
 
 
+def test_what_an_engine_adds_up_by_cell_is_no_class_though_trying_shows_no_difference() -> None:
+    """Rounding hides it in the passes that are tried, and not in others."""
+    backend = Switching()
+    backend.capabilities = replace(backend.capabilities, by_cell=((1, 1), (64, 128)))
+    assert groups(backend) == [(1, 1, False, True), (2, 63, True, True), (64, 128, False, True)]
+    exact = choose(probe(backend), LIMITS, None)
+    assert exact is not None
+    assert exact.trees == RowClass(2, 63)
+    backend.capabilities = replace(backend.capabilities, by_cell=ALWAYS)
+    assert probe(backend) == []
+
+
+class Mixing(ReferenceBackend):
+    """Rows of a pass with several sequences are off."""
+
+    def forward(self, batch: Sequence[Work]) -> list[Logits]:
+        return [Shifted(logits, 0.5 * (len(batch) > 1)) for logits in super().forward(batch)]  # type: ignore[misc]
+
+
+def test_rows_that_another_sequence_changes_are_no_class() -> None:
+    sizes = {"context_length": 300, "max_nodes": 140, "max_leaves": 140}
+    (found,) = probe(Mixing(random_model(0), sessions=2, **sizes))
+    assert not found.row_independent
+    (found,) = probe(Mixing(random_model(0), sessions=1, **sizes))  # where that cannot be tried
+    assert found.row_independent
+
+
 def test_kernels_that_take_four_rows_together() -> None:
     """Few rows agree, and multiples of four do; 16 and 17 rows do not, though their first 16 are alike."""
     found = probe(Together())
@@ -174,7 +201,7 @@ def test_where_it_matters_where_a_pass_begins_nothing_is_found() -> None:
 
 def test_an_engine_that_is_known_to_add_up_gaps_is_not_tried(tmp_path) -> None:
     backend = Switching()
-    backend.capabilities = replace(LIMITS, gaps=True)
+    backend.capabilities = replace(LIMITS, by_cell=ALWAYS)
     apply_row_class(backend, "nowhere", say=lambda what: pytest.fail(what))
     assert backend.capabilities.exact is None
     with pytest.raises(UsageError, match="what stands between its ancestors"):
@@ -472,12 +499,14 @@ def test_the_quicker_way_to_compute(
     tried = list[bool]()
 
     class FakeEngine(Engine):
-        def probe_model(self, path: str, computing: Computing):
-            tried.append("repacked" in computing)
+        def probe_model(self, path: str, computing: Computing, *, watched: bool = False):
+            if watched:
+                tried.append("repacked" in computing)
             return nullcontext(repacked if "repacked" in computing else otherwise)
 
     monkeypatch.setattr(row_classes, "find_engine", lambda name: FakeEngine())
     monkeypatch.setattr(row_classes, "probe", lambda found: found)
+    monkeypatch.setattr(row_classes, "timed", lambda backend, found: found)
     monkeypatch.setattr(row_classes, "_known", {})
     path = tmp_path / "model"
     path.write_bytes(b"1")

@@ -20,16 +20,17 @@ from edgespec.backends.llamacpp.engine import engine, load
 from edgespec.backends.llamacpp.ggml.files import llama_cpp, without_amx
 from edgespec.backends.llamacpp.memory import attention
 
+from benchmarks.made_up import Shape, write_made_up
 from edgespec.errors import ContextFull, Interrupted, UsageError
 from edgespec.loading.exact import FEW, apply_row_class, usable
-from edgespec.loading.row_classes import MANY, find
+from edgespec.loading.row_classes import MANY, _rows, find, tokens
 from edgespec.loop.backend import Work
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.generate import Generation
 from edgespec.loop.passes import Prefill, prefill, start_of
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.shapes import BatchInvariance, RowClass
+from edgespec.loop.shapes import ALWAYS, BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
 from edgespec.machine.this_machine import this_machine
 from edgespec.model import Model
@@ -663,3 +664,48 @@ def test_a_class_that_is_not_there(smollm2_tiny_f32):
         pass
     with loaded(smollm2_tiny_f32) as target:
         assert target.capabilities.exact is None
+
+
+@pytest.fixture(scope="module")
+def wide_heads(smollm2, smollm2_folder):
+    """Of 8 bits; rounding hid from the logits of a trial where its cells lay, if its cache was in float32."""
+    raw, path = smollm2_folder / "wide-heads.raw", smollm2_folder / "wide-heads.gguf"
+
+    def make(new):
+        write_made_up(raw, Shape(3, 256, 512, 8, 8, vocab=1), smollm2, lambda done, total: None)
+        quantised(raw, new, KINDS["Q8_0"])
+
+    return once(path, make)
+
+
+def test_attention_that_adds_up_cells_has_no_row_class(wide_heads):
+    """Without flash attention, as with a cache in float32, it is a product over all cells, those of others included."""
+    with loaded(wide_heads, kv_type="f32") as backend:
+        assert backend.capabilities.by_cell == ALWAYS
+        assert backend.capabilities.exact is None
+    with pytest.raises(UsageError, match="--exact any: here a node's logits depend on what stands between"):
+        loaded(wide_heads, "any", kv_type="f32").__enter__()
+
+
+@pytest.mark.parametrize(("kv_type", "tiled"), [("f16", True), ("f16/q8_0", False)])
+def test_passes_that_attend_in_tiles_take_no_trees(wide_heads, kv_type, tiled):
+    """Where the cells of a tree's path lie decides in which tile a key is added up."""
+    computing = {"threads": 2, "gpu_layers": 0, "kv_type": kv_type} | (attention.ALIKE if tiled else {})
+    found = find("llamacpp", "build", computing, str(wide_heads), remember=False, say=lambda text: None)
+    assert not any(one.least < 64 <= one.most for one in found) or not tiled
+    assert [one.trees for one in found if one.most >= 64] == [not tiled]
+
+
+def test_a_watched_probe_model_shows_what_rounding_hides(wide_heads):
+    """63 and 64 rows have other attention. Products with weights of 8 bits round it."""
+    computing = {"threads": 2, "gpu_layers": 0, "kv_type": "f16"}
+    differ = {}
+    for watched in (False, True):
+        with engine.probe_model(str(wide_heads), computing, watched=watched) as backend:
+            chain, session = tokens(backend, 64, 1), backend.open()
+            backend.state_width = 0
+            rows = [_rows(backend, session, chain[:size]) for size in (62, 63, 64)]
+            assert np.array_equal(rows[0], rows[1][:62])
+            differ[watched] = not np.array_equal(rows[1], rows[2][:63])
+    assert differ[True]
+    assert rows[0].shape[1] > backend.vocab.size

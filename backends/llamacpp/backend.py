@@ -29,6 +29,7 @@ from .memory.layer_hooks import LayerHooks
 from .memory.mixture import Mixture
 from .memory.skip_padding import SkipPadding
 from .memory.threads import SlowPasses, end_team, other_load, threads_for
+from .memory.watch import Watch, WatchedLogits
 from .recurrent import LlamaRecurrentSession, forward_recurrent
 from .seq_ids import SeqIds
 from .session import LlamaSession, Placement, paddings
@@ -72,6 +73,7 @@ class LlamaBackend:
         self.computing = computing
         self.tiles = has_kernels(str(computing["kv_type"]))
         self.splits_cells = self.tiles  # in passes of one node over many cells, among the threads
+        self.watch: Watch | None = None  # of a probe model
         self.state_width = 0  # floats of a row's hidden state; 0: states are not kept
         self.states: RowStates | None = None  # that passes keep for a head
         self.heads = weakref.WeakSet[Any]()  # which are closed before the model is freed
@@ -205,6 +207,8 @@ class LlamaBackend:
 
     def _logits(self, batch_index: dict[int, int]) -> LlamaLogits:
         made = self.context, self.vocab.size, self.state_width, batch_index
+        if self.watch:
+            return WatchedLogits(*made, self.watch)
         return StateLogits(*made, self.states) if self.states else LlamaLogits(*made)
 
     def keep_states(self, layers: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from edgespec.errors import ModelError, UsageError, check_whole
 from edgespec.loop.backend import Backend, Capabilities, Placed, Vocab
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.session_files import content_of
+from edgespec.loop.shapes import ALWAYS
 from edgespec.machine.disk import remove_name
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, layers_of_gpus, layers_on_gpu
@@ -27,7 +28,7 @@ from .head_files import find_head
 from .heads import load_head
 from .lending.child_process import ChildBackend, load_in_child
 from .lending.rpc import lent_line, lent_options
-from .memory.attention import ALIKE, can_be_alike, capture_cpu_backend, row_hook
+from .memory.attention import ALIKE, by_cell, can_be_alike, capture_cpu_backend, row_hook
 from .memory.gpu import find_gpus, kept_off, overrides
 from .memory.layer_hooks import LayerHooks
 from .memory.mixture import open_mixture
@@ -42,6 +43,7 @@ from .memory.probe_model import CARRIED, REPACKED, probe_file, probe_options
 from .memory.skip_padding import SkipPadding, has_experts
 from .memory.threads import other_load
 from .memory.tolerance import tolerance
+from .memory.watch import Watch
 from .recurrent import ids_of_session, is_recurrent, most_paths, why_not
 from .states import LAST_LAYER, NEXTN
 from .vocab import load_vocab
@@ -115,7 +117,7 @@ class LlamaEngine(Engine):
         return load_vocab(path)
 
     @contextmanager
-    def probe_model(self, path: str, computing: Computing) -> Iterator[Backend]:
+    def probe_model(self, path: str, computing: Computing, *, watched: bool = False) -> Iterator[Backend]:
         options = probe_options(path, computing)
         with probe_file(path, computing) as copy:
             plan = plan_here(copy, options, this_machine(copy, self.gpus(None)))
@@ -124,12 +126,14 @@ class LlamaEngine(Engine):
             if way is None:
                 raise ModelError(f"{path}: there is no memory for a probe model of it with weights repacked")
             way = {**way, **{name: computing[name] for name in CARRIED & computing.keys()}}
-            with closing(load_here(plan, way, lambda done, total: None)) as backend:
+            watch = Watch() if watched else None
+            with closing(load_here(plan, way, lambda done, total: None, watch)) as backend:
                 if copy != path:
                     remove_name(copy)
                 if LAST_LAYER in computing:
                     backend.keep_states([NEXTN])
                 backend.state_width = llama_cpp.llama_model_n_embd(backend.model)
+                backend.watch = watch
                 yield backend
 
 
@@ -203,8 +207,14 @@ def _is_bitwise(options: LoadOptions, gpu_layers: int, borrowed: Any) -> bool:
     return options.in_order and options.exact != "off" and gpu_layers == 0 and not borrowed
 
 
-def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBackend:
+def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch | None = None) -> LlamaBackend:
     """Load what was planned.
+
+    Args:
+        plan: of `plan_here`.
+        way: one of its `ways`.
+        progress: as for `Engine.load`.
+        watch: of a probe model.
 
     Raises:
         ModelError: the model cannot be loaded or used; all that was made is freed.
@@ -228,6 +238,8 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         if weights:
             streamer, speed, pinned_note = start_streaming(path, weights, plan.machine, before, progress)
             hooks = LayerHooks(streamer)
+        elif watch:
+            hooks = watch
         elif bitwise and has_experts(path):
             hooks = SkipPadding()
         streams = bool(weights and weights.streamed)
@@ -265,8 +277,11 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress) -> LlamaBacke
         raise
     lanes = most_paths(model, options.budget, options.sessions)
     capabilities = _capabilities(model, size, lanes, params.n_outputs_max)
+    flash = params.flash_attn_type != llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED and not (watch and watch.adds_up_cells)
+    here = plan.gpu_layers == 0 and not plan.borrowed and not (params.op_offload and plan.machine.gpus)
     capabilities = replace(
         capabilities,
+        by_cell=ALWAYS if lanes else by_cell(size.kv_type_in(model), flash=flash, here=here, alike=bool(processors)),
         streams=streams,
         read_seconds=weights.streamed_bytes / speed if weights and speed else 0.0,
         experts=hooks.mixture.shape if hooks and hooks.mixture else None,
@@ -319,7 +334,6 @@ def _capabilities(model: Any, size: ContextSize, lanes: int, most_wanted: int) -
         logit_tolerance=tolerance(metadata(model, "general.file_type"), size.kv_type),
         layers=llama_cpp.llama_model_n_layer(model),
         paths=lanes > 0,
-        gaps=lanes > 0,  # row classes do not apply: the rows of a pass depend on its paths
         spare_leaves=None if lanes else size.ids - size.own_ids * size.sessions,
         cells=size.tokens(model) if size.sessions > 1 and size.share < 1 and not lanes else None,
     )

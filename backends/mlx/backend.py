@@ -28,7 +28,7 @@ from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Mach
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
 from edgespec.loop.session_files import content_of, identity_of
-from edgespec.loop.shapes import BatchInvariance, RowClass, also_wanted
+from edgespec.loop.shapes import ALWAYS, BatchInvariance, RowClass, also_wanted
 from edgespec.machine import memory as process
 from edgespec.machine.disk import Reading
 from edgespec.machine.memory import in_bytes
@@ -445,9 +445,7 @@ def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:
         widest=size.budget if widened else 0,
         max_leaves=leaves or size.max_nodes,
         paths=recurrent,
-        # Row classes do not apply to paths, which change the rows of a pass. On a GPU, attention adds keys by cell;
-        # there, row classes are tried only with weights in memory, which takes a moment.
-        gaps=recurrent or (sweep is not None and on_gpu()),
+        by_cell=ALWAYS,  # softmax adds up groups of cells, on a GPU the products with values, too
         logit_tolerance=tolerance,
         streams=sweep is not None,
         experts=None if sweep else experts_of(text_config),  # all experts of a layer are streamed

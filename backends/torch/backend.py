@@ -29,7 +29,7 @@ from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Mach
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of, identity_of
-from edgespec.loop.shapes import TILE, BatchInvariance, also_wanted
+from edgespec.loop.shapes import ALWAYS, TILE, BatchInvariance, also_wanted
 from edgespec.machine import memory as process
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.memory import format_size, in_bytes
@@ -532,7 +532,7 @@ def assemble(
             paths=recurrent,
             logit_tolerance=TOLERANCE[str(model.dtype).removeprefix("torch.")],
             experts=experts_of(config.to_dict()),
-            gaps=True,  # in float32, rows of 6-node trees differ from those of their chains
+            by_cell=ALWAYS,  # in float32, rows of 6-node trees differ from those of their chains
             widest=0 if width == budget else width,
         )
 

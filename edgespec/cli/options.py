@@ -158,7 +158,7 @@ GPU_LAYERS_HELP = "llamacpp, torch: layers on the GPU; -1 = all. [default: auto,
 GPU_MEMORY_HELP = "llamacpp, torch: memory of each GPU to use, such as 10G. [default: what is free]"
 KV_TYPE_HELP = "llamacpp: type of keys and values, such as f16, q8_0 or f16/q8_0. [default: f16]"
 EXACT_HELP = (
-    "Row class of all passes: narrow (few draft tokens), wide (many), any (all sizes agree), off. [default: what suits]"
+    "Row class of all passes: narrow (few draft tokens), wide (many), any (one class for all), off. [default: what suits]"
 )
 MEMORY_HELP = "Memory to use, such as 12G; what does not fit is read from disk. [default: what is free]"
 DRAFT_OPTION = click.option(

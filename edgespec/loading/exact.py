@@ -13,7 +13,7 @@ from edgespec.errors import UsageError
 from edgespec.loading.row_classes import MANY, TriedClass, TriedClasses, find, is_timed
 from edgespec.loop.backend import Backend, Capabilities
 from edgespec.loop.engines import Computing, LoadPlan
-from edgespec.loop.shapes import BatchInvariance, RowClass
+from edgespec.loop.shapes import ALWAYS, BatchInvariance, RowClass
 from edgespec.machine.measurements import why_not_kept
 
 CHOICES = ("narrow", "wide", "any", "off")
@@ -88,7 +88,8 @@ def apply_row_class(
     if asked == "off" or backend.capabilities.logit_tolerance == 0:  # 0: passes of all sizes round alike
         return ()
     about = backend.name, backend.build, backend.computing, path
-    found = [] if backend.capabilities.gaps else find(*about, remember=remember, say=say, loaded=backend)
+    ever = backend.capabilities.by_cell != ALWAYS
+    found = find(*about, remember=remember, say=say, loaded=backend) if ever else []
     exact = choose(found, backend.capabilities, asked)
     if exact:
         backend.keep_to(exact)

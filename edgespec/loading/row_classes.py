@@ -2,23 +2,28 @@
 
 An engine has kernels for few rows and others for many, which round differently. The switch between them depends on the
 engine, processor, model and cache, and in a mixture of experts on the tokens. So the same tokens are tried in passes of
-many sizes, as a chain and as a tree.
+many sizes, as a chain, as a tree and beside another sequence.
+
+What an engine is known to add up by cell (`Capabilities.by_cell`) is never tried: rounding may hide it. Trying can only
+take classes away.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from math import inf
 from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
 
-from edgespec.errors import ModelError, NoRoom
+from edgespec.errors import ModelError, NoRoom, UsageError
 from edgespec.loop.backend import Backend, Capabilities, Logits, Session, Work
 from edgespec.loop.engines import Computing, find_engine
 from edgespec.loop.passes import prefill
+from edgespec.loop.shapes import ALWAYS
 from edgespec.machine import measurements
 from edgespec.machine.measurements import identity, processor_name, recall
 from edgespec.machine.system import all_processors, machine_is_busy
@@ -31,6 +36,7 @@ TOGETHER = 4  # rows that one call of some kernels takes (llama.cpp, repacked we
 MULTIPLES = (4, 8, 16, 32, 60, 64, 128)  # of TOGETHER
 MANY = 32  # rows: a class from few to this many serves every pass
 REPEATED = 5
+BESIDE = 37  # tokens of another sequence, no multiple of anything
 TRYING = "finding passes that agree to the bit, once for this model on this machine"
 BUSY = 0.75  # share of processor time below which other programs disturb the timing
 
@@ -82,17 +88,21 @@ def find(
     about = _about(engine, build, computing, path)
     if (known := _recall(about, remember)) is not None:
         return known
-    small = find_engine(engine).probe_model(path, computing)
-    if not (model := small or (loaded and nullcontext(loaded))):
+    made = find_engine(engine)
+    small, unwatched = made.probe_model(path, computing, watched=True), made.probe_model(path, computing)
+    entire = nullcontext(loaded) if loaded else None
+    if not ((watched := small or entire) and (model := unwatched or entire)):
         return []
     say(TRYING)
     try:
-        with model as backend:
+        with watched as backend:
             found = probe(backend)
+        with model as backend:
+            found = timed(backend, found)
     except (ModelError, NoRoom, OSError):
         if loaded is None:
             return []
-        small, found = None, probe(loaded)
+        small, found = None, timed(loaded, probe(loaded))
     whole = small is not None or loaded is None or _sizes(loaded.capabilities)[1] == [*LARGER]
     _keep(about, found, remember and whole)
     return found
@@ -101,7 +111,7 @@ def find(
 def _about(name: str, build: str, computing: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {
         "kind": "exact", "engine": name, "build": build, "machine": processor_name(), "target": identity(path),
-        "sizes": f"{SIZES} {MULTIPLES} {LARGER}, timed without logits, a layer of each type, from the beginning",
+        "sizes": f"{SIZES} {MULTIPLES} {LARGER}, timed without logits, a layer of each type, before rounding",
         **computing,
     }  # fmt: skip
 
@@ -136,9 +146,10 @@ def _sizes(limits: Capabilities) -> tuple[list[int], list[int]]:
 
 
 def probe(backend: Backend) -> list[TriedClass]:
+    """Row classes of a model without open sessions, with `seconds` of 0."""
     limits = backend.capabilities
     sizes, larger = _sizes(limits)
-    if not sizes:
+    if not sizes or limits.by_cell == ALWAYS:
         return []
     contexts = sorted({min(length, limits.context_length - sizes[-1] - 1) for length in CONTEXTS})
     longest = max(sizes + larger)
@@ -155,7 +166,6 @@ def probe(backend: Backend) -> list[TriedClass]:
             if together[-1].least < together[-1].most:
                 few = [tried for tried in classes if tried.most < TOGETHER]
                 classes = [*few, *(replace(tried, step=TOGETHER) for tried in together)]
-        seconds = _seconds(backend, session, chains[-1][1], [tried.least for tried in classes])
         for prompt, chain in reversed(chains):
             prefill(backend, session, prompt)
             classes = [_after(tried, backend, session, chain) for tried in classes]
@@ -165,6 +175,21 @@ def probe(backend: Backend) -> list[TriedClass]:
             prompt, chain = chains[0]
             prefill(backend, session, prompt)
             classes[-1] = replace(classes[-1], most=_reach(classes[-1].most, backend, session, chain, larger))
+        return _beside(classes, backend, session, *chains[0], sizes[-1])
+    finally:
+        session.close()
+
+
+def timed(backend: Backend, classes: TriedClasses) -> list[TriedClass]:
+    """The same classes with `seconds`; the backend has no open sessions."""
+    if not classes:
+        return []
+    limits = backend.capabilities
+    longest = max(tried.least for tried in classes)
+    session = backend.open()
+    try:
+        prefill(backend, session, tokens(backend, min(CONTEXTS[-1], limits.context_length - longest - 1), 1))
+        seconds = _seconds(backend, session, tokens(backend, longest, 2), [tried.least for tried in classes])
         return [replace(tried, seconds=took) for tried, took in zip(classes, seconds, strict=True)]
     finally:
         session.close()
@@ -173,7 +198,8 @@ def probe(backend: Backend) -> list[TriedClass]:
 def _agreeing(
     backend: Backend, session: Session, chains: Sequence[tuple[list[int], list[int]]], sizes: Sequence[int]
 ) -> list[TriedClass]:
-    agree = np.ones(len(sizes) - 1, np.bool_)
+    ranges = [_range_by_cell(backend.capabilities, size) for size in sizes]
+    agree = np.array([one == next_ for one, next_ in pairwise(ranges)], np.bool_)
     for prompt, chain in chains:
         prefill(backend, session, prompt)
         before = _rows(backend, session, chain[: sizes[0]])
@@ -183,17 +209,51 @@ def _agreeing(
             before = rows
     edges = np.flatnonzero(~agree).tolist()
     ends = zip([0, *(edge + 1 for edge in edges)], [*edges, len(sizes) - 1], strict=True)
-    return [TriedClass(sizes[i], sizes[j], trees=True, row_independent=True) for i, j in ends]
+    return [TriedClass(sizes[i], sizes[j], trees=ranges[i] is None, row_independent=True) for i, j in ends]
+
+
+def _range_by_cell(limits: Capabilities, size: int) -> tuple[int, int] | None:
+    return next((found for found in limits.by_cell if found[0] <= size <= found[1]), None)
 
 
 def _after(tried: TriedClass, backend: Backend, session: Session, chain: list[int]) -> TriedClass:
     trees, row_independent = tried.trees, tried.row_independent
     for size in {tried.least, tried.most}:
         rows = _rows(backend, session, chain[:size])
-        trees &= _gaps_change_nothing(backend, session, chain, rows)
+        trees = trees and _gaps_change_nothing(backend, session, chain, rows)
         among_copies = _rows(backend, session, chain[:1] * size)
         row_independent &= np.array_equal(rows[0], among_copies[0])
     return replace(tried, trees=trees, row_independent=row_independent)
+
+
+def _beside(
+    classes: TriedClasses, backend: Backend, session: Session, prompt: list[int], chain: list[int], most: int
+) -> list[TriedClass]:
+    """The classes, where rows depend on each other if one of another sequence in the pass changes them."""
+    try:
+        other = backend.open()
+    except UsageError:  # the model has one session
+        return [*classes]
+    try:
+        prefill(backend, session, prompt)
+        prefill(backend, other, prompt[:BESIDE])
+
+        def same(most: int) -> bool:
+            alone = _rows(backend, session, chain[:most])[:-1]
+            logits = backend.forward([_work(other, chain[-1:]), _work(session, chain[: most - 1])])[1]
+            beside = _stacked(logits, most - 1)
+            session.commit([])
+            other.commit([])
+            return np.array_equal(beside, alone)
+
+        return [
+            replace(tried, row_independent=tried.row_independent and same(min(tried.most, most)))
+            if tried.trees and tried.most > 1
+            else tried
+            for tried in classes
+        ]
+    finally:
+        other.close()
 
 
 def _goes_on(tried: TriedClass, backend: Backend, session: Session, chain: list[int]) -> bool:
@@ -230,9 +290,9 @@ def _seconds(backend: Backend, session: Session, chain: Sequence[int], sizes: Se
 
 
 def _one(backend: Backend, session: Session, chain: Sequence[int]) -> float:
-    numbers = np.arange(len(chain), dtype=np.int32)
+    work = _work(session, chain, wanted=0)
     started = perf_counter()
-    _evaluate(backend, session, chain, numbers - 1, numbers[:0])
+    backend.forward([work])
     took = perf_counter() - started
     session.commit([])
     return took
@@ -269,22 +329,27 @@ def tokens(backend: Backend, count: int, seed: int) -> list[int]:
 
 def _rows(backend: Backend, session: Session, nodes: Sequence[int], parents: Sequence[int] | None = None) -> Any:
     """Logits and states [nodes, vocabulary + state] of one pass over a tree or chain, which is dropped again."""
-    numbers = np.arange(len(nodes), dtype=np.int32)
-    logits = _evaluate(backend, session, nodes, numbers - 1 if parents is None else parents, numbers)
-    rows = np.stack([np.concatenate([logits.row(node), logits.state(node)]) for node in range(len(nodes))])
+    rows = _stacked(backend.forward([_work(session, nodes, parents)])[0], len(nodes))
     session.commit([])
     return rows
 
 
+def _stacked(logits: Logits, count: int) -> Any:
+    return np.stack([np.concatenate([logits.row(node), logits.state(node)]) for node in range(count)])
+
+
 def _first_rows(backend: Backend, session: Session, chain: Sequence[int], count: int) -> Any:
     """Logits of the first rows of a pass over a chain."""
-    numbers = np.arange(len(chain), dtype=np.int32)
-    logits = _evaluate(backend, session, chain, numbers - 1, numbers[:count])
+    logits = backend.forward([_work(session, chain, wanted=count)])[0]
     rows = np.stack([logits.row(node) for node in range(count)])
     session.commit([])
     return rows
 
 
-def _evaluate(backend: Backend, session: Session, nodes: Sequence[int], parents: Any, wanted: Any) -> Logits:
-    work = Work(session, np.array(nodes, np.int32), np.array(parents, np.int32), wanted)
-    return backend.forward([work])[0]
+def _work(
+    session: Session, nodes: Sequence[int], parents: Sequence[int] | None = None, wanted: int | None = None
+) -> Work:
+    """All nodes of a tree, or of a chain, and how many first ones are wanted; default: all."""
+    numbers = np.arange(len(nodes), dtype=np.int32)
+    above = numbers - 1 if parents is None else np.array(parents, np.int32)
+    return Work(session, np.array(nodes, np.int32), above, numbers[:wanted])

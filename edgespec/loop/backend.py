@@ -26,7 +26,8 @@ class Capabilities:
         layers: number of layers; 1 where unknown.
         experts: (experts of a layer, experts that a token uses), if passes read only those used; else None.
         paths: trees are evaluated path by path: a node on k paths costs k times.
-        gaps: attention adds up groups of cells, hidden ones included, so no row class exists.
+        by_cell: least and most rows of passes whose attention adds up groups of cells, hidden ones included, so that a
+            row depends on where its tokens' cells lie. Such passes take no trees and share no row class with others.
         exact: row classes that passes are kept to; None: passes have any shape, and logits move by `logit_tolerance`.
         spare_leaves: most leaves of all sessions, the first of each not counted; None: no limit.
         one_thread: one thread must make all passes.
@@ -47,7 +48,7 @@ class Capabilities:
     layers: int = 1
     experts: tuple[int, int] | None = None
     paths: bool = False
-    gaps: bool = False
+    by_cell: tuple[tuple[int, int], ...] = ()
     exact: BatchInvariance | None = None
     spare_leaves: int | None = None
     one_thread: bool = False

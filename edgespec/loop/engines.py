@@ -267,11 +267,14 @@ class Engine(Protocol):
         """
         ...
 
-    def probe_model(self, path: str, computing: Computing) -> AbstractContextManager[Backend, bool | None] | None:
+    def probe_model(
+        self, path: str, computing: Computing, *, watched: bool = False
+    ) -> AbstractContextManager[Backend, bool | None] | None:
         """
         Args:
             path: path of the whole model.
             computing: `Backend.computing` of the whole model.
+            watched: `Logits.state` of a row also tells products that later operations round, which takes time.
 
         Returns:
             A small model that computes as the one at `path`, freed at the end; None: this engine makes none.

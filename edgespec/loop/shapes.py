@@ -8,6 +8,8 @@ from typing import Any, Self
 # Prompts of all engines are cut at its multiples.
 TILE = 64
 
+ALWAYS = ((1, 1 << 30),)  # as `Capabilities.by_cell`: in passes of any number of rows
+
 
 def whole_tiles(length: int) -> int:
     """The largest multiple of `TILE` that is at most `length`."""

@@ -1,7 +1,7 @@
 """Questions that only a GPU can answer, what was seen, and what that means for the program."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -166,6 +166,8 @@ def answers(
 
 
 def row_classes(backend: Backend) -> Seen:
+    """Those that trying does not refuse, also where attention is known to add up cells."""
+    backend.capabilities = replace(backend.capabilities, by_cell=())
     found = probe(backend)
     return Seen(bool(found), exactness_line(found, None))
 

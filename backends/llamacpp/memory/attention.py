@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from threading import Lock, get_ident
 from typing import Any
 
+from edgespec.loop.shapes import ALWAYS, TILE
+
 from ..context import kv_types
 from .gpu import PROCESSOR, ggml
 
@@ -27,6 +29,22 @@ _lock = Lock()
 def has_kernels(kv_type: str) -> bool:
     keys, values = kv_types(kv_type)
     return keys == values and keys in TILED_TYPES
+
+
+def by_cell(kv_type: str, *, flash: bool, here: bool, alike: bool) -> tuple[tuple[int, int], ...]:
+    """`Capabilities.by_cell`, by the kernels that the engine has for such a cache.
+
+    Args:
+        kv_type: of the cache.
+        flash: flash attention; without it, attention is two products over all cells and a sum.
+        here: the processor computes all of it. Other devices add up groups of cells in all passes.
+        alike: one row has the kernel for a few rows.
+    """
+    if not (flash and here):
+        return ALWAYS
+    if not has_kernels(kv_type):
+        return ()
+    return ((TILE, ALWAYS[0][1]),) if alike else ((1, 1), (TILE, ALWAYS[0][1]))
 
 
 def can_be_alike(kv_type: str | None) -> bool:
