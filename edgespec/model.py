@@ -30,7 +30,6 @@ from edgespec.loading.draft_or_memory import open_pair
 from edgespec.loading.exact import note_on_budget
 from edgespec.loading.pair import (
     DEFAULT_BUDGET,
-    WIDE,
     choose_budget,
     choose_context,
     choose_draft,
@@ -583,12 +582,9 @@ def load(
     check_planner(planner, draft is not None, datastore is not None, planner_options)
     check_approximate(alpha, sparse_attention, draft, [planner], exact, ahead)
     fixed, widest, budget = budget is not None, choose_widest(budget, entry), choose_budget(budget, entry)
-    # With a fixed budget passes are wide, but for `auto` without a draft or datastore, which is plain decoding.
-    drafted = bool(draft or datastore) if planner == "auto" else planner != "none"
     options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=budget,
-        widest=widest, sessions=parallel,
-        wide=fixed and budget >= WIDE and drafted, exact=exact, backend=backend, threads=threads,
+        widest=widest, sessions=parallel, exact=exact, backend=backend, threads=threads,
         gpu_layers=gpu_layers, memory=memory, kv_type=kv_type, lenders=check_texts("lenders", lenders), device=device,
         dtype=dtype, gpu_memory=gpu_memory, keep_packed=keep_packed, mixed=alpha > 0, sparse_attention=sparse_attention,
         ahead=bool(ahead) or PLANNERS[planner].ahead, remember=remember,
@@ -598,7 +594,7 @@ def load(
         refused["sparse_attention"] = sparse_attention
         check_targets(targets, cluster, draft, planner, parallel, planner_options | refused)
         remote, writer = open_targets(
-            target, entry, draft or "", models_file, replace(options, wide=False), count=targets, cluster=cluster,
+            target, entry, draft or "", models_file, options, count=targets, cluster=cluster,
             remember=remember, say=say, **planner_options,
         )  # fmt: skip
         return Model(remote, [], budget=budget, targets=writer, names=(target, draft or ""), **_defaults(entry))
@@ -620,7 +616,7 @@ def load(
         ]  # fmt: skip
         defaults, at_close = _defaults(entry), lambda: None
         defaults["notes"] += notes
-        if fixed and drafted:
+        if fixed and (draft or datastore or planner not in ("auto", "none")):
             defaults["notes"] += note_on_budget(
                 budget,
                 backends[0],

@@ -170,7 +170,7 @@ def test_streamed_weights_give_the_same_logits(made_up: Path, monkeypatch: pytes
     monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
     options: dict[str, Any] = {"context_length": 256, "threads": 1, "budget": 16}
     streamed = load(str(made_up), memory=least_memory(made_up, **options), **options)
-    resident = load(str(made_up), resident=True, wide=True, **options)  # not repacked: other kernels
+    resident = load(str(made_up), resident=True, repack=False, **options)  # not repacked: other kernels
     try:
         assert streamed.streamer
         assert len(streamed.streamer.plan.streamed) >= 4

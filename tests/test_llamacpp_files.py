@@ -26,8 +26,8 @@ def test_kernels_for_amx_are_left_out_where_llama_cpp_was_built_with_them() -> N
     assert without_amx(b"CPU : AVX512 = 1 | REPACK = 1 | ") == {}
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_weights_are_repacked_for_narrow_passes_only(wide, smollm2, monkeypatch) -> None:
+@pytest.mark.parametrize("repack", [False, True])
+def test_weights_are_repacked_unless_a_stream_is_compared_with_them(repack, smollm2, monkeypatch) -> None:
     asked = {}
 
     def stop(path, **params):
@@ -38,8 +38,8 @@ def test_weights_are_repacked_for_narrow_passes_only(wide, smollm2, monkeypatch)
     monkeypatch.setattr(engine.MemoryPlanner, "plenty", lambda self, size: True)
     monkeypatch.setattr(engine, "without_amx", lambda info: {})
     with pytest.raises(ModelError, match="enough"):
-        engine.load(str(smollm2), wide=wide)
-    assert asked["use_extra_bufts"] is not wide
+        engine.load(str(smollm2), repack=repack)
+    assert asked["use_extra_bufts"] is repack
 
 
 @pytest.mark.parametrize(("arch", "sizes"), [("qwen35", [64, 0]), ("gemma4-assistant", [64, 64])])

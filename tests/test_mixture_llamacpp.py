@@ -101,7 +101,7 @@ def logits_of(backend: LlamaBackend) -> list[Any]:
 @pytest.mark.parametrize("slots", [0, 3, EXPERTS])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_numbers_are_those_of_the_model_in_memory(kind, slots, mixtures, from_disk):
-    there = load(str(mixtures[kind]), kv_type="f16", wide=True, **OPTIONS)
+    there = load(str(mixtures[kind]), kv_type="f16", repack=False, **OPTIONS)
     expected = logits_of(there)
     there.close()
     backend = from_disk(kind, slots)
@@ -297,7 +297,7 @@ def test_padding_computes_nothing_and_changes_no_bit(kind, from_disk, mixtures, 
         assert left
         left.clear()
     there.close()
-    alone = load(str(mixtures[kind]), kv_type="f16", wide=True, **OPTIONS)  # of its padding all is computed
+    alone = load(str(mixtures[kind]), kv_type="f16", repack=False, **OPTIONS)  # of its padding all is computed
     alone.keep_to(there.capabilities.exact)
     session = alone.open()
     prefill(alone, session, [1, 2, 3])

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import edgespec.model
 from edgespec.cli.commands import cli
+from edgespec.errors import UsageError
 from edgespec.loading import where as module
 from edgespec.loading.where import EXACTLY, UP_TO_TIES, Where, where
 from edgespec.loop.backend import Capabilities, Placed
+from edgespec.loop.engines import LoadOptions
+from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.machine import cards
 
 CARD = "NVIDIA GeForce RTX 3060"
@@ -51,6 +56,32 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_the_line_names_engine_devices_and_streamed_layers(placed: Placed, line: str) -> None:
     assert Where(engine="llamacpp", placed=placed, exact=True).line == f"llamacpp: {line}; {EXACTLY}"
     assert Where(engine="mlx", placed=placed).line == f"mlx: {line}; {UP_TO_TIES}"
+
+
+def test_the_line_names_the_row_class_and_repacked_weights(card: Callable[..., None]) -> None:
+    """Both decide the text."""
+    card(names=())
+    found = backend(Placed(4))
+    found.capabilities = replace(found.capabilities, exact=BatchInvariance("narrow", RowClass(1, 7), RowClass(1, 7)))
+    found.computing = {"threads": 2}
+    assert where(found).line.endswith(f"{EXACTLY} (row class narrow)")
+    found.computing = {"threads": 2, "repacked": True}
+    assert where(found).line.endswith(f"{EXACTLY} (row class narrow, weights repacked)")
+
+
+def test_planner_and_budget_do_not_change_how_weights_are_computed(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the text with drafts is not that without."""
+    seen = []
+
+    def stop(entry: Any, draft: Any, models_file: Any, options: LoadOptions, **how: Any) -> Any:
+        seen.append(replace(options, budget=1, widest=0))
+        raise UsageError("enough was seen")
+
+    monkeypatch.setattr(edgespec.model, "open_pair", stop)
+    for given in ({"planner": "none"}, {"planner": "sssd", "budget": 62}, {"draft": tiny, "budget": 62}, {}):
+        with pytest.raises(UsageError, match="enough"):
+            edgespec.load(tiny, **given)
+    assert seen == [seen[0]] * 4
 
 
 @pytest.mark.parametrize(("tolerance", "exactness"), [(0.0, EXACTLY), (0.1, UP_TO_TIES)])

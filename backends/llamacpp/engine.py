@@ -80,8 +80,8 @@ class LlamaEngine(Engine):
         in_order: keep cells in the order of the tokens, on which rounding depends. Committed nodes behind a gap lose
             their cells, and the next pass computes these tokens again.
         kv_type: one of `KV_TYPES`, or two, of keys and values; default: f16, for float32 weights f32.
-        wide: do not repack weights at load. Repacked weights need memory for a second copy, and can be faster for
-            passes of few rows (docs/measured.md).
+        repack: repacked weights need memory for a second copy, and can be faster for passes of few rows
+            (docs/measured.md).
         share: of a context, for each session after the first; default: 1 if memory is plentiful, else `SHARE`.
         lenders: layers that do not fit here go to them (`lending/child_process.py`).
     """
@@ -170,7 +170,7 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
         notes += more
     streams = weights is not None and bool(weights.streamed or weights.cached)
     # Repacked weights are copies outside the file's mapping.
-    repack = plenty and not options.wide and not without_amx(llama_cpp.llama_print_system_info())
+    repack = plenty and options.repack and not without_amx(llama_cpp.llama_print_system_info())
     computing: dict[str, str | int | None] = {"threads": options.threads or machine.cores, "gpu_layers": gpu_layers}
     bitwise = _is_bitwise(options, gpu_layers, borrowed)
     if machine.gpus and not borrowed:

@@ -157,9 +157,7 @@ LENDER_OPTION = click.option(
 GPU_LAYERS_HELP = "llamacpp, torch: layers on the GPU; -1 = all. [default: auto, as many as --gpu-memory takes]"
 GPU_MEMORY_HELP = "llamacpp, torch: memory of each GPU to use, such as 10G. [default: what is free]"
 KV_TYPE_HELP = "llamacpp: type of keys and values, such as f16, q8_0 or f16/q8_0. [default: f16]"
-EXACT_HELP = (
-    "Row class of all passes: narrow (few draft tokens), wide (many), any (one class for all), off. [default: what suits]"
-)
+EXACT_HELP = "Row class of all passes: narrow (few draft tokens), wide (many), any (all), off. [default: what suits]"
 MEMORY_HELP = "Memory to use, such as 12G; what does not fit is read from disk. [default: what is free]"
 DRAFT_OPTION = click.option(
     "--draft",

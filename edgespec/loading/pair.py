@@ -42,7 +42,6 @@ from edgespec.planners.auto import AutoState
 
 DEFAULT_BUDGET = 64
 WIDEST = 1024  # draft tokens of one pass, where weights are streamed and no budget is given
-WIDE = 16  # draft tokens from which on kernels for many rows are faster
 DEFAULT_CONTEXT = 4096
 
 
@@ -286,7 +285,7 @@ def bytes_forced_out(target: Backend) -> int:
 def open_draft(draft: str, models_file: str | None, options: LoadOptions) -> Backend:
     """Load the draft of a target that other processes load. Arguments and errors: see `open_backends`."""
     source = find_model(draft, models_file).target
-    here = replace(options.for_draft(), gpu_layers=options.gpu_layers, gpu_memory=options.gpu_memory, wide=False)
+    here = replace(options.for_draft(), gpu_layers=options.gpu_layers, gpu_memory=options.gpu_memory)
     name = choose_backend(is_folder(source), this_machine(), options.backend)
     return load_draft(find_engine(name), local_path(source, models_file), here)
 

@@ -21,6 +21,7 @@ class Where:
         engine: its name.
         placed: its layers; None: the engine does not tell.
         exact: the text is that of plain decoding to the bit; False: up to ties within rounding.
+        row_class: name of the class that passes are kept to, and what else decides its bits; "": none is needed.
         unused: a card that does not compute, why, and what would help; "" if there is none.
         approximate: what changes the distribution; "": nothing does.
     """
@@ -28,12 +29,15 @@ class Where:
     engine: str
     placed: Placed | None
     exact: bool = False
+    row_class: str = ""
     unused: str = ""
     approximate: str = ""
 
     @property
     def line(self) -> str:
         exactness = EXACTLY if self.exact else UP_TO_TIES
+        if self.row_class:
+            exactness += f" (row class {self.row_class})"
         if self.approximate:
             exactness = f"approximate ({self.approximate}): not the text of plain decoding"
         return "; ".join([f"{self.engine}{self._places()}", exactness, *filter(None, [self.unused])])
@@ -54,7 +58,8 @@ class Where:
 
     def as_dict(self) -> dict[str, Any]:
         placed = asdict(self.placed) if self.placed else {}
-        return {"engine": self.engine, **placed, "exact": self.exact, "unused": self.unused, "line": self.line}
+        exactness = {"exact": self.exact, "row_class": self.row_class}
+        return {"engine": self.engine, **placed, **exactness, "unused": self.unused, "line": self.line}
 
 
 def where(backend: Backend, gpu_layers: int | None = None, approximate: str = "") -> Where:
@@ -67,7 +72,12 @@ def where(backend: Backend, gpu_layers: int | None = None, approximate: str = ""
     placed = backend.placed if isinstance(backend, TellsPlaced) else None
     unused = _unused(backend.name, nvidia_cards()) if placed and not placed.device and gpu_layers != 0 else ""
     exact = backend.capabilities.logit_tolerance == 0 and not approximate
-    return Where(engine=backend.name, placed=placed, exact=exact, unused=unused, approximate=approximate)
+    kept, row_class = backend.capabilities.exact, ""
+    if kept:
+        row_class = f"{kept.name}, weights repacked" if "repacked" in backend.computing else kept.name
+    return Where(
+        engine=backend.name, placed=placed, exact=exact, row_class=row_class, unused=unused, approximate=approximate
+    )
 
 
 def _unused(engine: str, cards: Sequence[str]) -> str:

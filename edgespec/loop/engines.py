@@ -89,7 +89,7 @@ class LoadOptions:
         budget: most draft tokens of one pass.
         widest: where weights are streamed, the engine may plan for this many instead, if that costs little memory.
         sessions: most sessions open at once.
-        wide: most passes will have at least 16 nodes.
+        repack: weights may be repacked at load, which changes kernels. It depends on nothing that only drafting needs.
         exact: wanted row class, as for `edgespec.load`.
         backend: the engine's name.
         threads: compute threads.
@@ -117,7 +117,7 @@ class LoadOptions:
     budget: int = 64
     widest: int = 0
     sessions: int = 1
-    wide: bool = False
+    repack: bool = True
     exact: str | None = None
     backend: str | None = None
     threads: int | None = None

@@ -12,7 +12,6 @@ from edgespec.errors import UsageError, check_whole
 from edgespec.loading.approximate import check_alpha, check_approximate
 from edgespec.loading.exact import note_on_budget
 from edgespec.loading.pair import (
-    WIDE,
     choose_budget,
     choose_context,
     choose_draft,
@@ -160,7 +159,7 @@ def run_bench(
     fixed, widest, budget = budget is not None, choose_widest(budget, entry), choose_budget(budget, entry)
     load_options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=budget,
-        widest=widest, wide=fixed and budget >= WIDE, mixed=alpha > 0,
+        widest=widest, mixed=alpha > 0,
         ahead=bool(ahead) or any(PLANNERS[name].ahead for name in names),
         **engine_options | {"lenders": tuple(engine_options.get("lenders") or ())},
     )  # fmt: skip

@@ -218,7 +218,7 @@ def agreement(
     Returns:
         For each k of `RANKS`, the share of positions where the target's best token is among the draft's k best.
     """
-    options = LoadOptions(memory=memory, context_length=2 * TEACHER, budget=TEACHER - 1, wide=True, exact="off")
+    options = LoadOptions(memory=memory, context_length=2 * TEACHER, budget=TEACHER - 1, repack=False, exact="off")
     backends = open_backends(entry, draft, models_file, options, say=say)
     try:
         text = calibration_text(local_path(entry.target, fetch=False))

@@ -35,7 +35,7 @@ from edgespec.scheduler.targets.places import processes
 from edgespec.scheduler.targets.proposer import DraftProposer
 from edgespec.scheduler.targets.verifier import describe
 
-OPTIONS = LoadOptions(context_length=2048, wide=True)  # never repacked, so that both ways have one row class
+OPTIONS = LoadOptions(context_length=2048, repack=False)  # never repacked, so that both ways have one row class
 
 
 @dataclass(frozen=True, slots=True)
