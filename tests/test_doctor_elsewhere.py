@@ -77,13 +77,28 @@ def test_a_70b_that_is_not_here(machine: str, layers: str) -> None:
     assert (layers == "some") == (0 < placed.on_device < 80)
     assert first.where.exact == (layers == "none")
     assert speeds["none"] == pytest.approx(1 / first.passes[0].seconds)
-    assert speeds["auto"] >= speeds["none"]
     assert first.passes[0].seconds >= first.streamed / found.described.disk.speed
     assert "computed, not measured" in report(found)
 
 
+@pytest.mark.parametrize(("machine", "reads"), [("macbook-24", True), ("studio-64", False), ("rtx4090-64", False)])
+def test_a_draft_is_promised_only_where_reading_takes_longer_than_a_row_a_pass(machine: str, reads: bool) -> None:
+    """On Metal 8 rows took 7.4 times as long as one (github.com/ggml-org/llama.cpp/issues/25250)."""
+    found = on("llama-3.3-70b", machine)
+    one, *trees = found.found[0].passes
+    assert bool(trees) == (found.found[0].tokens_per_second.keys() > {"none"}) == reads
+    assert all(tree.nodes * (one.seconds - one.waited) <= tree.seconds for tree in trees)
+    assert ("with draft tokens not known: what rows cost there was not measured" in report(found)) == (not reads)
+
+
+def test_engines_are_compared_by_planners_that_are_known_for_both() -> None:
+    first, other = on("llama-3.3-70b", "rtx4090-64").found
+    assert other.tokens_per_second["specexec"] > first.tokens_per_second["none"] > other.tokens_per_second["none"]
+    assert faster([first, other]) == ""
+
+
 def table_of_machines() -> list[tuple[str, str, str, str]]:
-    """README's rows: machine, model, what runs where, plain and drafted tokens a second."""
+    """README's computed rows: machine, model, what runs where, tokens a second."""
     text = (Path(__file__).parent.parent / "README.md").read_text()
     row = re.compile(r"\| .*`(.+?)` \| `edgespec run (\S+)` \| (.+?) \| computed: (.+?) \|")
     return [match.groups() for match in row.finditer(text)]  # type: ignore[misc]
@@ -93,18 +108,17 @@ def table_of_machines() -> list[tuple[str, str, str, str]]:
 def test_the_readmes_table_is_what_doctor_computes(row: tuple[str, str, str, str]) -> None:
     machine, model, where, speeds = row
     first = on(model, machine).found[0]
-    placed, found = first.where.placed, first.tokens_per_second
-    assert placed.streamed == 0
-    some = f"{placed.on_device} of {placed.layers}" if placed.on_device < placed.layers else f"all {placed.layers}"
-    if not placed.on_device:
-        assert where == f"all {placed.layers} layers on the processor"
+    placed = first.where.placed
+    if placed.streamed:
+        assert where == f"{placed.streamed} of {placed.layers} layers read from disk"
     else:
-        assert where in (f"{some} layers on the GPU", f"{some} layers on Metal")
-    assert speeds == ", ".join(two_digits(found[name]) for name in ("none", "auto"))
+        assert where == f"all {placed.on_device} layers on Metal"
+        assert placed.on_device == placed.layers
+    assert speeds == f"{two_digits(first.tokens_per_second['none'])} plain"  # a draft's gain was measured on none
 
 
-def test_the_readme_has_four_machines() -> None:
-    assert len(table_of_machines()) == 4
+def test_the_readme_has_two_machines_that_were_not_measured() -> None:
+    assert len(table_of_machines()) == 2
 
 
 def test_more_memory_and_a_faster_disk_are_never_slower() -> None:
@@ -119,12 +133,10 @@ def test_more_memory_and_a_faster_disk_are_never_slower() -> None:
 def test_a_mixture_reads_only_the_experts_of_a_pass() -> None:
     """Of a dense model of this size a pass reads all."""
     found = on("gpt-oss-20b", "desktop-64").found[0]
-    one, *_, most = found.passes
-    assert 0.1 < one.seconds * 62.7e9 / (found.stays * 0.9) < 0.5
-    assert most.seconds > 4 * one.seconds
+    assert 0.1 < found.passes[0].seconds * 62.7e9 / (found.stays * 0.9) < 0.5
     less = on("gpt-oss-20b", "laptop-32", free=8 << 30).found[0]
     assert [made.read for made in less.passes] == sorted(made.read for made in less.passes)
-    assert less.passes[0].read > 0
+    assert 0 < 4 * less.passes[0].read < less.passes[-1].read
 
 
 def test_a_card_that_must_copy_is_predicted_for_pytorch_too() -> None:
@@ -132,7 +144,7 @@ def test_a_card_that_must_copy_is_predicted_for_pytorch_too() -> None:
     assert (first.where.engine, other.where.engine) == ("llamacpp", "torch")
     assert other.copied > 30e9
     assert other.passes[0].seconds >= other.copied / 25e9
-    assert "torch" in faster([first, other])
+    assert "torch" in faster(on("llama-3.3-70b", "rtx3060-32", memory_speed=1e10).found)
     assert len(on("qwen3-8b", "rtx4090-64").found) == 1  # all of it is on the card
 
 
@@ -206,6 +218,7 @@ def test_models_fit_another_machine() -> None:
 
 def test_a_head_is_predicted_by_the_tokens_of_a_head(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called, machine = find_machine("laptop-32")
+    machine = replace(machine, memory_speed=1e18)  # operations limit every pass, so what rows cost is known
 
     def speeds() -> dict[str, float]:
         (found,) = predict(str(smollm2), machine, called, draft=str(smollm2)).found

@@ -100,8 +100,8 @@ class Prediction:
         stays: bytes in the machine's memory and on its devices.
         streamed: bytes read from disk in every pass, without experts.
         copied: bytes copied to a card in every pass.
-        passes: computed.
-        draft_seconds: to draft one full tree.
+        passes: over one node, and over trees that reading limits whatever their rows cost.
+        draft_seconds: to draft the largest of these trees.
         cannot_run: the reason, or "".
         unknown: speeds that the machine's description lacks.
         tokens_per_second: by planner.
@@ -345,10 +345,15 @@ def _predict(
         return Pass(nodes, max(computing, reading), max(0.0, reading - computing), read=int(used))
 
     between = SIZES_OF_MIXTURES if model.experts else SIZES
-    made.passes = [timed(nodes) for nodes in (1, *(n for n in between if n <= budget), budget + 1)]
-    made.draft_seconds = sum(one.seconds(part, BEAM, speeds) for one, part, speeds in draft) * draft_passes(budget + 1)
+    single, *trees = [timed(nodes) for nodes in (1, *(n for n in between if n <= budget), budget + 1)]
+    # What a row costs there was not measured: at most as much as a pass over one.
+    computing = single.seconds - single.waited
+    made.passes = [single, *(tree for tree in trees if tree.nodes * computing <= tree.seconds)]
+    of_draft = sum(one.seconds(part, BEAM, speeds) for one, part, speeds in draft)
+    made.draft_seconds = of_draft * draft_passes(made.passes[-1].nodes)
     by_head = any(is_head(one.path) for one, _, _ in draft)
-    made.tokens_per_second = tokens_per_second(made.passes, made.draft_seconds, by_head=by_head)
+    speeds = tokens_per_second(made.passes, made.draft_seconds, by_head=by_head)
+    made.tokens_per_second = speeds if made.passes[1:] else {"none": speeds["none"]}
     return made
 
 
@@ -507,18 +512,28 @@ def _lines(made: Prediction) -> list[tuple[str, str]]:
         limit = "computing" if one.limit == "computing" else "reading"
         lines.append((f"  pass, {nodes}", f"{two_digits(one.seconds)} s; {limit} limits it{experts}"))
     speeds = ", ".join(f"{name} about {two_digits(speed)}" for name, speed in made.tokens_per_second.items())
-    return [*lines, ("  tokens/s", f"{speeds} ({COMPUTED})")]
+    rows = "" if made.passes[1:] else "; with draft tokens not known: what rows cost there was not measured"
+    return [*lines, ("  tokens/s", f"{speeds} ({COMPUTED}){rows}")]
+
+
+def compared(first: Prediction, other: Prediction) -> tuple[float, float]:
+    """Best tokens per second of two engines, by planners for which both are known; 0: it cannot run."""
+    both = first.tokens_per_second.keys() & other.tokens_per_second.keys()
+    ones = [one.tokens_per_second for one in (first, other)]
+    speeds = [max((speed for name, speed in one.items() if name in (both or one)), default=0.0) for one in ones]
+    return speeds[0], speeds[1]
 
 
 def faster(found: Sequence[Prediction]) -> str:
     """A line that offers another engine, if it is faster than the one that would run; ""."""
     first, *others = found
     best = max(others, key=lambda one: one.best, default=first)
-    if best.best <= FASTER * first.best:
+    slow, fast = compared(first, best)
+    if first.unknown or fast <= FASTER * slow:
         return ""
     return (
-        f"{best.where.engine}, {best.why}: about {two_digits(best.best)} tokens/s, {first.where.engine} "
-        + (f"about {two_digits(first.best)}" if first.best else "cannot run it")
+        f"{best.where.engine}, {best.why}: about {two_digits(fast)} tokens/s, {first.where.engine} "
+        + (f"about {two_digits(slow)}" if slow else "cannot run it")
         + f" ({COMPUTED})"
     )
 
@@ -557,7 +572,7 @@ def offer(target: str, *, draft: str | None = None, models_file: str | None = No
         return Offer()
     folder, seconds = path.removesuffix(".gguf") + "-mlx", recall(about_engines()) or {}
     measured = seconds.get("llamacpp", 0.0) / seconds["mlx"] if seconds.get("mlx") else 0.0
-    speeds = [f"about {two_digits(one.best)}" if one.best else "cannot run it" for one in (first, others[0])]
+    speeds = [f"about {two_digits(speed)}" if speed else "cannot run it" for speed in compared(first, others[0])]
     lines = [
         f"larger than memory: llamacpp, which computes streamed layers on the processor, {speeds[0]} tokens/s; mlx, on "
         f"the GPU, {speeds[1]} ({COMPUTED})"
