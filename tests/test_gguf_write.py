@@ -1,5 +1,6 @@
 """GGUF files made of others: sizes as foretold, the same tokens, nothing left behind by what is refused or stopped."""
 
+import ctypes
 import json
 import os
 import signal
@@ -167,6 +168,15 @@ def test_the_matrix_is_the_mean_square_of_inputs(floats: Path, tmp_path: Path) -
     normed = rows / np.sqrt((rows**2).mean(1, keepdims=True) + 1e-5) * reader["blk.0.attn_norm.weight"].data
     found = collector.sums["blk.0.attn_q.weight"][0] / collector.counts["blk.0.attn_q.weight"][0]
     assert np.allclose(found, (normed**2).mean(0), rtol=1e-2)
+
+
+def test_the_inputs_are_in_memory_also_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_model(path: str, *, devices: Any, **options: Any) -> None:
+        raise ModelError(f"first device: {ctypes.c_void_p.from_address(devices.value).value}")
+
+    monkeypatch.setattr(imatrix_module, "load_model", load_model)
+    with pytest.raises(ModelError, match="first device: None"):
+        imatrix_module.collect("model.gguf", [], lambda line: None)
 
 
 def write_latent_attention(path: Path) -> Path:

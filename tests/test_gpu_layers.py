@@ -12,9 +12,10 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+import mapped_device
 from edgespec.backends.llamacpp import engine as engine_module
 from edgespec.backends.llamacpp.engine import load
-from edgespec.backends.llamacpp.ggml.files import load_model
+from edgespec.backends.llamacpp.ggml.files import load_model, size_lines
 from edgespec.backends.llamacpp.memory import gpu
 from edgespec.backends.llamacpp.memory import planning as memory
 from edgespec.backends.llamacpp.memory.gpu import (
@@ -356,6 +357,54 @@ def test_auto_reaches_the_engine(smollm2_tiny: Path, monkeypatch: pytest.MonkeyP
     backend = load(str(smollm2_tiny), context_length=64)
     assert backend.computing["gpu_layers"] == 0
     backend.close()
+
+
+@pytest.fixture
+def reserved(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A card that llama.cpp finds by itself, which can copy a weight and hold no layer: MiB that it reserves there."""
+    [buffers] = memory.rehearse(str(smollm2_tiny), [memory.ContextSize(64, 64, 1, memory.MIN_NODES)], 1 << 60)[1]
+    room = buffers.compute + gpu.largest_copy(memory.loaded_tensors(str(smollm2_tiny)), True) + MIB
+    card = Gpu("MAPPED", False, int((room + RESERVE) / (1 - SAFETY)))
+    really, devices = memory.llama_cpp.llama_model_load_from_file, mapped_device.device(own=True)
+
+    def load_from_file(path: bytes, params: Any) -> Any:
+        params.devices = params.devices or ctypes.cast(devices, ctypes.c_void_p)
+        return really(path, params)
+
+    monkeypatch.setattr(engine_module, "find_gpus", lambda: [card])
+    monkeypatch.setattr(memory.llama_cpp, "llama_model_load_from_file", load_from_file)
+    return lambda: sum(mapped_device._logged("compute").get("MAPPED", []))
+
+
+def test_no_layers_that_were_asked_for_use_no_gpu(smollm2_tiny: Path, reserved: Any) -> None:
+    """Not for passes of many rows either: so the processor computes every pass, also of the draft."""
+    asked = LoadOptions(gpu_layers=0, context_length=64, exact="wide")
+    for options in (asked, asked.for_draft()):
+        machine = this_machine(str(smollm2_tiny), engine_module.engine.gpus(None))
+        plan = engine_module.engine.plan(str(smollm2_tiny), options, machine)
+        size_lines.clear()
+        backend = engine_module.engine.load(plan)
+        assert (reserved(), backend.notes) == (0, [])
+        assert ("attention" in backend.computing) == (options is asked)
+        backend.close()
+
+
+def test_auto_says_that_long_passes_use_a_gpu_on_which_no_layer_fits(smollm2_tiny: Path, reserved: Any) -> None:
+    machine = this_machine(str(smollm2_tiny), engine_module.engine.gpus(None))
+    plan = engine_module.engine.plan(str(smollm2_tiny), LoadOptions(context_length=64, exact="wide"), machine)
+    size_lines.clear()
+    backend = engine_module.engine.load(plan)
+    assert backend.computing["gpu_layers"] == 0
+    assert backend.notes == ["no layer fits on MAPPED; long passes use it"]
+    assert reserved() > 0
+    with engine_module.engine.probe_model(str(smollm2_tiny), backend.computing) as probe:  # it computes alike
+        assert dict(probe.computing) == dict(backend.computing)
+    assert not {"attention", "repacked"} & backend.computing.keys()  # these are the processor's
+    backend.close()
+    few = replace(machine, gpus=(replace(machine.gpus[0], free=RESERVE),))  # no room for a copy
+    plan = engine_module.engine.plan(str(smollm2_tiny), LoadOptions(context_length=64, exact="wide"), few)
+    assert (plan.notes, plan.ways[-1]["gpu_layers"]) == ([], 0)
+    assert "device" not in plan.ways[-1]
 
 
 def test_a_gpu_that_copies_weights_leaves_flash_attention_on(

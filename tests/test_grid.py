@@ -96,7 +96,7 @@ def check(found: Any, path: str, machine: Machine) -> None:
     if weights:
         taken = weights.needed + weights.pinned_bytes + weights.slots * weights.slot_bytes + max(0, weights.pool_bytes)
         assert taken <= int(machine.free * (1 - SAFETY))
-    assert ("device" in found.ways[-1]) == bool(found.gpu_layers)
+    assert ("device" in found.ways[-1]) == bool(found.gpu_layers or "long passes use it" in str(found.notes))
     if not found.gpu_layers:
         return
     _, there = sides(found, path)

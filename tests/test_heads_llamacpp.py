@@ -21,7 +21,7 @@ from contract import (
     random_tokens,
     work,
 )
-from edgespec.backends.llamacpp import states
+from edgespec.backends.llamacpp import heads, states
 from edgespec.backends.llamacpp.context import ContextSize
 from edgespec.backends.llamacpp.engine import engine, load
 from edgespec.backends.llamacpp.ggml.files import all_tensors, load_model, loaded_tensors
@@ -74,6 +74,18 @@ def pair(target: Path, head: Path, **more: Any):
         yield backend, engine.load_head(backend, str(head), LoadOptions(**memoryless).for_draft())
     finally:
         backend.close()
+
+
+def test_a_head_uses_no_gpu_where_its_target_uses_none(files, monkeypatch):
+    devices = list[int]()
+
+    def load_head_file(path, **options):
+        devices.append(ctypes.c_void_p.from_address(options["devices"].value).value)
+        return load_model(path, **options)
+
+    monkeypatch.setattr(heads, "load_model", load_head_file)
+    with pair(*files["eagle3"], gpu_layers=0):
+        assert devices == [None]  # the list ends before its first entry
 
 
 def read(target, head, tokens):

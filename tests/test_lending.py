@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +56,30 @@ def test_a_build_without_rpc_is_one_line(run: Run, monkeypatch: pytest.MonkeyPat
         assert code == 1
         assert "GGML_RPC=on" in error
         assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("kinds", "lent"), [([1, 3, 0], [1]), ([3, 0], [2]), ([1, 2, 3, 0], [1, 2])])
+def test_gpus_are_lent_or_else_the_processor_and_no_library(
+    kinds: list[int], lent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BLAS counts as a device (3), and has no memory."""
+    pytest.importorskip("llama_cpp")
+    from edgespec.backends.llamacpp.lending import rpc as lending
+
+    from edgespec.errors import EdgespecError
+
+    library = SimpleNamespace(
+        ggml_backend_dev_count=lambda: len(kinds), ggml_backend_dev_get=lambda i: i + 1,
+        ggml_backend_dev_type=lambda device: kinds[device - 1],
+    )  # fmt: skip
+    started = list[Any]()
+    monkeypatch.setattr(lending, "ggml", lambda: library)
+    server = SimpleNamespace(ggml_backend_rpc_start_server=lambda *given: started.extend(given[-1]))
+    monkeypatch.setattr(lending, "rpc", lambda: server)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(EdgespecError, match="could not listen"):
+        lending.lend("127.0.0.1", 1, 1, None)
+    assert started == lent
 
 
 def test_only_as_many_layers_are_lent_as_do_not_fit() -> None:

@@ -22,7 +22,16 @@ from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, layers_of_
 from ..common.loader import loader, no_further_positions
 from .backend import LlamaBackend
 from .context import ContextSize, kv_type_of_file, make_context, settle_attention
-from .ggml.files import LLAMA_MAX_SEQ, engine_build, llama_cpp, load_model, metadata, parts, without_amx
+from .ggml.files import (
+    LLAMA_MAX_SEQ,
+    PROCESSOR_ONLY,
+    engine_build,
+    llama_cpp,
+    load_model,
+    metadata,
+    parts,
+    without_amx,
+)
 from .head_card import check_target
 from .head_files import find_head
 from .heads import load_head
@@ -125,7 +134,8 @@ class LlamaEngine(Engine):
             way = next((way for way in plan.ways if (REPACKED.keys() <= way.keys()) == repacked), None)
             if way is None:
                 raise ModelError(f"{path}: there is no memory for a probe model of it with weights repacked")
-            way = {**way, **{name: computing[name] for name in CARRIED & computing.keys()}}
+            way = {name: value for name, value in way.items() if name not in ALIKE or name in computing}
+            way |= {name: computing[name] for name in CARRIED & computing.keys()}
             watch = Watch() if watched else None
             with closing(load_here(plan, way, lambda done, total: None, watch)) as backend:
                 if copy != path:
@@ -162,7 +172,7 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
         gpu_layers = planner.choose_gpu_layers(size)
     elif options.gpu_memory is not None:
         raise UsageError("gpu_layers and gpu_memory both say how many layers go to the GPU: give one of them")
-    elif gpu_layers and not borrowed and not machine.gpus:
+    elif gpu_layers and not borrowed and not planner.gpus:
         gpu_layers, notes = 0, [*notes, "this llama.cpp has no GPU, so --gpu-layers changes nothing"]
     experts_here = planner.keeps_experts(gpu_layers, size)
     if not plenty and not options.resident:
@@ -172,9 +182,11 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
     # Repacked weights are copies outside the file's mapping.
     repack = plenty and options.repack and not without_amx(llama_cpp.llama_print_system_info())
     computing: dict[str, str | int | None] = {"threads": options.threads or machine.cores, "gpu_layers": gpu_layers}
-    bitwise = _is_bitwise(options, gpu_layers, borrowed)
-    if machine.gpus and not borrowed:
-        computing |= on_gpus(machine, gpu_layers, planner.tensors, weights, experts_here)
+    if planner.gpus and not borrowed:
+        helps = not gpu_layers and not _reads(weights) and planner.hold_copies(size)
+        computing |= on_gpus(machine, gpu_layers, planner.tensors, weights, experts_here, helps)
+        notes += [f"no layer fits on {computing['device']}; long passes use it"] if helps else []
+    bitwise = _is_bitwise(options, computing, borrowed)
     computing |= ALIKE if bitwise and can_be_alike(options.kv_type) else {}
     classes = options.exact != "off" and (streams or (repack and bitwise))
     kv_type = kv_type_of_file(path, size) if classes else ""
@@ -190,21 +202,27 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
 
 
 def on_gpus(
-    machine: Machine, gpu_layers: int, tensors: Sequence[Tensor], weights: Plan | None, no_experts: bool
+    machine: Machine, gpu_layers: int, tensors: Sequence[Tensor], weights: Plan | None, no_experts: bool, helps: bool
 ) -> dict[str, str | int | None]:
-    """Part of `Backend.computing` where there are GPUs: names of those with layers, and what they do not do."""
+    """Part of `Backend.computing` where there are GPUs: names of those that compute, and what they do not do."""
     found = dict[str, str | int | None]()
-    if gpu_layers:
+    if gpu_layers or helps:
         own = [gpu.name for gpu in machine.gpus if not gpu.shared]
         found["device"] = ", ".join(own or [machine.gpus[0].name])
     if patterns := kept_off(weights, gpu_layers, count_layers(tensors), no_experts, platform=machine.platform):
         found["kept_off"] = b" ".join(patterns).decode()
     # A GPU that helps with long prompts would read weights before they are loaded.
-    return found | ({"op_offload": 0} if weights and (weights.streamed or weights.slots_of_experts >= 0) else {})
+    return found | ({"op_offload": 0} if _reads(weights) else {})
 
 
-def _is_bitwise(options: LoadOptions, gpu_layers: int, borrowed: Any) -> bool:
-    return options.in_order and options.exact != "off" and gpu_layers == 0 and not borrowed
+def _reads(weights: Plan | None) -> bool:
+    """True if a pass reads weights from disk."""
+    return weights is not None and bool(weights.streamed or weights.slots_of_experts >= 0)
+
+
+def _is_bitwise(options: LoadOptions, computing: Computing, borrowed: Any) -> bool:
+    """True if the processor computes every pass, and cells stay in order."""
+    return options.in_order and options.exact != "off" and "device" not in computing and not borrowed
 
 
 def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch | None = None) -> LlamaBackend:
@@ -222,7 +240,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
     path, options, weights = plan.path, plan.options, plan.weights
     notes, computing = list(plan.notes or ()), dict(way)
     before = mappings_of(path, plan.machine) if weights else []
-    bitwise = _is_bitwise(options, plan.gpu_layers, plan.borrowed)
+    bitwise = _is_bitwise(options, computing, plan.borrowed)
     if plan.borrowed:
         notes.append(lent_line(path, plan.gpu_layers))
     model = load_model(path, **_model_params(plan, way))
@@ -255,7 +273,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
             hooks.skip_padding = SkipPadding()
             params.cb_eval = hooks.skip_padding.callback
         params.op_offload = "op_offload" not in computing and not plan.borrowed
-        if params.op_offload and plan.machine.gpus:
+        if params.op_offload and "device" in computing:
             settle_attention(path, model, size, params)
         with capture_cpu_backend() if ALIKE.keys() <= computing.keys() else nullcontext(list[int]()) as processors:
             context = make_context(path, model, size, params)
@@ -278,7 +296,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
     lanes = most_paths(model, options.budget, options.sessions)
     capabilities = _capabilities(model, size, lanes, params.n_outputs_max)
     flash = params.flash_attn_type != llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED and not (watch and watch.adds_up_cells)
-    here = plan.gpu_layers == 0 and not plan.borrowed and not (params.op_offload and plan.machine.gpus)
+    here = "device" not in computing and not plan.borrowed
     capabilities = replace(
         capabilities,
         by_cell=ALWAYS if lanes else by_cell(size.kv_type_in(model), flash=flash, here=here, alike=bool(processors)),
@@ -319,6 +337,7 @@ def _model_params(plan: LlamaPlan, way: Computing) -> dict[str, Any]:
         params["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
     if plan.borrowed:
         return params | lent_options(plan.borrowed)
+    params |= {} if "device" in way else PROCESSOR_ONLY
     if patterns := str(way.get("kept_off", "")).encode().split():
         params["tensor_buft_overrides"] = ctypes.addressof(overrides(*patterns))
     return params

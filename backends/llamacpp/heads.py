@@ -25,7 +25,7 @@ from ..common.row_logits import RowLogits
 from .backend import LlamaBackend
 from .cells import Rows
 from .context import EAGLE3, ContextSize, make_context, of_head
-from .ggml.files import forget_log, last_log, llama_cpp, load_model, metadata, parts
+from .ggml.files import PROCESSOR_ONLY, forget_log, last_log, llama_cpp, load_model, metadata, parts
 from .ggml.stop import ABORTED
 from .head_files import ASSISTANT, HeadFile, check_d2t, find_head, starts_from
 from .logits import StateLogits
@@ -267,10 +267,9 @@ def load_head(target: Any, path: str, options: LoadOptions) -> LlamaHead:
         raise ModelError(f"{path}: the head of a model needs that model as its target, loaded with it")
     check_d2t(path, target.vocab.size)
     computing = target.computing
-    options_of_model = {
-        "load_mtp": not head.is_eagle, "n_gpu_layers": -1 if computing["gpu_layers"] else 0,
-        "use_extra_bufts": "repacked" in computing,
-    }  # fmt: skip
+    options_of_model: dict[str, Any] = {"load_mtp": not head.is_eagle, "use_extra_bufts": "repacked" in computing}
+    layers_of_model = {"n_gpu_layers": -1 if computing["gpu_layers"] else 0}
+    options_of_model |= layers_of_model if "device" in computing else PROCESSOR_ONLY
     model = target.model if head.whole else load_model(path, **options_of_model)
     context = None
     try:

@@ -28,6 +28,8 @@ except ImportError as error:
 
 FILE_TYPE_F32, FILE_TYPE_F16, FILE_TYPE_BF16 = b"0", b"1", b"32"  # general.file_type: llama_ftype in llama.h
 NO_GPUS = (ctypes.c_void_p * 1)()  # a list of devices ends with a null pointer
+# With 0 layers alone GPUs would compute long passes.
+PROCESSOR_ONLY = {"n_gpu_layers": 0, "devices": ctypes.cast(NO_GPUS, ctypes.c_void_p)}
 LLAMA_MAX_SEQ = 256  # of llama-cparams.h, fixed at compile time
 
 _log_lines: list[str] = []
@@ -138,9 +140,8 @@ def _check_rotation(path: str, model: Any) -> None:
 def load_header(path: str, **params: Any) -> Any:
     """Load a llama_model with tokenizer and sizes but without weights, for no GPU; otherwise as `load_model`."""
     return load_model(
-        path, no_alloc=True, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE, use_extra_bufts=False, n_gpu_layers=0,
-        devices=ctypes.cast(NO_GPUS, ctypes.c_void_p), **params,
-    )  # fmt: skip
+        path, no_alloc=True, load_mode=llama_cpp.LLAMA_LOAD_MODE_NONE, use_extra_bufts=False, **PROCESSOR_ONLY, **params
+    )
 
 
 def without_amx(system_info: bytes) -> dict[str, Any]:

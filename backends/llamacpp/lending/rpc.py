@@ -17,7 +17,7 @@ from edgespec.machine.memory import format_size
 from edgespec.weights.plan import Tensor, count_layers, layer_of, layers_on_gpu, make_plan
 
 from ..ggml.files import ggml_library, llama_cpp, loaded_tensors
-from ..memory.gpu import PROCESSOR, ggml, layers_that_fit, overrides
+from ..memory.gpu import GPU, PROCESSOR, SHARED, ggml, layers_that_fit, overrides
 
 SECONDS_TO_ANSWER = 5.0
 HEAD = b"^(output|token_embd)"  # stays here, because logits are much larger than the rows between layers
@@ -71,7 +71,7 @@ def lend(host: str, port: int, threads: int, cache: str | None) -> None:
     llama_cpp.llama_backend_init()
     count = devices.ggml_backend_dev_count()
     every = [devices.ggml_backend_dev_get(i) for i in range(count)]
-    gpus = [device for device in every if devices.ggml_backend_dev_type(device) != PROCESSOR]
+    gpus = [device for device in every if devices.ggml_backend_dev_type(device) in (GPU, SHARED)]
     chosen = gpus or [device for device in every if devices.ggml_backend_dev_type(device) == PROCESSOR][:1]
     pointers = (ctypes.c_void_p * len(chosen))(*chosen)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the C code never returns to Python

@@ -83,6 +83,12 @@ class MemoryPlanner:
         self.memory = in_bytes("memory", options.memory)
         self.room = self.memory if self.memory is not None else int(machine.free * (1 - SAFETY))
         self.left = machine.free - machine.used  # bytes that this program may still take
+        most = in_bytes("gpu_memory", options.gpu_memory)
+        self.gpus = [  # with what this program may take of them; 0 layers that were asked for take nothing
+            gpu if most is None else replace(gpu, free=min(gpu.free, max(0, most - gpu.used)))
+            for gpu in machine.gpus
+            if options.gpu_layers != 0
+        ]
         self._tokenizers: dict[str, int] = {}  # measured once, because a later load may reuse freed memory
         self._buffers: dict[tuple[str, ContextSize], Buffers] = {}
 
@@ -112,7 +118,7 @@ class MemoryPlanner:
         weights = 2 * self.file_sizes
         if self.memory is not None or weights + ROOM_FOR_BUFFERS >= self.left:
             return False
-        if self.options.gpu_layers != 0 and not all(gpu.shared for gpu in self.machine.gpus):
+        if not all(gpu.shared for gpu in self.gpus):
             return True  # a GPU's own memory holds the caches of its layers
         try:
             return weights + self.needs([size])[0] + self._drafts(size) <= self.room
@@ -166,7 +172,7 @@ class MemoryPlanner:
         """
         buffers = self._rehearse(self.path, sizes)
         fixed = self.machine.used + MARGIN + self._tokenizers[self.path]
-        if gpu_layers and (self.borrowed or not all(gpu.shared for gpu in self.machine.gpus)):
+        if gpu_layers and (self.borrowed or not all(gpu.shared for gpu in self.gpus)):
             return [fixed + one.total - one.caches_on_gpu(gpu_layers) for one in buffers]
         if gpu_layers <= 0:
             return [fixed + one.total for one in buffers]
@@ -181,12 +187,8 @@ class MemoryPlanner:
             needed = self.needs([size])[0] + self._drafts(size)
             lent = memory_of_lenders(self.borrowed)
             return choose_lent(self.tensors, self.room, needed, caches, lent, len(self.borrowed) - 1)
-        most = in_bytes("gpu_memory", self.options.gpu_memory)
-        gpus = list(self.machine.gpus)
-        if most is not None:
-            gpus = [replace(gpu, free=min(gpu.free, max(0, most - gpu.used))) for gpu in gpus]
-        if not gpus:
-            if most is None:
+        if not self.gpus:
+            if self.options.gpu_memory is None:
                 return 0
             raise UsageError(
                 "gpu_memory is given, but this llama.cpp has no GPU: leave it out, or install a build that has"
@@ -203,7 +205,7 @@ class MemoryPlanner:
                     break
             return best
 
-        layers = auto_layers(gpus, self.tensors, buffers, drafts, plan, platform=self.machine.platform)
+        layers = auto_layers(self.gpus, self.tensors, buffers, drafts, plan, platform=self.machine.platform)
         # The GPU gets no layers if experts are read from disk: that combination is not measured.
         try:
             from_disk = layers > 0 and bool(self.find_expert_layers()) and plan(0) is not None
@@ -213,27 +215,32 @@ class MemoryPlanner:
 
     def keeps_experts(self, gpu_layers: int, size: ContextSize) -> bool:
         """True if GPUs cannot hold the experts of these layers."""
-        if self.borrowed or not gpu_layers or not self.machine.gpus:
+        if self.borrowed or not gpu_layers or not self.gpus:
             return False
         if not any(EXPERTS.search(tensor.name) for tensor in self.tensors):
             return False
         [buffers] = self._rehearse(self.path, [size])
-        return experts_too_large(self.machine.gpus, self.tensors, gpu_layers, buffers)
+        return experts_too_large(self.gpus, self.tensors, gpu_layers, buffers)
+
+    def hold_copies(self, size: ContextSize) -> bool:
+        """True if GPUs without layers have room for the weights that they copy for long passes (`op_offload`)."""
+        [buffers] = self._rehearse(self.path, [size])
+        room, drafts = room_on(self.gpus, buffers), self._drafts(size)
+        return largest_copy(self.tensors, True) <= room - (drafts if drafts <= room // 2 else 0)
 
     def _sizes_on_gpu(self, sizes: Sequence[ContextSize], gpu_layers: int, experts_here: bool, drafts: int) -> int:
         """
         Returns:
             How many of these ascending sizes have buffers for which GPUs have room; at least 1.
         """
-        gpus = self.machine.gpus
-        if not gpu_layers or self.borrowed or not gpus:
+        if not gpu_layers or self.borrowed or not self.gpus:
             return len(sizes)
         patterns = kept_off(None, gpu_layers, count_layers(self.tensors), experts_here, platform=self.machine.platform)
         _, there = divide(self.tensors, gpu_layers, patterns)
         mapped = self.machine.platform == "darwin"
         weights = sum(one.size for one in (spans(there) if mapped else there))
         buffers = self._rehearse(self.path, sizes)
-        rooms = [room_on(gpus, one) - one.caches_on_gpu(gpu_layers) for one in buffers]
+        rooms = [room_on(self.gpus, one) - one.caches_on_gpu(gpu_layers) for one in buffers]
         return max(1, sum(weights <= room - (drafts if drafts <= room // 2 else 0) for room in rooms))
 
     def find_expert_layers(self) -> list[ExpertLayer]:

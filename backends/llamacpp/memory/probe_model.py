@@ -25,7 +25,7 @@ from .attention import ALIKE
 LEAST_LAYERS, MOST_LAYERS = 2, 16
 Weight = tuple[str, int, int]  # its name in a layer, size and type
 REPACKED: dict[str, str | int | None] = {"repacked": True}
-CARRIED = {"kept_off", "op_offload"}  # parts of `computing` that a probe model takes from the whole one
+CARRIED = {"kept_off", "op_offload", "device"}  # parts of `computing` that a probe model takes from the whole one
 
 
 def kinds(tensors: list[Tensor]) -> list[int]:
@@ -127,7 +127,7 @@ def probe_options(path: str, computing: Computing) -> LoadOptions:
     """
     if "lenders" in computing:
         raise ModelError(f"{path}: a copy with fewer layers would have none lent")
-    others = ALIKE.keys() | REPACKED.keys() | CARRIED | {"device", LAST_LAYER}
+    others = ALIKE.keys() | REPACKED.keys() | CARRIED | {LAST_LAYER}
     given: dict[str, Any] = {name: value for name, value in computing.items() if name not in others}
     tensors = all_tensors(path)
     given["gpu_layers"] = chosen_layers(tensors, _gpu_layers(computing), _heads(path, tensors))[1]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgespec.errors import ModelError
 from edgespec.machine.system import compute_cores
 
-from ..ggml.files import ggml_base, llama_cpp, load_model
+from ..ggml.files import PROCESSOR_ONLY, ggml_base, llama_cpp, load_model
 from ..ggml.ggml_tensor import GgmlTensor, is_known, source_addresses
 from ..vocab import load_vocab
 from .child import Say, serve
@@ -99,7 +99,7 @@ def collect(path: str, token_ids: list[int], say: Say) -> Collector:
     Raises:
         ModelError: llama.cpp cannot evaluate them.
     """
-    model = load_model(path, use_extra_bufts=False, n_gpu_layers=0)
+    model = load_model(path, use_extra_bufts=False, **PROCESSOR_ONLY)
     collector = Collector()
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = TOKENS
