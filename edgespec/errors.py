@@ -2,17 +2,29 @@
 
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from numbers import Real
 from operator import index
 from os import PathLike, fsencode, fspath
-from typing import Any
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 MOST_SHOWN = 80  # characters of a wrong value in a message
+PYDANTIC_TYPE = re.compile(r"should be a (?:valid )?(boolean|dictionary|integer|list|number|string|tuple)\b")
+TYPES = {
+    "boolean": "true or false", "dictionary": "a mapping of names to values", "integer": "a whole number",
+    "list": "a list", "number": "a number", "string": "a text", "tuple": "a list",
+}  # fmt: skip
+Location = tuple[str | int, ...]  # of a value in lists and mappings: their keys, outermost first
 
 
 class EdgespecError(Exception):
@@ -193,6 +205,72 @@ def check_texts(name: str, value: Any) -> tuple[str, ...]:
 
 def no_such(kind: str, name: str, known: Collection[str], cutoff: float = 0.6) -> UsageError:
     """The error for a name that does not exist; it says which similar names do, else all."""
+    return UsageError(f"there is no {kind} {name!r}; {_instead(name, known, cutoff)}")
+
+
+def unknown_key(key: str, known: Collection[str]) -> str:
+    """What is wrong with a key that nothing reads; it says which similar ones are read, else all."""
+    return f"unknown key {key!r}; {_instead(key, known)}"
+
+
+def _instead(name: str, known: Collection[str], cutoff: float = 0.6) -> str:
     near = get_close_matches(name, known, cutoff=cutoff)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(known)}"
-    return UsageError(f"there is no {kind} {name!r}; {hint}")
+    return f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(known)}"
+
+
+def first_mistake(error: "ValidationError", kind: Any) -> tuple[Location, str]:
+    """
+    Args:
+        error: of pydantic, for a value that should be of a type.
+        kind: the type: a model of pydantic, or a dataclass.
+
+    Returns:
+        Where the value's first mistake is, and a line for a user: what is wrong there, and what would be right.
+    """
+    found = [(*_place(kind, one["loc"]), one) for one in error.errors()]
+    first = found[0][0]
+    # Of a value that may be of several types, the mistake is in the type that fits up to the innermost place.
+    where, known, details = max((one for one in found if one[0][: len(first)] == first), key=lambda one: len(one[0]))
+    path, outer = (".".join(map(str, keys)) for keys in (where, where[:-1]))
+    if details["type"] == "extra_forbidden":
+        return where, f"{outer}: {unknown_key(str(where[-1]), known)}".removeprefix(": ")
+    if details["type"] == "missing":
+        return where, f"{path} is missing"
+    if details["type"] == "value_error":  # of a check of ours, whose message says it all
+        return where, f"{path}: {details['ctx']['error']}".removeprefix(": ")
+    rights = dict.fromkeys(_right(one["msg"]) for place, _, one in found if place == where)
+    return where, str(must_be(path or "it", details["input"], " or ".join(rights)))
+
+
+def _place(kind: Any, location: Location) -> tuple[Location, Collection[str]]:
+    """
+    Args:
+        kind: as for `first_mistake`.
+        location: of pydantic's, which names also those that it tried of several types.
+
+    Returns:
+        The keys alone, and the names that are known where the last one is.
+    """
+    where, known = list[str | int](), dict[Any, Any]()
+    for part in location:
+        kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+        types = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+        types = tuple(one for one in types if one is not NoneType)
+        if len(types) > 1:
+            kind = next((one for one in types if str(part).startswith(one.__name__)), None)
+            continue
+        known = {name: field.annotation for name, field in getattr(types[0], "model_fields", {}).items()}
+        known |= get_type_hints(types[0]) if is_dataclass(types[0]) else {}
+        inner = [one for one in get_args(types[0]) if one is not ...]
+        kind = known.get(part) if known else inner[-1] if inner else None
+        where.append(part)
+    return tuple(where), known
+
+
+def _right(says: str) -> str:
+    """What a value should be, by pydantic's message."""
+    if named := PYDANTIC_TYPE.search(says):
+        return TYPES[named[1]]
+    for words, plain in (("String should have", "a text with"), ("String should match pattern", "a text like")):
+        says = says.replace(words, plain)
+    return says.removeprefix("Input should be ")

@@ -31,11 +31,31 @@ def test_own_entries_come_first_and_paths_are_relative_to_their_file(tmp_path: P
 @pytest.mark.parametrize(
     ("text", "line", "says"),
     [
-        ("models:\n  - name: a\n    target: file:a\n    drafft: file:b\n", 4, "drafft"),
-        ("models:\n  - name: a\n    target: file:a\n  - name: b\n", 4, "target"),
-        ("models:\n  - name: a\n    target: file:a\n    defaults: {budget: 0}\n", 4, "budget"),
+        (
+            "models:\n  - name: a\n    target: file:a\n    drafft: file:b\n",
+            4,
+            "models.0: unknown key 'drafft'; did you mean draft?",
+        ),
+        ("models:\n  - name: a\n    target: file:a\n  - name: b\n", 4, "models.1.target is missing"),
+        (
+            "models:\n  - name: a\n    target: file:a\n    defaults: {budget: 0}\n",
+            4,
+            "budget is 0, but must be greater than or equal to 1",
+        ),
         ("models:\n  - name: a\n    target: file:a\n    defaults: {repetition_penalty: 1e+31}\n", 4, "below 1e+30"),
-        ("models:\n  - name: a\n    target: file:a\n    defaults:\n      top_k: -1\n", 5, "top_k"),
+        (
+            "models:\n  - name: a\n    target: file:a\n    defaults:\n      top_k: -1\n",
+            5,
+            "models.0.defaults.top_k: top_k is -1",
+        ),
+        ("models:\n  - name: a\n    target: file:a\n    defaults: {tempreature: 1}\n", 4, "did you mean temperature?"),
+        ("models:\n  - name: ''\n    target: file:a\n", 2, "name is '', but must be a text with at least 1 character"),
+        ("models:\n  - name: a\n    target: [b]\n", 3, "target is ['b'], but must be a text"),
+        (
+            "models:\n  - name: a\n    target: file:a\n    files: {a: {sha256: [b]}}\n",
+            4,
+            "a.sha256.0 is 'b', but must be a",
+        ),
         ("models:\n  - name: a\n    target: a.gguf\n", 2, "must start with"),
         ("models:\n  - {name: a, target: 'file:a'}\n  - {name: a, target: 'file:b'}\n", 3, "two models named"),
         ("models:\n  - name: [a\n", 3, "is not YAML"),

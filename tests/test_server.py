@@ -489,14 +489,25 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("path", "body", "param", "says"),
         [
-            ("chat/completions", HELLO | {"stop": 5}, "stop", "stop: Input should be a valid string or a valid list"),
-            ("chat/completions", HELLO | {"stop": [5]}, "stop", "stop: Input should be a valid string"),
-            ("chat/completions", {"messages": [5]}, "messages.0", "messages.0: Input should be a valid dictionary"),
-            ("responses", {}, "input", "input: Field required"),
-            ("completions", {"prompt": 5}, "prompt", "prompt: Input should be a valid string or a valid list"),
+            ("chat/completions", HELLO | {"stop": 5}, "stop", "stop is 5, but must be a text or a list"),
+            ("chat/completions", HELLO | {"stop": [5]}, "stop.0", "stop.0 is 5, but must be a text"),
+            (
+                "chat/completions",
+                {"messages": [5]},
+                "messages.0",
+                "messages.0 is 5, but must be a mapping of names to values",
+            ),
+            ("responses", {}, "input", "input is missing"),
+            (
+                "responses",
+                {"input": "hi", "edgespec": {"plian": True}},
+                "edgespec.plian",
+                "edgespec: unknown key 'plian'; did you mean plain?",
+            ),
+            ("completions", {"prompt": 5}, "prompt", "prompt is 5, but must be a text or a list"),
         ],
     )
-    def test_a_field_of_several_types_is_named_with_all(self, client, path, body, param, says):
+    def test_what_is_wrong_in_a_body_is_named_with_all_that_would_be_right(self, client, path, body, param, says):
         error = client.post(f"/v1/{path}", json=body).json()["error"]
         assert (error["param"], error["message"]) == (param, says)
 

@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from edgespec.errors import EdgespecError, UsageError, no_such
+from edgespec.errors import EdgespecError, UsageError, first_mistake, no_such, unknown_key
 from edgespec.machine.disk import Reading, disk_speed
 from edgespec.machine.files import read_yaml
 from edgespec.machine.memory import parse_size
@@ -92,8 +92,7 @@ def _machine(entry: Any, where: str) -> Machine:
     try:
         machine = TypeAdapter(Machine).validate_python(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise UsageError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise UsageError(f"{where}: {first_mistake(error, Machine)[1]}") from error
     _check_numbers(machine, where)
     for part, of in [(machine.disk, "disk"), *((gpu, "gpus") for gpu in machine.gpus)]:
         _check_numbers(part, f"{where}: {of}")
@@ -120,7 +119,7 @@ def _checked(values: Any, kind: type, where: str) -> Any:
     found = {}
     for key, value in values.items():
         if key not in _names(kind):
-            raise UsageError(f"{where}: {no_such('key', str(key), _names(kind))}")
+            raise UsageError(f"{where}: {unknown_key(str(key), _names(kind))}")
         if key in SIZES and isinstance(value, str):
             try:
                 value = parse_size(value)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from edgespec.errors import ModelError, RegistryError, UsageError, no_such, pip_install
+from edgespec.errors import ModelError, RegistryError, UsageError, first_mistake, no_such, pip_install
 from edgespec.loop.sampling import SamplingParams
 from edgespec.machine.files import config_folder, read_yaml
 from edgespec.models import hub
@@ -103,9 +103,8 @@ def read_models(path: Path) -> list[Entry]:
     try:
         entries = _File.model_validate(found).models
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise RegistryError(f"{path}, line {_line(node, first['loc'])}: {where}: {first['msg']}") from error
+        where, says = first_mistake(error, _File)
+        raise RegistryError(f"{path}, line {_line(node, where)}: {says}") from error
     seen = set[str]()
     for i, entry in enumerate(entries):
         line = _line(node, ("models", i))

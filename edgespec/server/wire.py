@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from math import isinf
-from types import NoneType, UnionType
+from types import NoneType
 from typing import Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from edgespec.errors import first_mistake
 from edgespec.server.errors import Refused
 
 MOST_BODY = 8 * 2**20  # bytes
@@ -119,20 +120,8 @@ def parsed_body(data: bytes | bytearray, kind: type[Body]) -> Body:
     try:
         return kind.model_validate(found)
     except ValidationError as error:
-        where, says = first_mistake(kind, error)
-        raise Refused(400, f"{where or 'body'}: {says}", param=where or None) from error
-
-
-def first_mistake(kind: type[Lenient], error: ValidationError) -> tuple[str, str]:
-    """(field, message); of a field that takes several types the messages of all."""
-    found = error.errors()
-    name, *inner = found[0]["loc"] or ("",)
-    field = kind.model_fields.get(str(name))
-    types = set(get_args(field.annotation)) - {NoneType} if field and isinstance(field.annotation, UnionType) else ()
-    if len(types) < 2:
-        return ".".join(map(str, [name, *inner])), found[0]["msg"]
-    first, *others = dict.fromkeys(one["msg"] for one in found if one["loc"][:1] == (name,))
-    return str(name), " or ".join([first, *(says.removeprefix("Input should be ") for says in others)])
+        where, says = first_mistake(error, kind)
+        raise Refused(400, says, param=".".join(map(str, where)) or None) from error
 
 
 def _no_constant(name: str) -> None:

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from edgespec.loop.backend import Vocab
 from edgespec.loop.grammar import Grammar, json_object, json_schema, lark, regex
@@ -21,6 +21,8 @@ MOST_LOG_PROBS = 20
 
 
 class Extra(Lenient):
+    model_config = ConfigDict(extra="forbid")
+
     trace: Literal["passes", ""] | None = None  # chunks report the draft and accepted tokens of each pass
     plain: bool = False
     speculate_tools: bool = False  # report calls as soon as the draft predicts them
