@@ -78,6 +78,14 @@ class Closed(EdgespecError):
         super().__init__(message)
 
 
+class OtherProcess(EdgespecError):
+    """A fork of the program uses an object that needs its parent's threads."""
+
+    def __init__(self, what: str, made_by: int, here: int) -> None:
+        says = f"process {made_by} made this {what}, and its fork {here} has none of the threads that it needs"
+        super().__init__(f"{says}: make one in each process, or start processes with spawn")
+
+
 class RegistryError(EdgespecError):
     """models.yaml is missing, broken, or does not have the name asked for."""
 

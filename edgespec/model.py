@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -50,6 +51,7 @@ from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import Message, TextStream, render_chat, user_messages
+from edgespec.machine.process import check_process, is_here
 from edgespec.models.own_sampling import choose_sampling, choose_seed
 from edgespec.models.registry import OWN_LAYERS, Entry, find_draft, find_model, local_path
 from edgespec.planners.auto import AutoState, new_auto_state
@@ -152,7 +154,7 @@ class Model:
         self.sampling = sampling or SamplingParams()
         self.system = system
         self.scheduler: Any = targets or Scheduler(target, self.planners, budget=budget, pace=pace)
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         self.owned, self._notes, self._names, self._at_close = owned, notes, names, at_close
         self._gpu_layers = gpu_layers
 
@@ -167,7 +169,9 @@ class Model:
         """
         Raises:
             Closed: a call of an engine that was freed would end the process.
+            OtherProcess: in a fork, an engine's pass would wait for ever.
         """
+        check_process(self._process)
         if self._closed:
             raise Closed
 
@@ -449,8 +453,10 @@ class Model:
         return token_ids
 
     def close(self) -> None:
-        """Remember the pass times, and free sessions and models; may be called twice."""
+        """Remember the pass times, and free sessions and models; may be called twice. In a fork nothing is freed."""
         self._closed = True
+        if not is_here(self._process):
+            return
         self.scheduler.close()  # first: its thread changes pass times
         at_close, self._at_close = self._at_close, lambda: None
         try:

@@ -15,6 +15,7 @@ from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import identity_of
 from edgespec.loop.shapes import TILE, BatchInvariance
+from edgespec.machine.process import at_end
 from edgespec.weights.plan import Plan
 from edgespec.weights.ring import Streamer
 
@@ -97,7 +98,7 @@ class LlamaBackend:
         if hooks:
             hooks.stop = self.stop
         # Also where a program ends without `close`: Metal aborts if it is taken down before its buffers.
-        self._free = weakref.finalize(self, free, context, hooks, free_model or vocab.close)
+        self._free = at_end(self, free, context, hooks, free_model or vocab.close)
 
     def _check_open(self) -> None:
         if self.context is None:

@@ -2,11 +2,11 @@
 
 import ctypes
 import hashlib
-import weakref
 from functools import cached_property
 from typing import Any
 
 from edgespec.errors import Closed, ModelError
+from edgespec.machine.process import at_end
 
 from .ggml.files import llama_cpp, load_model
 
@@ -38,7 +38,7 @@ class LlamaVocab:
         """Free the model as soon as no other thread reads its vocabulary; later calls raise Closed."""
         model, self._model = self._model, None
         if model:
-            weakref.finalize(model, llama_cpp.llama_model_free, model.model)
+            at_end(model, llama_cpp.llama_model_free, model.model)
 
     def _open(self) -> _LoadedModel:
         """
@@ -97,5 +97,5 @@ def load_vocab(path: str) -> LlamaVocab:
     """
     model = load_model(path, vocab_only=True)
     vocab = LlamaVocab(model)
-    weakref.finalize(vocab, llama_cpp.llama_model_free, model)
+    at_end(vocab, llama_cpp.llama_model_free, model)
     return vocab

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from secrets import token_hex
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import mkdtemp
 from time import time
 from typing import Any
 
@@ -18,6 +19,7 @@ import platformdirs
 import yaml
 
 from edgespec.errors import EdgespecError, UsageError
+from edgespec.machine.process import at_end
 
 PNG = b"\x89PNG"
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # llama_split_path in llama.h
@@ -26,7 +28,7 @@ ABANDONED = 3600.0  # seconds without a write
 
 def cache_folder() -> Path:
     """The folder of measurements, sessions and recordings; without a home folder, a temporary one of this process."""
-    return _user_folder("user_cache_path") or Path(_of_this_process().name, "edgespec")
+    return _user_folder("user_cache_path") or Path(_of_this_process(), "edgespec")
 
 
 def cache_lasts() -> bool:
@@ -50,8 +52,10 @@ def _user_folder(kind: str) -> Path | None:
 
 
 @cache
-def _of_this_process() -> "TemporaryDirectory[str]":
-    return TemporaryDirectory(prefix="edgespec-")
+def _of_this_process() -> str:
+    folder = mkdtemp(prefix="edgespec-")
+    at_end(_of_this_process, rmtree, folder, True)
+    return folder
 
 
 def may_wait(path: str | Path) -> bool:

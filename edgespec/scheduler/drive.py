@@ -6,6 +6,7 @@ from queue import SimpleQueue
 
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import Source
+from edgespec.machine.process import check_process
 from edgespec.scheduler.requests import Chunk, Ended, Event, GenerationResult, Handle, Reading, Request, Wrote
 from edgespec.scheduler.scheduler import Scheduler
 
@@ -46,6 +47,7 @@ def events_of(
 
             handles.append(scheduler.submit(request, tell, stats[number] if stats else None))
         while left:
+            check_process(scheduler.process)
             while found.empty() and scheduler.thread is None:
                 if scheduler.turn.locked():  # by another caller
                     scheduler.start()

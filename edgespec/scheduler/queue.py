@@ -68,8 +68,7 @@ class Queue:
 
     @property
     def waiting(self) -> int:
-        with self.changed:
-            return sum(not (one.is_idle_work or one.cancelled) for one in self._handles)
+        return sum(not (one.is_idle_work or one.cancelled) for one in self._handles.copy())  # waits for no lock
 
     def __len__(self) -> int:
         return len(self._handles)

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import mkdtemp
 from time import perf_counter
 
 from edgespec.errors import EdgespecError
@@ -17,6 +18,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import TextStream
 from edgespec.loop.tree import Source
+from edgespec.machine.process import at_end
 
 
 @dataclass(slots=True, eq=False)
@@ -143,11 +145,9 @@ class Parked:
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
-        self._folder = TemporaryDirectory(prefix="edgespec-")
-        self.path = Path(self._folder.name, "session")
-
-    def drop(self) -> None:
-        self._folder.cleanup()
+        folder = mkdtemp(prefix="edgespec-")
+        self.path = Path(folder, "session")
+        self.drop = at_end(self, rmtree, folder, True)
 
 
 @dataclass(slots=True, eq=False)

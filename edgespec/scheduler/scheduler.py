@@ -3,6 +3,7 @@
 A step may be interrupted anywhere, also by Ctrl-C in a caller's thread: the next one begins with `SessionPool.recover`.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from edgespec.loop.backend import Backend, Logits
 from edgespec.loop.passes import Pass, check_room, common_prefix
 from edgespec.loop.planner import Planner
 from edgespec.loop.stats import GenerationStats
+from edgespec.machine.process import check_process, is_here
 from edgespec.planners.auto import AutoState
 from edgespec.scheduler.batch import Batch, account, choose, learn, plan, read_draft, while_target_runs
 from edgespec.scheduler.prompt_chunks import PromptChunks
@@ -54,6 +56,7 @@ class Scheduler:
         self.counts = Counts()
         self.pool = SessionPool(target, planners)
         self.turn = Lock()
+        self.process = os.getpid()
         self._budget = budget
         self._pace = pace
         self._park = park
@@ -84,7 +87,9 @@ class Scheduler:
             ContextFull: the prompt leaves no room for a token.
             UsageError: a stop string is empty.
             Closed: the model was closed.
+            OtherProcess: another process made the scheduler.
         """
+        check_process(self.process)
         check_room(self.target, len(request.prompt_ids))
         stats = GenerationStats() if stats is None else stats
         handle = Handle(request, emit, stats, self.target.vocab, self._on_cancel, idle_limit)
@@ -97,6 +102,7 @@ class Scheduler:
         Returns:
             False: it was cancelled before, or its prompt is unfinished: completions of the draft may follow it.
         """
+        check_process(self.process)
         with self._queue.changed:
             if not (handle.cancelled or handle.prompt_is_unfinished):
                 handle.promote()
@@ -104,15 +110,20 @@ class Scheduler:
         return not handle.is_idle_work
 
     def _on_cancel(self) -> None:
+        if not is_here(self.process):  # of whose locks a lost thread may hold one
+            return
         self.pass_now.check()
         with self._queue.changed:
             self._queue.changed.notify()
 
     def start(self) -> None:
+        check_process(self.process)
         self._worker.start(self.close)
 
     def close(self) -> None:
         """End all requests and the pass under way, and free sessions and planners; safe to call twice."""
+        if not is_here(self.process):
+            return
         self._queue.close()
         self.pass_now.close()
         self._worker.join(self.close)
@@ -122,12 +133,14 @@ class Scheduler:
 
     @contextmanager
     def between_steps(self) -> Iterator[SessionPool]:
+        self.check_open()
         with self.turn:
             self.check_open()
             self.pool.recover(self._queue.put_back)
             yield self.pool
 
     def check_open(self) -> None:
+        check_process(self.process)
         if self._queue.closed:
             raise Closed
 
@@ -187,7 +200,7 @@ class Scheduler:
         self.pool.mark(Phase.SETTLED)
 
     def end_cancelled(self) -> None:
-        if not self.turn.locked():  # else another thread makes steps
+        if is_here(self.process) and not self.turn.locked():  # else another thread makes steps
             with self.turn:
                 self.pool.recover(self._queue.put_back)
                 self._end_cancelled()

@@ -5,6 +5,7 @@ stood behind some word, its label. Words of the same shape behind the same label
 """
 
 import json
+import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from time import monotonic
 from typing import Any
 
 from edgespec.errors import UsageError, check_number, check_texts, check_whole, must_be
+from edgespec.machine.process import check_process
 
 AT_ONCE = 4  # calls of each function that one `foresee` starts
 BACK = 9  # most words from a value back to its label; other values of a list may lie between
@@ -59,6 +61,7 @@ class ToolCache:
         )
         self._results: OrderedDict[Key, tuple[float, Future[Any]]] = OrderedDict()
         self._places: dict[str, dict[str, set[Place]]] = {}  # function -> parameter -> where its values stood
+        self._process = os.getpid()
         self._lock, self._threads = Lock(), ThreadPoolExecutor(8, "edgespec tools")
         self.calls = self.early = self.started = 0
 
@@ -68,6 +71,7 @@ class ToolCache:
         Raises:
             UsageError: the arguments are no JSON object.
         """
+        check_process(self._process, "ToolCache")
         key, self.calls = _key(name, arguments), self.calls + 1
         if name not in self._safe:
             try:
@@ -92,6 +96,7 @@ class ToolCache:
 
     def propose(self, name: str, arguments: str | Mapping[str, Any]) -> None:
         """Start a call that may be made soon, if its function is safe."""
+        check_process(self._process, "ToolCache")
         if name in self._safe and not self._known(key := _key(name, arguments)):
             # An unsafe call under way drops this result when it ends.
             with self._lock, suppress(RuntimeError):  # it was closed

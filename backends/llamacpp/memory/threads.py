@@ -235,6 +235,10 @@ def end_team() -> None:
         pause(1)  # omp_pause_soft
 
 
+if hasattr(os, "register_at_fork"):  # else the first pass in the fork, of any model, would wait for these threads
+    os.register_at_fork(before=end_team)
+
+
 @cache
 def other_load() -> OtherLoad:
     return OtherLoad(usage_now, ShortWaits().switch, others_run)

@@ -5,6 +5,7 @@ each answer contains all earlier ones. All state belongs to the thread of the re
 """
 
 import math
+import os
 import threading
 import uuid
 from collections import deque
@@ -25,6 +26,7 @@ from edgespec.loop.generate import Step, until_stop
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import Source, chain_of
+from edgespec.machine.process import check_process, is_here
 from edgespec.scheduler.requests import Event, Handle, Reading, Request
 from edgespec.scheduler.targets.places import Place
 from edgespec.scheduler.targets.proposer import Proposer
@@ -93,7 +95,7 @@ class Targets:
         self._version = 0  # changes when the draft must continue another sequence
         self._exhausted = -1  # the version for which the draft has no more tokens
         self._proposing = False
-        self._closed = False
+        self._closed, self.process = False, os.getpid()
         self.thread: threading.Thread | None = None
         self.at_close: Callable[[], None] = lambda: None
 
@@ -134,7 +136,7 @@ class Targets:
 
     def close(self) -> None:
         """Free all copies and the draft; safe to call twice."""
-        if self._closed:
+        if self._closed or not is_here(self.process):
             return
         self._closed = True
         self._wake()
@@ -147,6 +149,7 @@ class Targets:
         self.at_close()
 
     def _check_open(self) -> None:
+        check_process(self.process)
         if self._closed:
             raise Closed
 
