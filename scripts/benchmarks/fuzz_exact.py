@@ -262,8 +262,9 @@ def _write(path: Path, family: str, *, layers: int, wide: bool) -> None:
 
 
 def _quantise(source: Path, target: Path, kind: int) -> None:
-    from edgespec.backends.llamacpp.ggml.files import llama_cpp  # its log goes nowhere
+    from edgespec.backends.llamacpp.ggml.files import keep_log, llama_cpp
 
+    keep_log()
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = kind
     if llama_cpp.llama_model_quantize(bytes(source), bytes(target), ctypes.byref(params)):
@@ -441,7 +442,7 @@ def _divergence(text: Text, alone: Model, options: dict[str, Any], plain: list[i
 def in_child(case: Case, folder: Path, seconds: float, enough: str = "") -> Found:
     """As `check`; after `seconds` the process is killed."""
     context = multiprocessing.get_context("forkserver")  # a clean process that has imported this module
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, "edgespec.backends.llamacpp.engine"])
     receiver, sender = context.Pipe(duplex=False)
     log = folder / "stderr"
     child = context.Process(target=_in_child, args=(sender, case, folder, seconds, enough, log), daemon=True)
@@ -490,40 +491,37 @@ def shrunk(case: Case, still: Callable[[Case], bool], seconds: float) -> Case:
     end, again = monotonic() + seconds, True
     while again:
         again = False
-        for simpler in _simpler(case):
-            if monotonic() > end:
-                return case
-            if still(simpler):
-                case, again = simpler, True
-                break
+        for ways in (_fewer_calls, _fewer_options, _shorter_calls):
+            while found := next((one for one in ways(case) if monotonic() < end and still(one)), None):
+                case, again = found, True
     return case
 
 
-def _simpler(case: Case) -> Iterator[Case]:
-    """Cases that are simpler in one way, those that leave out most first."""
+def _fewer_calls(case: Case) -> Iterator[Case]:
     for i in range(len(case.rounds) if len(case.rounds) > 1 else 0):
         yield replace(case, rounds=[case.rounds[i]])
     for i in range(len(case.rounds) if len(case.rounds) > 2 else 0):
         yield replace(case, rounds=[*case.rounds[:i], *case.rounds[i + 1 :]])
     for i, calls in enumerate(case.rounds):
-        for part in [
-            calls[: len(calls) // 2],
-            calls[len(calls) // 2 :],
-            *([*calls[:j], *calls[j + 1 :]] for j in range(len(calls))),
-        ]:
-            if part and len(part) < len(calls):
+        half = len(calls) // 2
+        for part in (calls[:half], calls[half:], *([*calls[:j], *calls[j + 1 :]] for j in range(len(calls)))):
+            if 0 < len(part) < len(calls):
                 yield replace(case, rounds=[*case.rounds[:i], part, *case.rounds[i + 1 :]])
-    if case.draft:
-        yield replace(case, draft="", options={**case.options, "planner": "sssd"})
-        yield replace(case, draft="", options={**case.options, "planner": "none"})
-    for name, value in case.options.items():
-        rest = {other: kept for other, kept in case.options.items() if other != name}
-        if name not in ("planner", "context_length", "threads"):
-            yield replace(case, options=rest)
-        if name == "planner" and value != "none":
-            yield replace(case, options=rest | {name: "none"})
-        if name == "parallel" and value > 2:
-            yield replace(case, options=rest | {name: 2})
+
+
+def _fewer_options(case: Case) -> Iterator[Case]:
+    options = case.options
+    if options.get("planner") != "none":
+        yield replace(case, draft="", options={**options, "planner": "none"})
+        if case.draft:
+            yield replace(case, draft="", options={**options, "planner": "sssd"})
+    for name in sorted(options.keys() - {"planner", "context_length", "threads"}):
+        yield replace(case, options={other: value for other, value in options.items() if other != name})
+    if options.get("parallel", 1) > 2:
+        yield replace(case, options={**options, "parallel": 2})
+
+
+def _shorter_calls(case: Case) -> Iterator[Case]:
     for i, calls in enumerate(case.rounds):
         for j, call in enumerate(calls):
             for simpler in _simpler_calls(call):
@@ -536,7 +534,7 @@ def _simpler_calls(call: Call) -> Iterator[Call]:
         yield replace(call, how="generate", count=1)
     if call.how in ("branch", "search") and call.count > 2:
         yield replace(call, count=2)
-    for name in call.options.keys() - {"max_tokens"}:
+    for name in sorted(call.options.keys() - {"max_tokens"}):
         yield replace(call, options={other: kept for other, kept in call.options.items() if other != name})
     half = len(call.prompt) // 2
     if half:
