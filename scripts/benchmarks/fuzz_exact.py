@@ -25,14 +25,19 @@ from unittest.mock import patch
 import numpy as np
 
 from edgespec.errors import Closed, EdgespecError, ModelError, NoRoom
+from edgespec.loop.generate import LogProbs
 from edgespec.loop.grammar import json_object, json_schema, regex
-from edgespec.loop.sampling import MOST_BIAS, SamplingParams
+from edgespec.loop.sampling import MOST_BIAS
+from edgespec.loop.stats import GenerationStats
+from edgespec.loop.text import user_messages
 from edgespec.machine.memory import parse_size
 from edgespec.measure.lossless import explain, first_divergence
 from edgespec.model import Model, load
+from edgespec.planners.choice import USE_DRAFT
 from edgespec.planners.none import NonePlanner
+from edgespec.scheduler import drive
 from edgespec.scheduler.disk_cache import DiskCache
-from edgespec.scheduler.requests import GenerationResult
+from edgespec.scheduler.requests import GenerationResult, Request
 
 FIRST = " first layer"  # ends the name of a draft
 LEAST = "least"  # memory: what the error of a smaller limit names
@@ -64,6 +69,7 @@ CACHES = (
 )
 WITH_DRAFT = ("auto", "auto", "specexec", "specexec", "chain", "pearl", "specbranch", "sssd", "none")
 WITHOUT = ("auto", "sssd", "lookahead", "none")
+WATCHED = ("generate", "chat", "leave")  # calls whose log-probabilities can be compared
 WORDS = "the lighthouse keeper wrote down weather every morning and evening he read it out 12 7 cat.\n"
 
 
@@ -73,7 +79,7 @@ class Call:
     Attributes:
         how: "generate", "chat", "branch", "search", "leave" (a stream, after `count` tokens), "save", "load", "forget",
             or "close" (after `count` milliseconds).
-        options: of the method.
+        options: of the method, and log_probs of `Request`, whose bits are compared.
         count: branches, width of a search, tokens, or milliseconds.
     """
 
@@ -115,14 +121,14 @@ class Found:
     refused: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Text:
-    """What a call gave; `whole`: it was not left or closed."""
+    """What a call gave; of a branch or search also its number."""
 
     call: Call
-    seed: int
-    result: GenerationResult
-    whole: bool
+    number: int = 0
+    result: GenerationResult = field(default_factory=GenerationResult)
+    log_probs: list[LogProbs | None] = field(default_factory=list)
     error: Exception | None = None
 
 
@@ -157,12 +163,14 @@ def _options(chance: random.Random, drafts: bool, *, small: bool) -> dict[str, A
     def some(share: float, values: Sequence[Any]) -> Any:
         return chance.choice(values) if chance.random() < share else None
 
+    planner = chance.choice(WITH_DRAFT if drafts else WITHOUT)
+    drafts = planner in USE_DRAFT and drafts
     return {
-        "planner": chance.choice(WITH_DRAFT if drafts else WITHOUT),
+        "planner": planner,
         "context_length": chance.choice((200, 400, 700, 1100)) if small else chance.choice((700, 1500)),
         "threads": chance.choice((1, 2, 2, 3)),
         "parallel": chance.choice((1, 1, 2, 3, 4, 5, 6)),
-        "exact": some(0.6, ("narrow", "wide", "any", "off")),
+        "exact": some(0.6, ("narrow", "narrow", "wide", "wide", "any", "off")),
         "kv_type": some(0.6, CACHES),
         "budget": some(0.6, (1, 2, 3, 4, 6, 8, 16, 30, 62, 100)),
         "memory": some(0.25, (LEAST,)),
@@ -216,6 +224,8 @@ def _asked(chance: random.Random, how: str, *, small: bool) -> dict[str, Any]:
             how == "search" and name in ("grammar", "presence_penalty", "frequency_penalty")
         ):
             found[name] = chance.choice(values)
+    if how in WATCHED and chance.random() < 0.8:
+        found["log_probs"] = chance.choice((0, 3))
     return found
 
 
@@ -247,15 +257,17 @@ def _write(path: Path, family: str, *, layers: int, wide: bool) -> None:
     if family in DENSE:
         small_llama(path, layers, kind=family)
         return
-    of_mixtures = {kind: (name, used, 256) for kind, (name, used, _) in mixture_files.KINDS.items()}
-    sizes = {"WIDTH": 256, "HIDDEN": 512, "HEAD": 64, "INNER": 256, "KINDS": of_mixtures} if wide else {}
+    sizes: dict[str, Any] = {"HEAD": 64}
+    if wide:
+        of_mixtures = {kind: (name, used, 256) for kind, (name, used, _) in mixture_files.KINDS.items()}
+        sizes |= {"WIDTH": 256, "HIDDEN": 512, "INNER": 512, "KINDS": of_mixtures}
     with ExitStack() as stack:
-        for module in (hybrid_files, mixture_files, window_files):
+        for module in (hybrid_files, window_files, *([mixture_files] if wide else [])):
             own = {name: size for name, size in sizes.items() if hasattr(module, name)}
             stack.enter_context(patch.dict(vars(module), own))
         if family in HYBRIDS:
             hybrid_files.write_hybrid(path, family)
-        elif family in MIXTURES:
+        elif family in mixture_files.KINDS:
             mixture_files.write_mixture(path, family, bits=32)
         else:
             window_files.write_windowed(path, family)
@@ -314,7 +326,7 @@ def check(case: Case, folder: Path, enough: str = "") -> Found:
         for text in texts:
             found.texts += 1
             with _plain(case, folder, found.exact, computing) as alone:
-                _compare(text, alone, found)
+                _compare(text, alone, folder, found)
             if enough in (kind for kind, _ in found.wrong):
                 break
     except EdgespecError as error:
@@ -332,41 +344,47 @@ def _at_once(model: Model, calls: Sequence[Call], folder: Path) -> list[Text]:
 
 
 def _made_call(model: Model, call: Call, folder: Path) -> list[Text]:
-    path = folder / f"session{os.getpid()}"
     if call.how in ("save", "load", "forget", "close"):
         with suppress(EdgespecError):  # there is no session yet, or the model was closed
             if call.how == "close":
                 sleep(call.count / 1000)
                 model.close()
             else:
-                getattr(model.scheduler, call.how)(*([] if call.how == "forget" else [path]))
+                getattr(model.scheduler, call.how)(*([] if call.how == "forget" else [folder / f"saved{os.getpid()}"]))
         return []
-    options, results = dict(call.options), list[GenerationResult]()
-    whole, error = call.how != "leave", None
+    text = Text(call)
     try:
         if call.how == "branch":
-            results = model.branch(call.prompt, call.count, **options)
+            results = model.branch(call.prompt, call.count, **call.options)
         elif call.how == "search":
-            results = _search(model, call)
+            results = model.search(
+                call.prompt, lambda texts: [-len(one) for one in texts], width=call.count, depth=2, **call.options
+            )
         else:
-            results.append(GenerationResult())
-            ask = model.stream_chat if call.how == "chat" else model.stream
-            with closing(ask(call.prompt, stats=results[0].stats, **options)) as chunks:  # type: ignore[type-var]
+            results = [text.result]
+            with closing(_chunks(model, call, text.result.stats)) as chunks:
                 for chunk in chunks:
-                    results[0].add(chunk)
-                    if call.how == "leave" and len(results[0].token_ids) >= call.count:
+                    text.result.add(chunk)
+                    text.log_probs.append(chunk.log_probs)
+                    if call.how == "leave" and len(text.result.token_ids) >= call.count:
                         break
-    except Closed:
-        whole = False
-    except Exception as raised:
-        error, results = raised, results or [GenerationResult()]
-    return [Text(call, number, result, whole, error) for number, result in enumerate(results)]
+    except Exception as error:
+        return [replace(text, error=error)]
+    return [replace(text, number=number, result=result) for number, result in enumerate(results)]
 
 
-def _search(model: Model, call: Call) -> list[GenerationResult]:
-    return model.search(
-        call.prompt, lambda texts: [-len(text) for text in texts], width=call.count, depth=2, **call.options
-    )
+def _chunks(model: Model, call: Call, stats: GenerationStats) -> Any:
+    options = dict(call.options)
+    log_probs = options.pop("log_probs", None)
+    if log_probs is None:
+        return (model.stream_chat if call.how == "chat" else model.stream)(call.prompt, stats=stats, **options)
+    return drive.chunks(model.scheduler, replace(_request(model, call), log_probs=log_probs), stats, None)
+
+
+def _request(model: Model, call: Call) -> Request:
+    options = {name: value for name, value in call.options.items() if name != "log_probs"}
+    chats = call.how == "chat" and call.prompt
+    return model.request(user_messages(call.prompt, model.system) if chats else call.prompt, **options)
 
 
 @contextmanager
@@ -386,45 +404,45 @@ def _plain(case: Case, folder: Path, exact: str, computing: Mapping[str, Any]) -
         yield Model(model.target, NonePlanner())
 
 
-def _compare(text: Text, alone: Model, found: Found) -> None:
-    call, about = text.call, f"{text.call.how} {text.seed or ''}".strip()
-    options, exact = dict(call.options), alone.target.capabilities.exact
+def _compare(text: Text, alone: Model, folder: Path, found: Found) -> None:
+    """Make the call again in a model of its own, which decodes plainly, and add what is wrong."""
+    call, exact = text.call, alone.target.capabilities.exact
+    about = f"{call.how}{f' {text.number}' if text.number else ''}, row class {found.exact or 'none'}"
     if (exact.name if exact else "") != found.exact:
-        found.wrong.append(("class", f"{found.exact or 'none'}, but plain decoding has {exact}"))
+        found.wrong.append(("class", f"{about}: plain decoding has {exact}"))
         return
-    try:
-        if call.how == "search":
-            plain = _search(alone, call)[text.seed]
-        else:
-            options["seed"] = options.get("seed", 0) + (text.seed if call.how == "branch" else 0)
-            plain = (alone.chat if call.how == "chat" else alone.generate)(call.prompt, **options)
-    except EdgespecError as error:
-        if type(error) is not type(text.error):
-            found.wrong.append(("error", f"{about}: {text.error!r}, but plain decoding {error!r}"))
+    if call.how == "branch":
+        call = replace(
+            call, how="generate", options={**call.options, "seed": call.options.get("seed", 0) + text.number}
+        )
+    plain = _made_call(alone, call, folder)[text.number if call.how == "search" else 0]
+    closed = isinstance(text.error, Closed)
+    if not closed and type(text.error) is not type(plain.error):
+        says = "".join(format_exception(text.error or plain.error)[-4:])
+        found.wrong.append(("error", f"{about}: {'' if text.error else 'of plain decoding only: '}{says}"))
         return
-    if text.error is not None:
-        found.wrong.append((type(text.error).__name__, f"{about}: {''.join(format_exception(text.error)[-4:])}"))
-        return
-    ids, mine = plain.token_ids, text.result.token_ids
-    index = first_divergence(ids if text.whole else ids[: len(mine)], mine)
+    ids, mine = plain.result.token_ids, text.result.token_ids
+    index = first_divergence(ids[: len(mine)] if closed else ids, mine)
     if index is None:
-        if text.whole and (plain.text, plain.finish_reason) != (text.result.text, text.result.finish_reason):
-            found.wrong.append(("text", f"{about}: {text.result.text!r} and {plain.text!r} have equal tokens"))
-        return
-    line = f"{about}: token {index} of {len(ids)} differs, row class {found.exact or 'none'}"
-    if found.exact:
-        found.wrong.append(("differs", line))
-    elif call.how != "search":  # scores may follow a tie
-        divergence = _divergence(text, alone, options, ids, index)
+        said = [(one.result.text, one.result.finish_reason) for one in (text, plain)]
+        if not closed and said[0] != said[1]:
+            found.wrong.append(("text", f"{about}: {said[0]}, but plain decoding has {said[1]}"))
+        pairs = enumerate(zip(text.log_probs, plain.log_probs, strict=False))
+        other = next((i for i, (one, its) in pairs if one != its), None)
+        if found.exact and other is not None:
+            values = f"{text.log_probs[other]} and {plain.log_probs[other]}"
+            found.wrong.append(("differs", f"{about}: token {other} of {len(ids)} has {values}"))
+    elif found.exact:
+        found.wrong.append(("differs", f"{about}: token {index} of {len(ids)}"))
+    elif call.how != "search":  # its scores may follow a tie
+        divergence = _divergence(_request(alone, call), alone, ids, mine, index)
         found.ties += divergence.tie
         if not divergence.tie:
-            found.wrong.append(("no tie", f"{line}: {divergence}"))
+            found.wrong.append(("no tie", f"{about}: {divergence}"))
 
 
-def _divergence(text: Text, alone: Model, options: dict[str, Any], plain: list[int], index: int) -> Any:
-    conversation = alone._conversation(text.call.prompt) if text.call.how == "chat" else text.call.prompt
-    request = alone.request(conversation, **options)
-    params: SamplingParams = request.sampling
+def _divergence(request: Request, alone: Model, plain: list[int], other: list[int], index: int) -> Any:
+    params = request.sampling
     if request.grammar:
         constraint = request.grammar.start()
         for token in plain[:index]:
@@ -433,7 +451,7 @@ def _divergence(text: Text, alone: Model, options: dict[str, Any], plain: list[i
         forbidden = dict.fromkeys(np.flatnonzero(~allowed).tolist(), -MOST_BIAS / 2)
         params = replace(params, logit_bias={**params.logit_bias, **forbidden})
     alone.scheduler.close()
-    return explain(alone.target, request.prompt_ids, plain, text.result.token_ids, params)
+    return explain(alone.target, request.prompt_ids, plain, other, params)
 
 
 # In processes of their own: a case may crash or hang.
@@ -498,6 +516,9 @@ def shrunk(case: Case, still: Callable[[Case], bool], seconds: float) -> Case:
 
 
 def _fewer_calls(case: Case) -> Iterator[Case]:
+    watched = [[_watched(call) for call in calls] for calls in case.rounds]
+    if watched != case.rounds:
+        yield replace(case, rounds=watched)
     for i in range(len(case.rounds) if len(case.rounds) > 1 else 0):
         yield replace(case, rounds=[case.rounds[i]])
     for i in range(len(case.rounds) if len(case.rounds) > 2 else 0):
@@ -507,6 +528,11 @@ def _fewer_calls(case: Case) -> Iterator[Case]:
         for part in (calls[:half], calls[half:], *([*calls[:j], *calls[j + 1 :]] for j in range(len(calls)))):
             if 0 < len(part) < len(calls):
                 yield replace(case, rounds=[*case.rounds[:i], part, *case.rounds[i + 1 :]])
+
+
+def _watched(call: Call) -> Call:
+    """Log-probabilities tell where bits differ, long before a token does."""
+    return replace(call, options={"log_probs": 3, **call.options}) if call.how in WATCHED else call
 
 
 def _fewer_options(case: Case) -> Iterator[Case]:
@@ -531,10 +557,10 @@ def _shorter_calls(case: Case) -> Iterator[Case]:
 
 def _simpler_calls(call: Call) -> Iterator[Call]:
     if call.how in ("chat", "leave", "branch", "search"):
-        yield replace(call, how="generate", count=1)
+        yield _watched(replace(call, how="generate", count=1))
     if call.how in ("branch", "search") and call.count > 2:
         yield replace(call, count=2)
-    for name in sorted(call.options.keys() - {"max_tokens"}):
+    for name in sorted(call.options.keys() - {"max_tokens", "log_probs"}):
         yield replace(call, options={other: kept for other, kept in call.options.items() if other != name})
     half = len(call.prompt) // 2
     if half:
