@@ -1,0 +1,63 @@
+"""The fuzz of exactness: it passes here, and it finds and shrinks what is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+
+from conftest import shared_folder
+
+from benchmarks.fuzz_exact import Call, Case, check, draw, in_child, script, shrunk
+from edgespec.loop import generate
+from edgespec.loop.verify import Walk
+
+PAIR = {"model": "llama Q4_K_M", "draft": "llama Q4_0"}
+SMALL = {"context_length": 200, "threads": 2}
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest) -> Path:
+    path = shared_folder(request.config) / "fuzz-exact"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_texts_of_random_requests_are_those_of_plain_decoding(number: int, folder: Path) -> None:
+    found = check(draw(0, number, **PAIR, fixed=SMALL), folder)
+    assert found.texts
+    assert not found.wrong
+
+
+def test_a_case_is_a_function_of_seed_and_number() -> None:
+    assert draw(1, 2) == draw(1, 2)
+    assert len({repr(draw(1, number)) for number in range(50)}) == 50
+
+
+def test_a_wrong_verification_is_found_and_shrunk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walk = generate.walk
+
+    def lenient(tree, sample):  # type: ignore[no-untyped-def]
+        found = walk(tree, sample)
+        return Walk(found.path, [*found.output[:-1], found.output[-1] ^ 1]) if len(found.path) > 1 else found
+
+    monkeypatch.setattr(generate, "walk", lenient)
+    calls = [Call(prompt="the cat the", options={"max_tokens": 16, "top_k": 9, "seed": seed}) for seed in (1, 2)]
+    case = Case(PAIR["model"], PAIR["model"], SMALL | {"planner": "specexec", "budget": 4, "parallel": 2}, [calls])
+    found = check(case, folder)
+    assert found.exact
+    assert {kind for kind, _ in found.wrong} == {"differs"}
+    smaller = shrunk(case, lambda one: bool(check(one, folder, "differs").wrong), seconds=600)
+    assert [len(some) for some in smaller.rounds] == [1]
+    assert "parallel" not in smaller.options
+    assert smaller.options["planner"] == "sssd", "the simplest that still verifies"
+    program = script(smaller, "a defect")
+    namespace = {"__file__": str(folder / "defect.py")}
+    exec(compile(program.replace("print(", "FOUND = ("), "defect", "exec"), namespace)
+    assert namespace["FOUND"].wrong
+
+
+def test_a_case_that_does_not_end_is_killed(folder: Path) -> None:
+    [(kind, _)] = in_child(draw(0, 0), folder, seconds=0.01).wrong
+    assert kind == "hang"
