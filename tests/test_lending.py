@@ -50,7 +50,7 @@ def test_a_lender_has_a_host_and_a_port(address: str) -> None:
 def test_a_build_without_rpc_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch, smollm2_tiny: Path) -> None:
     from edgespec.backends.llamacpp.lending import rpc as lending
 
-    monkeypatch.setattr(lending, "has_rpc", lambda: False)
+    monkeypatch.setattr(lending, "compiled_backends", lambda: {"cpu"})
     for command in (["lend", "--port", "0"], ["run", str(smollm2_tiny), "Hello", "--lender", "127.0.0.1:1"]):
         code, _, error = run(*command)
         assert code == 1

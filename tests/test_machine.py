@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from edgespec.errors import ModelError, UsageError
 from edgespec.machine import disk
 from edgespec.machine import memory as machine
+from edgespec.machine import system as system_module
 from edgespec.machine.disk import disk_bandwidth, file_system
 from edgespec.machine.memory import (
     all_memory,
@@ -326,6 +327,35 @@ def test_a_mac_tells_what_a_process_takes(monkeypatch: pytest.MonkeyPatch) -> No
     assert private_memory() == 3 * GIB
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(proc_pid_rusage=lambda *_: -1))
     assert private_memory() == 0
+
+
+M4_PRO, M5, M5_PRO = (
+    {"Performance": 10, "Efficiency": 4},
+    {"Super": 4, "Efficiency": 6},
+    {"Super": 6, "Performance": 12},
+)
+
+
+@pytest.mark.parametrize(("levels", "cores"), [(M4_PRO, 10), (M5, 4), (M5_PRO, 18), ({}, 7)])
+def test_all_cores_of_a_mac_compute_but_efficiency_cores(
+    levels: dict[str, int], cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An Intel Mac knows no levels. Names as in lablup/all-smi#167."""
+    known = {b"hw.nperflevels": struct.pack("i", len(levels)), b"machdep.cpu.brand_string": b"Apple M\0"}
+    for i, (name, count) in enumerate(levels.items()):
+        known |= {f"hw.perflevel{i}.name".encode(): name.encode() + b"\0"}
+        known |= {f"hw.perflevel{i}.physicalcpu".encode(): struct.pack("i", count)}
+
+    def sysctlbyname(name: bytes, value: Any, size: Any, *_: Any) -> int:
+        found = known.get(name, b"")
+        ctypes.memmove(value, found, len(found))
+        size._obj.value = len(found)
+        return 0 if found else -1
+
+    monkeypatch.setattr(system_module, "sys", SimpleNamespace(platform="darwin", byteorder=sys.byteorder))
+    monkeypatch.setattr(system_module, "own_processors", lambda: 7)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(sysctlbyname=sysctlbyname))
+    assert (system_module.compute_cores(), system_module.chip()) == (cores, "Apple M")
 
 
 def test_free_memory_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:

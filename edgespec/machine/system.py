@@ -4,7 +4,6 @@ import ctypes
 import math
 import mmap
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -268,19 +267,23 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Pa
 def compute_cores() -> int:
     """Processors that compute best: without a Mac's efficiency cores."""
     if sys.platform == "darwin":
-        size, count = ctypes.c_size_t(4), ctypes.c_int32(0)
-        system = ctypes.CDLL(None)
-        if system.sysctlbyname(b"hw.perflevel0.physicalcpu", ctypes.byref(count), ctypes.byref(size), None, 0) == 0:
-            return count.value
+        levels = [f"hw.perflevel{i}" for i in range(int.from_bytes(_sysctl("hw.nperflevels"), sys.byteorder))]
+        best = [level for level in levels if not _sysctl(f"{level}.name").startswith(b"Efficiency")]
+        if count := sum(int.from_bytes(_sysctl(f"{level}.physicalcpu"), sys.byteorder) for level in best):
+            return count
     return own_processors()
+
+
+def _sysctl(name: str) -> bytes:
+    """A value of a Mac's kernel; b"": it has none of this name."""
+    value, size = ctypes.create_string_buffer(256), ctypes.c_size_t(256)
+    failed = ctypes.CDLL(None).sysctlbyname(name.encode(), value, ctypes.byref(size), None, ctypes.c_size_t(0))
+    return b"" if failed else value.raw[: size.value]
 
 
 def chip() -> str:
     """Name of a Mac's processor, such as "Apple M4 Pro"; "" elsewhere."""
-    if sys.platform != "darwin":
-        return ""
-    found = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False)
-    return found.stdout.strip()
+    return _sysctl("machdep.cpu.brand_string").rstrip(b"\0").decode() if sys.platform == "darwin" else ""
 
 
 def lower_priority() -> None:

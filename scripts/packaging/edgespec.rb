@@ -14,6 +14,7 @@ class Edgespec < Formula
   depends_on "python@3.13"
 
   def install
+    ENV["CMAKE_ARGS"] = "-DGGML_BLAS=OFF" # as in scripts/install
     virtualenv_install_with_resources
   end
 

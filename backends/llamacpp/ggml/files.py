@@ -5,6 +5,7 @@ llama-cpp-python binds the functions of libllama; `ggml_base` binds a few of lib
 
 import ctypes
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -236,6 +237,17 @@ class GgufInit(ctypes.Structure):
     _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))
 
 
+def llama_folder() -> Path:
+    return Path(llama_cpp.__file__).parent / "lib"
+
+
+@cache
+def compiled_backends() -> frozenset[str]:
+    """Names of llama.cpp's backends in this build, such as "cpu", "blas", "metal", "rpc"."""
+    found = (re.search(r"ggml-(\w+)", path.name) for path in llama_folder().glob("*ggml-*"))
+    return frozenset(match[1] for match in found if match)
+
+
 @cache
 def ggml_library(name: str) -> Any:
     """Load a library, such as "ggml-cpu", by the name that libllama uses.
@@ -245,7 +257,7 @@ def ggml_library(name: str) -> Any:
     names = {"darwin": (f"lib{name}.0.dylib", f"lib{name}.dylib"), "win32": (f"{name}.dll",)}.get(
         sys.platform, (f"lib{name}.so.0", f"lib{name}.so")
     )
-    folder = Path(llama_cpp.__file__).parent / "lib"
+    folder = llama_folder()
     return ctypes.CDLL(str(next((folder / one for one in names if (folder / one).exists()), folder / names[-1])))
 
 
@@ -259,6 +271,8 @@ def ggml_base() -> Any:
         ("ggml_get_data", pointer, [pointer]),
         ("ggml_nelements", number, [pointer]),
         ("ggml_op_desc", text, [pointer]),
+        ("ggml_type_size", ctypes.c_size_t, [ctypes.c_int]),
+        ("ggml_blck_size", number, [ctypes.c_int]),
         ("ggml_backend_buffer_is_host", ctypes.c_bool, [pointer]),
         ("gguf_init_from_file", pointer, [text, GgufInit]),
         ("gguf_free", None, [pointer]),
@@ -277,4 +291,7 @@ def ggml_base() -> Any:
 def engine_build() -> str:
     switches = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("GGML_")]
     features = llama_cpp.llama_print_system_info().decode().strip(" |")
-    return "; ".join([f"llama-cpp-python {llama_cpp.__version__}", features, *switches])
+    others = sorted(
+        compiled_backends() - {"base", "cpu"}
+    )  # such as BLAS, which is no feature, and rounds in its own way
+    return "; ".join([f"llama-cpp-python {llama_cpp.__version__}", features, *others, *switches])

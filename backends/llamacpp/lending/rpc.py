@@ -9,14 +9,13 @@ import signal
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError, pip_install
 from edgespec.machine.memory import format_size
 from edgespec.weights.plan import Tensor, count_layers, layer_of, layers_on_gpu, make_plan
 
-from ..ggml.files import ggml_library, llama_cpp, loaded_tensors
+from ..ggml.files import compiled_backends, ggml_library, llama_cpp, loaded_tensors
 from ..memory.gpu import GPU, PROCESSOR, SHARED, ggml, layers_that_fit, overrides
 
 SECONDS_TO_ANSWER = 5.0
@@ -27,12 +26,9 @@ class NoRpc(EdgespecError):
     def __init__(self) -> None:
         install = pip_install("--force-reinstall", "--no-cache-dir", "--no-deps", "llama-cpp-python")
         super().__init__(
-            f'lending layers needs a llama.cpp that was built for it: CMAKE_ARGS="-DGGML_RPC=on" {install}'
+            "lending layers needs a llama.cpp that was built for it: "
+            f'CMAKE_ARGS="-DGGML_RPC=on -DGGML_BLAS=off" {install}'
         )
-
-
-def has_rpc() -> bool:
-    return any((Path(llama_cpp.__file__).parent / "lib").glob("*ggml-rpc*"))
 
 
 def rpc() -> Any:
@@ -43,7 +39,7 @@ def rpc() -> Any:
     Raises:
         NoRpc: this llama.cpp has no RPC backend.
     """
-    if not has_rpc():
+    if "rpc" not in compiled_backends():
         raise NoRpc
     library = ggml_library("ggml-rpc")
     library.ggml_backend_rpc_add_server.restype = ctypes.c_void_p
