@@ -16,7 +16,7 @@ import click
 from edgespec import __version__
 from edgespec.cli.catalogue import entries_needed, models, pull, pull_what_is_missing
 from edgespec.cli.completion import complete_model
-from edgespec.cli.conversation import Conversation, check_max_tokens, session_file
+from edgespec.cli.conversation import Conversation, check_max_tokens, load_messages, session_file
 from edgespec.cli.convert import convert
 from edgespec.cli.lend import lend
 from edgespec.cli.options import (
@@ -203,7 +203,7 @@ def run(
         if form:
             with _naming_grammar(json_schema, grammar):
                 loaded.compile(form)
-        earlier = loaded.scheduler.load(file) if file and os.path.exists(file) else None
+        earlier = load_messages(loaded, file) if file and os.path.exists(file) else []
         _show_notes(notes)  # where a file is refused, that is the only line
         loaded.scheduler.start()  # in a thread of its own, so that Ctrl-C can end a pass early
         if system and earlier:
