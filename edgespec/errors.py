@@ -117,12 +117,16 @@ class MissingPackage(EdgespecError):
 
 def must_be(name: str, value: object, right: str) -> UsageError:
     """The error for an argument with a wrong value."""
+    return UsageError(f"{name} is {shown(value)}, but must be {right}")
+
+
+def shown(value: object) -> str:
+    """The start of a value's representation, for a message."""
     try:
-        shown = " ".join(repr(value).split())
-    except ValueError:  # of an integer with thousands of digits
-        shown = f"of {type(value).__name__}"
-    shown = shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}…"
-    return UsageError(f"{name} is {shown}, but must be {right}")
+        text = " ".join(repr(value).split())
+    except (ValueError, RecursionError):  # of an integer with thousands of digits, of lists in each other
+        text = f"of {type(value).__name__}"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
 def check_whole(name: str, value: Any, low: int, high: int | None = None) -> int:

@@ -585,7 +585,7 @@ def load(
     if planner in USE_DRAFT or alpha:
         heads = targets is None and cluster is None and not (alpha or sparse_attention)
         draft = choose_draft(draft, entry, backend, models_file, heads=heads, say=say, notes=notes)
-    check_planner(planner, draft is not None, datastore is not None, planner_options)
+    check_planner(planner, draft is not None, datastore, planner_options)
     check_approximate(alpha, sparse_attention, draft, [planner], exact, ahead)
     fixed, widest, budget = budget is not None, choose_widest(budget, entry), choose_budget(budget, entry)
     options = LoadOptions(

@@ -19,6 +19,7 @@ from edgespec.loop.tree import Proposal, make_tree
 from edgespec.planners.auto import AutoPlanner, AutoState, Candidate, new_auto_state
 from edgespec.planners.candidates import Drafting, Lookup
 from edgespec.planners.cost import worth_reading
+from edgespec.planners.ledger import Accounts
 
 BUDGET, DEPTH = 64, 16
 SLOW_PASSES, SLOW = 5, 4.0  # the first passes of a program, and how many times as long they take
@@ -132,7 +133,7 @@ class Run:
         if self.remembered:
             rows = [[0, nodes, self.cost(nodes) * self.remembered[nodes > 1]] for nodes in LEARNED]
             self.state.target.recall(rows)
-            self.state.ledger().recall({"plain": rows[0][2], "distance": 1, "saved": 0, "accounts": {}})
+            self.state.ledger().recall(Accounts(plain=rows[0][2], distance=1, saved=0, accounts={}))
         made: dict[str, Candidate] = {
             "copies": Lookup(Chain(self, self.claimed, drafts=False), self.state),
             "draft": Drafting(Chain(self, self.claimed, drafts=True), self.state, eager=streams),

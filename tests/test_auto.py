@@ -27,6 +27,7 @@ from edgespec.planners.auto import (
     PLAIN,
     PLAIN_STREAMED,
     AutoState,
+    Pace,
     Share,
     new_auto_state,
 )
@@ -390,7 +391,7 @@ def learned():
 def test_a_pace_is_remembered():
     known = json.loads(json.dumps(learned().as_dict()))
     pace = new_auto_state(streams=False)
-    pace.recall(known)
+    pace.recall(Pace.model_validate(known))
     assert pace.as_dict() == known
     assert pace.target.slope == STEEP
 

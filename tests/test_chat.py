@@ -11,10 +11,12 @@ from typing import Any
 import click
 import pytest
 import typist
+from conftest import Run
 from edgespec.backends.reference.backend import CHAT_TEMPLATE, ReferenceBackend, random_model
 from prompt_toolkit.history import FileHistory
 from typist import Typist, typing_to
 
+import edgespec
 from edgespec.cli.chat import _FileHistory, _obey
 from edgespec.cli.conversation import UNLIMITED, Conversation
 from edgespec.errors import ContextFull, SessionFileError, UsageError
@@ -234,6 +236,20 @@ def test_save_and_load(tmp_path: Path) -> None:
         with pytest.raises(SessionFileError, match="cannot be saved"):
             later.save_to(str(tmp_path / ("x" * 300)))
         assert later.turns[0]["content"] == "hello"
+
+
+@pytest.mark.parametrize(
+    "note", ["hello", 5, {"role": "user"}, ["hello"], [{"role": "user"}], [{"role": "user", "content": 7}]], ids=str
+)
+def test_a_session_with_another_note_is_no_conversation(note: Any, run: Run, tiny: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "talk")
+    with edgespec.load(tiny, backend="reference") as model:
+        model.scheduler.save(path, note)
+        with pytest.raises(SessionFileError, match="something else than a conversation"):
+            conversation_with(model).load(path)
+    code, out, err = run("run", tiny, "hello", "--backend", "reference", "--resume", path)
+    assert (code, out) == (1, "")
+    assert err == f"edgespec: {path}: was saved with something else than a conversation\n"
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -52,7 +52,7 @@ def test_the_faster_engine_is_remembered_only_of_a_large_model(
     found = mac.compare_engines(str(smollm2), folder, 0.6, nodes=8)
     assert "llamacpp" in found.text
     assert "not remembered" in found.text
-    assert recall(about_engines()) is None
+    assert recall(about_engines(), dict) is None
     monkeypatch.setattr(mac, "LARGE", 1)
     mac.compare_engines(str(smollm2), folder, 0.6, nodes=8)
-    assert recall(about_engines()).keys() == {"llamacpp", "mlx"}
+    assert recall(about_engines(), dict).keys() == {"llamacpp", "mlx"}

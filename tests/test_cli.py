@@ -233,7 +233,7 @@ def test_help_lists_every_option_once_by_section(run: Run, name: str) -> None:
 )
 def test_options_of_planners_are_checked(option: str, value: int, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        check_planner("sssd", False, False, {option: value})
+        check_planner("sssd", False, None, {option: value})
 
 
 def test_not_a_gguf(run: Run, tmp_path: Path) -> None:

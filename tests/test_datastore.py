@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -139,15 +139,41 @@ def test_other_files_are_refused(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("version", 99), ("tokens", "7"), ("tokens", -1), ("token_width", 3), ("vocab_size", None)]
-)
+    ("field", "value"),
+    [
+        ("version", 99), ("version", True), ("version", [[]]), ("tokens", "7"), ("tokens", -1), ("tokens", 0),
+        ("tokens", 4.0), ("tokens", 10**300), ("token_width", 0), ("token_width", 3), ("token_width", 8),
+        ("token_width", 2.0), ("position_width", 0), ("position_width", 3), ("position_width", -4),
+        ("vocab_size", None), ("vocab_size", 70000), ("documents", True), ("fingerprint", 7), ("later", 1),
+    ],
+)  # fmt: skip
 def test_a_header_with_wrong_values_is_refused(tmp_path, field, value):
     build(tmp_path / "x", ["abc"], LetterVocab())
     data = (tmp_path / "x").read_bytes()
-    header = json.dumps(json.loads(data[:HEADER_SIZE]) | {field: value}).encode().ljust(HEADER_SIZE)
-    (tmp_path / "x").write_bytes(header + data[HEADER_SIZE:])
+    header = json.loads(data[:HEADER_SIZE]) | {field: value}
+    (tmp_path / "x").write_bytes(json.dumps(header).encode().ljust(HEADER_SIZE) + data[HEADER_SIZE:])
+    with suppress(TypeError, OSError, OverflowError):  # only the header is wrong, where it can have a size
+        tokens, width = header["tokens"], header["token_width"]
+        os.truncate(tmp_path / "x", -(-(HEADER_SIZE + tokens * width) // 8) * 8 + tokens * header["position_width"])
     with pytest.raises(DatastoreError):
         open_datastore(tmp_path / "x", LetterVocab())
+
+
+def test_places_and_tokens_that_cannot_be_end_a_match(tmp_path):
+    """Nothing is drafted that the model does not have, and no byte is read outside the file."""
+    build(tmp_path / "x", ["abcabd"], LetterVocab())
+    data = (tmp_path / "x").read_bytes()
+    header = json.loads(data[:HEADER_SIZE]) | {"position_width": 8}
+    ids = np.frombuffer(data, ">u2", 7, HEADER_SIZE).copy()
+    places = np.frombuffer(data, "<u4", 7, HEADER_SIZE + 16).astype("<u8")
+    first = places[0]  # of abcabd, abd, bcabd, ...
+    places[0], ids[first + 4] = 2**63 + 5, 60000
+    (tmp_path / "x").write_bytes(
+        json.dumps(header).encode().ljust(HEADER_SIZE) + ids.tobytes() + bytes(2) + places.tobytes()
+    )
+    store = open_datastore(tmp_path / "x", LetterVocab())
+    assert (store.continuations(0, 1, 0, 1, 3) == END).all()
+    assert store.continuations(2, 3, 0, 1, 5).tolist() == [[1, 2, 0, END, END]]
 
 
 def test_missing_file(tmp_path):

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -118,7 +119,7 @@ def test_it_is_remembered_for_the_disk(memory: Path) -> None:
 )
 def test_what_cannot_be_believed_is_not_used(value: object, memory: Path) -> None:
     remembered.remember(disk._about(str(memory)), value)
-    kept = remembered.recall(disk._about(str(memory)))
+    kept = remembered.recall(disk._about(str(memory)), Any)
     assert kept == (value if "inf" not in repr(value) else None)
     assert recall_reading(str(memory)) == USUAL
 

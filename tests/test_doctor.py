@@ -9,6 +9,7 @@ import pytest
 
 from edgespec.errors import NoRoom, UsageError
 from edgespec.loading.draft_or_memory import Speeds
+from edgespec.loading.pair import remembered_paces
 from edgespec.loop.engines import find_engine
 from edgespec.machine import measurements as remembered
 from edgespec.measure import doctor
@@ -205,9 +206,15 @@ def test_what_was_measured_streamed_and_in_memory_is_told_apart() -> None:
         assert [re.split(" {2,}|'", line)[1] for line in lines] == said
 
 
-@pytest.mark.parametrize("value", [None, [], {}, {"target": [], "draft": [], "runs": 3}, {"target": 3}])
-def test_what_no_run_can_use_is_not_shown(value: object) -> None:
-    found = learned()
-    assert learned_line(found | {"value": value}) == ""
-    assert learned_line(found | {"value": {**found["value"], "target": [[0, 1, 0.0]]}}) == ""
-    assert learned_line(found | {"value": {**found["value"], "target": [[0, 1, float("nan")]]}}) == ""
+def test_what_no_run_can_use_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(remembered.OFF)
+    monkeypatch.setattr(remembered, "folder", lambda: tmp_path / "measured")
+    model, value = tmp_path / "model.gguf", learned()["value"]
+    model.touch()
+    about = {"kind": "pace", "target": remembered.identity(str(model)), "machine": remembered.processor_name()}
+    wrong = [value | {"target": rows} for rows in (3, [[0, 1, 0.0]], [[0, 1, float("nan")]])]
+    for odd in (None, [], {}, {"target": [], "draft": [], "runs": 3}, *wrong):
+        remembered.remember(about, odd)
+        assert remembered_paces(str(model)) == []
+    remembered.remember(about, value)
+    assert learned_line(remembered_paces(str(model))[0]).endswith("from today, 41 passes")

@@ -329,9 +329,9 @@ def test_the_remembered_agreement_counts(start: Start, tmp_path: Path, monkeypat
     close_all(machine.models)
     assert again() == 0.7
     about |= {"kind": "pace", "machine": remembered.processor_name()}
-    remembered.remember(about, {"agreement": [200.0, 1000.0]})
+    remembered.remember(about, AutoState().as_dict() | {"agreement": [200.0, 1000.0]})
     assert again() == pytest.approx(0.2, abs=0.01)
-    remembered.remember(about, {"agreement": [200.0]})
+    remembered.remember(about, AutoState().as_dict() | {"agreement": [200.0]})
     assert again() == 0.7
 
 

@@ -188,7 +188,7 @@ def test_folders_that_are_not_models(tmp_path):
     tokenizer_folder(folder, byte_tokenizer())
     for text in ("[1]", 9999 * "["):
         (folder / "generation_config.json").write_text(text)
-        with pytest.raises(ModelError, match=r"generation_config\.json is damaged: it is n"):
+        with pytest.raises(ModelError, match=r"generation_config\.json: is damaged: it is n"):
             load_vocab(str(folder))
     for ends in ('"</s>"', "2.0", '[1, "</s>"]', "[[1]]"):
         (folder / "generation_config.json").write_text(f'{{"eos_token_id": {ends}}}')

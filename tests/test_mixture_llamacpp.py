@@ -245,7 +245,7 @@ def test_what_was_used_is_not_remembered_if_the_user_says_so(monkeypatch, mixtur
         kept = []
         monkeypatch.setattr(llamacpp_mixture, "remember", lambda about, value, kept=kept: kept.append(about["kind"]))
         if not remember:
-            monkeypatch.setattr(llamacpp_mixture, "recall", lambda about: pytest.fail("experts are looked up"))
+            monkeypatch.setattr(llamacpp_mixture, "recall", lambda about, form: pytest.fail("experts are looked up"))
         backend = from_disk("mixtral", 3, remember=remember)
         logits_of(backend)
         backend.close()

@@ -75,7 +75,7 @@ def test_files_are_replaced_once_they_are_closed(monkeypatch: pytest.MonkeyPatch
     with no_replacing_of_open_files():
         for number in range(2):
             assert measurements.remember({"kind": "test"}, number)
-            assert measurements.recall({"kind": "test"}) == number
+            assert measurements.recall({"kind": "test"}, int) == number
             build(store, ["some text"], LetterVocab())
         opened = open_datastore(store, LetterVocab())
         with pytest.raises(Exception, match=r"text\.store: cannot be written: "):

@@ -128,8 +128,8 @@ def test_a_folder(tmp_path: Path, config: dict[str, Any], good: dict[str, Any]) 
         ('{"temperature": NaN}', "temperature is nan"),
         ({"top_p": [1]}, "top_p is [1]"),
         ("[1]", "is not a JSON object"),
-        ("{", "is not a JSON object"),
-        (9999 * "[", "is not a JSON object"),
+        ("{", "is damaged: Expecting property name"),
+        (9999 * "[", "is damaged: it is nested too deeply"),
     ],
 )
 def test_what_is_wrong_in_a_folder_is_left_out_with_a_note(tmp_path: Path, config: Any, says: str) -> None:

@@ -120,7 +120,7 @@ def test_a_planner_sees_every_step_once_and_in_order(table):
 
 
 def test_a_new_planner_in_a_model_and_under_auto(table):
-    check_planner("bigrams", False, False, {"depth": 3})
+    check_planner("bigrams", False, None, {"depth": 3})
     with Model(target(), make_planner("none", [target()])) as model:
         plain = [model.generate("abc", max_tokens=30, temperature=0.7, seed=seed).token_ids for seed in range(3)]
     state = new_auto_state(streams=True)

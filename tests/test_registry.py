@@ -1,9 +1,11 @@
 """models.yaml: what is read, what is refused and where the message points."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import Run
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, RegistryError, UsageError
 from edgespec.models.registry import BUILT_IN, all_models, find_model, is_folder, local_path, read_models
@@ -80,6 +82,66 @@ def test_a_value_that_is_no_yaml_is_refused_with_the_files_name(tmp_path: Path, 
         read_models(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)
+
+
+def nested(inner: str, outer: str) -> str:
+    """Ten values, each but the first of nine aliases of the one before."""
+    values = [inner, *(outer.format(", ".join(9 * [f"*v{i}"])) for i in range(9))]
+    return "".join(f"v{i}: &v{i} {value}\n" for i, value in enumerate(values))
+
+
+ODD = {
+    "a NUL": ("models: [\0]", "is not text: it has zero bytes"),
+    "an escaped NUL": ('models: [{name: a, target: "file:a\\0"}]', "a character that cannot be printed"),
+    "a line break": ('models: [{name: "a\\nb", target: "file:a"}]', "a character that cannot be printed"),
+    "half a character": ('models: [{name: "\\ud800", target: "file:a"}]', "has half a surrogate pair"),
+    "laughs": (nested("[x]", "[{}]"), "aliases make it more than 131072 values"),
+    "merged laughs": (nested("{x: 1}", "{{<<: [{}]}}"), "aliases make it more than 131072 values"),
+    "itself": ("models: &a [*a]", "an alias stands for a value that it is in"),
+    "too large": ("#" * (1 << 18) + "\nmodels: []", "is too large: it has more than 262144 bytes"),
+    "a long number": (f"models: [{'1:' * 300}1]", "a number or date has 601 characters"),
+    "a huge number": (f"models: [{{name: a, target: 'file:a', defaults: {{budget: 0x{'f' * 40}}}}}]", "budget"),
+    "twice": ("models: [{name: a, target: 'file:a', target: 'file:b'}]", "there are two keys 'target'"),
+    "no flag": ("models: !!bool maybe", "is not YAML"),
+    "no number": ("models: !!int ''", "is not YAML"),
+    "no time": ("models: !!timestamp now", "is not YAML"),
+    "no float": (f"models: {'1:' * 25}1.5e99", "models"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_odd_yaml_is_one_line_and_takes_no_time(tmp_path: Path, what: str) -> None:
+    text, says = ODD[what]
+    path = write(tmp_path, text)
+    with pytest.raises(RegistryError) as caught:
+        read_models(path)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such pipes")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["models", "--models", "PIPE"],
+        ["doctor", "smollm2-135m", "--machine", "PIPE"],
+        ["run", "smollm2-135m", "Hi", "--json-schema", "PIPE"],
+        ["bench", "PIPE"],
+        ["serve", "smollm2-135m", "--api-key-file", "PIPE"],
+        ["datastore", "build", "OUT", "PIPE", "--model", "smollm2-135m"],
+        ["run", "smollm2-135m", "Hi", "--datastore", "PIPE"],
+        ["run", "smollm2-135m", "Hi", "--resume", "PIPE"],
+        ["run", "PIPE", "Hi"],
+    ],
+    ids=lambda arguments: " ".join(arguments[::2]),
+)
+def test_no_command_waits_for_a_pipe_that_nobody_writes_to(run: Run, tmp_path: Path, arguments: list[str]) -> None:
+    os.mkfifo(tmp_path / "PIPE")
+    names = {name: str(tmp_path / name) for name in ("PIPE", "OUT")}
+    code, out, err = run(*(names.get(one, one) for one in arguments))
+    assert code in (1, 2)
+    assert out == ""
+    assert len(err.splitlines()) == 1
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from edgespec.loop.passes import prefill
 from edgespec.loop.session_files import look
 from edgespec.scheduler.disk_cache import DiskCache
 
-REFERENCE = "reference; exactly the text of plain decoding"
 TEXT = "the keeper wrote down the weather every morning and every evening he read it out "
 
 
@@ -66,8 +65,7 @@ def test_bad_files_are_one_line_and_stay(run, tiny, tmp_path):
         file.write_bytes(content)
         code, out, err = run("run", model, "hello", "--backend", "reference", "--raw", "--resume", str(file))
         assert (code, out) == (1, "")
-        *loaded, line = err.splitlines()
-        assert loaded in ([], [REFERENCE])
+        (line,) = err.splitlines()
         assert says in line
         assert file.read_bytes() == content
     os.mkfifo(tmp_path / "pipe")

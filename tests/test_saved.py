@@ -1,9 +1,11 @@
 """Sessions in files: what is not whole, or not of this model, is refused with a line; the shelf of a server."""
 
+import json
 import os
 import re
 import shutil
 import sys
+import zlib
 from pathlib import Path
 from time import time
 from types import SimpleNamespace
@@ -33,6 +35,54 @@ def session_of(target, count=20, seed=1):
     session = target.open()
     prefill(target, session, random_tokens(target, count, seed))
     return session
+
+
+def describe(path, described):
+    """Give a session's file another description, with a right checksum: bytes, or a change of its fields."""
+    data = path.read_bytes()
+    length = saved.END.unpack(data[-saved.END.size :])[0]
+    engine, text = data[: -saved.END.size - length], data[-saved.END.size - length : -saved.END.size]
+    text = described if isinstance(described, bytes) else json.dumps(json.loads(text) | described).encode()
+    path.write_bytes(engine + text + saved.END.pack(len(text), zlib.crc32(text), saved.MARK))
+
+
+DAMAGED, LATER = "the saved session is damaged", "was saved by another version of this program"
+READ = {"read": 20, "short": False}
+ODD = {
+    "nothing": (b"", DAMAGED),
+    "no JSON": (b"{", DAMAGED),
+    "no UTF-8": (b'{"\xff": 1}', DAMAGED),
+    "deep": (b"[" * 100_000, DAMAGED),
+    "a list": (b"[]", DAMAGED),
+    "a number": (b"5", DAMAGED),
+    "a huge number": (b"9" * 5000, DAMAGED),
+    "empty": (b"{}", LATER),
+    "another version": ({"version": 2}, LATER),
+    "no version": ({"version": [1]}, LATER),
+    "a later field": ({"kind": "chat"}, LATER),
+    "a later field of the engine": ({"details": READ | {"zone": 3}}, LATER),
+    "tokens that are text": ({"token_ids": ["a"] * 9}, DAMAGED),
+    "a text of tokens": ({"token_ids": "abc"}, DAMAGED),
+    "flags as tokens": ({"token_ids": [True]}, DAMAGED),
+    "fractions as tokens": ({"token_ids": [1.5]}, DAMAGED),
+    "whole fractions as tokens": ({"token_ids": [1.0]}, DAMAGED),
+    "no number as token": ({"token_ids": [float("nan")]}, DAMAGED),
+    "a token below 0": ({"token_ids": [-1] + 19 * [0]}, DAMAGED),
+    "a token that the model has not": ({"token_ids": [10**6] + 19 * [0]}, DAMAGED),
+    "a huge token": ({"token_ids": [10**400] + 19 * [0]}, DAMAGED),
+    "more tokens than bytes": ({"token_ids": [0] * 21}, DAMAGED),
+    "no identity": ({"identity": None}, DAMAGED),
+    "a list of details": ({"details": []}, DAMAGED),
+    "a flag for a number": ({"details": READ | {"read": True}}, DAMAGED),
+    "a number below 0": ({"details": READ | {"read": -1}}, DAMAGED),
+    "more tokens read than there are": ({"details": READ | {"read": 21}}, DAMAGED),
+    "a number for a flag": ({"details": READ | {"short": 1}}, DAMAGED),
+    "a size below 0": ({"size": -1}, DAMAGED),
+    "a text as size": ({"size": "9"}, DAMAGED),
+    "a huge size": ({"size": 10**4000}, DAMAGED),
+    "another size": ({"size": 9}, DAMAGED),
+    "a flag as checksum": ({"checksum": True}, DAMAGED),
+}
 
 
 @pytest.fixture
@@ -90,8 +140,41 @@ class TestFiles:
 
     def test_another_kv_type_is_said_before_the_class_that_it_changes(self):
         was, here = ({"weights": "a", "exact": x, "kv_type": k} for x, k in (("narrow", "f16"), ("off", "q8_0")))
-        described = saved.Saved(was, [], {}, None, 0, 0)
+        described = saved.Saved(identity=was, token_ids=[], details={}, note=None, size=0, checksum=0)
         assert saved.difference(described, SimpleNamespace(identity=here)) == "kv_type was 'f16' and is 'q8_0'"
+
+    @pytest.mark.parametrize("what", ODD)
+    def test_a_description_that_this_program_does_not_write_is_one_line(self, path, what, tmp_path):
+        described, says = ODD[what]
+        describe(path, described)
+        target, lines = backend(), []
+        session = session_of(target, 5)
+        text = session.token_ids.copy()
+        with pytest.raises(SessionFileError) as caught:
+            session.load(path)
+        assert str(caught.value) == f"{path}: {says}"
+        check_session(target, session, text)
+        path.rename(tmp_path / f"{'a' * 32}.kept")
+        shelf = DiskCache(tmp_path, target, 1 << 30, say=lines.append)
+        if found := shelf.best(text)[0]:  # what a description alone does not show
+            shelf.load(found, session)
+        assert lines == [f"{tmp_path / ('a' * 32)}.kept: {says}; it is left out"]
+
+    def test_the_length_of_a_description_is_bounded_before_it_is_read(self, path):
+        """Of a file with gaps, which takes no room on the disk."""
+        with path.open("r+b") as file:
+            file.truncate(1 << 36)
+            file.seek(0, os.SEEK_END)
+            file.write(saved.END.pack(1 << 36, 0, saved.MARK))
+        with pytest.raises(SessionFileError, match="is not a saved session, or its end is missing"):
+            saved.look(path)
+
+    def test_what_could_not_be_read_again_is_not_saved(self, path, monkeypatch):
+        monkeypatch.setattr(saved, "MOST", 1000)
+        before = path.read_bytes()
+        with pytest.raises(SessionFileError, match="bytes describe it"):
+            session_of(backend()).save(path, note="x" * 1000)
+        assert path.read_bytes() == before
 
     def test_another_version(self, path, monkeypatch):
         monkeypatch.setattr(saved, "VERSION", 2)

@@ -30,7 +30,7 @@ from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
 from edgespec.planners.auto import PLAIN, new_auto_state
 from edgespec.planners.cost import goodput, split
-from edgespec.planners.ledger import Ledger
+from edgespec.planners.ledger import Accounts, Ledger
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -793,7 +793,7 @@ def test_a_batch_whose_draft_tokens_lose_goes_on_without_them():
     for ledger, drafts in ((Unwilling(), False), (Ledger(first=0), True)):
         pace = new_auto_state(True)
         pace.ledgers[2], pace.batched = ledger, 2
-        ledger.recall({"plain": 1e9, "distance": 32, "saved": 0, "accounts": {}})  # any step is cheap
+        ledger.recall(Accounts(plain=1e9, distance=32, saved=0, accounts={}))  # any step is cheap
         scheduler = Scheduler(backend(sessions=2), planners("specexec", 2), budget=8, pace=pace)
         readers = [Reader(scheduler, prompt, 0.7, prompt, 30) for prompt in (1, 2)]
         run(scheduler)

@@ -118,7 +118,7 @@ def test_a_problem_whose_answer_cannot_be_checked_is_refused(refused, record):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"5", b"[5]", b'{"a": 1}', b'[{"output": 5}]', b'[{"task_id": 0, "traj": [5]}]', b"\xff",
+    [b"", b"5", b"[5]", b'{"a": 1}', b'[{"output": 5}]', b'[{"task_id": 0, "traj": [5]}]',
      b'[{"task_id": 0, "traj": [{"content": "no role"}]}]', json.dumps([TALK]).encode(),
      json.dumps([NUMBERED]).encode(), DEEP],
 )  # fmt: skip
@@ -128,12 +128,17 @@ def test_a_file_of_other_json_is_refused(refused, name, content):
 
 
 @pytest.mark.parametrize("name", ["bench-tools", "simulate-order"])
+def test_a_file_that_is_no_text_is_refused(refused, name):
+    assert "given.jsonl: is not UTF-8 text" in refused(name, "FILE", file=b"\xff")
+
+
+@pytest.mark.parametrize("name", ["bench-tools", "simulate-order"])
 def test_a_gzip_file_that_was_cut_short_is_refused(refused, tmp_path, name):
     packed = gzip.compress(json.dumps([{"output": str(number)} for number in range(99)]).encode())
     for number, data in enumerate((packed[:-9], packed[:12] + bytes(20) + packed[32:], b"no")):
         path = tmp_path / f"{number}.json.gz"
         path.write_bytes(data)
-        assert f"{path}: cannot be read: " in refused(name, path)
+        assert f"{path}: is not a whole gzip file: " in refused(name, path)
 
 
 def test_answers_for_no_order_are_refused(refused):

@@ -44,7 +44,7 @@ def test_without_a_home_measurements_go_with_the_process(run: Run, monkeypatch: 
     assert own_models_file() is None
     assert run("models", "smollm2-135m")[0] == 0
     assert measurements.remember({"kind": "test"}, 1)
-    assert measurements.recall({"kind": "test"}) == 1
+    assert measurements.recall({"kind": "test"}, int) == 1
     assert "there is no home folder" in measurements.why_not_kept()
     with pytest.raises(EdgespecError, match="XDG_CONFIG_HOME names another place"):
         check_writable("mine")
@@ -59,7 +59,7 @@ def test_without_any_folder_nothing_is_remembered(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [])
     assert not measurements.remember({"kind": "test"}, 1)
-    assert measurements.recall({"kind": "test"}) is None
+    assert measurements.recall({"kind": "test"}, int) is None
     assert "there is no home folder" in measurements.why_not_kept()
 
 

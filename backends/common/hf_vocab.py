@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from edgespec.errors import ModelError
+from edgespec.errors import ModelError, shown
 from edgespec.machine.files import read_json_object
 
 from .model_folder import LOCAL, check_folder, first_line, read_config
@@ -155,8 +155,9 @@ def load_vocab(path: str) -> HfVocab:
         raise ModelError(f"{path}: its tokenizer cannot be read: {first_line(error)}") from error
     if not isinstance(getattr(text_config, "vocab_size", None), int):
         raise ModelError(f"{path}: config.json gives no vocab_size")
+    ends = _end_ids(folder, text_config)
     try:
-        return HfVocab(tokenizer, text_config.vocab_size, _end_ids(folder, text_config))
+        return HfVocab(tokenizer, text_config.vocab_size, ends)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
 
@@ -166,11 +167,8 @@ def _end_ids(folder: Path, config: Any) -> list[int]:
     ends = getattr(config, "eos_token_id", None)
     file = folder / "generation_config.json"
     if file.is_file():
-        try:
-            ends = read_json_object(file).get("eos_token_id", ends)
-        except ValueError as error:
-            raise ModelError(f"generation_config.json is damaged: {error}") from error
+        ends = read_json_object(file, ModelError).get("eos_token_id", ends)
     found = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if any(not isinstance(end, int | None) for end in found):
-        raise ModelError(f"its eos_token_id is {ends!r}, but must be a token id or a list of them")
+        raise ModelError(f"{folder}: its eos_token_id is {shown(ends)}, but must be a token id or a list of them")
     return [end for end in found if end is not None]

@@ -9,7 +9,7 @@ import numpy as np
 
 from edgespec.errors import ContextFull
 from edgespec.loop.backend import Work
-from edgespec.loop.session_files import Loaded, Saved, read
+from edgespec.loop.session_files import Details, Loaded, Saved, damaged, read
 from edgespec.loop.shapes import PromptRead
 from edgespec.loop.tree import IntArray, is_leaf, nodes_below, parents_among
 
@@ -26,6 +26,7 @@ class NodeSession:
     """
 
     _backend: Owner
+    _form: type[Any] = Details
 
     def __init__(self, backend: Owner) -> None:
         self.token_ids: list[int] = []
@@ -121,11 +122,17 @@ class NodeSession:
         return other
 
     def load(self, path: str | Path) -> Any:
-        saved = read(path, self._backend)
+        saved, details = read(path, self._backend, self._form)
+        if self._size(len(saved.token_ids), details) not in (None, saved.size):
+            raise damaged(path)
         self.rewind(0)
-        self._load_cells(path, saved)
-        self.token_ids, self._prompt = saved.token_ids, PromptRead.of(saved.details)
+        self._load_cells(path, saved, details)
+        self.token_ids, self._prompt = saved.token_ids, PromptRead(details.read, details.short)
         return saved.note
+
+    def _details(self) -> Any:
+        """For the session's file, of `_form`."""
+        return Details(**self._prompt.as_dict())
 
     @property
     def _can_keep(self) -> bool:
@@ -136,4 +143,7 @@ class NodeSession:
 
     def _copy_cells(self, other: Self) -> None: ...
 
-    def _load_cells(self, path: str | Path, saved: Saved) -> None: ...
+    def _size(self, length: int, details: Any) -> int | None:
+        """The engine's bytes in the file of a session with `length` tokens; None: not known."""
+
+    def _load_cells(self, path: str | Path, saved: Saved, details: Any) -> None: ...

@@ -197,7 +197,7 @@ class AssistantSession(HeadSession, NodeSession):
         return 0
 
     def save(self, path: str | Path, note: Any = None) -> None:
-        write(path, self._backend, self.token_ids, self._prompt.as_dict(), lambda new: None, note)
+        write(path, self._backend, self.token_ids, self._details(), lambda new: None, note)
 
     def close(self) -> None:
         if self.seq_ids:

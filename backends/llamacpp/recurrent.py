@@ -40,7 +40,7 @@ from ..common.paths import (
 from ..common.row_logits import RowLogits, RowStateLogits
 from .cells import Rows
 from .ggml.files import LLAMA_MAX_SEQ, llama_cpp, metadata
-from .ggml.state_files import load_sequence, save_sequence
+from .ggml.state_files import CellDetails, load_sequence, save_sequence
 from .ggml.stop import Stop
 from .states import RowStates
 
@@ -148,6 +148,7 @@ class Lane:
 
 class LlamaRecurrentSession(NodeSession):
     _backend: Owner
+    _form = CellDetails
 
     def __init__(self, backend: Owner, seq_ids: list[int]) -> None:
         self._memory = backend.memory
@@ -340,10 +341,10 @@ class LlamaRecurrentSession(NodeSession):
         def put(new: FilePath) -> None:
             save_sequence(context, new, self._text, self.token_ids[:end])
 
-        write(path, self._backend, self.token_ids, self._prompt.as_dict() | {"held": end}, put, note)
+        write(path, self._backend, self.token_ids, CellDetails(**self._prompt.as_dict(), held=end), put, note)
 
-    def _load_cells(self, path: str | FilePath, saved: Saved) -> None:
-        end = saved.details["held"]
+    def _load_cells(self, path: str | FilePath, saved: Saved, details: CellDetails) -> None:
+        end = details.held
         load_sequence(self._backend.context, path, self._text, saved.token_ids[:end])
         if end:
             self._keep(end)

@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 
 from edgespec.errors import ContextFull, SessionFileError
 from edgespec.loop.backend import Work
-from edgespec.loop.session_files import Saved, read, write
+from edgespec.loop.session_files import Saved, another_version, read, write
 from edgespec.loop.shapes import TILE, PromptRead, whole_tiles
 
 from ..common import nodes
@@ -26,7 +26,7 @@ from ..common.nodes import NodeSession
 from ..common.signals import Signals
 from .cells import Cells
 from .ggml.files import forget_log, last_log, llama_cpp
-from .ggml.state_files import load_parts, load_sequence, save_sequence, write_parts
+from .ggml.state_files import CellDetails, load_parts, load_sequence, save_sequence, write_parts
 
 
 class Owner(nodes.Owner, Protocol):
@@ -380,9 +380,8 @@ class LlamaSession(NodeSession):
         return len(self.token_ids) + len(self._tokens)
 
     def save(self, path: str | Path, note: Any = None) -> None:
-        cells, details = self._backend.cells, self._prompt.as_dict() | {"held": self.cached}
-        if cells.window:
-            details["parts"] = cells.window
+        cells = self._backend.cells
+        details = CellDetails(**self._prompt.as_dict(), held=self.cached, parts=cells.window)
 
         def put(new: Path) -> None:
             seq = cells.padding_id
@@ -400,36 +399,36 @@ class LlamaSession(NodeSession):
         write(path, self._backend, self.token_ids, details, put, note)
 
     def load(self, path: str | Path) -> Any:
-        saved, cells = read(path, self._backend), self._backend.cells
-        count = saved.details["held"]
-        if saved.details.get("parts", 0) != cells.window:
-            raise SessionFileError(f"{path}: was saved by another version of this program")
+        saved, details = read(path, self._backend, CellDetails)
+        count, cells = details.held, self._backend.cells
+        if details.parts != cells.window:
+            raise another_version(path)
         self.rewind(0)
         if self._backend.in_order:
             self._backend.make_room(count + 2 * TILE)
         gap = -cells.end % TILE
         if self._in_tiles and 0 < gap <= count:  # fill the gap before the tile
-            self._load_cells(path, saved)
+            self._load_cells(path, saved, details)
             cells.waste(self.seq_ids[:1], 0, gap)
             for seq in self.seq_ids:
                 llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
             cells.end += gap
-        self._load_cells(path, saved)
+        self._load_cells(path, saved, details)
         self.token_ids, self.cached = saved.token_ids, count
-        self._prompt = PromptRead.of(saved.details)
+        self._prompt = PromptRead(details.read, details.short)
         self.marks, aligned = list(cells.new_marks(count)), cells.end % TILE == 0
         cells.end += count
         self.moved(cells.end, aligned)
         return saved.note
 
-    def _load_cells(self, path: str | Path, saved: Saved) -> None:
+    def _load_cells(self, path: str | Path, saved: Saved, details: CellDetails) -> None:
         """Fill the next cells from a file.
 
         Raises:
             SessionFileError: the file is wrong; no cells are filled.
         """
         if not self._backend.cells.window:
-            load_sequence(self._backend.context, path, self.seq_ids[0], saved.token_ids[: saved.details["held"]])
+            load_sequence(self._backend.context, path, self.seq_ids[0], saved.token_ids[: details.held])
             return
         forget_log()
         if not all(self._backend.cells.put(part, self.own_ids) for part in load_parts(path, saved.size)):

@@ -51,19 +51,14 @@ def open_model(path: str) -> LazyModel:
 
 def check_files(folder: Path) -> dict[str, Any]:
     """Read config.json, and check that all weight files are there."""
-    try:
-        config = read_json_object(folder / "config.json")
-    except ValueError as error:
-        raise ModelError(f"{folder}: config.json is damaged: {first_line(error)}") from error
+    config = read_json_object(folder / "config.json", ModelError)
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{folder}: config.json does not name a model_type")
     index = folder / "model.safetensors.index.json"
     try:
-        named = set(read_json_object(index)["weight_map"].values()) if index.exists() else set()
+        named = set(read_json_object(index, ModelError)["weight_map"].values()) if index.exists() else set()
         if not all(isinstance(name, str) for name in named):
             raise ValueError("the name of a weight file is not text")
-    except OSError as error:
-        raise ModelError(f"{folder}: {index.name} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(f"{folder}: {index.name} is damaged: {first_line(error)}") from error
     missing = sorted(name for name in named if not (folder / name).exists())

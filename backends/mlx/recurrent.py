@@ -12,7 +12,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 from edgespec.loop.backend import Work
 
 from ..common.recurrent import Rectangle, RecurrentSession, RecurrentStates
-from .session import MlxOwner, MlxSession
+from .session import ArrayDetails, MlxOwner, MlxSession
 from .tree import TreeCache
 
 State = list[Any]  # arrays [1, ...], or None, as many as mlx-lm's caches have
@@ -181,16 +181,15 @@ class MlxRecurrentSession(RecurrentSession[State], MlxSession):
         super().rewind(length)
         self._rectangle, self._arrays, self._given = None, [], []
 
-    def _details(self) -> dict[str, Any]:
-        kept = self.states.text.kept
-        return super()._details() | {"states": [[at, [array is not None for array in kept[at]]] for at in kept]}
+    def _states(self) -> list[tuple[int, list[bool]]]:
+        return [(at, [array is not None for array in state]) for at, state in self.states.text.kept.items()]
 
     def _saved(self) -> list[Any]:
         return [*super()._saved(), *_arrays(self.states.text.kept.values())]
 
-    def _fill(self, details: dict[str, Any], arrays: Iterator[Any]) -> None:
+    def _fill(self, details: ArrayDetails, arrays: Iterator[Any]) -> None:
         super()._fill(details, arrays)
-        for at, there in details["states"]:
+        for at, there in details.states:
             self.states.text.add(at, [next(arrays) if one else None for one in there])
         # Another thread computes passes, and MLX computes lazy arrays only in the thread that made them.
         mx.eval([*_arrays(self.states.text.kept.values())])

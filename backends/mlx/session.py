@@ -3,17 +3,19 @@
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, Self
+from typing import Annotated, Any, BinaryIO, Protocol, Self
 
 import mlx.core as mx
 import numpy as np
+from pydantic import Field, NonNegativeInt, PositiveInt, Strict
 
 from edgespec.loop.backend import Work
-from edgespec.loop.session_files import Saved, write
+from edgespec.loop.session_files import Details, Saved, write
 
 from ..common.nodes import NodeSession, Owner
 from .tree import Pass, TreeCache
 
+BYTES = {"mlx.core.float32": 4, "mlx.core.float16": 2, "mlx.core.bfloat16": 2}  # of numbers of a type
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # by bytes of a number
 
 
@@ -21,8 +23,26 @@ class MlxOwner(Owner, Protocol):
     def forget(self, session: "MlxSession") -> None: ...
 
 
+class ArrayDetails(Details):
+    """
+    Attributes:
+        buffers: number of the first arrays, which are keys and values of layers.
+        arrays: shape and type of each.
+        states: tokens before each state, at least 1, and which of its arrays there are.
+    """
+
+    buffers: int
+    arrays: list[Annotated[tuple[list[NonNegativeInt], str], Strict(False)]]
+    states: list[Annotated[tuple[PositiveInt, list[bool]], Strict(False)]] = Field(default_factory=list)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return [*super().lengths, *(at for at, _ in self.states)]
+
+
 class MlxSession(NodeSession):
     _backend: MlxOwner
+    _form = ArrayDetails
 
     def __init__(self, backend: MlxOwner, caches: list[TreeCache]) -> None:
         super().__init__(backend)
@@ -79,21 +99,25 @@ class MlxSession(NodeSession):
         for mine, theirs in zip(self.caches, other.caches, strict=True):
             theirs.share(mine)
 
-    def _details(self) -> dict[str, Any]:
-        return self._prompt.as_dict() | {"buffers": len(self.state) if self.token_ids else 0}
+    def _states(self) -> list[tuple[int, list[bool]]]:
+        return []
 
     def _saved(self) -> list[Any]:
         length = len(self.token_ids)
         return [buffer[..., :length, :] for buffer in self.state] if length else []
 
-    def _fill(self, details: dict[str, Any], arrays: Iterator[Any]) -> None:
-        for cache in self.caches[: details["buffers"] // 2]:
+    def _fill(self, details: ArrayDetails, arrays: Iterator[Any]) -> None:
+        for cache in self.caches[: details.buffers // 2]:
             cache.fill(next(arrays), next(arrays))
         mx.eval(self.state)
 
     def save(self, path: str | Path, note: Any = None) -> None:
         arrays = self._saved()
-        details = self._details() | {"arrays": [[array.shape, str(array.dtype)] for array in arrays]}
+        details = ArrayDetails(
+            **self._prompt.as_dict(), buffers=len(self.state) if self.token_ids else 0,
+            arrays=[(list(array.shape), str(array.dtype)) for array in arrays],
+            states=self._states(),
+        )  # fmt: skip
 
         def put(new: Path) -> None:
             with new.open("wb") as file:
@@ -102,9 +126,17 @@ class MlxSession(NodeSession):
 
         write(path, self._backend, self.token_ids, details, put, note)
 
-    def _load_cells(self, path: str | Path, saved: Saved) -> None:
+    def _size(self, length: int, details: ArrayDetails) -> int:
+        cells = details.arrays[: details.buffers]
+        whole = details.buffers in (0, 2 * len(self.caches))
+        whole &= len(details.arrays) == details.buffers + sum(sum(there) for _, there in details.states)
+        whole &= all(len(shape) == 4 and shape[0] == 1 and shape[2] == length for shape, _ in cells)
+        whole &= all(name in BYTES for _, name in details.arrays)
+        return sum(prod(shape) * BYTES[name] for shape, name in details.arrays) if whole else -1
+
+    def _load_cells(self, path: str | Path, saved: Saved, details: ArrayDetails) -> None:
         with Path(path).open("rb") as file:
-            self._fill(saved.details, (_read(file, shape, name) for shape, name in saved.details["arrays"]))
+            self._fill(details, (_read(file, shape, name) for shape, name in details.arrays))
 
     def close(self) -> None:
         self.rewind(0)

@@ -19,7 +19,7 @@ from edgespec.errors import Closed, ContextFull, Interrupted, ModelError, UsageE
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadPlan, Progress
 from edgespec.loop.passes import check_batch
-from edgespec.loop.session_files import Saved, identity_of, write
+from edgespec.loop.session_files import Saved, StateDetails, identity_of, write
 from edgespec.loop.shapes import BatchInvariance
 from edgespec.loop.tree import is_leaf, path_to
 
@@ -135,9 +135,12 @@ class ReferenceSession(NodeSession):
 
     def save(self, path: str | Path, note: Any = None) -> None:
         cells = self._cells[: len(self.token_ids)]
-        write(path, self._backend, self.token_ids, self._prompt.as_dict(), lambda new: cells.tofile(new), note)
+        write(path, self._backend, self.token_ids, self._details(), lambda new: cells.tofile(new), note)
 
-    def _load_cells(self, path: str | Path, saved: Saved) -> None:
+    def _size(self, length: int, details: Any) -> int:
+        return self._cells[:length].nbytes
+
+    def _load_cells(self, path: str | Path, saved: Saved, details: Any) -> None:
         cells = self._cells[: len(saved.token_ids)]
         cells[:] = np.fromfile(path, np.float64, cells.size).reshape(cells.shape)
 
@@ -148,6 +151,8 @@ class ReferenceSession(NodeSession):
 
 class RecurrentSession(ReferenceSession):
     """For recurrent layers: paths, unread committed tokens, and states."""
+
+    _form = StateDetails
 
     def __init__(self, backend: "ReferenceBackend") -> None:
         super().__init__(backend)
@@ -225,13 +230,16 @@ class RecurrentSession(ReferenceSession):
     def save(self, path: str | Path, note: Any = None) -> None:
         kept = self._states.kept
         data = np.concatenate([part.ravel() for part in (self._cells[: len(self.token_ids)], *kept.values())])
-        details = self._prompt.as_dict() | {"states": list(kept)}
+        details = StateDetails(**self._prompt.as_dict(), states=list(kept))
         write(path, self._backend, self.token_ids, details, lambda new: data.tofile(new), note)
 
-    def _load_cells(self, path: str | Path, saved: Saved) -> None:
-        super()._load_cells(path, saved)
+    def _size(self, length: int, details: StateDetails) -> int:
+        return super()._size(length, details) + len(details.states) * self._empty.nbytes
+
+    def _load_cells(self, path: str | Path, saved: Saved, details: StateDetails) -> None:
+        super()._load_cells(path, saved, details)
         start = self._cells[: len(saved.token_ids)].nbytes
-        for at in saved.details["states"]:
+        for at in details.states:
             state = np.fromfile(path, np.float64, self._empty.size, offset=start).reshape(self._empty.shape)
             self._states.add(at, state)
             start += state.nbytes

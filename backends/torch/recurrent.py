@@ -14,6 +14,7 @@ import transformers
 from edgespec.errors import EdgespecError, ModelError
 from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.passes import check_batch
+from edgespec.loop.session_files import StateDetails
 
 from ..common.interrupts import Flag, interruptible
 from ..common.model_folder import first_line
@@ -180,17 +181,21 @@ class RecurrentOwner(TorchOwner, Protocol):
 
 class TorchRecurrentSession(RecurrentSession[State], TorchSession):
     _backend: RecurrentOwner
+    _form = StateDetails
 
     def __init__(self, backend: RecurrentOwner, cells: Cells) -> None:
         super().__init__(backend, cells)
         self._empty = backend.cache.empty
         self.states = RecurrentStates[State](backend.capabilities.max_leaves, backend.capabilities.streams)
 
-    def _details(self) -> dict[str, Any]:
-        return super()._details() | {"states": list(self.states.text.kept)}
+    def _details(self) -> StateDetails:
+        return StateDetails(**self._prompt.as_dict(), states=list(self.states.text.kept))
 
-    def _make(self, details: dict[str, Any]) -> None:
-        for at in details["states"]:
+    def _size(self, length: int, details: StateDetails) -> int:
+        return super()._size(length, details) + len(details.states) * sum(int(state.nbytes) for state in self._empty)
+
+    def _make(self, details: StateDetails) -> None:
+        for at in details.states:
             self.states.text.add(at, [torch.empty_like(state) for state in self._empty])
 
     def _saved(self, length: int) -> list[Any]:

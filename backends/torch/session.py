@@ -93,10 +93,10 @@ class TorchSession(NodeSession):
     def _saved(self, length: int) -> list[Any]:
         return [layer[:, :, :length] for layer in self.cells.by_layer.values()] if length else []
 
-    def _details(self) -> dict[str, Any]:
-        return self._prompt.as_dict()
+    def _size(self, length: int, details: Any) -> int:
+        return sum(tensor.nbytes for tensor in TorchSession._saved(self, length))
 
-    def _make(self, details: dict[str, Any]) -> None: ...
+    def _make(self, details: Any) -> None: ...
 
     def save(self, path: str | Path, note: Any = None) -> None:
         def put(new: Path) -> None:
@@ -106,9 +106,9 @@ class TorchSession(NodeSession):
 
         write(path, self._backend, self.token_ids, self._details(), put, note)
 
-    def _load_cells(self, path: str | Path, saved: Saved) -> None:
+    def _load_cells(self, path: str | Path, saved: Saved, details: Any) -> None:
         with torch.inference_mode(), out_of_memory("a session's file"):
-            self._make(saved.details)
+            self._make(details)
             with Path(path).open("rb") as file:
                 for tensor in self._saved(len(saved.token_ids)):
                     found = torch.from_numpy(np.fromfile(file, np.uint8, tensor.numel() * tensor.itemsize))

@@ -141,8 +141,8 @@ def follow(target: Any, draft: Any, share: float, remember: bool, say: Callable[
         "dtypes": f"{target.dtype}, {draft.dtype}", "build": target.build,
     }  # fmt: skip
     count = len(target.windows)
-    layers: Any = measurements.recall(about) if remember else None
-    whole = isinstance(layers, list) and len(layers) == count and all(i in range(len(draft.windows)) for i in layers)
+    layers = (measurements.recall(about, list[int]) if remember else None) or []
+    whole = len(layers) == count and all(i in range(len(draft.windows)) for i in layers)
     target.keeps_queries = draft.keeps_queries = True
     if not whole:
         say("comparing the attention of the two models")

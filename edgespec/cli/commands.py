@@ -16,7 +16,7 @@ import click
 from edgespec import __version__
 from edgespec.cli.catalogue import entries_needed, models, pull, pull_what_is_missing
 from edgespec.cli.completion import complete_model
-from edgespec.cli.conversation import Conversation, check_max_tokens, session_file
+from edgespec.cli.conversation import Conversation, check_max_tokens, load_messages, session_file
 from edgespec.cli.convert import convert
 from edgespec.cli.lend import lend
 from edgespec.cli.options import (
@@ -57,7 +57,9 @@ from edgespec.loading.pair import choose_planner
 from edgespec.loop.engines import ENGINE_OPTIONS, choose_backend, find_engine, load_vocab
 from edgespec.loop.grammar import Grammar, json_schema, lark
 from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.session_files import look
 from edgespec.machine import measurements as remembered
+from edgespec.machine.files import read_text
 from edgespec.machine.memory import in_bytes
 from edgespec.machine.this_machine import this_machine
 from edgespec.model import Model, load
@@ -194,12 +196,15 @@ def run(
     if resume and (options["targets"] or options["cluster"]):
         raise UsageError("--resume does not go with --targets and --cluster: each copy has a session of its own")
     file = session_file(resume, "--resume") if resume else None
+    if file and os.path.exists(file):
+        look(file)  # before a model is loaded
     _check_and_pull(model, options, yes)
-    with held_input() if text is None else nullcontext(), _loaded(model, options) as loaded:
+    with held_input() if text is None else nullcontext(), _loaded(model, options) as (loaded, notes):
         if form:
             with _naming_grammar(json_schema, grammar):
                 loaded.compile(form)
-        earlier = loaded.scheduler.load(file) if file and os.path.exists(file) else None
+        earlier = load_messages(loaded, file) if file and os.path.exists(file) else []
+        _show_notes(notes)  # where a file is refused, that is the only line
         loaded.scheduler.start()  # in a thread of its own, so that Ctrl-C can end a pass early
         if system and earlier:
             raise UsageError(f"--system: the chat in {resume} goes on with the one that it began with; leave it out")
@@ -298,10 +303,7 @@ def _read_grammar(schema_file: str | None, lark_file: str | None) -> Grammar | N
         raise UsageError("give --json-schema or --grammar, not both")
     if not (file := schema_file or lark_file):
         return None
-    try:
-        text = Path(file).read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file}: cannot be read: {error}") from error
+    text = read_text(file, UsageError, once=True)
     with _naming_grammar(schema_file, lark_file):
         return json_schema(text) if schema_file else lark(text)
 
@@ -338,7 +340,7 @@ def _check_used(planners: Sequence[str], options: dict[str, Any]) -> None:
         UsageError: a planner does not exist, or none of them uses the draft or the datastore that is given.
     """
     for name in planners:
-        check_planner(name, True, False, {})
+        check_planner(name, True, None, {})
     for name, users in (("draft", USE_DRAFT), ("datastore", USE_DATASTORE)):
         if options[name] and not {*planners} & {*users} and not (name == "draft" and options["cascade"]):
             who = f"planner {planners[0]} does" if len(planners) == 1 else f"planners {', '.join(planners)} do"
@@ -354,17 +356,20 @@ def _pull_pair(model: str, options: dict[str, Any], yes: bool, *, drafts: bool) 
 
 
 @contextmanager
-def _loaded(model: str, options: dict[str, Any]) -> Iterator[Model]:
-    """Load a model, print its notes, and close it after the `with`."""
+def _loaded(model: str, options: dict[str, Any]) -> Iterator[tuple[Model, list[str]]]:
+    """A loaded model and notes on it; it is closed after the `with`."""
     extra = _planner_options(options)
     options["remember"] = not options.pop("no_memory_of_costs")
     found, offered = _for_a_mac(model, options)
     with LoadingBar(model) as bar:
         loaded = load(found, progress=bar.update, say=bar.say, **options, **extra)
     with loaded:
-        for note in (loaded.where.line, *offered, *loaded.notes):
-            show(note, dim=True, err=True)
-        yield loaded
+        yield loaded, [loaded.where.line, *offered, *loaded.notes]
+
+
+def _show_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        show(note, dim=True, err=True)
 
 
 def _for_a_mac(model: str, options: dict[str, Any]) -> tuple[str | Entry, Sequence[str]]:
@@ -451,7 +456,8 @@ def serve(
     with server.open_socket(host, port, keys, no_key) as listening, ExitStack() as loading:
         loading.enter_context(server.refusing(listening, **guard))
         _check_and_pull(model, options, yes)
-        with _loaded(model, options) as loaded:
+        with _loaded(model, options) as (loaded, notes):
+            _show_notes(notes)
             name = os.path.basename(os.path.abspath(model)).removesuffix(".gguf")
             if keep is not None:
                 server.keep_on_disk(loaded, keep, most_kept)

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
 from edgespec.cli.terminal import show, write_answer
-from edgespec.errors import UsageError
+from edgespec.errors import SessionFileError, UsageError
 from edgespec.loop.passes import check_room
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.session_files import check_replaceable, draft_file
@@ -23,6 +25,18 @@ from edgespec.server.model_format import ModelFormat, thinking_of
 NUMBERS: dict[str, Any] = {  # name -> type
     one.name: type(one.default) for one in fields(SamplingParams) if one.name != "logit_bias"
 }
+
+
+class Said(BaseModel):
+    """A message in a session's file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: str
+    content: str
+
+
+SAID = TypeAdapter(list[Said])
 
 
 @dataclass
@@ -114,7 +128,7 @@ class Conversation:
         """
         path = self._session_file("/load", name)
         self.save()
-        messages = self.model.scheduler.load(path)
+        messages = load_messages(self.model, path)
         if not messages:
             raise UsageError(f"{path}: has no messages")
         self.messages, self._left_out, self._unanswered, self._made_with = messages, 0, [], None
@@ -220,6 +234,19 @@ class Conversation:
                 show(note, dim=True, err=True)
             self._left_out = left_out
         return [*asked[:first], *asked[first + left_out :]]
+
+
+def load_messages(model: Model, path: Path) -> list[Message]:
+    """Load a session, and return the messages that were saved with it.
+
+    Raises:
+        SessionFileError: as for `Scheduler.load`, or its note is something else.
+    """
+    note = model.scheduler.load(path)
+    try:
+        return [one.model_dump() for one in SAID.validate_python(note or [], strict=True)]
+    except ValidationError as error:
+        raise SessionFileError(f"{path}: was saved with something else than a conversation") from error
 
 
 def check_max_tokens(number: int) -> None:

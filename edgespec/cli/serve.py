@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from edgespec.errors import MissingPackage, UsageError
-from edgespec.machine.files import cache_folder
+from edgespec.machine.files import cache_folder, read_text
 from edgespec.model import Model
 from edgespec.scheduler.disk_cache import DiskCache
 from edgespec.scheduler.targets.places import is_loopback
@@ -37,10 +37,7 @@ def read_keys(key: str | None, key_file: str | None) -> list[str]:
     """
     texts = {"--api-key": key} if key is not None else {}
     if key_file is not None:
-        try:
-            texts[f"--api-key-file {key_file}"] = Path(key_file).read_text("utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--api-key-file {key_file}: cannot be read: {error}") from error
+        texts[f"--api-key-file {key_file}"] = read_text(key_file, UsageError, once=True)
     if not texts and KEY in os.environ:
         texts[f"${KEY}"] = os.environ[KEY]
     found = {source: [line.strip() for line in text.splitlines() if line.strip()] for source, text in texts.items()}

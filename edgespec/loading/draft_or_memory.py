@@ -6,7 +6,6 @@ Where the predictions are close, both ways are tried once. Measured speeds are r
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, repeat
-from math import inf
 from operator import mul
 from typing import Any
 
@@ -22,7 +21,7 @@ from edgespec.loop.passes import most_nodes
 from edgespec.machine import measurements
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.files import weight_files
-from edgespec.machine.measurements import identity, processor_name, recall
+from edgespec.machine.measurements import Amount, identity, processor_name, recall
 from edgespec.machine.system import machine_is_busy
 from edgespec.models.registry import Entry
 from edgespec.planners.auto import AutoState, Share
@@ -75,9 +74,7 @@ class Ways:
 
     def recalled(self) -> Speeds:
         """Remembered speeds."""
-        known = recall(self.about)
-        whole = isinstance(known, list) and len(known) == 2 and all(type(one) in (int, float) for one in known)
-        return Speeds(*known) if whole and all(0 <= one < inf for one in known) else Speeds()
+        return Speeds(*recall(self.about, tuple[Amount, Amount]) or ())
 
     def remember(self, speeds: Speeds) -> None:
         measurements.remember(self.about, [speeds.drafted, speeds.plain])
@@ -171,12 +168,8 @@ def _speed(times: Curve, step: float, agreement: float, reading: float = 0.0) ->
 
 
 def _agreement(target: str, draft: str) -> float:
-    found = next((one["value"] for one in remembered_paces(target, draft)), None)
-    try:
-        came, hoped = map(float, found["agreement"]) if found else (0.0, 0.0)
-        return min(1.0, max(0.0, Share(1.0, came, hoped).value(AGREEMENT)))
-    except (KeyError, TypeError, ValueError):
-        return AGREEMENT
+    came, hoped = next((one["value"]["agreement"] for one in remembered_paces(target, draft)), (0.0, 0.0))
+    return min(1.0, Share(1.0, came, hoped).value(AGREEMENT))
 
 
 def timed(backends: list[Backend], agreement: float) -> float:

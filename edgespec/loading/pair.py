@@ -23,7 +23,7 @@ from edgespec.loop.engines import (
 )
 from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.machine import measurements
-from edgespec.machine.measurements import everything, identity, processor_name, recall
+from edgespec.machine.measurements import checked, everything, identity, processor_name, recall
 from edgespec.machine.memory import left_of
 from edgespec.machine.this_machine import this_machine
 from edgespec.models.heads import is_head, refuse_head_folder
@@ -38,7 +38,7 @@ from edgespec.models.registry import (
     local_head,
     local_path,
 )
-from edgespec.planners.auto import AutoState
+from edgespec.planners.auto import AutoState, Pace
 
 DEFAULT_BUDGET = 64
 WIDEST = 1024  # draft tokens of one pass, where weights are streamed and no budget is given
@@ -309,7 +309,8 @@ def remembered_paces(target: str, draft: str | None = None) -> list[dict[str, An
         draft: its path; None: with any draft, and without one.
     """
     about = _about_pace(target, draft)
-    return [one for one in everything() if about.items() <= one["about"].items()]
+    known = [one for one in everything() if about.items() <= one["about"].items()]
+    return [one | {"value": pace.model_dump()} for one in known if (pace := checked(one["value"], Pace))]
 
 
 def recall_auto_state(
@@ -336,13 +337,10 @@ def recall_auto_state(
         "experts": str(target.capabilities.experts),
         **given | {"lenders": ",".join(options.lenders)} | ({"own_layers": True} if options.own_layers else {}),
     }  # fmt: skip
-    passes = 0
-    try:
-        if known := recall(about):
-            pace.recall(known)
-            passes = int(known["passes"])
-    except (AttributeError, KeyError, TypeError, ValueError):
-        pass
+    known = recall(about, Pace)
+    passes = known.passes if known else 0
+    if known:
+        pace.recall(known)
 
     def keep_it() -> None:
         if pace.target.measured:  # else the date of what is known would become that of this run

@@ -10,10 +10,9 @@ take classes away.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from math import inf
 from time import perf_counter, process_time
 from typing import Any
 
@@ -25,7 +24,7 @@ from edgespec.loop.engines import Computing, find_engine
 from edgespec.loop.passes import prefill
 from edgespec.loop.shapes import ALWAYS
 from edgespec.machine import measurements
-from edgespec.machine.measurements import identity, processor_name, recall
+from edgespec.machine.measurements import Amount, identity, processor_name, recall
 from edgespec.machine.system import all_processors, machine_is_busy
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 128)
@@ -56,7 +55,7 @@ class TriedClass:
     most: int
     trees: bool
     row_independent: bool
-    seconds: float = 0.0
+    seconds: Amount = 0.0
     step: int = 1
 
 
@@ -118,12 +117,10 @@ def _about(name: str, build: str, computing: Mapping[str, Any], path: str) -> di
 
 def _recall(about: dict[str, Any], remember: bool) -> list[TriedClass] | None:
     key = json.dumps(about, sort_keys=True)
-    if key not in _known and remember and (rows := recall(about)) is not None:
-        with suppress(TypeError):
-            found = [TriedClass(**row) for row in rows]
-            believed = all(0 <= tried.seconds < inf and 1 <= tried.least <= tried.most for tried in found)
-            if believed and (is_timed(found) or machine_is_busy()):
-                _known[key] = found
+    if key not in _known and remember and (found := recall(about, list[TriedClass])) is not None:
+        believed = all(1 <= tried.least <= tried.most <= LARGER[-1] and tried.step >= 1 for tried in found)
+        if believed and (is_timed(found) or machine_is_busy()):
+            _known[key] = found
     return _known.get(key)
 
 

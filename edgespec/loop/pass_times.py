@@ -5,11 +5,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from math import inf
 from statistics import fmean, median
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import ArrayLike
+from pydantic import Field
 
 from edgespec.loop.shapes import TILE
 from edgespec.loop.tree import FloatArray
@@ -19,6 +20,9 @@ FAR = 3  # least ratio of two sizes that shows the slope
 STEEP, FLAT = 0.5, 0.01  # plain passes that a further node costs, until it is measured: weights in memory, streamed
 NOVELTY = 0.75  # random choices of experts that a further node equals: 0.78 in passes over two nodes of GLM-4.7-Flash
 WIDE = 64  # nodes of a wide tree
+KnownPass = tuple[  # a row of `PassTimes.as_list` in a file
+    Annotated[int, Field(ge=0, le=64)], Annotated[float, Field(ge=1, le=1e9)], Annotated[float, Field(gt=0, le=1e9)]
+]
 
 
 def distinct(nodes: ArrayLike, experts: int, used: int) -> FloatArray:
@@ -195,16 +199,9 @@ class PassTimes:
         return [[at, nodes, min(one[2] for one in rows if _takes_as_long(one, at, nodes))] for at, nodes, _ in rows]
 
     def recall(self, rows: Iterable[Sequence[float]]) -> None:
-        """Start from the rows of `as_list`, each of which counts as one pass.
-
-        Raises:
-            TypeError, ValueError: these are no such rows.
-        """
-        known = [(int(at), float(nodes), float(seconds)) for at, nodes, seconds in rows]
-        if not all(1 <= nodes < inf and 0 < seconds < inf for _, nodes, seconds in known):
-            raise ValueError
-        for at, nodes, seconds in known:
-            self.add(nodes, seconds, _length(at))
+        """Start from the rows of `as_list`, each of which counts as one pass."""
+        for at, nodes, seconds in rows:
+            self.add(nodes, seconds, _length(int(at)))
         self.measured = 0
         self._remembered = {(at, bits) for at, sizes in self._passes.items() for bits in sizes}
 

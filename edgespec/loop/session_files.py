@@ -13,15 +13,17 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
-from edgespec.errors import ContextFull, DamagedSession, SessionFileError
-from edgespec.loop.backend import Capabilities, Session
+from pydantic import BaseModel, ConfigDict, FailFast, PositiveInt, ValidationError
+
+from edgespec.errors import ContextFull, DamagedSession, SessionFileError, shown
+from edgespec.loop.backend import Capabilities, Session, Vocab
 
 VERSION = 1
+MOST = 1 << 26  # bytes of the JSON
 MARK = b"edgespec"
 END = struct.Struct("<QI8s")  # length and CRC-32 of the JSON, MARK
 PIECE = 1 << 20  # bytes read at once
@@ -33,6 +35,7 @@ class Loaded(Protocol):
     """The part of `Backend` that session files need."""
 
     capabilities: Capabilities
+    vocab: Vocab
 
     @property
     def name(self) -> str:
@@ -51,22 +54,56 @@ class Loaded(Protocol):
         """As in `Backend`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Details(BaseModel):
+    """What a session needs besides its engine's bytes; subclasses have more fields.
+
+    Attributes:
+        read: `PromptRead.tokens`.
+        short: `PromptRead.short`.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    read: int = 0
+    short: bool = False
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """All that are numbers of first tokens of the text."""
+        return [self.read]
+
+
+class StateDetails(Details):
+    """
+    Attributes:
+        states: tokens before each state, at least 1.
+    """
+
+    states: list[PositiveInt]
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """As in `Details`."""
+        return [*super().lengths, *self.states]
+
+
+class Saved(BaseModel):
     """Description of a session, from the end of its file.
 
     Attributes:
         identity: `Backend.identity` of the backend that saved it.
         token_ids: committed tokens.
-        details: JSON values of the engine.
+        details: fields of `Details`.
         note: a JSON value of the caller.
         size: number of the engine's bytes.
         checksum: CRC-32 of the engine's bytes.
         version: of the file format.
     """
 
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
     identity: dict[str, Any]
-    token_ids: list[int]
+    token_ids: Annotated[list[int], FailFast()]
     details: dict[str, Any]
     note: Any
     size: int
@@ -74,11 +111,15 @@ class Saved:
     version: int = VERSION
 
 
+Form = TypeVar("Form", bound=BaseModel)
+DetailsForm = TypeVar("DetailsForm", bound=Details)
+
+
 def write(
     path: str | Path,
     backend: Loaded,
     token_ids: Sequence[int],
-    details: Mapping[str, Any],
+    details: Details,
     put: Callable[[Path], None],
     note: Any = None,
 ) -> None:
@@ -88,12 +129,13 @@ def write(
         path: where; its folder must exist.
         backend: the session's backend.
         token_ids: the session's committed tokens.
-        details: JSON values that the engine needs to read its bytes.
+        details: what the session needs besides its bytes.
         put: writes the engine's bytes to a file.
         note: a JSON value that `load` returns.
 
     Raises:
-        SessionFileError: `path` is something else than a session, or cannot be written; an earlier session stays.
+        SessionFileError: `path` is something else than a session, or cannot be written, or the note is too long; an
+            earlier session stays.
     """
     path = Path(path)
     check_replaceable(path)
@@ -104,9 +146,12 @@ def write(
             put(new)
             size = new.stat().st_size
             saved = Saved(
-                dict(backend.identity), list(token_ids), dict(details), note, size, checksum_of(new, size)
+                identity=dict(backend.identity), token_ids=list(token_ids), details=details.model_dump(), note=note,
+                size=size, checksum=checksum_of(new, size),
             )  # fmt: skip
-            text = json.dumps(asdict(saved)).encode()
+            text = json.dumps(saved.model_dump()).encode()
+            if len(text) > MOST:
+                raise SessionFileError(f"{path}: the session cannot be saved: {len(text)} bytes describe it")
             with new.open("ab") as file:
                 file.write(text + END.pack(len(text), zlib.crc32(text), MARK))
                 file.flush()
@@ -151,18 +196,44 @@ def look(path: str | Path) -> Saved:
             file.seek(max(0, whole - END.size))
             end = file.read(END.size)
             length, checksum, mark = END.unpack(end) if len(end) == END.size else (0, 0, b"")
-            if mark != MARK or length > whole - END.size:
+            if mark != MARK or length > min(MOST, whole - END.size):
                 raise DamagedSession(f"{path}: is not a saved session, or its end is missing")
             file.seek(whole - END.size - length)
             text = file.read(length)
     except OSError as error:
         raise SessionFileError(f"{path}: cannot be read: {error.strerror or error}") from error
-    found = json.loads(text) if zlib.crc32(text) == checksum else {}
-    if found and found.get("version") != VERSION:
-        raise SessionFileError(f"{path}: was saved by another version of this program")
-    if not found or found["size"] != whole - END.size - length:
-        raise DamagedSession(f"{path}: the saved session is damaged")
-    return Saved(**found)
+    found = None
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text.decode()) if zlib.crc32(text) == checksum else None
+    if isinstance(found, dict) and found.get("version") != VERSION:
+        raise another_version(path)
+    saved = _checked(path, Saved, found)
+    if saved.size != whole - END.size - length:
+        raise damaged(path)
+    return saved
+
+
+def damaged(path: str | Path) -> DamagedSession:
+    """The error for a file that is not as it was saved."""
+    return DamagedSession(f"{path}: the saved session is damaged")
+
+
+def another_version(path: str | Path) -> SessionFileError:
+    """The error for a file with other fields."""
+    return SessionFileError(f"{path}: was saved by another version of this program")
+
+
+def _checked(path: str | Path, form: type[Form], values: Any) -> Form:
+    """
+    Raises:
+        SessionFileError: `values` are no JSON object of this form.
+    """
+    if isinstance(values, dict) and values.keys() - form.model_fields.keys():
+        raise another_version(path)
+    try:
+        return form.model_validate(values)
+    except ValidationError as error:
+        raise damaged(path) from error
 
 
 def has(path: str | Path, backend: Loaded | None, token_ids: Sequence[int], note: Any) -> bool:
@@ -176,8 +247,13 @@ def has(path: str | Path, backend: Loaded | None, token_ids: Sequence[int], note
     return saved.token_ids[: len(token_ids)] == list(token_ids) and saved.note == note
 
 
-def read(path: str | Path, backend: Loaded) -> Saved:
+def read(path: str | Path, backend: Loaded, form: type[DetailsForm]) -> tuple[Saved, DetailsForm]:
     """Read the description of a session that `backend` can load, and check the engine's bytes.
+
+    Args:
+        path: of the file.
+        backend: that will load it.
+        form: of the details.
 
     Raises:
         SessionFileError: as for `look`, or `identity` differs, or the context is too small.
@@ -190,13 +266,17 @@ def read(path: str | Path, backend: Loaded) -> Saved:
             f"{path}: the session has {len(saved.token_ids)} tokens, but the context holds "
             f"{backend.capabilities.context_length}: use a larger one (--ctx, context_length=…)"
         )
+    details, lengths = _checked(path, form, saved.details), range(len(saved.token_ids) + 1)
+    known = range(backend.vocab.size)
+    if not all(one in lengths for one in details.lengths) or not all(one in known for one in saved.token_ids):
+        raise damaged(path)
     try:
         checksum = checksum_of(Path(path), saved.size)
     except OSError as error:
         raise SessionFileError(f"{path}: cannot be read: {error.strerror or error}") from error
     if checksum != saved.checksum:
-        raise DamagedSession(f"{path}: the saved session is damaged")
-    return saved
+        raise damaged(path)
+    return saved, details
 
 
 def draft_file(path: str | Path) -> Path:
@@ -217,7 +297,7 @@ def difference(saved: Saved, backend: Loaded) -> str:
     for name in ("weights", "kv_type", *here, *saved.identity):  # another kv_type may change `exact`
         was, is_ = saved.identity.get(name), here.get(name)
         if was != is_:
-            return "it is another model's" if name == "weights" else f"{name} was {was!r} and is {is_!r}"
+            return "it is another model's" if name == "weights" else f"{name} was {shown(was)} and is {shown(is_)}"
     return ""
 
 

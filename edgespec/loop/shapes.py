@@ -1,8 +1,8 @@
 """Row classes: batch sizes whose rows are bit-identical."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 # llama.cpp's GGML_FA_TILE_KV (ggml-cpu/common.h): passes of TILE rows or more add up attention in tiles of TILE cells.
 # Prompts of all engines are cut at its multiples.
@@ -72,11 +72,6 @@ class PromptRead:
     tokens: int = 0
     short: bool = False
     reading: bool = False
-
-    @classmethod
-    def of(cls, details: Mapping[str, Any]) -> Self:
-        """Restore the state of `as_dict`."""
-        return cls(details.get("read", 0), details.get("short", False))
 
     def as_dict(self) -> dict[str, Any]:
         """For a session's file."""

@@ -160,13 +160,11 @@ def find_reading(path: str, seconds: float = SECONDS) -> list[Reading]:
 
 def recall_reading(path: str) -> Reading:
     try:
-        found = Reading(**remembered.recall(_about(path)) or {})
-        whole = type(found.threads) is type(found.size) is int
-        believed = 1 <= found.threads <= MOST_THREADS and BLOCK <= found.size <= LARGEST and found.size % BLOCK == 0
-        believed &= SLOWEST <= found.speed <= FASTEST
-    except (OSError, TypeError):
+        found = remembered.recall(_about(path), Reading) or USUAL
+    except OSError:
         return USUAL
-    return found if whole and believed else USUAL
+    believed = 1 <= found.threads <= MOST_THREADS and BLOCK <= found.size <= LARGEST and found.size % BLOCK == 0
+    return found if believed and SLOWEST <= found.speed <= FASTEST else USUAL
 
 
 def remember_reading(path: str, reading: Reading) -> bool:

@@ -2,9 +2,11 @@
 without losing others.
 """
 
+import gzip
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,7 +15,7 @@ from secrets import token_hex
 from shutil import rmtree
 from tempfile import mkdtemp
 from time import time
-from typing import Any
+from typing import IO, Any, NoReturn, cast
 
 import platformdirs
 import yaml
@@ -24,6 +26,11 @@ from edgespec.machine.process import at_end
 PNG = b"\x89PNG"
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # llama_split_path in llama.h
 ABANDONED = 3600.0  # seconds without a write
+SNIFF = 1 << 13  # first bytes of a file, in which a zero byte shows that it is not text
+MOST_TEXT = 1 << 26  # bytes of a text file; those of models have some megabytes
+MOST_YAML = 1 << 18  # bytes: PyYAML takes a second for 100 KB
+MOST_VALUES = 1 << 17  # of a YAML file
+MOST_DIGITS = 64  # of a number in it
 
 
 def cache_folder() -> Path:
@@ -85,6 +92,47 @@ def size_on_disk(path: Path) -> int:
     return found.st_blocks * 512 if hasattr(found, "st_blocks") else found.st_size
 
 
+def read_text(path: str | Path, kind: type[EdgespecError], most: int = MOST_TEXT, *, once: bool = False) -> str:
+    """
+    Args:
+        path: of a text file in UTF-8, perhaps with a byte-order mark; packed by gzip if its name ends in .gz.
+        kind: of the error.
+        most: bytes that it may have, when unpacked.
+        once: the file is read once, so it may be a pipe to which something is written.
+
+    Raises:
+        EdgespecError: of this `kind`; the file cannot be read, is too large, or is not text.
+    """
+    if may_wait(path) and not once:
+        raise kind(f"{path}: is a pipe or a device, not a file")
+    try:
+        with open(path, "rb", opener=_open_at_once) as raw:
+            file = cast(IO[bytes], gzip.GzipFile(fileobj=raw) if str(path).endswith(".gz") else raw)
+            data = file.read(SNIFF)
+            if b"\0" not in data:  # else it may be a model of gigabytes
+                data += file.read(most + 1 - len(data))
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise kind(f"{path}: is not a whole gzip file: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: no file can have this name
+        raise kind(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if b"\0" in data:
+        raise kind(f"{path}: is not text: it has zero bytes")
+    if len(data) > most:
+        raise kind(f"{path}: is too large: it has more than {most} bytes")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise kind(f"{path}: is not UTF-8 text (byte {error.start})") from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """As `os.open`, but of a pipe to which nothing is written it reads an end, and does not wait for ever."""
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if hasattr(os, "O_NONBLOCK"):
+        os.set_blocking(descriptor, True)
+    return descriptor
+
+
 def read_yaml(path: Path, kind: type[EdgespecError], loader: Any = yaml.SafeLoader) -> tuple[Any, yaml.Node | None]:
     """
     Args:
@@ -98,34 +146,79 @@ def read_yaml(path: Path, kind: type[EdgespecError], loader: Any = yaml.SafeLoad
     Raises:
         EdgespecError: of this `kind`; the file cannot be read, or is not YAML.
     """
+    text = read_text(path, kind, MOST_YAML)
     try:
-        document = loader(path.read_text("utf-8"))
+        document = loader(text)
         node = document.get_single_node()
+        if node is not None:
+            _check_node(node, {})
         return node and document.construct_document(node), node
-    except OSError as error:
-        raise kind(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise kind(f"{path}: is not UTF-8 text") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        raise kind(f"{path}{where}: is not YAML: {getattr(error, 'problem', None) or error}") from error
-    except (ValueError, RecursionError) as error:  # such as the 45th of a month, or a thousand lists in each other
+        why = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise kind(f"{path}{where}: is not YAML: {why}") from error
+    # Such as the 45th of a month, !!bool maybe, or a thousand lists in each other.
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise kind(f"{path}: is not YAML: {error}") from error
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def _check_node(node: yaml.Node, known: dict[int, int]) -> int:
+    """Refuse what PyYAML would take for ever to construct, and what it would accept though it cannot be meant.
+
+    Args:
+        node: of a document.
+        known: values of the nodes that were looked at, by their ids.
+
+    Returns:
+        Number of values in it, where an alias counts as all that it stands for.
     """
+
+    def refuse(why: str, at: yaml.Node = node) -> NoReturn:
+        raise yaml.MarkedYAMLError(problem=why, problem_mark=at.start_mark)
+
+    if id(node) in known:
+        return known[id(node)] or refuse("an alias stands for a value that it is in")
+    known[id(node)] = 0
+    values = 1
+    if isinstance(node, yaml.ScalarNode):
+        if not node.tag.endswith(":str") and len(node.value) > MOST_DIGITS:
+            refuse(f"a number or date has {len(node.value)} characters")
+        if node.value.encode("utf-8", "ignore").decode() != node.value:
+            refuse("a text has half a surrogate pair")
+    elif isinstance(node, yaml.MappingNode):
+        seen = set[str]()
+        for key, value in node.value:
+            values += _check_node(key, known) + _check_node(value, known)
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    refuse(f"there are two keys {key.value!r}", key)
+                seen.add(key.value)
+    else:
+        values += sum(_check_node(part, known) for part in node.value)
+    if values > MOST_VALUES:
+        refuse(f"aliases make it more than {MOST_VALUES} values")
+    known[id(node)] = values
+    return values
+
+
+def read_json_object(path: Path, kind: type[EdgespecError]) -> dict[str, Any]:
+    """
+    Args:
+        path: of the file.
+        kind: of the error.
+
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not a JSON object; the message says why.
+        EdgespecError: of this `kind`; the file cannot be read, or is not a JSON object.
     """
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = json.loads(read_text(path, kind))
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        raise kind(f"{path}: is damaged: it is nested too deeply") from error
+    except ValueError as error:
+        raise kind(f"{path}: is damaged: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError("it is not a JSON object")
+        raise kind(f"{path}: is damaged: it is not a JSON object")
     return found
 
 

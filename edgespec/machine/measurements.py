@@ -12,8 +12,11 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+from pydantic import Field, TypeAdapter, ValidationError
+
+from edgespec.errors import EdgespecError
 from edgespec.machine.files import cache_folder, cache_lasts, read_json_object, weight_files, write_whole
 from edgespec.machine.system import all_processors
 
@@ -22,6 +25,8 @@ MOST_FILES = 256
 OFF = "EDGESPEC_NO_MEMORY_OF_COSTS"  # set to anything: nothing is read or written
 
 About = Mapping[str, str | int | float | bool | None]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # of something that is measured
+Value = TypeVar("Value")
 
 
 def folder() -> Path | None:
@@ -31,17 +36,26 @@ def folder() -> Path | None:
         return None
 
 
-def recall(about: About) -> Any:
+def recall(about: About, form: type[Value]) -> Value | None:
     """
     Args:
         about: all that the measurement depends on, with its kind.
+        form: of the value: a type that pydantic knows.
 
     Returns:
         The value that was remembered, or None.
     """
     path = _path(about)
     found = _read(path) if path else None
-    return found["value"] if found and found["about"] == dict(about) else None
+    return checked(found["value"], form) if found and found["about"] == dict(about) else None
+
+
+def checked(value: Any, form: type[Value]) -> Value | None:
+    """A JSON value as an object of a type; None: it is none."""
+    try:
+        return TypeAdapter(form).validate_json(json.dumps(value), strict=True)
+    except ValidationError:
+        return None
 
 
 def can_remember() -> bool:
@@ -119,9 +133,9 @@ def _path(about: About) -> Path | None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found = read_json_object(path)
+        found = read_json_object(path, EdgespecError)
         json.dumps(found, allow_nan=False)  # refuses infinite numbers and NaN, which no measurement is
-    except (OSError, ValueError):
+    except (EdgespecError, ValueError):
         return None
     whole = found.get("version") == VERSION and "value" in found
     return found if whole and isinstance(found.get("about"), dict) else None

@@ -25,6 +25,7 @@ from edgespec.loop.passes import check_room
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import user_messages
+from edgespec.machine.files import read_text
 from edgespec.measure.lossless import explain
 from edgespec.measure.tables import table
 from edgespec.model import Model
@@ -67,13 +68,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[BenchPrompt]:
     Raises:
         UsageError: names the file and the line.
     """
-    try:
-        whole = path.read_text("utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: is not UTF-8 text") from error
-    prompts = []
+    whole, prompts = read_text(path, UsageError, once=True), list[BenchPrompt]()
     for place, line in _records(whole):
         try:
             record = json.loads(line) if isinstance(line, str) else line
@@ -153,7 +148,7 @@ def run_bench(
     else:
         draft = None
     for name in names:
-        check_planner(name, draft is not None, datastore is not None and name in USE_DATASTORE, options[name])
+        check_planner(name, draft is not None, datastore if name in USE_DATASTORE else None, options[name])
     check_approximate(alpha, None, draft, names, engine_options.get("exact"), ahead)
     check_draft_options(draft is not None, ahead, planner_options)
     fixed, widest, budget = budget is not None, choose_widest(budget, entry), choose_budget(budget, entry)

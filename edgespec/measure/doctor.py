@@ -53,7 +53,6 @@ from edgespec.machine.this_machine import this_machine
 from edgespec.models.gguf_header import check_magic
 from edgespec.models.heads import is_head, refuse_head_folder
 from edgespec.models.registry import OWN, OWN_HEAD, OWN_LAYERS, find_draft, find_model, is_folder, local_path
-from edgespec.planners.auto import AutoState
 from edgespec.planners.path_cost import note
 from edgespec.weights.plan import REMEDY, SAFETY, SLOW, Plan, two_digits
 from edgespec.weights.ring import CANNOT_STREAM, can_stream
@@ -441,7 +440,7 @@ def report(diagnosis: Diagnosis) -> str:
     if both := diagnosis.draft_or_memory:
         lines.append(("draft or memory", ways_line(both)))
     mixed = len({one["about"].get("streams") for one in diagnosis.remembered}) > 1
-    lines += [("remembered", text) for one in diagnosis.remembered if (text := learned_line(one, told=mixed))]
+    lines += [("remembered", learned_line(one, told=mixed)) for one in diagnosis.remembered]
     lines += [("note", note) for note in diagnosis.notes]
     return aligned(lines)
 
@@ -456,28 +455,23 @@ def ways_line(speeds: Speeds) -> str:
 
 
 def learned_line(found: dict[str, Any], *, told: bool = False) -> str:
-    """Measurements of runs, for a person; "": none that can be used.
+    """Measurements of runs, for a person.
 
     Args:
-        found: one of `everything`.
+        found: one of `remembered_paces`.
         told: say if weights were streamed.
     """
-    pace, state = found["value"], AutoState()
-    try:
-        state.recall(pace)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return ""
+    pace = found["value"]
     parts = [
         f"{name}'s passes " + ", ".join(f"{nodes:.0f}: {1000 * seconds:.0f} ms" for nodes, seconds in rows)
         for name in ("target", "draft")
         if (rows := sorted(row[1:] for row in pace[name] if row[0] == 0))
     ]
-    if state.agreement.hoped:
-        parts.append(f"draft right in {100 * state.agreement.came / state.agreement.hoped:.0f} %")
-    passes = pace.get("passes")
-    measured = f"{passes} passes" if type(passes) is int else ""
+    came, hoped = pace["agreement"]
+    if hoped:
+        parts.append(f"draft right in {100 * came / hoped:.0f} %")
     begins = ("streamed: " if found["about"].get("streams") else "in memory: ") if told else ""
-    return begins + "; ".join([*parts, ", ".join(filter(None, [age(found), measured]))])
+    return begins + "; ".join([*parts, ", ".join(filter(None, [age(found), f"{pace['passes']} passes"]))])
 
 
 def aligned(lines: list[tuple[str, str]]) -> str:

@@ -18,7 +18,7 @@ from edgespec.loading.where import Where
 from edgespec.loop.backend import Placed
 from edgespec.loop.engines import LoadOptions, find_engine, load_at_once
 from edgespec.machine.described import with_speeds
-from edgespec.machine.measurements import processor_name, recall
+from edgespec.machine.measurements import Amount, processor_name, recall
 from edgespec.machine.memory import format_size
 from edgespec.machine.system import chip
 from edgespec.machine.this_machine import Gpu, Machine, this_machine
@@ -570,7 +570,7 @@ def offer(target: str, *, draft: str | None = None, models_file: str | None = No
         return Offer()
     if not others or not others[0].best:
         return Offer()
-    folder, seconds = path.removesuffix(".gguf") + "-mlx", recall(about_engines()) or {}
+    folder, seconds = path.removesuffix(".gguf") + "-mlx", recall(about_engines(), dict[str, Amount]) or {}
     measured = seconds.get("llamacpp", 0.0) / seconds["mlx"] if seconds.get("mlx") else 0.0
     speeds = [f"about {two_digits(speed)}" if speed else "cannot run it" for speed in compared(first, others[0])]
     lines = [

@@ -13,7 +13,7 @@ import yaml
 
 from edgespec import __version__
 from edgespec.errors import EdgespecError, MissingPackage, RegistryError, UsageError
-from edgespec.machine.files import PNG, check_out, replacing, write_whole
+from edgespec.machine.files import PNG, check_out, read_text, replacing, write_whole
 from edgespec.machine.measurements import processor_name
 from edgespec.measure.pair import Measured, Row
 from edgespec.measure.tables import table
@@ -163,7 +163,7 @@ def append_entry(path: Path, entry: dict[str, Any]) -> None:
         EdgespecError: it cannot be written.
     """
     try:
-        text = path.read_text("utf-8") if path.exists() else "models:\n"
+        text = read_text(path, RegistryError) if path.exists() else "models:\n"
         before = [one.name for one in read_models(path)] if path.exists() else []
         block = yaml.safe_dump([entry], sort_keys=False, allow_unicode=True, width=100)
         indent = _indent(text)

@@ -1,5 +1,6 @@
 """Files and folders that are heads, which cannot run without their target."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,17 @@ def find_eagle(path: str) -> dict[str, Any] | None:
     Raises:
         ModelError: it is a head of a kind that no engine here can use.
     """
+    config = dict[str, Any]()
+    with suppress(ModelError):
+        config = read_json_object(Path(path) / "config.json", ModelError)
     try:
-        config = read_json_object(Path(path) / "config.json")
         if any(kind in str(config.get("architectures")) for kind in OTHER_KINDS):
             raise ModelError(f"{path}: is a head that drafts blocks (DFlash), which is not supported: use another")
         config |= config.get("transformer_layer_config") or {}  # where vLLM's speculators have the layer's
         if rope := config.get("rope_parameters"):  # where transformers 5 has these two
             config |= {"rope_theta": rope["rope_theta"], "rope_scaling": rope}
         return config if "draft_vocab_size" in config and config["num_hidden_layers"] == 1 else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
-from edgespec.machine.files import part_names, read_json_object, size_on_disk
+from edgespec.machine.files import part_names, read_json_object, read_text, size_on_disk
 from edgespec.models import pulled
 from edgespec.models.download import STALL, Progress, checksum, download
 
@@ -251,7 +251,7 @@ def repository_folder(repository: str) -> Path:
 def _cached_ggufs(source: HubSource) -> Iterator[str]:
     folder = repository_folder(source.repository)
     reference = folder / "refs" / source.revision
-    snapshot = folder / "snapshots" / (reference.read_text("utf-8") if reference.is_file() else source.revision)
+    snapshot = folder / "snapshots" / (read_text(reference, ModelError) if reference.is_file() else source.revision)
     for file in snapshot.rglob("*.gguf"):
         if file.exists():  # else the link's target was removed
             yield file.relative_to(snapshot).as_posix()
@@ -260,10 +260,10 @@ def _cached_ggufs(source: HubSource) -> Iterator[str]:
 def _has_weights(folder: Path) -> bool:
     index = folder / "model.safetensors.index.json"
     try:
-        names = set(read_json_object(index)["weight_map"].values()) if index.is_file() else None
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        names = set(read_json_object(index, ModelError)["weight_map"].values()) if index.is_file() else None
+        return all((folder / name).is_file() for name in names or ["model.safetensors"])
+    except (ModelError, KeyError, AttributeError, TypeError):
         return False
-    return all((folder / name).is_file() for name in names) if names else (folder / "model.safetensors").is_file()
 
 
 def ask(source: HubSource) -> Listing:

@@ -84,9 +84,9 @@ def _of_folder(folder: Path) -> tuple[dict[str, Any], list[str]]:
     if not file.is_file():
         return {}, []
     try:
-        config = read_json_object(file)
-    except ValueError:
-        return {}, [f"{file} is not a JSON object; its sampling is left out"]
+        config = read_json_object(file, ModelError)
+    except ModelError as error:
+        return {}, [f"{error}; its sampling is left out"]
     found = {name: config[name] for name in SAMPLING if config.get(name) is not None}
     if config.get("do_sample") is False:  # greedy, so other sampling parameters have no effect
         return {"temperature": 0.0} | {name: value for name, value in found.items() if name == "repetition_penalty"}, []

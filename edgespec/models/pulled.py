@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import time
 
+from edgespec.errors import EdgespecError
 from edgespec.machine.files import read_json_object, write_whole
 
 RECORD = "edgespec-pulled.json"
@@ -133,8 +134,8 @@ def _write(folder: Path, found: Sequence[Pulled]) -> None:
 
 def _read(folder: Path) -> Iterator[Pulled]:
     root = folder.resolve()
-    with suppress(OSError, ValueError, TypeError):
-        for source, (when, files) in read_json_object(folder / RECORD).items():
+    with suppress(EdgespecError, OSError, ValueError, TypeError):
+        for source, (when, files) in read_json_object(folder / RECORD, EdgespecError).items():
             places = tuple(
                 (str(place), str(blob))
                 for place, blob in files

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from edgespec.errors import ModelError, RegistryError, UsageError, first_mistake, no_such, pip_install
 from edgespec.loop.sampling import SamplingParams
@@ -27,16 +36,25 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w.-]+)?(:[\w.-]+)?")  # OWN
 # With OWNER, REPOSITORY and FILE where it may be a page of the hub.
 WEB_ADDRESS = re.compile(r"https?://(?:[^/]+/([\w.-]+)/([\w.-]+)(?:/(?:resolve|blob)/[^/]+/([^?#]+\.gguf))?)?")
 
+
+def _one_line(text: str) -> str:
+    if not text.isprintable():  # a line break or NUL; messages and paths have this text
+        raise ValueError(f"{text!r} has a character that cannot be printed")
+    return text
+
+
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Name = Annotated[str, Field(min_length=1), AfterValidator(_one_line)]
+Whole = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Defaults(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     planner: str | None = None
-    budget: int | None = Field(default=None, ge=1)
-    context_length: int | None = Field(default=None, ge=0)
-    ctx: int | None = Field(default=None, ge=0, exclude=True)  # the outdated name of `context_length`
+    budget: Whole | None = Field(default=None, ge=1)
+    context_length: Whole | None = None
+    ctx: Whole | None = Field(default=None, exclude=True)  # the outdated name of `context_length`
     system: str | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -66,7 +84,7 @@ class Defaults(BaseModel):
 class FileFacts(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    bytes: int = Field(default=0, ge=0)  # all parts of a split GGUF together; 0: not known
+    bytes: Whole = 0  # all parts of a split GGUF together; 0: not known
     sha256: list[Digest] = []
     shape: dict[str, Any] = {}  # see `models/shapes.py`
 
@@ -74,9 +92,9 @@ class FileFacts(BaseModel):
 class Entry(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    name: str = Field(min_length=1)
-    target: str
-    draft: str | None = None
+    name: Name
+    target: Name
+    draft: Name | None = None
     description: str = ""
     license: str = ""
     memory: str = ""  # recommended at least, such as 16G

@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel
 
 from edgespec.loop.backend import Logits, Session
 from edgespec.loop.draft_passes import DraftSteps
-from edgespec.loop.pass_times import FLAT, STEEP, Curve, PassTimes
+from edgespec.loop.pass_times import FLAT, STEEP, Curve, KnownPass, PassTimes
 from edgespec.loop.passes import Prefill
 from edgespec.loop.planner import Context, Planner, PlannerStats
 from edgespec.loop.tree import DraftTree, FloatArray, Proposal, only, root_only
-from edgespec.planners.ledger import Ledger
+from edgespec.machine.measurements import Amount
+from edgespec.planners.ledger import Accounts, Ledger
 from edgespec.planners.path_cost import best_part, rows_of
 
 BELIEF = 4.0  # weight of a prior value, in expected things
@@ -57,6 +59,18 @@ class Share:
 
     def value(self, belief: float) -> float:
         return (self.came + belief * BELIEF) / (self.hoped + BELIEF)
+
+
+class Pace(BaseModel):
+    """`AutoState.as_dict` of an earlier run, and the number of passes that it is from."""
+
+    target: list[KnownPass]
+    draft: list[KnownPass]
+    ledgers: dict[int, Accounts]
+    copies: tuple[Amount, Amount]
+    agreement: tuple[Amount, Amount]
+    worth: tuple[Amount, Amount]
+    passes: int = 0
 
 
 @dataclass(slots=True)
@@ -132,18 +146,14 @@ class AutoState:
         costs = {"target": [[at, nodes, pace * seconds] for at, nodes, seconds in rows], "draft": self.draft.as_list()}
         return {**costs, "ledgers": {str(n): one.as_dict() for n, one in self.ledgers.items()}, **shares}
 
-    def recall(self, known: dict[str, Any]) -> None:
-        """Begin with the values of `as_dict`.
-
-        Raises:
-            KeyError, TypeError, ValueError: `known` does not have them.
-        """
-        self.target.recall(known["target"])
-        self.draft.recall(known["draft"])
-        for sequences, accounts in known["ledgers"].items():
-            self.ledger(int(sequences)).recall(accounts)
+    def recall(self, known: Pace) -> None:
+        """Begin with the values of `as_dict`."""
+        self.target.recall(known.target)
+        self.draft.recall(known.draft)
+        for sequences, accounts in known.ledgers.items():
+            self.ledger(sequences).recall(accounts)
         for name, share in self._shares():
-            share.came, share.hoped = map(float, known[name])
+            share.came, share.hoped = getattr(known, name)
 
     def _shares(self) -> Iterable[tuple[str, Share]]:
         return [("copies", self.copies), ("agreement", self.agreement), ("worth", self.worth)]

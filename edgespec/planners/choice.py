@@ -15,7 +15,7 @@ from edgespec.planners.auto import AutoPlanner, AutoState
 from edgespec.planners.candidates import READ, Drafting, Lookup
 from edgespec.planners.cascade import CascadePlanner
 from edgespec.planners.chain import ChainPlanner
-from edgespec.planners.datastore import Datastore, open_datastore
+from edgespec.planners.datastore import Datastore, open_datastore, read_header
 from edgespec.planners.easyspec import EasySpecPlanner
 from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
@@ -110,22 +110,25 @@ USE_DRAFT = tuple(name for name, method in PLANNERS.items() if method.draft)
 USE_DATASTORE = tuple(name for name, method in PLANNERS.items() if method.datastore)
 
 
-def check_planner(name: str, has_draft: bool, has_datastore: bool, options: Mapping[str, Any]) -> None:
+def check_planner(name: str, has_draft: bool, datastore: str | None, options: Mapping[str, Any]) -> None:
     """
     Raises:
         UsageError: no such planner or option, a missing draft, a datastore that is not used, or a value out of range.
+        DatastoreError: the datastore cannot be read, or is none.
     """
     if name not in PLANNERS:
         raise no_such("planner", name, PLANNERS)
     if PLANNERS[name].needs_draft and not has_draft:
         raise UsageError(f"the planner {name} needs a draft model: give one with --draft (draft=…)")
-    if has_datastore and not PLANNERS[name].datastore:
+    if datastore is not None and not PLANNERS[name].datastore:
         raise UsageError(f"the planner {name} does not use a datastore; {', '.join(USE_DATASTORE)} do")
     for option, value in options.items():
         if option not in PLANNERS[name].options:
             known = ", ".join(PLANNERS[name].options) or "none"
             raise UsageError(f"the planner {name} has no option {option!r}; its options: {known}")
         CHECKS[option](option, value)
+    if datastore is not None:
+        read_header(datastore)
 
 
 def check_draft_options(has_draft: bool, ahead: bool | None, options: Mapping[str, Any]) -> None:

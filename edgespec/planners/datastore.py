@@ -8,41 +8,37 @@ Big-endian tokens compare as their bytes do, so the tokens' suffix array is a pa
 the largest number of the token's width, which no token has, so no match goes across it.
 """
 
-import gzip
 import json
 import mmap
 import os
-import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from dataclasses import fields as dataclass_fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from edgespec.errors import DatastoreError, UsageError
+from edgespec.errors import DatastoreError, UsageError, shown
 from edgespec.loop.backend import Vocab
 from edgespec.loop.hint_texts import END
 from edgespec.loop.tree import IntArray
 from edgespec.machine import files
-from edgespec.machine.files import may_wait
+from edgespec.machine.files import may_wait, read_text
 
 MAGIC = "edgespec datastore"
 START = json.dumps({"magic": MAGIC})[:-1].encode()  # first bytes of a datastore of any version
 VERSION = 1
 HEADER_SIZE = 1024
-SNIFF = 8192  # first bytes of a file, in which a zero byte shows that it is not text
+MOST_BYTES = 1 << 32  # of a file of documents
 
 Progress = Callable[[str, int, int], None]  # phase, done, total (0: unknown)
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(BaseModel):
     """The first bytes of a datastore.
 
     Attributes:
@@ -56,14 +52,22 @@ class Header:
         documents: number of documents.
     """
 
-    magic: str
-    version: int
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    magic: str = MAGIC
+    version: int = VERSION
     fingerprint: str
-    vocab_size: int
-    token_width: int
-    position_width: int
-    tokens: int
-    documents: int
+    vocab_size: int = Field(ge=1)
+    token_width: int = Field(ge=2, le=4, multiple_of=2)
+    position_width: int = Field(ge=4, le=8, multiple_of=4)
+    tokens: int = Field(ge=1)
+    documents: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _has_a_separator(self) -> Self:
+        if self.vocab_size > _separator(self.token_width):
+            raise ValueError("a token is the separator")
+        return self
 
     @property
     def suffix_offset(self) -> int:
@@ -123,11 +127,11 @@ class Datastore:
         """
         rows = min(count, high - low)
         picks = low + (2 * np.arange(rows) + 1) * (high - low) // (2 * max(rows, 1))
-        first = self._suffixes[picks].astype(np.int64) + skip
+        first = np.minimum(self._suffixes[picks], len(self)).astype(np.int64) + skip
         # Places past the end read the last separator.
         places = np.minimum(first[:, None] + np.arange(depth), len(self) - 1)
         found = self._tokens[places]
-        ended: NDArray[np.bool_] = np.logical_or.accumulate(found == _separator(self.header.token_width), axis=1)
+        ended: NDArray[np.bool_] = np.logical_or.accumulate(found >= self.header.vocab_size, axis=1)
         ids: IntArray = found.astype(np.int32)
         ids[ended] = END
         return ids
@@ -139,16 +143,9 @@ def open_datastore(path: str | Path, vocab: Vocab) -> Datastore:
     Raises:
         DatastoreError: the file cannot be read, is no datastore, is cut short, or has another tokenizer's tokens.
     """
-    if may_wait(path):
-        raise DatastoreError(f"{path}: is a pipe or a device, not a datastore")
+    header = read_header(path)
     try:
         with Path(path).open("rb") as file:
-            header = _read_header(path, file.read(HEADER_SIZE))
-            size = os.fstat(file.fileno()).st_size
-            if size != header.file_size:
-                raise DatastoreError(
-                    f"{path}: is damaged: it has {size} bytes instead of {header.file_size}; build it again"
-                )
             if (header.fingerprint, header.vocab_size) != (vocab.fingerprint, vocab.size):
                 raise DatastoreError(
                     f"{path}: was built with another tokenizer: {header.vocab_size} tokens, "
@@ -160,7 +157,18 @@ def open_datastore(path: str | Path, vocab: Vocab) -> Datastore:
         raise DatastoreError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _read_header(path: str | Path, data: bytes) -> Header:
+def read_header(path: str | Path) -> Header:
+    """
+    Raises:
+        DatastoreError: the file cannot be read, is no datastore, or is cut short.
+    """
+    if may_wait(path):
+        raise DatastoreError(f"{path}: is a pipe or a device, not a datastore")
+    try:
+        with Path(path).open("rb") as file:
+            data, size = file.read(HEADER_SIZE), os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise DatastoreError(f"{path}: cannot be read: {error.strerror or error}") from error
     try:
         fields = json.loads(data)
         if fields["magic"] != MAGIC:
@@ -169,12 +177,16 @@ def _read_header(path: str | Path, data: bytes) -> Header:
         raise DatastoreError(f"{path}: is not an edgespec datastore") from None
     if fields.get("version") != VERSION:
         raise DatastoreError(
-            f"{path}: has version {fields.get('version')} of the format, this program reads {VERSION}; build it again"
+            f"{path}: has version {shown(fields.get('version'))} of the format, this program reads {VERSION}; build it "
+            "again"
         )
-    kinds = {field.name: field.type for field in dataclass_fields(Header)}
-    if {name: type(value) for name, value in fields.items()} != kinds:
-        raise DatastoreError(f"{path}: has a damaged header; build it again")
-    return Header(**fields)
+    try:
+        header = Header.model_validate(fields)
+    except ValidationError as error:
+        raise DatastoreError(f"{path}: has a damaged header; build it again") from error
+    if size != header.file_size:
+        raise DatastoreError(f"{path}: is damaged: it has {size} bytes instead of {header.file_size}; build it again")
+    return header
 
 
 def check_out(out: str | Path, sources: Iterable[str | Path] = ()) -> None:
@@ -226,17 +238,11 @@ def build(out: str | Path, texts: Iterable[str], vocab: Vocab, progress: Progres
             suffixes = suffix_array(tokens)
             report("sorting", len(tokens), len(tokens))
             header = Header(
-                MAGIC,
-                VERSION,
-                vocab.fingerprint,
-                vocab.size,
-                tokens.itemsize,
-                suffixes.itemsize,
-                len(tokens),
-                documents,
-            )
+                fingerprint=vocab.fingerprint, vocab_size=vocab.size, token_width=tokens.itemsize,
+                position_width=suffixes.itemsize, tokens=len(tokens), documents=documents,
+            )  # fmt: skip
             report("writing", 0, len(tokens))
-            file.write(json.dumps(asdict(header)).encode().ljust(HEADER_SIZE - 1) + b"\n")
+            file.write(json.dumps(header.model_dump()).encode().ljust(HEADER_SIZE - 1) + b"\n")
             file.write(tokens.data)
             file.seek(header.suffix_offset)
             file.write(suffixes.data)
@@ -334,25 +340,8 @@ def _files_below(folder: Path, on_error: Callable[[OSError], None] = lambda erro
 
 
 def _read_file(path: Path) -> Iterator[str]:
-    packed = path.suffix == ".gz"
-    kind = path.with_suffix("").suffix if packed else path.suffix
-    if may_wait(path):
-        raise DatastoreError(f"{path}: is a pipe or a device, not a file")
-    try:
-        with path.open("rb") as file:
-            data = file.read(SNIFF)
-            if b"\0" in data and not packed:  # before gigabytes of a model file are read
-                raise DatastoreError(f"{path}: is not text: it has zero bytes")
-            data += file.read()
-        text = (gzip.decompress(data) if packed else data).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DatastoreError(f"{path}: is not UTF-8 text (byte {error.start})") from None
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DatastoreError(f"{path}: is not a whole gzip file: {error}") from None
-    except OSError as error:
-        raise DatastoreError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if "\0" in text:
-        raise DatastoreError(f"{path}: is not text: it has zero bytes")
+    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    text = read_text(path, DatastoreError, MOST_BYTES)
     if kind == ".jsonl":
         # Not `splitlines`: JSON strings may hold other line separators, such as U+2028.
         for number, line in enumerate(text.split("\n"), 1):

@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from pydantic import BaseModel, Field, FiniteFloat
+
+from edgespec.machine.measurements import Amount
+
 ALLOWANCE = 0.015  # plain passes that may be lost for each token of the sequence, besides one
 MOST_GAINED = 8.0  # plain passes that an account may be ahead: a good hour does not pay for a bad one
 MOST_SAVED = 16.0  # plain passes of allowance that are kept for trials: a draft may have much to read
@@ -26,6 +30,15 @@ JUMP = 2.0  # ratio of two plain passes that shows another load of the machine
 SOONER = 4  # a distance is divided by it where a sequence begins, and multiplied by it where much was gained
 SURE = 8  # least distance of plain passes at which these are well known
 SLOW = 1.5  # the usual plain pass takes at most this multiple of the fastest: the others were held up
+
+
+class Accounts(BaseModel):
+    """`Ledger.as_dict` of an earlier run; of each account its `lost`, `rest`, `resting` and `idle`."""
+
+    plain: Amount
+    distance: int = Field(ge=1)
+    saved: Amount
+    accounts: dict[str, tuple[FiniteFloat, int, Amount, Amount]]
 
 
 @dataclass(slots=True)
@@ -283,16 +296,12 @@ class Ledger:
         accounts = {name: [one.lost, one.rest, one.resting, one.idle] for name, one in self.accounts.items()}
         return {"plain": self.plain, "distance": self.distance, "saved": self.saved, "accounts": accounts}
 
-    def recall(self, known: dict[str, Any]) -> None:
-        """Begin with the values of `as_dict`.
-
-        Raises:
-            KeyError, TypeError, ValueError: `known` does not have them.
-        """
-        self._usual = self.plain = float(known["plain"])
-        self.distance = max(1, min(FARTHEST, int(known["distance"])))
-        self.saved = min(MOST_SAVED, max(0.0, float(known["saved"])))
-        for name, (lost, rest, resting, idle) in known["accounts"].items():
-            one = Account(float(lost), min(LONGEST_REST, max(FIRST_REST, int(rest))), max(0.0, float(resting)))
-            one.idle = float(idle)
-            self.accounts[str(name)] = one
+    def recall(self, known: Accounts) -> None:
+        """Begin with the values of `as_dict`."""
+        self._usual = self.plain = known.plain
+        self.distance = min(FARTHEST, known.distance)
+        self.saved = min(MOST_SAVED, known.saved)
+        for name, (lost, rest, resting, idle) in known.accounts.items():
+            one = Account(lost, min(LONGEST_REST, max(FIRST_REST, rest)), resting)
+            one.idle = idle
+            self.accounts[name] = one

@@ -53,11 +53,14 @@ class DiskCache:
                     if is_abandoned(left):
                         left.unlink()
             for path in self._folder.glob(OWN):
-                with suppress(SessionFileError):
+                try:
                     saved = look(path)
-                    fits = len(saved.token_ids) <= backend.capabilities.context_length
-                    if fits and not difference(saved, backend):
-                        self._saved[path] = saved.token_ids
+                except SessionFileError as error:
+                    say(f"{error}; it is left out")
+                    continue
+                fits = len(saved.token_ids) <= backend.capabilities.context_length
+                if fits and not difference(saved, backend):
+                    self._saved[path] = saved.token_ids
         except OSError as error:
             raise SessionFileError(f"{folder}: cannot be used: {error.strerror or error}") from error
 

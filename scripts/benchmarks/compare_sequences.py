@@ -83,7 +83,7 @@ def generate_sequences(
     kept = {(text.planner, *text.key): text for text in resume(path, Written, made_with)}
     entry, names = find_model(target), dict.fromkeys([PLAIN, *planners])
     for planner in names:
-        check_planner(planner, bool(options.get("draft") or entry.draft), has_datastore=False, options={})
+        check_planner(planner, bool(options.get("draft") or entry.draft), None, {})
     about = f"{identity(local_path(entry.target))}, {max_tokens} tokens"
     asked = {
         (about, prompt, params.temperature, params.top_p): (prompt, params)

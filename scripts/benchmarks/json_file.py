@@ -1,13 +1,12 @@
 """Files of one JSON value, such as published answers and conversations."""
 
-import gzip
 import json
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from edgespec.errors import UsageError
+from edgespec.machine.files import read_text
 
 Found = TypeVar("Found")
 
@@ -22,10 +21,8 @@ def read_json(path: Path, take: Callable[[Any], Found], right: str) -> Found:
     Raises:
         UsageError: it cannot be read, or is something else.
     """
+    text = read_text(path, UsageError)
     try:
-        data = path.read_bytes()
-        return take(json.loads(gzip.decompress(data) if path.suffix == ".gz" else data))
-    except (OSError, EOFError, zlib.error) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from error
+        return take(json.loads(text))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"{path}: must be {right}") from error

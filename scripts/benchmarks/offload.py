@@ -101,7 +101,7 @@ def text_speeds(
     SamplingParams(**pair.sampling)
     parsed = {variant: parse_variant(variant) for variant in variants}
     for name, _ in parsed.values():
-        check_planner(name, bool(pair.draft), has_datastore=False, options={})
+        check_planner(name, bool(pair.draft), None, {})
     with memory_group() as group:
         limit = room + process_needs(pair)
         streamed = replace(pair, memory=limit, limit=limit)

@@ -20,7 +20,7 @@ from edgespec.loop.text import user_messages
 from edgespec.machine.this_machine import this_machine
 from edgespec.model import Model
 from edgespec.models.registry import Defaults, Entry
-from edgespec.planners.auto import new_auto_state
+from edgespec.planners.auto import Pace, new_auto_state
 from edgespec.planners.choice import make_planner
 
 PLENTY = 1 << 42  # bytes of memory: nothing is streamed
@@ -98,7 +98,7 @@ def _measure_texts(task: Task, backends: list[Backend]) -> dict[str, Any]:
     limits = backends[0].capabilities
     pace = new_auto_state(limits.streams, limits.experts) if task.by_cost else None
     if pace and task.pace:
-        pace.recall(task.pace)
+        pace.recall(Pace.model_validate(task.pace))
     planner = make_planner(task.planner, backends, state=pace, ahead=task.ahead, **task.planner_options)
     found: dict[str, Any] = {"runs": []}
     sampling = SamplingParams(**task.sampling)

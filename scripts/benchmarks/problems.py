@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from edgespec.errors import UsageError
+from edgespec.machine.files import read_text
 
 Found = TypeVar("Found")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -43,12 +44,10 @@ def read_records(
         UsageError: there are other records, or none; or the file cannot be read.
     """
     try:
-        lines = [line for line in path.read_text("utf-8-sig").split("\n") if line.strip()]
+        lines = [line for line in read_text(path, UsageError).split("\n") if line.strip()]
         found = [take(number, json.loads(line)) for number, line in enumerate(lines)]
         if not found:
             raise ValueError
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"{path}: needs {right}") from error
     count = min(len(found), limit or len(found))

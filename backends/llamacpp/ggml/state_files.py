@@ -8,10 +8,26 @@ from pathlib import Path
 from typing import IO, Any
 
 from edgespec.errors import SessionFileError
+from edgespec.loop.session_files import Details
 
 from .files import forget_log, last_log, llama_cpp
 
 LENGTH = struct.Struct("<Q")
+
+
+class CellDetails(Details):
+    """
+    Attributes:
+        held: first tokens of the text that have cells.
+        parts: tokens of the sliding window, for which cells are saved in parts; 0: in one.
+    """
+
+    held: int
+    parts: int = 0
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return [*super().lengths, self.held]
 
 
 def save_sequence(context: Any, path: Path, seq: int, text: Sequence[int]) -> None:
@@ -54,6 +70,8 @@ def read_parts(file: IO[bytes], stop: int) -> Iterator[Any]:
     """Read parts up to byte `stop`; raises OSError, and ValueError or struct.error if the file ends before."""
     while file.tell() < stop:
         (length,) = LENGTH.unpack(file.read(LENGTH.size))
+        if length > stop - file.tell():
+            raise ValueError("a part is longer than the rest")
         yield (ctypes.c_uint8 * length).from_buffer_copy(file.read(length))
 
 

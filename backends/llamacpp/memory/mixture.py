@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from edgespec.errors import ModelError
 from edgespec.loop.engines import Progress
-from edgespec.machine.measurements import identity, recall, remember
+from edgespec.machine.measurements import Amount, identity, recall, remember
 from edgespec.models.gguf_header import own_values
 from edgespec.weights.expert_memory import ExpertMemory
 from edgespec.weights.plan import Plan
@@ -301,10 +301,9 @@ def open_mixture(
             notes.append(f"experts are left to the page cache, which is slow: {why}")
             mixture.memory.close()
             return None
-        known = recall(about) if about else None
-        shape = (len(layers), layers[0].count)
-        scores = np.array(known) if known is not None and np.shape(known) == shape else np.zeros(shape)
-        mixture.memory.fill(scores.tolist(), progress)
+        known = (recall(about, list[list[Amount]]) if about else None) or []
+        whole = len(known) == len(layers) and all(len(one) == layers[0].count for one in known)
+        mixture.memory.fill(known if whole else [[0.0] * layers[0].count] * len(layers), progress)
     except BaseException:
         mixture.memory.close()
         raise

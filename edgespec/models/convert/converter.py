@@ -130,14 +130,11 @@ def count_weights(folder: Path, trust: bool, drop: Sequence[int] = ()) -> int:
         ModelError: it is no model folder, is damaged, or wants to run programs of its own.
     """
     config = folder / "config.json"
-    try:
-        found = [read_json_object(config)]
-    except OSError as error:
-        raise ModelError(f"{folder}: has no config.json, so it is not a model folder") from error
-    except ValueError as error:
-        raise ModelError(f"{config}: is damaged: {error}") from error
-    with suppress(OSError, ValueError):
-        found.append(read_json_object(folder / "tokenizer_config.json"))
+    if not config.is_file():
+        raise ModelError(f"{folder}: has no config.json, so it is not a model folder")
+    found = [read_json_object(config, ModelError)]
+    with suppress(ModelError):
+        found.append(read_json_object(folder / "tokenizer_config.json", ModelError))
     if not trust and any("auto_map" in one for one in found):
         raise ModelError(
             f"{folder}: wants to run programs of its own (auto_map in its config); read them, and say --trust, or "

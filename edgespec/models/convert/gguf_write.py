@@ -20,7 +20,7 @@ from typing import Any
 
 from edgespec import __version__
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
-from edgespec.machine.files import part_names
+from edgespec.machine.files import part_names, read_text
 from edgespec.models.convert.calibration import calibration_text
 from edgespec.models.convert.folder_from_gguf import check_space
 from edgespec.models.download import Progress
@@ -265,9 +265,9 @@ def _matrix(source: Path, asked: str, partial: Path, report: Progress) -> tuple[
         origin = "computed from Python's documentation and library"
     else:
         try:
-            text.read_text("utf-8")
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{asked}: is neither an importance matrix in a GGUF nor UTF-8 text") from error
+            read_text(text, UsageError)
+        except UsageError as error:
+            raise UsageError(f"{error}; an importance matrix must be a GGUF, or computed from text") from error
         origin = f"computed from {text.name}"
     job = {"source": str(source), "out": str(out), "text": str(text), "remove": [str(own_text)], "chunks": CHUNKS}
     _child("imatrix", job, lambda line: report("importance matrix", line["done"], line["total"]))
