@@ -463,27 +463,27 @@ def in_child(case: Case, folder: Path, seconds: float, enough: str = "") -> Foun
     context.set_forkserver_preload([__name__, "edgespec.backends.llamacpp.engine"])
     receiver, sender = context.Pipe(duplex=False)
     log = folder / "stderr"
+    log.write_bytes(b"")
     child = context.Process(target=_in_child, args=(sender, case, folder, seconds, enough, log), daemon=True)
     child.start()
     sender.close()
+    found: Found | None = None
     try:
-        found: Found | None = receiver.recv() if receiver.poll(seconds) else None
-        child.join(SECONDS_TO_END)
-        if found is None or child.exitcode is None:
-            kind = "hang"
-        elif child.exitcode == 0:
-            return found
-        else:
-            kind = f"exit code {child.exitcode}"
-    except EOFError:
-        child.join(SECONDS_TO_END)
-        code = child.exitcode or 0
-        kind = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if receiver.poll(seconds):
+            with suppress(EOFError):  # it has died
+                found = receiver.recv()
+            child.join(SECONDS_TO_END)
+        code = child.exitcode
     finally:
         child.kill()
         child.join()
         receiver.close()
-    return Found(wrong=[(kind, f"{seconds:g} s at most, then: {log.read_text('utf-8', 'replace')[-3000:]}")])
+    if found and code == 0:
+        return found
+    kind = (
+        f"hang, {seconds:g} s" if code is None else f"{signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    )
+    return Found(wrong=[(kind, log.read_text("utf-8", "replace")[-3000:].strip())])
 
 
 def _in_child(sender: Any, case: Case, folder: Path, seconds: float, enough: str, log: Path) -> None:
