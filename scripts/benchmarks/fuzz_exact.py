@@ -135,7 +135,10 @@ class Text:
 # Drawing.
 
 
-def draw(seed: int, number: int, model: str = "", draft: str = "", fixed: Mapping[str, Any] | None = None) -> Case:
+def draw(
+    seed: int, number: int, model: str = "", draft: str = "", fixed: Mapping[str, Any] | None = None,
+    questions: Sequence[str] = (),
+) -> Case:  # fmt: skip
     """Case `number` of a seed.
 
     Args:
@@ -144,6 +147,7 @@ def draw(seed: int, number: int, model: str = "", draft: str = "", fixed: Mappin
         model: a real model for the target; "": made up ones.
         draft: a draft for it.
         fixed: options of `edgespec.load` that are not drawn.
+        questions: prompts begin as these do; (): they are made of a few words.
     """
     chance = random.Random(f"{seed} {number}")
     family, kind = chance.choice(FAMILIES), chance.choice(list(TYPES))
@@ -156,7 +160,7 @@ def draw(seed: int, number: int, model: str = "", draft: str = "", fixed: Mappin
     if not model and family in HYBRIDS and options.get("exact") != "off":
         options.pop("exact", None)  # no other is there
     options = {name: value for name, value in options.items() if value is not None}
-    return Case(target, draft, options, _rounds(chance, options["context_length"], small=not model))
+    return Case(target, draft, options, _rounds(chance, options["context_length"], questions, small=not model))
 
 
 def _options(chance: random.Random, drafts: bool, *, small: bool) -> dict[str, Any]:
@@ -180,10 +184,10 @@ def _options(chance: random.Random, drafts: bool, *, small: bool) -> dict[str, A
     }
 
 
-def _rounds(chance: random.Random, room: int, *, small: bool) -> Sequence[Sequence[Call]]:
+def _rounds(chance: random.Random, room: int, questions: Sequence[str], *, small: bool) -> Sequence[Sequence[Call]]:
     words, texts = WORDS.split(" "), list[str]()
     for length in (chance.choice((3, 20, 63, 64, 65, 150, 400, 520, 600)) for _ in range(3)):
-        text = ""
+        text = chance.choice(questions) if questions else ""
         while len(text) < length * (1 if small else 4):
             text += f"{chance.choice(words)} "
         texts.append(text[: min(length, room - 20) * (1 if small else 4)])
