@@ -50,7 +50,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         ["bench-gpu", "--json", "notes.md"],
         ["check-server", "wire", "smollm2-135m", "--llama-server", "none", "--record", "notes.md"],
         ["bench-offload", "texts", "m.gguf", "p.jsonl", "--room", "1G", "--json", "notes.md"],
-        ["check-exact", "m.gguf", "p.jsonl", "--out", "notes.md"],
     ],
     ids=lambda arguments: arguments[0],
 )

@@ -17,6 +17,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 from traceback import format_exception
 from typing import Any
@@ -135,7 +136,10 @@ class Text:
 # Drawing.
 
 
-def draw(seed: int, number: int, model: str = "", draft: str = "", fixed: Mapping[str, Any] | None = None) -> Case:
+def draw(
+    seed: int, number: int, model: str = "", draft: str = "", fixed: Mapping[str, Any] | None = None,
+    questions: Sequence[str] = (),
+) -> Case:  # fmt: skip
     """Case `number` of a seed.
 
     Args:
@@ -144,6 +148,7 @@ def draw(seed: int, number: int, model: str = "", draft: str = "", fixed: Mappin
         model: a real model for the target; "": made up ones.
         draft: a draft for it.
         fixed: options of `edgespec.load` that are not drawn.
+        questions: prompts begin as these do; (): they are made of a few words.
     """
     chance = random.Random(f"{seed} {number}")
     family, kind = chance.choice(FAMILIES), chance.choice(list(TYPES))
@@ -156,7 +161,7 @@ def draw(seed: int, number: int, model: str = "", draft: str = "", fixed: Mappin
     if not model and family in HYBRIDS and options.get("exact") != "off":
         options.pop("exact", None)  # no other is there
     options = {name: value for name, value in options.items() if value is not None}
-    return Case(target, draft, options, _rounds(chance, options["context_length"], small=not model))
+    return Case(target, draft, options, _rounds(chance, options["context_length"], questions, small=not model))
 
 
 def _options(chance: random.Random, drafts: bool, *, small: bool) -> dict[str, Any]:
@@ -180,10 +185,10 @@ def _options(chance: random.Random, drafts: bool, *, small: bool) -> dict[str, A
     }
 
 
-def _rounds(chance: random.Random, room: int, *, small: bool) -> Sequence[Sequence[Call]]:
+def _rounds(chance: random.Random, room: int, questions: Sequence[str], *, small: bool) -> Sequence[Sequence[Call]]:
     words, texts = WORDS.split(" "), list[str]()
     for length in (chance.choice((3, 20, 63, 64, 65, 150, 400, 520, 600)) for _ in range(3)):
-        text = ""
+        text = chance.choice(questions) if questions else ""
         while len(text) < length * (1 if small else 4):
             text += f"{chance.choice(words)} "
         texts.append(text[: min(length, room - 20) * (1 if small else 4)])
@@ -196,7 +201,8 @@ def _rounds(chance: random.Random, room: int, *, small: bool) -> Sequence[Sequen
         counts = (1, 2, 3, 5) if how in ("leave", "branch", "search") else (1,)
         return Call(how, prompt, _asked(chance, how, small=small), chance.choice(counts))
 
-    rounds = [[call() for _ in range(chance.choice((1, 1, 2, 3, 5, 7)))] for _ in range(chance.choice((1, 2, 3, 4)))]
+    most = 7 if small else 3
+    rounds = [[call() for _ in range(chance.choice((1, 1, 2, 3, most)))] for _ in range(chance.choice((1, 2, 3, most)))]
     for one in rounds:
         if chance.random() < 0.25:
             one.append(Call(chance.choice(("save", "load", "forget"))))
@@ -289,9 +295,8 @@ def _quantise(source: Path, target: Path, kind: int) -> None:
 @contextmanager
 def loaded(case: Case, folder: Path) -> Iterator[Model]:
     """The model of a case; as `LEAST` memory it gets what the error of a smaller limit names."""
-    options = dict(case.options)
-    disk, least = options.pop("disk", False), options.get("memory") == LEAST
-    if least:
+    options = {name: value for name, value in case.options.items() if name != "disk"}
+    if least := options.get("memory") == LEAST:
         options["memory"] = 1
     draft = made(case.draft, folder) if case.draft else None
     for attempt in range(ATTEMPTS):
@@ -304,8 +309,6 @@ def loaded(case: Case, folder: Path) -> Iterator[Model]:
                 raise
             options["memory"] = parse_size(named[1]) + MIB * (1 + attempt)
     with model:
-        if disk:
-            model.scheduler.pool.disk_cache = DiskCache(folder / f"disk{os.getpid()}", model.target, 64 * MIB, least=8)
         yield model
 
 
@@ -319,14 +322,16 @@ def check(case: Case, folder: Path, enough: str = "") -> Found:
     """
     found = Found()
     try:
-        with loaded(case, folder) as model:
+        with TemporaryDirectory(dir=folder) as scratch, loaded(case, folder) as model:
+            if case.options.get("disk"):
+                model.scheduler.pool.disk_cache = DiskCache(f"{scratch}/disk", model.target, 64 * MIB, least=8)
             exact, computing = model.target.capabilities.exact, dict(model.target.computing)
             found.exact = exact.name if exact else ""
-            texts = [text for calls in case.rounds for text in _at_once(model, calls, folder)]
+            texts = [text for calls in case.rounds for text in _at_once(model, calls, f"{scratch}/saved")]
         for text in texts:
             found.texts += 1
             with _plain(case, folder, found.exact, computing) as alone:
-                _compare(text, alone, folder, found)
+                _compare(text, alone, found)
             if enough in (kind for kind, _ in found.wrong):
                 break
     except EdgespecError as error:
@@ -338,19 +343,19 @@ def check(case: Case, folder: Path, enough: str = "") -> Found:
     return found
 
 
-def _at_once(model: Model, calls: Sequence[Call], folder: Path) -> list[Text]:
+def _at_once(model: Model, calls: Sequence[Call], saved: str = "") -> list[Text]:
     with ThreadPoolExecutor(len(calls)) as pool:
-        return list(chain.from_iterable(pool.map(lambda call: _made_call(model, call, folder), calls)))
+        return list(chain.from_iterable(pool.map(lambda call: _made_call(model, call, saved), calls)))
 
 
-def _made_call(model: Model, call: Call, folder: Path) -> list[Text]:
+def _made_call(model: Model, call: Call, saved: str = "") -> list[Text]:
     if call.how in ("save", "load", "forget", "close"):
         with suppress(EdgespecError):  # there is no session yet, or the model was closed
             if call.how == "close":
                 sleep(call.count / 1000)
                 model.close()
             else:
-                getattr(model.scheduler, call.how)(*([] if call.how == "forget" else [folder / f"saved{os.getpid()}"]))
+                getattr(model.scheduler, call.how)(*([] if call.how == "forget" else [saved]))
         return []
     text = Text(call)
     try:
@@ -398,13 +403,12 @@ def _plain(case: Case, folder: Path, exact: str, computing: Mapping[str, Any]) -
             return
     # Kernels follow from other options, too: all stay, but for the planner.
     options = dict(case.options) | {"parallel": 1, "exact": exact or "off"}
-    options.pop("disk", None)
     with loaded(replace(case, options=options), folder) as model:
         model.scheduler.close()
         yield Model(model.target, NonePlanner())
 
 
-def _compare(text: Text, alone: Model, folder: Path, found: Found) -> None:
+def _compare(text: Text, alone: Model, found: Found) -> None:
     """Make the call again in a model of its own, which decodes plainly, and add what is wrong."""
     call, exact = text.call, alone.target.capabilities.exact
     about = f"{call.how}{f' {text.number}' if text.number else ''}, row class {found.exact or 'none'}"
@@ -415,7 +419,7 @@ def _compare(text: Text, alone: Model, folder: Path, found: Found) -> None:
         call = replace(
             call, how="generate", options={**call.options, "seed": call.options.get("seed", 0) + text.number}
         )
-    plain = _made_call(alone, call, folder)[text.number if call.how == "search" else 0]
+    plain = _made_call(alone, call)[text.number if call.how == "search" else 0]
     closed = isinstance(text.error, Closed)
     if not closed and type(text.error) is not type(plain.error):
         says = "".join(format_exception(text.error or plain.error)[-4:])
@@ -463,27 +467,27 @@ def in_child(case: Case, folder: Path, seconds: float, enough: str = "") -> Foun
     context.set_forkserver_preload([__name__, "edgespec.backends.llamacpp.engine"])
     receiver, sender = context.Pipe(duplex=False)
     log = folder / "stderr"
+    log.write_bytes(b"")
     child = context.Process(target=_in_child, args=(sender, case, folder, seconds, enough, log), daemon=True)
     child.start()
     sender.close()
+    found: Found | None = None
     try:
-        found: Found | None = receiver.recv() if receiver.poll(seconds) else None
-        child.join(SECONDS_TO_END)
-        if found is None or child.exitcode is None:
-            kind = "hang"
-        elif child.exitcode == 0:
-            return found
-        else:
-            kind = f"exit code {child.exitcode}"
-    except EOFError:
-        child.join(SECONDS_TO_END)
-        code = child.exitcode or 0
-        kind = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if receiver.poll(seconds):
+            with suppress(EOFError):  # it has died
+                found = receiver.recv()
+            child.join(SECONDS_TO_END)
+        code = child.exitcode
     finally:
         child.kill()
         child.join()
         receiver.close()
-    return Found(wrong=[(kind, f"{seconds:g} s at most, then: {log.read_text('utf-8', 'replace')[-3000:]}")])
+    if found and code == 0:
+        return found
+    kind = (
+        f"hang, {seconds:g} s" if code is None else f"{signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    )
+    return Found(wrong=[(kind, log.read_text("utf-8", "replace")[-3000:].strip())])
 
 
 def _in_child(sender: Any, case: Case, folder: Path, seconds: float, enough: str, log: Path) -> None:
@@ -596,6 +600,7 @@ def script(case: Case, about: str) -> str:
     comment = "".join(f"# {line}\n" for line in about.splitlines())
     return f"""{comment}import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 sys.path[:0] = [{str(here / "scripts")!r}, {str(here / "tests")!r}]
 from benchmarks.fuzz_exact import Call, Case, check
