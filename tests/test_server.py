@@ -20,6 +20,7 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
+from edgespec.errors import UsageError
 from edgespec.loop import grammar
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.tree import Source
@@ -721,9 +722,16 @@ class TestGuard:
             ({"host": "LOCALHOST.:99"}, 200),
             ({"host": "[::1]:8080"}, 200),
             ({"host": "192.168.1.5"}, 200),
-            ({"host": "a.localhost"}, 200),
-            ({"host": "host.docker.internal:8080"}, 200),
-            ({"host": "box.lan"}, 200),
+            ({"host": "[::FFFF:7f00:1]"}, 200),
+            ({"host": "[fe80::1%25eth0]:8080"}, 200),
+            ({"host": "0.0.0.0:8080"}, 200),  # what a browser asked no name server for
+            ({"host": "127.1"}, 403),
+            ({"host": "Box.LAN.:8080"}, 200),
+            ({"host": "a.localhost"}, 403),  # Safari asks the network's name server
+            ({"host": "host.docker.internal:8080"}, 403),
+            ({"host": "host.containers.internal"}, 403),
+            ({"host": "box.local"}, 403),
+            ({"host": "a.box.lan"}, 403),
             ({"host": "evil.example"}, 403),
             ({"host": ""}, 403),
             ({"host": ":8080"}, 403),
@@ -753,6 +761,24 @@ class TestGuard:
             assert answer.headers.get("access-control-allow-origin") in (None, "https://chat.example")
             if status != 200:
                 assert answer.json()["error"]["message"]
+
+    def test_a_name_that_a_name_server_answers_for_is_let_in_only_where_the_server_was_started_for_it(self):
+        with served(hosts=["HOST.docker.internal", "app.localhost."]) as client:
+            for host, status in (("host.docker.internal:8080", 200), ("app.localhost", 200), ("b.localhost", 403)):
+                assert client.get("/health", headers={"host": host}).status_code == status
+
+    @pytest.mark.parametrize("name", ["http://box.lan", "box.lan:8080", "", "*.lan", "a b"])
+    def test_a_name_that_no_request_could_have_is_refused_at_the_start(self, name):
+        with pytest.raises(UsageError, match=f"^--allow-host is {re.escape(repr(name))}, but must be a name"):
+            Guard(lambda: None, error_body, hosts=[name])
+
+    def test_a_preflight_is_answered_for_allowed_origins_alone(self):
+        with served(origins=["https://chat.example"]) as client:
+            for origin, status in (("https://chat.example", 200), ("null", 400), ("http://evil.example", 400)):
+                asked = {"origin": origin, "access-control-request-method": "POST"}
+                answer = client.options("/v1/chat/completions", headers=asked)
+                allowed = answer.headers.get("access-control-allow-origin")
+                assert (answer.status_code, allowed) == (status, origin if status == 200 else None)
 
     def test_what_a_form_can_send_is_refused(self, client):
         for kind in ("text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"):

@@ -6,6 +6,7 @@ another origin unasked.
 
 import asyncio
 import hmac
+import re
 from collections.abc import Callable, Collection
 from ipaddress import ip_address
 from typing import Any
@@ -15,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from edgespec.errors import must_be
 from edgespec.server.errors import Refused, refusal
 
 PUBLIC = ("/", "/health")  # without a key: the page itself has no secret
@@ -28,7 +30,8 @@ SAFETY = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
 ]
-LOCAL_NAMES = ("localhost", "host.docker.internal")
+LOCAL = "localhost"  # the only name that no system asks a name server for: macOS does for *.localhost
+NAME = re.compile(r"[\w-]+(\.[\w-]+)*\.?", re.ASCII)
 
 
 class Guard:
@@ -49,14 +52,20 @@ class Guard:
             app: the layers within.
             error_body: an error in the dialect of a path.
             keys: the request must have one of them; empty: it needs none.
-            hosts: allowed names besides addresses and names of this machine.
+            hosts: allowed names besides addresses and localhost.
             origins: of allowed pages, besides this server's own.
             count: called with path and status of each answer of `app`.
+
+        Raises:
+            UsageError: one of `hosts` is no name.
         """
+        for host in hosts:
+            if not NAME.fullmatch(host):
+                raise must_be("--allow-host", host, "a name such as box.lan, without a port")
         self._app = app
         self._error_body = error_body
         self._keys = [key.encode() for key in keys]
-        self._hosts = {host.lower() for host in hosts}
+        self._hosts = {LOCAL} | {host.lower().rstrip(".") for host in hosts}
         self._origins = set(origins)
         self._count = count
 
@@ -121,7 +130,7 @@ class Guard:
             ip_address(name)
             return True
         except ValueError:
-            return name in LOCAL_NAMES or name.endswith(".localhost") or name in self._hosts
+            return name in self._hosts
 
     def _has_key(self, headers: Headers) -> bool:
         sent = [value.removeprefix("Bearer ").strip() for value in headers.getlist("authorization")]
