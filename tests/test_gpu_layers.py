@@ -528,8 +528,9 @@ def test_the_option(run: Any, smollm2_tiny: Path, value: str, code: int) -> None
     assert ("--gpu-layers is 'many', but must be a number, -1 for all layers, or auto" in err) == (code == 2)
 
 
-def test_the_buffers_of_one_text_are_computed_once(smollm2_tiny, monkeypatch):
-    """However little memory there is: the share of further texts changes nothing. A large hybrid takes seconds."""
+@pytest.fixture
+def rehearsed(monkeypatch):
+    """Sizes of contexts of which plans have asked for the buffers."""
     really, sizes = memory.rehearse, []
 
     def rehearse(path, new, *more):
@@ -537,8 +538,21 @@ def test_the_buffers_of_one_text_are_computed_once(smollm2_tiny, monkeypatch):
         return really(path, new, *more)
 
     monkeypatch.setattr(memory, "rehearse", rehearse)
+    return sizes
+
+
+def test_a_model_that_stays_in_memory_is_planned_by_one_context(smollm2_tiny, rehearsed):
+    """It fits once and not twice. A context of a large hybrid takes seconds."""
+    machine = replace(this_machine(), free=(1 << 30) + 3 * smollm2_tiny.stat().st_size // 2, used=0, gpus=())
+    plan = engine_module.engine.plan(str(smollm2_tiny), LoadOptions(exact="off"), machine)
+    assert (plan.weights, plan.plenty) == (None, False)
+    assert rehearsed == [plan.size]
+
+
+def test_the_buffers_of_one_text_are_computed_once(smollm2_tiny, rehearsed):
+    """However little memory there is: the share of further texts changes nothing. A large hybrid takes seconds."""
     machine = replace(this_machine(), free=5 << 29, gpus=())
     with suppress(NoRoom):  # the caches are larger than what is free
         engine_module.engine.plan(str(smollm2_tiny), LoadOptions(exact="off", context_length=1 << 19), machine)
-    same = [replace(size, share=1.0) for size in sizes]
+    same = [replace(size, share=1.0) for size in rehearsed]
     assert len(same) == len(set(same)) > 0

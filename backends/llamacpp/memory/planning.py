@@ -276,12 +276,22 @@ class MemoryPlanner:
         gpu |= {"experts_here": experts_here, "output_here": lent}
         sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
         drafts = self._drafts(size)
+
+        def planned(sizes: Sequence[ContextSize]) -> list[Plan | None]:
+            for streams in (True, False)[: 1 + (gpu_layers > 0)]:
+                needs = [drafts + one for one in self.needs(sizes, gpu_layers, streams)]
+                plans = _plans(self.tensors, self.room, needs, gpu, layers)
+                if plans[0] and plans[0].streamed:
+                    break
+            return plans
+
+        # Where nothing is read, no larger chunk than asked for gains anything; contexts of six sizes take seconds.
+        asked = [one for one in sizes if one.chunk <= size.chunk]
+        asked = asked[: self._sizes_on_gpu(asked, gpu_layers, experts_here, drafts)][-1:]
+        with suppress(UsageError):
+            sizes = asked if asked and planned(asked) == [None] else sizes
         sizes = sizes[: self._sizes_on_gpu(sizes, gpu_layers, experts_here, drafts)]
-        for streams in (True, False)[: 1 + (gpu_layers > 0)]:
-            needs = [drafts + one for one in self.needs(sizes, gpu_layers, streams)]
-            plans = _plans(self.tensors, self.room, needs, gpu, layers)
-            if plans[0] and plans[0].streamed:
-                break
+        plans = planned(sizes)
         # Each chunk of a prompt reads the streamed weights, so large chunks are better, but their buffers use memory.
         most = (plans[0].read_bytes if plans[0] else 0) * (1 + CHUNK_SHARE)
         best = max(i for i, plan in enumerate(plans) if plan is None or plan.read_bytes <= most)
