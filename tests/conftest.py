@@ -14,10 +14,12 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,6 +133,29 @@ def _row_classes_of_this_run(request: pytest.FixtureRequest) -> Iterator[None]:
 def whole_grid(request: pytest.FixtureRequest) -> bool:
     """Whether a test tries all combinations of what it loads a model for; else such that hold every value."""
     return bool(request.config.getoption("exhaustive"))
+
+
+@pytest.fixture
+def few_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`edgespec models` knows a few of the built-in models, as planning for all takes seconds, and measures nothing."""
+    from edgespec.cli import catalogue
+    from edgespec.machine.this_machine import Machine
+    from edgespec.measure import fit
+    from edgespec.models.registry import BUILT_IN, Entry, read_models
+
+    few = {"smollm2-135m", "qwen3-8b", "qwen2.5-14b", "llama-3.3-70b", "qwen3-coder-30b-a3b", "gemma-4-e4b"}
+    others = {entry.name for entry in read_models(BUILT_IN)} - few
+    really = catalogue.all_models
+
+    def known(models_file: str | None) -> list[Entry]:
+        return [entry for entry in really(models_file) if entry.name not in others]
+
+    def with_measured(machine: Machine, path: str) -> Machine:
+        return replace(machine, memory_speed=2e10, operations=1e12, disk=replace(machine.disk, speed=2e9), gpus=())
+
+    monkeypatch.setattr(catalogue, "all_models", known)
+    monkeypatch.setattr(fit, "with_measured", with_measured)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
 
 
 @pytest.fixture

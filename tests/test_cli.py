@@ -139,7 +139,7 @@ def test_every_command_has_help(run: Run, command: list[str]) -> None:
     assert "Usage:" in out
 
 
-def test_models_lists_the_demo_model(run: Run) -> None:
+def test_models_lists_the_demo_model(run: Run, few_models: None) -> None:
     assert "smollm2-135m" in run("models")[1]
     names = [entry["name"] for entry in json.loads(run("models", "--json")[1])]
     assert "smollm2-135m" in names

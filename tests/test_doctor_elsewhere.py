@@ -14,7 +14,9 @@ from click.testing import CliRunner, Result
 
 from edgespec.cli.commands import cli
 from edgespec.errors import ModelError, UsageError
-from edgespec.machine.described import BUILT_IN, describe, find_machine
+from edgespec.machine import described
+from edgespec.machine.described import BUILT_IN, describe, find_machine, with_measured, with_speeds
+from edgespec.machine.measurements import OFF, remember
 from edgespec.machine.this_machine import Machine, this_machine
 from edgespec.weights.plan import two_digits
 
@@ -207,7 +209,7 @@ def test_json_has_the_machine_and_every_engine() -> None:
     assert all(one["computed"] and one["passes"] for one in found["found"])
 
 
-def test_models_fit_another_machine() -> None:
+def test_models_fit_another_machine(few_models: None) -> None:
     lines = asked("models", "--fit", "--machine", "macbook-16").output.splitlines()
     at = {line.split()[0]: lines[i + 1] for i, line in enumerate(lines[:-1]) if line and not line.startswith(" ")}
     assert "stays in memory" in at["qwen3-8b"]
@@ -238,13 +240,13 @@ def test_a_draft_without_a_file_is_refused_by_its_name(draft: str) -> None:
     assert str(found.exception).startswith(f"--draft {draft} goes without --machine")
 
 
-def test_a_folder_among_the_models_hides_no_other(tmp_path: Path) -> None:
+def test_a_folder_among_the_models_hides_no_other(few_models: None, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "config.json").write_text("{}")
     (tmp_path / "models.yaml").write_text("models:\n  - {name: mine, target: 'file:folder'}\n")
     found = asked("models", "--fit", "--machine", "macbook-16", "--models", str(tmp_path / "models.yaml"))
     assert found.exit_code == 0
-    assert "folder is a folder; --machine looks at GGUF files" in found.output
+    assert "folder is a folder; speeds are computed for GGUF files" in found.output
     assert "qwen3-8b" in found.output
 
 
@@ -264,6 +266,29 @@ def test_this_machine_is_described_in_the_form_that_is_read(smollm2: Path, tmp_p
     speeds = {"memory_speed": found.memory_speed, "operations": 3e11, "disk": found.disk}
     assert found == replace(machine, used=0, **speeds)  # type: ignore[arg-type]
     assert found.memory_speed > 0
+
+
+def test_speeds_that_describe_has_measured_are_kept_for_the_next_plans(
+    smollm2_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(OFF, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(described, "machine_is_busy", lambda: False)
+    blank, entry = this_machine(), yaml.safe_load(describe(this_machine(), str(smollm2_tiny), operations=3e11))
+    kept = with_speeds(blank, "Apple M4")
+    assert (kept.operations, kept.memory_speed) == (3e11, entry["machines"][0]["memory_speed"])
+    remember(described._about_speeds(), {"memory_speed": "fast", "operations": 3e11})
+    assert with_speeds(blank, "Apple M4").operations == find_machine("macbook-16")[1].operations
+
+
+def test_only_speeds_that_are_not_known_are_measured(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = find_machine("laptop-32")[1]
+    blank = replace(machine, memory_speed=0.0, operations=0.0, disk=replace(machine.disk, speed=0.0))
+    found = with_measured(blank, str(smollm2_tiny))
+    assert min(found.memory_speed, found.operations) > 0
+    assert with_measured(blank, str(smollm2_tiny.parent)).disk.speed == 0  # a folder cannot be read
+    monkeypatch.setattr(described, "_shortest", lambda work: 1 / 0)
+    assert with_measured(machine, "nowhere") == machine
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def answer(tiny: str, *arguments: str | bytes) -> list[str | bytes]:
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 def test_a_full_disk_is_one_line(tiny: str) -> None:
-    for arguments in (["models"], answer(tiny, "hello"), answer(tiny, "hello", "--json")):
+    for arguments in (["models", "smollm2-135m"], answer(tiny, "hello"), answer(tiny, "hello", "--json")):
         with FULL.open("w", encoding="utf-8") as full:
             done = subprocess.run([*EDGESPEC, *arguments], stdin=DEVNULL, stdout=full, stderr=PIPE, check=False)
         last = done.stderr.decode().splitlines()[-1]

@@ -64,7 +64,7 @@ def test_without_any_folder_nothing_is_remembered(monkeypatch: pytest.MonkeyPatc
 
 
 def test_own_models_are_found_where_the_configuration_is(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run, few_models: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     own = tmp_path / "edgespec" / "models.yaml"

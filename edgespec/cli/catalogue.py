@@ -15,14 +15,17 @@ from edgespec.cli.completion import complete_model
 from edgespec.cli.options import MACHINE_OPTION, MODELS_OPTION, allow_only
 from edgespec.cli.terminal import Bars
 from edgespec.errors import EdgespecError, UsageError
-from edgespec.machine.disk import recall_reading
+from edgespec.machine.described import find_machine
 from edgespec.machine.files import part_names
-from edgespec.machine.memory import available_memory, format_size, in_bytes
+from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.this_machine import this_machine
+from edgespec.measure.fit import Fit, fit, measured_here, with_memory
+from edgespec.measure.other_machine import COMPUTED
 from edgespec.models import hub, pulled
-from edgespec.models.fit import DISK_SPEED, KEPT, MEMORY_SPEED, Fit, fit
 from edgespec.models.registry import Entry, all_models, check_facts, find_draft, find_model, local_path
 from edgespec.weights.plan import SAFETY, two_digits
+
+KEPT = 4 << 30  # bytes of a machine's memory for its system and other programs, at most half of it: an assumption
 
 
 @click.command(
@@ -76,12 +79,9 @@ def models(
         card = model_card(find_model(model, models_file))
         click.echo(json.dumps(card, ensure_ascii=False) if as_json else card_text(card))
         return
-    if machine:
-        if memory:
-            raise UsageError("--memory goes without --machine, whose memory its description states")
-        fits, assumed = _on(machine, models_file)
-    else:
-        fits, assumed = _here(memory, models_file)
+    if machine and memory:
+        raise UsageError("--memory goes without --machine, whose memory its description states")
+    fits, assumed = _fits(memory, machine, models_file)
     if by_fit:
         fits.sort(key=lambda one: one.order)
     if as_json:
@@ -104,27 +104,32 @@ def models(
     click.echo(assumed, err=True)
 
 
-def _here(memory: str | None, models_file: str | None) -> tuple[list[Fit], str]:
+def _fits(memory: str | None, machine: str | None, models_file: str | None) -> tuple[list[Fit], str]:
+    """All models on this machine, or with this much memory, or on another machine; and what was assumed."""
     given = in_bytes("--memory", memory) or 0
-    kept = min(KEPT, given // 2)
-    room = int(((given - kept) or available_memory()) * (1 - SAFETY))
-    cache = next(place for place in (_cache(), *_cache().parents) if place.exists())
-    disk, disk_speed = shutil.disk_usage(cache).free, recall_reading(str(cache)).speed or DISK_SPEED
-    system = f" ({kept / 1e9:.1f} more for the system and other programs)" if kept else ""
-    return [fit(entry, room, disk, disk_speed) for entry in all_models(models_file)], (
-        f"assumed: {room / 1e9:.1f} GB of memory{system} and {disk / 1e9:.0f} GB of disk; plain decoding at "
-        f"{MEMORY_SPEED / 1e9:.0f} GB/s of memory and {disk_speed / 1e9:.1f} GB/s of disk (mixtures of experts are "
-        "faster); edgespec doctor measures them"
-    )
-
-
-def _on(machine: str, models_file: str | None) -> tuple[list[Fit], str]:
-    from edgespec.machine.described import find_machine
-    from edgespec.measure.other_machine import COMPUTED, fit_elsewhere
-
-    called, described = find_machine(machine)
-    fits = [fit_elsewhere(entry, described) for entry in all_models(models_file)]
-    return fits, f"{called}: plain decoding, {COMPUTED}; edgespec doctor NAME --machine {machine} says more"
+    entries, disk = all_models(models_file), None
+    if machine:
+        called, described = find_machine(machine)
+        assumed = f"{called}: plain decoding, {COMPUTED}; edgespec doctor NAME --machine {machine} says more"
+    else:
+        cache = next(place for place in (_cache(), *_cache().parents) if place.exists())
+        described, disk = measured_here(entries, cache), shutil.disk_usage(cache).free
+        kept = min(KEPT, given // 2)
+        if given:
+            described = with_memory(described, given, given - kept)
+        system = f" ({kept / 1e9:.1f} more for the system and other programs)" if kept else ""
+        room, memory_speed = described.free * (1 - SAFETY) / 1e9, described.memory_speed / 1e9
+        disk_speed = f"{described.disk.speed / 1e9:.1f} GB/s" if described.disk.speed else "a speed that is not known"
+        assumed = (
+            f"{room:.1f} GB of memory{system}, which processors read at {memory_speed:.1f} GB/s, and {disk / 1e9:.0f} "
+            f"GB of disk, read at {disk_speed}: plain decoding, {COMPUTED}; edgespec doctor NAME measures it"
+        )
+    fits = list[Fit]()
+    with Bars(transient=True) as bars:
+        for entry in entries:
+            bars.update("planning", len(fits), len(entries))
+            fits.append(fit(entry, described, disk))
+    return fits, assumed
 
 
 def list_installed(as_json: bool) -> None:

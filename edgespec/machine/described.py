@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from math import inf
 from pathlib import Path
@@ -15,14 +16,17 @@ from pydantic import TypeAdapter, ValidationError
 from edgespec.errors import EdgespecError, UsageError, first_mistake, no_such, unknown_key
 from edgespec.machine.disk import Reading, disk_speed
 from edgespec.machine.files import read_yaml
+from edgespec.machine.measurements import processor_name, recall, remember
 from edgespec.machine.memory import parse_size
+from edgespec.machine.system import machine_is_busy
 from edgespec.machine.this_machine import Gpu, Machine, this_machine
 
 BUILT_IN = Path(__file__).parent.parent / "machines.yaml"
 SIZES = ("memory", "free", "used", "limit")
 MORE = ("name", "description", "chip", "sources")  # keys of an entry that `Machine` has not
 PARTS: Mapping[str, type] = {"gpus": Gpu, "disk": Reading}
-MEASURED = 1 << 28  # bytes
+KEPT = ("memory_speed", "operations")  # as `describe` measured them
+MEASURED, ROWS = 1 << 28, 1024  # bytes, and rows of a matrix
 ROUNDS = 5
 
 
@@ -51,7 +55,10 @@ def find_machine(name: str) -> tuple[str, Machine]:
 
 
 def with_speeds(machine: Machine, chip: str) -> Machine:
-    """A copy with the speeds of the same chip in machines.yaml where its own are not known."""
+    """A copy of this machine with the speeds that `describe` has kept, else those of the same chip in machines.yaml."""
+    kept = recall(_about_speeds())
+    if isinstance(kept, dict) and all(isinstance(kept.get(name), float) and kept[name] > 0 for name in KEPT):
+        machine = replace(machine, **{name: kept[name] for name in KEPT})
     known = [_machine(entry, str(BUILT_IN)) for entry in _entries(BUILT_IN) if chip and entry.get("chip") == chip]
     if not known:
         return machine
@@ -65,6 +72,27 @@ def with_speeds(machine: Machine, chip: str) -> Machine:
         machine, memory_speed=machine.memory_speed or like.memory_speed, gpus=tuple(gpus),
         operations=machine.operations or like.operations, disk=replace(machine.disk, speed=speed),
     )  # fmt: skip
+
+
+def with_measured(machine: Machine, path: str) -> Machine:
+    """A copy in which speeds of this machine's disk and processors that are not known are measured, in about a second.
+
+    Args:
+        machine: this one.
+        path: a file on the disk.
+    """
+    disk = machine.disk.speed
+    with suppress(EdgespecError):  # such as a folder, or a system that cannot read past its cache
+        disk = disk or disk_speed(path)
+    return replace(
+        machine, disk=replace(machine.disk, speed=float(round(disk))),
+        memory_speed=machine.memory_speed or float(round(_memory_speed())),
+        operations=machine.operations or float(round(_operations())),
+    )  # fmt: skip
+
+
+def _about_speeds() -> dict[str, str]:
+    return {"kind": "speeds of the processors", "machine": processor_name()}
 
 
 def _called(entry: Mapping[str, Any]) -> str:
@@ -145,16 +173,11 @@ def describe(machine: Machine, path: str, operations: float) -> str:
         operations: measured floating-point operations per second.
 
     Returns:
-        It in the form of machines.yaml, with measured speeds.
+        It in the form of machines.yaml, with measured speeds, which are kept.
     """
-    try:
-        speed = machine.disk.speed or disk_speed(path)
-    except EdgespecError:  # this system cannot read past its cache
-        speed = 0.0
-    machine = replace(
-        machine, disk=replace(machine.disk, speed=float(round(speed))), memory_speed=float(round(_memory_speed())),
-        operations=float(round(operations)),
-    )  # fmt: skip
+    machine = with_measured(replace(machine, memory_speed=0.0, operations=float(round(operations))), path)
+    if not machine_is_busy():
+        remember(_about_speeds(), {name: getattr(machine, name) for name in KEPT})
     values: dict[str, Any] = {"name": "mine", "description": f"measured here: {machine.cores} cores"}
     values |= {name: value for name, value in asdict(machine).items() if name != "used"}
     values["packages"] = list(machine.packages)
@@ -173,6 +196,12 @@ def _memory_speed() -> float:
     parts = np.array_split(np.ones(MEASURED // 8), cores)
     with ThreadPoolExecutor(cores) as pool:
         return MEASURED / _shortest(lambda: list(pool.map(np.max, parts)))
+
+
+def _operations() -> float:
+    """Floating-point operations per second of this machine's processors in a product of matrices in float32."""
+    one = np.ones((ROWS, ROWS), np.float32)
+    return 2 * ROWS**3 / _shortest(lambda: one @ one)
 
 
 def _shortest(work: Callable[[], Any]) -> float:

@@ -30,7 +30,6 @@ from edgespec.measure.doctor import (
     draft_passes,
     tokens_per_second,
 )
-from edgespec.models.fit import Fit
 from edgespec.models.gguf_header import OF_STATES, own_values, whole_number
 from edgespec.models.heads import is_head
 from edgespec.models.registry import OWN, Entry, find_model, is_folder, local_path
@@ -49,6 +48,7 @@ from edgespec.weights.plan import (
     places,
     two_digits,
 )
+from edgespec.weights.ring import can_stream
 from edgespec.weights.wired import CACHE_SHARE, free_memory, gpu_limit
 
 OF_BLOCKS = {number: (weights, size) for number, weights, size in BLOCKS.values()}
@@ -99,6 +99,7 @@ class Prediction:
         why: this engine.
         stays: bytes in the machine's memory and on its devices.
         streamed: bytes read from disk in every pass, without experts.
+        chosen: bytes of experts that a pass over one node is expected to read from disk.
         copied: bytes copied to a card in every pass.
         passes: over one node, and over trees that reading limits whatever their rows cost.
         draft_seconds: to draft the largest of these trees.
@@ -111,6 +112,7 @@ class Prediction:
     why: str
     stays: float = 0.0
     streamed: float = 0.0
+    chosen: float = 0.0
     copied: float = 0.0
     passes: Sequence[Pass] = ()
     draft_seconds: float = 0.0
@@ -121,6 +123,10 @@ class Prediction:
     @property
     def on_device(self) -> int:
         return self.where.placed.on_device if self.where.placed else 0
+
+    @property
+    def lacks(self) -> str:
+        return f"the machine's description lacks {', '.join(self.unknown)}"
 
     @property
     def best(self) -> float:
@@ -160,7 +166,7 @@ def path_of(entry: Entry, source: str) -> Iterator[str]:
     facts = entry.files.get(source)
     try:
         if is_folder(source):
-            raise UsageError(f"{source.partition(':')[2]} is a folder; --machine looks at GGUF files")
+            raise UsageError(f"{source.partition(':')[2]} is a folder; speeds are computed for GGUF files")
         path = local_path(source, fetch=False)
     except UsageError:
         raise
@@ -333,6 +339,7 @@ def _predict(
         f"{one.name}: memory_speed and operations": one.memory * one.operations for part, one in parts if part.weights
     }
     needed |= {name: speed for name, size, speed in reads if size or missing}
+    made.chosen = model.used(1) * missing
     made.unknown = [name for name, speed in needed.items() if not speed]
     if made.unknown:
         return made
@@ -373,6 +380,8 @@ def _llamacpp(model: Weights, small: Sequence[Weights], options: LoadOptions, ma
     placed = Placed.on(shares, model.layers, len(weights.streamed) if weights else 0)
     made.where = Where(engine="llamacpp", placed=placed, exact=not placed.device and not _has_states(model))
     made.streamed = weights.streamed_bytes if weights else 0
+    if not can_stream(machine):  # the system's pages decide
+        made.streamed = max(0, sum(tensor.size for tensor in here) - int(machine.free * (1 - SAFETY)))
     missing = 0.0
     if weights and weights.cached:
         left = weights.memory - weights.needed - weights.pinned_bytes - weights.slots * weights.slot_bytes
@@ -504,7 +513,7 @@ def _lines(made: Prediction) -> list[tuple[str, str]]:
     read = f"; every pass reads {' and '.join(reads)}" if reads else ""
     lines.append(("  memory", f"{format_size(made.stays)} of weights stay{read}"))
     if made.unknown:
-        lines.append(("  tokens/s", f"not known: the machine's description lacks {', '.join(made.unknown)}"))
+        lines.append(("  tokens/s", f"not known: {made.lacks}"))
         return lines
     for one in made.passes:
         nodes = "1 token" if one.nodes == 1 else f"{one.nodes} nodes"
@@ -599,28 +608,6 @@ def measured_operations(path: str) -> float:
     part = model.part(model.tensors)
     active = model.experts[1] / model.experts[0] if model.experts else 1.0
     return 2 * ROWS_TIMED * (part.weights + active * part.experts) / made.seconds
-
-
-def fit_elsewhere(entry: Entry, machine: Machine) -> Fit:
-    """As `models.fit.fit`, for another machine; a model without a shape, or a folder, has no size."""
-    try:
-        one = predict(entry, machine, "")
-    except ModelError:
-        return Fit(entry, 0, 0, 0, 0, "its shape is not known")
-    except UsageError as error:  # such as a folder: the other models are listed all the same
-        return Fit(entry, 0, 0, 0, 0, str(error))
-    first = one.found[0]
-    read = int(first.streamed + (first.passes[0].read if first.passes else 0))
-    verdict = (
-        "too little memory"
-        if first.cannot_run
-        else f"reads {read / 1e9:.1f} GB per pass"
-        if read
-        else "stays in memory"
-    )
-    speed = first.tokens_per_second.get("none", 0.0)
-    missing = 0 if one.here else one.size + one.draft_size
-    return Fit(entry, one.size, one.draft_size, missing, read, verdict, bool(first.cannot_run), speed)
 
 
 def as_dict(one: Elsewhere) -> dict[str, Any]:
