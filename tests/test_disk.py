@@ -1,6 +1,7 @@
 """How a disk is read: found by trying, remembered for the disk, and used by whoever streams."""
 
 import os
+from mmap import PAGESIZE
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from edgespec.errors import ModelError
-from edgespec.machine import disk
+from edgespec.machine import disk, system
 from edgespec.machine import measurements as remembered
 from edgespec.machine.disk import (
     BETTER,
@@ -22,6 +23,7 @@ from edgespec.machine.disk import (
     recall_reading,
     remember_reading,
 )
+from edgespec.machine.system import MS_INVALIDATE
 from edgespec.measure import doctor
 from edgespec.weights.plan import Extent, Layer, Plan
 from edgespec.weights.ring import Streamer
@@ -42,6 +44,57 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "cache"))
     return tmp_path
+
+
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A Mac's calls, in their order: ranges of files that leave the memory, and reads."""
+    calls, mapped = list[object](), dict[int, int]()
+
+    def mmap(address: None, size: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
+        mapped[0x10000 + offset] = offset
+        return 0x10000 + offset
+
+    def msync(address: int, size: int, flags: int) -> int:
+        calls.append(("dropped", mapped[address], mapped[address] + size) if flags == MS_INVALIDATE else flags)
+        return 0
+
+    def preadv(descriptor: int, buffers: list[memoryview], start: int) -> int:
+        calls.append((start, start + len(buffers[0])))
+        return len(buffers[0])
+
+    for module in (disk, system):
+        monkeypatch.setattr(module, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(disk, "open_direct", lambda path: (os.open(path, os.O_RDONLY), True))
+    library = SimpleNamespace(mmap=mmap, msync=msync, munmap=lambda address, size: mapped.pop(address) and 0)
+    monkeypatch.setattr(system, "libc", lambda: library)
+    monkeypatch.setattr(os, "preadv", preadv)
+    return calls
+
+
+def test_a_mac_drops_what_is_in_memory_before_it_is_read_and_reads_nothing_else(
+    tmp_path: Path, mac: list[object]
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(64 * PAGESIZE))
+    ranges = [(PAGESIZE + 100, 4 * PAGESIZE), (60 * PAGESIZE, 61 * PAGESIZE + 7)]
+    disk.disk_bandwidth(str(path), 0.0, threads=1, size=2 * PAGESIZE, at=0.0, ranges=ranges)
+    assert mac[:2] == [("dropped", PAGESIZE, 4 * PAGESIZE), ("dropped", 60 * PAGESIZE, 61 * PAGESIZE + 7)]
+    assert mac[2:] == [(PAGESIZE, 3 * PAGESIZE)]
+    mac.clear()
+    disk.disk_bandwidth(str(path), 5.0, threads=1, size=2 * PAGESIZE, at=0.0, ranges=ranges)
+    assert {start // PAGESIZE for start, _ in mac[2:]} == {1, 3, 60}
+    mac.clear()
+    disk.disk_bandwidth(str(path), 0.0, threads=1)
+    assert mac[0] == ("dropped", 0, 64 * PAGESIZE)
+
+
+def test_a_speed_that_a_mac_measured_in_memory_is_not_believed(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remember_reading(str(memory), Reading(16, MIB, 7e9))
+    monkeypatch.setattr(disk, "sys", SimpleNamespace(platform="darwin"))
+    assert recall_reading(str(memory)) == USUAL
+    remember_reading(str(memory), Reading(16, MIB, 3e9))
+    assert recall_reading(str(memory)) == Reading(16, MIB, 3e9)
 
 
 class Disk:

@@ -139,7 +139,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
         monkeypatch.setattr(draft_or_memory, "machine_is_busy", lambda: busy)
         monkeypatch.setattr(draft_or_memory, "find", lambda *args, **options: groups(0.1, 0.3) if predicted else [])
         monkeypatch.setattr(draft_or_memory, "predict", lambda *args: Speeds(*(predicted or ())))
-        monkeypatch.setattr(draft_or_memory, "disk_speed", lambda path: 1e9)
+        monkeypatch.setattr(draft_or_memory, "measure_disk", lambda files, plan: 1e9)
         monkeypatch.setattr(draft_or_memory, "timed", lambda backends, agreement: tried[len(backends) == 1])
         return open_pair(
             None, "draft", None, LoadOptions(), leave_out=leave_out, remember=remember, say=lambda line: None

@@ -910,7 +910,7 @@ def test_run_tells_what_it_streams(run: Run, tiny: Path) -> None:
 def test_run_warns_of_a_slow_disk_before_it_starts(tiny: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     least = least_memory(tiny, context_length=256, budget=8)
     arguments = ["run", str(tiny), "hi", "-n", "2", "--ctx", "256", "--budget", "8", "--memory", f"{least // MIB}M"]
-    monkeypatch.setattr(disk, "disk_bandwidth", lambda path, seconds: 1e6)
+    monkeypatch.setattr(disk, "disk_bandwidth", lambda path, seconds, ranges: 1e6)
     code, _, err = run(*arguments)
     assert code == 0
     lines = err.removeprefix(f"{TRYING}\n").splitlines()
@@ -922,14 +922,14 @@ def test_run_warns_of_a_slow_disk_before_it_starts(tiny: Path, monkeypatch: pyte
     )
     assert told
     assert float(told[1]) == pytest.approx(1 / int(found[1]), rel=0.1)
-    monkeypatch.setattr(disk, "disk_bandwidth", lambda path, seconds: 1e9)
+    monkeypatch.setattr(disk, "disk_bandwidth", lambda path, seconds, ranges: 1e9)
     assert "the disk allows" not in run(*arguments)[2]
 
 
 def test_a_disk_that_cannot_be_measured_is_a_load_that_fails(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(path: str, seconds: float) -> float:
+    def broken(path: str, seconds: float, ranges: Any) -> float:
         raise ModelError(f"{path}: cannot be read: Input/output error")
 
     copy = tmp_path / "copy.gguf"

@@ -651,16 +651,16 @@ def test_limits_are_left_alone_where_there_is_nothing_to_raise(monkeypatch: pyte
 
 def test_the_disk_is_measured_where_the_streamed_layers_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of a model's files may hold nothing but the header."""
-    asked: list[tuple[str, float]] = []
+    asked: list[tuple[str, float, Any]] = []
 
-    def measure(path: str, seconds: float) -> float:
-        asked.append((path, seconds))
+    def measure(path: str, seconds: float, ranges: Any) -> float:
+        asked.append((path, seconds, ranges))
         return 7e8
 
     monkeypatch.setattr(disk, "disk_bandwidth", measure)
-    layers = [Layer(0, (Extent(1, 0, PAGE),)), Layer(1, (Extent(2, 0, PAGE),))]
+    layers = [Layer(0, (Extent(1, 0, PAGE),)), Layer(1, (Extent(2, 0, PAGE), Extent(1, 3 * PAGE, 4 * PAGE)))]
     assert ring.measure_disk(["a", "b", "c"], plan_for(layers)) == 7e8
-    assert [path for path, _ in asked] == ["b"]
+    assert [(path, ranges) for path, _, ranges in asked] == [("b", [(0, PAGE), (3 * PAGE, 4 * PAGE)])]
     assert asked[0][1] < 1  # seconds, of everybody's patience
     assert ring.measure_disk(["a"], plan_for([])) == 0
     assert len(asked) == 1

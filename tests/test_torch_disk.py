@@ -451,13 +451,13 @@ def test_what_is_said_about_it(llama, tiers):
 
 
 def test_a_slow_disk_is_said_in_plain_numbers(llama, tiers, monkeypatch):
-    monkeypatch.setattr(backend_module, "disk_speed", lambda path: 1e3)
+    monkeypatch.setattr(backend_module, "disk_speed", lambda path, ranges: 1e3)
     (note,) = tiers(llama, 2, 3).notes
     assert re.search(r"from disk: about \d{3,} s at 0\.0000010 GB/s$", note)
 
 
 def test_a_disk_that_answers_too_late_to_be_measured(llama, tiers, monkeypatch):
-    monkeypatch.setattr(backend_module, "disk_speed", lambda path: 0.0)
+    monkeypatch.setattr(backend_module, "disk_speed", lambda path, ranges: 0.0)
     (note,) = tiers(llama, 2, 3).notes
     assert note.endswith(" of it from disk")
 

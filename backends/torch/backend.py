@@ -661,7 +661,8 @@ def streaming_notes(streamer: Streamer, layers: int) -> list[str]:
     note = f"{len(streamer.blocks)} of {layers} layers are streamed: {format_size(size)} per pass"
     sources = streamer.feeder.sources if streamer.feeder else []
     if sources:
-        from_disk, speed = sum(source.size for source in sources), disk_speed(sources[0].path)
+        from_disk, path = sum(source.size for source in sources), sources[0].path
+        speed = disk_speed(path, [(one.start, one.start + one.size) for one in sources if one.path == path])
         note += f", {format_size(from_disk)} of it from disk"
         if speed:
             note += f": about {two_digits(from_disk / speed)} s at {two_digits(speed / 1e9)} GB/s"

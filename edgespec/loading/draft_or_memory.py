@@ -19,13 +19,13 @@ from edgespec.loop.engines import LoadOptions, Progress
 from edgespec.loop.pass_times import Curve, PassTimes
 from edgespec.loop.passes import most_nodes
 from edgespec.machine import measurements
-from edgespec.machine.disk import disk_speed
 from edgespec.machine.files import weight_files
 from edgespec.machine.measurements import Amount, identity, processor_name, recall
 from edgespec.machine.system import machine_is_busy
 from edgespec.models.registry import Entry
 from edgespec.planners.auto import AutoState, Share
 from edgespec.weights.plan import Plan, two_digits
+from edgespec.weights.ring import measure_disk
 
 AGREEMENT = 0.7  # share of draft tokens that are accepted, until it is known
 DEEPEST = 16  # draft tokens
@@ -98,7 +98,8 @@ class Ways:
             return known
         agreement = _agreement(path, draft) if remember else AGREEMENT
         draft_size = sum(file.stat().st_size for file in weight_files(draft))
-        speeds = predict(plan.weights, self.target.plan.weights, draft_size, found, disk or disk_speed(path), agreement)
+        disk = disk or measure_disk(list(map(str, weight_files(path))), plan.weights)
+        speeds = predict(plan.weights, self.target.plan.weights, draft_size, found, disk, agreement)
         return Speeds(known.drafted or speeds.drafted, known.plain or speeds.plain)
 
 

@@ -6,11 +6,11 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import cycle, islice, product
 from pathlib import Path
 from shutil import disk_usage
 from statistics import median
@@ -24,6 +24,7 @@ from edgespec.machine.system import (
     BLOCK,
     READ_SIZE,
     READ_THREADS,
+    forget_pages,
     lines_of,
     machine_is_busy,
     open_direct,
@@ -54,6 +55,7 @@ COMPRESSING_FILE_SYSTEMS = {"btrfs", "zfs", "squashfs", "erofs"}
 MOUNTS = Path("/proc/self/mountinfo")
 HEADROOM = 1 << 28  # bytes that stay free on a disk
 SLOWEST, FASTEST = 1e5, 1e12  # bytes per second: other speeds are no disk's
+Ranges = Sequence[tuple[int, int]]  # first byte, and the one behind the last
 MOST_THREADS, LARGEST = max(THREADS), max(SIZES)
 
 
@@ -75,11 +77,16 @@ USUAL = Reading()
 
 
 def disk_bandwidth(
-    path: str, seconds: float = 3.0, threads: int = READ_THREADS, size: int = READ_SIZE, at: float = 0.5
+    path: str,
+    seconds: float = 3.0,
+    threads: int = READ_THREADS,
+    size: int = READ_SIZE,
+    at: float = 0.5,
+    ranges: Ranges | None = None,
 ) -> float:
     """Bytes per second of direct reads of a file, from the beginning again after its end; 0: the file is empty.
 
-    Where direct reads do not work, the file's page cache is dropped first, if the system can do that.
+    Where direct reads do not work, and on a Mac, where they copy what is in memory, that is dropped first.
 
     Args:
         path: of the file.
@@ -87,6 +94,7 @@ def disk_bandwidth(
         threads: reads in flight.
         size: bytes of a read.
         at: share of the file before the first read.
+        ranges: of the file to read; None: all.
 
     Raises:
         ModelError: the file cannot be read.
@@ -97,22 +105,25 @@ def disk_bandwidth(
     descriptor = -1
     try:
         descriptor, direct = open_direct(path)
-        blocks = max(1, os.fstat(descriptor).st_size // size)
-        if not direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        reads = list[tuple[int, int]]()
+        for start, stop in [(0, os.fstat(descriptor).st_size)] if ranges is None else ranges:
+            if (not direct or sys.platform == "darwin") and start < stop:
+                forget_pages(descriptor, start, stop)
+            cut = range(start - start % BLOCK, stop, size)
+            reads += ((one, min(size, -(-(stop - one) // BLOCK) * BLOCK)) for one in cut)
         lock = threading.Lock()
-        first = int(at * blocks)
-        turn = iter(range(first, first + 10 * blocks))
+        first = int(at * len(reads))
+        turn = islice(cycle(reads), first, first + 10 * len(reads))
         started = perf_counter()
 
         def read() -> int:
             done, buffer = 0, read_buffer(size)
             while not done or perf_counter() - started < seconds:  # a busy machine may start a thread too late
                 with lock:
-                    block = next(turn, None)
-                if block is None:
+                    one = next(turn, None)
+                if one is None:
                     break
-                done += os.preadv(descriptor, [buffer], (block % blocks) * size)
+                done += os.preadv(descriptor, [buffer[: one[1]]], one[0])
             return done
 
         with ThreadPoolExecutor(threads) as pool:
@@ -178,9 +189,9 @@ def remember_reading(path: str, reading: Reading) -> bool:
     return reading.speed > 0 and not machine_is_busy() and remembered.remember(_about(path), asdict(reading))
 
 
-def disk_speed(path: str) -> float:
-    """Bytes per second of direct reads, remembered or measured now; errors as for `find_reading`."""
-    return recall_reading(path).speed or disk_bandwidth(path, MEASURE)
+def disk_speed(path: str, ranges: Ranges | None = None) -> float:
+    """Bytes per second of direct reads, remembered or measured now; otherwise as for `disk_bandwidth`."""
+    return recall_reading(path).speed or disk_bandwidth(path, MEASURE, ranges=ranges)
 
 
 def file_system(path: str, mounts: Path = MOUNTS) -> str:
@@ -264,4 +275,6 @@ def _about(path: str) -> dict[str, str]:
         found = os.statvfs(path)
         size = found.f_blocks * found.f_frsize
     # Two digits of the size, as it varies where file systems share a disk.
-    return {"kind": "disk", "machine": remembered.processor_name(), "disk": disk_name(path), "size": f"{size:.1e}"}
+    about = {"kind": "disk", "machine": remembered.processor_name(), "disk": disk_name(path), "size": f"{size:.1e}"}
+    # What was measured on Macs before pages were dropped is the speed of their memory.
+    return about | ({"pages": "dropped"} if sys.platform == "darwin" else {})

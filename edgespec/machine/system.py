@@ -18,6 +18,7 @@ SECTOR = 512  # bytes; alignment in memory that most disks need
 HUGE = 2 << 20  # a huge page moves in one step if source and destination are equally aligned to this
 LOADED = 0.5  # load per processor above which nothing can be timed
 MAP_FAILED = (1 << 64) - 1
+MS_INVALIDATE = 2  # macOS, sys/mman.h
 MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP of linux/mman.h
 
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not on Windows
@@ -40,6 +41,24 @@ def open_direct(path: str) -> tuple[int, bool]:
         fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
         return descriptor, True
     return descriptor, False
+
+
+def forget_pages(descriptor: int, start: int, stop: int) -> None:
+    """Take bytes `start` to `stop` of a file out of the page cache, if the system can do that.
+
+    Raises:
+        OSError: the file cannot be mapped (macOS).
+    """
+    if sys.platform == "darwin":
+        library, low = libc(), start - start % mmap.PAGESIZE
+        address = library.mmap(None, stop - low, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, low)
+        check_result(address, "mmap")
+        try:
+            check_result(library.msync(address, stop - low, MS_INVALIDATE), "msync")
+        finally:
+            library.munmap(address, stop - low)
+    elif hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
 
 
 def read_buffer(size: int = READ_SIZE) -> memoryview:

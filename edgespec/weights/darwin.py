@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from edgespec.loop.engines import Progress
-from edgespec.machine.system import check_result, check_sizes, file_sizes, libc, touch
+from edgespec.machine.system import MS_INVALIDATE, check_result, check_sizes, file_sizes, libc, touch
 from edgespec.weights.plan import Extent, Layer, Mapping
 from edgespec.weights.preload import lock, warm
 
-MS_INVALIDATE = 2  # macOS, sys/mman.h
 PAGE = 1 << 14  # bytes of Apple silicon's pages, the largest of a Mac
 
 

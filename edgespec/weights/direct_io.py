@@ -4,7 +4,15 @@ import mmap
 import os
 from collections.abc import Sequence
 
-from edgespec.machine.system import BLOCK, check_sizes, file_sizes, memory_step, open_direct, read_unaligned
+from edgespec.machine.system import (
+    BLOCK,
+    check_sizes,
+    file_sizes,
+    forget_pages,
+    memory_step,
+    open_direct,
+    read_unaligned,
+)
 from edgespec.weights.plan import Extent
 
 ALIGNED = max(BLOCK, mmap.PAGESIZE)  # bytes; direct reads start and end at multiples, in the file and in memory
@@ -39,8 +47,8 @@ class DirectFiles:
     def read(self, file: int, address: int, start: int, stop: int) -> None:
         """Read bytes `start` to `stop` to an address; without a copy if they are aligned alike in file and memory."""
         read_unaligned(self._files[file], address, start, stop, self._steps[file])
-        if not self._direct[file] and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._files[file], start, stop - start, os.POSIX_FADV_DONTNEED)
+        if not self._direct[file]:
+            forget_pages(self._files[file], start, stop)
 
     def close(self) -> None:
         for descriptor in self._files:

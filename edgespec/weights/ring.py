@@ -255,7 +255,11 @@ def measure_disk(paths: Sequence[str], plan: Plan) -> float:
     Raises:
         ModelError: the file cannot be read.
     """
-    return disk_speed(paths[plan.streamed[0].extents[0].file]) if plan.streamed else 0.0
+    extents = [extent for layer in plan.streamed for extent in layer.extents]
+    if not extents:
+        return 0.0
+    first = extents[0].file
+    return disk_speed(paths[first], [(extent.start, extent.stop) for extent in extents if extent.file == first])
 
 
 CANNOT_STREAM = "streaming weights works on Linux and macOS; here the system's own paging does what it can"
