@@ -43,12 +43,17 @@ def test_a_wrong_verification_is_found_and_shrunk(folder: Path, monkeypatch: pyt
         return Walk(found.path, [*found.output[:-1], found.output[-1] ^ 1]) if len(found.path) > 1 else found
 
     monkeypatch.setattr(generate, "walk", lenient)
-    calls = [Call(prompt="the cat the", options={"max_tokens": 16, "top_k": 9, "seed": seed}) for seed in (1, 2)]
+    options = {"max_tokens": 16, "top_k": 9, "log_probs": 3}
+    calls = [Call(prompt="the cat the", options={**options, "seed": seed}) for seed in (1, 2)]
     case = Case(PAIR["model"], PAIR["model"], SMALL | {"planner": "specexec", "budget": 4, "parallel": 2}, [calls])
     found = check(case, folder)
     assert found.exact
     assert {kind for kind, _ in found.wrong} == {"differs"}
-    smaller = shrunk(case, lambda one: bool(check(one, folder, "differs").wrong), seconds=600)
+
+    def still(one: Case) -> bool:  # with a budget no tree depends on how long passes take
+        return "budget" in one.options and bool(check(one, folder, "differs").wrong)
+
+    smaller = shrunk(case, still, seconds=600)
     assert [len(some) for some in smaller.rounds] == [1]
     assert "parallel" not in smaller.options
     assert smaller.options["planner"] == "sssd", "the simplest that still verifies"
@@ -60,4 +65,4 @@ def test_a_wrong_verification_is_found_and_shrunk(folder: Path, monkeypatch: pyt
 
 def test_a_case_that_does_not_end_is_killed(folder: Path) -> None:
     [(kind, _)] = in_child(draw(0, 0), folder, seconds=0.01).wrong
-    assert kind == "hang, 0.01 s"
+    assert kind == "hang"

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import monotonic, sleep
+from threading import Thread
+from time import monotonic, process_time, sleep
 from traceback import format_exception
 from typing import Any
 from unittest.mock import patch
@@ -44,7 +45,9 @@ FIRST = " first layer"  # ends the name of a draft
 LEAST = "least"  # memory: what the error of a smaller limit names
 MIB = 1 << 20
 ATTEMPTS = 5
-SECONDS_TO_END = 30  # of a process that has sent what it found
+SECONDS_TO_END = 60  # of a process that has sent what it found
+LITTLE = 0.1  # seconds of processor time: as good as nothing
+HANGS, PATIENCE = 99, 15  # exit code of a process that hangs; times as long as it may compute nothing
 TYPES = {  # of weights: llama_ftype in llama.h, of those that need no importance matrix
     "F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K_M": 12,
     "Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30, "MXFP4": 38,
@@ -462,7 +465,10 @@ def _divergence(request: Request, alone: Model, plain: list[int], other: list[in
 
 
 def in_child(case: Case, folder: Path, seconds: float, enough: str = "") -> Found:
-    """As `check`; after `seconds` the process is killed."""
+    """As `check`, but a process that crashes or hangs is a defect.
+
+    It hangs if it computes nothing for `seconds`, or takes `PATIENCE` times as long: a busy machine is slow.
+    """
     context = multiprocessing.get_context("forkserver")  # a clean process that has imported this module
     context.set_forkserver_preload([__name__, "edgespec.backends.llamacpp.engine"])
     receiver, sender = context.Pipe(duplex=False)
@@ -473,7 +479,7 @@ def in_child(case: Case, folder: Path, seconds: float, enough: str = "") -> Foun
     sender.close()
     found: Found | None = None
     try:
-        if receiver.poll(seconds):
+        if receiver.poll(PATIENCE * seconds):
             with suppress(EOFError):  # it has died
                 found = receiver.recv()
             child.join(SECONDS_TO_END)
@@ -484,9 +490,7 @@ def in_child(case: Case, folder: Path, seconds: float, enough: str = "") -> Foun
         receiver.close()
     if found and code == 0:
         return found
-    kind = (
-        f"hang, {seconds:g} s" if code is None else f"{signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    )
+    kind = "hang" if code in (None, HANGS) else signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return Found(wrong=[(kind, log.read_text("utf-8", "replace")[-3000:].strip())])
 
 
@@ -495,8 +499,18 @@ def _in_child(sender: Any, case: Case, folder: Path, seconds: float, enough: str
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 2)
     faulthandler.enable()
-    faulthandler.dump_traceback_later(0.9 * seconds)
+    Thread(target=_watch, args=(seconds,), daemon=True).start()
     sender.send(check(case, folder, enough))
+
+
+def _watch(seconds: float) -> None:
+    used, since = process_time(), monotonic()
+    while monotonic() - since < seconds:
+        sleep(1)
+        if process_time() - used > LITTLE:
+            used, since = process_time(), monotonic()
+    faulthandler.dump_traceback()
+    os._exit(HANGS)
 
 
 # Shrinking.
@@ -510,11 +524,17 @@ def shrunk(case: Case, still: Callable[[Case], bool], seconds: float) -> Case:
         still: whether another case has it.
         seconds: after which no more is tried.
     """
-    end, again = monotonic() + seconds, True
+    end, tried, again = monotonic() + seconds, set[str](), True
+
+    def has_it(one: Case) -> bool:
+        new = code(one) not in tried
+        tried.add(code(one))
+        return new and monotonic() < end and still(one)
+
     while again:
         again = False
         for ways in (_fewer_calls, _fewer_options, _shorter_calls):
-            while found := next((one for one in ways(case) if monotonic() < end and still(one)), None):
+            while found := next(filter(has_it, ways(case)), None):
                 case, again = found, True
     return case
 
