@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from edgespec.errors import EdgespecError, UsageError, first_mistake, no_such, unknown_key
 from edgespec.machine.disk import Reading, disk_speed
 from edgespec.machine.files import read_yaml
-from edgespec.machine.measurements import processor_name, recall, remember
+from edgespec.machine.measurements import Amount, processor_name, recall, remember
 from edgespec.machine.memory import parse_size
 from edgespec.machine.system import machine_is_busy
 from edgespec.machine.this_machine import Gpu, Machine, this_machine
@@ -25,7 +25,6 @@ BUILT_IN = Path(__file__).parent.parent / "machines.yaml"
 SIZES = ("memory", "free", "used", "limit")
 MORE = ("name", "description", "chip", "sources")  # keys of an entry that `Machine` has not
 PARTS: Mapping[str, type] = {"gpus": Gpu, "disk": Reading}
-KEPT = ("memory_speed", "operations")  # as `describe` measured them
 MEASURED, ROWS = 1 << 28, 1024  # bytes, and rows of a matrix
 ROUNDS = 5
 
@@ -56,9 +55,10 @@ def find_machine(name: str) -> tuple[str, Machine]:
 
 def with_speeds(machine: Machine, chip: str) -> Machine:
     """A copy of this machine with the speeds that `describe` has kept, else those of the same chip in machines.yaml."""
-    kept = recall(_about_speeds())
-    if isinstance(kept, dict) and all(isinstance(kept.get(name), float) and kept[name] > 0 for name in KEPT):
-        machine = replace(machine, **{name: kept[name] for name in KEPT})
+    memory_speed, operations = recall(_about_speeds(), tuple[Amount, Amount]) or (0.0, 0.0)
+    machine = replace(
+        machine, memory_speed=memory_speed or machine.memory_speed, operations=operations or machine.operations
+    )
     known = [_machine(entry, str(BUILT_IN)) for entry in _entries(BUILT_IN) if chip and entry.get("chip") == chip]
     if not known:
         return machine
@@ -177,7 +177,7 @@ def describe(machine: Machine, path: str, operations: float) -> str:
     """
     machine = with_measured(replace(machine, memory_speed=0.0, operations=float(round(operations))), path)
     if not machine_is_busy():
-        remember(_about_speeds(), {name: getattr(machine, name) for name in KEPT})
+        remember(_about_speeds(), [machine.memory_speed, machine.operations])
     values: dict[str, Any] = {"name": "mine", "description": f"measured here: {machine.cores} cores"}
     values |= {name: value for name, value in asdict(machine).items() if name != "used"}
     values["packages"] = list(machine.packages)
