@@ -204,8 +204,8 @@ def _rounds(chance: random.Random, room: int, questions: Sequence[str], *, small
         counts = (1, 2, 3, 5) if how in ("leave", "branch", "search") else (1,)
         return Call(how, prompt, _asked(chance, how, small=small), chance.choice(counts))
 
-    most = 7 if small else 3
-    rounds = [[call() for _ in range(chance.choice((1, 1, 2, 3, most)))] for _ in range(chance.choice((1, 2, 3, most)))]
+    most = 6 if small else 3
+    rounds = [[call() for _ in range(chance.choice((1, 1, 2, 3, most)))] for _ in range(chance.choice((1, 2, 3)))]
     for one in rounds:
         if chance.random() < 0.25:
             one.append(Call(chance.choice(("save", "load", "forget"))))
@@ -301,10 +301,10 @@ def loaded(case: Case, folder: Path) -> Iterator[Model]:
     options = {name: value for name, value in case.options.items() if name != "disk"}
     if least := options.get("memory") == LEAST:
         options["memory"] = 1
-    draft = made(case.draft, folder) if case.draft else None
+    path, draft = made(case.target, folder), made(case.draft, folder) if case.draft else None
     for attempt in range(ATTEMPTS):
         try:
-            model = load(made(case.target, folder), draft=draft, **options)
+            model = load(path, draft=draft, **options)
             break
         except NoRoom as error:
             named = re.search(r"at least ([\d.]+ \w+)", str(error))
