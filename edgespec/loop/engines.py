@@ -353,8 +353,9 @@ def find_engine(name: str) -> Engine:
         UsageError: there is no such engine.
         MissingPackage: it is not installed.
     """
-    others = {point.name: point.value for point in entry_points(group="edgespec.backends")}
-    known = others | BUILT_IN
+    known = dict(BUILT_IN)
+    if name not in known:  # looking through all installed packages takes a while
+        known |= {point.name: point.value for point in entry_points(group="edgespec.backends")}
     if name not in known:
         raise no_such("backend", name, sorted(known))
     engine: Engine = import_module(known[name]).engine

@@ -4,6 +4,7 @@ A case is data: a model, how it is loaded, and rounds of calls that are made at 
 number. Where the model claims a row class, each token must be equal; elsewhere a difference must be a tie.
 """
 
+import asyncio
 import ctypes
 import faulthandler
 import multiprocessing
@@ -52,25 +53,14 @@ TYPES = {  # of weights: llama_ftype in llama.h, of those that need no importanc
     "F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K_M": 12,
     "Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30, "MXFP4": 38,
 }  # fmt: skip
-DENSE = ("llama", "qwen2")
+DENSE, DEEP = ("llama", "qwen2"), "deep"  # a llama with more layers, which can be streamed
 WINDOWED = ("gemma2", "gemma3", "cohere2", "gpt-oss")
 MIXTURES = ("mixtral", "qwen3 moe")
 HYBRIDS = ("lfm2", "granitehybrid", "falcon-h1", "qwen3next", "qwen35", "nemotron_h", "mamba2")
-FAMILIES = (*DENSE * 4, *WINDOWED, *MIXTURES * 2, *HYBRIDS)
+FAMILIES = (*DENSE * 4, *[DEEP] * 3, *WINDOWED, *MIXTURES * 2, *HYBRIDS)
 CACHES = (
-    "f32",
-    "f16",
-    "bf16",
-    "q8_0",
-    "q4_0",
-    "q4_1",
-    "q5_1",
-    "iq4_nl",
-    "f16/q8_0",
-    "q8_0/f16",
-    "f32/f16",
-    "q8_0/q4_0",
-)
+    "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_1", "iq4_nl", "f16/q8_0", "q8_0/f16", "f32/f16", "q8_0/q4_0",
+)  # fmt: skip
 WITH_DRAFT = ("auto", "auto", "specexec", "specexec", "chain", "pearl", "specbranch", "sssd", "none")
 WITHOUT = ("auto", "sssd", "lookahead", "none")
 WATCHED = ("generate", "chat", "leave")  # calls whose log-probabilities can be compared
@@ -81,8 +71,8 @@ WORDS = "the lighthouse keeper wrote down weather every morning and evening he r
 class Call:
     """
     Attributes:
-        how: "generate", "chat", "branch", "search", "leave" (a stream, after `count` tokens), "save", "load", "forget",
-            or "close" (after `count` milliseconds).
+        how: a method of `Model`; "leave": a stream, after `count` tokens; "save", "load" and "forget" of the scheduler;
+            "close" after `count` milliseconds.
         options: of the method, and log_probs of `Request`, whose bits are compared.
         count: branches, width of a search, tokens, or milliseconds.
     """
@@ -161,8 +151,10 @@ def draw(
     elif chance.random() < 0.3:
         draft = ""
     options = _options(chance, bool(draft), small=not model) | dict(fixed or {})
-    if not model and family in HYBRIDS and options.get("exact") != "off":
-        options.pop("exact", None)  # no other is there
+    if not model and family in HYBRIDS and options["exact"] != "off":
+        options["exact"] = None  # there is no other
+    if family == DEEP and chance.random() < 0.8:
+        options["memory"] = LEAST
     options = {name: value for name, value in options.items() if value is not None}
     return Case(target, draft, options, _rounds(chance, options["context_length"], questions, small=not model))
 
@@ -198,14 +190,14 @@ def _rounds(chance: random.Random, room: int, questions: Sequence[str], *, small
 
     def call() -> Call:
         whole = chance.choice(texts)
-        prompt = whole[: chance.choice((len(whole), len(whole), chance.randrange(1, len(whole) + 1)))]
+        prompt = whole[: chance.choice((len(whole), len(whole), chance.randrange(len(whole) + 1)))]
         prompt += chance.choice(("", "", " ".join(chance.choices(words, k=3))))
-        how = chance.choice(("generate",) * 6 + ("chat",) * 2 + ("leave",) * 2 + ("branch", "search"))
+        how = chance.choice(("generate",) * 6 + ("chat",) * 2 + ("leave",) * 2 + ("branch", "search", "astream"))
         counts = (1, 2, 3, 5) if how in ("leave", "branch", "search") else (1,)
         return Call(how, prompt, _asked(chance, how, small=small), chance.choice(counts))
 
-    most = 7 if small else 3
-    rounds = [[call() for _ in range(chance.choice((1, 1, 2, 3, most)))] for _ in range(chance.choice((1, 2, 3, most)))]
+    most = 6 if small else 3
+    rounds = [[call() for _ in range(chance.choice((1, 1, 2, 3, most)))] for _ in range(chance.choice((1, 2, 3)))]
     for one in rounds:
         if chance.random() < 0.25:
             one.append(Call(chance.choice(("save", "load", "forget"))))
@@ -263,12 +255,12 @@ def _write(path: Path, family: str, *, layers: int, wide: bool) -> None:
     import window_files
     from gguf_files import small_llama
 
-    if family in DENSE:
-        small_llama(path, layers, kind=family)
+    if family in (*DENSE, DEEP):
+        small_llama(path, 12 if family == DEEP else layers, kind="llama" if family == DEEP else family)
         return
     sizes: dict[str, Any] = {"HEAD": 64}
     if wide:
-        of_mixtures = {kind: (name, used, 256) for kind, (name, used, _) in mixture_files.KINDS.items()}
+        of_mixtures = {kind: (name, used, 512) for kind, (name, used, _) in mixture_files.KINDS.items()}
         sizes |= {"WIDTH": 256, "HIDDEN": 512, "INNER": 512, "KINDS": of_mixtures}
     with ExitStack() as stack:
         for module in (hybrid_files, window_files, *([mixture_files] if wide else [])):
@@ -301,16 +293,16 @@ def loaded(case: Case, folder: Path) -> Iterator[Model]:
     options = {name: value for name, value in case.options.items() if name != "disk"}
     if least := options.get("memory") == LEAST:
         options["memory"] = 1
-    draft = made(case.draft, folder) if case.draft else None
+    path, draft = made(case.target, folder), made(case.draft, folder) if case.draft else None
     for attempt in range(ATTEMPTS):
         try:
-            model = load(made(case.target, folder), draft=draft, **options)
+            model = load(path, draft=draft, **options)
             break
         except NoRoom as error:
             named = re.search(r"at least ([\d.]+ \w+)", str(error))
             if not (least and named) or attempt == ATTEMPTS - 1:
                 raise
-            options["memory"] = parse_size(named[1]) + MIB * (1 + attempt)
+            options["memory"] = parse_size(named[1]) + MIB * attempt
     with model:
         yield model
 
@@ -368,6 +360,8 @@ def _made_call(model: Model, call: Call, saved: str = "") -> list[Text]:
             results = model.search(
                 call.prompt, lambda texts: [-len(one) for one in texts], width=call.count, depth=2, **call.options
             )
+        elif call.how == "astream":
+            results = [asyncio.run(_awaited(model, call))]
         else:
             results = [text.result]
             with closing(_chunks(model, call, text.result.stats)) as chunks:
@@ -379,6 +373,13 @@ def _made_call(model: Model, call: Call, saved: str = "") -> list[Text]:
     except Exception as error:
         return [replace(text, error=error)]
     return [replace(text, number=number, result=result) for number, result in enumerate(results)]
+
+
+async def _awaited(model: Model, call: Call) -> GenerationResult:
+    result = GenerationResult()
+    async for chunk in model.astream(call.prompt, stats=result.stats, **call.options):
+        result.add(chunk)
+    return result
 
 
 def _chunks(model: Model, call: Call, stats: GenerationStats) -> Any:
@@ -432,7 +433,7 @@ def _compare(text: Text, alone: Model, found: Found) -> None:
     index = first_divergence(ids[: len(mine)] if closed else ids, mine)
     if index is None:
         said = [(one.result.text, one.result.finish_reason) for one in (text, plain)]
-        if not closed and said[0] != said[1]:
+        if call.how != "leave" and not closed and said[0] != said[1]:
             found.wrong.append(("text", f"{about}: {said[0]}, but plain decoding has {said[1]}"))
         pairs = enumerate(zip(text.log_probs, plain.log_probs, strict=False))
         other = next((i for i, (one, its) in pairs if one != its), None)
@@ -580,7 +581,7 @@ def _shorter_calls(case: Case) -> Iterator[Case]:
 
 
 def _simpler_calls(call: Call) -> Iterator[Call]:
-    if call.how in ("chat", "leave", "branch", "search"):
+    if call.how != "generate":
         yield _watched(replace(call, how="generate", count=1))
     if call.how in ("branch", "search") and call.count > 2:
         yield replace(call, count=2)
