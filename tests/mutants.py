@@ -523,8 +523,8 @@ MUTANTS = [
     mutant(
         "scheduler-beginnings-read-twice",
         "scheduler.py",
-        "default=0) <= self.pool.most_held(prompt):",
-        "default=0) >= 0:",
+        "if soon <= self.pool.most_held(prompt, sender):",
+        "if soon >= 0:",
         "test_scheduler.py::test_requests_that_begin_alike_read_their_beginning_once",
     ),
     mutant(

@@ -661,7 +661,7 @@ class TestErrors:
     def test_a_hundred_streams_at_once_are_not_more_than_the_limit(self):
         async def ask(service):
             question = Question({}, prompts=["a"], max_tokens=3)
-            return await asyncio.gather(*(service.start(question) for _ in range(100)), return_exceptions=True)
+            return await asyncio.gather(*(service.start(question, "") for _ in range(100)), return_exceptions=True)
 
         with served(slots=2, service={"most_waiting": 4}) as client:
             scheduler = client.model.scheduler

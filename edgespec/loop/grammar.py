@@ -36,12 +36,16 @@ MULTIPLE = re.compile(r'"multipleOf"\s*:\s*(\d+(?:\.\d+)?)')
 class Grammar:
     """A grammar's source, made by `json_schema`, `regex` or `lark`.
 
+    Attributes:
+        sender: what is compiled for one sender spares no other one time.
+
     Raises:
         UsageError: it is longer than `MOST_BYTES`.
     """
 
     kind: str
     text: str
+    sender: str = ""
 
     def __post_init__(self) -> None:
         if len(check_text(f"the {self.kind}", self.text).encode("utf-8", "replace")) > MOST_BYTES:

@@ -44,7 +44,7 @@ class DiskCache:
         """
         self.least = least
         self._folder, self._backend, self._most_bytes, self._say = Path(folder), backend, most_bytes, say
-        self._saved: dict[Path, list[int]] = {}
+        self._saved: dict[Path, tuple[str, list[int]]] = {}  # sender and tokens
         self._too_many = sys.maxsize  # tokens of the shortest session that was larger than `most_bytes`
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -60,21 +60,25 @@ class DiskCache:
                     continue
                 fits = len(saved.token_ids) <= backend.capabilities.context_length
                 if fits and not difference(saved, backend):
-                    self._saved[path] = saved.token_ids
+                    about = saved.note if isinstance(saved.note, dict) else {}
+                    self._saved[path] = about.get("sender", ""), saved.token_ids
         except OSError as error:
             raise SessionFileError(f"{folder}: cannot be used: {error.strerror or error}") from error
 
-    def best(self, token_ids: Sequence[int]) -> tuple[Path | None, int]:
-        shared = {path: common_prefix(saved, token_ids) for path, saved in self._saved.items()}
+    def best(self, token_ids: Sequence[int], sender: str = "") -> tuple[Path | None, int]:
+        """The file of a sender's that shares most of the first tokens, and their number."""
+        saved = self._saved.items()
+        shared = {path: common_prefix(tokens, token_ids) for path, (whose, tokens) in saved if whose == sender}
         path = max(shared, key=lambda path: shared[path], default=None)
         return path, shared[path] if path else 0
 
-    def put(self, session: Session, draft: Session | None = None) -> bool:
+    def put(self, session: Session, draft: Session | None = None, sender: str = "") -> bool:
         """Save a session if that is worth it, and delete files that its tokens begin with.
 
         Args:
             session: of the target.
             draft: of the draft for the same sequence; it may have fewer tokens.
+            sender: of the requests that its tokens come from.
 
         Returns:
             False if nothing was saved, as of a session that is larger than `most_bytes`.
@@ -83,15 +87,17 @@ class DiskCache:
         if len(tokens) >= self._too_many:
             return False
         try:
-            if session.reusable_prefix(len(tokens)) - self.best(tokens)[1] < max(self.least, len(tokens) // PART):
+            if session.reusable_prefix(len(tokens)) - self.best(tokens, sender)[1] < max(
+                self.least, len(tokens) // PART
+            ):
                 return False
-            about = json.dumps([dict(self._backend.identity), tokens], sort_keys=True)
+            about = json.dumps([dict(self._backend.identity), tokens, *filter(None, [sender])], sort_keys=True)
             path = self._folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.kept"
             try:
                 check_replaceable(path)
             except SessionFileError:
                 self._drop(path)  # its end is missing
-            session.save(path)
+            session.save(path, {"sender": sender} if sender else None)
         except EdgespecError as error:
             self._say(str(error))
             return False
@@ -107,10 +113,10 @@ class DiskCache:
                 self._say(f"{self._folder}: {about}; it and longer ones are not saved")
             self._too_many = len(tokens)
             return False
-        for other, saved in list(self._saved.items()):
-            if other != path and tokens[: len(saved)] == saved:
+        for other, (whose, saved) in list(self._saved.items()):
+            if other != path and whose == sender and tokens[: len(saved)] == saved:
                 self._drop(other)
-        self._saved[path] = tokens
+        self._saved[path] = sender, tokens
         self._make_room()
         return True
 

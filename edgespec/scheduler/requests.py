@@ -44,6 +44,7 @@ class Request:
         foresee: report the tokens that the draft expects to follow; after an unfinished prompt, read them instead.
         shown: control tokens whose names are part of the output.
         counter: of its passes.
+        sender: only requests of one sender share prefixes.
     """
 
     prompt_ids: list[int]
@@ -57,6 +58,7 @@ class Request:
     foresee: bool = False
     shown: frozenset[int] = frozenset()
     counter: PassCounter | None = None
+    sender: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,13 +219,17 @@ class Scheduler:
         waiting = self._queue.in_order()
         if waiting and not self.pool.idle and not self._end_idle_work():
             self._park_before(waiting[0])
-        reading = [lane.generation.token_ids for lane in self.pool.with_work if lane.generation and lane.unread]
+        reading = [
+            (lane.sender, lane.generation.token_ids)
+            for lane in self.pool.with_work if lane.generation and lane.unread
+        ]  # fmt: skip
         for handle in waiting if self.pool.idle else ():
-            prompt = handle.request.prompt_ids
+            prompt, sender = handle.request.prompt_ids, handle.request.sender
             while not self.pool.has_room(handle):
                 if (handle.is_idle_work and self.active) or not (self._end_idle_work() or self._park_before(handle)):
                     return
-            if max((common_prefix(other, prompt) for other in reading), default=0) <= self.pool.most_held(prompt):
+            soon = max((common_prefix(other, prompt) for whose, other in reading if whose == sender), default=0)
+            if soon <= self.pool.most_held(prompt, sender):
                 self._begin(handle)
                 return
             # else another request is prefilling a shared prefix: this one starts from there, a little later

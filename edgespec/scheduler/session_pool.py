@@ -53,6 +53,7 @@ class Lane:
         source: the lane with which it shares its first `forked` cells.
         looked_at: `save_one` has considered its tokens.
         last_row: the last prompt that was read to its end, and the logits of its last row.
+        sender: of the requests that its tokens come from.
     """
 
     session: Session
@@ -66,6 +67,7 @@ class Lane:
     forked: int = 0
     looked_at: bool = False
     last_row: tuple[list[int], Float32Array] | None = None
+    sender: str = ""
 
     @property
     def draft(self) -> Session | None:
@@ -211,23 +213,23 @@ class SessionPool:
     def tokens(self) -> int:
         return sum(len(lane.session.token_ids) for lane in self.lanes)
 
-    def most_held(self, prompt: Sequence[int]) -> int:
-        """Most tokens of a prompt's beginning that a session or a file of the disk cache has."""
-        on_disk = self.disk_cache.best(prompt)[1] if self.disk_cache else 0
-        return max(self._most_in_memory(prompt), on_disk)
+    def most_held(self, prompt: Sequence[int], sender: str = "") -> int:
+        """Most tokens of a prompt's beginning that a session or a file of the disk cache has for its sender."""
+        on_disk = self.disk_cache.best(prompt, sender)[1] if self.disk_cache else 0
+        return max(self._most_in_memory(prompt, sender), on_disk)
 
     def has_room(self, handle: Handle) -> bool:
         reserved = [self._reserved(lane) for lane in self.busy]
         if self.limits.cells is None or not reserved:
             return True
-        source, shared = self._best(handle.request.prompt_ids)
+        source, shared = self._best(handle.request.prompt_ids, handle.request.sender)
         shares = source.handle and shared >= WORTH_SHARING and not handle.parked
         common = whole_tiles(shared) if shares else 0
         return sum(reserved) + self._needed(handle) - common <= self.limits.cells
 
     def assign(self, handle: Handle) -> Lane:
         """Give a request the idle lane that loses least; `begin` comes next."""
-        lane = self._idle_for(handle.request.prompt_ids)
+        lane = self._idle_for(handle.request.prompt_ids, handle.request.sender)
         self._requests += 1
         lane.phase, lane.generation = Phase.CHANGING, None
         lane.looked_at = False
@@ -245,6 +247,7 @@ class SessionPool:
         """
         handle = lane.handle
         assert handle
+        self._give(lane, handle.request.sender)
         if handle.parked and self._take_up(lane, handle, handle.parked):
             lane.phase = Phase.SETTLED
             return []
@@ -254,7 +257,7 @@ class SessionPool:
             self._target, lane.session, lane.planner, request.prompt_ids, request.sampling,
             max_tokens=request.max_tokens, budget=0 if request.plain else budget, stats=handle.stats,
             log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
-            hint_texts=request.hint_texts, last_row=self._last_row(request.prompt_ids),
+            hint_texts=request.hint_texts, last_row=self._last_row(request.prompt_ids, lane.sender),
         )  # fmt: skip
         handle.stats.approximate = lane.planner.approximate or self.limits.approximate
         lane.generation.prompt.retries = PROMPT_RETRIES
@@ -266,24 +269,32 @@ class SessionPool:
         lane.phase = Phase.SETTLED
         return chunks
 
+    def _give(self, lane: Lane, sender: str) -> None:
+        """Let a lane serve a sender: what it holds of another one may not even spare time."""
+        if lane.sender != sender:
+            self.evict(lane)
+            lane.planner.begin([0])
+            lane.sender, lane.last_row = sender, None
+
     def prepare(self, lane: Lane, prompt: Sequence[int]) -> None:
         """Have the lane's session begin with about as much of a prompt as is kept anywhere; no pass is made.
 
         It keeps its own tokens, or gets a fork of another session, or a file of the disk cache. What it held is saved
         first if that is long enough.
         """
-        cache, in_memory = self.disk_cache, self._most_in_memory(prompt) if self.disk_cache else 0
+        cache, sender = self.disk_cache, lane.sender
+        in_memory = self._most_in_memory(prompt, sender) if cache else 0
         source, start = self._start(lane, prompt)
         forks = source is not lane
         held, common = lane.session.token_ids, common_prefix(lane.session.token_ids, prompt)
         if cache and lane.session.reusable_prefix(len(held)) - (0 if forks else common) >= cache.least:
-            cache.put(lane.session, lane.draft)
+            cache.put(lane.session, lane.draft, sender)
         self._hand_over_shared(lane, 0 if forks else start)
         if forks:
             lane.session.close()
             lane.session = source.session.fork()
             lane.source, lane.forked = source, start
-        path, on_disk = cache.best(prompt) if cache else (None, 0)
+        path, on_disk = cache.best(prompt, sender) if cache else (None, 0)
         if cache and path and on_disk >= in_memory + cache.least:
             self._hand_over_shared(lane, 0)
             while not cache.load(path, lane.session, lane.draft) and self.evict_oldest():
@@ -387,7 +398,7 @@ class SessionPool:
     def evict(self, lane: Lane) -> None:
         """Save a session to the disk cache, if there is one, and empty it."""
         if self.disk_cache:
-            self.disk_cache.put(lane.session, lane.draft)
+            self.disk_cache.put(lane.session, lane.draft, lane.sender)
         self.empty(lane)
 
     def evict_oldest(self) -> bool:
@@ -411,7 +422,7 @@ class SessionPool:
             if lane.session.token_ids and lane.phase is Phase.SETTLED and not lane.looked_at:
                 lane.looked_at = True
                 if self.disk_cache:
-                    self.disk_cache.put(lane.session, lane.draft)
+                    self.disk_cache.put(lane.session, lane.draft, lane.sender)
                 return True
         return False
 
@@ -441,6 +452,7 @@ class SessionPool:
         if lane is None:
             raise UsageError("all sessions of this model are in use: load the file when a request has ended")
         lane.phase = Phase.CHANGING
+        self._give(lane, "")
         self._hand_over_shared(lane, 0)
         try:
             note = self._load(lane, path)
@@ -471,12 +483,13 @@ class SessionPool:
             lane.session.close()
         self.lanes.clear()
 
-    def _most_in_memory(self, prompt: Sequence[int]) -> int:
-        return max(common_prefix(lane.session.token_ids, prompt) for lane in self.lanes)
+    def _most_in_memory(self, prompt: Sequence[int], sender: str) -> int:
+        held = (lane.session.token_ids for lane in self.lanes if lane.sender == sender)
+        return max((common_prefix(tokens, prompt) for tokens in held), default=0)
 
-    def _idle_for(self, prompt: Sequence[int]) -> Lane:
+    def _idle_for(self, prompt: Sequence[int], sender: str) -> Lane:
         """The idle lane whose session begins as the prompt, unless it would lose much else; or the one used first."""
-        source, start = self._best(prompt)
+        source, start = self._best(prompt, sender)
         empty = [lane for lane in self.idle if not lane.session.token_ids]
         held, shared = len(source.session.token_ids), common_prefix(source.session.token_ids, prompt)
         if start and source.handle is None and 2 * shared >= held and (held < shared + WORTH_KEEPING or not empty):
@@ -486,12 +499,12 @@ class SessionPool:
 
     def _start(self, lane: Lane, prompt: Sequence[int]) -> tuple[Lane, int]:
         """The lane to start from, itself unless another is clearly better, and the tokens that its session spares."""
-        source, most = self._best(prompt)
+        source, most = self._best(prompt, lane.sender)
         shares = self.limits.cells is not None and source.handle is not None  # `has_room` counts on it
-        own = 0 if shares else self._kept_of(lane, prompt)
+        own = 0 if shares else self._kept_of(lane, prompt, lane.sender)
         return (source, most) if most - own >= WORTH_SHARING else (lane, own)
 
-    def _best(self, prompt: Sequence[int]) -> tuple[Lane, int]:
+    def _best(self, prompt: Sequence[int], sender: str) -> tuple[Lane, int]:
         """
         Returns:
             The lane whose session spares most tokens of a prompt, and their number; of equal ones a busy, short one.
@@ -500,17 +513,19 @@ class SessionPool:
         def worth(lane: Lane) -> tuple[int, bool, int]:
             return starts[lane], lane.handle is not None, -len(lane.session.token_ids)
 
-        starts = {lane: self._kept_of(lane, prompt) for lane in self.lanes}
+        starts = {lane: self._kept_of(lane, prompt, sender) for lane in self.lanes}
         best = max(self.lanes, key=worth)
         return best, starts[best]
 
-    def _kept_of(self, lane: Lane, prompt: Sequence[int]) -> int:
-        """Number of the prompt's first tokens that its session spares."""
-        return start_of(self.limits, lane.session, prompt, want_last=self._last_row(prompt) is None)
+    def _kept_of(self, lane: Lane, prompt: Sequence[int], sender: str) -> int:
+        """Number of the prompt's first tokens that its session spares to a sender."""
+        if lane.sender != sender:
+            return 0
+        return start_of(self.limits, lane.session, prompt, want_last=self._last_row(prompt, sender) is None)
 
-    def _last_row(self, prompt: Sequence[int]) -> Float32Array | None:
+    def _last_row(self, prompt: Sequence[int], sender: str) -> Float32Array | None:
         """Logits of the prompt's last row if a session has read it; they depend on nothing else."""
-        known = (lane.last_row for lane in self.lanes if lane.last_row)
+        known = (lane.last_row for lane in self.lanes if lane.last_row and lane.sender == sender)
         return next((row for other, row in known if other == prompt), None)
 
     def _hand_over_shared(self, lane: Lane, kept: int) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import hmac
 import re
 from collections.abc import Callable, Collection
+from hashlib import sha256
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,6 +33,13 @@ SAFETY = [
 ]
 LOCAL = "localhost"  # the only name that no system asks a name server for: macOS does for *.localhost
 NAME = re.compile(r"[\w-]+(\.[\w-]+)*\.?", re.ASCII)
+
+SENDER = "edgespec.sender"  # of a request, in its scope
+
+
+def sender_of(key: str) -> str:
+    """The sender that a key stands for: the same after a restart, but not the key itself."""
+    return sha256(f"edgespec sender {key}".encode()).hexdigest()[:16]
 
 
 class Guard:
@@ -64,7 +72,8 @@ class Guard:
                 raise must_be("--allow-host", host, "a name such as box.lan, without a port")
         self._app = app
         self._error_body = error_body
-        self._keys = [key.encode() for key in keys]
+        several = len(set(keys)) > 1
+        self._senders = {key.encode(): sender_of(key) if several else "" for key in keys}
         self._hosts = {LOCAL} | {host.lower().rstrip(".") for host in hosts}
         self._origins = set(origins)
         self._count = count
@@ -78,6 +87,7 @@ class Guard:
         if refused:
             await self._answer(refused, scope, receive, send)
             return
+        scope[SENDER] = self._sender(Headers(scope=scope)) or ""
         begun = False
 
         async def counted(message: Message) -> None:
@@ -114,7 +124,7 @@ class Guard:
             if kind != "application/json":
                 return Refused(415, f"the body must be application/json, not {kind or 'without a type'!r}")
         public = scope["path"] in PUBLIC or scope["path"].startswith(PUBLIC_FOLDER)
-        if self._keys and not public and not self._has_key(headers):
+        if self._senders and not public and self._sender(headers) is None:
             return Refused(401, "a key is missing or wrong: send Authorization: Bearer KEY or x-api-key: KEY")
         return None
 
@@ -132,11 +142,13 @@ class Guard:
         except ValueError:
             return name in self._hosts
 
-    def _has_key(self, headers: Headers) -> bool:
+    def _sender(self, headers: Headers) -> str | None:
+        """Who sends a request, by its key; "" where there are not several; None: it has none."""
         sent = [value.removeprefix("Bearer ").strip() for value in headers.getlist("authorization")]
         sent += headers.getlist("x-api-key")
-        found = False
+        found: str | None = None
         for value in sent:  # all of them: the time does not tell which key is right
-            for key in self._keys:
-                found |= hmac.compare_digest(value.encode("latin-1", "replace"), key)
+            for key, sender in self._senders.items():
+                if hmac.compare_digest(value.encode("latin-1", "replace"), key):
+                    found = sender
         return found

@@ -57,10 +57,10 @@ class Service:
             about += [self.model.approximate, *(str(dict(one.identity)) for one in self.model.owned)]
         return "fp_" + sha256("\n".join(about).encode()).hexdigest()[:16]
 
-    async def start(self, question: Question) -> Answers:
-        return Answers(await self.prepare(question), self.submit, self.ping_seconds)
+    async def start(self, question: Question, sender: str) -> Answers:
+        return Answers(await self.prepare(question, sender), self.submit, self.ping_seconds)
 
-    async def prepare(self, question: Question) -> list[Answer]:
+    async def prepare(self, question: Question, sender: str) -> list[Answer]:
         """The answers that are to begin: of each prompt each choice; choice i has seed + i.
 
         Raises:
@@ -74,7 +74,7 @@ class Service:
             grammar: Compiled | None = None
             if question.grammar or (tools and tools.required):
                 loop = asyncio.get_running_loop()
-                grammar = await loop.run_in_executor(self._grammars, self._grammar, question, form, in_thought)
+                grammar = await loop.run_in_executor(self._grammars, self._grammar, question, sender, form, in_thought)
         limit = self.model.target.capabilities.context_length
         most = limit if question.max_tokens is None or question.max_tokens == UNLIMITED else question.max_tokens
         seed = choose_seed(question.sampling.get("seed")) % 2**64
@@ -84,7 +84,7 @@ class Service:
                 Request(
                     list(ids), replace(sampling, seed=(sampling.seed + i) % 2**64),
                     min(most, limit - len(ids)), tuple(question.stop), question.log_probs,
-                    question.plain, grammar, hint_texts, question.foresee, form.shown(tools),
+                    question.plain, grammar, hint_texts, question.foresee, form.shown(tools), sender=sender,
                 ),
                 form.parser(tools, in_thought, question.begun),
                 choice=i, single_call=tools is not None and not tools.parallel,
@@ -136,10 +136,10 @@ class Service:
             raise Refused(400, f"prompt: token ids must be from 0 to {vocab.size - 1}", param="prompt")
         return list(prompt)
 
-    def _grammar(self, question: Question, form: ModelFormat, in_thought: bool) -> Compiled | None:
+    def _grammar(self, question: Question, sender: str, form: ModelFormat, in_thought: bool) -> Compiled | None:
         """Compile the grammar, for seconds, in a thread for grammars."""
         wanted = form.grammar(question.grammar, question.tools, in_thought)
-        return self.model.compile(wanted) if wanted else None
+        return self.model.compile(replace(wanted, sender=sender)) if wanted else None
 
     @contextmanager
     def _admitted(self, wanted: int) -> Iterator[None]:

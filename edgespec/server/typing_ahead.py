@@ -88,7 +88,7 @@ class TypingAhead:
                 del self._latest[name]
                 return prepared.handle if prepared.adopt(emit) else None
         for name, prepared in list(self._latest.items()):
-            if prepared.begins(request.prompt_ids):
+            if prepared.request.sender == request.sender and prepared.begins(request.prompt_ids):
                 del self._latest[name]
                 # A pass over streamed weights takes as long for a part of the prompt as for all of it.
                 streams = self._model.target.capabilities.streams

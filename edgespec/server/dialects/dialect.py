@@ -13,6 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from edgespec.scheduler.requests import Event
+from edgespec.server.access import SENDER
 from edgespec.server.answers import Answers
 from edgespec.server.conversation import Question
 from edgespec.server.errors import Refused, refusal
@@ -76,7 +77,7 @@ class Dialect:
     async def answer(self, http: HttpRequest) -> Response:
         service: Service = http.app.state.service
         body: Any = await read_body(http, self.body)
-        answers = await service.start(await asyncio.to_thread(self.question, body))
+        answers = await service.start(await asyncio.to_thread(self.question, body), http.scope[SENDER])
         with ExitStack() as left_early:
             left_early.callback(answers.cancel)
             writer = self.writer(service, body, answers)

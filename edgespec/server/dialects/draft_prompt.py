@@ -9,6 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from edgespec.loop.passes import common_prefix
+from edgespec.server.access import SENDER
 from edgespec.server.conversation import Conversation
 from edgespec.server.dialects.chat import ChatBody, question_of
 from edgespec.server.model_format import ModelFormat
@@ -33,15 +34,15 @@ async def typed_prompt(http: HttpRequest) -> Response:
         return JSONResponse(told)
     question = replace(await asyncio.to_thread(question_of, body), choices=1)
     assert question.conversation
-    (answer,) = await service.prepare(question)
-    request = answer.request
+    (answer,) = await service.prepare(question, http.scope[SENDER])
+    request, name = answer.request, answer.request.sender + body.id
     if body.pause:
-        service.typing_ahead.prepare(body.id, request, PREPARED)
+        service.typing_ahead.prepare(name, request, PREPARED)
         return JSONResponse(told | {"tokens": len(request.prompt_ids), "seed": request.sampling.seed})
     ids = await asyncio.to_thread(stable_ids, service.chat_format, question.conversation)
     if len(ids) > 1:
         # With 0 tokens the prompt is unfinished, and the draft completes it.
-        service.typing_ahead.prepare(body.id, replace(request, prompt_ids=ids, foresee=True), 0)
+        service.typing_ahead.prepare(name, replace(request, prompt_ids=ids, foresee=True), 0)
         told["tokens"] = len(ids)
     return JSONResponse(told)
 
