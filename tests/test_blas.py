@@ -1,11 +1,10 @@
-"""llama.cpp with a BLAS library, which copies weights as float32 for passes of 32 rows and more.
+"""llama.cpp with a BLAS library, which would copy weights as float32 for passes of 32 rows and more.
 
-The last test needs such a build: CMAKE_ARGS="-DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS" as in CONTRIBUTING.md, and its
-folder in PYTHONPATH.
+The last test needs such a build in PYTHONPATH: see CONTRIBUTING.md for one.
 """
 
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,74 +14,27 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 from edgespec.backends.llamacpp.context import ContextSize
 from edgespec.backends.llamacpp.engine import load
 from edgespec.backends.llamacpp.ggml import files
-from edgespec.backends.llamacpp.memory import gpu, planning
+from edgespec.backends.llamacpp.memory.planning import memory_needs
 
 from edgespec.loop.backend import Work
-from edgespec.loop.engines import LoadOptions
 from edgespec.machine.memory import private_memory
-from edgespec.machine.this_machine import Gpu, this_machine
-from edgespec.weights.plan import Tensor
-
-F32, Q8_0 = 0, 8
-SIZE = ContextSize(256, 96, 1, 512)
+from edgespec.machine.this_machine import this_machine
 
 
-def matrix(name: str, weights: int, kind: int = Q8_0) -> Tensor:
-    return Tensor(name, 0, 0, weights * 4 if kind == F32 else weights // 32 * 34, kind)
+def test_contexts_are_made_without_blas(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, taken = {11: 1, 12: 3, 13: 0}, list[int]()  # address -> kind
+    library = SimpleNamespace(
+        ggml_backend_dev_count=lambda: len(devices), ggml_backend_dev_get=lambda i: [*devices][i],
+        ggml_backend_dev_type=lambda device: devices[device], ggml_backend_dev_backend_reg=lambda device: 10 * device,
+        ggml_backend_unload=taken.append,
+    )  # fmt: skip
+    monkeypatch.setattr(files, "ggml", lambda: library)
+    files.leave_out_blas.__wrapped__()
+    assert taken == [120]
 
 
-MODEL = [
-    matrix("token_embd.weight", 6400), matrix("output.weight", 3200), matrix("output_norm.weight", 12800, F32),
-    *(matrix(f"blk.{i}.ffn_up.weight", weights) for i, weights in enumerate((960, 640))),
-    matrix("blk.0.ffn_up_exps.weight", 64000),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("gpu_layers", "output_here", "weights"),
-    [(0, False, 3200), (1, False, 960), (2, False, 960), (2, True, 3200), (3, False, 0), (-1, False, 0)],
-)
-def test_the_largest_weight_of_the_processor_is_copied(
-    gpu_layers: int, output_here: bool, weights: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not experts, nor the embedding, of which a token needs one row, nor what is float32."""
-    monkeypatch.setattr(gpu, "compiled_backends", lambda: {"blas"})
-    assert gpu.blas_copy(MODEL, gpu_layers, output_here) == 4 * weights
-
-
-def test_a_plan_has_room_for_the_copies_of_target_and_draft(
-    smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = str(smollm2_tiny)
-    machine = replace(this_machine(), gpus=(Gpu("Metal", True, 1 << 40),), platform="darwin", used=0)
-    planner = planning.MemoryPlanner(path, LoadOptions(draft_files=(path,)), machine)
-    layers = (0, 3, 8, -1)
-
-    def needed() -> list[int]:
-        return [planner._drafts(SIZE), *(planner.needs([SIZE], count)[0] for count in layers)]
-
-    monkeypatch.setattr(gpu, "compiled_backends", lambda: {"cpu"})
-    before, output = needed(), 4 * 4096 * 576
-    monkeypatch.setattr(gpu, "compiled_backends", lambda: {"blas"})
-    more = [after - usual for after, usual in zip(needed(), before, strict=True)]
-    assert more == [output, output, output, 0, 0]  # in part on a Mac's GPU, the output stays here
-
-
-def test_the_one_compute_buffer_counts_once(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """BLAS computes in the processor's, and llama.cpp logs it for both."""
-    [usual] = planning.rehearse(str(smollm2_tiny), [SIZE], 1 << 60)[1]
-    make = planning.make_context
-
-    def make_context(*given):
-        context = make(*given)
-        planning.size_lines.extend([line for line in planning.size_lines if "compute buffer size" in line])
-        return context
-
-    monkeypatch.setattr(planning, "make_context", make_context)
-    assert planning.rehearse(str(smollm2_tiny), [SIZE], 1 << 60)[1] == [usual]
-
-
-def test_row_classes_of_a_build_with_blas_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_classes_of_other_builds_are_remembered_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a build with BLAS may have been found when it was used."""
     builds = set[str]()
     for names in ({"base", "cpu"}, {"base", "cpu", "blas"}, {"base", "cpu", "metal"}):
         monkeypatch.setattr(files, "compiled_backends", lambda names=names: names)
@@ -92,11 +44,12 @@ def test_row_classes_of_a_build_with_blas_are_its_own(monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif("blas" not in files.compiled_backends(), reason="this llama.cpp has no BLAS")
 def test_a_long_pass_takes_no_more_memory_than_is_planned(smollm2: Path, tmp_path: Path) -> None:
+    """The output would be copied to half a GiB."""
     from benchmarks.made_up import Shape, write_made_up
 
     path, shape = str(tmp_path / "made-up.gguf"), Shape(1, 2048, 2048, 32, 8, vocab=65536)
     write_made_up(Path(path), shape, smollm2, lambda done, total: None)
-    needed = planning.memory_needs(path, SIZE, this_machine(path))
+    needed = memory_needs(path, ContextSize(256, 96, 1, 512), this_machine(path))
     backend = load(path, context_length=256, budget=96)
     session, nodes = backend.open(), np.arange(65, dtype=np.int32)
     backend.forward([Work(session, nodes + 5, nodes - 1, nodes)])[0].row(64)

@@ -31,6 +31,7 @@ FILE_TYPE_F32, FILE_TYPE_F16, FILE_TYPE_BF16 = b"0", b"1", b"32"  # general.file
 NO_GPUS = (ctypes.c_void_p * 1)()  # a list of devices ends with a null pointer
 # With 0 layers alone GPUs would compute long passes.
 PROCESSOR_ONLY = {"n_gpu_layers": 0, "devices": ctypes.cast(NO_GPUS, ctypes.c_void_p)}
+PROCESSOR, GPU, SHARED, LIBRARY = range(4)  # ggml_backend_dev_type: a GPU has its own memory, or the host's; 3 is BLAS
 LLAMA_MAX_SEQ = 256  # of llama-cparams.h, fixed at compile time
 
 _log_lines: list[str] = []
@@ -101,6 +102,7 @@ def load_model(path: str, **params: Any) -> Any:
     check_magic(path)
     keep_log()
     llama_cpp.llama_backend_init()
+    leave_out_blas()
     model_params = llama_cpp.llama_model_default_params()
     for name, value in (params | without_amx(llama_cpp.llama_print_system_info())).items():
         setattr(model_params, name, value)
@@ -271,8 +273,6 @@ def ggml_base() -> Any:
         ("ggml_get_data", pointer, [pointer]),
         ("ggml_nelements", number, [pointer]),
         ("ggml_op_desc", text, [pointer]),
-        ("ggml_type_size", ctypes.c_size_t, [ctypes.c_int]),
-        ("ggml_blck_size", number, [ctypes.c_int]),
         ("ggml_backend_buffer_is_host", ctypes.c_bool, [pointer]),
         ("gguf_init_from_file", pointer, [text, GgufInit]),
         ("gguf_free", None, [pointer]),
@@ -286,6 +286,41 @@ def ggml_base() -> Any:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+@cache
+def ggml() -> Any:
+    """Functions of libggml."""
+    library, pointer, size = ggml_library("ggml"), ctypes.c_void_p, ctypes.c_size_t
+    for name, result, arguments in [
+        ("ggml_backend_dev_count", size, []),
+        ("ggml_backend_dev_get", pointer, [size]),
+        ("ggml_backend_dev_type", ctypes.c_int, [pointer]),
+        ("ggml_backend_dev_name", ctypes.c_char_p, [pointer]),
+        ("ggml_backend_dev_memory", None, [pointer, pointer, pointer]),
+        ("ggml_backend_dev_backend_reg", pointer, [pointer]),
+        ("ggml_backend_reg_get_proc_address", pointer, [pointer, ctypes.c_char_p]),
+        ("ggml_backend_cpu_buffer_type", pointer, []),
+        ("ggml_backend_register", None, [pointer]),
+        ("ggml_backend_unload", None, [pointer]),
+    ]:
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+@cache
+def leave_out_blas() -> None:
+    """Have contexts compute without BLAS, which every build for a Mac has by default.
+
+    For passes of 32 rows and more it copies each weight of the processor as float32, into memory that no plan counts,
+    rounds by the number of rows, and keeps GPUs from helping.
+    """
+    library = ggml()
+    devices = [library.ggml_backend_dev_get(i) for i in range(library.ggml_backend_dev_count())]
+    for device in devices:
+        if library.ggml_backend_dev_type(device) == LIBRARY:
+            library.ggml_backend_unload(library.ggml_backend_dev_backend_reg(device))
 
 
 def engine_build() -> str:

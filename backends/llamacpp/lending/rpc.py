@@ -15,8 +15,17 @@ from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError, pip_i
 from edgespec.machine.memory import format_size
 from edgespec.weights.plan import Tensor, count_layers, layer_of, layers_on_gpu, make_plan
 
-from ..ggml.files import compiled_backends, ggml_library, llama_cpp, loaded_tensors
-from ..memory.gpu import GPU, PROCESSOR, SHARED, ggml, layers_that_fit, overrides
+from ..ggml.files import (
+    GPU,
+    PROCESSOR,
+    SHARED,
+    compiled_backends,
+    ggml,
+    ggml_library,
+    llama_cpp,
+    loaded_tensors,
+)
+from ..memory.gpu import layers_that_fit, overrides
 
 SECONDS_TO_ANSWER = 5.0
 HEAD = b"^(output|token_embd)"  # stays here, because logits are much larger than the rows between layers

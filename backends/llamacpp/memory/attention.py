@@ -15,7 +15,7 @@ from typing import Any
 from edgespec.loop.shapes import ALWAYS, TILE
 
 from ..context import kv_types
-from .gpu import PROCESSOR, ggml
+from ..ggml.files import PROCESSOR, ggml
 
 ALIKE: dict[str, str | int | None] = {"attention": "alike"}  # in `computing`, if one row has the kernel for a few rows
 TILED_TYPES = ("f16", "f32")

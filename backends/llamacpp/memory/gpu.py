@@ -29,11 +29,9 @@ from edgespec.weights.plan import (
     spans,
 )
 
-from ..ggml.files import compiled_backends, ggml_base, ggml_library, llama_cpp
+from ..ggml.files import GPU, SHARED, ggml, llama_cpp
 
 NO_LAYERS = rb"^(?!blk\.)"  # searched for in names: std::regex of C++, and re
-PROCESSOR, GPU, SHARED = 0, 1, 2  # ggml_backend_dev_type in ggml-backend.h; GPUs with their own memory, or the host's
-F32 = 0  # ggml_type
 RESERVE = 512 << 20  # bytes of each GPU's memory for its libraries
 MORE = 1 / 32  # maximum relative increase of streamed bytes for more layers on the GPU
 
@@ -83,32 +81,6 @@ def largest_copy(tensors: Sequence[Tensor], with_output: bool) -> int:
     return max((tensor.size for place, tensor in places(tensors, count) if 0 <= place < count + with_output), default=0)
 
 
-def blas_copy(tensors: Sequence[Tensor], gpu_layers: int, output_here: bool) -> int:
-    """Bytes of the largest weight that BLAS, where this build has it, copies as float32 for passes of 32 rows and more.
-
-    It does so for weights of the processor, except experts, and keeps the largest copy.
-
-    Args:
-        tensors: of the model.
-        gpu_layers: as in `LoadOptions`.
-        output_here: the processor has the output whatever `gpu_layers` is.
-    """
-    if "blas" not in compiled_backends():
-        return 0
-    count, library = count_layers(tensors), ggml_base()
-    first = 0 if gpu_layers < 0 else count + 1 - gpu_layers
-    return max(
-        (
-            4 * (tensor.size // library.ggml_type_size(tensor.type) * library.ggml_blck_size(tensor.type))
-            for place, tensor in places(tensors, count)
-            if (0 <= place < first or (output_here and place == count))
-            and tensor.type != F32
-            and not EXPERTS.search(tensor.name)
-        ),
-        default=0,
-    )
-
-
 def find_gpus() -> list[Gpu]:
     if not llama_cpp.llama_supports_gpu_offload():
         return []
@@ -124,25 +96,6 @@ def find_gpus() -> list[Gpu]:
             own = max(0, used - _used_by_others.setdefault(name, used))
             found.append(Gpu(name, kind == SHARED, free.value, own, total.value))
     return found
-
-
-@cache
-def ggml() -> Any:
-    library, pointer, size = ggml_library("ggml"), ctypes.c_void_p, ctypes.c_size_t
-    for name, result, arguments in [
-        ("ggml_backend_dev_count", size, []),
-        ("ggml_backend_dev_get", pointer, [size]),
-        ("ggml_backend_dev_type", ctypes.c_int, [pointer]),
-        ("ggml_backend_dev_name", ctypes.c_char_p, [pointer]),
-        ("ggml_backend_dev_memory", None, [pointer, pointer, pointer]),
-        ("ggml_backend_dev_backend_reg", pointer, [pointer]),
-        ("ggml_backend_reg_get_proc_address", pointer, [pointer, ctypes.c_char_p]),
-        ("ggml_backend_cpu_buffer_type", pointer, []),
-        ("ggml_backend_register", None, [pointer]),
-    ]:
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
 
 
 def auto_layers(

@@ -52,7 +52,7 @@ from ..ggml.files import (
 )
 from ..head_files import find_head, starts_from
 from ..lending.rpc import choose_lent, memory_of_lenders
-from .gpu import Buffers, auto_layers, blas_copy, check_spans, experts_too_large, kept_off, largest_copy, room_on
+from .gpu import Buffers, auto_layers, check_spans, experts_too_large, kept_off, largest_copy, room_on
 
 MIN_NODES = 512  # prompt tokens per pass, if all weights are in memory; llama.cpp's default for n_ubatch
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # prompt tokens per pass, where each pass reads weights again
@@ -154,10 +154,10 @@ class MemoryPlanner:
             [buffers] = self._rehearse(path, [of_head(whole) if head else whole], self.path if head else "")
             tensors = all_tensors(path) if head else loaded_tensors(path)
             weights = sum(tensor.size for tensor in tensors if tensor.name != PER_LAYER_ROWS)
-            total += weights + self._tokenizers[path] + buffers.total + blas_copy(tensors, 0, True)
+            total += weights + self._tokenizers[path] + buffers.total
         if self.options.own_head:
             [buffers] = self._rehearse(self.path, [of_head(replace(size, share=1.0))])
-            total += buffers.total + states_bytes(self.path, size) + blas_copy(self.tensors, 0, True)
+            total += buffers.total + states_bytes(self.path, size)
         return total
 
     def needs(self, sizes: Sequence[ContextSize], gpu_layers: int = 0, streams: bool = True) -> list[int]:
@@ -172,9 +172,6 @@ class MemoryPlanner:
         """
         buffers = self._rehearse(self.path, sizes)
         fixed = self.machine.used + MARGIN + self._tokenizers[self.path]
-        count = count_layers(self.tensors)
-        part_on_mac = self.machine.platform == "darwin" and gpu_layers > 0 and layers_on_gpu(gpu_layers, count) < count
-        fixed += blas_copy(self.tensors, gpu_layers, bool(self.borrowed) or part_on_mac)
         if gpu_layers and (self.borrowed or not all(gpu.shared for gpu in self.gpus)):
             return [fixed + one.total - one.caches_on_gpu(gpu_layers) for one in buffers]
         if gpu_layers <= 0:
@@ -202,8 +199,7 @@ class MemoryPlanner:
         def plan(kept: int) -> Plan | None:
             best = None
             for streams in () if self.options.resident else (True, False)[: 1 + bool(kept)]:
-                # 0 asks whether all fits, which is then on the GPU.
-                needed = self.needs([size], kept + 1 if kept else -1, streams)[0] + drafts
+                needed = self.needs([size], kept + 1 if kept else 0, streams)[0] + drafts
                 best = make_plan(self.tensors, self.room, needed, kept=max(kept, self.head_layers))
                 if best and best.streamed:
                     break
@@ -438,19 +434,19 @@ def _logged_buffers(cells: int, count: int) -> Buffers:
         cells: bytes of all cells without keys and values.
         count: of the model's layers.
     """
-    output, compute, layers, caches = float(cells), 0.0, list[int](), [0.0] * count
+    sizes, layers, caches = {"output": float(cells), "compute": 0.0}, list[int](), [0.0] * count
     for line in size_lines:
         if match := re.search(r"layer +(\d+): dev = ", line):
             layers.append(int(match[1]))
         # "llama_kv_cache: size = 126.00 MiB (" is the total; "KV buffer size = " is zero without allocation.
         elif match := re.search(r"(?:(cache|recurrent):|(compute|output) buffer) size = +([\d.]+) MiB", line):
             size = float(match[3]) * (1 << 20)
-            output += size if match[2] == "output" else 0
-            compute = max(compute, size) if match[2] == "compute" else compute  # with BLAS, one buffer has two lines
+            if match[2]:
+                sizes[match[2]] += size
             for layer in layers if match[1] else ():
                 caches[layer] += size / len(layers)
             layers = [] if match[1] else layers
-    return Buffers(int(output), int(compute), tuple(map(int, caches)))
+    return Buffers(int(sizes["output"]), int(sizes["compute"]), tuple(map(int, caches)))
 
 
 def mappings_of(path: str, machine: Machine) -> list[list[Mapping]]:
