@@ -230,8 +230,15 @@ def test_memory_limits(monkeypatch):
         assert seen == limits
     seen.clear()
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 16 * 10**9})
-    assert backend_module.set_memory_limits(14 * 10**9, memory_module.find_gpus()) == []
-    assert seen == [("wired", 16 * 10**9), ("cache", 10**9)]
+    assert backend_module.set_memory_limits(9 * 10**9, memory_module.find_gpus()) == []
+    (offer,) = backend_module.set_memory_limits(14 * 10**9, memory_module.find_gpus())
+    assert "EDGESPEC_WIRE=1" in offer
+    assert seen == [("cache", 10**9)] * 2  # nothing is wired, with which Macs have panicked
+    monkeypatch.setenv("EDGESPEC_WIRE", "1")
+    for weights, wired in ((9, 0), (14, 1)):
+        seen.clear()
+        assert backend_module.set_memory_limits(weights * 10**9, memory_module.find_gpus()) == []
+        assert seen == [("cache", 10**9), *[("wired", 16 * 10**9)] * wired]
     (note,) = backend_module.set_memory_limits(15 * 10**9, memory_module.find_gpus())
     assert "15.0 GB" in note
     assert "16.0 GB" in note

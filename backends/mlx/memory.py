@@ -5,6 +5,7 @@ them can be streamed; if mlx-lm rebuilds weights (stacked experts), it has to co
 """
 
 import glob
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from edgespec.machine.this_machine import Gpu
 from edgespec.models.safetensors_header import Stored, read_safetensors_header
 from edgespec.weights.direct_io import ALIGNED
 from edgespec.weights.plan import CHEAP, MARGIN, MORE_SLOTS, SAFETY, Plan, Tensor, choose_width, make_plan
-from edgespec.weights.wired import CACHE_SHARE, WIRED_SHARE, free_memory, gpu_limit
+from edgespec.weights.wired import CACHE_SHARE, WIRE, WIRED_FROM, WIRED_SHARE, free_memory, gpu_limit
 
 from ..common.recurrent import most_paths, states_of
 from .loading import LazyModel
@@ -263,7 +264,7 @@ def freed_buffers(gpus: Sequence[Gpu]) -> int:
 
 
 def set_memory_limits(weights: int, gpus: Sequence[Gpu]) -> list[str]:
-    """Bound the freed buffers that MLX keeps; on a Mac, keep weights in the GPU's memory.
+    """Bound the freed buffers that MLX keeps; on a Mac, wire large weights in the GPU's memory, if the user wants it.
 
     Args:
         weights: bytes of the weights that stay in memory.
@@ -273,13 +274,17 @@ def set_memory_limits(weights: int, gpus: Sequence[Gpu]) -> list[str]:
         Messages for the user.
     """
     size, freed = gpu_limit(gpus), freed_buffers(gpus)
-    if size:
-        mx.set_wired_limit(size)
     if freed:
         mx.set_cache_limit(freed)
-    if not size or weights <= WIRED_SHARE * size:
+    if not size or weights <= WIRED_FROM * size:
         return []
-    return [f"the weights take {weights / 1e9:.1f} GB, and the GPU can hold {size / 1e9:.1f} GB: passes will be slow"]
+    wired = bool(os.environ.get(WIRE))
+    if wired:
+        mx.set_wired_limit(size)
+    taken = f"the weights take {weights / 1e9:.1f} GB, and the GPU can hold {size / 1e9:.1f} GB: passes "
+    if weights > WIRED_SHARE * size:
+        return [f"{taken}will be slow"]
+    return [] if wired else [f"{taken}may be slow; {WIRE}=1 keeps the weights there, but Macs have panicked with that"]
 
 
 def cell_bytes(model: Any, windows: Sequence[int | None]) -> tuple[int, int]:
