@@ -18,7 +18,7 @@ from edgespec.machine import described
 from edgespec.machine.described import BUILT_IN, describe, find_machine, with_measured, with_speeds
 from edgespec.machine.measurements import OFF, remember
 from edgespec.machine.this_machine import Machine, this_machine
-from edgespec.weights.plan import two_digits
+from edgespec.weights.plan import FAULT_SPEED, two_digits
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
@@ -139,6 +139,18 @@ def test_a_mixture_reads_only_the_experts_of_a_pass() -> None:
     less = on("gpt-oss-20b", "laptop-32", free=8 << 30).found[0]
     assert [made.read for made in less.passes] == sorted(made.read for made in less.passes)
     assert 0 < 4 * less.passes[0].read < less.passes[-1].read
+
+
+def test_on_a_mac_page_faults_bring_the_experts_that_do_not_fit() -> None:
+    """A faster disk does not help; published: about 0.6 tokens a second."""
+    _, mac = find_machine("macbook-24")
+    found, fast = (
+        on("gpt-oss-120b", "macbook-24", disk=replace(mac.disk, speed=speed)).found[0] for speed in (5e9, 10e9)
+    )
+    assert fast.passes[0].seconds == pytest.approx(found.passes[0].seconds, rel=0.01)
+    assert found.passes[0].seconds == pytest.approx(found.passes[0].read / FAULT_SPEED)
+    slow = on("gpt-oss-120b", "macbook-24", disk=replace(mac.disk, speed=1e8)).found[0]
+    assert slow.passes[0].seconds > 7 * found.passes[0].seconds
 
 
 def test_a_card_that_must_copy_is_predicted_for_pytorch_too() -> None:

@@ -521,6 +521,22 @@ def test_a_mixture_that_runs_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch) ->
     assert many.choose_gpu_layers(size) == 0
 
 
+def test_on_a_mac_a_line_warns_of_experts_that_page_faults_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "loaded_tensors", lambda path: with_experts())
+    monkeypatch.setattr(memory, "rehearse", lambda path, sizes, free, target: (0, [NOTHING] * len(sizes)))
+    size = memory.ContextSize(64, 8, 1, memory.MIN_NODES)
+
+    def notes(platform: str, room: int) -> list[str]:
+        machine = replace(this_machine(), platform=platform, gpus=(), used=0, free=20 * LAYER, moves_pages=False)
+        planner = memory.MemoryPlanner(__file__, LoadOptions(memory=room), machine)
+        return planner.plan_memory(size, 0, False)[2]
+
+    (warning,) = notes("darwin", 8 * LAYER)
+    assert "750 MiB of experts page faults bring" in warning
+    assert "\n" not in warning
+    assert notes("linux", 8 * LAYER) == notes("darwin", 14 * LAYER) == []
+
+
 @pytest.mark.parametrize(("value", "code"), [("auto", 0), ("0", 0), ("many", 2)])
 def test_the_option(run: Any, smollm2_tiny: Path, value: str, code: int) -> None:
     status, _, err = run("run", str(smollm2_tiny), "hi", "--raw", "-n", "2", "--ctx", "64", "--gpu-layers", value)

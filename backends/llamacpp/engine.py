@@ -83,7 +83,7 @@ class LlamaEngine(Engine):
     """See `Engine`; a model that does not fit into memory is streamed.
 
     Args:
-        threads: default: one per core (performance cores on a Mac), fewer while other programs keep cores busy, if that
+        threads: default: one per core (no efficiency cores), fewer while other programs keep cores busy, if that
             changes no bit.
         gpu_layers: default: as many as `gpu_memory` holds (`memory/gpu.py`).
         in_order: keep cells in the order of the tokens, on which rounding depends. Committed nodes behind a gap lose

@@ -36,6 +36,7 @@ from edgespec.models.registry import OWN, Entry, find_model, is_folder, local_pa
 from edgespec.models.shapes import BLOCKS, file_of
 from edgespec.weights.plan import (
     EXPERTS,
+    FAULT_SPEED,
     MARGIN,
     SAFETY,
     Plan,
@@ -393,9 +394,10 @@ def _llamacpp(model: Weights, small: Sequence[Weights], options: LoadOptions, ma
     with_gpu = [one for one in machine.gpus[:1] if placed.device or not one.shared or not made.streamed]
     on = _gpu(with_gpu[0]) if with_gpu else _processor(machine)
     draft = [(one, one.part(one.tensors), on) for one in small]
-    return _predict(
-        made, model, parts, [("disk: speed", made.streamed, machine.disk.speed)], missing, draft, options.budget
-    )
+    reads = [("disk: speed", made.streamed, machine.disk.speed)]
+    if weights and weights.faults(machine.platform):
+        reads.append(("disk: speed", 0, min(FAULT_SPEED, machine.disk.speed)))
+    return _predict(made, model, parts, reads, missing, draft, options.budget)
 
 
 def _by_gpu(

@@ -25,6 +25,7 @@ from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_
 from edgespec.weights.linux import mappings
 from edgespec.weights.plan import (
     EXPERTS,
+    FAULT_SPEED,
     MARGIN,
     PER_LAYER_ROWS,
     POSITIONS,
@@ -37,6 +38,7 @@ from edgespec.weights.plan import (
     layers_on_gpu,
     make_plan,
     spans,
+    two_digits,
 )
 from edgespec.weights.ring import CANNOT_STREAM, Streamer, can_stream, measure_disk, open_store
 
@@ -301,6 +303,12 @@ class MemoryPlanner:
         plan = replace(plan, draft_bytes=drafts)
         if shares:
             check_spans(plan, self.tensors, gpu_layers)
+        if plan.faults(self.machine.platform):
+            notes.append(
+                f"slow: of {format_size(plan.cached_bytes)} of experts page faults bring what does not fit, at about "
+                f"{two_digits(FAULT_SPEED / 1e9)} GB/s; some Macs have stopped with a kernel panic with that "
+                "(ggml-org/llama.cpp#19825); a smaller file of the model would help"
+            )
         kind = self.machine.file_system
         if kind in NETWORK_FILE_SYSTEMS:
             notes.append(
