@@ -15,7 +15,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -528,8 +528,8 @@ def shrunk(case: Case, still: Callable[[Case], bool], seconds: float) -> Case:
     end, tried, again = monotonic() + seconds, set[str](), True
 
     def has_it(one: Case) -> bool:
-        new = code(one) not in tried
-        tried.add(code(one))
+        new = repr(one) not in tried
+        tried.add(repr(one))
         return new and monotonic() < end and still(one)
 
     while again:
@@ -596,39 +596,22 @@ def _simpler_calls(call: Call) -> Iterator[Call]:
         yield replace(call, options={**call.options, "max_tokens": most // 2 if most else 64})
 
 
-def code(value: Any) -> str:
-    """Python that makes a case, without what is usual."""
-    if isinstance(value, Case | Call):
-        usual = type(value)("")
-        given = [(one.name, getattr(value, one.name)) for one in fields(value)]
-        parts = [
-            f"{name}={code(one)}" for name, one in given if one != getattr(usual, name) or name in ("target", "how")
-        ]
-        return f"{type(value).__name__}({', '.join(parts)})"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name!r}: {code(one)}' for name, one in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(code, value))}]"
-    return repr(value)
-
-
 def script(case: Case, about: str) -> str:
     """A program that runs the case and prints what is wrong."""
     here = Path(__file__).resolve().parents[2]
-    rounds = "".join(
-        f"    [\n{''.join(f'        {code(call)},{chr(10)}' for call in calls)}    ],\n" for calls in case.rounds
-    )
     comment = "".join(f"# {line}\n" for line in about.splitlines())
+    rounds = "".join(
+        f"    [\n{''.join(f'        {call},{chr(10)}' for call in calls)}    ],\n" for calls in case.rounds
+    )
     return f"""{comment}import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 sys.path[:0] = [{str(here / "scripts")!r}, {str(here / "tests")!r}]
 from benchmarks.fuzz_exact import Call, Case, check
 
 from edgespec import Grammar
 
-OPTIONS = {code(case.options)}
+OPTIONS = {case.options}
 ROUNDS = [
 {rounds}]
 print(check(Case({case.target!r}, {case.draft!r}, OPTIONS, ROUNDS), Path(__file__).parent))
