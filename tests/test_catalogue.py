@@ -62,6 +62,14 @@ def test_what_fits(memory: int, disk: int, streamed: int, says: str) -> None:
     assert found.tokens_per_second == (pytest.approx(1 / seconds) if seconds else 0)
 
 
+def test_a_model_of_which_only_the_shape_is_known_cannot_be_fetched() -> None:
+    assert (
+        [one.name for one in read_models(BUILT_IN) if fit(one, 1, 1).verdict == "cannot be fetched"]
+        == [one.name for one in read_models(BUILT_IN) if "cannot be fetched" in one.description]
+        == ["mistral-large-123b"]
+    )
+
+
 def test_a_small_model_needs_little_memory() -> None:
     small = fit(entry(GB // 10, 0), GB // 2, GB)
     assert (small.verdict, small.order) == ("stays in memory", (0, -GB // 10))

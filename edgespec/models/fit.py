@@ -62,7 +62,7 @@ def fit(entry: Entry, memory: int, disk: int, disk_speed: float = DISK_SPEED) ->
     streamed = 0 if over <= 0 else min(over, target)
     cannot_run = bool(target) and (missing > disk or draft + runtime + target * LEAST > memory)
     if not target:
-        verdict = "size not known"
+        verdict = "cannot be fetched" if entry.target.startswith("shape:") else "size not known"
     elif missing > disk:
         verdict = f"too large for the disk: {disk / 1e9:.0f} GB are free"
     elif cannot_run:
