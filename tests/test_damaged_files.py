@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
@@ -74,7 +75,7 @@ def test_lists_that_are_nested_too_deeply_are_one_line(tmp_path, capfd) -> None:
         struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, len(key)) + key + struct.pack("<I", 9) + lists
     )  # fmt: skip
     assert run(path) == 1
-    assert "is a damaged GGUF file" in capfd.readouterr().err
+    assert "is damaged or cut off" in capfd.readouterr().err
     with pytest.raises(ModelError, match="is damaged or cut off"):
         read_gguf(path)
 
@@ -98,3 +99,87 @@ def test_a_converters_line_that_is_no_utf_8_is_shown(tmp_path) -> None:
     given = {"dtype": "float16", "script": script, "trust": False}
     with pytest.raises(ModelError, match="what a name"):
         convert_folder(folder, tmp_path / "out.gguf", **given, progress=lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "says"),
+    [
+        ("llama", {"general.type": "adapter"}, "is an adapter (LoRA), not a model that writes text: merge it"),
+        ("x", {"general.type": "imatrix"}, "is an importance matrix, not a model that writes text: it is for"),
+        ("clip", {"general.type": "mmproj"}, "is the image part of a model, not a model that writes text: name the"),
+        ("clip", {}, "is the image part of a model"),
+        ("controlvector", {}, "is a control vector"),
+        ("t5", {}, "is a model with an encoder"),
+        ("bert", {"bert.attention.causal": False}, "is a model of embeddings or of diffusion: edgespec runs"),
+        ("llama", {"split.no": 1, "split.count": 3}, "is part 2 of 3 of a model: name the first part"),
+        ("llama", {"split.count": 3}, "is one of 3 parts, but its name does not say so: rename the parts to"),
+        ("nix", {}, "cannot be loaded: unknown model architecture: 'nix', to llama-cpp-python"),
+        ("eagle3", {}, "is a head (EAGLE-3) for models with states of"),
+    ],
+)
+def test_a_gguf_that_is_no_model_is_called_what_it_is(name, keys, says, tmp_path, capfd) -> None:
+    path = tmp_path / "model.gguf"
+    written(path, name, keys, tensors=1)
+    assert run(path) == 1
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"edgespec: {path}: {says}")
+    if name in ("llama", "clip"):  # the checks of `run` stand before others, too
+        for command in (
+            ["models", path],
+            ["convert", path, tmp_path / "o.gguf", "--quant", "Q4_0"],
+            ["pair", path, path],
+        ):
+            with pytest.raises(SystemExit):
+                main(arguments=[*map(str, command)])
+            assert says in capfd.readouterr().err
+
+
+def test_a_tokenizer_alone_is_no_model(tmp_path, capfd) -> None:
+    written(tmp_path / "model.gguf", "llama", {}, tensors=0)
+    assert run(tmp_path / "model.gguf") == 1
+    assert "is a tokenizer without weights, not a model: name a file that has them" in capfd.readouterr().err
+
+
+def written(path: Path, name: str, keys: dict[str, object], tensors: int) -> None:
+    """A GGUF of an architecture with some keys, and tensors of four numbers."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, name)
+    for key, value in keys.items():
+        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint16}[type(value)]
+        add(key, value)
+    for number in range(tensors):
+        writer.add_tensor(f"blk.{number}.attn_norm.weight", np.zeros(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.gguf", b"", "is not a GGUF file but empty: fetch or copy it again"),
+        (
+            "a.gguf",
+            b"version https://git-lfs.github.com/spec/v1",
+            "is not a GGUF file but a pointer of Git LFS: git lfs",
+        ),
+        ("a.gguf", b"<!DOCTYPE html>", "is not a GGUF file but a web page: fetch the file itself"),
+        ("a.gguf", b"hello", "is not a GGUF file (it starts with b'hell')"),
+        ("a.safetensors", b"hello", "is a part of a model folder: name the folder, with config.json in it"),
+    ],
+)
+def test_what_is_no_gguf_is_called_what_it_is(name, content, says, tmp_path, capfd) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert run(tmp_path / name) == 1
+    assert f"{tmp_path / name}: {says}" in capfd.readouterr().err
+
+
+def test_names_beside_a_file_that_is_not_there_are_named(whole, tmp_path, capfd) -> None:
+    (tmp_path / "model.gguf").write_bytes(whole)
+    assert run(tmp_path / "modle.gguf") == 1
+    assert f"there is no such file; did you mean {tmp_path / 'model.gguf'}?" in capfd.readouterr().err
+    assert run(tmp_path) == 1
+    assert (
+        f"so it is not a model folder: name a file in it, such as {tmp_path / 'model.gguf'}" in capfd.readouterr().err
+    )

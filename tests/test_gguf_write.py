@@ -118,6 +118,7 @@ def test_heads_are_found_by_their_new_numbers(tmp_path: Path, monkeypatch: pytes
     writer, jobs = gguf.GGUFWriter(tmp_path / "a.gguf", "llama"), list[dict[str, Any]]()
     writer.add_block_count(6)
     writer.add_uint32("llama.nextn_predict_layers", 2)
+    writer.add_tensor("blk.5.attn_norm.weight", np.zeros(4, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -622,14 +623,29 @@ def test_a_converter_by_its_path(tmp_path: Path) -> None:
         (["--to", "gguf", "--imatrix", "auto"], "say --quant or --for"),
         (["--to", "gguf", "--quant", "Q4_0", "--tensor-type", "attn_v"], "must be REGEX=TYPE"),
         (["--to", "gguf", "--drop-layers", "x"], "such as 14-21"),
+        (["--quant", "Q4_0"], "Say --to hf or --to mlx for a folder; a GGUF has a name that ends in .gguf"),
+        (["--to", "gguf", "--quant", "Q4_0"], "a.gguf: there is no such file"),
     ],
 )
 def test_bad_options_are_one_line(run: Run, tmp_path: Path, arguments: list[str], says: str) -> None:
     code, said, error = run("convert", str(tmp_path / "a.gguf"), str(tmp_path / "b"), *arguments)
-    assert (code, said) == (2, "")
+    assert (code, said) == (1 if "no such file" in says else 2, "")
     assert error.count("\n") == 1
     assert says in error
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_name_that_ends_in_gguf_needs_no_to(run: Run, floats: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.gguf"
+    assert run("convert", str(floats), str(out), "--quant", "Q4_0")[0] == 0
+    assert out.exists()
+    _, _, error = run("convert", str(floats), str(tmp_path / "x.gguf"), "--to", "hf")
+    assert "--to hf writes a folder, but" in error
+    _, _, error = run("convert", str(floats), str(tmp_path), "--to", "gguf", "--quant", "Q4_0")
+    assert f"is a folder; name a file in it, as in {tmp_path / 'model.gguf'}" in error
+    _, _, error = run("convert", str(tmp_path), str(tmp_path / "x"), "--to", "mlx")
+    assert "has no config.json" in error
 
 
 def test_the_type_of_weights_is_for_folders(run: Run, floats: Path, tmp_path: Path) -> None:

@@ -483,6 +483,17 @@ def test_pull_says_what_it_would_fetch(fake: FakeHub, run: Run, tmp_path: Path) 
     assert "is here" in run("pull", "mine", "--models", catalogue(tmp_path), "--dry-run")[1]
 
 
+def test_a_dry_run_without_the_hub_has_the_sizes_of_models_yaml(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    command = ["pull", "mine", "--dry-run", "--models"]
+    status, out, err = run(*command, catalogue(tmp_path, size=2 * 10**9))
+    assert (status, out.splitlines()) == (0, [f"    2.00 GB  to fetch  {SOURCE}", "    2.00 GB  in all"])
+    assert "these are the sizes in models.yaml, since the hub did not answer" in err
+    assert run(*command, catalogue(tmp_path, size=0))[:2] == (1, "")
+
+
 @pytest.mark.parametrize(
     ("size", "digest", "says"),
     [
@@ -563,7 +574,7 @@ def test_checksums_of_all_models_yaml_count_for_pull_and_load(
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["pull"], 2, "Missing argument"),
+        (["pull"], 2, "missing argument 'NAME|SOURCE…'; see edgespec pull --help"),
         (["pull", "no-such-name"], 2, "there is no model 'no-such-name'"),
         (["pull", "./model.gguf"], 2, "there is no such file here; for one on the hub write hf:OWNER/REPOSITORY/FILE"),
         (["pull", "a/b/c.gguf"], 2, "there is no such file here; for one on the hub write hf:OWNER/REPOSITORY/FILE"),

@@ -151,7 +151,7 @@ def test_damaged_headers_are_refused(tmp_path: Path) -> None:
     bad = tmp_path / "b.gguf"
     for data in (good[:10], good[:30], good[:-2], good[:4] + b"\1" + good[5:], good[:16] + b"\xff" * 8 + good[24:]):
         bad.write_bytes(data)
-        with pytest.raises(ModelError, match="is a damaged GGUF file"):
+        with pytest.raises(ModelError, match="is damaged or cut off"):
             own_sampling(str(bad))
     with pytest.raises(ModelError, match="there is no such file"):
         own_sampling(str(tmp_path / "c.gguf"))
@@ -177,7 +177,7 @@ def test_the_python_api(warm: Path, smollm2_tiny: Path) -> None:
     with edgespec.load(str(warm), **options) as model:
         assert model.sampling == SamplingParams(temperature=0.9, top_k=40)
         assert any("top_p is 7.0" in note for note in model.notes)
-        own_text = model.generate("Once upon a time", max_tokens=12).token_ids
+        own_text = model.generate("Once upon a time", max_tokens=12, seed=0).token_ids
         greedy = model.generate("Once upon a time", max_tokens=12, temperature=0.0).token_ids
     with edgespec.load(str(smollm2_tiny), **options) as model:
         assert model.sampling == SamplingParams()

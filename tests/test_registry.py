@@ -235,9 +235,11 @@ def test_a_missing_package_is_installed_where_the_program_runs(monkeypatch: pyte
         assert str(MissingPackage("huggingface_hub", "hub", "fetching")).endswith(f": {says}")
 
 
-def test_a_name_like_no_other_ends_the_list_of_models() -> None:
-    with pytest.raises(UsageError, match=r"there are: .*, gpt-oss-120b\. A path must end in \.gguf or contain a slash"):
-        find_model("x")
+def test_a_name_like_no_other_is_refused_without_a_list_of_all() -> None:
+    says = "there is no model 'nix' and no such file; edgespec models lists all names. A path must end in .gguf or"
+    with pytest.raises(UsageError, match=says) as caught:
+        find_model("nix")
+    assert "qwen" not in str(caught.value)
 
 
 def test_a_name_longer_than_a_path_may_be_is_no_model() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from edgespec.errors import ModelError
+from edgespec.machine.files import no_file, no_model_folder
 
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # of `from_pretrained`
 
@@ -18,11 +19,11 @@ def check_folder(path: str) -> Path:
     """
     folder = Path(path)
     if not folder.exists():
-        raise ModelError(f"{path}: there is no such folder")
+        raise no_file(path, "folder")
     if not folder.is_dir():
         raise ModelError(f"{path}: is a file; a model folder with config.json and safetensors files is needed")
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{path}: has no config.json, so it is not a model folder")
+        raise no_model_folder(path)
     return folder
 
 

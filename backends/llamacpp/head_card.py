@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from edgespec.machine.memory import format_size
-from edgespec.models.gguf_header import architecture, own_values
+from edgespec.models.gguf_header import architecture, check_model, own_values
 from edgespec.models.heads import FIRST_LAYER, head_layers, not_a_model
 from edgespec.weights.plan import count_layers, layer_of
 
@@ -61,8 +61,9 @@ def head_card(path: str) -> HeadCard | None:
 def check_target(path: str) -> None:
     """
     Raises:
-        ModelError: as for `head_card`, or the file is a head.
+        ModelError: as for `head_card` and `check_model`, or the file is a head.
     """
+    check_model(path)
     card = head_card(path)
     if card and card.target:
         raise not_a_model(path, card.kind, card.target)

@@ -228,13 +228,20 @@ def pull(names: tuple[str, ...], draft: bool, dry_run: bool, models_file: str | 
     sources = sources_of(entries, draft)
     if not sources:
         raise UsageError(f"{', '.join(names)}: comes in a Python package; there is nothing to fetch")
-    listings = listings_of(sources, entries, models_file, heads=draft)
-    for file, size, here in hub.sizes_by_file(listings):
+    listings = dict[str, hub.Listing]()
+    try:
+        listings = listings_of(sources, entries, models_file, heads=draft)
+        files = hub.sizes_by_file(listings)
+    except hub.Unreachable as error:
+        files = _known_sizes(sources, models_file) if dry_run else []
+        if not files:
+            raise
+        click.echo(f"note: these are the sizes in models.yaml, since the hub did not answer: {error}", err=True)
+    for file, size, here in files:
         click.echo(f"{size / 1e9:8.2f} GB  {'is here ' if here else 'to fetch'}  {file}")
     hub.check_space(list(listings.values()))
-    missing = sum(file.size for listing in listings.values() for file in listing.missing)
     if dry_run:
-        click.echo(f"{missing / 1e9:8.2f} GB  in all")
+        click.echo(f"{sum(size for _, size, here in files if not here) / 1e9:8.2f} GB  in all")
         return
     fetch_all(listings)
     if this_machine().platform == "darwin":
@@ -242,6 +249,13 @@ def pull(names: tuple[str, ...], draft: bool, dry_run: bool, models_file: str | 
 
         for line in [line for name in names for line in offer(name, models_file=models_file).lines]:
             click.echo(line, err=True)
+
+
+def _known_sizes(sources: Sequence[str], models_file: str | None) -> list[tuple[str, int, bool]]:
+    """As `hub.sizes_by_file`, by models.yaml; []: it has not all of them."""
+    facts = {source: about.bytes for entry in all_models(models_file) for source, about in entry.files.items()}
+    found = [(source, facts.get(source, 0), hub.cached(hub.parse(source[3:])) is not None) for source in sources]
+    return found if all(size for _, size, _ in found) else []
 
 
 def sources_of(entries: Sequence[Entry], draft: bool) -> list[str]:

@@ -84,9 +84,10 @@ def main(command: click.Command | None = None, arguments: list[str] | None = Non
             (command or cli).main(arguments, prog_name=name, standalone_mode=False, color=colour)
         sys.stdout.flush()  # a full disk may show only here
     except click.ClickException as error:
-        error.show()
-        if isinstance(error, click.BadParameter) and is_from_variable(error.param, error.ctx):
-            click.echo(f"The value is that of ${getattr(error.param, 'envvar', '')}", err=True)
+        if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):
+            error.show()
+        else:
+            click.echo(f"edgespec: {_one_line(error)}", err=True)
         sys.exit(error.exit_code)
     except EdgespecError as error:
         click.echo(f"edgespec: {error}", err=True)
@@ -104,6 +105,18 @@ def main(command: click.Command | None = None, arguments: list[str] | None = Non
     except (KeyboardInterrupt, click.Abort):
         click.echo("", err=True)
         sys.exit(130)
+
+
+def _one_line(error: click.ClickException) -> str:
+    """What click says in several lines."""
+    said = " ".join(error.format_message().split()).removesuffix(".")
+    said = said[:1].lower() + said[1:]
+    if "unexpected extra argument" in said:
+        said += ": put what has spaces into quotes"
+    if isinstance(error, click.BadParameter) and is_from_variable(error.param, error.ctx):
+        said += f" (the value of ${getattr(error.param, 'envvar', '')})"
+    context = getattr(error, "ctx", None)
+    return f"{said}; see {context.command_path} --help" if context and "?" not in said[-2:] else said
 
 
 NAMED = 5  # most skipped files whose names are shown

@@ -10,6 +10,7 @@ from edgespec.cli.completion import complete_model
 from edgespec.cli.options import YES_OPTION
 from edgespec.cli.terminal import Bars
 from edgespec.errors import EdgespecError, UsageError
+from edgespec.machine.files import no_file
 from edgespec.models.convert.converter import (
     OUT_BYTES,
     check_converter,
@@ -52,8 +53,7 @@ Examples:
 @click.option(
     "--to",
     type=click.Choice(["hf", "mlx", "gguf"]),
-    required=True,
-    help="hf: transformers. mlx: mlx-lm. gguf: llama.cpp.",
+    help="hf: transformers. mlx: mlx-lm. gguf: llama.cpp. [default: gguf where OUT ends in .gguf]",
 )
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help=f"Type of the weights. [default: {USUAL_DTYPE}]")
 @click.option(
@@ -73,26 +73,38 @@ Examples:
 @click.option("--trust", is_flag=True, help="gguf: let programs that are in a model folder run.")
 @click.option("--dry-run", is_flag=True, help="gguf: print the size; write and fetch nothing.")
 @YES_OPTION
-def convert(source: str, out: str, to: str, dtype: str | None, bits: int | None, **options: Any) -> None:
+def convert(source: str, out: str, to: str | None, dtype: str | None, bits: int | None, **options: Any) -> None:
     """Turn SRC into OUT, which must not exist.
 
-    --to hf or mlx: a GGUF into a folder. Weights are dequantised. With mlx every layer has a file of its own, from
-    which MLX can stream it, and experts are stacked; without experts and --bits transformers reads that folder, too.
+    --to hf or mlx: a GGUF, also by NAME, into a folder. Weights are dequantised. With mlx every layer has a file of
+    its own, from which MLX can stream it, and experts are stacked; without experts and --bits transformers reads that
+    folder, too.
 
     --to gguf: a model folder, hf:OWNER/REPOSITORY, a NAME, or a GGUF of 16 or 32 bits into a GGUF, quantised or
     with fewer layers.
     """
+    if (is_file := out.endswith(".gguf")) and to in ("hf", "mlx"):
+        raise UsageError(f"--to {to} writes a folder, but {out} is the name of a file: name a folder, or say --to gguf")
+    to = to or ("gguf" if is_file else "mlx" if bits else None)
+    if to is None:
+        raise UsageError(
+            f"what is {out} to be? Say --to hf or --to mlx for a folder; a GGUF has a name that ends in .gguf"
+        )
     if bits and to != "mlx":
         raise UsageError("--bits is for --to mlx only: transformers cannot read mlx-lm's quantised weights")
-    if to != "gguf" and (given := [name for name, value in options.items() if value]):
+    if to != "gguf" and (given := [name for name, value in options.items() if value and name != "yes"]):
         names = {"purpose": "for"}
         raise UsageError(f"--{names.get(given[0], given[0]).replace('_', '-')} is for --to gguf only")
     if to == "gguf":
         click.echo(to_gguf(source, Path(out), dtype, **options))
         return
     dtype = dtype or USUAL_DTYPE
+    if is_folder(find_model(source).target):
+        raise UsageError(f"{source} is a model folder already: --to {to} is for GGUFs")
+    pull_what_is_missing(entries_needed(source, None, None, drafts=False), None, bool(options["yes"]), heads=False)
     with Bars() as bars:
-        written = write_folder(source, out, dtype=dtype, bits=bits, to_mlx=to == "mlx", progress=bars.update)
+        path = local_path(find_model(source).target)
+        written = write_folder(path, out, dtype=dtype, bits=bits, to_mlx=to == "mlx", progress=bars.update)
     kind = f"{bits}-bit" if bits else dtype
     click.echo(f"{out}: {written.model_type}, {written.bytes / 1e9:.2f} GB of {kind} weights")
 
@@ -118,6 +130,8 @@ def to_gguf(
     check_out(out)
     target = find_model(source).target
     folder = is_folder(target)
+    if target.startswith("file:") and not Path(local_path(target)).exists():
+        raise no_file(local_path(target))
     of_folders = {"trust": trust, "converter": converter, "dtype": dtype}
     unread = {"requantise": requantise} if folder else of_folders
     if given := [name for name, value in unread.items() if value]:

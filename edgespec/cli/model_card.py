@@ -6,7 +6,7 @@ from typing import Any
 from edgespec.errors import MissingPackage, ModelError
 from edgespec.loading.pair import DEFAULT_BUDGET, DEFAULT_CONTEXT
 from edgespec.loop.sampling import SamplingParams
-from edgespec.models.gguf_header import check_magic, has_states
+from edgespec.models.gguf_header import check_model, has_states
 from edgespec.models.own_sampling import own_sampling
 from edgespec.models.registry import SAMPLING, Entry, local_path
 from edgespec.planners.path_cost import note
@@ -31,7 +31,7 @@ def model_card(entry: Entry) -> dict[str, Any]:
         notes.append(str(error))
     else:
         if not Path(path).is_dir():
-            check_magic(path)
+            check_model(path, weights=False)
         own, notes = own_sampling(path)
         if path.endswith(".gguf") and has_states(path):
             notes = [*notes, note()]

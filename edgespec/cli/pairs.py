@@ -83,6 +83,12 @@ def pair(
         if is_folder(model.target):
             raise UsageError(f"{model.target.partition(':')[2]} is a model folder; pairs are measured of GGUF files")
     pull_what_is_missing(needed, options["models_file"], yes, heads=False)
+    if not find and not draft:
+        click.echo(
+            "note: no draft is named, so only copying from the text (sssd) is measured: name a small model of the same "
+            "family, or say --find",
+            err=True,
+        )
     good, candidates = list[str](), [draft] if draft else []
     with Bars(transient=True) as bar:
         path = local_path(entry.target)

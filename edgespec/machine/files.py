@@ -9,6 +9,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from secrets import token_hex
@@ -20,7 +21,7 @@ from typing import IO, Any, NoReturn, cast
 import platformdirs
 import yaml
 
-from edgespec.errors import EdgespecError, UsageError
+from edgespec.errors import EdgespecError, ModelError, UsageError
 from edgespec.machine.process import at_end
 
 PNG = b"\x89PNG"
@@ -68,6 +69,23 @@ def _of_this_process() -> str:
 def may_wait(path: str | Path) -> bool:
     """True for a pipe, socket or device: opening or reading it may take for ever."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
+def no_file(path: str | Path, kind: str = "file") -> ModelError:
+    """The error for a model that is not there; it names what has a similar name beside it."""
+    place, says = Path(path), f"{path}: there is no such {kind}"
+    if len(parts := part_names(place.name)) > 1:
+        return ModelError(f"{says}; a split GGUF needs all its {len(parts)} parts")
+    beside = os.listdir(place.parent) if place.parent.is_dir() else []
+    near = " or ".join(str(place.with_name(name)) for name in get_close_matches(place.name, beside, cutoff=0.75))
+    return ModelError(f"{says}; did you mean {near}?" if near else says)
+
+
+def no_model_folder(path: str | Path) -> ModelError:
+    """The error for a folder without config.json; it names the GGUFs there."""
+    files = sorted(map(str, Path(path).glob("*.gguf")))
+    right = f": name a file in it, such as {files[0]}" if files else ""
+    return ModelError(f"{path}: has no config.json, so it is not a model folder{right}")
 
 
 def part_names(name: str) -> list[str]:

@@ -75,6 +75,7 @@ def fit(entry: Entry, machine: Machine, disk: int | None = None) -> Fit:
         verdict = "too little memory"
     if disk is not None and missing > disk:
         verdict, cannot_run, speed = f"too large for the disk: {disk / 1e9:.0f} GB are free", True, 0.0
+    verdict += "; cannot be fetched" if entry.target.startswith("shape:") else ""
     return Fit(entry, target, draft, missing, streamed, verdict, cannot_run, speed)
 
 

@@ -12,7 +12,7 @@ from edgespec.errors import EdgespecError, ModelError, VocabMismatch
 from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.loop.text import chat_text
 from edgespec.machine.memory import format_size
-from edgespec.models.gguf_header import check_magic, header_values
+from edgespec.models.gguf_header import check_magic, check_model, header_values
 from edgespec.models.heads import is_head
 
 LARGEST_SHARE = 1 / 8  # of the target's bytes; a larger draft seldom pays
@@ -51,14 +51,13 @@ def check_pair(target: str, draft: str, *, context_length: int, memory: int) -> 
         context_length: tokens of text that are wanted.
         memory: bytes that may be used.
     """
-    refusals = [why for path in (target, draft) if (why := unusable(path))]
     try:
         check_target(target)
+        check_model(draft)
+        refusals = [no_states(draft)] if is_head(draft) else []
     except ModelError as error:
-        refusals = refusals or [str(error)]
-    if not refusals and is_head(draft):
-        refusals = [no_states(draft)]
-    if refusals:
+        refusals = [str(error)]
+    if refusals := refusals or [why for path in (target, draft) if (why := unusable(path))]:
         return Verdict(refusals, [])
     vocabs = load_vocab(target), load_vocab(draft)
     try:

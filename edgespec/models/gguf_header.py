@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import ModelError
+from edgespec.machine.files import no_file, part_names
 
 Value = int | float | bool | str
 
@@ -27,8 +28,28 @@ SCALARS = {
 }
 VERSIONS = (2, 3)
 KEYS = 24  # bytes before the first key
+MOST_PARTS = 2**16 - 1
 MOST_LAYERS = 512  # LLAMA_MAX_LAYERS of llama-hparams.h
 LARGEST = 2**32 - 1  # number of a header
+ONLY_DECODERS = "edgespec runs models that only decode, such as Llama, Qwen and Gemma"
+NO_MODELS = {  # general.type or general.architecture of other files -> what they are, and what would be right
+    "adapter": (
+        "an adapter (LoRA)",
+        "merge it into its model, as llama.cpp's llama-export-lora does, and name that file",
+    ),
+    "clip": ("the image part of a model", "name the file with its text part"),
+    "controlvector": ("a control vector", "name the file of its model"),
+    "imatrix": ("an importance matrix", "it is for edgespec convert --imatrix"),
+    "mmproj": ("the image part of a model", "name the file with its text part"),
+    "t5": ("a model with an encoder", ONLY_DECODERS),
+    "t5encoder": ("a model with an encoder", ONLY_DECODERS),
+}
+NO_GGUFS = {  # how other files begin -> what they are, and what would be right
+    b"": "empty: fetch or copy it again",
+    b"vers": "a pointer of Git LFS: git lfs pull fetches the file",
+    b"<!do": "a web page: fetch the file itself, whose address has /resolve/ in place of /blob/",
+    b"PK\x03\x04": "an archive, such as weights of PyTorch: edgespec runs GGUF files, and folders with safetensors",
+}
 OF_STATES = ("ssm.", "shortconv.", "wkv.", "kda.")  # keys of recurrent layers start with these (llama-arch.cpp)
 
 
@@ -38,11 +59,48 @@ def check_magic(path: str | Path) -> None:
         ModelError: there is no such file, or it is not a GGUF.
     """
     file = Path(path)
+    if not file.exists():
+        raise no_file(path)
     if not file.is_file():
-        kind = "is a folder" if file.is_dir() else "is a pipe or a device"
-        raise ModelError(f"{path}: {f'{kind}, not a GGUF file' if file.exists() else 'there is no such file'}")
+        raise ModelError(f"{path}: is a {'folder' if file.is_dir() else 'pipe or a device'}, not a GGUF file")
     if (magic := _magic(file)) != b"GGUF":
-        raise ModelError(f"{path}: is not a GGUF file (it starts with {magic!r}, not b'GGUF')")
+        if file.suffix == ".safetensors":
+            raise ModelError(f"{path}: is a part of a model folder: name the folder, with config.json in it")
+        other = NO_GGUFS.get(magic.lower() if magic[:1] == b"<" else magic)
+        raise ModelError(f"{path}: is not a GGUF file{f' but {other}' if other else f' (it starts with {magic!r})'}")
+
+
+def check_model(path: str | Path, *, weights: bool = True) -> None:
+    """
+    Args:
+        path: of a GGUF; of a split one, the first part.
+        weights: it must have some.
+
+    Raises:
+        ModelError: as for `header_values`, or the file holds something else than a model.
+    """
+    name = str(path)
+    for key in ("general.type", "general.architecture"):
+        for kind in header_values(name, key).values():
+            if kind in NO_MODELS:
+                what, right = NO_MODELS[str(kind)]
+                raise ModelError(f"{path}: is {what}, not a model that writes text: {right}")
+    split = {
+        key: whole_number(name, header_values(name, key), key, 0, MOST_PARTS) for key in ("split.no", "split.count")
+    }
+    number, count = split.values()
+    if number:
+        raise ModelError(f"{path}: is part {number + 1} of {count} of a model: name the first part")
+    if count > len(part_names(Path(path).name)):
+        raise ModelError(
+            f"{path}: is one of {count} parts, but its name does not say so: rename the parts to "
+            f"NAME-00001-of-{count:05}.gguf and so on"
+        )
+    (tensors,) = _list(name, lambda view: iter(LENGTH.unpack_from(view, 8)))
+    if weights and not tensors and not count:
+        raise ModelError(f"{path}: is a tokenizer without weights, not a model: name a file that has them")
+    if own_values(name).get("attention.causal") is False:
+        raise ModelError(f"{path}: is a model of embeddings or of diffusion: {ONLY_DECODERS}")
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -78,7 +136,7 @@ def _read(path: str, prefix: str) -> list[tuple[str, Value, int | None]]:
             if key.startswith(start)
         ]
     except (struct.error, UnicodeDecodeError) as error:
-        raise _damaged(path) from error
+        raise damaged(path) from error
 
 
 @lru_cache(16)
@@ -99,11 +157,11 @@ def _list(path: str, read: Callable[[mmap], Iterator[Any]]) -> list[Any]:
         try:
             return list(read(view))
         except (struct.error, KeyError, UnicodeDecodeError, OverflowError, RecursionError) as error:
-            raise _damaged(path) from error
+            raise damaged(path) from error
 
 
-def _damaged(path: str) -> ModelError:
-    return ModelError(f"{path}: is a damaged GGUF file, or one of an unknown version")
+def damaged(path: str | Path) -> ModelError:
+    return ModelError(f"{path}: is damaged or cut off, or a newer kind of GGUF: fetch or copy it again")
 
 
 def architecture(path: str) -> str:

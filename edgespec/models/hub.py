@@ -31,6 +31,10 @@ UNREACHABLE = ("TransportError", "ConnectionError")  # of the HTTP clients that 
 SPARE = 10**9  # bytes of the disk that stay free
 
 
+class Unreachable(ModelError):
+    """The hub was not asked, or did not answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class HubSource:
     """A GGUF file, named by `file` or by `type`; without either a model folder.
@@ -520,13 +524,14 @@ def _errors(source: HubSource) -> Iterator[None]:
     except EntryNotFoundError as error:
         raise ModelError(f"{name}: cannot be fetched: there is no such file") from error
     except Exception as error:
-        why = _first(error)
-        if isinstance(error, OfflineModeIsEnabled):
+        why, forbidden = _first(error), isinstance(error, OfflineModeIsEnabled)
+        silent = any(kind.__name__ in UNREACHABLE for kind in type(error).__mro__)
+        if forbidden:
             why = "HF_HUB_OFFLINE forbids to ask the hub"
-        elif any(kind.__name__ in UNREACHABLE for kind in type(error).__mro__):
+        elif silent:
             why = f"the hub cannot be reached; is this machine online? ({why})"
         what = "no such folder here, and it cannot be fetched from the hub" if source.is_folder else "cannot be fetched"
-        raise ModelError(f"{name}: {what}: {why}") from error
+        raise (Unreachable if forbidden or silent else ModelError)(f"{name}: {what}: {why}") from error
 
 
 def _first(error: BaseException) -> str:

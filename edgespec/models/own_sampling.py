@@ -10,7 +10,7 @@ from typing import Any
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.sampling import SamplingParams
-from edgespec.machine.files import read_json_object
+from edgespec.machine.files import no_file, read_json_object
 from edgespec.models.gguf_header import header_values, is_gguf
 from edgespec.models.registry import SAMPLING, Defaults
 
@@ -70,7 +70,7 @@ def own_sampling(path: str) -> tuple[dict[str, Any], list[str]]:
 
 def _of_file(path: str) -> tuple[dict[str, Any], list[str]]:
     if not Path(path).is_file():
-        raise ModelError(f"{path}: there is no such file")
+        raise no_file(path)
     if not is_gguf(path):
         return {}, []
     values = {key.removeprefix(GGUF_PREFIX): value for key, value in header_values(path, GGUF_PREFIX).items()}

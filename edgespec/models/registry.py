@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -19,9 +20,9 @@ from pydantic import (
     model_validator,
 )
 
-from edgespec.errors import ModelError, RegistryError, UsageError, first_mistake, no_such, pip_install
+from edgespec.errors import ModelError, RegistryError, UsageError, first_mistake, pip_install
 from edgespec.loop.sampling import SamplingParams
-from edgespec.machine.files import config_folder, read_yaml
+from edgespec.machine.files import config_folder, no_model_folder, read_yaml
 from edgespec.models import hub
 
 PACKAGE = Path(__file__).parent.parent
@@ -200,8 +201,11 @@ def find_model(model: str, models_file: str | None = None) -> Entry:
         return Entry(name=model, target=f"hf:{model}")
     if "/" in model or is_path:
         return Entry(name=model, target=f"file:{Path(os.path.expanduser(model))}")
-    hint = str(no_such("model", model, entries, cutoff=0.4))
-    raise UsageError(f"{hint}{'' if hint.endswith('?') else '.'} A path must end in .gguf or contain a slash.")
+    near = get_close_matches(model, entries, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else "edgespec models lists all names."
+    raise UsageError(
+        f"there is no model {model!r} and no such file; {hint} A path must end in .gguf or contain a slash."
+    )
 
 
 def is_folder(source: str) -> bool:
@@ -215,7 +219,7 @@ def is_folder(source: str) -> bool:
         return False
     path = Path(local_path(source))
     if path.is_dir() and not (path / "config.json").is_file():
-        raise ModelError(f"{path}: has no config.json, so it is not a model folder")
+        raise no_model_folder(path)
     return path.is_dir()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from edgespec.errors import MissingPackage, ModelError
 from edgespec.machine.files import part_names
-from edgespec.models.gguf_header import check_magic, own_values
+from edgespec.models.gguf_header import check_magic, check_model, own_values
 from edgespec.models.heads import head_layers
 from edgespec.weights.plan import Tensor, count_layers, layer_of
 
@@ -97,9 +97,9 @@ def load_model(path: str, **params: Any) -> Any:
         params: fields of llama.cpp's llama_model_params.
 
     Raises:
-        ModelError: the file is missing, not a GGUF, or damaged.
+        ModelError: the file is missing, not a GGUF, no model, or damaged.
     """
-    check_magic(path)
+    check_model(path, weights=not params.get("vocab_only"))
     keep_log()
     llama_cpp.llama_backend_init()
     leave_out_blas()
@@ -115,7 +115,7 @@ def load_model(path: str, **params: Any) -> Any:
             llama_cpp.llama_model_free(model)
             model = None
     if not model:
-        raise ModelError(f"{path}: cannot be loaded: {last_log()}")
+        raise ModelError(_why_not(path))
     try:
         decoded(llama_cpp.llama_model_chat_template(model, None) or b"", f"{path}: the chat template")
         _check_rotation(path, model)
@@ -123,6 +123,16 @@ def load_model(path: str, **params: Any) -> Any:
         llama_cpp.llama_model_free(model)
         raise
     return model
+
+
+def _why_not(path: str) -> str:
+    """Why llama.cpp has not loaded a file, by its log."""
+    reason = re.sub(r"^(\w+: )?(error loading [\w ]+: )*", "", last_log())
+    if "file bounds" in reason:
+        return f"{path}: is cut off: fetch or copy it again"
+    if "unknown model architecture" in reason:
+        reason += f", to llama-cpp-python {llama_cpp.__version__}: a newer one may know it"
+    return f"{path}: cannot be loaded: {reason}"
 
 
 def _check_rotation(path: str, model: Any) -> None:

@@ -110,7 +110,7 @@ def read_imatrix(path: str) -> dict[str, Float32Array]:
             experts = sums.reshape(len(counts), -1)
             found[name] = np.where(counts > 0, experts / np.maximum(counts, 1), 1).astype(np.float32).ravel()
     except (ValueError, IndexError, KeyError, OSError) as error:
-        raise ModelError(f"{path}: is not an importance matrix in a GGUF ({error})") from error
+        raise ModelError(f"{path}: is not an importance matrix in a GGUF, or is cut off") from error
     if not found:
         raise ModelError(f"{path}: is a GGUF without an importance matrix")
     return found

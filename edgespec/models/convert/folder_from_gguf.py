@@ -25,7 +25,7 @@ from edgespec.machine.files import part_names
 from edgespec.models.convert.gguf_tokenizer import build_tokenizer, tokenizer_config
 from edgespec.models.convert.layer_files import write_layer_files
 from edgespec.models.download import Progress
-from edgespec.models.gguf_header import check_header_number, check_magic
+from edgespec.models.gguf_header import check_magic, check_model, damaged
 from edgespec.models.gguf_model import (
     ROPE_FACTORS,
     Shapes,
@@ -39,7 +39,6 @@ DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes a weight
 USUAL_DTYPE = "bfloat16"
 MLX_BITS = (2, 3, 4, 5, 6, 8)
 SHARD_BYTES = 2 * 10**9
-MOST_PARTS = 2**16 - 1
 CHUNK = 2**22  # weights dequantised at once
 
 
@@ -91,10 +90,11 @@ def convert(
     gguf = read_gguf(source)
     factors = next((_values(tensor, str(gguf.path)) for tensor in gguf.tensors if tensor.name == ROPE_FACTORS), None)
     shapes: Shapes = {tensor.name: tuple(tensor.shape[::-1].tolist()) for tensor in gguf.tensors}
-    vocab = load_vocab("llamacpp", str(gguf.path))
     with _named(gguf.path):
         config = model_config(gguf.metadata, shapes, factors)
         names = folder_names(gguf.metadata, shapes, config["num_hidden_layers"])
+    vocab = load_vocab("llamacpp", str(gguf.path))
+    with _named(gguf.path):
         tokenizer = build_tokenizer(gguf.metadata, vocab)
     tokens = _token_ids(gguf.metadata, vocab.eog_ids)
     total = DTYPES[dtype] * sum(tensor.n_elements for tensor in gguf.tensors if tensor.name in names)
@@ -146,32 +146,20 @@ def read_gguf(path: Path) -> Gguf:
         from gguf import GGUFReader
     except ImportError as error:
         raise MissingPackage("gguf", "convert", "reading weights from a GGUF") from error
-    parts = _parts(path)
+    parts = [path.with_name(name) for name in part_names(path.name)]
     readers, found = [], []
+    check_model(parts[0])
     for part in parts:
         check_magic(part)
         try:
             readers.append(GGUFReader(part))
             found.append({key: field.contents() for key, field in readers[-1].fields.items()})
         except (ValueError, IndexError, KeyError, OverflowError, MemoryError, RecursionError) as error:
-            raise ModelError(f"{part}: is damaged or cut off, or a newer kind of GGUF ({error})") from error
+            raise damaged(part) from error
     fields = {key: field for key, field in readers[0].fields.items() if not key.startswith("GGUF.")}
     metadata = {key: found[0][key] for key in fields}
-    expected = check_header_number(f"{parts[0]}: ", "split.count", metadata.get("split.count", 0), 0, MOST_PARTS)
-    if expected > len(parts):
-        raise ModelError(
-            f"{path}: is one of {expected} parts, but its name does not say so: rename the parts to "
-            f"NAME-00001-of-{expected:05}.gguf and so on"
-        )
     tensors = [tensor for reader in readers for tensor in reader.tensors]
     return Gguf(parts[0], metadata, fields, tensors)
-
-
-def _parts(path: Path) -> list[Path]:
-    parts = [path.with_name(name) for name in part_names(path.name)]
-    if len(parts) > 1 and (missing := [part for part in parts if not part.is_file()]):
-        raise ModelError(f"{missing[0]}: there is no such file; a split GGUF needs all its {len(parts)} parts")
-    return parts
 
 
 def _check(out: Path, dtype: str, bits: int | None) -> None:

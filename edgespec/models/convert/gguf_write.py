@@ -24,7 +24,15 @@ from edgespec.machine.files import part_names, read_text
 from edgespec.models.convert.calibration import calibration_text
 from edgespec.models.convert.folder_from_gguf import check_space
 from edgespec.models.download import Progress
-from edgespec.models.gguf_header import MOST_LAYERS, check_magic, is_gguf, own_header, own_values, whole_number
+from edgespec.models.gguf_header import (
+    MOST_LAYERS,
+    check_magic,
+    check_model,
+    is_gguf,
+    own_header,
+    own_values,
+    whole_number,
+)
 from edgespec.models.heads import head_layers
 
 CHUNKS = 64  # of 512 tokens, that an importance matrix is computed from
@@ -217,6 +225,7 @@ def quantise(
     check_names(recipe)
     check_out(out)
     path = source.with_name(part_names(source.name)[0])
+    check_model(path)
     for part in part_names(source.name):
         check_magic(path.with_name(part))
     check_drop(path, recipe.drop)
@@ -277,8 +286,10 @@ def _matrix(source: Path, asked: str, partial: Path, report: Progress) -> tuple[
 def check_out(out: Path) -> None:
     """
     Raises:
-        UsageError: the file exists, or its folder does not.
+        UsageError: the file exists, is a folder, or its folder does not exist.
     """
+    if out.is_dir():
+        raise UsageError(f"{out}: is a folder; name a file in it, as in {out / 'model.gguf'}")
     if out.exists() or out.is_symlink():
         raise UsageError(f"{out}: exists already; name a file that does not")
     if not out.absolute().parent.is_dir():
