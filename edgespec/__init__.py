@@ -4,7 +4,7 @@
 
     with edgespec.load("big.gguf", draft="small.gguf") as model:
         print(model.chat("Why is the sky blue?", max_tokens=100).text)
-        for chunk in model.stream_chat("And at sunset?"):
+        for chunk in model.stream_chat("Why is it red at sunset?"):
             print(chunk.text, end="", flush=True)
 
 All errors are `EdgespecError`, with a message of one line. More: docs/reference/api.md.

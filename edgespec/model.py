@@ -137,7 +137,7 @@ class Model:
             target: the model that generates; loaded for as many sessions as there are planners.
             planner: proposes draft tokens and holds a session of the draft; a list of n: up to n requests are batched.
             budget: most draft tokens per pass of each request.
-            sampling: default of `generate` and `chat`; None: greedy.
+            sampling: default of `generate` and `chat`, but for its seed: each call has its own. None: greedy.
             system: system message of a `chat` with a single question.
             pace: pass times that the planners measure, by which the scheduler decides how many requests share a pass.
             targets: several targets, which are used instead of a scheduler with `target` and the planners.
@@ -252,8 +252,8 @@ class Model:
             grammar: what the output must match: of `edgespec.json_schema`, `json_object`, `regex` or `lark`.
             prediction: likely output, such as a file that is to be edited, from which auto, sssd and lookahead draft;
                 cut to the context's length. It changes no output.
-            sampling: fields of `SamplingParams` to change for this call; None: the model's; for `seed`: a new one,
-                which `stats.seed` reports.
+            sampling: fields of `SamplingParams` to change for this call; None: the model's. Without `seed` one is
+                drawn, which `stats.seed` reports.
 
         Raises:
             UsageError: empty prompt, an unknown argument, or a value of a wrong type or out of range.
@@ -264,9 +264,7 @@ class Model:
         fields = SamplingParams.__dataclass_fields__
         for name in sampling.keys() - fields:
             raise _unknown(name, *_keywords(Model.request), *_keywords(Model.stream), *fields)
-        sampling = {name: value for name, value in sampling.items() if value is not None or name == "seed"}
-        if sampling.get("seed", 0) is None:
-            sampling["seed"] = choose_seed(None)
+        sampling = {"seed": choose_seed(None)} | {name: value for name, value in sampling.items() if value is not None}
         params, stops = replace(self.sampling, **sampling), check_texts("stop", stop)
         if max_tokens is not None:
             max_tokens = check_whole("max_tokens", max_tokens, 1)
@@ -451,6 +449,14 @@ class Model:
         if not token_ids:
             raise UsageError("the prompt is empty: give at least one word")
         return token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens."""
+        self._check_open()
+        if not isinstance(token_ids, Sequence):
+            raise must_be("token_ids", token_ids, "a list of token ids")
+        last = self.target.vocab.size - 1
+        return _text_of(self.target.vocab, [check_whole("a token id", one, 0, last) for one in token_ids])
 
     def close(self) -> None:
         """Remember the pass times, and free sessions and models; may be called twice. In a fork nothing is freed."""

@@ -34,6 +34,7 @@ CALLS = {  # of every public method, as a user makes them
     "branch": [lambda model: model.branch("hello", 2, **SHORT)],
     "chat": [lambda model: model.chat("hello", **SHORT), lambda model: model.chat(MESSAGES, **SHORT)],
     "compile": [lambda model: model.compile(edgespec.regex("a"))],
+    "decode": [lambda model: model.decode([3])],
     "encode": [lambda model: model.encode("hello"), lambda model: model.encode(MESSAGES)],
     "hint_texts": [lambda model: model.hint_texts([3, 4], "hello"), lambda model: model.hint_texts([3, 4])],
     "generate": [lambda model: model.generate("hello", **SHORT), lambda model: model.generate(MESSAGES, **SHORT)],

@@ -19,6 +19,7 @@ import edgespec
 from edgespec import model as api
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
 from edgespec.models import registry
 from edgespec.planners.choice import CHECKS
@@ -26,8 +27,9 @@ from edgespec.planners.none import NonePlanner
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 ARGUMENTS = {  # of every parameter that has no default, a good value
-    "prompt": "hello", "messages": "hello", "k": 2, "prompt_ids": [3, 4], "schema": {"type": "object"}, "pattern": "a",
-    "rules": 'start: "a"', "grammar": edgespec.regex("a"), "target": "tiny.gguf", "draft": None,
+    "prompt": "hello", "messages": "hello", "k": 2, "prompt_ids": [3, 4], "token_ids": [3],
+    "schema": {"type": "object"}, "pattern": "a", "rules": 'start: "a"', "grammar": edgespec.regex("a"),
+    "target": "tiny.gguf", "draft": None,
     "score": lambda texts: [len(text) for text in texts],
 }  # fmt: skip
 ODD = [
@@ -251,10 +253,27 @@ def test_none_is_the_default_of_every_argument_and_draws_a_seed(model):
     result, again = model.generate("hello", **nothing), model.generate("hello", **nothing)
     assert result.stats.finish_reason in ("stop", "length")
     assert result.stats.prompt_tokens + result.stats.tokens == model.target.capabilities.context_length
-    assert result.stats.seed != again.stats.seed
-    seeded = {"temperature": 1.0, "max_tokens": 8}
-    drawn = model.generate("hello", seed=None, **seeded)
-    assert model.generate("hello", seed=drawn.stats.seed, **seeded).text == drawn.text
+    assert result.seed != again.seed
+
+
+def test_a_call_without_a_seed_draws_one_that_gives_the_same_text_again(model):
+    options, stats = {"temperature": 1.0, "max_tokens": 8}, GenerationStats()
+    streamed = "".join(chunk.text for chunk in model.stream("hello", stats=stats, **options))
+    texts = {stats.seed: streamed}
+    for result in (model.generate("hello", **options), model.branch("hello", 2, **options)[1]):
+        texts[result.seed] = result.text
+    assert len(texts) == 3
+    for seed, text in texts.items():
+        assert model.generate("hello", seed=seed, **options).text == text
+
+
+def test_decode_gives_the_text_of_encode_and_of_a_result(model):
+    assert model.decode(model.encode("ä hello")) == "ä hello"
+    result = model.generate("hello", max_tokens=8)
+    assert model.decode(result.token_ids) == result.text
+    for wrong in ([10**6], [-1], ["a"], 5):
+        with pytest.raises(UsageError, match=r"is .*, but must be"):
+            model.decode(wrong)
 
 
 def test_without_a_limit_a_text_ends_where_the_context_does(gguf):

@@ -221,7 +221,7 @@ def test_texts_end_where_a_context_is_full():
     with loaded(TARGET, context=64) as target, loaded(DRAFT, context=48) as draft:
         for reject in (0, 0.5):
             result = edgespec.scale(
-                target, draft, PROMPT, samples=3, chunk=9, reject=reject, answer="x", max_tokens=None
+                target, draft, PROMPT, samples=3, chunk=9, reject=reject, answer="x", max_tokens=None, seed=0
             )
             length = len(target.encode(PROMPT))
             assert all(length + len(one.token_ids) == 48 or one.finish_reason == "stop" for one in result.samples)

@@ -184,7 +184,7 @@ def run_bench(
                 )  # fmt: skip
                 # A new session for every answer, so that no planner reuses what another has computed.
                 with Model(backends[0], planner, budget=max(budget, limits.widest), sampling=params) as loaded:
-                    result = loaded.generate(question, max_tokens=max_tokens)
+                    result = loaded.generate(question, max_tokens=max_tokens, seed=params.seed)
                 plain = plain or result.token_ids  # `none` comes first
                 tallies[name].runs.append(result.stats)
                 if alpha and plain != result.token_ids:  # the draft's rows round, too, and `explain` has none

@@ -94,6 +94,11 @@ class GenerationResult:
         """One of stop, length, and interrupted."""
         return self.stats.finish_reason
 
+    @property
+    def seed(self) -> int:
+        """With it the same call gives the same text."""
+        return self.stats.seed
+
     def __repr__(self) -> str:
         about = f"{self.finish_reason or 'unfinished'}, {self.stats.summary()}"
         return f"<GenerationResult {self.text!r}: {about}>"

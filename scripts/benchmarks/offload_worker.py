@@ -104,7 +104,7 @@ def _measure_texts(task: Task, backends: list[Backend]) -> dict[str, Any]:
     sampling = SamplingParams(**task.sampling)
     with Model(backends[0], planner, budget=task.budget, sampling=sampling) as model, _used(found):
         for prompt in task.prompts:
-            result = model.generate(user_messages(prompt), max_tokens=task.max_tokens)
+            result = model.generate(user_messages(prompt), max_tokens=task.max_tokens, seed=sampling.seed)
             found["runs"].append(result.stats.as_dict() | {"token_ids": result.token_ids})
     return found | ({"pace": pace.as_dict()} if pace else {})
 
