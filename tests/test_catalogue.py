@@ -183,8 +183,8 @@ def test_one_models_settings_are_those_of_every_machine(run: Run, option: list[s
         ("models --yes --installed", "--yes is for --delete: leave it out"),
         ("models --delete x --fit", "--delete only deletes: leave out --fit"),
         ("doctor --forget-costs --json --memory foo", "--forget-costs only deletes: leave out --memory"),
-        ("doctor --describe --memory 4G", "--describe prints this machine as YAML: leave out --memory"),
-        ("doctor --describe --draft x.gguf", "--describe prints this machine as YAML: leave out --draft"),
+        ("doctor --describe --memory 4G", "--describe only prints this machine: leave out --memory"),
+        ("doctor --describe --draft x.gguf", "--describe only prints this machine: leave out --draft"),
     ],
 )
 def test_what_would_be_ignored_is_refused(run: Run, command: str, says: str) -> None:

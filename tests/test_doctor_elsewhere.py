@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from edgespec.cli.commands import cli
 from edgespec.errors import ModelError, UsageError
 from edgespec.machine import described
-from edgespec.machine.described import BUILT_IN, describe, find_machine, with_measured, with_speeds
+from edgespec.machine.described import BUILT_IN, as_yaml, describe, find_machine, with_measured, with_speeds
 from edgespec.machine.measurements import OFF, remember
 from edgespec.machine.this_machine import Machine, this_machine
 from edgespec.weights.plan import FAULT_SPEED, two_digits
@@ -272,12 +272,27 @@ def test_only_models_without_recurrent_layers_are_exact(arch: str, exact: bool, 
 
 def test_this_machine_is_described_in_the_form_that_is_read(smollm2: Path, tmp_path: Path) -> None:
     machine = this_machine()
-    (tmp_path / "mine.yaml").write_text(describe(machine, str(smollm2), operations=3e11))
+    (tmp_path / "mine.yaml").write_text(as_yaml(describe(machine, str(smollm2), operations=3e11)))
     called, found = find_machine(str(tmp_path / "mine.yaml"))
     assert "measured here" in called
     speeds = {"memory_speed": found.memory_speed, "operations": 3e11, "disk": found.disk}
     assert found == replace(machine, used=0, **speeds)  # type: ignore[arg-type]
     assert found.memory_speed > 0
+
+
+def test_this_machine_is_described_as_json(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is read, too, as YAML."""
+    monkeypatch.setattr(other_machine, "measured_operations", lambda path: 3e11)
+    (tmp_path / "mine.json").write_text(asked("doctor", str(smollm2), "--describe", "--json").output)
+    assert json.loads((tmp_path / "mine.json").read_text())["machines"][0]["operations"] == 3e11
+    assert find_machine(str(tmp_path / "mine.json"))[1].operations == 3e11
+
+
+def test_cards_of_one_name_are_numbered(written: Callable[..., str]) -> None:
+    (card,) = next(one for one in ENTRIES if one["name"] == "rtx3060-32")["gpus"]
+    named = [card, card | {"name": "other"}, card]
+    _, machine = find_machine(written("rtx3060-32", gpus=named))
+    assert [gpu.name for gpu in machine.gpus] == [f"{card['name']}-0", "other", f"{card['name']}-1"]
 
 
 def test_speeds_that_describe_has_measured_are_kept_for_the_next_plans(
@@ -286,7 +301,7 @@ def test_speeds_that_describe_has_measured_are_kept_for_the_next_plans(
     monkeypatch.delenv(OFF, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(described, "machine_is_busy", lambda: False)
-    blank, entry = this_machine(), yaml.safe_load(describe(this_machine(), str(smollm2_tiny), operations=3e11))
+    blank, entry = this_machine(), describe(this_machine(), str(smollm2_tiny), operations=3e11)
     kept = with_speeds(blank, "Apple M4")
     assert (kept.operations, kept.memory_speed) == (3e11, entry["machines"][0]["memory_speed"])
     remember(described._about_speeds(), ["fast", 3e11])
@@ -326,7 +341,6 @@ def test_only_speeds_that_are_not_known_are_measured(smollm2_tiny: Path, monkeyp
         ({"disk": {"spd": 1}}, "disk: unknown key 'spd'; did you mean speed?"),
         ({"gpus": [{"name": "x"}]}, "gpus.0.shared is missing"),
         ({"gpus": "none"}, "gpus: 'none' must be a mapping"),
-        ({"gpus": 2 * [{"name": "x", "shared": False, "free": 0}]}, "gpus: two are named 'x': number them, as in x-0"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_one_line_and_exit_code_2(
@@ -366,9 +380,8 @@ def test_options_that_do_not_go_together() -> None:
         find_machine("macbok-24")
     with pytest.raises(UsageError, match=r"studio-64 \(or a file of"):
         find_machine("zzz")
-    for more in (["--json"], ["--machine", "macbook-24"]):
-        with pytest.raises(UsageError, match=f"prints this machine as YAML: leave out {more[0]}"):
-            raise asked("doctor", "--describe", *more).exception or AssertionError
+    with pytest.raises(UsageError, match="only prints this machine: leave out --machine"):
+        raise asked("doctor", "--describe", "--machine", "macbook-24").exception or AssertionError
     for arguments in (["doctor", "--backend", "mlx"], ["doctor", "--exact", "wide"], ["models", "--memory", "16G"]):
         found = asked(*arguments, "--machine", "macbook-24")
         assert isinstance(found.exception, UsageError)

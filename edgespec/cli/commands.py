@@ -515,8 +515,8 @@ def doctor(
         click.echo(f"{remembered.forget()} measurements forgotten")
         return
     if describe:
-        allow_only("--describe prints this machine as YAML", "describe", "model", "models_file")
-        _describe(model, options["models_file"])
+        allow_only("--describe only prints this machine", "describe", "model", "models_file", "as_json")
+        _describe(model, options["models_file"], as_json)
         return
     if machine:
         _doctor_elsewhere(model, machine, as_json, {"backend": backend, **options})
@@ -537,8 +537,8 @@ def doctor(
         sys.exit(1)
 
 
-def _describe(model: str, models_file: str | None) -> None:
-    from edgespec.machine.described import describe
+def _describe(model: str, models_file: str | None, as_json: bool) -> None:
+    from edgespec.machine.described import as_yaml, describe
     from edgespec.measure.other_machine import measured_operations
 
     source = find_model(model, models_file).target
@@ -549,7 +549,7 @@ def _describe(model: str, models_file: str | None) -> None:
         bars.say("measuring this machine")
         machine = this_machine(path, find_engine("llamacpp").gpus(None))
         described = describe(machine, path, measured_operations(path))
-    click.echo(described, nl=False)
+    click.echo(json.dumps(described) if as_json else as_yaml(described).rstrip())
 
 
 def _doctor_elsewhere(model: str, machine: str, as_json: bool, options: dict[str, Any]) -> None:

@@ -124,12 +124,14 @@ def _machine(entry: Any, where: str) -> Machine:
     _check_numbers(machine, where)
     for part, of in [(machine.disk, "disk"), *((gpu, "gpus") for gpu in machine.gpus)]:
         _check_numbers(part, f"{where}: {of}")
-    names = [gpu.name for gpu in machine.gpus]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"{where}: gpus: two are named {twice!r}: number them, as in {twice}-0 and {twice}-1")
     if machine.free > machine.memory:
         raise UsageError(f"{where}: free is {machine.free}, but memory only {machine.memory}")
-    return machine
+    names = [gpu.name for gpu in machine.gpus]  # of cards of one kind numbered, as layers are counted by name
+    numbered = [
+        replace(gpu, name=f"{gpu.name}-{names[:i].count(gpu.name)}") if names.count(gpu.name) > 1 else gpu
+        for i, gpu in enumerate(machine.gpus)
+    ]
+    return replace(machine, gpus=tuple(numbered))
 
 
 def _check_numbers(part: Any, where: str) -> None:
@@ -165,7 +167,7 @@ def _names(kind: Any) -> list[str]:
     return [field.name for field in fields(kind)]
 
 
-def describe(machine: Machine, path: str, operations: float) -> str:
+def describe(machine: Machine, path: str, operations: float) -> dict[str, Any]:
     """
     Args:
         machine: this one.
@@ -187,7 +189,11 @@ def describe(machine: Machine, path: str, operations: float) -> str:
         "operations": "a pass of MODEL over 64 tokens, measured",
         "gpus": "memory_speed, operations and link_speed are not measured: 0 is not known",
     }
-    return yaml.safe_dump({"machines": [values]}, sort_keys=False, allow_unicode=True)
+    return {"machines": [values]}
+
+
+def as_yaml(described: dict[str, Any]) -> str:
+    return str(yaml.safe_dump(described, sort_keys=False, allow_unicode=True))
 
 
 def _memory_speed() -> float:
