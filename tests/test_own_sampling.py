@@ -151,7 +151,7 @@ def test_damaged_headers_are_refused(tmp_path: Path) -> None:
     bad = tmp_path / "b.gguf"
     for data in (good[:10], good[:30], good[:-2], good[:4] + b"\1" + good[5:], good[:16] + b"\xff" * 8 + good[24:]):
         bad.write_bytes(data)
-        with pytest.raises(ModelError, match="is a damaged GGUF file"):
+        with pytest.raises(ModelError, match="is damaged or cut off"):
             own_sampling(str(bad))
     with pytest.raises(ModelError, match="there is no such file"):
         own_sampling(str(tmp_path / "c.gguf"))

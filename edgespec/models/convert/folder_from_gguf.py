@@ -25,7 +25,7 @@ from edgespec.machine.files import part_names
 from edgespec.models.convert.gguf_tokenizer import build_tokenizer, tokenizer_config
 from edgespec.models.convert.layer_files import write_layer_files
 from edgespec.models.download import Progress
-from edgespec.models.gguf_header import check_header_number, check_magic
+from edgespec.models.gguf_header import check_header, check_header_number
 from edgespec.models.gguf_model import (
     ROPE_FACTORS,
     Shapes,
@@ -149,7 +149,7 @@ def read_gguf(path: Path) -> Gguf:
     parts = _parts(path)
     readers, found = [], []
     for part in parts:
-        check_magic(part)
+        check_header(part)
         try:
             readers.append(GGUFReader(part))
             found.append({key: field.contents() for key, field in readers[-1].fields.items()})

@@ -24,7 +24,7 @@ from edgespec.machine.files import part_names, read_text
 from edgespec.models.convert.calibration import calibration_text
 from edgespec.models.convert.folder_from_gguf import check_space
 from edgespec.models.download import Progress
-from edgespec.models.gguf_header import MOST_LAYERS, check_magic, is_gguf, own_header, own_values, whole_number
+from edgespec.models.gguf_header import MOST_LAYERS, check_header, is_gguf, own_header, own_values, whole_number
 from edgespec.models.heads import head_layers
 
 CHUNKS = 64  # of 512 tokens, that an importance matrix is computed from
@@ -218,7 +218,7 @@ def quantise(
     check_out(out)
     path = source.with_name(part_names(source.name)[0])
     for part in part_names(source.name):
-        check_magic(path.with_name(part))
+        check_header(path.with_name(part))
     check_drop(path, recipe.drop)
     matrix = recipe.imatrix or ("auto" if recipe.needs_matrix else "none")
     job: dict[str, Any] = {
