@@ -12,12 +12,14 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 from edgespec.backends.llamacpp.ggml.files import all_tensors
+from edgespec.backends.llamacpp.vocab import load_vocab
 from gguf_files import small_llama
 
 from edgespec.cli.commands import main
 from edgespec.errors import ModelError
 from edgespec.models.convert.converter import convert_folder
 from edgespec.models.convert.folder_from_gguf import read_gguf
+from edgespec.models.gguf_header import architecture, tensor_names
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,37 @@ def test_lists_that_are_nested_too_deeply_are_one_line(tmp_path, capfd) -> None:
     assert "is damaged or cut off" in capfd.readouterr().err
     with pytest.raises(ModelError, match="is damaged or cut off"):
         read_gguf(path)
+
+
+ARCHITECTURE = struct.pack("<Q20sIQ5s", 20, b"general.architecture", 8, 5, b"llama")
+LIST = struct.pack("<Q1sI", 1, b"x", 9)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "keys", "more"),
+    [
+        (0, 2**62, b""),
+        (0, 70_000, b"".join(struct.pack("<Q6sIB", 6, b"%06d" % i, 0, 0) for i in range(70_000))),
+        (2**40, 0, b""),
+        (70_000, 0, b"".join(struct.pack("<Q6sIQIQ", 6, b"%06d" % i, 1, 1, 0, 0) for i in range(70_000))),
+        (0, 1, LIST + struct.pack("<IQ", 8, 2**33)),
+        (0, 1, LIST + struct.pack("<IQ", 0, 2**35)),
+        (0, 1, LIST + struct.pack("<IQ", 9, 2**33)),
+        (0, 1, struct.pack("<Q1sIQ", 1, b"x", 8, 2**35)),
+        (0, 1, struct.pack("<Q", 2**35)),
+    ],
+    ids=["keys", "many keys", "tensors", "many tensors", "texts", "bytes", "lists", "a text", "a key"],
+)
+@pytest.mark.skipif(sys.platform == "win32", reason="gaps in a file take room on the disk")
+def test_a_header_is_bounded_before_it_is_read(tensors, keys, more, tmp_path) -> None:
+    """In a file of gigabytes of zeros, which takes no room on the disk."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, tensors, keys + 1) + ARCHITECTURE + more)
+    with path.open("r+b") as file:
+        file.truncate(1 << 36)
+    for read in (lambda path: architecture(path) and tensor_names(path), load_vocab, all_tensors, read_gguf):
+        with pytest.raises(ModelError, match="is damaged or cut off"):
+            read(path if read is read_gguf else str(path))
 
 
 def test_two_equal_tokens_are_one_line(whole, tmp_path) -> None:

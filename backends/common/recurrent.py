@@ -180,6 +180,10 @@ class RecurrentStates(Generic[State]):
         self._after_prompt = prompt
         self._tips = {}
 
+    def any(self) -> State:
+        """A state, after a pass over nodes."""
+        return next(iter([*self.text.kept.values(), *self._tips.values()]))
+
     def cut(self, length: int) -> None:
         """Forget the states of nodes and those after more than `length` tokens."""
         self.text.cut(length)

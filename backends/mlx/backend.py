@@ -55,7 +55,7 @@ from .memory import (
     set_memory_limits,
 )
 from .recurrent import LaneCache, MlxRecurrentSession, is_recurrent
-from .session import MlxSession
+from .session import Form, MlxSession
 from .streaming import LayerSweep, open_slots
 from .tree import LayerInputs, TreeCache, cut_rows
 
@@ -193,6 +193,7 @@ class MlxBackend:
         self.content = ""
         self._interrupted = sweep.interrupted if sweep else Flag()
         self.sessions: list[MlxSession] = []
+        self.forms: tuple[list[Form], list[Form | None]] | None = None  # as of `MlxOwner`
         self._rows: Any = None  # rows whose final states the head gets; None: all
         self._cuts_rows = cut_rows(model, lambda: self._rows)
 
@@ -269,6 +270,7 @@ class MlxBackend:
         for session, work, places, (rows, states) in zip(sessions, batch, positions, made, strict=True):
             found.append(MlxLogits(rows, work.wanted.tolist(), session.nodes, states))
             session.add(work, places)
+        self.forms = self.forms or sessions[0].forms()
         return found
 
     def interrupt(self) -> None:

@@ -203,4 +203,6 @@ def _load(
     made = MlxHead(head, target, limits, options.sessions, head.embed_tokens if own else embed, ids)
     made.content = content_of(*content_files(path))
     target.give_states(chosen, fused)
+    one = np.zeros(1, np.int32)
+    made.forward([Work(made.small_session(), one, one - 1, one)])  # shows the forms of its cells
     return made

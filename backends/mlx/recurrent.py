@@ -12,7 +12,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 from edgespec.loop.backend import Work
 
 from ..common.recurrent import Rectangle, RecurrentSession, RecurrentStates
-from .session import ArrayDetails, MlxOwner, MlxSession
+from .session import ArrayDetails, Form, MlxOwner, MlxSession, form_of
 from .tree import TreeCache
 
 State = list[Any]  # arrays [1, ...], or None, as many as mlx-lm's caches have
@@ -186,6 +186,9 @@ class MlxRecurrentSession(RecurrentSession[State], MlxSession):
 
     def _saved(self) -> list[Any]:
         return [*super()._saved(), *_arrays(self.states.text.kept.values())]
+
+    def forms(self) -> tuple[list[Form], list[Form | None]]:
+        return super().forms()[0], [array if array is None else form_of(array) for array in self.states.any()]
 
     def _fill(self, details: ArrayDetails, arrays: Iterator[Any]) -> None:
         super()._fill(details, arrays)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, BinaryIO, Protocol, Self
 
 import mlx.core as mx
 import numpy as np
-from pydantic import Field, NonNegativeInt, PositiveInt, Strict
+from pydantic import Field, PositiveInt, Strict
 
 from edgespec.loop.backend import Work
 from edgespec.loop.session_files import Details, Saved, write
@@ -15,11 +15,20 @@ from edgespec.loop.session_files import Details, Saved, write
 from ..common.nodes import NodeSession, Owner
 from .tree import Pass, TreeCache
 
-BYTES = {"mlx.core.float32": 4, "mlx.core.float16": 2, "mlx.core.bfloat16": 2}  # of numbers of a type
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # by bytes of a number
 
 
+Form = tuple[list[int], str]  # shape and type of an array
+
+
 class MlxOwner(Owner, Protocol):
+    """
+    Attributes:
+        forms: `MlxSession.forms` of any session; None before the first pass, which shows them.
+    """
+
+    forms: tuple[list[Form], list[Form | None]] | None
+
     def forget(self, session: "MlxSession") -> None: ...
 
 
@@ -32,7 +41,7 @@ class ArrayDetails(Details):
     """
 
     buffers: int
-    arrays: list[Annotated[tuple[list[NonNegativeInt], str], Strict(False)]]
+    arrays: list[Annotated[Form, Strict(False)]]
     states: list[Annotated[tuple[PositiveInt, list[bool]], Strict(False)]] = Field(default_factory=list)
 
     @property
@@ -115,7 +124,7 @@ class MlxSession(NodeSession):
         arrays = self._saved()
         details = ArrayDetails(
             **self._prompt.as_dict(), buffers=len(self.state) if self.token_ids else 0,
-            arrays=[(list(array.shape), str(array.dtype)) for array in arrays],
+            arrays=[form_of(array) for array in arrays],
             states=self._states(),
         )  # fmt: skip
 
@@ -126,13 +135,19 @@ class MlxSession(NodeSession):
 
         write(path, self._backend, self.token_ids, details, put, note)
 
-    def _size(self, length: int, details: ArrayDetails) -> int:
-        cells = details.arrays[: details.buffers]
-        whole = details.buffers in (0, 2 * len(self.caches))
-        whole &= len(details.arrays) == details.buffers + sum(sum(there) for _, there in details.states)
-        whole &= all(len(shape) == 4 and shape[0] == 1 and shape[2] == length for shape, _ in cells)
-        whole &= all(name in BYTES for _, name in details.arrays)
-        return sum(prod(shape) * BYTES[name] for shape, name in details.arrays) if whole else -1
+    def forms(self) -> tuple[list[Form], list[Form | None]]:
+        """Of the arrays of a cell, and of a state, after a pass."""
+        return [form_of(buffer[..., :1, :]) for buffer in self.state], []
+
+    def _size(self, length: int, details: ArrayDetails) -> int | None:
+        if self._backend.forms is None:
+            return None
+        cell, state = self._backend.forms
+        cells = [([*shape[:2], length, shape[3]], name) for shape, name in cell if length]
+        whole = details.arrays == cells + [one for one in state if one] * len(details.states)
+        whole &= all(there == [one is not None for one in state] for _, there in details.states)
+        whole &= details.buffers == len(cells)
+        return sum(prod(shape) * _kind(name).size for shape, name in details.arrays) if whole else -1
 
     def _load_cells(self, path: str | Path, saved: Saved, details: ArrayDetails) -> None:
         with Path(path).open("rb") as file:
@@ -144,8 +159,16 @@ class MlxSession(NodeSession):
         self._backend.forget(self)
 
 
+def form_of(array: Any) -> Form:
+    return list(array.shape), str(array.dtype)
+
+
+def _kind(name: str) -> Any:
+    return getattr(mx, name.rpartition(".")[2])
+
+
 def _read(file: BinaryIO, shape: Sequence[int], name: str) -> Any:
-    kind = getattr(mx, name.rpartition(".")[2])
+    kind = _kind(name)
     return mx.array(np.fromfile(file, f"u{kind.size}", prod(shape))).view(kind).reshape(shape)
 
 

@@ -50,6 +50,8 @@ NO_GGUFS = {  # how other files begin -> what they are, and what would be right
     b"<!do": "a web page: fetch the file itself, whose address has /resolve/ in place of /blob/",
     b"PK\x03\x04": "an archive, such as weights of PyTorch: edgespec runs GGUF files, and folders with safetensors",
 }
+MOST_BYTES = 1 << 26  # of a header: vocabularies have some megabytes
+MOST_ENTRIES = 1 << 16  # keys, and tensors: llama.cpp compares each with all others
 OF_STATES = ("ssm.", "shortconv.", "wkv.", "kda.")  # keys of recurrent layers start with these (llama-arch.cpp)
 
 
@@ -123,41 +125,57 @@ def header_values(path: str, prefix: str) -> dict[str, Value]:
 
 def tensor_names(path: str) -> set[str]:
     """Of one GGUF file; errors as for `header_values`."""
-    return set(_list(path, _names))
+    try:
+        return {name.decode() for name in _names(path)}
+    except UnicodeDecodeError as error:
+        raise damaged(path) from error
+
+
+def check_header(path: str | Path) -> None:
+    """Walk through a header, before an engine or package takes its numbers for true; errors as for `header_values`."""
+    _names(str(path))
 
 
 def _read(path: str, prefix: str) -> list[tuple[str, Value, int | None]]:
-    check_magic(path)
-    found, start = os.stat(path), prefix.encode()
+    start = prefix.encode()
     try:
         return [
             (key.decode(), _value(raw, kind), LENGTH.unpack_from(raw, NUMBER.size)[0] if kind == LIST else None)
-            for key, kind, raw in _header(path, found.st_size, found.st_mtime_ns)
+            for key, kind, raw in _cached(path)[0]
             if key.startswith(start)
         ]
     except (struct.error, UnicodeDecodeError) as error:
         raise damaged(path) from error
 
 
+def _cached(path: str) -> tuple[list[tuple[bytes, int, bytes]], int]:
+    check_magic(path)
+    found = os.stat(path)
+    return _header(path, found.st_size, found.st_mtime_ns)
+
+
 @lru_cache(16)
-def _header(path: str, size: int, changed: int) -> list[tuple[bytes, int, bytes]]:
-    """Each key, the type of its value, and its bytes, of a list only those before the first item."""
-    return _list(
+def _header(path: str, size: int, changed: int) -> tuple[list[tuple[bytes, int, bytes]], int]:
+    """Each key, the type of its value, and its bytes, of a list only those before the first item; and the keys' end."""
+    found = _list(
         path,
         lambda view: (
-            (key, kind, view[at : at + NUMBER.size + LENGTH.size if kind == LIST else end])
+            (key, kind, view[at : at + NUMBER.size + LENGTH.size if kind == LIST else end], end)
             for key, kind, at, end in _keys(view)
         ),
     )
+    return [(key, kind, raw) for key, kind, raw, _ in found], found[-1][3] if found else KEYS
 
 
 def _list(path: str, read: Callable[[mmap], Iterator[Any]]) -> list[Any]:
-    check_magic(path)
-    with open(path, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as view:
-        try:
+    try:
+        size = min(os.path.getsize(path), MOST_BYTES)
+        with open(path, "rb") as file, mmap(file.fileno(), size, access=ACCESS_READ) as view:
             return list(read(view))
-        except (struct.error, KeyError, UnicodeDecodeError, OverflowError, RecursionError) as error:
-            raise damaged(path) from error
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    except (struct.error, KeyError, OverflowError, RecursionError) as error:
+        raise damaged(path) from error
 
 
 def damaged(path: str | Path) -> ModelError:
@@ -212,11 +230,15 @@ def has_states(path: str) -> bool:
     return any(key.startswith(OF_STATES) for key in own_values(path))
 
 
-def _names(view: mmap) -> Iterator[str]:
-    at = max((end for *_, end in _keys(view)), default=KEYS)
-    for _ in range(LENGTH.unpack_from(view, 8)[0]):
+def _names(path: str) -> list[bytes]:
+    _, end = _cached(path)
+    return _list(path, lambda view: _tensors(view, end))
+
+
+def _tensors(view: mmap, at: int) -> Iterator[bytes]:
+    for _ in range(_count(view, 8)):
         start, at = at + LENGTH.size, _after_string(view, at)
-        yield view[start:at].decode()
+        yield view[start:at]
         (dimensions,) = NUMBER.unpack_from(view, at)
         at += NUMBER.size + LENGTH.size * int(dimensions) + NUMBER.size + LENGTH.size
 
@@ -226,9 +248,8 @@ def _keys(view: mmap) -> Iterator[tuple[bytes, int, int, int]]:
     (version,) = NUMBER.unpack_from(view, 4)
     if version not in VERSIONS:
         raise KeyError(version)
-    (count,) = LENGTH.unpack_from(view, 16)
     at = KEYS
-    for _ in range(count):
+    for _ in range(_count(view, 16)):
         start, at = at + LENGTH.size, _after_string(view, at)
         key = view[start:at]
         (kind,) = NUMBER.unpack_from(view, at)
@@ -236,6 +257,13 @@ def _keys(view: mmap) -> Iterator[tuple[bytes, int, int, int]]:
         end = _after(view, at, kind)
         yield key, kind, at, end
         at = end
+
+
+def _count(view: mmap, at: int) -> int:
+    (count,) = LENGTH.unpack_from(view, at)
+    if count > MOST_ENTRIES:
+        raise KeyError(count)
+    return int(count)
 
 
 def _value(raw: bytes, kind: int) -> Value:
@@ -255,12 +283,19 @@ def _after(view: mmap, at: int, kind: int) -> int:
     (inner,) = NUMBER.unpack_from(view, at)
     (count,) = LENGTH.unpack_from(view, at + NUMBER.size)
     at += NUMBER.size + LENGTH.size
-    if inner in SCALARS:
-        return at + int(count) * SCALARS[inner].size
+    end = _within(view, at + int(count) * (LENGTH if inner == STRING else SCALARS[inner]).size)
+    if inner != STRING:
+        return end
     for _ in range(count):
-        at = _after(view, at, inner)
+        at = _after_string(view, at)
     return at
 
 
 def _after_string(view: mmap, at: int) -> int:
-    return at + LENGTH.size + int(LENGTH.unpack_from(view, at)[0])
+    return _within(view, at + LENGTH.size + int(LENGTH.unpack_from(view, at)[0]))
+
+
+def _within(view: mmap, end: int) -> int:
+    if end > len(view):
+        raise KeyError(end)
+    return end

@@ -16,7 +16,7 @@ from typing import Any
 
 from edgespec.errors import MissingPackage, ModelError
 from edgespec.machine.files import part_names
-from edgespec.models.gguf_header import check_magic, check_model, own_values
+from edgespec.models.gguf_header import check_header, check_model, own_values
 from edgespec.models.heads import head_layers
 from edgespec.weights.plan import Tensor, count_layers, layer_of
 
@@ -99,6 +99,9 @@ def load_model(path: str, **params: Any) -> Any:
     Raises:
         ModelError: the file is missing, not a GGUF, no model, or damaged.
     """
+    for part in parts(path):
+        if part == path or os.path.isfile(part):
+            check_header(part)
     check_model(path, weights=not params.get("vocab_only"))
     keep_log()
     llama_cpp.llama_backend_init()
@@ -231,7 +234,7 @@ def loaded_tensors(path: str) -> list[Tensor]:
 
 @contextmanager
 def _table(path: str) -> Iterator[Any]:
-    check_magic(path)
+    check_header(path)
     keep_log()
     with Signals().held():
         table = ggml_base().gguf_init_from_file(os.fsencode(path), GgufInit(no_alloc=True))

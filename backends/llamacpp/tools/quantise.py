@@ -25,6 +25,7 @@ import numpy as np
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.sampling import Float32Array
+from edgespec.models.gguf_header import check_header
 
 from ..ggml.files import ggml_base, llama_cpp
 from .child import Say, serve
@@ -100,6 +101,7 @@ def read_imatrix(path: str) -> dict[str, Float32Array]:
     """
     from gguf import GGUFReader
 
+    check_header(path)
     try:
         tensors = {tensor.name: tensor.data for tensor in GGUFReader(path).tensors}
         names = [name.removesuffix(".in_sum2") for name in tensors if name.endswith(".in_sum2")]

@@ -25,7 +25,7 @@ from edgespec.machine.files import part_names
 from edgespec.models.convert.gguf_tokenizer import build_tokenizer, tokenizer_config
 from edgespec.models.convert.layer_files import write_layer_files
 from edgespec.models.download import Progress
-from edgespec.models.gguf_header import check_magic, check_model, damaged
+from edgespec.models.gguf_header import check_header, check_model, damaged
 from edgespec.models.gguf_model import (
     ROPE_FACTORS,
     Shapes,
@@ -150,7 +150,7 @@ def read_gguf(path: Path) -> Gguf:
     readers, found = [], []
     check_model(parts[0])
     for part in parts:
-        check_magic(part)
+        check_header(part)
         try:
             readers.append(GGUFReader(part))
             found.append({key: field.contents() for key, field in readers[-1].fields.items()})

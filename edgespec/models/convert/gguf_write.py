@@ -26,7 +26,7 @@ from edgespec.models.convert.folder_from_gguf import check_space
 from edgespec.models.download import Progress
 from edgespec.models.gguf_header import (
     MOST_LAYERS,
-    check_magic,
+    check_header,
     check_model,
     is_gguf,
     own_header,
@@ -227,7 +227,7 @@ def quantise(
     path = source.with_name(part_names(source.name)[0])
     check_model(path)
     for part in part_names(source.name):
-        check_magic(path.with_name(part))
+        check_header(path.with_name(part))
     check_drop(path, recipe.drop)
     matrix = recipe.imatrix or ("auto" if recipe.needs_matrix else "none")
     job: dict[str, Any] = {
