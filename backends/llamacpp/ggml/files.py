@@ -326,7 +326,7 @@ def ggml() -> Any:
 def leave_out_blas() -> None:
     """Have contexts compute without BLAS, which every build for a Mac has by default.
 
-    For passes of 32 rows and more it copies each weight of the processor as float32, into memory that no plan counts,
+    In passes of 32 rows and more it copies each weight of the processor as float32, into memory that no plan counts. It
     rounds by the number of rows, and keeps GPUs from helping.
     """
     library = ggml()
