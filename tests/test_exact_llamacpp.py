@@ -687,7 +687,7 @@ def test_attention_that_adds_up_cells_has_no_row_class(wide_heads):
         loaded(wide_heads, "any", kv_type="f32").__enter__()
 
 
-@pytest.mark.parametrize(("kv_type", "tiled"), [("f16", True), ("f16/q8_0", False)])
+@pytest.mark.parametrize(("kv_type", "tiled"), [("f16", True), ("f32/f16", True), ("f16/q8_0", False)])
 def test_passes_that_attend_in_tiles_take_no_trees(wide_heads, kv_type, tiled):
     """Where the cells of a tree's path lie decides in which tile a key is added up."""
     computing = {"threads": 2, "gpu_layers": 0, "kv_type": kv_type} | (attention.ALIKE if tiled else {})

@@ -82,6 +82,11 @@ class Call:
     options: Mapping[str, Any] = field(default_factory=dict)
     count: int = 1
 
+    @property
+    def seeded(self) -> Mapping[str, Any]:
+        """The options with a seed: without one each call draws another."""
+        return {"seed": 0, **self.options}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -355,10 +360,10 @@ def _made_call(model: Model, call: Call, saved: str = "") -> list[Text]:
     text = Text(call)
     try:
         if call.how == "branch":
-            results = model.branch(call.prompt, call.count, **call.options)
+            results = model.branch(call.prompt, call.count, **call.seeded)
         elif call.how == "search":
             results = model.search(
-                call.prompt, lambda texts: [-len(one) for one in texts], width=call.count, depth=2, **call.options
+                call.prompt, lambda texts: [-len(one) for one in texts], width=call.count, depth=2, **call.seeded
             )
         elif call.how == "astream":
             results = [asyncio.run(_awaited(model, call))]
@@ -377,13 +382,13 @@ def _made_call(model: Model, call: Call, saved: str = "") -> list[Text]:
 
 async def _awaited(model: Model, call: Call) -> GenerationResult:
     result = GenerationResult()
-    async for chunk in model.astream(call.prompt, stats=result.stats, **call.options):
+    async for chunk in model.astream(call.prompt, stats=result.stats, **call.seeded):
         result.add(chunk)
     return result
 
 
 def _chunks(model: Model, call: Call, stats: GenerationStats) -> Any:
-    options = dict(call.options)
+    options = dict(call.seeded)
     log_probs = options.pop("log_probs", None)
     if log_probs is None:
         return (model.stream_chat if call.how == "chat" else model.stream)(call.prompt, stats=stats, **options)
@@ -391,7 +396,7 @@ def _chunks(model: Model, call: Call, stats: GenerationStats) -> Any:
 
 
 def _request(model: Model, call: Call) -> Request:
-    options = {name: value for name, value in call.options.items() if name != "log_probs"}
+    options = {name: value for name, value in call.seeded.items() if name != "log_probs"}
     chats = call.how == "chat" and call.prompt
     return model.request(user_messages(call.prompt, model.system) if chats else call.prompt, **options)
 
@@ -420,9 +425,7 @@ def _compare(text: Text, alone: Model, found: Found) -> None:
         found.wrong.append(("class", f"{about}: plain decoding has {exact}"))
         return
     if call.how == "branch":
-        call = replace(
-            call, how="generate", options={**call.options, "seed": call.options.get("seed", 0) + text.number}
-        )
+        call = replace(call, how="generate", options={**call.options, "seed": call.seeded["seed"] + text.number})
     plain = _made_call(alone, call)[text.number if call.how == "search" else 0]
     closed = isinstance(text.error, Closed)
     if not closed and type(text.error) is not type(plain.error):

@@ -18,7 +18,7 @@ from ..context import kv_types
 from ..ggml.files import PROCESSOR, ggml
 
 ALIKE: dict[str, str | int | None] = {"attention": "alike"}  # in `computing`, if one row has the kernel for a few rows
-TILED_TYPES = ("f16", "f32")
+TILED = "f16"  # keys and values
 LAYOUT = 2  # GGML_BACKEND_API_VERSION, with which a registry begins
 INIT = 5  # index of `init_backend` among the function pointers of a device (ggml-backend-impl.h)
 
@@ -27,8 +27,8 @@ _lock = Lock()
 
 
 def has_kernels(kv_type: str) -> bool:
-    keys, values = kv_types(kv_type)
-    return keys == values and keys in TILED_TYPES
+    """True if there are several attention kernels for such a cache; flash attention rounds f32 to f16 first."""
+    return all(name in (TILED, "f32") for name in kv_types(kv_type))
 
 
 def by_cell(kv_type: str, *, flash: bool, here: bool, alike: bool) -> tuple[tuple[int, int], ...]:
@@ -48,7 +48,7 @@ def by_cell(kv_type: str, *, flash: bool, here: bool, alike: bool) -> tuple[tupl
 
 
 def can_be_alike(kv_type: str | None) -> bool:
-    return has_kernels(kv_type or TILED_TYPES[0]) and _device() is not None
+    return has_kernels(kv_type or TILED) and _device() is not None
 
 
 @contextmanager
