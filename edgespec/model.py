@@ -50,7 +50,7 @@ from edgespec.loop.planner import Planner
 from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
-from edgespec.loop.text import Message, TextStream, render_chat, user_messages
+from edgespec.loop.text import CHARACTERS, Message, TextStream, check_length, render_chat, user_messages
 from edgespec.machine.process import check_process, is_here
 from edgespec.models.own_sampling import choose_sampling, choose_seed
 from edgespec.models.registry import OWN_LAYERS, Entry, find_draft, find_model, local_path
@@ -70,7 +70,6 @@ from edgespec.scheduler.targets.coordinator import Targets
 
 MOST_PARALLEL = 128
 MOST_BRANCHES = 1024
-CHARACTERS = 16  # of a token at most: a prediction is cut to this times the context's length, then tokenized
 
 OTHER_NAMES = {  # in other programs -> here
     "ctx": "context_length", "n_ctx": "context_length", "num_ctx": "context_length", "max_model_len": "context_length",
@@ -268,7 +267,7 @@ class Model:
         params, stops = replace(self.sampling, **sampling), check_texts("stop", stop)
         if max_tokens is not None:
             max_tokens = check_whole("max_tokens", max_tokens, 1)
-        prompt_ids = self.encode(prompt)
+        prompt_ids = self._encode(prompt, self.target.capabilities.context_length)
         check_room(self.target, len(prompt_ids))
         compiled = self.compile(grammar) if grammar is not None else None
         hint_texts = self.hint_texts(prompt_ids, prediction)
@@ -437,15 +436,20 @@ class Model:
         Raises:
             UsageError: the prompt is empty, or the model has no chat template.
         """
+        return self._encode(prompt, None)
+
+    def _encode(self, prompt: Prompt, context_length: int | None) -> list[int]:
+        """As `encode`; raises ContextFull for a prompt that is certainly too long."""
         self._check_open()
         if not isinstance(prompt, Sequence):
             raise must_be("the prompt", prompt, "a text, or a list of messages like {'role': 'user', 'content': 'Hi'}")
         token_ids = list[int]()
         if isinstance(prompt, str) and prompt:
             text = check_text("the prompt", prompt)
+            check_length(self.target.vocab, len(text), context_length)
             token_ids = self.target.vocab.encode(text, add_bos=True, parse_special=True)
         elif prompt:
-            token_ids = render_chat(self.target.vocab, prompt)
+            token_ids = render_chat(self.target.vocab, prompt, context_length=context_length)
         if not token_ids:
             raise UsageError("the prompt is empty: give at least one word")
         return token_ids

@@ -217,7 +217,7 @@ def test_smollm2_is_the_same_as_in_llama_cpp(smollm2, smollm2_hf):
     from edgespec.backends.llamacpp import vocab as llamacpp
 
     ours, theirs = load_vocab(str(smollm2_hf)), llamacpp.load_vocab(str(smollm2))
-    for name in ("size", "bos_id", "eos_id", "eog_ids", "chat_template", "fingerprint"):
+    for name in ("size", "bos_id", "eos_id", "eog_ids", "chat_template", "fingerprint", "longest"):
         assert getattr(ours, name) == getattr(theirs, name), name
     for token in range(ours.size):
         assert ours.token_bytes(token) == theirs.token_bytes(token)

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jinja2 import Template
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import ContextFull, ModelError, UsageError
+from edgespec.loop.templates import Sandbox
 from edgespec.loop.text import TextStream, chat_text, render_chat
 
 
@@ -26,6 +25,7 @@ class ByteVocab:
     eos_id: int | None = None
     eog_ids: frozenset[int] = field(default_factory=frozenset)
     fingerprint: str = "bytes"
+    longest: int = 3
 
     def encode(self, text: str, *, add_bos: bool, parse_special: bool) -> list[int]:
         return ([256] if add_bos else []) + list(text.encode())
@@ -114,13 +114,13 @@ def test_a_template_that_misbehaves_is_an_error_of_the_model(template: str) -> N
 
 
 def test_a_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, environment = [], ImmutableSandboxedEnvironment.from_string
+    compiled, parse = [], Sandbox.parse
 
-    def from_string(self: ImmutableSandboxedEnvironment, source: str) -> Template:
+    def counting(self: Sandbox, source: str) -> Any:
         compiled.append(source)
-        return environment(self, source)
+        return parse(self, source)
 
-    monkeypatch.setattr(ImmutableSandboxedEnvironment, "from_string", from_string)
+    monkeypatch.setattr(Sandbox, "parse", counting)
     template = "compiled once {{ messages[0].content }}"
     texts = [bytes(render_chat(ByteVocab(template), [{"role": "user", "content": said}])[1:]) for said in "ab"]
     assert texts == [b"compiled once a", b"compiled once b"]
@@ -285,7 +285,7 @@ def test_templates_may_mark_what_is_trained_on() -> None:
     assert bytes(text) == b"x!x!"
 
 
-@pytest.mark.parametrize("wrong", ["1 // (messages|length - 1)", "range(10**7)|list", "'a'.encode('none')"])
+@pytest.mark.parametrize("wrong", ["1 // (messages|length - 1)", "range(10**7)|list", "'{9}'.format()"])
 def test_a_template_that_fails_is_one_line(wrong: str) -> None:
     with pytest.raises(UsageError, match=r"^the model's chat template cannot show these messages: "):
         render_chat(ByteVocab("{{ " + wrong + " }}"), [{"role": "user", "content": "hello"}])
@@ -296,3 +296,23 @@ def test_a_template_without_an_end_refuses_the_messages() -> None:
     vocab = ByteVocab("{% macro kind(of) %}{{ kind(of) }}{% endmacro %}{{ kind(messages) }}")
     with pytest.raises(UsageError, match=r"^the model's chat template cannot show these messages: .*recursion"):
         render_chat(vocab, [{"role": "user", "content": "hello"}])
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('it is rendered') }}", "{{ messages[0].role * 999 }}"])
+def test_what_cannot_fit_is_refused_before_it_is_rendered_or_tokenized(template: str) -> None:
+    content = "x" * 3000 if "raise" in template else ""
+    with pytest.raises(ContextFull, match=r"the prompt has at least 1\d\d\d tokens, but the context holds 100: shorten"):
+        render_chat(ByteVocab(template), [{"role": "user", "content": content}], context_length=100)
+
+
+def test_many_system_messages_become_one_text() -> None:
+    """20,000 of 300 characters fit into a request."""
+    messages = [{"role": "user", "content": "u"}, *[{"role": "system", "content": "s" * 300}] * 20_000]
+    text = chat_text(ByteVocab(FIRST + TURNS + STRICT + LOOP), messages)
+    assert text == "u:" + "\n\n".join(["u", *["s" * 300] * 20_000]) + ";"
+
+
+def test_stop_strings_have_a_limit() -> None:
+    """Every token's text is compared with all their beginnings."""
+    with pytest.raises(UsageError, match="the stop strings have 5000 characters in all, but at most 4096 may be given"):
+        TextStream(ByteVocab(), ("a" * 2500,) * 2)

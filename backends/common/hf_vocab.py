@@ -113,6 +113,10 @@ class HfVocab:
         return text
 
     @cached_property
+    def longest(self) -> int:
+        return max(len(self.token_text(token)) for token in range(self.size))
+
+    @cached_property
     def fingerprint(self) -> str:
         texts = (self.token_text(token).encode("utf-8") for token in range(self.size))
         return hashlib.sha256(b"\0".join(texts)).hexdigest()

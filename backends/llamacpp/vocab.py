@@ -83,6 +83,10 @@ class LlamaVocab:
         return int(llama_cpp.llama_vocab_get_attr(model.vocab, token_id))
 
     @cached_property
+    def longest(self) -> int:
+        return max(len(self.token_text(token)) for token in range(self.size))
+
+    @cached_property
     def fingerprint(self) -> str:
         model = self._open()
         texts = (llama_cpp.llama_vocab_get_text(model.vocab, i) for i in range(self.size))

@@ -118,6 +118,10 @@ class Vocab(Protocol):
     chat_template: str | None
 
     @property
+    def longest(self) -> int:
+        """Characters of the longest token's text."""
+
+    @property
     def fingerprint(self) -> str:
         """Equal for two tokenizers exactly when all token texts are equal."""
 

@@ -320,7 +320,12 @@ def check_room(backend: Backend, prompt_length: int) -> None:
     """
     limit = backend.capabilities.context_length
     if prompt_length >= limit:
-        raise ContextFull(
-            f"the prompt has {prompt_length} tokens, but the context holds {limit}: "
-            f"shorten the prompt or use a larger context (--ctx, context_length=…)"
-        )
+        raise full(str(prompt_length), limit)
+
+
+def full(tokens: str, limit: int) -> ContextFull:
+    """The error for a prompt of so many tokens."""
+    return ContextFull(
+        f"the prompt has {tokens} tokens, but the context holds {limit}: "
+        f"shorten the prompt or use a larger context (--ctx, context_length=…)"
+    )

@@ -1,17 +1,18 @@
 """Text in and out: chat templates, streaming detokenisation, stop strings."""
 
 import codecs
-import json
-from collections.abc import Collection, Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from edgespec.errors import ModelError, UsageError, check_text
+from edgespec.errors import ModelError, UsageError, check_text, must_be
 from edgespec.loop.backend import Vocab
+from edgespec.loop.passes import full
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "Hi"}
 SYSTEM = ("system", "developer")  # roles
+CHARACTERS = 16  # of a token at most, but for rare ones
+MOST_STOPS = 4096  # characters of all stop strings
 MARK = "here-the-answer-goes-on"  # behind the content of a message, so that templates strip no white space there
 
 
@@ -31,10 +32,12 @@ class TextStream:
             shown: control tokens whose names are part of the output.
 
         Raises:
-            UsageError: a stop string is empty.
+            UsageError: a stop string is empty, or they are too long.
         """
         if "" in stop:
             raise UsageError("a stop string is empty; give at least one character")
+        if (length := sum(map(len, stop))) > MOST_STOPS:
+            raise UsageError(f"the stop strings have {length} characters in all, but at most {MOST_STOPS} may be given")
         self._vocab = vocab
         self._stop = tuple(stop)
         self._shown = {token: vocab.token_text(token).encode() for token in shown}
@@ -86,62 +89,42 @@ def user_messages(text: str, system: str | None = None) -> list[Message]:
     return [{"role": "system", "content": system}, question] if system else [question]
 
 
-def _as_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """The filter `tojson`, with the arguments that templates pass."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _refuse(message: str) -> None:
-    raise UsageError(f"the model's chat template refuses these messages: {message}")
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-@lru_cache(8)
-def _compiled(template: str) -> Any:
-    """Compile a template: a program in a downloaded file, so it runs in Jinja's sandbox.
-
-    Returns:
-        The template, with the globals of Hugging Face's `apply_chat_template`.
-    """
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """The tag `generation`, by which templates mark text to train on: its content is rendered unchanged."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
-    )
-    environment.filters["tojson"] = _as_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    return environment.from_string(template)
-
-
 def render_chat(
     vocab: Vocab,
     messages: Sequence[Message],
     tools: Sequence[Message] | None = None,
     more: Mapping[str, Any] | None = None,
+    context_length: int | None = None,
 ) -> list[int]:
     """
     Returns:
         Token ids of a conversation, ready for the assistant's answer, or for the rest of one that the assistant's last
-        message begins; arguments and errors as for `chat_text`.
+        message begins; arguments and errors as for `chat_text`, and `check_length` of the messages and of the text.
     """
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    check_length(vocab, sum(len(one) for one in contents if isinstance(one, str)), context_length)
     text = check_text("a message", chat_text(vocab, messages, answer=True, tools=tools, more=more))
+    check_length(vocab, len(text), context_length)
     has_bos = vocab.bos_id is not None and text.startswith(vocab.token_text(vocab.bos_id))
     return vocab.encode(text, add_bos=not has_bos, parse_special=True)
+
+
+def check_length(vocab: Vocab, characters: int, context_length: int | None) -> None:
+    """Refuse a text that is certainly too long, before it is rendered or tokenized.
+
+    Args:
+        vocab: the tokenizer.
+        characters: of the text.
+        context_length: in tokens; None: any length is right.
+
+    Raises:
+        ContextFull: it would not fit into the context if all its tokens were the longest.
+    """
+    if context_length is None or characters < context_length * CHARACTERS:
+        return
+    tokens = characters // vocab.longest
+    if tokens >= context_length:
+        raise full(f"at least {tokens}", context_length)
 
 
 def chat_text(
@@ -165,8 +148,8 @@ def chat_text(
         A conversation as text, by the model's own chat template.
 
     Raises:
-        UsageError: the model has no chat template, `messages` are no messages, the template refuses them, or the last
-            one cannot be continued.
+        UsageError: the model has no chat template, `messages` are no messages, the template refuses them or takes too
+            much work for them, or the last one cannot be continued.
         ModelError: the template is broken.
     """
     if vocab.chat_template is None:
@@ -174,11 +157,11 @@ def chat_text(
     for message in messages:
         # A template would silently show nothing of it, or fail.
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise UsageError(f"a message is {message!r}, but must be like {{'role': 'user', 'content': 'Hi'}}")
+            raise must_be("a message", message, "like {'role': 'user', 'content': 'Hi'}")
     variables = dict(more or {}) | ({"tools": tools} if tools else {})
     if not (answer and messages and messages[-1].get("role") == "assistant"):
-        return _with_systems(vocab, messages, variables | {"add_generation_prompt": answer})
-    text = _with_systems(vocab, _marked(messages), variables | {"add_generation_prompt": False})
+        return _with_systems(_renderer(vocab, variables | {"add_generation_prompt": answer}), messages)
+    text = _with_systems(_renderer(vocab, variables | {"add_generation_prompt": False}), _marked(messages))
     begun, shown, _ = text.rpartition(MARK)
     if not shown:
         raise UsageError("the model's chat template does not show the assistant's last message: leave it out")
@@ -194,24 +177,39 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
     if last.get("tool_calls"):
         raise UsageError("the assistant's last message calls a tool: give the tool's result after it")
     if not isinstance(content, str):
-        raise UsageError(f"the content of the assistant's last message is {content!r}, but must be a text")
+        raise must_be("the content of the assistant's last message", content, "a text")
     return [*before, {**last, "content": content + MARK}]
 
 
-def _with_systems(vocab: Vocab, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+Render = Callable[[Sequence[Message]], str]  # errors as for `chat_text`
+
+
+def _renderer(vocab: Vocab, variables: Mapping[str, Any]) -> Render:
+    """Renders a conversation's messages in several forms, with one limit of work for all."""
+    from edgespec.loop.template_work import Work  # Jinja takes a while to import
+    from edgespec.loop.templates import now, rendered
+
+    template, work = vocab.chat_template or "", Work()
+    bos, eos = ("" if token is None else vocab.token_text(token) for token in (vocab.bos_id, vocab.eos_id))
+    firefunction = {"functions": "", "datetime": now("%d %B %Y")}  # its template needs them
+    known = {**firefunction, **variables, "bos_token": bos, "eos_token": eos}
+    return lambda messages: rendered(template, known | {"messages": messages}, work)
+
+
+def _with_systems(render: Render, messages: Sequence[Message]) -> str:
     """Render the messages as they are, else with later system messages joined to neighbours, else with all joined.
 
     The first that shows every system message is taken, else the last that renders.
     """
-    later, without = _with_fewer_systems(messages, 1), _with_fewer_systems(messages, 0)
-    if without == messages:
-        return _rendered(vocab, messages, variables)
+    if not any(map(_is_system, messages)):
+        return render(messages)
     refused: UsageError | ModelError | None = None
     text: str | None = None
-    for one in (messages, later, without):
+    for kept in (len(messages), 1, 0):
         try:
-            text = _rendered(vocab, one, variables)
-            if _shows_systems(vocab, one, variables):
+            one = _with_fewer_systems(messages, kept) if kept < len(messages) else messages
+            text = render(one)
+            if _shows_systems(render, one):
                 return text
         except (UsageError, ModelError) as error:
             refused = refused or error
@@ -226,56 +224,36 @@ def _with_fewer_systems(messages: Sequence[Message], kept: int) -> Sequence[Mess
     Many templates know system messages at the beginning only. The message before takes the text, so that the rendered
     beginning of a conversation stays as it was. If the assistant wrote that one, the message after takes it.
     """
-    found, waiting = list[Message](), list[str]()
+    found = list[tuple[Message, list[str]]]()  # with the texts of those that take some
+    waiting = list[str]()
     for number, message in enumerate(messages):
-        text = message.get("content")
-        if number >= kept and message.get("role") in SYSTEM and isinstance(text, str):
-            if found and _takes_text(found[-1]):
-                found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n\n{text}"}
-            else:
-                waiting.append(text)
+        takes = _takes_text(message)
+        if number >= kept and _is_system(message):
+            texts = found[-1][1] if found and _takes_text(found[-1][0]) else waiting
+            texts.append(message["content"])
             continue
-        if waiting and _takes_text(message):
-            message = {**message, "content": "\n\n".join([*waiting, message["content"]])}
-        elif waiting:
-            found.append({"role": "user", "content": "\n\n".join(waiting)})
+        if waiting and not takes:
+            found.append(({"role": "user"}, waiting))
+            waiting = []
+        found.append((message, [*waiting, message["content"]] if takes else []))
         waiting = []
-        found.append(message)
-    return [*found, {"role": "user", "content": "\n\n".join(waiting)}] if waiting else found
+    found += [({"role": "user"}, waiting)] if waiting else []
+    return [{**message, "content": "\n\n".join(texts)} if texts else message for message, texts in found]
+
+
+def _is_system(message: Message) -> bool:
+    return message.get("role") in SYSTEM and isinstance(message.get("content"), str)
 
 
 def _takes_text(message: Message) -> bool:
     return message.get("role") in (*SYSTEM, "user", "tool") and isinstance(message.get("content"), str)
 
 
-def _shows_systems(vocab: Vocab, messages: Sequence[Message], variables: Mapping[str, Any]) -> bool:
+def _shows_systems(render: Render, messages: Sequence[Message]) -> bool:
     """False if the template drops a system message, found by other texts in their place."""
-    marks = {i: f"system-message-{i}." for i, message in enumerate(messages) if message.get("role") in SYSTEM}
-    marked = [{**message, "content": marks[i]} if i in marks else message for i, message in enumerate(messages)]
-    text = _rendered(vocab, marked, variables)
-    return all(mark in text for mark in marks.values())
-
-
-def _rendered(vocab: Vocab, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
-    """Errors as for `chat_text`."""
-    from jinja2 import TemplateError
-
-    assert vocab.chat_template is not None
-    bos, eos = ("" if token is None else vocab.token_text(token) for token in (vocab.bos_id, vocab.eos_id))
-    try:
-        firefunction = {"functions": "", "datetime": _now("%d %B %Y")}  # its template needs them
-        text: str = _compiled(vocab.chat_template).render(
-            {**firefunction, **variables, "messages": messages, "bos_token": bos, "eos_token": eos}
-        )
-        return text
-    except TemplateError as error:
-        raise ModelError(f"the model's chat template does not work: {error}") from error
-    except (
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        LookupError,
-        RecursionError,
-    ) as error:  # the template's own, on odd messages
-        raise UsageError(f"the model's chat template cannot show these messages: {error}") from error
+    numbers = [i for i, message in enumerate(messages) if message.get("role") in SYSTEM]
+    marked = [*messages]
+    for i in numbers:
+        marked[i] = {**messages[i], "content": f"system-message-{i}."}
+    shown = set(re.findall(r"system-message-(\d+)\.", render(marked)))
+    return shown.issuperset(map(str, numbers))

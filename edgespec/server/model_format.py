@@ -24,13 +24,14 @@ TAIL = 12  # tokens at a prompt's end that may open a thought
 
 
 class ModelFormat:
-    def __init__(self, vocab: Vocab, template: str) -> None:
+    def __init__(self, vocab: Vocab, template: str, context_length: int | None = None) -> None:
         """
         Args:
             vocab: of the model.
             template: the chat template; "": prompts are raw, and all of an answer is content.
+            context_length: most tokens of a prompt; None: any number.
         """
-        self._vocab = vocab
+        self._vocab, self._context_length = vocab, context_length
         self._names_thinking = "message.thinking" in template
         self._in_channels = comes_in_channels(template)
         self.calls = call_format_of(template)
@@ -52,7 +53,7 @@ class ModelFormat:
         numbered = self.calls is not None and self.calls.numbers_ids
         turns = template_messages(conversation.turns, names_thinking=self._names_thinking, numbered=numbered)
         shown = [{"type": "function", "function": dict(tool.function)} for tool in tools.all] if tools else None
-        return render_chat(self._vocab, list(turns), shown, conversation.options)
+        return render_chat(self._vocab, list(turns), shown, conversation.options, self._context_length)
 
     def begins_in_thought(self, prompt_ids: Sequence[int]) -> bool:
         if self.thinking is None:

@@ -13,7 +13,7 @@ from hashlib import sha256
 from edgespec.loop.grammar import Compiled
 from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.passes import check_room
-from edgespec.loop.text import TextStream
+from edgespec.loop.text import TextStream, check_length
 from edgespec.model import Model
 from edgespec.models.own_sampling import choose_seed
 from edgespec.scheduler.requests import Handle, Request
@@ -42,7 +42,8 @@ class Service:
 
     def __post_init__(self) -> None:
         vocab = self.model.target.vocab
-        self.chat_format, self.raw_format = ModelFormat(vocab, vocab.chat_template or ""), ModelFormat(vocab, "")
+        self.raw_format = ModelFormat(vocab, "")
+        self.chat_format = ModelFormat(vocab, vocab.chat_template or "", self.model.target.capabilities.context_length)
         self.typing_ahead = TypingAhead(self.model)
         self._preparing = 0
         self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "edgespec grammars")
@@ -131,6 +132,7 @@ class Service:
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         vocab = self.model.target.vocab
         if isinstance(prompt, str):
+            check_length(vocab, len(prompt), self.model.target.capabilities.context_length)
             return vocab.encode(prompt, add_bos=True, parse_special=True) if prompt else []
         if any(not 0 <= token < vocab.size for token in prompt):
             raise Refused(400, f"prompt: token ids must be from 0 to {vocab.size - 1}", param="prompt")
