@@ -1,6 +1,7 @@
 """Turns of a conversation as the messages that a chat template reads."""
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,7 +22,7 @@ def template_messages(turns: Sequence[Turn], *, names_thinking: bool, numbered: 
         names_thinking: the template reads `message.thinking` instead of `message.reasoning_content`.
         numbered: ids are functions.NAME:NUMBER.
     """
-    unanswered: dict[str, tuple[str, str]] = {}  # the client's id -> (the template's, the function)
+    unanswered = OrderedDict[str, tuple[str, str]]()  # the client's id -> (the template's, the function)
     number = 0
     for turn in turns:
         message: dict[str, Any] = {"role": turn.role, "content": turn.text}

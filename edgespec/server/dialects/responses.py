@@ -1,6 +1,7 @@
 """OpenAI's newer dialect /v1/responses, without stored answers."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -57,7 +58,8 @@ def turns_of(body: ResponsesBody) -> list[Turn]:
     """One turn for neighbouring items of the assistant; raises Refused."""
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     found = [Turn("system", body.instructions)] if body.instructions else []
-    thought = ""
+    thought, calls = "", list[Call]()  # calls: of the last turn
+    texts = defaultdict[int, list[str]](list)  # behind calls, by the turn's number
     for i, item in enumerate(items):
         kind, where = item.get("type", "message"), f"input.{i}"
         if kind == "reasoning":
@@ -69,21 +71,25 @@ def turns_of(body: ResponsesBody) -> list[Turn]:
             turn = message_of(item, where)
             is_answer = turn.role == "assistant"
             if is_answer and found and found[-1].calls and not thought:  # a text behind calls, before their results
-                found[-1] = replace(found[-1], text=found[-1].text + turn.text)
+                texts[len(found) - 1].append(turn.text)
             else:
                 found.append(replace(turn, thought=thought) if is_answer and thought else turn)
             thought = "" if is_answer else thought
         elif kind == "function_call":
             call = replayed(item.get("name"), item.get("arguments"), item.get("call_id"))
-            if found and found[-1].role == "assistant" and not thought:
-                found[-1] = replace(found[-1], calls=[*found[-1].calls, call])
-            else:
-                found.append(Turn("assistant", thought=thought or None, calls=[call]))
+            if not (found and found[-1].role == "assistant" and not thought):
+                found.append(Turn("assistant", thought=thought or None))
+            if not found[-1].calls:
+                calls = []
+                found[-1] = replace(found[-1], calls=calls)
+            calls.append(call)
             thought = ""
         elif kind == "function_call_output":
             found.append(Turn("tool", text_of(item.get("output"), f"{where}.output"), result_of=item.get("call_id")))
         else:
             raise Refused(400, f"{where}: items of type {kind!r} cannot be read here", param="input")
+    for at, more in texts.items():
+        found[at] = replace(found[at], text=found[at].text + "".join(more))
     if not found:
         raise Refused(400, "input is empty: give at least one item", param="input")
     return found
