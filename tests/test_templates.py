@@ -84,7 +84,8 @@ REFUSED = {
     "two loops": TWICE + "%}{% endfor %}{% endfor %}",
     "two loops with a condition": TWICE + "if j == 'x' %}{% endfor %}{% endfor %}",
     "two loops that write": TWICE + "%}word {% endfor %}{% endfor %}",
-    "macros that end late": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(90) }}",
+    "macros that end late": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ m(90) }}",
     "loops that call themselves": "{% for x in [1, 2] recursive %}{{ loop([1, 2]) if loop.depth < 60 }}{% endfor %}",
     "text in a loop": "{% for i in range(99999) %}" + "x" * 99999 + "{% endfor %}",
     "text in a macro": "{% macro m() %}" + "x" * 99999 + "{% endmacro %}{% for i in range(99) %}{{ m() }}{% endfor %}",
@@ -176,26 +177,26 @@ def one_line(error: EdgespecError) -> str:
 
 @pytest.mark.parametrize("template", [pytest.param(text, id=name) for name, text in BROKEN.items()])
 def test_what_is_no_chat_template_is_one_line(template: str) -> None:
-    with pytest.raises(ModelError, match="^the model's chat template ") as refused:
+    with pytest.raises(ModelError, match=r"^the model's chat template ") as refused:
         rendered(template)
     one_line(refused.value)
 
 
 @pytest.mark.parametrize("template", [pytest.param(text, id=name) for name, text in REFUSED.items()])
 def test_work_is_limited(template: str) -> None:
-    with pytest.raises(UsageError, match="these messages: it takes more than 1,000,000 steps$"):
+    with pytest.raises(UsageError, match=r"these messages: it takes more than 1,000,000 steps$"):
         rendered(template)
 
 
 @pytest.mark.parametrize("template", [pytest.param(text, id=name) for name, text in WIDE.items()])
 def test_what_would_be_too_large_or_changes_from_run_to_run_is_refused(template: str) -> None:
-    with pytest.raises(UsageError, match="^the model's chat template cannot show these messages: ") as refused:
+    with pytest.raises(UsageError, match=r"^the model's chat template cannot show these messages: ") as refused:
         rendered(template)
     one_line(refused.value)
 
 
 ORDINARY = [
-    "messages[1].content | trim | upper ~ 'x' ~ 3 * 2 ~ 7 % 4 ~ 2 ** 3 ~ (5 - 3) ~ [1] + [2]",
+    "messages[1].content | trim | upper ~ 'x' ~ 3 * 2 ~ 7 % 4 ~ 2 ** 3 ~ (5 - 3) ~ ([1] + [2])",
     "messages | map(attribute='role') | join(', ')",
     "messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | first",
     "messages | rejectattr('tool_calls', 'defined') | list | length",
@@ -247,8 +248,8 @@ BASES = [
     "{% for i in range(9) %}{% for j in range(i) if j % 2 %}{{ i * j - 1 }}{% endfor %}{% endfor %}",
     *(path.read_text("utf-8") for path in PUBLISHED),
 ]
-PIECES = ["{{", "}}", "{%", "%}", "{% for a in messages %}", "{% endfor %}", "{% endif %}", "[", ")", "'", "|", "~", "*", "**"]
-PIECES += ["99999", "'a' * 99999", "range(99999)", "messages", " | list", " | tojson", ".x", "[x]", "loop", "namespace()"]
+PIECES = ["{{", "}}", "{%", "%}", "{% for a in messages %}", "{% endfor %}", "{% endif %}", "[", ")", "'", "|", "~"]
+PIECES += ["*", "**", "99999", "'a' * 99999", "range(99999)", "messages", " | list", " | tojson", ".x", "[x]", "loop"]
 
 
 def mutated(seed: int) -> str:
@@ -265,10 +266,9 @@ def mutated(seed: int) -> str:
     "seed", [pytest.param(seed, marks=pytest.mark.exhaustive if seed >= 20 else ()) for seed in range(200)]
 )
 def test_a_mutated_template_is_a_text_or_one_line(seed: int) -> None:
-    work = Work()
+    work, said = Work(), ""
     try:
         templates.rendered(mutated(seed), {"messages": MESSAGES, "tools": TOOLS}, work)
-        assert work.left >= 0
     except EdgespecError as error:
-        assert work.left >= 0 or re.search(r"takes more than [\d,]+ steps$", one_line(error))
-        one_line(error)
+        said = one_line(error)
+    assert work.left >= 0 or re.search(r"takes more than [\d,]+ steps$", said)
