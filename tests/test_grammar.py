@@ -306,6 +306,33 @@ def test_ordinary_multiples_can_be_had(multiples):
     COMPILER.compiled(json_schema(number(*multiples)))
 
 
+def patterns(count, wrap=lambda part: part):
+    parts = [{"type": "string", "pattern": f"^[a-z]*{letter}[a-z]*$"} for letter in "abcdefghijklmnopqrst"[:count]]
+    return wrap({"allOf": parts})
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        json_schema(patterns(20)),
+        json_schema(patterns(20, lambda part: {"properties": {"a": {"allOf": [{"allOf": part["allOf"]}]}}})),
+        json_schema(patterns(20, lambda part: {"$defs": {"x": part}, "allOf": [{"$ref": "#/$defs/x"}]})),
+        lark("start: A\nA: " + " & ".join(f"/[a-z]*{letter}[a-z]*/" for letter in "abcdefghijklmnopqrst")),
+    ],
+    ids=["allOf", "nested", "by reference", "lark"],
+)
+def test_many_regular_expressions_that_hold_at_once_are_refused(grammar):
+    """llguidance's time and memory double with each: 20 took nine seconds."""
+    with pytest.raises(UsageError, match="20 regular expressions must match one text, but at most 8 may"):
+        COMPILER.compiled(grammar)
+
+
+def test_a_few_regular_expressions_that_hold_at_once_can_be_had():
+    COMPILER.compiled(json_schema(patterns(4)))
+    many = {f"key{i}": {"type": "string", "pattern": f"^{i}$"} for i in range(30)}
+    COMPILER.compiled(json_schema({"type": "object", "properties": many, "allOf": [{"required": ["key1"]}]}))
+
+
 def test_what_cannot_be_enforced_is_refused_only_where_it_must_be():
     for schema in (
         {"type": "array", "uniqueItems": True},

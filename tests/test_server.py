@@ -36,7 +36,7 @@ from edgespec.server.dialects.chat import ChatBody
 from edgespec.server.errors import Refused
 from edgespec.server.model_format import ModelFormat
 from edgespec.server.service import Service
-from edgespec.server.wire import MOST_BODY
+from edgespec.server.wire import MOST_BODY, MOST_VALUES
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -577,6 +577,10 @@ class TestErrors:
 
         answer = client.post("/v1/chat/completions", content=pieces(), headers={"content-type": "application/json"})
         assert answer.status_code == 413
+        many = b'{"messages": [' + b"[]," * MOST_VALUES + b"[]]}"
+        answer = client.post("/v1/chat/completions", content=many, headers={"content-type": "application/json"})
+        assert answer.status_code == 413
+        assert answer.json()["error"]["message"] == f"the body has more than {MOST_VALUES} values"
         assert client.get("/v1/nothing").status_code == 404
         assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
         assert client.get("/v1/chat/completions").status_code == 405

@@ -29,6 +29,7 @@ PIECE = 4096  # bytes of forced text that are encoded at a time
 FIRST = 512  # characters of forced text whose first token a mask needs
 # llguidance computes a state for each remainder, without a limit; zeros at the end and the decimal point are free.
 MOST_REMAINDERS = 10_000
+MOST_TOGETHER = 8  # regular expressions that one text must match: llguidance's work doubles with each
 MULTIPLE = re.compile(r'"multipleOf"\s*:\s*(\d+(?:\.\d+)?)')
 
 
@@ -147,6 +148,7 @@ class Compiler:
             UsageError: it is wrong, or needs what llguidance lacks.
         """
         _check_multiples(grammar.text)
+        _check_together(grammar)
         matcher = self._engine.LLMatcher
         make = {
             "json_schema": matcher.grammar_from_json_schema,
@@ -171,6 +173,38 @@ def _check_multiples(text: str) -> None:
     if lcm(*(int(one or 1) for one in digits)) > MOST_REMAINDERS:
         says = f"a least common multiple of more than {MOST_REMAINDERS}, without zeros at its end"
         raise UsageError(f"multipleOf is {_line(', '.join(found))}: these numbers have {says}")
+
+
+def _check_together(grammar: Grammar) -> None:
+    """Count regular expressions that hold at once: of `allOf` in a schema, of & in Lark's rules."""
+    if grammar.kind == "regex":
+        return
+    if grammar.kind == "lark":
+        most = max(line.count("&") for line in re.split(r"\n(?=\S)", grammar.text)) + 1
+    else:
+        root = json.loads(grammar.text)
+        most, waiting = 0, [root]
+        while waiting:
+            node = waiting.pop()
+            waiting += node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+            if isinstance(node, dict) and "allOf" in node:
+                most = max(most, _together(root, node, set()))
+    if most > MOST_TOGETHER:
+        raise UsageError(f"{most} regular expressions must match one text, but at most {MOST_TOGETHER} may")
+
+
+def _together(root: Any, node: Any, seen: set[int]) -> int:
+    if not isinstance(node, dict) or id(node) in seen:
+        return 0
+    seen.add(id(node))
+    parts = node.get("allOf")
+    inner = [*parts] if isinstance(parts, list) else []
+    place, reference = root, node.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        for name in filter(None, reference[1:].split("/")):
+            place = place.get(name) if isinstance(place, dict) else None
+        inner.append(place)
+    return sum(name in node for name in ("pattern", "format")) + sum(_together(root, one, seen) for one in inner)
 
 
 def _line(text: str) -> str:
