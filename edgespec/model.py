@@ -111,8 +111,7 @@ class ScaleResult(GenerationResult):
 class Model:
     """A loaded target with its planners; after `close` every other method raises `Closed`.
 
-    Threads and asyncio tasks may share it: their requests share passes. The caches of the last sequences are kept, so a
-    prompt that continues one of them costs only its new part.
+    Threads and asyncio tasks may share it. A prompt that continues one of the last sequences costs its new part.
     """
 
     def __init__(
@@ -176,10 +175,7 @@ class Model:
 
     @property
     def notes(self) -> Sequence[str]:
-        """
-        Returns:
-            Lines for a user on how the target was loaded.
-        """
+        """Lines for a user on how the target was loaded."""
         return [*self.target.notes, *self._notes]
 
     def stream(
@@ -209,11 +205,7 @@ class Model:
         progress: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> AsyncIterator[Chunk]:
-        """As `stream`, for asyncio.
-
-        A task that is cancelled ends its request after the pass under way. To leave early, wrap the iterator in
-        `contextlib.aclosing`.
-        """
+        """As `stream`, for asyncio; cancelling the task ends the request. To leave early: `contextlib.aclosing`."""
         _check_reports(stats, progress)
         request = await asyncio.to_thread(self.request, prompt, **options)  # it tokenises, and compiles a grammar
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
@@ -251,8 +243,7 @@ class Model:
             grammar: what the output must match: of `edgespec.json_schema`, `json_object`, `regex` or `lark`.
             prediction: likely output, such as a file that is to be edited, from which auto, sssd and lookahead draft;
                 cut to the context's length. It changes no output.
-            sampling: fields of `SamplingParams` to change for this call; None: the model's. Without `seed` one is
-                drawn, which `stats.seed` reports.
+            sampling: fields of `SamplingParams` to change. Without `seed` one is drawn, which `stats.seed` reports.
 
         Raises:
             UsageError: empty prompt, an unknown argument, or a value of a wrong type or out of range.

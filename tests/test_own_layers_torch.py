@@ -235,7 +235,7 @@ def test_plain_decoding_after_a_draft_reads_the_whole_model(llama):
 
 def test_measurements_are_not_those_of_the_model_as_its_own_draft(llama, monkeypatch):
     seen = []
-    monkeypatch.setattr("edgespec.loading.pair.recall", lambda about: seen.append(about))
+    monkeypatch.setattr("edgespec.loading.pair.recall", lambda about, form: seen.append(about))
     for draft in (str(llama), "layers"):
         edgespec.load(str(llama), draft=draft, backend="torch", exact="off", context_length=128).close()
     first, second = seen

@@ -489,13 +489,13 @@ class Gone:
 
     least = 0
 
-    def best(self, prompt):
+    def best(self, prompt, sender):
         return "a file", len(prompt)
 
     def load(self, path, session, draft=None):
         raise ModelError("the model is gone")
 
-    def put(self, session, draft=None):
+    def put(self, session, draft, sender):
         raise ModelError("the model is gone")
 
 

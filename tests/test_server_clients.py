@@ -343,7 +343,7 @@ class TestCommand:
             edgespec.cli.serve, "serve", lambda model, name, *more, **options: found.append({"name": name, **options})
         )
         monkeypatch.setattr(edgespec.cli.commands, "_check_and_pull", lambda *arguments: None)
-        monkeypatch.setattr(edgespec.cli.commands, "_loaded", lambda *arguments: nullcontext())
+        monkeypatch.setattr(edgespec.cli.commands, "_loaded", lambda *arguments: nullcontext((None, [])))
         return found
 
     @pytest.mark.parametrize(

@@ -127,7 +127,10 @@ def identity(path: str) -> str:
 
 def _path(about: About) -> Path | None:
     place = folder()
-    key = json.dumps(dict(about), sort_keys=True).encode()
+    try:
+        key = json.dumps(dict(about), sort_keys=True).encode()
+    except ValueError:  # a number of more than 4,300 digits
+        return None
     return place / f"{hashlib.sha256(key).hexdigest()[:32]}.json" if place else None
 
 

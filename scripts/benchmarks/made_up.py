@@ -102,7 +102,8 @@ def write_made_up(out: Path, shape: Shape, tokenizer: Path, progress: Callable[[
     gguf = import_gguf()
     shape.check()
     check_out(out)
-    metadata = {key: value for key, value in read_gguf(tokenizer).metadata.items() if key.startswith("tokenizer.")}
+    found = read_gguf(tokenizer, weights=False).metadata
+    metadata = {key: value for key, value in found.items() if key.startswith("tokenizer.")}
     if not (tokens := metadata.get("tokenizer.ggml.tokens")):
         raise ModelError(f"{tokenizer}: has no tokenizer.ggml.tokens")
     vocab = max(shape.vocab, len(tokens))

@@ -135,8 +135,12 @@ class Gguf:
     tensors: list[Any]
 
 
-def read_gguf(path: Path) -> Gguf:
+def read_gguf(path: Path, *, weights: bool = True) -> Gguf:
     """Read headers; weights stay on disk.
+
+    Args:
+        path: of a GGUF, or of a part of one.
+        weights: it must have some.
 
     Raises:
         ModelError: not a GGUF, cut off, or a part is missing.
@@ -148,7 +152,7 @@ def read_gguf(path: Path) -> Gguf:
         raise MissingPackage("gguf", "convert", "reading weights from a GGUF") from error
     parts = [path.with_name(name) for name in part_names(path.name)]
     readers, found = [], []
-    check_model(parts[0])
+    check_model(parts[0], weights=weights)
     for part in parts:
         check_header(part)
         try:
