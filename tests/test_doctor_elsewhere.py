@@ -283,7 +283,7 @@ def test_this_machine_is_described_in_the_form_that_is_read(smollm2: Path, tmp_p
 def test_this_machine_is_described_as_json(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is read, too, as YAML."""
     monkeypatch.setattr(other_machine, "measured_operations", lambda path: 3e11)
-    (tmp_path / "mine.json").write_text(asked("doctor", str(smollm2), "--describe", "--json").output)
+    (tmp_path / "mine.json").write_text(asked("doctor", str(smollm2), "--describe", "--json").stdout)
     assert json.loads((tmp_path / "mine.json").read_text())["machines"][0]["operations"] == 3e11
     assert find_machine(str(tmp_path / "mine.json"))[1].operations == 3e11
 
