@@ -49,7 +49,7 @@ def figures(out, row):
 
 def test_a_datastore_of_the_answers_is_copied_from_and_more_of_it_gives_more(script, smollm2_tiny, tmp_path):
     answers, texts, store = tmp_path / "answers.jsonl", tmp_path / "texts.jsonl", tmp_path / "text.store"
-    vocab = load_vocab("llamacpp", smollm2_tiny)
+    vocab = load_vocab("llamacpp", str(smollm2_tiny))
     answered = [f"In {year} there were {year % 7} ships, and {year % 11} came home." for year in range(1700, 1720)]
     lines = [
         Recording([1, 2, 3], vocab.encode(text, add_bos=False, parse_special=False), "", "Which ships came home?")
