@@ -217,6 +217,21 @@ def test_a_batch_saves_what_many_tokens_allowed():
     assert (ledger.tokens, ledger.saved, ledger.accounts["copies"].lost) == (0, MOST_SAVED, 0)
 
 
+def test_short_sequences_share_what_one_may_lose_at_once():
+    ledger, taken = Ledger(), 0.0
+    for _ in range(40):
+        ledger.begin()
+        for _ in range(12):
+            drafted = ledger.room("copies") >= 0.5
+            took = 1.5 if drafted else 1.0
+            ledger.add({"copies": 0.0} if drafted else {}, "copies" if drafted else None, took, 1)
+            taken += took
+    assert 0.5 <= taken - 480 <= 1 + ALLOWANCE * 480
+    again = Ledger()
+    again.recall(Accounts.model_validate_json(json.dumps(ledger.as_dict())))
+    assert again.start == ledger.start < 1
+
+
 def test_what_was_not_lost_is_saved_for_trials():
     ledger = started(passes=4)
     for _ in range(400):

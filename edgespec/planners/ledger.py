@@ -1,9 +1,9 @@
 """Bounds what draft tokens may lose against plain decoding, whatever was predicted of them.
 
 Each way of drafting has an account: the time of its steps less that of plain decoding for the same tokens, in plain
-passes. The losses of all ways stay within an allowance. A way that exceeds it rests, each time twice as long. Plain
-passes between steps with draft tokens show what plain decoding takes at present. Predictions choose among the ways
-that may be used.
+passes. The losses of all ways stay within an allowance; what one sequence lost at once, the next one begins without. A
+way that exceeds it rests, each time twice as long. Plain passes between steps with draft tokens show what plain
+decoding takes at present. Predictions choose among the ways that may be used.
 """
 
 from collections import deque
@@ -16,7 +16,8 @@ from pydantic import BaseModel, Field, FiniteFloat
 
 from edgespec.machine.measurements import Amount
 
-ALLOWANCE = 0.015  # plain passes that may be lost for each token of the sequence, besides one
+ALLOWANCE = 0.015  # plain passes that may be lost for each token of the sequence, besides `start`
+MOST_START = 1.0
 MOST_GAINED = 8.0  # plain passes that an account may be ahead: a good hour does not pay for a bad one
 MOST_SAVED = 16.0  # plain passes of allowance that are kept for trials: a draft may have much to read
 CARRIED = 2.0  # of these, those that the next sequence begins with
@@ -38,6 +39,7 @@ class Accounts(BaseModel):
     plain: Amount
     distance: int = Field(ge=1)
     saved: Amount
+    start: Amount = MOST_START
     accounts: dict[str, tuple[FiniteFloat, int, Amount, Amount]]
 
 
@@ -126,6 +128,7 @@ class Ledger:
         since: those since the last plain pass.
         plain: seconds of a plain pass; 0: unknown.
         saved: plain passes that earlier sequences were allowed to lose and did not, for trials.
+        start: plain passes that this sequence may lose at once.
     """
 
     first: int = 1
@@ -136,6 +139,7 @@ class Ledger:
     since: int = 0
     plain: float = 0.0
     saved: float = 0.0
+    start: float = MOST_START
     _plain: deque[float] = field(default_factory=lambda: deque(maxlen=COMPARED))
     _more: deque[float] = field(default_factory=lambda: deque(maxlen=COMPARED))  # passes with draft tokens since
     _seen: int = 0  # plain passes of this sequence
@@ -144,7 +148,9 @@ class Ledger:
 
     def begin(self) -> None:
         """Start a sequence: losses are forgotten, gains and rests in part."""
-        self.saved = max(0.0, min(self.saved + ALLOWANCE * self.tokens - self._lost, MOST_SAVED))
+        left = self.start + ALLOWANCE * self.tokens - self._lost
+        self.start = max(0.0, min(left, MOST_START))
+        self.saved = max(0.0, min(self.saved + left - self.start, MOST_SAVED))
         self._usual = self.plain
         self._plain.clear()
         self._more.clear()
@@ -289,18 +295,19 @@ class Ledger:
     @property
     def _allowed(self) -> float:
         # What was earned while passes were faster pays for few of the present ones.
-        return 1 + ALLOWANCE * (min(self.tokens, self.seconds / self.plain) if self.plain else 0.0)
+        return self.start + ALLOWANCE * (min(self.tokens, self.seconds / self.plain) if self.plain else 0.0)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: what the next run begins with."""
         accounts = {name: [one.lost, one.rest, one.resting, one.idle] for name, one in self.accounts.items()}
-        return {"plain": self.plain, "distance": self.distance, "saved": self.saved, "accounts": accounts}
+        kept = {"plain": self.plain, "distance": self.distance, "saved": self.saved, "start": self.start}
+        return {**kept, "accounts": accounts}
 
     def recall(self, known: Accounts) -> None:
         """Begin with the values of `as_dict`."""
         self._usual = self.plain = known.plain
         self.distance = min(FARTHEST, known.distance)
-        self.saved = min(MOST_SAVED, known.saved)
+        self.saved, self.start = min(MOST_SAVED, known.saved), min(MOST_START, known.start)
         for name, (lost, rest, resting, idle) in known.accounts.items():
             one = Account(lost, min(LONGEST_REST, max(FIRST_REST, rest)), resting)
             one.idle = idle
