@@ -7,7 +7,10 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter
+
 from edgespec.errors import UsageError
+from edgespec.machine.files import may_wait
 
 Line = TypeVar("Line")
 
@@ -23,16 +26,21 @@ def resume(path: Path, kind: type[Line], options: Mapping[str, Any] | None = Non
     Raises:
         UsageError: it holds something else, was made with other options, or cannot be read.
     """
+    if may_wait(path):
+        raise UsageError(f"{path}: is a pipe or a device, not a file")
+    names, read = signature(kind).parameters, TypeAdapter(kind).validate_json
     try:
         data = path.read_bytes() if path.exists() else b""
         whole = _whole(data)
-        found = [kind(**json.loads(line)) for line in whole.splitlines()]
-        start, cut = f'{{"{next(iter(signature(kind).parameters))}": '.encode(), data[len(whole) :]
+        found = [read(line, strict=True) for line in whole.splitlines() if not json.loads(line).keys() - names]
+        if len(found) < len(whole.splitlines()):
+            raise ValueError("a line has other fields")
+        start, cut = f'{{"{next(iter(names))}": '.encode(), data[len(whole) :]
         if cut[: len(start)] != start[: len(cut)]:
             raise ValueError("the last line is no part of such a line")
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise UsageError(f"{path}: holds something else: name another file, or a new one") from error
     for one in found:
         if other := [name for name, value in (options or {}).items() if getattr(one, "options", {}).get(name) != value]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ModelError
+from edgespec.machine.files import may_wait
 
 MOST = 100_000_000  # bytes of a header; the format's own limit
 ITEM_BITS = {
@@ -43,6 +44,8 @@ def read_safetensors_header(path: Path) -> list[Stored]:
     Raises:
         ModelError: it cannot be read, is damaged or cut off.
     """
+    if may_wait(path):
+        raise ModelError(f"{path}: is a pipe or a device, not a file")
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
