@@ -277,6 +277,14 @@ def test_a_name_of_no_parts_is_a_name_like_others(floats: Path, tmp_path: Path) 
     assert len(read_gguf(path).tensors) == len(read_gguf(floats).tensors)
 
 
+def test_a_file_that_is_cut_off_is_refused_before_work(floats: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(floats.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match=r"cut\.gguf: is cut off: fetch or copy it again"):
+        quantise(cut, tmp_path / "out.gguf", Recipe("Q8_0"))
+    assert os.listdir(tmp_path) == ["cut.gguf"]
+
+
 def test_what_is_quantised_already_is_refused(floats: Path, tmp_path: Path) -> None:
     once = tmp_path / "once.gguf"
     quantise(floats, once, Recipe("Q8_0"))

@@ -152,6 +152,7 @@ def test_a_file_that_is_cut_off(smollm2_tiny: Path, tmp_path: Path) -> None:
     cut.write_bytes(smollm2_tiny.read_bytes()[:-1000])
     verdict = check_pair(str(smollm2_tiny), str(cut), context_length=2048, memory=GB)
     assert "cut.gguf: is cut off" in verdict.refusals[0]
+    assert len(check_pair(str(cut), str(cut), context_length=2048, memory=GB).refusals) == 1
 
 
 def test_a_replay_gains_what_the_target_would_have_given(smollm2_tiny: Path) -> None:

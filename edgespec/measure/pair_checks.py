@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.backends.llamacpp.ggml.files import llama_cpp, load_model, parts, read_tensors
+from edgespec.backends.llamacpp.ggml.files import check_whole, llama_cpp, load_model, parts, read_tensors
 from edgespec.backends.llamacpp.head_card import check_target
 from edgespec.backends.llamacpp.recurrent import is_recurrent, why_not
 from edgespec.backends.llamacpp.vocab import load_vocab
@@ -12,7 +12,7 @@ from edgespec.errors import EdgespecError, ModelError, VocabMismatch
 from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.loop.text import chat_text
 from edgespec.machine.memory import format_size
-from edgespec.models.gguf_header import check_magic, check_model, header_values
+from edgespec.models.gguf_header import check_model, header_values
 from edgespec.models.heads import is_head
 
 LARGEST_SHARE = 1 / 8  # of the target's bytes; a larger draft seldom pays
@@ -57,7 +57,7 @@ def check_pair(target: str, draft: str, *, context_length: int, memory: int) -> 
         refusals = [no_states(draft)] if is_head(draft) else []
     except ModelError as error:
         refusals = [str(error)]
-    if refusals := refusals or [why for path in (target, draft) if (why := unusable(path))]:
+    if refusals := refusals or [why for path in dict.fromkeys((target, draft)) if (why := unusable(path))]:
         return Verdict(refusals, [])
     vocabs = load_vocab(target), load_vocab(draft)
     try:
@@ -80,11 +80,7 @@ def no_states(draft: str) -> str:
 def unusable(path: str) -> str:
     """Reason that a file can be neither target nor draft, or ""."""
     try:
-        for part in parts(path):
-            check_magic(part)
-            last = max((tensor.start + tensor.size for tensor in read_tensors(part)), default=0)
-            if (size := Path(part).stat().st_size) < last:
-                return f"{part}: is cut off: {size} of {last} bytes are there"
+        check_whole(path)
         model = load_model(path, vocab_only=True)
     except EdgespecError as error:
         return str(error)

@@ -132,7 +132,7 @@ def _why_not(path: str) -> str:
     """Why llama.cpp has not loaded a file, by its log."""
     reason = re.sub(r"^(\w+: )?(error loading [\w ]+: )*", "", last_log())
     if "file bounds" in reason:
-        return f"{path}: is cut off: fetch or copy it again"
+        return cut_off(path)
     if "unknown model architecture" in reason:
         reason += f", to llama-cpp-python {llama_cpp.__version__}: a newer one may know it"
     return f"{path}: cannot be loaded: {reason}"
@@ -203,6 +203,21 @@ def read_tensors(path: str, file: int = 0) -> list[Tensor]:
             )
             for i in range(library.gguf_get_n_tensors(table))
         ]
+
+
+def check_whole(path: str) -> None:
+    """
+    Raises:
+        ModelError: a part of the model is missing, not a GGUF, damaged or cut off.
+    """
+    for part in parts(path):
+        end = max((tensor.start + tensor.size for tensor in read_tensors(part)), default=0)
+        if Path(part).stat().st_size < end:
+            raise ModelError(cut_off(part))
+
+
+def cut_off(path: str) -> str:
+    return f"{path}: is cut off: fetch or copy it again"
 
 
 def decoded(text: bytes, what: str) -> str:

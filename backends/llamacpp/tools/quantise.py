@@ -27,7 +27,7 @@ from edgespec.errors import ModelError, UsageError
 from edgespec.loop.sampling import Float32Array
 from edgespec.models.gguf_header import check_header
 
-from ..ggml.files import ggml_base, llama_cpp
+from ..ggml.files import check_whole, ggml_base, llama_cpp
 from .child import Say, serve
 
 FTYPES = {
@@ -156,11 +156,12 @@ def parameters(job: Mapping[str, Any], keep: list[Any]) -> Any:
 def work(job: dict[str, Any], say: Say) -> None:
     """
     Raises:
-        ModelError: llama.cpp refused.
+        ModelError: the source is cut off, or llama.cpp refused.
         UsageError: the type is unknown.
     """
     if job["type"] and job["type"] not in FTYPES:
         raise UsageError(f"there is no type {job['type']!r}; there are: {', '.join(sorted(FTYPES))}")
+    check_whole(job["source"])
     log, keep = _Log(say), list[Any]()
     callback = llama_cpp.llama_log_callback(log.take)
     llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
