@@ -65,6 +65,8 @@ def test_a_head_named_as_a_model_is_one_line_that_says_what_it_is_for(
         status, out, err = run(*arguments)
         assert (status, out) == (1, "")
         assert err.strip().splitlines()[-1] == f"edgespec: {path}: {says}: edgespec run TARGET --draft {path}"
+    settings = f"edgespec: {path}: is a head, not a model: edgespec run TARGET --draft {path}\n"
+    assert run("models", str(path)) == (1, "", settings)
 
 
 @pytest.mark.parametrize("command", [("run", "Hi"), ("doctor",)])

@@ -7,6 +7,7 @@ from edgespec.errors import MissingPackage, ModelError
 from edgespec.loading.pair import DEFAULT_BUDGET, DEFAULT_CONTEXT
 from edgespec.loop.sampling import SamplingParams
 from edgespec.models.gguf_header import check_model, has_states
+from edgespec.models.heads import is_head
 from edgespec.models.own_sampling import own_sampling
 from edgespec.models.registry import SAMPLING, Entry, local_path
 from edgespec.planners.path_cost import note
@@ -32,6 +33,8 @@ def model_card(entry: Entry) -> dict[str, Any]:
     else:
         if not Path(path).is_dir():
             check_model(path, weights=False)
+        if is_head(path):
+            raise ModelError(f"{path}: is a head, not a model: edgespec run TARGET --draft {path}")
         own, notes = own_sampling(path)
         if path.endswith(".gguf") and has_states(path):
             notes = [*notes, note()]
