@@ -390,7 +390,16 @@ def test_drafted_tokens_are_tinted(run: Run, smollm2_tiny: Path) -> None:
 def test_errors_that_need_a_model(run: Run, smollm2: Path, other_vocab_gguf: Path, tmp_path: Path) -> None:
     model = str(smollm2)
     refused(
-        run, "run", model, "-", "--ctx", "64", *ANY_PASSES, code=1, says="the context holds 64", stdin="word " * 100
+        run,
+        "run",
+        model,
+        "-",
+        "--ctx",
+        "64",
+        *ANY_PASSES,
+        code=1,
+        says="context length is 64 tokens",
+        stdin="word " * 100,
     )
     other = ["--draft", str(other_vocab_gguf)]
     refused(run, "run", model, "hi", *other, *ANY_PASSES, code=1, says="another vocabulary than the target")
@@ -592,7 +601,7 @@ def test_bench_refuses_a_prompt_without_room_before_it_measures(
     monkeypatch.setattr(edgespec.Model, "generate", lambda self, question, **options: answered.append(question))
     status, _, err = run("bench", str(prompts), "--model", str(smollm2_tiny), "--ctx", "256", "--raw", *ANY_PASSES)
     assert status == 1
-    assert "but the context holds 256" in err
+    assert "maximum context length is 256 tokens" in err
     assert not answered
 
 

@@ -360,7 +360,7 @@ def test_a_prompt_of_several_batches(smollm2_tiny_f32):
 def test_a_prompt_longer_than_the_context(target):
     session, seen = target.open(), []
     prompt = [5] * target.capabilities.context_length
-    with pytest.raises(ContextFull, match=r"256 tokens, but the context holds 256"):
+    with pytest.raises(ContextFull, match=r"256 tokens > 255 maximum"):
         next(
             Generation(
                 target, session, NonePlanner(), prompt, SamplingParams(), max_tokens=5, budget=1,

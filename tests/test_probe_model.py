@@ -172,4 +172,4 @@ def test_where_no_copy_can_be_made_a_context_of_one_token_is_refused_by_a_line(
     monkeypatch.setattr(disk, "HEADROOM", 1 << 60)
     code, _, errors = run("run", str(small_llama(tmp_path / "tiny.gguf", layers=4)), "a", "--ctx", "1")
     assert code == 1
-    assert "the context holds 1" in errors
+    assert "maximum context length is 1 tokens" in errors

@@ -471,7 +471,7 @@ BAD = [
     ),
     (HELLO | {"edgespec": {"regex": "("}}, "regex cannot be used"),
     (HELLO | {"edgespec": {"lark": "start: nothing"}}, "lark cannot be used"),
-    ({"messages": [{"role": "user", "content": "a" * 600}]}, "holds 400"),
+    ({"messages": [{"role": "user", "content": "a" * 600}]}, "length is 400"),
 ]
 
 
@@ -549,9 +549,44 @@ class TestErrors:
             error = client.post(f"/v1/{path}", json=body | {"json_schema": {}}).json()["error"]
             assert error["message"] == f"json_schema is not read here; use {instead}"
 
-    def test_the_context_is_named(self, client):
-        answer = client.post("/v1/completions", json={"prompt": "a" * 600})
-        assert answer.json()["error"]["code"] == "context_length_exceeded"
+    @pytest.mark.parametrize("long", ["a" * 600, "a" * 9000], ids=["counted", "not tokenized"])
+    def test_agents_are_told_that_the_context_is_full(self, client, long):
+        """In the words by which Claude Code, opencode, Zed, LiteLLM and others know that they must shorten it."""
+        body = {"messages": [{"role": "user", "content": long}], "prompt": long, "input": long, "max_tokens": 9}
+        paths = ("chat/completions", "completions", "responses", "messages", "messages/count_tokens")
+        for path in paths if len(long) > 600 else paths[:-1]:
+            for more in {}, {"stream": True}:
+                if path == "responses" and more:
+                    continue
+                answer = client.post(f"/v1/{path}", json=body | more)
+                assert answer.status_code == 400
+                error = answer.json()["error"]
+                assert error.get("code", "context_length_exceeded") == "context_length_exceeded"
+                assert "; this model's maximum context length is 400 tokens, " in error["message"]
+                assert error["message"].startswith("prompt is too long: ")
+                counted = re.match(r"prompt is too long: (\d+) tokens > 399 maximum;", error["message"])
+                assert (int(counted[1]) >= 600) if len(long) == 600 else not counted
+
+    def test_codex_is_told_in_the_stream_that_the_context_is_full(self, client):
+        """It takes a status 400 for a mistake of its own, and reads no event `error`."""
+        *begun, error, failed = map(json.loads, stream(client, "/v1/responses", {"input": "a" * 600}))
+        assert [event["type"] for event in begun] == ["response.created", "response.in_progress"]
+        assert [event["sequence_number"] for event in (*begun, error, failed)] == [0, 1, 2, 3]
+        assert (error["type"], failed["type"]) == ("error", "response.failed")
+        assert error["error"]["message"].startswith("prompt is too long: 6")
+        assert failed["response"]["id"] == begun[0]["response"]["id"]
+        assert failed["response"]["error"] == {"code": "context_length_exceeded", "message": error["error"]["message"]}
+
+    @pytest.mark.parametrize("streamed", [False, True])
+    def test_an_answer_that_the_context_ends_does_not_blame_max_tokens(self, client, streamed):
+        def reason(most):
+            body = {"messages": [{"role": "user", "content": "a" * 300}], "max_tokens": most, "stream": streamed}
+            if streamed:
+                return json.loads(stream(client, "/v1/messages", body)[-2])["delta"]["stop_reason"]
+            return client.post("/v1/messages", json=body).json()["stop_reason"]
+
+        assert reason(4000) == "model_context_window_exceeded"
+        assert reason(4) == "max_tokens"
 
     @pytest.mark.parametrize(
         "data",
@@ -711,10 +746,13 @@ class TestErrors:
             assert json.loads(events[-1])["type"] == "error"
             events = [json.loads(data) for data in stream(client, "/v1/responses", {"input": "hello"})]
             says = {"code": None, "message": "an error in the server: RuntimeError", "param": None}
-            error = events[-1].pop("error")  # openai-python raises what it finds there
+            *_, told, failed = events
+            error = told.pop("error")  # openai-python raises what it finds there
             assert error.pop("type") == "api_error"
             assert error == says
-            assert events[-1] == {"type": "error", "sequence_number": len(events) - 1, **says}
+            assert told == {"type": "error", "sequence_number": len(events) - 2, **says}
+            assert failed["type"] == "response.failed"  # that Codex shows
+            assert failed["response"]["error"] == {"code": "server_error", "message": says["message"]}
 
 
 class TestGuard:
@@ -1001,7 +1039,8 @@ def test_pages_of_an_allowed_origin_get_in():
         assert "access-control-allow-origin" not in bad.headers
 
 
-def test_silence_is_filled_with_pings():
+def test_silence_is_filled_with_events():
+    """Codex and LangChain count no comments before they give up."""
     with served(service={"ping_seconds": 0.05}) as client:
         forward = client.model.target.forward
 
@@ -1012,9 +1051,18 @@ def test_silence_is_filled_with_pings():
         client.model.target.forward = slow
         body = HELLO | {"max_tokens": 3, "stream": True}
         with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-            assert ": ping" in list(answer.iter_lines())
+            lines = list(answer.iter_lines())
+        assert sum('"delta":{"content":""}' in line for line in lines) > 2
         with client.stream("POST", "/v1/messages", json=body) as answer:
             assert "event: ping" in list(answer.iter_lines())
+        with client.stream("POST", "/v1/responses", json=body | {"input": "hello", "max_output_tokens": 3}) as answer:
+            assert list(answer.iter_lines()).count("event: response.in_progress") > 2
+        both = {"prompt": "hello", "n": 2, "max_tokens": 9, "edgespec": {"plain": True}}
+        events = map(json.loads, stream(client, "/v1/completions", both | {"stop": "\ufffd"})[:-1])
+        ended = list[int]()
+        for (choice,) in (event["choices"] for event in events):
+            assert choice["index"] not in ended  # no client expects more of a choice behind its end
+            ended += [choice["index"]] * (choice["finish_reason"] is not None)
 
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -1047,7 +1095,7 @@ def test_what_writes_nothing_is_silence_too(body):
         client.model.target.forward = slow
         with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
             lines = list(answer.iter_lines())
-        assert lines.count(": ping") > 3
+        assert sum('"delta":{"content":""}' in line for line in lines) > 3
         assert lines.index("data: [DONE]") > 0
 
 

@@ -126,7 +126,7 @@ class TestAnAnswerThatIsCutAfterACall:
     def test_messages(self, single, reason):
         answer = Answer(None, single_call=single, pieces=[Call("time", "{}"), "<tool_call>{"])
         answer.stats.finish_reason = "length"
-        assert messages.ending(answer) == {"stop_reason": reason, "stop_sequence": None}
+        assert messages.ending(answer, 0) == {"stop_reason": reason, "stop_sequence": None}
 
     @pytest.mark.parametrize(("parallel", "status"), [(True, "incomplete"), (False, "completed")])
     def test_responses(self, client, parallel, status):
@@ -246,7 +246,7 @@ def test_a_stop_string_after_the_only_call_does_not_end_the_answer(single, reaso
     async def answered():
         answer = Answer(None, ChannelParser(), single_call=single, pieces=[Call("time", "{}")])
         await Answers([answer], submit, 1.0).whole()
-        return messages.ending(answer)
+        return messages.ending(answer, 0)
 
     assert asyncio.run(answered())["stop_reason"] == reason
 

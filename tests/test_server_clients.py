@@ -36,7 +36,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 @contextmanager
-def listening(slots=2, context=500, sock=None, **guard):
+def listening(slots=2, context=500, sock=None, service=(), **guard):
     """(model, port) of a server in a thread, on a socket of its own or a given one."""
     target = ReferenceBackend(random_model(2, vocab_size=258), sessions=slots, context_length=context)
     target.model.unembedding[1] = 0  # texts seldom end early
@@ -44,7 +44,9 @@ def listening(slots=2, context=500, sock=None, **guard):
         Model(target, [SssdPlanner() for _ in range(slots)], budget=8) as model,
         sock or socket.create_server(("127.0.0.1", 0)) as sock,
     ):
-        config = uvicorn.Config(make_app(Service(model, "tiny"), **guard), log_level="warning", lifespan="on")
+        config = uvicorn.Config(
+            make_app(Service(model, "tiny", **dict(service)), **guard), log_level="warning", lifespan="on"
+        )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
@@ -104,8 +106,43 @@ class TestOpenAI:
         with pytest.raises(openai.BadRequestError) as raised:
             client.completions.create(model="any", prompt="a" * 600)
         assert raised.value.code == "context_length_exceeded"
+        with pytest.raises(openai.APIError, match=r"prompt is too long: 6\d\d tokens > 499 maximum") as raised:
+            list(client.responses.create(model="any", input="a" * 600, stream=True))
+        assert raised.value.code == "context_length_exceeded"
         with pytest.raises(openai.AuthenticationError):
             client.with_options(api_key="wrong").models.list()
+
+
+def test_events_that_fill_a_silence_change_no_answer_of_the_clients(server, expected):
+    openai, anthropic = (pytest.importorskip(name, reason="needs the clients") for name in ("openai", "anthropic"))
+    seeded = {"seed": 3, "temperature": 0.9}
+    with listening(service={"ping_seconds": 0.01}) as (model, port):
+        forward = model.target.forward
+
+        def slow(batch):
+            time.sleep(0.03)
+            return forward(batch)
+
+        model.target.forward = slow
+        url = f"http://127.0.0.1:{port}"
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            with client.chat.completions.stream(model="any", messages=HELLO, max_tokens=20, **seeded) as events:
+                silent = sum(event.type == "chunk" and event.chunk.choices[0].delta.content == "" for event in events)
+                (choice,) = events.current_completion_snapshot.choices
+            assert (silent > 3, choice.message.content, choice.message.role) == (True, expected, "assistant")
+            asked = {"model": "any", "input": "hello", "max_output_tokens": 20, "extra_body": seeded}
+            with client.responses.stream(**asked) as events:
+                found = list(events)
+            assert sum(event.type == "response.in_progress" for event in found) > 3
+            assert found[-1].response.output_text == expected
+            texts = client.completions.create(model="any", prompt="a", max_tokens=9, stream=True, **seeded)
+            assert "".join(part.choices[0].text for part in texts) == model.generate("a", max_tokens=9, **seeded).text
+        with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+            asked = {"model": "any", "messages": HELLO, "max_tokens": 20, "extra_body": seeded}
+            with client.messages.stream(**asked) as events:
+                assert "".join(events.text_stream) == expected
+            with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: 6\d\d tokens > 499 maximum"):
+                client.messages.create(**asked | {"messages": [{"role": "user", "content": "a" * 600}]})
 
 
 class TestAnthropic:

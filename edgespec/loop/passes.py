@@ -320,12 +320,12 @@ def check_room(backend: Backend, prompt_length: int) -> None:
     """
     limit = backend.capabilities.context_length
     if prompt_length >= limit:
-        raise full(str(prompt_length), limit)
+        raise full(f"{prompt_length} tokens > {limit - 1} maximum", limit)
 
 
-def full(tokens: str, limit: int) -> ContextFull:
-    """The error for a prompt of so many tokens."""
+def full(found: str, limit: int) -> ContextFull:
+    """The error for a prompt, in Anthropic's and in OpenAI's words: agents that read them shorten the conversation."""
     return ContextFull(
-        f"the prompt has {tokens} tokens, but the context holds {limit}: "
+        f"prompt is too long: {found}; this model's maximum context length is {limit} tokens, with the answer: "
         f"shorten the prompt or use a larger context (--ctx, context_length=…)"
     )

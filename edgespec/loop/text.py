@@ -123,8 +123,8 @@ def check_length(vocab: Vocab, characters: int, context_length: int | None) -> N
     if context_length is None or characters < context_length * CHARACTERS:
         return
     tokens = characters // vocab.longest
-    if tokens >= context_length:
-        raise full(f"at least {tokens}", context_length)
+    if tokens >= context_length:  # not in the form of a count: agents would take it for one
+        raise full(f"at least {tokens} tokens, but {context_length - 1} is the maximum", context_length)
 
 
 def chat_text(

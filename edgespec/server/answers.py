@@ -27,9 +27,10 @@ class Answer:
     thought_tokens: int = 0
     choice: int = 0  # number among the choices of its prompt
     single_call: bool = False  # the first call ends it
+    ended: bool = False
 
     def add(self, event: Event) -> None:
-        new = list[Piece]()
+        new, self.ended = list[Piece](), isinstance(event, Ended)
         if self.has_its_call:
             pass
         elif isinstance(event, Wrote):

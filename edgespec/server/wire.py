@@ -27,7 +27,7 @@ GONE = 499  # the client left before the answer
 LINE_BREAKS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 # llama.cpp's fields that no interface reads: their values that change nothing.
 NOT_READ = {"repeat_penalty": (None, 1), "typical_p": (None, 1), "grammar": (None, ""), "json_schema": (None, "")}
-ServerSent = tuple[str | None, Any]  # name, and data: JSON, a string as it is, or None for a comment
+ServerSent = tuple[str | None, Any]  # name, and data: JSON, or a string as it is
 Body = TypeVar("Body", bound="Lenient")
 
 
@@ -172,8 +172,6 @@ async def _left(http: HttpRequest) -> None:
 
 
 def sse(name: str | None, data: Any) -> bytes:
-    if data is None:
-        return b": ping\n\n"
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     text = text.translate(LINE_BREAKS)
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()

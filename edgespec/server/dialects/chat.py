@@ -98,6 +98,7 @@ def tools_of(body: ChatBody) -> Tools | None:
 class ChatWriter(ChoicesWriter):
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     first: ClassVar = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+    empty: ClassVar = {"delta": {"content": ""}, "logprobs": None}
     last: ClassVar = {"delta": {}, "logprobs": None}
 
     def choice(self, answer: Answer) -> dict[str, Any]:

@@ -45,7 +45,8 @@ def question_of(body: CompletionBody) -> Question:
 
 class CompletionWriter(ChoicesWriter):
     prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
-    last: ClassVar = {"text": "", "logprobs": None}
+    empty: ClassVar = {"text": "", "logprobs": None}
+    last: ClassVar = empty
 
     def __init__(self, service: Service, body: CompletionBody, answers: Answers) -> None:
         super().__init__(service, body, answers)

@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import monotonic
@@ -12,6 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from edgespec.errors import ContextFull
 from edgespec.scheduler.requests import Event
 from edgespec.server.access import SENDER
 from edgespec.server.answers import Answers
@@ -35,29 +36,34 @@ class Writer(ABC):
     def after(self, number: int, event: Event) -> Iterable[ServerSent]:
         """Called with each event and the number of its answer."""
 
+    @abstractmethod
     def silent(self) -> Iterable[ServerSent]:
-        """Called from time to time while nothing is written, to keep the connection open."""
-        return [(None, None)]
+        """Called from time to time while nothing is written: an event, since some clients' timers count no comment."""
 
     def end(self) -> Iterable[ServerSent]:
         return ()
 
     @abstractmethod
-    def error(self, refused: Refused) -> ServerSent:
-        """The event that ends a stream early."""
+    def error(self, refused: Refused) -> Iterable[ServerSent]:
+        """The events that end a stream early."""
 
 
 class EventStream(StreamingResponse):
-    def __init__(self, lines: AsyncIterator[bytes], answers: Answers) -> None:
+    def __init__(self, lines: AsyncIterator[bytes] | Iterator[bytes], left: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            lines: of the stream.
+            left: called when the client has all lines, or has left.
+        """
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(lines, media_type="text/event-stream", headers=headers)
-        self._answers = answers
+        self._left = left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:  # the client may leave before the first line
-            self._answers.cancel()
+            self._left()
 
 
 @dataclass(frozen=True)
@@ -68,23 +74,31 @@ class Dialect:
         body: the class of its bodies; they have a field `stream`.
         question: of a body; raises Refused or UsageError.
         writer: for a body and its answers.
+        too_long: the stream that refuses a prompt for its length; None: a status does.
     """
 
     body: type[Lenient]
     question: Callable[[Any], Question]
     writer: Callable[[Service, Any, Answers], Writer]
+    too_long: Callable[[Service, Any, Refused], Iterable[ServerSent]] | None = None
 
     async def answer(self, http: HttpRequest) -> Response:
         service: Service = http.app.state.service
         body: Any = await read_body(http, self.body)
-        answers = await service.start(await asyncio.to_thread(self.question, body), http.scope[SENDER])
+        question = await asyncio.to_thread(self.question, body)
+        try:
+            answers = await service.start(question, http.scope[SENDER])
+        except ContextFull as error:
+            if not (body.stream and self.too_long):
+                raise
+            return EventStream(sse(*sent) for sent in self.too_long(service, body, refusal(error)))
         with ExitStack() as left_early:
             left_early.callback(answers.cancel)
             writer = self.writer(service, body, answers)
             if not body.stream:
                 return await answer_whole(http, answers.whole(), writer.whole)
             left_early.pop_all()
-        return EventStream(self._lines(writer, answers), answers)
+        return EventStream(self._lines(writer, answers), answers.cancel)
 
     async def _lines(self, writer: Writer, answers: Answers) -> AsyncIterator[bytes]:
         try:
@@ -101,4 +115,5 @@ class Dialect:
             for sent in writer.end():
                 yield sse(*sent)
         except (Exception, asyncio.CancelledError) as error:
-            yield sse(*writer.error(refusal(error)))
+            for sent in writer.error(refusal(error)):
+                yield sse(*sent)

@@ -159,16 +159,18 @@ def usage(answer: Answer) -> dict[str, int]:
     }
 
 
-def ending(answer: Answer) -> dict[str, str | None]:
+def ending(answer: Answer, max_tokens: int) -> dict[str, str | None]:
     if answer.stop_found is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_found}
-    reason = "max_tokens" if answer.is_cut else "tool_use" if answer.calls else "end_turn"
+    reason = "tool_use" if answer.calls else "end_turn"
+    if answer.is_cut:
+        reason = "max_tokens" if answer.stats.tokens == max_tokens else "model_context_window_exceeded"
     return {"stop_reason": reason, "stop_sequence": None}
 
 
 class MessagesWriter(Writer):
     def __init__(self, service: Service, body: MessagesBody, answers: Answers) -> None:
-        (self._answer,), self._answers = answers.all, answers
+        (self._answer,), self._answers, self._most = answers.all, answers, body.max_tokens
         self._head: dict[str, Any] = {
             "id": new_id("msg_"), "type": "message", "role": "assistant", "model": body.model or service.name,
         }  # fmt: skip
@@ -177,7 +179,8 @@ class MessagesWriter(Writer):
 
     def whole(self) -> dict[str, Any]:
         content, told = list(map(block, self._answer.pieces)), {"edgespec": self._answers.account}
-        return {**self._head, "content": content, **ending(self._answer), "usage": usage(self._answer), **told}
+        ended = ending(self._answer, self._most)
+        return {**self._head, "content": content, **ended, "usage": usage(self._answer), **told}
 
     def after(self, number: int, event: Event) -> Iterator[ServerSent]:
         yield from self._begin()
@@ -189,15 +192,15 @@ class MessagesWriter(Writer):
             else:
                 yield named("content_block_stop", index=index)
         if isinstance(event, Ended):
-            yield named("message_delta", delta=ending(self._answer), usage=usage(self._answer))
+            yield named("message_delta", delta=ending(self._answer, self._most), usage=usage(self._answer))
             yield named("message_stop")
 
     def silent(self) -> Iterator[ServerSent]:
         yield from self._begin()
         yield named("ping")
 
-    def error(self, refused: Refused) -> ServerSent:
-        return "error", error_body(refused)
+    def error(self, refused: Refused) -> Iterator[ServerSent]:
+        yield "error", error_body(refused)
 
     def _begin(self) -> Iterator[ServerSent]:
         """Only now is it known how many tokens are cached."""

@@ -135,6 +135,7 @@ class ChoicesWriter(Writer):
         kind: of a whole answer.
         chunk_kind: of a part of a stream.
         first: the part that begins a choice; empty: there is none.
+        empty: a part with no text.
         last: the part that ends a choice.
     """
 
@@ -142,6 +143,7 @@ class ChoicesWriter(Writer):
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
     first: ClassVar[Mapping[str, Any]] = {}
+    empty: ClassVar[Mapping[str, Any]]
     last: ClassVar[Mapping[str, Any]]
 
     def __init__(self, service: Service, body: ChoicesBody, answers: Answers) -> None:
@@ -196,8 +198,12 @@ class ChoicesWriter(Writer):
             yield None, {**self._head, "choices": [], **self._counts()}
         yield None, "[DONE]"
 
-    def error(self, refused: Refused) -> ServerSent:
-        return None, error_body(refused)
+    def silent(self) -> Iterator[ServerSent]:
+        number = next((i for i, one in enumerate(self._answers.all) if not one.ended), 0)
+        yield None, self._chunk(number, self.empty)
+
+    def error(self, refused: Refused) -> Iterator[ServerSent]:
+        yield None, error_body(refused)
 
     def _chunk(self, number: int, part: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
         return {**self._head, "choices": [{"index": number, **part, "finish_reason": reason}]}

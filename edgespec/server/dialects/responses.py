@@ -18,6 +18,8 @@ from edgespec.server.tool_calls import Call, Tools, choose_allowed, choose_tools
 from edgespec.server.wire import ServerSent, new_id
 
 ROLES = ("system", "developer", "user", "assistant")
+NOTHING: dict[str, Any] = {"output": [], "incomplete_details": None, "usage": None}  # of a response without an answer
+IN_PROGRESS = NOTHING | {"status": "in_progress"}
 
 
 class ResponsesBody(OpenAIBody):
@@ -143,19 +145,50 @@ def part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
+def head_of(service: Service, body: ResponsesBody) -> dict[str, Any]:
+    """The members that a response has from its beginning."""
+    return {
+        "id": new_id("resp_"), "object": "response", "created_at": int(time.time()),
+        "model": body.model or service.name, "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens, "parallel_tool_calls": body.parallel_tool_calls,
+        "previous_response_id": None, "store": False,
+        "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto", "tools": body.tools or [],
+        "truncation": "disabled", "metadata": body.metadata or {}, "error": None, "reasoning": body.reasoning,
+    }  # fmt: skip
+
+
+def named(kind: str, numbers: Iterator[int], **fields: Any) -> ServerSent:
+    name = f"response.{kind}"
+    return name, {"type": name, "sequence_number": next(numbers), **fields}
+
+
+def begun(head: dict[str, Any], numbers: Iterator[int]) -> Iterator[ServerSent]:
+    for kind in ("created", "in_progress"):
+        yield named(kind, numbers, response=head | IN_PROGRESS)
+
+
+def failed(head: dict[str, Any], numbers: Iterator[int], refused: Refused) -> Iterator[ServerSent]:
+    """openai-python raises what the member `error` of the first event has; Codex reads only the second."""
+    about = {"code": refused.code, "message": refused.message, "param": refused.param}
+    yield "error", {"type": "error", **about, "sequence_number": next(numbers), **error_body(refused)}
+    code = refused.code or ("server_error" if refused.status >= 500 else "invalid_prompt")
+    error = {"code": code, "message": refused.message}
+    yield named("failed", numbers, response=head | NOTHING | {"status": "failed", "error": error})
+
+
+def too_long(service: Service, body: ResponsesBody, refused: Refused) -> Iterator[ServerSent]:
+    """As OpenAI does: Codex takes a status 400 for a mistake of its own, and does not shorten the conversation."""
+    head, numbers = head_of(service, body), count()
+    yield from begun(head, numbers)
+    yield from failed(head, numbers, refused)
+
+
 class ResponsesWriter(Writer):
     def __init__(self, service: Service, body: ResponsesBody, answers: Answers) -> None:
         (self._answer,), self._answers = answers.all, answers
         sampling, self._name = self._answer.request.sampling, new_id("msg_")
-        self._head = {
-            "id": new_id("resp_"), "object": "response", "created_at": int(time.time()),
-            "model": body.model or service.name, "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens, "parallel_tool_calls": body.parallel_tool_calls,
-            "previous_response_id": None, "store": False, "temperature": sampling.temperature, "top_p": sampling.top_p,
-            "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto", "tools": body.tools or [],
-            "truncation": "disabled", "metadata": body.metadata or {}, "error": None, "reasoning": body.reasoning,
-        }  # fmt: skip
+        self._head = head_of(service, body) | {"temperature": sampling.temperature, "top_p": sampling.top_p}
         self._parts, self._numbers = Parts(), count()
         self._thought: Literal["none", "open", "done"] = "none"
         self._text: dict[str, Any] | None = None  # where its deltas go; it stays open to the end
@@ -185,9 +218,10 @@ class ResponsesWriter(Writer):
         return {**self._head, "status": status, "output": output, **more, **told}
 
     def begin(self) -> Iterator[ServerSent]:
-        started = {**self._head, "status": "in_progress", "output": [], "incomplete_details": None, "usage": None}
-        yield self._named("created", response=started)
-        yield self._named("in_progress", response=started)
+        return begun(self._head, self._numbers)
+
+    def silent(self) -> Iterator[ServerSent]:
+        yield self._named("in_progress", response=self._head | IN_PROGRESS)
 
     def after(self, number: int, event: Event) -> Iterator[ServerSent]:
         for stage, _, piece in self._parts.after(self._answer.new, ended=isinstance(event, Ended)):
@@ -206,10 +240,8 @@ class ResponsesWriter(Writer):
                 yield self._item("done", index, text_item(self._name, text, done["status"]))
             yield self._named(done["status"], response=done)
 
-    def error(self, refused: Refused) -> ServerSent:
-        about = {"code": refused.code, "message": refused.message, "param": refused.param}
-        # openai-python raises what the member `error` has.
-        return "error", {"type": "error", **about, "sequence_number": next(self._numbers), **error_body(refused)}
+    def error(self, refused: Refused) -> Iterator[ServerSent]:
+        return failed(self._head, self._numbers, refused)
 
     def _of_thought(self, stage: str, piece: Thought) -> Iterator[ServerSent]:
         """All thoughts are one item, which ends with the first of them.
@@ -257,8 +289,7 @@ class ResponsesWriter(Writer):
         return self._named(f"output_item.{stage}", output_index=index, item=item)
 
     def _named(self, kind: str, **fields: Any) -> ServerSent:
-        name = f"response.{kind}"
-        return name, {"type": name, "sequence_number": next(self._numbers), **fields}
+        return named(kind, self._numbers, **fields)
 
 
-RESPONSES = Dialect(ResponsesBody, question_of, ResponsesWriter)
+RESPONSES = Dialect(ResponsesBody, question_of, ResponsesWriter, too_long)
