@@ -19,11 +19,13 @@ from edgespec.backends.reference.backend import ReferenceBackend, random_model
 pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
 
 import uvicorn
+from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
 import edgespec.cli.commands
 import edgespec.cli.serve
-from edgespec.cli.serve import open_socket, read_keys
+from edgespec.cli.serve import _config, open_socket, read_keys
 from edgespec.errors import UsageError
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
@@ -236,6 +238,30 @@ def test_many_clients_at_once():
         assert model.scheduler.active == model.scheduler.waiting == 0
         assert model.target.open_sessions == 4
         assert threading.active_count() <= threads + 12  # asyncio's workers
+
+
+@pytest.mark.parametrize("upgrade", ["h2c", "websocket"])
+def test_a_client_that_would_go_on_in_another_protocol_gets_its_answer(upgrade, capfd):
+    """Java's do in every request; httptools, which uvicorn takes where it is installed, drops the body then."""
+
+    async def echo(http):
+        return Response(await http.body())
+
+    config = _config(Starlette(routes=[Route("/", echo, methods=["POST"])]), False, 1)
+    assert config.http != "auto"  # whose choice depends on what is installed
+    server = WatchingServer(config)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            until(lambda: server.started)
+            asked = {"connection": "Upgrade, HTTP2-Settings", "upgrade": upgrade, "http2-settings": "AAMAAABkAAQ"}
+            answer = httpx.post(f"http://127.0.0.1:{sock.getsockname()[1]}", content=b"hello", headers=asked)
+            assert (answer.status_code, answer.content) == (200, b"hello")
+        finally:
+            server.should_exit = True
+            thread.join()
+    assert not capfd.readouterr().err
 
 
 class Connection:

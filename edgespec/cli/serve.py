@@ -97,9 +97,11 @@ def refusing(listening: socket.socket, *, log: bool, **guard: Any) -> Iterator[N
 def _config(app: Any, log: bool, most_seconds: int) -> Any:
     import uvicorn
 
+    from edgespec.server.connections import OneProtocol
+
     return uvicorn.Config(
-        app, log_level="info" if log else "warning", access_log=log, lifespan="on", proxy_headers=False,
-        timeout_graceful_shutdown=most_seconds,
+        app, http=OneProtocol, ws="none", lifespan="on", log_level="info" if log else "warning", access_log=log,
+        proxy_headers=False, timeout_graceful_shutdown=most_seconds,
     )  # fmt: skip
 
 

@@ -6,11 +6,19 @@ from time import monotonic
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 60.0  # that a client may take for the head of a request
 SLOW_READER = 60.0  # that a client may leave data unread
 LAST_SECONDS = 2  # for the last events after the grace, and for the rest of an answer while the server ends
 LOOK_SECONDS = 0.1
+
+
+class OneProtocol(H11Protocol):
+    """HTTP/1.1 alone: Java's clients ask for HTTP/2 in every request, and httptools drops such requests' bodies."""
+
+    def _should_upgrade(self) -> bool:
+        return False  # H11Protocol does not, either, but logs two lines
 
 
 class WatchingServer(uvicorn.Server):
@@ -34,7 +42,7 @@ class WatchingServer(uvicorn.Server):
         connection: Any
         for connection in self.server_state.connections:
             transport = connection.transport
-            request = getattr(connection, "cycle", None)  # that of a WebSocket has none
+            request = connection.cycle
             unread = transport.get_write_buffer_size()
             if not unread and request and not request.response_complete:
                 continue  # the client waits for the server
