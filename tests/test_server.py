@@ -784,12 +784,17 @@ class TestGuard:
             ({"origin": "https://chat.example"}, 200),
             ({"origin": "http://127.0.0.1:9"}, 403),
             ({"origin": "null"}, 403),
+            ({"origin": ""}, 403),
             ({"origin": "http://evil.example"}, 403),
             ({"host": "evil.example", "origin": "http://evil.example"}, 403),  # its name server says 127.0.0.1
             ({"sec-fetch-site": "cross-site"}, 403),
             ({"sec-fetch-site": "same-origin"}, 200),
             ({"authorization": ""}, 401),
             ({"authorization": "Bearer wrong"}, 401),
+            ({"authorization": "bearer right"}, 200),
+            ({"authorization": "BEARER  right"}, 200),
+            ({"authorization": "right"}, 200),
+            ({"authorization": "Bearerright"}, 401),
             ({"authorization": "Bearer wrong", "x-api-key": "right"}, 200),
             ({"authorization": "", "x-api-key": "Bearer right"}, 401),
         ],
@@ -822,6 +827,40 @@ class TestGuard:
                 allowed = answer.headers.get("access-control-allow-origin")
                 assert (answer.status_code, allowed) == (status, origin if status == 200 else None)
 
+    @pytest.mark.parametrize(
+        ("given", "origin", "status"),
+        [
+            ("https://chat.example/", "https://chat.example", 200),
+            ("HTTPS://Chat.Example:443", "https://chat.example", 200),
+            ("http://box.lan:80", "http://box.lan", 200),
+            ("http://[::1]:3000", "http://[::1]:3000", 200),
+            ("http://box.lan", "http://box.lan:3000", 403),
+            ("http://box.lan", "http://box-lan", 403),
+            ("app://obsidian.md", "app://obsidian.md", 200),
+            ("vscode-webview://*", "vscode-webview://0mh2f8", 200),
+            ("vscode-webview://*", "https://evil.example", 403),
+            ("http://localhost:*", "http://localhost:5173", 200),
+            ("https://*.example", "https://example", 403),
+            ("file://", "file://", 200),
+            ("app://Notes", "app://Notes", 200),
+            ("null", "null", 200),
+            ("*", "null", 200),
+            ("*", "https://evil.example", 200),
+        ],
+    )
+    def test_pages_of_an_allowed_origin(self, given, origin, status):
+        with served(origins=[given]) as client:
+            answer = client.get("/v1/models", headers={"origin": origin})
+            assert answer.status_code == status
+            assert answer.headers.get("access-control-allow-origin") == (origin if status == 200 else None)
+
+    @pytest.mark.parametrize(
+        "given", ["chat.example", "https://chat.example/page", "", "https:chat.example", "a b://c"]
+    )
+    def test_an_origin_that_no_page_could_have_is_refused_at_the_start(self, given):
+        with pytest.raises(UsageError, match=f"^--allow-origin is {re.escape(repr(given))}, but must be like"):
+            Guard(lambda: None, error_body, origins=[given])
+
     def test_what_a_form_can_send_is_refused(self, client):
         for kind in ("text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"):
             answer = client.post("/v1/chat/completions", content=json.dumps(HELLO), headers={"content-type": kind})
@@ -836,6 +875,7 @@ class TestGuard:
     def test_health_is_public(self):
         with served(keys=["right"]) as client:
             assert client.get("/metrics").status_code == 401
+            assert client.get("/health", headers={"origin": ""}).status_code == 403
             health = client.get("/health").json()
             assert (health["status"], health["planner"], health["parallel"]) == ("ok", "sssd", 2)
             assert health["where"]["line"] == "reference; exactly the text of plain decoding"

@@ -32,6 +32,8 @@ SAFETY = [
     (b"referrer-policy", b"no-referrer"),
 ]
 LOCAL = "localhost"  # the only name that no system asks a name server for: macOS does for *.localhost
+ORIGIN = re.compile(r"(\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]*)/?", re.IGNORECASE)
+BEARER = re.compile(r"^bearer\s+", re.IGNORECASE)
 NAME = re.compile(r"[\w-]+(\.[\w-]+)*\.?", re.ASCII)
 
 SENDER = "edgespec.sender"  # of a request, in its scope
@@ -40,6 +42,17 @@ SENDER = "edgespec.sender"  # of a request, in its scope
 def sender_of(key: str) -> str:
     """The sender that a key stands for: the same after a restart, but not the key itself."""
     return sha256(f"edgespec sender {key}".encode()).hexdigest()[:16]
+
+
+def _pattern(origin: str) -> str:
+    """A regular expression of an allowed origin, as browsers send it. Raises UsageError."""
+    found = ORIGIN.fullmatch(origin)
+    if not found:
+        raise must_be("--allow-origin", origin, "like https://chat.example, app://obsidian.md, app://* or *")
+    text = found[1].lower()
+    for scheme, port in (("http://", ":80"), ("https://", ":443")):  # which no browser sends
+        text = text.removesuffix(port) if text.startswith(scheme) else text
+    return ".*".join(map(re.escape, text.split("*")))
 
 
 class Guard:
@@ -61,11 +74,11 @@ class Guard:
             error_body: an error in the dialect of a path.
             keys: the request must have one of them; empty: it needs none.
             hosts: allowed names besides addresses and localhost.
-            origins: of allowed pages, besides this server's own.
+            origins: of allowed pages, besides this server's own; * stands for any text.
             count: called with path and status of each answer of `app`.
 
         Raises:
-            UsageError: one of `hosts` is no name.
+            UsageError: one of `hosts` is no name, or one of `origins` no origin.
         """
         for host in hosts:
             if not NAME.fullmatch(host):
@@ -75,7 +88,7 @@ class Guard:
         several = len(set(keys)) > 1
         self._senders = {key.encode(): sender_of(key) if several else "" for key in keys}
         self._hosts = {LOCAL} | {host.lower().rstrip(".") for host in hosts}
-        self._origins = set(origins)
+        self.origins = re.compile(f"(?i:{'|'.join(map(_pattern, origins)) or '(?!)'})")
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,7 +128,7 @@ class Guard:
         if len(host) != 1 or not self._known(host[0]):
             return Refused(403, f"this server does not answer for the host {', '.join(host)!r}; see --allow-host")
         for origin in headers.getlist("origin"):
-            if origin != f"{scope['scheme']}://{host[0]}" and origin not in self._origins:
+            if origin != f"{scope['scheme']}://{host[0]}" and not self.origins.fullmatch(origin):
                 return Refused(403, f"pages of {origin!r} may not use this server; see --allow-origin")
         if "origin" not in headers and "cross-site" in headers.getlist("sec-fetch-site"):
             return Refused(403, "another site's page may not use this server")
@@ -144,7 +157,7 @@ class Guard:
 
     def _sender(self, headers: Headers) -> str | None:
         """Who sends a request, by its key; "" where there are not several; None: it has none."""
-        sent = [value.removeprefix("Bearer ").strip() for value in headers.getlist("authorization")]
+        sent = [BEARER.sub("", value).strip() for value in headers.getlist("authorization")]
         sent += headers.getlist("x-api-key")
         found: str | None = None
         for value in sent:  # all of them: the time does not tell which key is right

@@ -81,7 +81,7 @@ def _guarded(app: ASGIApp, *, origins: Collection[str] = (), **guard: Any) -> AS
     guarded = Guard(app, error_body, origins=origins, **guard)
     if not origins:
         return guarded
-    return CORSMiddleware(guarded, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
+    return CORSMiddleware(guarded, allow_origin_regex=guarded.origins.pattern, allow_methods=["*"], allow_headers=["*"])
 
 
 async def _refuse_while_loading(scope: Scope, receive: Receive, send: Send) -> None:
