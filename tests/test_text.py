@@ -204,7 +204,7 @@ SAID = {"role": "assistant", "content": "So"}
     [
         ([SAID, SAID], "the last two messages are the assistant's, but only one can be continued: join them"),
         ([SAID | {"tool_calls": [{"function": {}}]}], "calls a tool: give the tool's result after it"),
-        ([SAID | {"content": ["So"]}], r"is \['So'\], but must be a text"),
+        ([SAID | {"content": ["So"]}], r"content is \['So'\], but must be a text, a list of text parts"),
     ],
 )
 def test_what_cannot_be_continued_is_said(last: list[dict[str, object]], says: str) -> None:
@@ -256,6 +256,30 @@ def test_what_is_no_message_is_said(message: Any) -> None:
     """Token ids, say: a template would show nothing of them."""
     with pytest.raises(UsageError, match=rf"a message is {re.escape(str(message))}, but must be like .*role.*user"):
         render_chat(ByteVocab("{% for m in messages %}{{ m.role + m.content }}{% endfor %}"), [message, 6])
+
+
+def test_contents_are_texts_parts_or_none() -> None:
+    """As OpenAI's and Anthropic's packages write them; templates would show Python's notation."""
+    parts: list[dict[str, object]] = [{"type": "text", "text": "a"}, {"type": "output_text", "text": "b"}]
+    one: dict[str, object] = {"role": "system", "content": parts}
+    messages: list[dict[str, object]] = [one, {"role": "user", "content": tuple(parts)}, {"role": "assistant"}]
+    vocab = ByteVocab(FIRST + TURNS + LOOP)
+    text = chat_text(vocab, [*messages, {"role": "tool", "content": None}, {"role": "user", "content": []}])
+    assert text == "S:ab;u:ab;a:;t:;u:;"
+    assert one == {"role": "system", "content": parts}
+    begun = render_chat(vocab, [{"role": "user", "content": "x"}, {"role": "assistant", "content": parts}])
+    assert bytes(begun[1:]).endswith(b"ab")  # behind the start token
+    with pytest.raises(ContextFull):
+        render_chat(vocab, [{"role": "user", "content": [parts[0] | {"text": "a" * 3000}]}], context_length=100)
+
+
+@pytest.mark.parametrize(
+    "wrong", [5, {"type": "text", "text": "a"}, [{"type": "text"}], [{"type": "image_url", "text": "a"}]]
+)
+def test_a_content_that_is_no_text_is_said(wrong: object) -> None:
+    says = rf"^a message's content is {re.escape(repr(wrong))}, but must be a text, a list of text parts, or None$"
+    with pytest.raises(UsageError, match=says):
+        render_chat(ByteVocab(FIRST + TURNS + LOOP), [{"role": "user", "content": wrong}])
 
 
 def test_no_template_is_said_clearly() -> None:

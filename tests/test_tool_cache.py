@@ -181,6 +181,16 @@ def test_the_script_counts_calls_that_were_started_early(tmp_path, monkeypatch, 
     assert "2 conversations: 1 of 2 calls (50%) were started early" in capsys.readouterr().out
 
 
+def test_a_text_in_parts_is_that_text(cache):
+    parts = [{"type": "text", "text": "QX1234 please"}]
+    image = {"role": "user", "content": [{"type": "image_url"}]}
+    cache.foresee([{"role": "user", "content": parts}, image, call_of("look", booking="QX1234")])
+    cache.foresee([{"role": "user", "content": "AB5678 please"}])
+    proposed(cache)
+    assert cache.call("look", {"booking": "AB5678"}) is not None
+    assert cache.early == 1
+
+
 def test_a_call_with_wrong_arguments_stops_no_conversation(cache):
     """A model wrote them; the right call that follows is learned from."""
     wrong = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": '{"booking": "QX1'}}]}

@@ -11,6 +11,7 @@ from edgespec.loop.passes import full
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "Hi"}
 SYSTEM = ("system", "developer")  # roles
+TEXT_PARTS = ("text", "input_text", "output_text")  # types
 CHARACTERS = 16  # of a token at most, but for rare ones
 MOST_STOPS = 4096  # characters of all stop strings
 MARK = "here-the-answer-goes-on"  # behind the content of a message, so that templates strip no white space there
@@ -101,8 +102,8 @@ def render_chat(
         Token ids of a conversation, ready for the assistant's answer, or for the rest of one that the assistant's last
         message begins; arguments and errors as for `chat_text`, and `check_length` of the messages and of the text.
     """
-    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
-    check_length(vocab, sum(len(one) for one in contents if isinstance(one, str)), context_length)
+    messages = plain_messages(messages)
+    check_length(vocab, sum(len(message["content"]) for message in messages), context_length)
     text = check_text("a message", chat_text(vocab, messages, answer=True, tools=tools, more=more))
     check_length(vocab, len(text), context_length)
     has_bos = vocab.bos_id is not None and text.startswith(vocab.token_text(vocab.bos_id))
@@ -139,7 +140,7 @@ def chat_text(
 
     Args:
         vocab: the model's tokenizer.
-        messages: such as {"role": "user", "content": "Hi"}.
+        messages: such as {"role": "user", "content": "Hi"}; as for `plain_messages`.
         answer: end with the beginning of the assistant's answer. If the last message is the assistant's, it is that.
         tools: functions that the assistant may call, as JSON schemas.
         more: further variables of the template, such as enable_thinking.
@@ -154,10 +155,7 @@ def chat_text(
     """
     if vocab.chat_template is None:
         raise UsageError("this model has no chat template: use --raw (in Python: generate with a text)")
-    for message in messages:
-        # A template would silently show nothing of it, or fail.
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise must_be("a message", message, "like {'role': 'user', 'content': 'Hi'}")
+    messages = plain_messages(messages)
     variables = dict(more or {}) | ({"tools": tools} if tools else {})
     if not (answer and messages and messages[-1].get("role") == "assistant"):
         return _with_systems(_renderer(vocab, variables | {"add_generation_prompt": answer}), messages)
@@ -168,17 +166,38 @@ def chat_text(
     return begun
 
 
+def plain_messages(messages: Sequence[Message]) -> list[Message]:
+    """Messages whose contents are texts: parts of text are joined, and none is "".
+
+    Raises:
+        UsageError: one is no message, or its content no text: a template would show Python's notation.
+    """
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise must_be("a message", message, "like {'role': 'user', 'content': 'Hi'}")
+    return [{**message, "content": content_text(message.get("content"))} for message in messages]
+
+
+def content_text(content: Any) -> str:
+    """A message's content as one text; raises UsageError."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[Any] = list(content) if isinstance(content, list | tuple) else [None]
+    known = [one for one in parts if isinstance(one, Mapping) and one.get("type") in TEXT_PARTS]
+    texts = [text for one in known if isinstance(text := one.get("text"), str)]
+    if len(texts) < len(parts):
+        raise must_be("a message's content", content, "a text, a list of text parts, or None")
+    return "".join(texts)
+
+
 def _marked(messages: Sequence[Message]) -> list[Message]:
     """Mark the end of the assistant's last message, to cut the rendered text there; raises UsageError."""
     *before, last = messages
-    content = last.get("content") or ""
     if before and before[-1].get("role") == "assistant":
         raise UsageError("the last two messages are the assistant's, but only one can be continued: join them")
     if last.get("tool_calls"):
         raise UsageError("the assistant's last message calls a tool: give the tool's result after it")
-    if not isinstance(content, str):
-        raise must_be("the content of the assistant's last message", content, "a text")
-    return [*before, {**last, "content": content + MARK}]
+    return [*before, {**last, "content": last["content"] + MARK}]
 
 
 Render = Callable[[Sequence[Message]], str]  # errors as for `chat_text`

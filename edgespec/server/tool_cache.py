@@ -17,6 +17,7 @@ from time import monotonic
 from typing import Any
 
 from edgespec.errors import UsageError, check_number, check_texts, check_whole, must_be
+from edgespec.loop.text import content_text
 from edgespec.machine.process import check_process
 
 AT_ONCE = 4  # calls of each function that one `foresee` starts
@@ -130,7 +131,8 @@ class ToolCache:
                     with suppress(UsageError):  # arguments that a model wrote wrongly
                         made.add(key := _key(name, arguments))
                         self._learn(words, *key)
-            words += _words(str(message.get("content") or ""))
+            with suppress(UsageError):  # an image, say
+                words += _words(content_text(message.get("content")))
         newest = words[::-1]
         for name, parameters in self._places.items():
             values = [
