@@ -713,7 +713,7 @@ def scale(
     params, room = first.sampling, target.target.capabilities.context_length
     if draft:
         draft._check_open()
-        check_same_vocab(target.target.vocab, draft.target.vocab)
+        check_same_vocab(target.target.vocab, draft.target.vocab, writes=True)
         check_room(draft.target, len(first.prompt_ids))
         room = min(room, draft.target.capabilities.context_length)
     first = replace(first, max_tokens=min(first.max_tokens, room - len(first.prompt_ids)))

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
 import gguf
+from edgespec.backends.llamacpp.vocab import load_vocab
 from gguf_files import byte_level_vocab, sentencepiece_vocab, small_llama
 
-from edgespec.errors import EdgespecError, RegistryError, UsageError
+import edgespec
+from edgespec.errors import EdgespecError, RegistryError, UsageError, VocabMismatch
 from edgespec.loading.pair import close_all, open_backends
 from edgespec.loop.engines import LoadOptions
+from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import user_messages
 from edgespec.measure import pair as pair_module
@@ -89,6 +93,16 @@ def kinds(writer: Any) -> None:
     values["tokenizer.ggml.token_type"].value[5] = 3
 
 
+def renamed(old: str, new: str, kind: int) -> Edit:
+    def edit(writer: Any) -> None:
+        values = {key: value for part in writer.kv_data for key, value in part.items()}
+        names, kinds = values["tokenizer.ggml.tokens"].value, values["tokenizer.ggml.token_type"].value
+        at = names.index(old)
+        names[at], kinds[at] = new, kind
+
+    return edit
+
+
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 
 
@@ -99,7 +113,10 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% en
         (change("tokenizer.ggml.pre", "qwen2"), "pre is 'smollm' in the target and 'qwen2' in the draft; harmless"),
         (change("tokenizer.ggml.eos_token_id", 3), "eos_token_id is .* so they may end sequences differently"),
         (lambda writer: writer.add_add_bos_token(True), "add_bos_token is not given in the target and True in the"),
-        (kinds, "1 tokens are of another kind .* in the draft, such as '&'"),
+        (kinds, "1 tokens have another name or kind .* in the draft, such as '&'"),
+        (renamed("<think>", "[PAD266]", 5), "1 tokens have another name or kind .* in the draft, such as '<think>'"),
+        (renamed("<|im_start|>", "<|user|>", 3), "1 tokens have another name or kind .* such as '<|im_start|>'"),
+        (renamed("[PAD270]", "<tool>", 4), "1 tokens have another name or kind"),
         (change("tokenizer.chat_template", "{{ messages[0]['content'] }}"), "templates write a talk with a system"),
         (change("tokenizer.chat_template", TEMPLATE + "{{ tools }}"), "templates write a talk with tools differently"),
         (change("llama.context_length", 1024), "the draft was trained for 1024 tokens, not 2048"),
@@ -121,6 +138,38 @@ def test_sizes_are_warned_of(tmp_path: Path) -> None:
     verdict = check_pair(target, draft, context_length=2048, memory=1000)
     assert "has 1.00 of the target's bytes" in verdict.warnings[0]
     assert "of memory, and stays there" in verdict.warnings[1]
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (renamed("<|im_start|>", "<|user|>", 3), ""),  # QwQ and its Qwen2.5 drafts have such names
+        (renamed("<think>", "[PAD266]", 5), ""),
+        (renamed("<think>", "<plan>", 4), "token 266 is '<think>' in the target and '<plan>' in the draft"),
+        (renamed("12", "13", 1), "token 261 is '12' in the target and '13' in the draft"),
+    ],
+)
+def test_a_draft_that_only_proposes_may_have_other_names_of_tokens_that_write_nothing(
+    tmp_path: Path, edit: Edit, says: str
+) -> None:
+    target, draft = (load_vocab(header(tmp_path / f"{edited}.gguf", edited)) for edited in (lambda writer: None, edit))
+    with pytest.raises(VocabMismatch, match=says) if says else nullcontext():
+        check_same_vocab(target, draft)
+    with pytest.raises(VocabMismatch, match="use a draft of the same model family"):
+        check_same_vocab(target, draft, writes=True)
+
+
+def test_the_text_is_the_targets_where_names_differ_and_a_cascade_is_refused(tmp_path: Path) -> None:
+    target, draft = small_llama(tmp_path / "target.gguf"), tmp_path / "draft.gguf"
+    draft.write_bytes(target.read_bytes().replace(b"<|im_end|>", b"<|IM_END|>"))
+    options: dict[str, Any] = {"context_length": 128, "budget": 8, "threads": 1, "exact": "off"}
+    with edgespec.load(str(target), draft=str(draft), planner="chain", **options) as model:
+        found = model.generate("a", max_tokens=12)
+        assert found.stats.tokens_by_source["draft"] > 0
+    with edgespec.load(str(target), planner="none", **options) as model:
+        assert found.text == model.generate("a", max_tokens=12).text
+    with pytest.raises(VocabMismatch, match=r"'<\|im_end\|>' in the target and '<\|IM_END\|>' in the draft"):
+        edgespec.load(str(target), draft=str(draft), cascade=0.5, **options)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def load_pair(
             for_draft = replace(for_draft, gpu_memory=options.gpu_memory)
             backends.append(load_draft(engines[1], drafts[0], for_draft))
         if drafts:
-            check_same_vocab(backends[0].vocab, backends[1].vocab)
+            check_same_vocab(backends[0].vocab, backends[1].vocab, writes=options.mixed)
             if missing := bytes_forced_out(backends[0]):
                 backends[0].notes = [
                     *backends[0].notes,

@@ -13,10 +13,17 @@ def lacks(draft: Vocab, token_ids: Sequence[int]) -> bool:
     return max(token_ids, default=0) >= draft.size
 
 
-def check_same_vocab(target: Vocab, draft: Vocab) -> None:
+def check_same_vocab(target: Vocab, draft: Vocab, *, writes: bool = False) -> None:
     """Refuse a draft with another vocabulary than the target.
 
-    Unused tokens at the end may differ: families pad them to different sizes (Qwen2.5: 151,936 to 152,064).
+    Unused tokens at the end may differ: families pad them to different sizes (Qwen2.5: 151,936 to 152,064). The target
+    verifies what a draft proposes, so control tokens and unused ones may have other names: QwQ has <think> where
+    Qwen2.5 has nothing.
+
+    Args:
+        target: its tokenizer.
+        draft: likewise.
+        writes: the draft's tokens become text without the target's choice, so names must be equal.
 
     Raises:
         VocabMismatch: a token or the size differs; it names which.
@@ -26,7 +33,7 @@ def check_same_vocab(target: Vocab, draft: Vocab) -> None:
     common = min(target.size, draft.size)
     for token in range(common):
         left, right = target.token_text(token), draft.token_text(token)
-        if left != right:
+        if left != right and (writes or (target.token_bytes(token) and draft.token_bytes(token))):
             raise VocabMismatch(
                 f"the draft has another vocabulary than the target: token {token} is {left!r} in the target and "
                 f"{right!r} in the draft (sizes {target.size} and {draft.size}); use a draft of the same model family"

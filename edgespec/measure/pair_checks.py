@@ -110,11 +110,12 @@ def _said(value: Any) -> str:
 
 def _kinds(target: Any, draft: Any) -> list[str]:
     common = min(target.size, draft.size)
-    other = [token for token in range(common) if target.kind(token) != draft.kind(token)]
+    about = [[(vocab.token_text(token), vocab.kind(token)) for token in range(common)] for vocab in (target, draft)]
+    other = [token for token, (left, right) in enumerate(zip(*about, strict=True)) if left != right]
     if not other:
         return []
     names = ", ".join(repr(target.token_text(token)) for token in other[:3])
-    return [f"{len(other)} tokens are of another kind (control, normal, …) in the draft, such as {names}"]
+    return [f"{len(other)} tokens have another name or kind (control, normal, …) in the draft, such as {names}"]
 
 
 def _templates(target: Any, draft: Any) -> list[str]:
