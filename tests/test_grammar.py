@@ -333,15 +333,46 @@ def test_a_few_regular_expressions_that_hold_at_once_can_be_had():
     COMPILER.compiled(json_schema({"type": "object", "properties": many, "allOf": [{"required": ["key1"]}]}))
 
 
-def test_what_cannot_be_enforced_is_refused_only_where_it_must_be():
-    for schema in (
+@pytest.mark.parametrize(
+    "schema",
+    [
         {"type": "array", "uniqueItems": True},
         {"type": "string", "format": "cat"},
         {"not": {"type": "null"}},
-    ):
-        with pytest.raises(UsageError, match="json_schema cannot be used"):
-            COMPILER.compiled(json_schema(schema))
-        COMPILER.compiled(json_schema(schema, strict=False))
+        {"type": "string", "pattern": "^(?!.*secret)a+$"},
+        {"type": "string", "pattern": r"(a)\1"},
+        {"type": "string", "pattern": r"\bword\b"},
+        {"type": "object", "patternProperties": {"^(?!x)": {"type": "null"}}, "additionalProperties": False},
+        {"type": "object", "properties": {"pattern": {"pattern": "(?=a)", "type": "string"}, "x": {"$ref": "#/a/b"}}},
+        {"anyOf": [{"$ref": "#/$defs/missing"}, {"$ref": "#nowhere"}, {"$ref": "https://example.org/a.json#/x"}]},
+        {"multipleOf": 99991},
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_only_where_it_must_be(schema):
+    with pytest.raises(UsageError) as caught:
+        COMPILER.compiled(json_schema(schema))
+    assert len(str(caught.value).splitlines()) == 1
+    COMPILER.compiled(json_schema(schema, strict=False))
+    nested = json_schema({"type": "object", "properties": {"a": schema}}, strict=False)
+    COMPILER.compiled(lark(f"start: a\na: %json {nested.text}"))
+    with pytest.raises(UsageError, match="cannot be used"):
+        COMPILER.compiled(json_schema(schema | {"type": "cat"}, strict=False))
+
+
+def test_what_can_be_enforced_still_counts_beside_what_cannot():
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "pattern": "(?=x)"}, "b": {"$ref": "#/$defs/b%20b"},
+                       "c": {"enum": [{"pattern": "(?=x)"}]}, "d": {"type": "string", "pattern": "^[0-9]+$"}},
+        "$defs": {"b b": {"$anchor": "b", "enum": [1, 2]}}, "required": ["b"],
+    }  # fmt: skip
+    for good, text in (
+        (True, '{"a":"y","b":1,"c":{"pattern":"(?=x)"},"d":"5"}'), (False, '{"b":3'), (False, '{"a":5'),
+        (False, '{"b":1,"c":{}'), (False, '{"b":1,"d":"x'), (False, '{"a":"y"}'),
+    ):  # fmt: skip
+        constraint = COMPILER.compiled(json_schema(schema, strict=False)).start()
+        ids = TARGET.vocab.encode(text, add_bos=False, parse_special=False)
+        assert (constraint._matcher.validate_tokens(ids) == len(ids)) is good, text
 
 
 def test_remembered_forced_text_is_what_would_be_computed_again():

@@ -464,7 +464,10 @@ BAD = [
     (HELLO | {"response_format": {"type": "json_object", "schema": 1}}, "schema of type object"),
     (HELLO | {"response_format": {"type": "json_schema", "schema": {"type": "cat"}}}, "json_schema cannot be used"),
     (HELLO | {"response_format": {"type": "json_schema", "schema": {"enum": ["a" * 70000]}}}, "longer than 65536"),
-    (HELLO | {"response_format": {"type": "json_schema", "schema": {"multipleOf": 99991}}}, "multipleOf is 99991"),
+    (
+        HELLO | {"response_format": {"type": "json_schema", "schema": {"multipleOf": 99991}, "strict": True}},
+        "multipleOf is 99991",
+    ),
     (
         HELLO | {"response_format": {"type": "json_schema", "schema": {"uniqueItems": True}, "strict": True}},
         "uniqueItems",

@@ -7,7 +7,7 @@ import json
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm, log
 from typing import Any
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from edgespec.errors import MissingPackage, ModelError, UsageError, check_text, must_be
 from edgespec.loop.backend import Vocab
+from edgespec.loop.lenient import without
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.tree import DraftTree, Source, make_tree
 
@@ -145,9 +146,26 @@ class Compiler:
         """Compile a grammar; callable from any thread.
 
         Raises:
-            UsageError: it is wrong, or needs what llguidance lacks.
+            UsageError: it is wrong, or needs what llguidance lacks; of lenient JSON schemas such keywords are left out.
         """
-        _check_multiples(grammar.text)
+        try:
+            return self._made(grammar)
+        except UsageError:
+            multiples = not _large_multiples(grammar.text)
+            text = without(grammar.text, grammar.kind, self._is_usable, multiples=multiples)
+            if text == grammar.text or len(text) > MOST_BYTES:
+                raise
+        return self._made(replace(grammar, text=text))
+
+    def _is_usable(self, pattern: str) -> bool:
+        matcher = self._engine.LLMatcher
+        schema = json.dumps({"type": "string", "pattern": pattern})
+        return not matcher.validate_grammar(matcher.grammar_from_json_schema(schema))
+
+    def _made(self, grammar: Grammar) -> "Compiled":
+        if large := _large_multiples(grammar.text):
+            says = f"a least common multiple of more than {MOST_REMAINDERS}, without zeros at its end"
+            raise UsageError(f"multipleOf is {_line(large)}: these numbers have {says}")
         _check_together(grammar)
         matcher = self._engine.LLMatcher
         make = {
@@ -167,12 +185,11 @@ class Compiler:
         return Compiled(made, self._vocab)
 
 
-def _check_multiples(text: str) -> None:
+def _large_multiples(text: str) -> str:
+    """The numbers of `multipleOf`; "": llguidance can take them."""
     found = dict.fromkeys(MULTIPLE.findall(text))
     digits = [one.replace(".", "").strip("0")[:9] for one in found]
-    if lcm(*(int(one or 1) for one in digits)) > MOST_REMAINDERS:
-        says = f"a least common multiple of more than {MOST_REMAINDERS}, without zeros at its end"
-        raise UsageError(f"multipleOf is {_line(', '.join(found))}: these numbers have {says}")
+    return ", ".join(found) if lcm(*(int(one or 1) for one in digits)) > MOST_REMAINDERS else ""
 
 
 def _check_together(grammar: Grammar) -> None:

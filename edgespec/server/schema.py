@@ -5,9 +5,9 @@ from ast import literal_eval
 from contextlib import suppress
 from typing import Any
 
-from edgespec.errors import UsageError
+from edgespec.errors import UsageError, shown
+from edgespec.loop.lenient import NOWHERE, followed
 
-NOWHERE = (TypeError, ValueError, AttributeError, LookupError)  # raised by references that lead nowhere
 TYPES: dict[type, tuple[str, ...]] = {
     str: ("string",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), type(None): ("null",),
     dict: ("object",), list: ("array",),
@@ -153,13 +153,19 @@ class _Resolver:
         return self._known[id(node)]
 
     def _target(self, node: Any) -> Any:
-        """Follow references; raises `NOWHERE`."""
+        """Follow references; one that leads nowhere allows anything. Raises UsageError where all must be enforced."""
         passed = set[int]()
         while is_reference(node):
-            if id(node) in passed:
-                raise ValueError(f"{node['$ref']} refers to itself")
-            passed.add(id(node))
-            node = followed(self._root, node["$ref"])
+            reference = node["$ref"]
+            try:
+                if id(node) in passed:
+                    raise ValueError("it refers to itself")
+                passed.add(id(node))
+                node = followed(self._root, reference)
+            except NOWHERE as error:
+                if self._strict:
+                    raise UsageError(f"tools: the reference {shown(reference)} leads nowhere") from error
+                return {}
         return node
 
     def _fill(self, schema: Schema, node: dict[str, Any]) -> None:
@@ -203,9 +209,3 @@ def _without_id(root: dict[str, Any]) -> dict[str, Any]:
 def is_reference(node: Any) -> bool:
     reference = node.get("$ref") if isinstance(node, dict) else None
     return isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
-
-
-def followed(root: Any, reference: str) -> Any:
-    for key in reference.split("/")[1:]:
-        root = root[int(key)] if isinstance(root, list) else root[key.replace("~1", "/").replace("~0", "~")]
-    return root
