@@ -446,7 +446,6 @@ BAD = [
     (HELLO | {"repeat_penalty": 1.1}, "repeat_penalty is not read here; use repetition_penalty"),
     (HELLO | {"typical_p": 0.5}, "typical_p is not read here; use top_p or min_p"),
     (HELLO | {"grammar": 'root ::= "a"'}, "grammar is not read here; use edgespec.lark"),
-    (HELLO | {"json_schema": {}}, "json_schema is not read here; use response_format"),
     (HELLO | {"edgespec": {"trace": "pass"}}, "edgespec.trace"),
     (HELLO | {"edgespec": {"trace": "passes"}}, "edgespec.trace is for streams"),
     (HELLO | {"edgespec": {"speculate_tools": True}}, "edgespec.speculate_tools is for streams"),
@@ -539,18 +538,11 @@ class TestErrors:
         body = HELLO | neutral | {"max_tokens": 2, "edgespec": {"trace": "", "regex": "", "lark": None}}
         assert client.post("/v1/chat/completions", json=body).status_code == 200
         body = HELLO | neutral | {"prompt": "a", "input": "a", "max_tokens": 2, "max_output_tokens": 2}
-        for path, instead in (
-            ("completions", "response_format"),
-            ("responses", "text.format"),
-            ("messages", "output_config.format"),
-            ("messages/count_tokens", "output_config.format"),
-        ):
+        for path in ("completions", "responses", "messages", "messages/count_tokens"):
             assert client.post(f"/v1/{path}", json=body).status_code == 200
             error = client.post(f"/v1/{path}", json=body | {"repeat_penalty": 1.1}).json()["error"]
             assert error.get("param", "repeat_penalty") == "repeat_penalty"
             assert error["message"] == "repeat_penalty is not read here; use repetition_penalty"
-            error = client.post(f"/v1/{path}", json=body | {"json_schema": {}}).json()["error"]
-            assert error["message"] == f"json_schema is not read here; use {instead}"
 
     @pytest.mark.parametrize("long", ["a" * 600, "a" * 9000], ids=["counted", "not tokenized"])
     def test_agents_are_told_that_the_context_is_full(self, client, long):

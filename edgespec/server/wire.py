@@ -25,8 +25,32 @@ GONE = 499  # the client left before the answer
 
 # The characters of JSON at which str.splitlines, and with it clients on httpx, end a line.
 LINE_BREAKS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-# llama.cpp's fields that no interface reads: their values that change nothing.
-NOT_READ = {"repeat_penalty": (None, 1), "typical_p": (None, 1), "grammar": (None, ""), "json_schema": (None, "")}
+# Fields of llama.cpp, vLLM, SGLang and others that change an answer, and their values that do not, besides null.
+# An interface refuses those that it does not read.
+NOT_READ: dict[str, tuple[Any, ...]] = {
+    name: neutral
+    for neutral, names in (
+        ((1,), "repeat_penalty typical_p tfs_z length_penalty n best_of"),
+        (
+            (0,),
+            "mirostat dry_multiplier xtc_probability dynatemp_range smoothing_factor no_repeat_ngram_size min_tokens",
+        ),
+        ((0,), "n_probs logprobs top_logprobs"),
+        ((-1,), "top_n_sigma t_max_predict_ms thinking_budget thinking_budget_tokens"),
+        ((False,), "ignore_eos use_beam_search include_stop_str_in_output no_stop_trim echo"),
+        ((False,), "return_token_ids return_tokens_as_token_ids return_hidden_states"),
+        ((True,), "skip_special_tokens add_generation_prompt include_reasoning separate_reasoning"),
+        (("auto", "deepseek", "parsed"), "reasoning_format"),
+        (("", []), "stop stop_regex stop_token_ids bad_words samplers documents chat_template lora lora_path"),
+        (("", []), "grammar guided_grammar ebnf json_schema guided_json guided_regex guided_choice regex"),
+        (({"type": "text"},), "response_format"),
+        ((), "structured_outputs logits_processors custom_logit_processor allowed_token_ids thinking_token_budget"),
+        ((), "n_predict max_new_tokens num_predict enable_thinking think"),
+        ((), "truncate_prompt_tokens prompt_logprobs logprob_token_ids"),
+    )
+    for name in names.split()
+}
+TOKENS = ("n_predict", "max_new_tokens", "num_predict")
 ServerSent = tuple[str | None, Any]  # name, and data: JSON, or a string as it is
 Body = TypeVar("Body", bound="Lenient")
 
@@ -45,18 +69,25 @@ class Lenient(BaseModel):
         return {name: value for name, value in given.items() if value is not None or name in optional}
 
 
+def not_read(name: str, instead: str) -> Refused:
+    return Refused(400, f"{name} is not read here" + f"; use {instead}" * bool(instead), param=name)
+
+
 class SamplingFields(Lenient):
     """Fields of a request for an answer.
 
     Attributes:
-        instead: of each field in `NOT_READ`, what this interface has for it.
+        instead: of fields in `NOT_READ`, what this interface has for them.
     """
 
     instead: ClassVar[dict[str, str]] = {
         "repeat_penalty": "repetition_penalty",
         "typical_p": "top_p or min_p",
-        "grammar": "edgespec.lark",
-        "json_schema": "response_format",
+        "ignore_eos": "logit_bias",
+        "n_probs": "logprobs",
+        "think": "enable_thinking",
+        **dict.fromkeys(("grammar", "guided_grammar", "ebnf"), "edgespec.lark"),
+        **dict.fromkeys(TOKENS, "max_tokens"),
     }
 
     temperature: float | None = None
@@ -71,10 +102,12 @@ class SamplingFields(Lenient):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_llama_cpps(cls, given: Any) -> Any:
-        for name, neutral in NOT_READ.items():
-            if isinstance(given, dict) and given.get(name) not in neutral:
-                raise Refused(400, f"{name} is not read here; use {cls.instead[name]}", param=name)
+    def _without_what_is_not_read(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        for name in [one for one in NOT_READ if one in given and one not in cls.model_fields]:
+            if given[name] not in (None, *NOT_READ[name]):
+                raise not_read(name, cls.instead.get(name, ""))
         return given
 
     @property
@@ -88,6 +121,18 @@ class SamplingFields(Lenient):
                 del given[name]
                 given["top_k"] = 1
         return given
+
+
+class TemplateFields(Lenient):
+    """Variables of the chat template."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None  # also among those
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return thinking | (self.chat_template_kwargs or {})
 
 
 async def read_body(request: HttpRequest, kind: type[Body]) -> Body:

@@ -14,14 +14,16 @@ from edgespec.server.dialects.openai import (
     check_log_probs,
     named,
     template_options,
+    thinking_options,
 )
 from edgespec.server.errors import Refused
 from edgespec.server.tool_calls import Call, Tools, choose_allowed, choose_tools, refused_choice, replayed
+from edgespec.server.wire import TemplateFields
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-class ChatBody(ChoicesBody):
+class ChatBody(ChoicesBody, TemplateFields):
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -33,8 +35,9 @@ class ChatBody(ChoicesBody):
     functions: list[Any] | None = None  # older than tools
     function_call: Any = None
     prediction: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    reasoning: dict[str, Any] | None = None  # OpenRouter's
+    thinking: dict[str, Any] | None = None  # DeepSeek's, GLM's and Kimi's
 
 
 def question_of(body: ChatBody) -> Question:
@@ -43,15 +46,22 @@ def question_of(body: ChatBody) -> Question:
     check_log_probs("top_logprobs", most)
     if most and not body.logprobs:
         raise Refused(400, "top_logprobs needs logprobs; set it to true", param="top_logprobs")
-    options = {**template_options(body.reasoning_effort), **(body.chat_template_kwargs or {})}
+    limits = (body.max_completion_tokens, body.max_tokens, body.n_predict)
     return Question(
-        body.sampling, Conversation(turns_of(body), tools, options),
-        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        body.sampling, Conversation(turns_of(body), tools, options_of(body)),
+        max_tokens=next((one for one in limits if one is not None), None),
         stop=body.stops(), choices=body.n, log_probs=most if body.logprobs else None, plain=body.edgespec.plain,
         grammar=body.grammar(body.response_format),
         prediction=text_of((body.prediction or {}).get("content"), "prediction.content"),
         foresee=body.edgespec.speculate_tools and tools is not None,
     )  # fmt: skip
+
+
+def options_of(body: ChatBody) -> dict[str, Any]:
+    more = body.reasoning or {}
+    enabled = {"enable_thinking": more["enabled"]} if isinstance(more.get("enabled"), bool) else {}
+    effort = template_options(body.reasoning_effort or more.get("effort"))
+    return {**enabled, **effort, **thinking_options(body.thinking), **body.variables}
 
 
 def turns_of(body: ChatBody) -> list[Turn]:

@@ -14,11 +14,11 @@ from edgespec.scheduler.requests import Ended, Event
 from edgespec.server.answers import Answer, Answers, Parts
 from edgespec.server.conversation import Conversation, Piece, Question, Thought, Turn, text_of
 from edgespec.server.dialects.dialect import Dialect, Writer
-from edgespec.server.dialects.openai import Extra, schema_grammar
+from edgespec.server.dialects.openai import Extra, schema_grammar, thinking_options
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, Tools, choose_tools, replayed
-from edgespec.server.wire import SamplingFields, ServerSent, new_id, read_body
+from edgespec.server.wire import SamplingFields, ServerSent, TemplateFields, new_id, read_body
 
 # Claude Code puts this line first and changes it with every request, so that no prefix would match.
 BILLING = "x-anthropic-billing-header:"
@@ -27,10 +27,13 @@ FAILED = "Error: "  # before the result of a tool that failed: templates have no
 BLOCKS = ("tool_result", "tool_use", "thinking", "redacted_thinking")
 
 
-class CountBody(SamplingFields):
-    instead: ClassVar = SamplingFields.instead | {
-        "grammar": "edgespec.lark of /v1/chat/completions", "json_schema": "output_config.format",
-    }  # fmt: skip
+class CountBody(SamplingFields, TemplateFields):
+    instead: ClassVar = (
+        SamplingFields.instead
+        | dict.fromkeys(("grammar", "guided_grammar", "ebnf"), "edgespec.lark of /v1/chat/completions")
+        | dict.fromkeys(("json_schema", "guided_json", "structured_outputs", "response_format"), "output_config.format")
+        | {"stop": "stop_sequences"}
+    )
 
     messages: list[dict[str, Any]]
     model: str = ""
@@ -95,8 +98,7 @@ def conversation_of(body: CountBody) -> Conversation:
     if turns[-1].role == "assistant" and turns[-1].text[-1:].isspace():
         says = "the assistant's last message ends with white space: remove it, and the answer continues the rest"
         raise Refused(400, says, param="messages")
-    wanted = (body.thinking or {}).get("type")
-    return Conversation(turns, tools_of(body), {"enable_thinking": wanted != "disabled"} if wanted else {})
+    return Conversation(turns, tools_of(body), thinking_options(body.thinking) | body.variables)
 
 
 def turns_of(role: str, content: Any, where: str) -> list[Turn]:

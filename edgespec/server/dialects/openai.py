@@ -7,17 +7,21 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from edgespec.errors import check_texts, must_be
 from edgespec.loop.backend import Vocab
 from edgespec.loop.grammar import Grammar, json_object, json_schema, lark, regex
 from edgespec.scheduler.requests import Chunk, Ended, Event, Wrote
 from edgespec.server.answers import Answer, Answers
+from edgespec.server.constrained import string
 from edgespec.server.dialects.dialect import Writer
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
 from edgespec.server.speculative_calls import SpeculativeCalls
-from edgespec.server.wire import Lenient, SamplingFields, ServerSent, new_id
+from edgespec.server.wire import Lenient, SamplingFields, ServerSent, new_id, not_read
 
 MOST_LOG_PROBS = 20
+OTHER_FORMS = ("json_schema", "regex", "guided_json", "guided_regex", "guided_choice")
+NO_FORMS = ("disable_fallback", "disable_any_whitespace")  # of vLLM's structured_outputs: JSON has no free white space
 
 
 class Extra(Lenient):
@@ -41,6 +45,12 @@ class OpenAIBody(SamplingFields):
     model: str = ""
     stream: bool = False
     edgespec: Extra = Field(default_factory=Extra)
+    json_schema: dict[str, Any] | str | None = None  # llama.cpp's
+    regex: str | None = None  # SGLang's
+    guided_json: dict[str, Any] | str | None = None  # vLLM's
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     def grammar(self, form: dict[str, Any] | None = None, where: str = "response_format") -> Grammar | None:
         """The grammar of the answer. Raises Refused or UsageError.
@@ -53,17 +63,41 @@ class OpenAIBody(SamplingFields):
         if kind not in ("text", "json_object", "json_schema"):
             says = f"{where}: there is no type {kind!r}; there are text, json_object and json_schema"
             raise Refused(400, says, param=where)
-        wanted = [where] * (kind != "text")
-        wanted += [f"edgespec.{name}" for name in ("regex", "lark") if getattr(self.edgespec, name)]
-        if len(wanted) > 1:
-            raise Refused(400, f"{' and '.join(wanted)} cannot be had together", param="edgespec")
+        given = {f"edgespec.{name}": (name, getattr(self.edgespec, name)) for name in ("regex", "lark")}
+        given |= {name: (name.removeprefix("guided_"), getattr(self, name)) for name in OTHER_FORMS}
+        given |= {f"structured_outputs.{name}": (name, one) for name, one in (self.structured_outputs or {}).items()}
+        wanted = {
+            name: one for name, one in given.items() if one[1] not in (None, False, "") and one[0] not in NO_FORMS
+        }
+        names = [where] * (kind != "text") + [*wanted]
+        if len(names) > 1:
+            raise Refused(400, f"{' and '.join(names)} cannot be had together", param="edgespec")
         if form and kind == "json_object":
             return json_object() if form.get("schema") in (None, {}) else schema_grammar(form, where)  # as llama.cpp
         if form and kind == "json_schema":
             return schema_grammar(form.get("json_schema", form), where)  # newer dialects have no inner object
-        if self.edgespec.regex:
-            return regex(self.edgespec.regex)
-        return lark(self.edgespec.lark) if self.edgespec.lark else None
+        return next((grammar_of(name, *one) for name, one in wanted.items()), None)
+
+
+def grammar_of(name: str, kind: str, value: Any) -> Grammar:
+    """The grammar of an answer by a field. Raises Refused or UsageError.
+
+    Args:
+        name: of the field.
+        kind: of the grammar.
+        value: of the field.
+    """
+    if kind == "choice":
+        if not isinstance(value, list) or not value:
+            raise must_be(name, value, "a list of texts")
+        return lark(f"start: {' | '.join(map(string, check_texts(name, value)))}")
+    if kind == "json_object":
+        return json_object()
+    if kind in ("json", "json_schema"):
+        return json_schema(value, strict=False)
+    if kind not in ("regex", "lark"):
+        raise not_read(name, "edgespec.lark" if kind == "grammar" else "")
+    return regex(value) if kind == "regex" else lark(value)
 
 
 def schema_grammar(form: Any, where: str) -> Grammar:
@@ -76,6 +110,11 @@ def schema_grammar(form: Any, where: str) -> Grammar:
 
 def template_options(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
+
+
+def thinking_options(thinking: Mapping[str, Any] | None) -> dict[str, Any]:
+    wanted = (thinking or {}).get("type")
+    return {"enable_thinking": wanted != "disabled"} if wanted else {}
 
 
 def error_body(refused: Refused) -> dict[str, Any]:
@@ -116,6 +155,7 @@ class ChoicesBody(OpenAIBody):
     n: int = 1
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
+    n_predict: int | None = None  # llama.cpp's
 
     def check(self) -> None:
         """Raise Refused for a member that would be ignored."""

@@ -15,19 +15,22 @@ from edgespec.server.dialects.openai import OpenAIBody, error_body, template_opt
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, Tools, choose_allowed, choose_tools, refused_choice, replayed
-from edgespec.server.wire import ServerSent, new_id
+from edgespec.server.wire import TOKENS, ServerSent, TemplateFields, new_id
 
 ROLES = ("system", "developer", "user", "assistant")
 NOTHING: dict[str, Any] = {"output": [], "incomplete_details": None, "usage": None}  # of a response without an answer
 IN_PROGRESS = NOTHING | {"status": "in_progress"}
 
 
-class ResponsesBody(OpenAIBody):
-    instead: ClassVar = OpenAIBody.instead | {"json_schema": "text.format"}
+class ResponsesBody(OpenAIBody, TemplateFields):
+    instead: ClassVar = (
+        OpenAIBody.instead | {"response_format": "text.format"} | dict.fromkeys(TOKENS, "max_output_tokens")
+    )
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
+    max_tokens: int | None = None  # older interfaces'
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
@@ -49,9 +52,10 @@ def question_of(body: ResponsesBody) -> Question:
     form = (body.text or {}).get("format")
     if form is not None and not isinstance(form, dict):
         raise Refused(400, f"text.format is {form!r}, but must be an object with a type", param="text.format")
-    options = template_options((body.reasoning or {}).get("effort"))
+    options = template_options((body.reasoning or {}).get("effort")) | body.variables
+    most = body.max_tokens if body.max_output_tokens is None else body.max_output_tokens
     return Question(
-        body.sampling, Conversation(turns_of(body), tools_of(body), options), max_tokens=body.max_output_tokens,
+        body.sampling, Conversation(turns_of(body), tools_of(body), options), max_tokens=most,
         grammar=body.grammar(form, "text.format"),
     )  # fmt: skip
 
