@@ -1,7 +1,6 @@
 """JSON schemas without keywords that cannot be enforced: patterns with look-around, references that lead nowhere."""
 
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
@@ -9,7 +8,6 @@ from urllib.parse import unquote
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
 DATA = ("enum", "const", "default", "examples")  # no schemas
 NOWHERE = (TypeError, ValueError, AttributeError, LookupError)  # raised by references that lead nowhere
-OF_LARK = re.compile(r"(?<=%json )\{.*\}$", re.MULTILINE)  # a schema on one line
 
 
 def without(text: str, kind: str, usable: Callable[[str], bool], *, multiples: bool) -> str:
@@ -23,16 +21,19 @@ def without(text: str, kind: str, usable: Callable[[str], bool], *, multiples: b
     """
 
     def weaker(schema: str) -> str:
-        root = json.loads(schema)
-        guidance = root.get("x-guidance") if isinstance(root, dict) else None
-        if not isinstance(guidance, dict) or guidance.get("lenient") is not True:
+        try:
+            root = json.loads(schema)
+            guidance = root.get("x-guidance") if isinstance(root, dict) else None
+            is_lenient = isinstance(guidance, dict) and guidance.get("lenient") is True
+            return json.dumps(_Weaker(root, usable, multiples).of(root)) if is_lenient else schema
+        except (ValueError, RecursionError):  # the first line of a longer one, or too deep for a schema
             return schema
-        return json.dumps(_Weaker(root, usable, multiples).of(root))
 
-    try:
-        return weaker(text) if kind == "json_schema" else OF_LARK.sub(lambda found: weaker(found[0]), text)
-    except (ValueError, RecursionError):  # a rule that only looks like JSON, or too deep for a schema
-        return text
+    def of_line(line: str) -> str:
+        before, mark, schema = line.partition("%json ")
+        return before + mark + weaker(schema) if mark else line
+
+    return "\n".join(map(of_line, text.split("\n"))) if kind == "lark" else weaker(text)
 
 
 class _Weaker:
