@@ -20,7 +20,7 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from edgespec.errors import UsageError
+from edgespec.errors import ContextFull, UsageError
 from edgespec.loop import grammar
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.tree import Source
@@ -33,7 +33,7 @@ from edgespec.server.access import Guard
 from edgespec.server.app import STATIC, error_body, make_app
 from edgespec.server.conversation import Question
 from edgespec.server.dialects.chat import ChatBody
-from edgespec.server.errors import Refused
+from edgespec.server.errors import Refused, refusal
 from edgespec.server.model_format import ModelFormat
 from edgespec.server.service import Service
 from edgespec.server.wire import MOST_BODY, MOST_VALUES
@@ -561,6 +561,11 @@ class TestErrors:
                 assert error["message"].startswith("prompt is too long: ")
                 counted = re.match(r"prompt is too long: (\d+) tokens > 399 maximum;", error["message"])
                 assert (int(counted[1]) >= 600) if len(long) == 600 else not counted
+
+    def test_agents_are_told_so_where_other_requests_leave_no_cells(self):
+        refused = refusal(ContextFull("the cache of 9 cells is full"))
+        assert (refused.status, refused.code) == (400, "context_length_exceeded")
+        assert refused.message == "prompt is too long for the room that is left: the cache of 9 cells is full"
 
     def test_codex_is_told_in_the_stream_that_the_context_is_full(self, client):
         """It takes a status 400 for a mistake of its own, and reads no event `error`."""

@@ -12,6 +12,7 @@ from edgespec.loop.shapes import RowClass
 from edgespec.loop.tree import DraftTree, FloatArray, Proposal, ranked
 
 NO_NODES = np.zeros(0, np.intp)
+TOO_LONG = "prompt is too long"  # Anthropic's words
 FIRST_SLICE = 64  # tokens that `common_prefix` compares first: most prefixes are short or whole
 
 
@@ -326,6 +327,6 @@ def check_room(backend: Backend, prompt_length: int) -> None:
 def full(found: str, limit: int) -> ContextFull:
     """The error for a prompt, in Anthropic's and in OpenAI's words: agents that read them shorten the conversation."""
     return ContextFull(
-        f"prompt is too long: {found}; this model's maximum context length is {limit} tokens, with the answer: "
+        f"{TOO_LONG}: {found}; this model's maximum context length is {limit} tokens, with the answer: "
         f"shorten the prompt or use a larger context (--ctx, context_length=…)"
     )

@@ -4,6 +4,7 @@ from asyncio import CancelledError
 from dataclasses import dataclass
 
 from edgespec.errors import Closed, ContextFull, EdgespecError, UsageError
+from edgespec.loop.passes import TOO_LONG
 
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 KINDS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
@@ -29,7 +30,8 @@ def refusal(error: BaseException) -> Refused:
     if isinstance(error, Refused):
         return error
     if isinstance(error, ContextFull):
-        return Refused(400, str(error), "context_length_exceeded", "messages")
+        says = str(error) if str(error).startswith(TOO_LONG) else f"{TOO_LONG} for the room that is left: {error}"
+        return Refused(400, says, "context_length_exceeded", "messages")
     if isinstance(error, UsageError):
         return Refused(400, str(error))
     if isinstance(error, UnicodeEncodeError):
