@@ -31,11 +31,8 @@ NOT_READ: dict[str, tuple[Any, ...]] = {
     name: neutral
     for neutral, names in (
         ((1,), "repeat_penalty typical_p tfs_z length_penalty n best_of"),
-        (
-            (0,),
-            "mirostat dry_multiplier xtc_probability dynatemp_range smoothing_factor no_repeat_ngram_size min_tokens",
-        ),
-        ((0,), "n_probs logprobs top_logprobs"),
+        ((0,), "mirostat dry_multiplier xtc_probability dynatemp_range smoothing_factor no_repeat_ngram_size"),
+        ((0,), "min_tokens n_probs logprobs top_logprobs"),
         ((-1,), "top_n_sigma t_max_predict_ms thinking_budget thinking_budget_tokens"),
         ((False,), "ignore_eos use_beam_search include_stop_str_in_output no_stop_trim echo"),
         ((False,), "return_token_ids return_tokens_as_token_ids return_hidden_states"),

@@ -33,16 +33,14 @@ def question_of(body: CompletionBody) -> Question:
     body.check()
     check_log_probs("logprobs", body.logprobs)
     given: Any = body.prompt
-    most = (
-        body.n_predict if "max_tokens" not in body.model_fields_set and body.n_predict is not None else body.max_tokens
-    )
+    is_given = "max_tokens" in body.model_fields_set or body.n_predict is None
     prompts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     if not 1 <= len(prompts) <= MOST_PROMPTS:
         says = f"there are {len(prompts)} prompts, but from 1 to {MOST_PROMPTS} may be given at once"
         raise Refused(400, says, param="prompt")
     return Question(
-        body.sampling, prompts=prompts, max_tokens=most, stop=body.stops(), choices=body.n,
-        log_probs=body.logprobs, plain=body.edgespec.plain, grammar=body.grammar(body.response_format),
+        body.sampling, prompts=prompts, max_tokens=body.max_tokens if is_given else body.n_predict, stop=body.stops(),
+        choices=body.n, log_probs=body.logprobs, plain=body.edgespec.plain, grammar=body.grammar(body.response_format),
     )  # fmt: skip
 
 
