@@ -32,11 +32,10 @@ from edgespec.server import wire
 from edgespec.server.access import Guard
 from edgespec.server.app import STATIC, error_body, make_app
 from edgespec.server.conversation import Question
-from edgespec.server.dialects.chat import ChatBody
 from edgespec.server.errors import Refused, refusal
 from edgespec.server.model_format import ModelFormat
-from edgespec.server.service import Service
-from edgespec.server.wire import MOST_BODY, MOST_VALUES
+from edgespec.server.service import LONG_BODY, Service
+from edgespec.server.wire import FEW_VALUES, MOST_BODY, MOST_VALUES, InSteps
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -605,6 +604,21 @@ class TestErrors:
         assert answer.status_code == 400
         assert "body" in answer.json()["error"]["message"]
 
+    def test_many_values_are_read_as_few_are(self, client, monkeypatch):
+        """In steps between which other threads run: C code would stop all answers meanwhile."""
+        used, inner = [], InSteps.__init__
+        monkeypatch.setattr(InSteps, "__init__", lambda self, **more: used.append(1) or inner(self, **more))
+        body = HELLO | {"max_tokens": 4, "seed": 3, "nothing": [[1.5, {"a": "\u00e9\n"}]] * (FEW_VALUES // 4)}
+        few, many = (
+            client.post("/v1/chat/completions", json=one) for one in (HELLO | {"max_tokens": 4, "seed": 3}, body)
+        )
+        assert used == [1]
+        assert many.json()["choices"] == few.json()["choices"]
+        text = json.dumps(body)
+        assert json.loads(text, cls=InSteps) == body
+        answer = client.post("/v1/chat/completions", content=text[:-1], headers={"content-type": "application/json"})
+        assert (answer.status_code, "is not JSON" in answer.text) == (400, True)
+
     def test_limits_and_paths(self, client):
         def pieces():
             for _ in range(MOST_BODY // 2**20 + 1):
@@ -654,7 +668,7 @@ class TestErrors:
         head = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/", "headers": head}
         with pytest.raises(Refused, match="did not come") as raised:
-            asyncio.run(wire.read_body(Request(scope, never), ChatBody))
+            asyncio.run(wire.read_body(Request(scope, never)))
         assert raised.value.status == 408
 
     def test_a_body_that_is_cut_off_by_the_servers_end_gets_an_answer(self):
@@ -974,6 +988,44 @@ def test_large_bodies_do_not_hold_up_other_clients(method, path, module, monkeyp
         assert client.request(method, path, json=HELLO | {"max_tokens": 3}).status_code == 200
     assert len(in_loop) >= 2
     assert not any(in_loop)
+
+
+def test_long_bodies_do_not_hold_up_short_ones(monkeypatch):
+    many, begun, go_on, inner = 8, Semaphore(0), Event(), wire._depth
+
+    def blocked(found):
+        if len(found["messages"][0]["content"]) > LONG_BODY:
+            begun.release()
+            assert go_on.wait(60)
+        return inner(found)
+
+    monkeypatch.setattr(wire, "_depth", blocked)
+    long = {"messages": [{"role": "user", "content": "a" * (LONG_BODY + 1)}]}
+    with served() as client, ThreadPoolExecutor(many + 1) as pool:
+        try:
+            waiting = [pool.submit(client.post, "/v1/chat/completions", json=long) for _ in range(many)]
+            assert begun.acquire(timeout=60)
+            time.sleep(0.2)  # the others come, too
+            short = pool.submit(client.post, "/v1/chat/completions", json=HELLO | {"max_tokens": 3})
+            assert short.result(timeout=20).status_code == 200
+            assert not any(one.done() for one in waiting)
+        finally:
+            go_on.set()
+        assert {one.result().json()["error"]["code"] for one in waiting} == {"context_length_exceeded"}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages/count_tokens", "/edgespec/draft-prompt"])
+def test_what_is_too_much_is_refused_before_it_is_read(path, monkeypatch):
+    with served(slots=1, service={"most_waiting": 0}) as client:
+        client.model.scheduler.turn.acquire()  # nothing is written meanwhile
+        try:
+            held = client.model.scheduler.submit(Wanted([1, 2], SamplingParams(), 3), lambda event: None)
+            monkeypatch.setattr(wire, "_depth", None)
+            answer = client.request("PUT" if "draft" in path else "POST", path, json=HELLO)
+            assert answer.status_code == 429
+            held.cancel()
+        finally:
+            client.model.scheduler.turn.release()
 
 
 def test_the_first_grammar_does_not_stop_the_server(monkeypatch):

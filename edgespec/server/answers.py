@@ -115,7 +115,7 @@ class Parts:
 
 class Answers:
     def __init__(self, answers: Sequence[Answer], submit: Submit, ping_seconds: float) -> None:
-        """Submits all requests at once, so that `Service._admitted` counts them; needs a running event loop.
+        """Submits all requests at once, so that `Service.admitted` counts them; needs a running event loop.
 
         Args:
             answers: none of them begun.

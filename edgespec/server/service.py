@@ -3,12 +3,13 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
+from typing import TypeVar
 
 from edgespec.loop.grammar import Compiled
 from edgespec.loop.hint_texts import HintTexts
@@ -28,6 +29,9 @@ MOST_STOPS = 16
 MOST_WAITING = 32
 PING_SECONDS = 5.0
 GRAMMAR_THREADS = 2  # slow grammars hold up only grammars
+LONG_BODY = 2**18  # bytes; one thread reads longer bodies, so that shorter ones need not wait for them
+SHORT_THREADS = 2
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -47,6 +51,8 @@ class Service:
         self.typing_ahead = TypingAhead(self.model)
         self._preparing = 0
         self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "edgespec grammars")
+        self._short = ThreadPoolExecutor(SHORT_THREADS, "edgespec short bodies")
+        self._long = ThreadPoolExecutor(1, "edgespec long bodies")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -58,20 +64,30 @@ class Service:
             about += [self.model.approximate, *(str(dict(one.identity)) for one in self.model.owned)]
         return "fp_" + sha256("\n".join(about).encode()).hexdigest()[:16]
 
-    async def start(self, question: Question, sender: str) -> Answers:
-        return Answers(await self.prepare(question, sender), self.submit, self.ping_seconds)
+    async def read(self, size: int, work: Callable[[], Found]) -> Found:
+        """The result of `work` on a body of `size` bytes, in a thread; within `admitted`."""
+        threads = self._long if size > LONG_BODY else self._short
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
-    async def prepare(self, question: Question, sender: str) -> list[Answer]:
+    async def start(self, question: Question, sender: str, size: int = 0) -> Answers:
+        return Answers(await self.prepare(question, sender, size), self.submit, self.ping_seconds)
+
+    async def prepare(self, question: Question, sender: str, size: int = 0) -> list[Answer]:
         """The answers that are to begin: of each prompt each choice; choice i has seed + i.
+
+        Args:
+            question: what is asked.
+            sender: as of a `Request`.
+            size: of its body, in bytes.
 
         Raises:
             Refused, UsageError, ContextFull: the question cannot be answered.
         """
         self._check(question)
         form, tools = self.chat_format if question.conversation else self.raw_format, question.tools
-        prompts = await asyncio.to_thread(self._read, question)
-        in_thought = form.begins_in_thought(prompts[0][0])
-        with self._admitted(question.choices * len(prompts)):
+        with self.admitted(question.choices * (len(question.prompts) or 1)):
+            prompts = await self.read(size, partial(self._read, question))
+            in_thought = form.begins_in_thought(prompts[0][0])
             grammar: Compiled | None = None
             if question.grammar or (tools and tools.required):
                 loop = asyncio.get_running_loop()
@@ -144,8 +160,8 @@ class Service:
         return self.model.compile(replace(wanted, sender=sender)) if wanted else None
 
     @contextmanager
-    def _admitted(self, wanted: int) -> Iterator[None]:
-        """Count answers until they can be submitted; raises Refused if there are too many."""
+    def admitted(self, wanted: int = 1) -> Iterator[None]:
+        """Count answers from before work is done for them until they are submitted; raises Refused: too many wait."""
         if self.stopping:
             raise Refused(503, "the server is stopping")
         scheduler = self.model.scheduler

@@ -19,7 +19,7 @@ from edgespec.server.answers import Answers
 from edgespec.server.conversation import Question
 from edgespec.server.errors import Refused, refusal
 from edgespec.server.service import Service
-from edgespec.server.wire import Lenient, ServerSent, answer_whole, read_body, sse
+from edgespec.server.wire import Lenient, ServerSent, answer_whole, parsed_body, read_body, sse
 
 
 class Writer(ABC):
@@ -84,10 +84,11 @@ class Dialect:
 
     async def answer(self, http: HttpRequest) -> Response:
         service: Service = http.app.state.service
-        body: Any = await read_body(http, self.body)
-        question = await asyncio.to_thread(self.question, body)
+        data = await read_body(http)
+        with service.admitted():
+            body, question = await service.read(len(data), lambda: self._read(data))
         try:
-            answers = await service.start(question, http.scope[SENDER])
+            answers = await service.start(question, http.scope[SENDER], len(data))
         except ContextFull as error:
             if not (body.stream and self.too_long):
                 raise
@@ -99,6 +100,10 @@ class Dialect:
                 return await answer_whole(http, answers.whole(), writer.whole)
             left_early.pop_all()
         return EventStream(self._lines(writer, answers), answers.cancel)
+
+    def _read(self, data: bytearray) -> tuple[Any, Question]:
+        body = parsed_body(data, self.body)
+        return body, self.question(body)
 
     async def _lines(self, writer: Writer, answers: Answers) -> AsyncIterator[bytes]:
         try:

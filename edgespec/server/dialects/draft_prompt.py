@@ -1,8 +1,8 @@
 """A chat request as far as it is typed: PUT /edgespec/draft-prompt."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -10,11 +10,11 @@ from starlette.responses import JSONResponse, Response
 
 from edgespec.loop.passes import common_prefix
 from edgespec.server.access import SENDER
-from edgespec.server.conversation import Conversation
+from edgespec.server.conversation import Conversation, Question
 from edgespec.server.dialects.chat import ChatBody, question_of
 from edgespec.server.model_format import ModelFormat
 from edgespec.server.service import Service
-from edgespec.server.wire import read_body
+from edgespec.server.wire import parsed_body, read_body
 
 PREPARED = 16  # tokens of an answer begun at a pause
 TYPED_NEXT = ("a", " a", ".", "\n", "1")  # likely continuations: a token is stable if none of these changes it
@@ -27,24 +27,32 @@ class TypedBody(ChatBody):
 
 async def typed_prompt(http: HttpRequest) -> Response:
     service: Service = http.app.state.service
-    body = await read_body(http, TypedBody)
+    data = await read_body(http)
+    with service.admitted():
+        body, question = await service.read(len(data), lambda: _read(data))
     told: dict[str, Any] = {"pause": body.pause, "tokens": 0}
-    last = body.messages[-1] if body.messages else {}
-    if not body.pause and not isinstance(last.get("content"), str):
+    if not question or not question.conversation:
         return JSONResponse(told)
-    question = replace(await asyncio.to_thread(question_of, body), choices=1)
-    assert question.conversation
-    (answer,) = await service.prepare(question, http.scope[SENDER])
+    (answer,) = await service.prepare(question, http.scope[SENDER], len(data))
     request, name = answer.request, answer.request.sender + body.id
     if body.pause:
         service.typing_ahead.prepare(name, request, PREPARED)
         return JSONResponse(told | {"tokens": len(request.prompt_ids), "seed": request.sampling.seed})
-    ids = await asyncio.to_thread(stable_ids, service.chat_format, question.conversation)
+    with service.admitted():
+        ids = await service.read(len(data), partial(stable_ids, service.chat_format, question.conversation))
     if len(ids) > 1:
         # With 0 tokens the prompt is unfinished, and the draft completes it.
         service.typing_ahead.prepare(name, replace(request, prompt_ids=ids, foresee=True), 0)
         told["tokens"] = len(ids)
     return JSONResponse(told)
+
+
+def _read(data: bytearray) -> tuple[TypedBody, Question | None]:
+    """The body, and its question, if it can be used already."""
+    body = parsed_body(data, TypedBody)
+    last = body.messages[-1] if body.messages else {}
+    usable = body.pause or isinstance(last.get("content"), str)
+    return body, replace(question_of(body), choices=1) if usable else None
 
 
 def stable_ids(form: ModelFormat, conversation: Conversation) -> list[int]:

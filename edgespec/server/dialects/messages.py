@@ -1,6 +1,5 @@
 """Anthropic's dialect: /v1/messages and /v1/messages/count_tokens."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -18,7 +17,7 @@ from edgespec.server.dialects.openai import Extra, schema_grammar, thinking_opti
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, Tools, choose_tools, replayed
-from edgespec.server.wire import SamplingFields, ServerSent, TemplateFields, new_id, read_body
+from edgespec.server.wire import SamplingFields, ServerSent, TemplateFields, new_id, parsed_body, read_body
 
 # Claude Code puts this line first and changes it with every request, so that no prefix would match.
 BILLING = "x-anthropic-billing-header:"
@@ -54,9 +53,13 @@ class MessagesBody(CountBody):
 
 async def count_tokens(http: HttpRequest) -> Response:
     service: Service = http.app.state.service
-    body = await read_body(http, CountBody)
-    ids = await asyncio.to_thread(lambda: service.chat_format.prompt_ids(conversation_of(body)))
-    return JSONResponse({"input_tokens": len(ids)})
+    data = await read_body(http)
+
+    def count() -> int:
+        return len(service.chat_format.prompt_ids(conversation_of(parsed_body(data, CountBody))))
+
+    with service.admitted():
+        return JSONResponse({"input_tokens": await service.read(len(data), count)})
 
 
 def question_of(body: MessagesBody) -> Question:
