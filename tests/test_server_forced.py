@@ -27,7 +27,7 @@ from edgespec.server.conversation import Thought, Turn
 from edgespec.server.model_format import call_format_of
 from edgespec.server.parse_output import OutputParser
 from edgespec.server.prompts import template_messages
-from edgespec.server.schema import resolve
+from edgespec.server.schema import followed, resolve
 from edgespec.server.tool_calls import Call, Tool, Tools
 
 FUNCTION = {
@@ -251,6 +251,37 @@ def test_references_are_followed():
     tree = resolve({"properties": {"child": {"$ref": "#"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}})
     assert tree.properties["child"] is tree
     assert tree.properties["child"].properties["child"] is tree
+
+
+def test_values_of_unions_within_unions_are_counted_before_they_are_listed():
+    """Each level would have twice as many."""
+    levels = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(20)}
+    root = {"properties": {"it": {"$ref": "#/$defs/d0"}}, "$defs": levels | {"d20": {"enum": ["a"]}}}
+    with pytest.raises(UsageError, match="that a schema lists have more than 131072 characters"):
+        resolve(root)
+    assert Tools([Tool({"name": "f", "parameters": root})]).parameters["f"].types is None
+
+
+def test_each_reference_is_followed_once(monkeypatch):
+    many, seen = 200, []
+    monkeypatch.setattr("edgespec.server.schema.followed", lambda *given: seen.append(given) or followed(*given))
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(many)} | {f"d{many}": {"type": "null"}}
+    properties = {f"p{i}": {"$ref": "#/$defs/d0"} for i in range(many)}
+    found = resolve({"properties": properties, "$defs": chain})
+    assert found.properties["p9"].types == {"null"}
+    assert len(seen) == 2 * many
+
+
+def test_types_that_are_none_are_not_kept():
+    assert schema_of({"anyOf": [{"type": ["string", "x"]}, {"type": "y"}]}).types == {"string"}
+
+
+def test_schemas_that_many_parameters_refer_to_are_copied_within_a_limit_of_work():
+    one = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(1000)}}
+    properties = {f"p{i}": {"items": {"$ref": "#/$defs/one"}} for i in range(200)}
+    functions = [{"name": "f", "parameters": {"properties": properties, "$defs": {"one": one}}}]
+    with pytest.raises(UsageError, match="have more than 2097152 parts and characters"):
+        call_grammar(Vocabulary(), form_named("<arg_key>"), functions)
 
 
 def test_null_in_place_of_a_schema_allows_anything():

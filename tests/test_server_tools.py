@@ -200,6 +200,15 @@ class TestDialects:
             assert answer.status_code == 400
             assert says in answer.json()["error"]["message"]
 
+    def test_tools_are_counted_before_they_are_compared(self, client):
+        """Each name would be looked for among all others."""
+        for functions, allowed, where in ((TOOLS * 99, TOOLS, "tools"), (TOOLS, TOOLS * 99, "tool_choice")):
+            choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": allowed}}
+            answer = client.post("/v1/chat/completions", json=HELLO | {"tools": functions, "tool_choice": choice})
+            error = answer.json()["error"]
+            assert error["message"] == "there are 198 tools, but at most 128 may be given"
+            assert error["param"] == where
+
     @pytest.mark.parametrize(
         ("path", "more", "says"),
         [

@@ -20,6 +20,7 @@ PLACE = re.compile(r"\{(line|name|quoted|number|id|arguments|braces|pairs|key|va
 # Spaces after commas and colons, as templates show them.
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANYWHERE = {"number": "/[0-9]{1,3}/", "id": "/[a-zA-Z0-9]{9}/", "line": '"\\n"?'}
+MOST_WORK = 2**21  # parts of schemas that are copied, and characters that they become
 ANY_TEXT = r"/(.|\n)*/"
 KEY = r"/[^:,{}\[\]<>\s]+/"
 KINDS = ("array", "boolean", "integer", "null", "number", "object", "string")
@@ -86,6 +87,7 @@ class Rules:
         self._known: dict[str, str] = {}
         self._values: dict[Schema, str] = {}
         self._room = MOST_BYTES
+        self._work = MOST_WORK
 
     def add(self, terms: str, about: str = "") -> str:
         """The name of a new rule, or of an equal one. Raises UsageError: the grammar becomes too long."""
@@ -104,9 +106,17 @@ class Rules:
         if self._room < 0:
             raise too_long()
 
+    def _count(self, work: int = 1) -> None:
+        """Also of equal rules, which take no room."""
+        self._work -= work
+        if self._work < 0:
+            raise UsageError(f"tools: the schemas of their parameters have more than {MOST_WORK} parts and characters")
+
     def json(self, schema: Schema) -> str:
         guidance = {**SPACED, "lenient": not schema.strict}
-        return self.add(f"%json {json_text({**schema.json, 'x-guidance': guidance})}")
+        text = json_text({**schema.json(self._count), "x-guidance": guidance})
+        self._count(len(text))
+        return self.add(f"%json {text}")
 
     def filled(self, text: str, places: Mapping[str, str]) -> str:
         pieces = PLACE.split(text)

@@ -2,6 +2,7 @@
 
 import json
 from ast import literal_eval
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +13,9 @@ TYPES: dict[type, tuple[str, ...]] = {
     str: ("string",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), type(None): ("null",),
     dict: ("object",), list: ("array",),
 }  # fmt: skip
+KNOWN = frozenset(name for names in TYPES.values() for name in names)
 SPACES = " \t\n\r"
+MOST_LISTED = 2**17  # characters of all values that the schemas of a tool list
 
 
 class Unfinished(ValueError):
@@ -25,8 +28,9 @@ class Schema:
     def __init__(self) -> None:
         self.types: frozenset[str] | None = frozenset()  # None: any type
         self.values: list[Any] = []
+        self.by_text: dict[str, Any] = {}  # the values, by what markup writes
         self.properties: dict[str, Schema] = {}
-        self.required: list[str] = []
+        self.required: frozenset[str] = frozenset()
         self.items: Schema | None = None
         self.node: dict[str, Any] = {}  # its JSON
         self.root: dict[str, Any] = {}  # which references of `node` point into
@@ -38,14 +42,14 @@ class Schema:
         found.types = None
         return found
 
-    @property
-    def json(self) -> dict[str, Any]:
-        """Its JSON; of the root's definitions only those that it refers to."""
+    def json(self, count: Callable[[], None]) -> dict[str, Any]:
+        """Its JSON; of the root's definitions only those that it refers to; calls `count` before it copies a part."""
         if self.node is self.root:
             return self.node
         definitions, names = dict[str, Any](), dict[int, str]()
 
         def copied(node: Any) -> Any:
+            count()
             if isinstance(node, list):
                 return [copied(one) for one in node]
             if not isinstance(node, dict):
@@ -70,9 +74,8 @@ class Schema:
 
     def value_of(self, text: str) -> Any:
         """The value that markup writes as `text`: a string if it may be one and no other listed type fits."""
-        for value in self.values:
-            if spelled(value) == text:
-                return value
+        if text in self.by_text:
+            return self.by_text[text]
         if self.types is None or self.types == {"string"}:
             return text
         try:
@@ -124,7 +127,7 @@ def resolve(root: Any, name: str = "", *, strict: bool = False) -> Schema:
     """Resolve the parameters of the tool `name`.
 
     Raises:
-        UsageError: they are no JSON schema of an object.
+        UsageError: they are no JSON schema of an object, or list too many values.
     """
     if not isinstance(root, dict) or root.get("type", "object") != "object":
         raise UsageError(f"tools: the parameters of {name!r} are no object's schema")
@@ -138,6 +141,8 @@ class _Resolver:
     def __init__(self, root: dict[str, Any], strict: bool) -> None:
         self._root, self._strict = root, strict
         self._known: dict[int, Schema] = {}
+        self._targets: dict[int, Any] = {}  # of references
+        self._room = MOST_LISTED
 
     def root(self) -> Schema:
         return self._made(self._root)
@@ -155,7 +160,7 @@ class _Resolver:
     def _target(self, node: Any) -> Any:
         """Follow references; one that leads nowhere allows anything. Raises UsageError where all must be enforced."""
         passed = set[int]()
-        while is_reference(node):
+        while is_reference(node) and id(node) not in self._targets:
             reference = node["$ref"]
             try:
                 if id(node) in passed:
@@ -166,29 +171,37 @@ class _Resolver:
                 if self._strict:
                     raise UsageError(f"tools: the reference {shown(reference)} leads nowhere") from error
                 return {}
+        node = self._targets.get(id(node), node)
+        self._targets |= dict.fromkeys(passed, node)
         return node
 
     def _fill(self, schema: Schema, node: dict[str, Any]) -> None:
         schema.node, schema.root, schema.strict = node, self._root, self._strict
-        schema.values = self._values(node)
+        for value in self._values(node):
+            text = spelled(value)
+            self._room -= len(text) + 1
+            if self._room < 0:
+                raise UsageError(f"tools: the values that a schema lists have more than {MOST_LISTED} characters")
+            schema.values.append(value)
+            schema.by_text.setdefault(text, value)
         schema.properties = {key: self.schema_of(value) for key, value in node.get("properties", {}).items()}
-        schema.required = [key for key in node.get("required", ()) if key in schema.properties]
+        schema.required = frozenset(key for key in node.get("required", ()) if key in schema.properties)
         schema.items = self.schema_of(node["items"]) if "items" in node else None
         schema.types = self._types(schema, node)
 
-    def _values(self, node: dict[str, Any]) -> list[Any]:
+    def _values(self, node: dict[str, Any]) -> Iterable[Any]:
         if "const" in node:
             return [node["const"]]
         if isinstance(listed := node.get("enum"), list):
             return listed
         branches = [self.schema_of(branch) for branch in node.get("anyOf") or node.get("oneOf") or ()]
         if all(branch.values or branch.types == frozenset(["null"]) for branch in branches):
-            return [value for branch in branches for value in branch.values or [None]]
+            return (value for branch in branches for value in branch.values or [None])
         return []
 
     def _types(self, schema: Schema, node: dict[str, Any]) -> frozenset[str] | None:
         if "type" in node:
-            return frozenset([node["type"]] if isinstance(node["type"], str) else node["type"])
+            return KNOWN.intersection([node["type"]] if isinstance(node["type"], str) else node["type"])
         if schema.values:
             return frozenset(name for value in schema.values for name in TYPES[type(value)])
         if branches := node.get("anyOf") or node.get("oneOf"):

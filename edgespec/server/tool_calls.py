@@ -79,8 +79,7 @@ def choose_tools(
         raise Refused(400, says, param="tool_choice")
     if not functions or mode == "none":
         return None
-    if len(functions) > MOST_TOOLS:
-        raise Refused(400, f"there are {len(functions)} tools, but at most {MOST_TOOLS} may be given", param="tools")
+    _check_number(functions, "tools")
     if not all(isinstance(function.get("name"), str) and function["name"] for function in functions):
         raise Refused(400, "tools: a function has no name", param="tools")
     if mode not in ("auto", "required"):
@@ -91,6 +90,11 @@ def choose_tools(
     if not named:
         raise Refused(400, f"tool_choice names {name!r}, which is none of the tools", param="tool_choice")
     return Tools(tools, named if mode == "required" or name is not None else (), parallel)
+
+
+def _check_number(found: Sequence[Any], where: str) -> None:
+    if len(found) > MOST_TOOLS:
+        raise Refused(400, f"there are {len(found)} tools, but at most {MOST_TOOLS} may be given", param=where)
 
 
 def choose_allowed(functions: Sequence[Mapping[str, Any]], choice: Any, *, parallel: bool) -> Tools | None:
@@ -107,6 +111,8 @@ def choose_allowed(functions: Sequence[Mapping[str, Any]], choice: Any, *, paral
     if mode not in ("auto", "required") or not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
         says = "tool_choice: allowed_tools needs a mode, auto or required, and a list of tools"
         raise Refused(400, says, param="tool_choice")
+    _check_number(functions, "tools")
+    _check_number(tools, "tool_choice")
     functional = [tool for tool in tools if tool.get("type", "function") == "function"]
     inner = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in functional]
     names, known = [tool.get("name") for tool in inner], [function.get("name") for function in functions]
