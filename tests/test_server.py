@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from edgespec.errors import ContextFull, UsageError
-from edgespec.loop import grammar
+from edgespec.loop import grammar, sampling
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.tree import Source
 from edgespec.model import Model
@@ -32,6 +32,7 @@ from edgespec.server import wire
 from edgespec.server.access import Guard
 from edgespec.server.app import STATIC, error_body, make_app
 from edgespec.server.conversation import Question
+from edgespec.server.dialects import responses
 from edgespec.server.errors import Refused, refusal
 from edgespec.server.model_format import ModelFormat
 from edgespec.server.service import LONG_BODY, Service
@@ -312,6 +313,20 @@ class TestResponses:
         assert events[-1]["response"]["output"][0]["content"][0]["text"] == expected.text
         text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
         assert text == expected.text
+
+    def test_what_answers_repeat_is_written_once(self, client, monkeypatch):
+        seen = []
+        monkeypatch.setattr(responses, "json_text", lambda *given: seen.append(given) or grammar.json_text(*given))
+        tools = [{"type": "web_search", "note": "x\u2028é"}]
+        body = {"input": "hello", "max_output_tokens": 3, "tools": tools, "instructions": "be", "metadata": {"a": "b"}}
+        events = list(map(json.loads, stream(client, "/v1/responses", body)))
+        answers = [event["response"] for event in events if "response" in event]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert len(answers) == 3
+        assert len(seen) == 1
+        for answer in (*answers, client.post("/v1/responses", json=body).json()):
+            assert (answer["tools"], answer["instructions"], answer["metadata"]) == (tools, "be", {"a": "b"})
+            assert (answer["tool_choice"], answer["text"]) == ("auto", {"format": {"type": "text"}})
 
     def test_what_it_does_not_keep(self, client):
         answer = client.post("/v1/responses", json={"input": "hello", "previous_response_id": "resp_1"})
@@ -635,6 +650,43 @@ class TestErrors:
         assert client.get("/v1/chat/completions").status_code == 405
 
     @pytest.mark.parametrize(
+        ("path", "body", "says"),
+        [
+            (
+                "chat/completions",
+                {"messages": HELLO["messages"] * 16385},
+                "there are 16385 messages and calls, but at most",
+            ),
+            ("messages/count_tokens", {"messages": HELLO["messages"] * 16385}, "there are 16385 messages and calls"),
+            ("chat/completions", HELLO | {"model": "a" * 600}, "model is 'aaa"),
+            ("messages", HELLO | {"max_tokens": 3, "model": "a" * 600}, "model is 'aaa"),
+            (
+                "responses",
+                {"input": "a", "metadata": {"a": "b" * 2**22}},
+                "metadata, reasoning: they have more than 4194304",
+            ),
+        ],
+    )
+    def test_what_is_too_much_is_refused_in_one_short_line(self, client, path, body, says):
+        answer = client.post(f"/v1/{path}", json=body)
+        assert answer.status_code in (400, 413)
+        assert says in answer.json()["error"]["message"]
+        assert len(answer.text) < 1200
+
+    def test_a_message_quotes_no_megabytes(self, client):
+        form = {"type": "a" * 2**20}
+        answer = client.post("/v1/chat/completions", json=HELLO | {"response_format": form})
+        assert answer.json()["error"]["message"].startswith("response_format: there is no type 'aaa")
+        assert len(answer.text) < 1200
+
+    def test_choices_do_not_check_the_bias_of_each_token_again(self, client, monkeypatch):
+        seen, inner = [], sampling.check_number
+        monkeypatch.setattr(sampling, "check_number", lambda name, *given: seen.append(name) or inner(name, *given))
+        body = {"prompt": ["a", "b"], "n": 3, "max_tokens": 3, "logit_bias": {"77": 1}, "edgespec": {"plain": True}}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        assert seen.count("logit_bias of 77") == 1
+
+    @pytest.mark.parametrize(
         ("path", "body"),
         [
             ("chat/completions", HELLO | {"tool_choice": {"function": "x"}}),
@@ -874,6 +926,17 @@ class TestGuard:
     def test_an_origin_that_no_page_could_have_is_refused_at_the_start(self, given):
         with pytest.raises(UsageError, match=f"^--allow-origin is {re.escape(repr(given))}, but must be like"):
             Guard(lambda: None, error_body, origins=[given])
+
+    def test_a_compressed_body_is_refused_in_one_line(self, client):
+        for coding, status in (("gzip", 415), ("Identity", 200)):
+            answer = client.post(
+                "/v1/chat/completions", json=HELLO | {"max_tokens": 2}, headers={"content-encoding": coding}
+            )
+            assert answer.status_code == status
+        answer = client.post("/v1/messages", json=HELLO, headers={"content-encoding": "gzip"})
+        assert (
+            answer.json()["error"]["message"] == "the body is sent as 'gzip', which is not read here: send it as it is"
+        )
 
     def test_what_a_form_can_send_is_refused(self, client):
         for kind in ("text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"):

@@ -200,6 +200,11 @@ class TestDialects:
             assert answer.status_code == 400
             assert says in answer.json()["error"]["message"]
 
+    def test_the_values_of_all_tools_are_counted(self, client):
+        tool = {"name": "f", "parameters": {"properties": {"a": {"enum": [1] * 2**16}}}}
+        answer = client.post("/v1/chat/completions", json=HELLO | {"tools": [{"type": "function", "function": tool}]})
+        assert answer.json()["error"]["message"] == "the tools have 65543 values in all, but at most 65536 may be given"
+
     def test_tools_are_counted_before_they_are_compared(self, client):
         """Each name would be looked for among all others."""
         for functions, allowed, where in ((TOOLS * 99, TOOLS, "tools"), (TOOLS, TOOLS * 99, "tool_choice")):

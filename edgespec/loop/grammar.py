@@ -59,13 +59,13 @@ def too_long() -> UsageError:
     return UsageError(f"the grammar is longer than {MOST_BYTES} bytes")
 
 
-def json_text(value: Any) -> str:
-    """`value` in JSON. Raises UsageError as soon as it is longer than a grammar may be."""
-    parts, room = list[str](), MOST_BYTES
+def json_text(value: Any, most: int = MOST_BYTES, error: Exception | None = None) -> str:
+    """`value` in JSON. Raises `error`, or that of a grammar, as soon as it has more than `most` characters."""
+    parts, room = list[str](), most
     for part in json.JSONEncoder().iterencode(value):
         room -= len(part)
         if room < 0:
-            raise too_long()
+            raise error or too_long()
         parts.append(part)
     return "".join(parts)
 

@@ -10,6 +10,7 @@ Nothing else in the program draws random numbers, so the output cannot depend on
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +77,12 @@ class SamplingParams:
             for token, value in self.logit_bias.items()
         }
         object.__setattr__(self, "logit_bias", bias)
+
+    def with_seed(self, seed: int) -> "SamplingParams":
+        """Nothing is checked again: there may be a bias of each token."""
+        found = copy(self)
+        object.__setattr__(found, "seed", seed % 2**64)
+        return found
 
     @property
     def has_penalties(self) -> bool:

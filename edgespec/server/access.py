@@ -136,6 +136,8 @@ class Guard:
             kind = ", ".join(headers.getlist("content-type")).partition(";")[0].strip().lower()
             if kind != "application/json":
                 return Refused(415, f"the body must be application/json, not {kind or 'without a type'!r}")
+            if (coding := headers.get("content-encoding", "identity")).lower() != "identity":
+                return Refused(415, f"the body is sent as {coding!r}, which is not read here: send it as it is")
         public = scope["path"] in PUBLIC or scope["path"].startswith(PUBLIC_FOLDER)
         if self._senders and not public and self._sender(headers) is None:
             return Refused(401, "a key is missing or wrong: send Authorization: Bearer KEY or x-api-key: KEY")

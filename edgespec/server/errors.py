@@ -10,12 +10,19 @@ KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permis
 KINDS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 
 
+MOST_SAID = 1000  # characters of a message
+
+
 @dataclass
 class Refused(Exception):
     status: int
     message: str
     code: str | None = None
     param: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.message) > MOST_SAID:  # it quotes what was sent
+            self.message = f"{self.message[:MOST_SAID]}…"
 
     @property
     def kind(self) -> str:

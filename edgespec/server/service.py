@@ -14,6 +14,7 @@ from typing import TypeVar
 from edgespec.loop.grammar import Compiled
 from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.passes import check_room
+from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import TextStream, check_length
 from edgespec.model import Model
 from edgespec.models.own_sampling import choose_seed
@@ -86,7 +87,7 @@ class Service:
         self._check(question)
         form, tools = self.chat_format if question.conversation else self.raw_format, question.tools
         with self.admitted(question.choices * (len(question.prompts) or 1)):
-            prompts = await self.read(size, partial(self._read, question))
+            prompts, sampling = await self.read(size, partial(self._read, question))
             in_thought = form.begins_in_thought(prompts[0][0])
             grammar: Compiled | None = None
             if question.grammar or (tools and tools.required):
@@ -94,12 +95,10 @@ class Service:
                 grammar = await loop.run_in_executor(self._grammars, self._grammar, question, sender, form, in_thought)
         limit = self.model.target.capabilities.context_length
         most = limit if question.max_tokens is None or question.max_tokens == UNLIMITED else question.max_tokens
-        seed = choose_seed(question.sampling.get("seed")) % 2**64
-        sampling = replace(self.model.sampling, **{**question.sampling, "seed": seed})
         return [
             Answer(
                 Request(
-                    list(ids), replace(sampling, seed=(sampling.seed + i) % 2**64),
+                    list(ids), sampling.with_seed(sampling.seed + i),
                     min(most, limit - len(ids)), tuple(question.stop), question.log_probs,
                     question.plain, grammar, hint_texts, question.foresee, form.shown(tools), sender=sender,
                 ),
@@ -129,8 +128,8 @@ class Service:
                 raise Refused(400, says, param="messages")
         TextStream(self.model.target.vocab, question.stop)  # refuses an empty string in `stop`
 
-    def _read(self, question: Question) -> list[tuple[list[int], HintTexts | None]]:
-        """Token ids and hint texts of each prompt, in a worker thread."""
+    def _read(self, question: Question) -> tuple[list[tuple[list[int], HintTexts | None]], SamplingParams]:
+        """Token ids and hint texts of each prompt, and options of sampling, in a worker thread."""
         if question.tools:
             question.tools.parameters  # noqa: B018 (it is computed here, not in the server's loop)
         if question.conversation:
@@ -143,7 +142,8 @@ class Service:
                 raise Refused(400, "the prompt is empty: give at least one word", param="prompt")
             check_room(self.model.target, len(ids))
             found.append((ids, self.model.hint_texts(ids, question.prediction, question.choices)))
-        return found
+        seed = choose_seed(question.sampling.get("seed")) % 2**64
+        return found, replace(self.model.sampling, **{**question.sampling, "seed": seed})
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         vocab = self.model.target.vocab

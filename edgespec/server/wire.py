@@ -3,7 +3,7 @@
 import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from math import isinf
@@ -23,6 +23,7 @@ BODY_SECONDS = 60.0
 MOST_VALUES = 2**19  # JSON values
 FEW_VALUES = 2**15  # that C code parses before any other thread runs: tens of milliseconds
 MOST_DEPTH = 64
+MOST_NAME = 512  # characters of what is a name
 GONE = 499  # the client left before the answer
 
 # The characters of JSON at which str.splitlines, and with it clients on httpx, end a line.
@@ -194,27 +195,34 @@ def _finite(number: str) -> float:
 
 
 def _depth(value: Any) -> int:
-    level, depth = [value], 0
+    return sum(1 for _ in levels(value))
+
+
+def levels(value: Any) -> Iterator[list[Any]]:
+    """A value, the values in it, those in these, and so on."""
+    level = [value]
     while level:
-        depth += 1
+        yield level
         level = [
             inner
             for outer in level
             if isinstance(outer, dict | list)
             for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
-    return depth
 
 
-async def answer_whole(http: HttpRequest, work: Awaitable[Any], body: Callable[[], Mapping[str, Any]]) -> Response:
-    """Wait for `work`, then send one JSON body; the work ends if the client leaves."""
+async def answer_whole(
+    http: HttpRequest, work: Awaitable[Any], body: Callable[[], Mapping[str, Any] | str]
+) -> Response:
+    """Wait for `work`, then send one JSON body, or its text; the work ends if the client leaves."""
     task, gone = asyncio.ensure_future(work), asyncio.create_task(_left(http))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             return Response(status_code=GONE)
         await task
-        return JSONResponse(body())
+        found = body()
+        return Response(found, media_type="application/json") if isinstance(found, str) else JSONResponse(found)
     finally:
         for one in (task, gone):
             one.cancel()
@@ -227,8 +235,12 @@ async def _left(http: HttpRequest) -> None:
         pass
 
 
+def json_of(data: Any) -> str:
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+
+
 def sse(name: str | None, data: Any) -> bytes:
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    text = data if isinstance(data, str) else json_of(data)
     for end, escape in LINE_BREAKS.items():
         text = text.replace(end, escape)  # `translate` takes a second for megabytes
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()

@@ -26,8 +26,8 @@ class Writer(ABC):
     """Writes the answers to one body, whole or as server-sent events."""
 
     @abstractmethod
-    def whole(self) -> Mapping[str, Any]:
-        """The body, after all answers have ended."""
+    def whole(self) -> Mapping[str, Any] | str:
+        """The body or its JSON, after all answers have ended."""
 
     def begin(self) -> Iterable[ServerSent]:
         return ()

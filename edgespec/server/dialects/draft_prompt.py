@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -14,7 +15,7 @@ from edgespec.server.conversation import Conversation, Question
 from edgespec.server.dialects.chat import ChatBody, question_of
 from edgespec.server.model_format import ModelFormat
 from edgespec.server.service import Service
-from edgespec.server.wire import parsed_body, read_body
+from edgespec.server.wire import MOST_NAME, parsed_body, read_body
 
 PREPARED = 16  # tokens of an answer begun at a pause
 TYPED_NEXT = ("a", " a", ".", "\n", "1")  # likely continuations: a token is stable if none of these changes it
@@ -22,7 +23,7 @@ TYPED_NEXT = ("a", " a", ".", "\n", "1")  # likely continuations: a token is sta
 
 class TypedBody(ChatBody):
     pause: bool = False  # the user has paused: the prompt may be complete
-    id: str = ""
+    id: str = Field("", max_length=MOST_NAME)
 
 
 async def typed_prompt(http: HttpRequest) -> Response:

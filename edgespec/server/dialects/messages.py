@@ -17,7 +17,7 @@ from edgespec.server.dialects.openai import Extra, schema_grammar, thinking_opti
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, Tools, choose_tools, replayed
-from edgespec.server.wire import SamplingFields, ServerSent, TemplateFields, new_id, parsed_body, read_body
+from edgespec.server.wire import MOST_NAME, SamplingFields, ServerSent, TemplateFields, new_id, parsed_body, read_body
 
 # Claude Code puts this line first and changes it with every request, so that no prefix would match.
 BILLING = "x-anthropic-billing-header:"
@@ -35,7 +35,7 @@ class CountBody(SamplingFields, TemplateFields):
     )
 
     messages: list[dict[str, Any]]
-    model: str = ""
+    model: str = Field("", max_length=MOST_NAME)
     system: str | list[dict[str, Any]] | None = None
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None

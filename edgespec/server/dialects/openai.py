@@ -17,7 +17,7 @@ from edgespec.server.dialects.dialect import Writer
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
 from edgespec.server.speculative_calls import SpeculativeCalls
-from edgespec.server.wire import Lenient, SamplingFields, ServerSent, new_id, not_read
+from edgespec.server.wire import MOST_NAME, Lenient, SamplingFields, ServerSent, new_id, not_read
 
 MOST_LOG_PROBS = 20
 OTHER_FORMS = ("json_schema", "regex", "guided_json", "guided_regex", "guided_choice")
@@ -42,7 +42,7 @@ class Extra(Lenient):
 
 
 class OpenAIBody(SamplingFields):
-    model: str = ""
+    model: str = Field("", max_length=MOST_NAME)
     stream: bool = False
     edgespec: Extra = Field(default_factory=Extra)
     json_schema: dict[str, Any] | str | None = None  # llama.cpp's

@@ -4,9 +4,11 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from itertools import count
 from typing import Any, ClassVar, Literal
 
+from edgespec.loop.grammar import json_text
 from edgespec.scheduler.requests import Ended, Event
 from edgespec.server.answers import Answers, Parts
 from edgespec.server.conversation import Conversation, Question, Thought, Turn, role_of, text_of
@@ -15,8 +17,9 @@ from edgespec.server.dialects.openai import OpenAIBody, error_body, template_opt
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, Tools, choose_allowed, choose_tools, refused_choice, replayed
-from edgespec.server.wire import TOKENS, ServerSent, TemplateFields, new_id
+from edgespec.server.wire import TOKENS, ServerSent, TemplateFields, json_of, new_id
 
+MOST_ECHO = 2**22  # characters of what answers repeat
 ROLES = ("system", "developer", "user", "assistant")
 NOTHING: dict[str, Any] = {"output": [], "incomplete_details": None, "usage": None}  # of a response without an answer
 IN_PROGRESS = NOTHING | {"status": "in_progress"}
@@ -42,6 +45,18 @@ class ResponsesBody(OpenAIBody, TemplateFields):
     top_logprobs: int | None = None
     include: list[Any] | None = None
 
+    @cached_property
+    def echo(self) -> str:
+        """What each answer repeats, in JSON; raises Refused if it is too long."""
+        found = {
+            "instructions": self.instructions,
+            "text": {"format": (self.text or {}).get("format") or {"type": "text"}},
+            "tool_choice": self.tool_choice or "auto", "tools": self.tools or [],
+            "metadata": self.metadata or {}, "reasoning": self.reasoning,
+        }  # fmt: skip
+        says = f"{', '.join(found)}: they have more than {MOST_ECHO} characters in all, which answers would repeat"
+        return json_text(found, MOST_ECHO, Refused(413, says))
+
 
 def question_of(body: ResponsesBody) -> Question:
     if body.previous_response_id or body.conversation:
@@ -52,6 +67,7 @@ def question_of(body: ResponsesBody) -> Question:
     form = (body.text or {}).get("format")
     if form is not None and not isinstance(form, dict):
         raise Refused(400, f"text.format is {form!r}, but must be an object with a type", param="text.format")
+    body.echo  # noqa: B018 (it is made here, not in the server's loop)
     options = template_options((body.reasoning or {}).get("effort")) | body.variables
     most = body.max_tokens if body.max_output_tokens is None else body.max_output_tokens
     return Question(
@@ -150,15 +166,13 @@ def part(text: str) -> dict[str, Any]:
 
 
 def head_of(service: Service, body: ResponsesBody) -> dict[str, Any]:
-    """The members that a response has from its beginning."""
+    """The members that a response has from its beginning, without its echo."""
     return {
         "id": new_id("resp_"), "object": "response", "created_at": int(time.time()),
-        "model": body.model or service.name, "instructions": body.instructions,
+        "model": body.model or service.name,
         "max_output_tokens": body.max_output_tokens, "parallel_tool_calls": body.parallel_tool_calls,
         "previous_response_id": None, "store": False,
-        "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
-        "tool_choice": body.tool_choice or "auto", "tools": body.tools or [],
-        "truncation": "disabled", "metadata": body.metadata or {}, "error": None, "reasoning": body.reasoning,
+        "truncation": "disabled", "error": None,
     }  # fmt: skip
 
 
@@ -167,25 +181,34 @@ def named(kind: str, numbers: Iterator[int], **fields: Any) -> ServerSent:
     return name, {"type": name, "sequence_number": next(numbers), **fields}
 
 
-def begun(head: dict[str, Any], numbers: Iterator[int]) -> Iterator[ServerSent]:
+def with_response(kind: str, numbers: Iterator[int], response: dict[str, Any], echo: str) -> ServerSent:
+    name, fields = named(kind, numbers)
+    return name, f'{json_of(fields)[:-1]},"response":{with_echo(response, echo)}}}'
+
+
+def with_echo(response: dict[str, Any], echo: str) -> str:
+    return f"{json_of(response)[:-1]},{echo[1:]}"
+
+
+def begun(head: dict[str, Any], numbers: Iterator[int], echo: str) -> Iterator[ServerSent]:
     for kind in ("created", "in_progress"):
-        yield named(kind, numbers, response=head | IN_PROGRESS)
+        yield with_response(kind, numbers, head | IN_PROGRESS, echo)
 
 
-def failed(head: dict[str, Any], numbers: Iterator[int], refused: Refused) -> Iterator[ServerSent]:
+def failed(head: dict[str, Any], numbers: Iterator[int], echo: str, refused: Refused) -> Iterator[ServerSent]:
     """openai-python raises what the member `error` of the first event has; Codex reads only the second."""
     about = {"code": refused.code, "message": refused.message, "param": refused.param}
     yield "error", {"type": "error", **about, "sequence_number": next(numbers), **error_body(refused)}
     code = refused.code or ("server_error" if refused.status >= 500 else "invalid_prompt")
     error = {"code": code, "message": refused.message}
-    yield named("failed", numbers, response=head | NOTHING | {"status": "failed", "error": error})
+    yield with_response("failed", numbers, head | NOTHING | {"status": "failed", "error": error}, echo)
 
 
 def too_long(service: Service, body: ResponsesBody, refused: Refused) -> Iterator[ServerSent]:
     """As OpenAI does: Codex takes a status 400 for a mistake of its own, and does not shorten the conversation."""
     head, numbers = head_of(service, body), count()
-    yield from begun(head, numbers)
-    yield from failed(head, numbers, refused)
+    yield from begun(head, numbers, body.echo)
+    yield from failed(head, numbers, body.echo, refused)
 
 
 class ResponsesWriter(Writer):
@@ -193,12 +216,16 @@ class ResponsesWriter(Writer):
         (self._answer,), self._answers = answers.all, answers
         sampling, self._name = self._answer.request.sampling, new_id("msg_")
         self._head = head_of(service, body) | {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        self._echo = body.echo
         self._parts, self._numbers = Parts(), count()
         self._thought: Literal["none", "open", "done"] = "none"
         self._text: dict[str, Any] | None = None  # where its deltas go; it stays open to the end
         self._calls = 0
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> str:
+        return with_echo(self._response(), self._echo)
+
+    def _response(self) -> dict[str, Any]:
         one, name, counts = self._answer, self._name, self._answers.usage
         cut = one.is_cut
         status = "incomplete" if cut else "completed"
@@ -222,10 +249,10 @@ class ResponsesWriter(Writer):
         return {**self._head, "status": status, "output": output, **more, **told}
 
     def begin(self) -> Iterator[ServerSent]:
-        return begun(self._head, self._numbers)
+        return begun(self._head, self._numbers, self._echo)
 
     def silent(self) -> Iterator[ServerSent]:
-        yield self._named("in_progress", response=self._head | IN_PROGRESS)
+        yield with_response("in_progress", self._numbers, self._head | IN_PROGRESS, self._echo)
 
     def after(self, number: int, event: Event) -> Iterator[ServerSent]:
         for stage, _, piece in self._parts.after(self._answer.new, ended=isinstance(event, Ended)):
@@ -236,16 +263,16 @@ class ResponsesWriter(Writer):
             else:
                 yield from self._of_call(stage, piece)
         if isinstance(event, Ended):
-            done = self.whole()
+            done = self._response()
             if self._text:
                 text, index = self._answer.text, self._text["output_index"]
                 yield self._named("output_text.done", **self._text, text=text, logprobs=[])
                 yield self._named("content_part.done", **self._text, part=part(text))
                 yield self._item("done", index, text_item(self._name, text, done["status"]))
-            yield self._named(done["status"], response=done)
+            yield with_response(done["status"], self._numbers, done, self._echo)
 
     def error(self, refused: Refused) -> Iterator[ServerSent]:
-        return failed(self._head, self._numbers, refused)
+        return failed(self._head, self._numbers, self._echo, refused)
 
     def _of_thought(self, stage: str, piece: Thought) -> Iterator[ServerSent]:
         """All thoughts are one item, which ends with the first of them.
