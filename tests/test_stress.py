@@ -1,6 +1,8 @@
 """Many clients at once, and the checks that look for what leaks: they must see what is wrong, too."""
 
+import re
 import threading
+from pathlib import Path
 
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
@@ -9,12 +11,15 @@ pytest.importorskip("uvicorn", reason="the server is not installed: pip install 
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
 from benchmarks.serving import served
-from benchmarks.stress import KINDS, half_open, is_pet, left_over, load
+from benchmarks.stress import KINDS, LARGEST, half_open, is_pet, largest, left_over, load
 from benchmarks.typing_ahead import WAYS, replay
 from edgespec.loop.sampling import SamplingParams
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler.requests import Request
+from edgespec.server.wire import MOST_BODY, MOST_VALUES
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-serve"
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +45,23 @@ def test_clients_of_all_kinds(server):
     assert left_over(model, threads, patience=0.0) != []
     held.cancel()
     assert left_over(model, threads) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", LARGEST)
+def test_the_largest_bodies_are_as_large_as_may_be(kind):
+    bodies = [body for _, body in largest(kind, 500)]
+    values = [sum(map(body.count, (b",", b"[", b"{"))) for body in bodies]
+    assert max(map(len, bodies)) <= MOST_BODY
+    assert 0.85 * MOST_VALUES < max(values) <= MOST_VALUES or kind == "schema"  # a grammar's limit is far below
+
+
+def test_health_is_asked_while_bodies_are_sent(server, script):
+    code, printed, _ = script("health", "--port", server[1], "--kind", "stops", "--clients", 2, "--seconds", 0.2)
+    assert code == 0
+    assert re.match(r"stops +\d+ probes  p50 0.*  p99 .*  max .* s  answers: .*times 200", printed)
+    code, _, said = script("health", "--port", 1)
+    assert (code, said) == (1, "edgespec: 127.0.0.1 port 1 has no server with a loaded model\n")
 
 
 def test_json_by_a_schema_is_never_broken(server, monkeypatch):
