@@ -1,6 +1,7 @@
 """The server as its users meet it: real clients over real sockets, and clients that leave."""
 
 import asyncio
+import gc
 import json
 import re
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import httpx
@@ -25,13 +27,13 @@ from starlette.routing import Route
 
 import edgespec.cli.commands
 import edgespec.cli.serve
-from edgespec.cli.serve import _config, open_socket, read_keys
+from edgespec.cli.serve import _config, open_socket, read_keys, serve
 from edgespec.errors import UsageError
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.server import connections
 from edgespec.server.app import make_app
-from edgespec.server.connections import WatchingServer
+from edgespec.server.connections import OneProtocol, WatchingServer
 from edgespec.server.service import Service
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -316,6 +318,51 @@ class TestConnections:
             if one.ended:
                 break
         assert (one.ended, now if one.ended else 0) == (ended, second)
+
+    def test_connections_beyond_the_limit_are_refused_in_one_line(self, monkeypatch):
+        async def app(scope, receive, send):
+            await Response("fine")(scope, receive, send)
+
+        monkeypatch.setattr(connections, "MOST_CONNECTIONS", 2)
+        server = WatchingServer(uvicorn.Config(app, http=OneProtocol, log_level="warning", lifespan="off"))
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            port = sock.getsockname()[1]
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+            thread.start()
+            try:
+                idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
+                until(lambda: len(server.server_state.connections) == 2)
+                with socket.create_connection(("127.0.0.1", port), timeout=20) as third:
+                    head, _, body = b"".join(iter(partial(third.recv, 2**16), b"")).partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 503 ")
+                assert b"retry-after" in head
+                says = "there are 2 connections already: come again in a moment"
+                assert json.loads(body)["error"] == {"type": "overloaded_error", "message": says}
+                idle.pop().close()
+                until(lambda: len(server.server_state.connections) == 1)
+                assert httpx.get(f"http://127.0.0.1:{port}").text == "fine"
+                idle.pop().close()
+            finally:
+                server.should_exit = True
+                thread.join()
+
+    def test_a_server_looks_for_no_garbage_in_what_is_loaded_and_gives_way_soon(self, monkeypatch):
+        seen, before = [], sys.getswitchinterval()
+
+        def run(self, sockets):
+            seen.append((gc.get_freeze_count(), sys.getswitchinterval(), self.config.http))
+
+        monkeypatch.setattr(WatchingServer, "run", run)
+        model = Model(ReferenceBackend(random_model(2, vocab_size=258)), [SssdPlanner()])
+        try:
+            with model, socket.create_server(("127.0.0.1", 0)) as sock:
+                serve(model, "tiny", sock, grace=0, log=False)
+        finally:
+            gc.unfreeze()
+            sys.setswitchinterval(before)
+        ((frozen, seconds, protocol),) = seen
+        assert frozen > 1000
+        assert (seconds, protocol) == (0.001, OneProtocol)
 
     @pytest.mark.parametrize("answer", ["stream", "whole"])
     def test_a_client_that_does_not_read_is_left(self, monkeypatch, capfd, answer):

@@ -1,8 +1,10 @@
 """The parts of `edgespec serve`: keys, the socket, answers while the model loads, and the server itself."""
 
 import asyncio
+import gc
 import os
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from edgespec.scheduler.disk_cache import DiskCache
 from edgespec.scheduler.targets.places import is_loopback
 
 KEY = "EDGESPEC_API_KEY"
+SWITCH_SECONDS = 0.001  # after which a thread that reads a body gives way: an answer waits for Python's lock many times
 
 
 def check_server() -> None:
@@ -161,4 +164,7 @@ def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log:
     click.echo(
         f"{name} answers at http://{where}:{port}/v1 (OpenAI) and http://{where}:{port} (Anthropic); Ctrl-C ends"
     )
+    gc.collect()
+    gc.freeze()  # what is loaded is no garbage, and to search it stops all answers
+    sys.setswitchinterval(SWITCH_SECONDS)
     Server(_config(app, log, grace + 2 * LAST_SECONDS)).run(sockets=[listening])

@@ -6,8 +6,12 @@ from time import monotonic
 from typing import Any
 
 import uvicorn
+from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from edgespec.server.errors import Refused
+
+MOST_CONNECTIONS = 200  # a Mac's programs may have 256 files
 HEAD_SECONDS = 60.0  # that a client may take for the head of a request
 SLOW_READER = 60.0  # that a client may leave data unread
 LAST_SECONDS = 2  # for the last events after the grace, and for the rest of an answer while the server ends
@@ -16,6 +20,17 @@ LOOK_SECONDS = 0.1
 
 class OneProtocol(H11Protocol):
     """HTTP/1.1 alone: Java's clients ask for HTTP/2 in every request, and httptools drops such requests' bodies."""
+
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            refused = Refused(503, f"there are {MOST_CONNECTIONS} connections already: come again in a moment")
+            told = {"type": "error", "error": {"type": refused.kind, "message": refused.message}}  # in every dialect
+            answer = JSONResponse(told, 503, refused.headers | {"Connection": "close"})
+            head = [b"HTTP/1.1 503 Service Unavailable", *(name + b": " + value for name, value in answer.raw_headers)]
+            transport.write(b"\r\n".join([*head, b"", bytes(answer.body)]))
+            transport.close()
 
     def _should_upgrade(self) -> bool:
         return False  # H11Protocol does not, either, but logs two lines
