@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from contract import chain_rows, random_tokens
-from edgespec.backends.llamacpp import engine
+from edgespec.backends.llamacpp import engine, vocab
 from edgespec.backends.llamacpp.context import ContextSize
 from edgespec.backends.llamacpp.ggml import files
 from edgespec.backends.llamacpp.ggml.files import llama_cpp, load_model, loaded_tensors, read_tensors, without_amx
@@ -56,6 +56,64 @@ def test_a_head_is_not_loaded_where_llama_cpp_skips_it(arch, sizes, tmp_path) ->
     writer.write_tensors_to_file()
     writer.close()
     assert [tensor.size for tensor in loaded_tensors(str(tmp_path / "model.gguf"))] == sizes
+
+
+def vocab_with(path: Path, make, tags: list[str]) -> vocab.LlamaVocab:
+    """A made-up vocabulary, the last tokens of which are control tokens."""
+    gguf = pytest.importorskip("gguf")
+
+    class Writer(gguf.GGUFWriter):
+        def add_token_list(self, tokens):
+            super().add_token_list([*tokens[: -len(tags)], *tags])
+
+        def add_token_types(self, kinds):
+            super().add_token_types([*kinds[: -len(tags)], *[3] * len(tags)])
+
+    writer = Writer(path, "llama")
+    for name in ("block_count", "context_length", "embedding_length", "feed_forward_length", "head_count"):
+        getattr(writer, f"add_{name}")(64)
+    writer.add_layer_norm_rms_eps(1e-5)
+    make(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return vocab.load_vocab(str(path))
+
+
+@pytest.mark.parametrize("kind", ["byte_level_vocab", "sentencepiece_vocab"])
+@pytest.mark.parametrize(
+    ("tags", "cuts", "no_cuts"),
+    [
+        (["<s>", "[INST]", "[/INST]"], {b"<s>", b"[INST]", b"[/INST]"}, set()),
+        (["<s>", "[INST]", "<s>[INST]", "a<b>c", "<b>"], set(), {b"<s>", b"[INST]", b"<b>", b"a<b>c"}),
+        (["<s>", "the<s"], set(), {b"<s>"}),
+    ],
+)
+def test_a_text_is_cut_where_its_tokens_stay_the_same(kind, tags, cuts, no_cuts, tmp_path, monkeypatch) -> None:
+    """Time by the square of the number of control tokens let one request work for hours."""
+    found = vocab_with(tmp_path / "vocab.gguf", getattr(pytest.importorskip("gguf_files"), kind), tags)
+    monkeypatch.setattr(vocab, "PIECE", 8)
+    generator = np.random.default_rng(0)
+    words = [*tags, "<|im_end|>", "<end_of_turn>", "the", " ", "\n", "<", ">", "[", "]", "é", "a", "s>"]
+    for _ in range(200):
+        text = "".join(generator.choice(words, 60))
+        whole = found._encoded(text.encode(), True, True)
+        assert found.encode(text, add_bos=True, parse_special=True) == whole, text
+    assert cuts <= found._cuts
+    assert not no_cuts & found._cuts
+
+
+def test_llama_cpp_gets_texts_with_many_control_tokens_in_pieces(tmp_path, monkeypatch) -> None:
+    found = vocab_with(tmp_path / "vocab.gguf", pytest.importorskip("gguf_files").byte_level_vocab, ["<s>"])
+    lengths, inner = [], llama_cpp.llama_tokenize
+
+    def asked(model, data, *more):
+        return lengths.append(len(data)) or inner(model, data, *more)
+
+    monkeypatch.setattr(llama_cpp, "llama_tokenize", asked)
+    assert len(found.encode("<s>a" * 20_000, add_bos=False, parse_special=True)) == 40_000
+    assert max(lengths) < 2**13
 
 
 def small_gpt2(path: Path, positions: int) -> str:

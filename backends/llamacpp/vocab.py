@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import re
 from functools import cached_property
 from typing import Any
 
@@ -9,6 +10,13 @@ from edgespec.errors import Closed, ModelError
 from edgespec.machine.process import at_end
 
 from .ggml.files import llama_cpp, load_model
+
+PIECE = 2**12  # bytes
+TAG = re.compile(rb"<[^<>\[\]\s]+>|\[[^<>\[\]\s]+\]")
+EDGE = re.compile(rb"[<>\[\]]")
+SHORTEST = 3  # bytes of a tag
+CONTROL, LEFT_STRIP = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL, llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP
+SPECIAL = CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 
 
 class _LoadedModel:
@@ -53,8 +61,38 @@ class LlamaVocab:
         return model
 
     def encode(self, text: str, *, add_bos: bool, parse_special: bool) -> list[int]:
-        model, data = self._open(), text.encode("utf-8")
-        room = len(data) + 8
+        data = text.encode("utf-8")
+        if not parse_special or len(data) < 2 * PIECE or (add_bos and self._adds_eos):
+            return self._encoded(data, add_bos, parse_special)
+        starts = [0]
+        for found in TAG.finditer(data):
+            if found.start() - starts[-1] >= PIECE and found[0] in self._cuts:
+                starts.append(found.start())
+        pieces = [data[start:end] for start, end in zip(starts, [*starts[1:], len(data)], strict=True)]
+        return [token for i, piece in enumerate(pieces) for token in self._encoded(piece, add_bos and i == 0, True)]
+
+    @property
+    def _adds_eos(self) -> bool:
+        return bool(llama_cpp.llama_vocab_get_add_eos(self._open().vocab))
+
+    @cached_property
+    def _cuts(self) -> frozenset[bytes]:
+        """Tags before which a text may be cut: llama.cpp, which looks for long tokens first, finds none across it.
+
+        It needs time by the square of the number of control tokens in a text.
+        """
+        model = self._open()
+        kinds = {token: kind for token in range(self.size) if (kind := self.kind(token)) & SPECIAL}
+        texts = {token: llama_cpp.llama_vocab_get_text(model.vocab, token) for token in kinds}
+        longer = [text for text in texts.values() if len(text) >= SHORTEST]
+        if any(EDGE.search(TAG.sub(b"", text)) for text in longer):  # a part of a tag
+            return frozenset()
+        within = {tag for text in longer for tag in TAG.findall(text) if tag != text}
+        tags = {text for token, text in texts.items() if kinds[token] & (CONTROL | LEFT_STRIP) == CONTROL}
+        return frozenset(tag for tag in tags - within if TAG.fullmatch(tag))
+
+    def _encoded(self, data: bytes, add_bos: bool, parse_special: bool) -> list[int]:
+        model, room = self._open(), len(data) + 8
         buffer = (llama_cpp.llama_token * room)()
         count = llama_cpp.llama_tokenize(model.vocab, data, len(data), buffer, room, add_bos, parse_special)
         if count < 0:
