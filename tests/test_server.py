@@ -33,6 +33,7 @@ from edgespec.server.access import Guard
 from edgespec.server.app import STATIC, error_body, make_app
 from edgespec.server.conversation import Question
 from edgespec.server.dialects import responses
+from edgespec.server.dialects.responses import ResponsesBody
 from edgespec.server.errors import Refused, refusal
 from edgespec.server.model_format import ModelFormat
 from edgespec.server.service import LONG_BODY, Service
@@ -327,6 +328,19 @@ class TestResponses:
         for answer in (*answers, client.post("/v1/responses", json=body).json()):
             assert (answer["tools"], answer["instructions"], answer["metadata"]) == (tools, "be", {"a": "b"})
             assert (answer["tool_choice"], answer["text"]) == ("auto", {"format": {"type": "text"}})
+
+    def test_each_call_and_text_of_a_conversation_is_copied_once(self, monkeypatch):
+        many, copied = 300, []
+
+        def counted(turn, **changes):
+            copied.extend(len(value) for value in changes.values())
+            return replace(turn, **changes)
+
+        monkeypatch.setattr(responses, "replace", counted)
+        call, text = {"type": "function_call", "name": "f", "call_id": "1"}, {"role": "assistant", "content": "a"}
+        (turn,) = responses.turns_of(ResponsesBody(input=[call, text] * many))
+        assert (len(turn.calls), turn.text) == (many, "a" * many)
+        assert sum(copied) <= many
 
     def test_what_it_does_not_keep(self, client):
         answer = client.post("/v1/responses", json={"input": "hello", "previous_response_id": "resp_1"})

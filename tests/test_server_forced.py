@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -282,6 +283,21 @@ def test_schemas_that_many_parameters_refer_to_are_copied_within_a_limit_of_work
     functions = [{"name": "f", "parameters": {"properties": properties, "$defs": {"one": one}}}]
     with pytest.raises(UsageError, match="have more than 2097152 parts and characters"):
         call_grammar(Vocabulary(), form_named("<arg_key>"), functions)
+
+
+def test_results_of_unknown_calls_take_the_first_call_without_a_look_at_the_others(monkeypatch):
+    looked = []
+
+    class Counted(OrderedDict):
+        def __iter__(self):
+            return (looked.append(key) or key for key in super().__iter__())
+
+    monkeypatch.setattr("edgespec.server.prompts.OrderedDict", Counted)
+    calls = [Call("f", "{}", str(i)) for i in range(300)]
+    turns = [Turn("assistant", calls=calls), *(Turn("tool", result_of="x") for _ in calls)]
+    messages = list(template_messages(turns, names_thinking=False, numbered=True))
+    assert [message["tool_call_id"] for message in messages[1:]] == [f"functions.f:{i}" for i in range(300)]
+    assert 0 < len(looked) <= 300
 
 
 def test_null_in_place_of_a_schema_allows_anything():
