@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
+from itertools import islice
 from numbers import Real
 from operator import index
 from os import PathLike, fsencode, fspath
@@ -123,10 +124,19 @@ def must_be(name: str, value: object, right: str) -> UsageError:
 def shown(value: object) -> str:
     """The start of a value's representation, for a message."""
     try:
-        text = " ".join(repr(value).split())
+        text = " ".join(repr(_begun(value)).split())
     except (ValueError, RecursionError):  # of an integer with thousands of digits, of lists in each other
         text = f"of {type(value).__name__}"
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+
+
+def _begun(value: Any) -> Any:
+    """What a message may show of a value: the representation of megabytes would stop all other threads."""
+    if type(value) in (list, str, tuple):
+        value = value[: MOST_SHOWN + 1]
+    if type(value) in (list, tuple):
+        return type(value)(map(_begun, value))
+    return {_begun(key): _begun(value[key]) for key in islice(value, MOST_SHOWN)} if type(value) is dict else value
 
 
 def check_whole(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -283,6 +293,9 @@ def _right(says: str) -> str:
     """What a value should be, by pydantic's message."""
     if named := PYDANTIC_TYPE.search(says):
         return TYPES[named[1]]
-    for words, plain in (("String should have", "a text with"), ("String should match pattern", "a text like")):
+    for words, plain in (
+        ("String should have", "a text with"), ("String should match pattern", "a text like"),
+        ("List should have", "a list with"), ("Dictionary should have", "a mapping with"),
+    ):  # fmt: skip
         says = says.replace(words, plain)
-    return says.removeprefix("Input should be ")
+    return says.removeprefix("Input should be ").partition(" after validation")[0]

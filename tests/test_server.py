@@ -20,7 +20,7 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from edgespec.errors import ContextFull, UsageError
+from edgespec.errors import ContextFull, UsageError, shown
 from edgespec.loop import grammar, sampling
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.tree import Source
@@ -669,9 +669,24 @@ class TestErrors:
             (
                 "chat/completions",
                 {"messages": HELLO["messages"] * 16385},
-                "there are 16385 messages and calls, but at most",
+                "must be a list with at most 16384 items",
             ),
-            ("messages/count_tokens", {"messages": HELLO["messages"] * 16385}, "there are 16385 messages and calls"),
+            (
+                "messages/count_tokens",
+                {"messages": HELLO["messages"] * 16385},
+                "must be a list with at most 16384 items",
+            ),
+            ("responses", {"input": HELLO["messages"] * 16385}, "must be a text or a list with at most 16384 items"),
+            (
+                "chat/completions",
+                {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}] * 16384}, HELLO["messages"][0]]},
+                "there are 16386 messages and calls, but at most 16384 may be given",
+            ),
+            (
+                "completions",
+                {"prompt": "a", "logit_bias": dict.fromkeys(range(16385), 1)},
+                "must be a mapping with at most 16384 items",
+            ),
             ("chat/completions", HELLO | {"model": "a" * 600}, "model is 'aaa"),
             ("messages", HELLO | {"max_tokens": 3, "model": "a" * 600}, "model is 'aaa"),
             (
@@ -686,6 +701,36 @@ class TestErrors:
         assert answer.status_code in (400, 413)
         assert says in answer.json()["error"]["message"]
         assert len(answer.text) < 1200
+
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("chat/completions", {"messages": [5] * 99}),
+            ("chat/completions", HELLO | {"stop": [5] * 99}),
+            ("completions", {"prompt": [1.5] * 99}),
+            ("messages", HELLO | {"max_tokens": 3, "system": [5] * 99}),
+            ("messages", HELLO | {"max_tokens": 3, "stop_sequences": [5] * 99}),
+            ("responses", {"input": [5] * 99}),
+            ("responses", {"input": "a", "tools": [5] * 99}),
+        ],
+    )
+    def test_of_many_mistakes_the_first_alone_is_looked_for(self, client, path, body, monkeypatch):
+        counts, tell = [], wire.first_mistake
+        monkeypatch.setattr(wire, "first_mistake", lambda *one: counts.append(one[0].error_count()) or tell(*one))
+        assert client.post(f"/v1/{path}", json=body).status_code == 400
+        assert counts[0] <= 4  # of each type that the field may have
+
+    def test_a_message_looks_at_the_beginning_of_a_large_value_alone(self):
+        seen = []
+
+        class Part:
+            def __repr__(self):
+                seen.append(self)
+                return "1"
+
+        assert shown([{"a": [Part()] * 10**5}] * 10**5).startswith("[{'a': [1, 1, 1")
+        assert len(seen) <= 81**2
+        assert shown({"a": (1, "x" * 10**6)}) == "{'a': (1, '" + "x" * 69 + "…"
 
     def test_a_message_quotes_no_megabytes(self, client):
         form = {"type": "a" * 2**20}

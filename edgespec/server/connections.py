@@ -21,7 +21,6 @@ LOOK_SECONDS = 0.1
 class OneProtocol(H11Protocol):
     """HTTP/1.1 alone: Java's clients ask for HTTP/2 in every request, and httptools drops such requests' bodies."""
 
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:

@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from edgespec.errors import shown
 from edgespec.loop.grammar import Grammar
 from edgespec.server.errors import Refused
 from edgespec.server.tool_calls import Call, Tools
 
 UNLIMITED = -1  # max_tokens, as clients of llama.cpp write it
+MOST_TURNS = 2**14  # messages, and their calls: to render one takes up to a tenth of a millisecond
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
@@ -63,7 +65,7 @@ class Question:
 
 def role_of(role: Any, roles: Sequence[str], where: str, param: str) -> str:
     if role not in roles:
-        raise Refused(400, f"{where}.role is {role!r}, but must be one of {', '.join(roles)}", param=param)
+        raise Refused(400, f"{where}.role is {shown(role)}, but must be one of {', '.join(roles)}", param=param)
     return "system" if role == "developer" else str(role)
 
 
@@ -75,7 +77,7 @@ def text_of(content: Any, where: str) -> str:
     for part in content if isinstance(content, list) else [content]:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in TEXT_PARTS:
-            says = f"{where}: only text can be read here, not {kind or type(part).__name__!r}"
+            says = f"{where}: only text can be read here, not {shown(kind or type(part).__name__)}"
             raise Refused(400, says, param=where)
         text = part.get("text", part.get("refusal"))
         if not isinstance(text, str):

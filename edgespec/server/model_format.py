@@ -8,7 +8,7 @@ from edgespec.loop.text import render_chat
 from edgespec.server.call_formats import FORMATS, LOOK_ALIKES, CallFormat
 from edgespec.server.channels import ANALYSIS, FINAL, MARKERS, MESSAGE, ChannelParser, comes_in_channels
 from edgespec.server.constrained import ThoughtFirst, answer_or_call, call_grammar, control_tokens
-from edgespec.server.conversation import Conversation, Turn
+from edgespec.server.conversation import MOST_TURNS, Conversation, Turn
 from edgespec.server.errors import Refused
 from edgespec.server.parse_output import OutputParser, Parser
 from edgespec.server.prompts import template_messages
@@ -20,7 +20,6 @@ THINKING = (
     ("<seed:think>", "</seed:think>"),
     ("<|channel>thought", "<channel|>"),
 )
-MOST_TURNS = 2**14  # messages and calls of a conversation: rendering takes up to a tenth of a millisecond for each
 TAIL = 12  # tokens at a prompt's end that may open a thought
 
 

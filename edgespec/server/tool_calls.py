@@ -7,7 +7,7 @@ from functools import cached_property
 from secrets import token_hex
 from typing import Any
 
-from edgespec.errors import UsageError
+from edgespec.errors import UsageError, shown
 from edgespec.server.errors import Refused
 from edgespec.server.schema import Schema, resolve
 from edgespec.server.wire import levels
@@ -89,12 +89,12 @@ def choose_tools(
     if not all(isinstance(function.get("name"), str) and function["name"] for function in functions):
         raise Refused(400, "tools: a function has no name", param="tools")
     if mode not in ("auto", "required"):
-        says = f"tool_choice is {mode!r}, but must be auto, none, required or a function"
+        says = f"tool_choice is {shown(mode)}, but must be auto, none, required or a function"
         raise Refused(400, says, param="tool_choice")
     tools = [Tool(function) for function in functions]
     named = [tool for tool in tools if name in (None, tool.name)]
     if not named:
-        raise Refused(400, f"tool_choice names {name!r}, which is none of the tools", param="tool_choice")
+        raise Refused(400, f"tool_choice names {shown(name)}, which is none of the tools", param="tool_choice")
     return Tools(tools, named if mode == "required" or name is not None else (), parallel)
 
 
@@ -123,11 +123,11 @@ def choose_allowed(functions: Sequence[Mapping[str, Any]], choice: Any, *, paral
     inner = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in functional]
     names, known = [tool.get("name") for tool in inner], [function.get("name") for function in functions]
     if missing := [name for name in names if name not in known]:
-        raise Refused(400, f"tool_choice names {missing[0]!r}, which is none of the tools", param="tool_choice")
+        raise Refused(400, f"tool_choice names {shown(missing[0])}, which is none of the tools", param="tool_choice")
     left = [function for function in functions if function.get("name") in names]
     return choose_tools(left, mode, None, parallel=parallel)
 
 
 def refused_choice(kind: Any) -> Refused:
-    says = f"tool_choice: type {kind!r} cannot be had here; there are function and allowed_tools"
+    says = f"tool_choice: type {shown(kind)} cannot be had here; there are function and allowed_tools"
     return Refused(400, says, param="tool_choice")

@@ -8,9 +8,9 @@ from contextlib import suppress
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from math import isinf
 from types import NoneType
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -19,10 +19,12 @@ from edgespec.errors import first_mistake
 from edgespec.server.errors import Refused
 
 MOST_BODY = 8 * 2**20  # bytes
+PIECE = 2**18  # bytes that are searched before another thread may run
 BODY_SECONDS = 60.0
 MOST_VALUES = 2**19  # JSON values
 FEW_VALUES = 2**15  # that C code parses before any other thread runs: tens of milliseconds
 MOST_DEPTH = 64
+MOST_BIASES = 2**14
 MOST_NAME = 512  # characters of what is a name
 GONE = 499  # the client left before the answer
 
@@ -53,6 +55,16 @@ NOT_READ: dict[str, tuple[Any, ...]] = {
 TOKENS = ("n_predict", "max_new_tokens", "num_predict")
 ServerSent = tuple[str | None, Any]  # name, and data: JSON, or a string as it is
 Body = TypeVar("Body", bound="Lenient")
+Item = TypeVar("Item")
+
+
+class FirstMistake(FailFast):
+    """The first wrong item of a list is told, and no others are looked for."""
+
+    __hash__ = object.__hash__  # unions of types need it
+
+
+Listed = Annotated[list[Item], FirstMistake()]
 
 
 class Lenient(BaseModel):
@@ -97,7 +109,7 @@ class SamplingFields(Lenient):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[int, float] | None = Field(None, max_length=MOST_BIASES)
     seed: int | None = None
 
     @model_validator(mode="before")
@@ -159,7 +171,8 @@ def parsed_body(data: bytes | bytearray, kind: type[Body]) -> Body:
     Raises:
         Refused: it is not JSON, or not of this kind.
     """
-    values = sum(map(data.count, (b",", b"[", b"{")))  # or that many such characters in texts
+    starts = range(0, len(data), PIECE)
+    values = sum(data.count(mark, at, at + PIECE) for at in starts for mark in (b",", b"[", b"{"))  # also in texts
     if values > MOST_VALUES:
         raise Refused(413, f"the body has more than {MOST_VALUES} values")
     try:

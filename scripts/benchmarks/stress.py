@@ -20,7 +20,7 @@ from benchmarks.serving import JSON, closing_connection
 from edgespec.errors import EdgespecError
 from edgespec.loop.text import MOST_STOPS
 from edgespec.model import Model
-from edgespec.server.model_format import MOST_TURNS
+from edgespec.server.conversation import MOST_TURNS
 from edgespec.server.tool_calls import MOST_TOOLS
 from edgespec.server.wire import MOST_BODY, MOST_VALUES
 

@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from pydantic import Field
+
+from edgespec.errors import shown
 from edgespec.loop.generate import LogProbs
 from edgespec.scheduler.requests import Chunk
 from edgespec.server.answers import Answer
-from edgespec.server.conversation import Conversation, Question, Thought, Turn, role_of, text_of
+from edgespec.server.conversation import MOST_TURNS, Conversation, Question, Thought, Turn, role_of, text_of
 from edgespec.server.dialects.dialect import Dialect
 from edgespec.server.dialects.openai import (
     ChoicesBody,
@@ -18,13 +21,13 @@ from edgespec.server.dialects.openai import (
 )
 from edgespec.server.errors import Refused
 from edgespec.server.tool_calls import Call, Tools, choose_allowed, choose_tools, refused_choice, replayed
-from edgespec.server.wire import TemplateFields
+from edgespec.server.wire import Listed, TemplateFields
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class ChatBody(ChoicesBody, TemplateFields):
-    messages: list[dict[str, Any]]
+    messages: Listed[dict[str, Any]] = Field(max_length=MOST_TURNS)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -101,7 +104,7 @@ def tools_of(body: ChatBody) -> Tools | None:
     if kind != "function":
         raise refused_choice(kind)
     if not isinstance(function, dict):
-        raise Refused(400, f"tool_choice.function is {function!r}, but must be an object", param="tool_choice")
+        raise Refused(400, f"tool_choice.function is {shown(function)}, but must be an object", param="tool_choice")
     return choose_tools(functions, "auto", str(function.get("name")), parallel=body.parallel_tool_calls)
 
 

@@ -13,12 +13,13 @@ from edgespec.server.dialects.dialect import Dialect
 from edgespec.server.dialects.openai import ChoicesBody, ChoicesWriter, check_log_probs
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
+from edgespec.server.wire import Listed
 
 MOST_PROMPTS = 16
 
 
 class CompletionBody(ChoicesBody):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
     max_tokens: int | None = 16  # OpenAI's default
     logprobs: int | None = None
     echo: bool = False

@@ -8,16 +8,26 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from edgespec.errors import shown
 from edgespec.loop.grammar import Grammar
 from edgespec.scheduler.requests import Ended, Event
 from edgespec.server.answers import Answer, Answers, Parts
-from edgespec.server.conversation import Conversation, Piece, Question, Thought, Turn, text_of
+from edgespec.server.conversation import MOST_TURNS, Conversation, Piece, Question, Thought, Turn, text_of
 from edgespec.server.dialects.dialect import Dialect, Writer
 from edgespec.server.dialects.openai import Extra, schema_grammar, thinking_options
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, Tools, choose_tools, replayed
-from edgespec.server.wire import MOST_NAME, SamplingFields, ServerSent, TemplateFields, new_id, parsed_body, read_body
+from edgespec.server.wire import (
+    MOST_NAME,
+    Listed,
+    SamplingFields,
+    ServerSent,
+    TemplateFields,
+    new_id,
+    parsed_body,
+    read_body,
+)
 
 # Claude Code puts this line first and changes it with every request, so that no prefix would match.
 BILLING = "x-anthropic-billing-header:"
@@ -34,9 +44,9 @@ class CountBody(SamplingFields, TemplateFields):
         | {"stop": "stop_sequences"}
     )
 
-    messages: list[dict[str, Any]]
+    messages: Listed[dict[str, Any]] = Field(max_length=MOST_TURNS)
     model: str = Field("", max_length=MOST_NAME)
-    system: str | list[dict[str, Any]] | None = None
+    system: str | Listed[dict[str, Any]] | None = None
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
@@ -44,7 +54,7 @@ class CountBody(SamplingFields, TemplateFields):
 
 class MessagesBody(CountBody):
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: Listed[str] | None = None
     stream: bool = False
     output_config: dict[str, Any] | None = None
     output_format: Any = None  # its older place
@@ -78,7 +88,7 @@ def grammar_of(body: MessagesBody) -> Grammar | None:
     if form is None:
         return None
     if not isinstance(form, dict) or form.get("type") != "json_schema":
-        raise Refused(400, f"{where} is {form!r}, but must be an object of type 'json_schema'", param=where)
+        raise Refused(400, f"{where} is {shown(form)}, but must be an object of type 'json_schema'", param=where)
     return schema_grammar(form, where)
 
 
@@ -94,7 +104,7 @@ def conversation_of(body: CountBody) -> Conversation:
     for i, message in enumerate(body.messages):
         role = message.get("role")
         if role not in ("user", "assistant", "system"):
-            raise Refused(400, f"messages.{i}.role is {role!r}, but must be user or assistant", param="messages")
+            raise Refused(400, f"messages.{i}.role is {shown(role)}, but must be user or assistant", param="messages")
         turns += turns_of(role, message.get("content"), f"messages.{i}.content")
     if not body.messages:
         raise Refused(400, "messages is empty: give at least one", param="messages")

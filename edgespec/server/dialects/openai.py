@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from edgespec.errors import check_texts, must_be
+from edgespec.errors import check_texts, must_be, shown
 from edgespec.loop.backend import Vocab
 from edgespec.loop.grammar import Grammar, json_object, json_schema, lark, regex
 from edgespec.scheduler.requests import Chunk, Ended, Event, Wrote
@@ -17,7 +17,7 @@ from edgespec.server.dialects.dialect import Writer
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
 from edgespec.server.speculative_calls import SpeculativeCalls
-from edgespec.server.wire import MOST_NAME, Lenient, SamplingFields, ServerSent, new_id, not_read
+from edgespec.server.wire import MOST_NAME, Lenient, Listed, SamplingFields, ServerSent, new_id, not_read
 
 MOST_LOG_PROBS = 20
 OTHER_FORMS = ("json_schema", "regex", "guided_json", "guided_regex", "guided_choice")
@@ -49,7 +49,7 @@ class OpenAIBody(SamplingFields):
     regex: str | None = None  # SGLang's
     guided_json: dict[str, Any] | str | None = None  # vLLM's
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Listed[str] | None = None
     structured_outputs: dict[str, Any] | None = None
 
     def grammar(self, form: dict[str, Any] | None = None, where: str = "response_format") -> Grammar | None:
@@ -61,7 +61,7 @@ class OpenAIBody(SamplingFields):
         """
         kind = (form or {}).get("type", "text")
         if kind not in ("text", "json_object", "json_schema"):
-            says = f"{where}: there is no type {kind!r}; there are text, json_object and json_schema"
+            says = f"{where}: there is no type {shown(kind)}; there are text, json_object and json_schema"
             raise Refused(400, says, param=where)
         given = {f"edgespec.{name}": (name, getattr(self.edgespec, name)) for name in ("regex", "lark")}
         given |= {name: (name.removeprefix("guided_"), getattr(self, name)) for name in OTHER_FORMS}
@@ -151,7 +151,7 @@ class StreamOptions(Lenient):
 
 
 class ChoicesBody(OpenAIBody):
-    stop: str | list[str] | None = None
+    stop: str | Listed[str] | None = None
     n: int = 1
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None

@@ -6,18 +6,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import MaxLen
+
+from edgespec.errors import shown
 from edgespec.loop.grammar import json_text
 from edgespec.scheduler.requests import Ended, Event
 from edgespec.server.answers import Answers, Parts
-from edgespec.server.conversation import Conversation, Question, Thought, Turn, role_of, text_of
+from edgespec.server.conversation import MOST_TURNS, Conversation, Question, Thought, Turn, role_of, text_of
 from edgespec.server.dialects.dialect import Dialect, Writer
 from edgespec.server.dialects.openai import OpenAIBody, error_body, template_options
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, Tools, choose_allowed, choose_tools, refused_choice, replayed
-from edgespec.server.wire import TOKENS, ServerSent, TemplateFields, json_of, new_id
+from edgespec.server.wire import TOKENS, Listed, ServerSent, TemplateFields, json_of, new_id
 
 MOST_ECHO = 2**22  # characters of what answers repeat
 ROLES = ("system", "developer", "user", "assistant")
@@ -30,11 +33,11 @@ class ResponsesBody(OpenAIBody, TemplateFields):
         OpenAIBody.instead | {"response_format": "text.format"} | dict.fromkeys(TOKENS, "max_output_tokens")
     )
 
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[Listed[dict[str, Any]], MaxLen(MOST_TURNS)]
     instructions: str | None = None
     max_output_tokens: int | None = None
     max_tokens: int | None = None  # older interfaces'
-    tools: list[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     text: dict[str, Any] | None = None
@@ -66,7 +69,7 @@ def question_of(body: ResponsesBody) -> Question:
     body.edgespec.check("regex", "lark")
     form = (body.text or {}).get("format")
     if form is not None and not isinstance(form, dict):
-        raise Refused(400, f"text.format is {form!r}, but must be an object with a type", param="text.format")
+        raise Refused(400, f"text.format is {shown(form)}, but must be an object with a type", param="text.format")
     body.echo  # noqa: B018 (it is made here, not in the server's loop)
     options = template_options((body.reasoning or {}).get("effort")) | body.variables
     most = body.max_tokens if body.max_output_tokens is None else body.max_output_tokens
@@ -87,7 +90,7 @@ def turns_of(body: ResponsesBody) -> list[Turn]:
         if kind == "reasoning":
             parts = item.get("content") or ()
             if not isinstance(parts, list | tuple):
-                raise Refused(400, f"{where}.content is {parts!r}, but must be a list", param="input")
+                raise Refused(400, f"{where}.content is {shown(parts)}, but must be a list", param="input")
             thought = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
         elif kind == "message":
             turn = message_of(item, where)
@@ -109,7 +112,7 @@ def turns_of(body: ResponsesBody) -> list[Turn]:
         elif kind == "function_call_output":
             found.append(Turn("tool", text_of(item.get("output"), f"{where}.output"), result_of=item.get("call_id")))
         else:
-            raise Refused(400, f"{where}: items of type {kind!r} cannot be read here", param="input")
+            raise Refused(400, f"{where}: items of type {shown(kind)} cannot be read here", param="input")
     for at, more in texts.items():
         found[at] = replace(found[at], text=found[at].text + "".join(more))
     if not found:
