@@ -131,7 +131,7 @@ def shown(value: object) -> str:
 
 
 def _begun(value: Any) -> Any:
-    """What a message may show of a value: the representation of megabytes would stop all other threads."""
+    """The parts of a value that a message may show. To represent megabytes would stop all other threads."""
     if type(value) in (list, str, tuple):
         value = value[: MOST_SHOWN + 1]
     if type(value) in (list, tuple):

@@ -77,9 +77,9 @@ class LlamaVocab:
 
     @cached_property
     def _cuts(self) -> frozenset[bytes]:
-        """Tags before which a text may be cut: llama.cpp, which looks for long tokens first, finds none across it.
+        """Tags before which a text may be cut, since no token of the vocabulary reaches across their beginning.
 
-        It needs time by the square of the number of control tokens in a text.
+        Of a whole text, llama.cpp's time grows with the square of the number of control tokens.
         """
         model = self._open()
         kinds = {token: kind for token in range(self.size) if (kind := self.kind(token)) & SPECIAL}

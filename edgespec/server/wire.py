@@ -59,7 +59,7 @@ Item = TypeVar("Item")
 
 
 class FirstMistake(FailFast):
-    """The first wrong item of a list is told, and no others are looked for."""
+    """Of a list, only the first wrong item is looked for."""
 
     __hash__ = object.__hash__  # unions of types need it
 

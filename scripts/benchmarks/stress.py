@@ -191,7 +191,7 @@ def context_length(port: int) -> int:
 
 
 def flood(port: int, bodies: Bodies, clients: int, seconds: float) -> Counter[int]:
-    """How often each status was the answer to bodies that clients send one after the other."""
+    """Count the statuses of answers while each client sends one body after the other."""
     found, until = Counter[int](), time.monotonic() + seconds
 
     def client(number: int) -> None:

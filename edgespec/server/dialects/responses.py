@@ -50,7 +50,7 @@ class ResponsesBody(OpenAIBody, TemplateFields):
 
     @cached_property
     def echo(self) -> str:
-        """What each answer repeats, in JSON; raises Refused if it is too long."""
+        """The fields that each answer repeats, in JSON. Raises Refused if they are too long."""
         found = {
             "instructions": self.instructions,
             "text": {"format": (self.text or {}).get("format") or {"type": "text"}},
