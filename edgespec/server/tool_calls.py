@@ -13,7 +13,7 @@ from edgespec.server.schema import Schema, resolve
 from edgespec.server.wire import levels
 
 MOST_TOOLS = 128
-MOST_VALUES = 2**16  # of all tools, in JSON
+MOST_TOOL_VALUES = 2**16  # of all tools, in JSON
 Parameters = Mapping[str, Schema]
 
 
@@ -82,9 +82,9 @@ def choose_tools(
     if not functions or mode == "none":
         return None
     _check_number(functions, "tools")
-    if (values := sum(map(len, levels(functions)))) > MOST_VALUES:
+    if (values := sum(map(len, levels(functions)))) > MOST_TOOL_VALUES:
         raise Refused(
-            400, f"the tools have {values} values in all, but at most {MOST_VALUES} may be given", param="tools"
+            400, f"the tools have {values} values in all, but at most {MOST_TOOL_VALUES} may be given", param="tools"
         )
     if not all(isinstance(function.get("name"), str) and function["name"] for function in functions):
         raise Refused(400, "tools: a function has no name", param="tools")

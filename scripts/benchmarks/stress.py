@@ -21,7 +21,7 @@ from edgespec.errors import EdgespecError
 from edgespec.loop.text import MOST_STOPS
 from edgespec.model import Model
 from edgespec.server.conversation import MOST_TURNS
-from edgespec.server.tool_calls import MOST_TOOLS
+from edgespec.server.tool_calls import MOST_TOOL_VALUES, MOST_TOOLS
 from edgespec.server.wire import MOST_BODY, MOST_VALUES
 
 
@@ -148,8 +148,8 @@ def largest(kind: str, context_length: int) -> Bodies:
     def properties(number: int) -> dict[str, Any]:
         return {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(number)}}
 
-    levels = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(200)}
-    nested = properties(9) | {"$defs": levels | {"d200": {"enum": ["a"]}}, "anyOf": [{"$ref": "#/$defs/d0"}]}
+    levels = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(70)}
+    nested = properties(9) | {"$defs": levels | {"d70": {"enum": ["a"]}}, "anyOf": [{"$ref": "#/$defs/d0"}]}
     text = "It is so. " * (context_length * 8 // 10)
     found: dict[str, list[Any]] = {
         "messages": [
@@ -165,6 +165,7 @@ def largest(kind: str, context_length: int) -> Bodies:
             (CHAT, hello | {"tools": tools(properties(1000), MOST_TOOLS)}),
             (CHAT, hello | {"tools": tools(nested, MOST_TOOLS)}),
             (CHAT, hello | {"tools": tools(properties(1), 5000)}),
+            (CHAT, hello | {"tools": tools(properties(MOST_TOOL_VALUES // MOST_TOOLS // 2 - 6), MOST_TOOLS)}),
             ("/v1/messages", hello | {"tools": tools(properties(1000), MOST_TOOLS)}),
         ],
         "schema": [
