@@ -22,7 +22,7 @@ from edgespec.loop.text import MOST_STOPS
 from edgespec.model import Model
 from edgespec.server.conversation import MOST_TURNS
 from edgespec.server.tool_calls import MOST_TOOL_VALUES, MOST_TOOLS
-from edgespec.server.wire import MOST_BODY, MOST_VALUES
+from edgespec.server.wire import MOST_BIASES, MOST_BODY, MOST_VALUES
 
 
 class Pet(BaseModel, strict=True, extra="forbid"):
@@ -150,6 +150,7 @@ def largest(kind: str, context_length: int) -> Bodies:
 
     levels = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(70)}
     nested = properties(9) | {"$defs": levels | {"d70": {"enum": ["a"]}}, "anyOf": [{"$ref": "#/$defs/d0"}]}
+    needed = properties(1200) | {"required": [f"p{i}" for i in range(1200)]}
     text = "It is so. " * (context_length * 8 // 10)
     found: dict[str, list[Any]] = {
         "messages": [
@@ -170,12 +171,12 @@ def largest(kind: str, context_length: int) -> Bodies:
         ],
         "schema": [
             (CHAT, hello | {"response_format": {"type": "json_object", "schema": schema}})
-            for schema in (properties(2000), properties(80_000), nested)
+            for schema in (needed, properties(80_000), nested)
         ],
         "stops": [
             (CHAT, hello | {"stop": ["a" * (MOST_STOPS // 16)] * 16, "n": 8, "max_tokens": 32}),
             (CHAT, hello | {"stop": ["a"] * (MOST_VALUES - 99)}),
-            ("/v1/completions", {"prompt": "x", "n": 8, "logit_bias": dict.fromkeys(range(300000), 1)}),
+            ("/v1/completions", {"prompt": "x", "n": 8, "logit_bias": dict.fromkeys(range(MOST_BIASES), 1)}),
         ],
     }  # fmt: skip
     return [(path, json.dumps(body, separators=(",", ":")).encode()) for path, body in found[kind]]
