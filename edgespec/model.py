@@ -785,8 +785,8 @@ def _text_of(vocab: Vocab, token_ids: Sequence[int]) -> str:
 
 def _seeded(first: Request, count: int, start: int = 0) -> list[Request]:
     """Requests that differ only in the seed, which counts up from the first one's plus `start`."""
-    seeds = (first.sampling.seed + start + i for i in range(count))
-    return [replace(first, sampling=first.sampling.with_seed(seed)) for seed in seeds]
+    seeds = [(first.sampling.seed + start + i) % 2**64 for i in range(count)]
+    return [replace(first, sampling=first.sampling.changed(seed=seed)) for seed in seeds]
 
 
 def _defaults(entry: Entry) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """From logits to a token: noise, filters, penalties and the distribution that comes out."""
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from edgespec.loop.sampling import (
     top_log_probs,
 )
 from edgespec.loop.stats import GenerationStats
+from edgespec.planners import drafting
 from edgespec.planners.specexec import SpecExecPlanner
 
 seeds = st.integers(0, 2**32)
@@ -393,3 +396,13 @@ def joint_logits(target, session, prompt, size):
     session_rows = np.stack([logits.row(node) for node in range(size + 1)]).astype(np.float64)
     session.rewind(0)
     return session_rows
+
+
+def test_a_bias_is_checked_once_not_in_each_step_of_a_draft(monkeypatch):
+    params = SamplingParams(logit_bias={1: 2.0}, presence_penalty=0.5, repetition_penalty=1.3, temperature=0.7)
+    monkeypatch.setattr(sampling, "check_number", None)
+    noise = SimpleNamespace(size=4)
+    context = SimpleNamespace(sampling=params.changed(seed=5), noise=noise, token_ids=[1, 2], prompt_length=1)
+    assert drafting._offset(context).tolist() == [0, 2, -0.5, 0]
+    monkeypatch.undo()
+    assert (params.seed, context.sampling) == (0, replace(params, seed=5))

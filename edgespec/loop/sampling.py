@@ -78,10 +78,11 @@ class SamplingParams:
         }
         object.__setattr__(self, "logit_bias", bias)
 
-    def with_seed(self, seed: int) -> "SamplingParams":
-        """Nothing is checked again: there may be a bias of each token."""
+    def changed(self, **values: float) -> "SamplingParams":
+        """With other values, which are right; nothing is checked again, since there may be a bias of each token."""
         found = copy(self)
-        object.__setattr__(found, "seed", seed % 2**64)
+        for name, value in values.items():
+            object.__setattr__(found, name, value)
         return found
 
     @property

@@ -12,7 +12,7 @@ from edgespec.loop.pass_times import Curve, PassTimes
 from edgespec.loop.passes import Following, Prefill
 from edgespec.loop.planner import Context
 from edgespec.loop.same_vocab import lacks
-from edgespec.loop.sampling import Float32Array, IdArray, SamplingParams, Scores, adjust
+from edgespec.loop.sampling import Float32Array, IdArray, Scores, adjust
 from edgespec.loop.tree import DraftTree
 
 # For Qwen2.5-Coder 0.5B and 1.5B: best of 0.7, 1.0 and 1.4 (greedy), of 0.7, 1.0 and 1.3 (sampling: docs/measured.md).
@@ -195,12 +195,7 @@ def _offset(context: Context) -> Float32Array:
     Returns:
         Sum of bias and additive penalties in this step, [V of the target].
     """
-    sampling = context.sampling
-    additive = SamplingParams(
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=sampling.logit_bias,
-    )
+    additive = context.sampling.changed(repetition_penalty=1.0)
     zeros = np.zeros(context.noise.size, np.float32)
     return adjust(zeros, additive, (), context.token_ids[context.prompt_length :])
 

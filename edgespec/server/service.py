@@ -98,7 +98,7 @@ class Service:
         return [
             Answer(
                 Request(
-                    list(ids), sampling.with_seed(sampling.seed + i),
+                    list(ids), sampling.changed(seed=(sampling.seed + i) % 2**64),
                     min(most, limit - len(ids)), tuple(question.stop), question.log_probs,
                     question.plain, grammar, hint_texts, question.foresee, form.shown(tools), sender=sender,
                 ),
