@@ -10,8 +10,7 @@ Nothing else in the program draws random numbers, so the output cannot depend on
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -80,9 +79,9 @@ class SamplingParams:
 
     def changed(self, **values: float) -> "SamplingParams":
         """With other values, which are right; nothing is checked again, since there may be a bias of each token."""
-        found = copy(self)
-        for name, value in values.items():
-            object.__setattr__(found, name, value)
+        found = object.__new__(SamplingParams)
+        for one in fields(self):
+            object.__setattr__(found, one.name, values.get(one.name, getattr(self, one.name)))
         return found
 
     @property

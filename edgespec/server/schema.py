@@ -2,7 +2,7 @@
 
 import json
 from ast import literal_eval
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -117,6 +117,19 @@ def json_or_literal(text: str) -> Any:
         if text not in ("None", "True", "False") and not text.startswith(("[", "{")):
             raise
         return strict_json(json.dumps(literal_eval(text)))
+
+
+def levels(value: Any) -> Iterator[list[Any]]:
+    """A value, the values in it, those in these, and so on."""
+    level = [value]
+    while level:
+        yield level
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
 
 
 def spelled(value: Any) -> str:

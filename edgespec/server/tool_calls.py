@@ -9,8 +9,7 @@ from typing import Any
 
 from edgespec.errors import UsageError, shown
 from edgespec.server.errors import Refused
-from edgespec.server.schema import Schema, resolve
-from edgespec.server.wire import levels
+from edgespec.server.schema import Schema, levels, resolve
 
 MOST_TOOLS = 128
 MOST_TOOL_VALUES = 2**16  # of all tools, in JSON

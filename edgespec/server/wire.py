@@ -3,7 +3,7 @@
 import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from math import isinf
@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from edgespec.errors import first_mistake
 from edgespec.server.errors import Refused
+from edgespec.server.schema import levels
 
 MOST_BODY = 8 * 2**20  # bytes
 PIECE = 2**18  # bytes that are searched before another thread may run
@@ -209,19 +210,6 @@ def _finite(number: str) -> float:
 
 def _depth(value: Any) -> int:
     return sum(1 for _ in levels(value))
-
-
-def levels(value: Any) -> Iterator[list[Any]]:
-    """A value, the values in it, those in these, and so on."""
-    level = [value]
-    while level:
-        yield level
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
 
 
 async def answer_whole(
