@@ -114,6 +114,7 @@ REFUSED = {
     "strip in a loop": "{% set t = 'a' * 99999 %}{% for i in range(99) %}{% set y = t.strip() %}{% endfor %}",
     "split in a loop": "{% set t = 'a ' * 9999 %}{% for i in range(99) %}{% set y = t.split() %}{% endfor %}",
     "a slice in a loop": "{% set t = 'a' * 99999 %}{% for i in range(99) %}{% set y = t[1:] %}{% endfor %}",
+    "a list that grows in its loop": "{% set t = [1] %}{% for i in t %}{% set _ = t.append(i) %}{% endfor %}",
     "a list in a loop": "{% set t = 'a' * 9999 %}{% for i in range(99) %}{% set y = t | list %}{% endfor %}",
     "a filter in a loop": "{% set t = 'a' * 99999 %}{% for i in range(99) %}{% set y = t | upper %}{% endfor %}",
     "in of a text": "{% set t = 'a' * 99999 %}{% for i in range(99) %}{{ 'b' in t }}{% endfor %}",
@@ -221,6 +222,18 @@ def test_ordinary_templates_are_as_in_jinja(expression: str) -> None:
     template += "{{ loop.last }}{% else %}no{% endfor %}"
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template)
     assert rendered(template) == plain.render(messages=MESSAGES, tools=TOOLS)
+
+
+def test_a_template_appends_to_its_own_lists_alone() -> None:
+    """As Kimi K2's does: messages are rendered in several forms, so nothing of them may change."""
+    steps = "{% set _ = ns.ids.append('a') %}{% set _ = ns.ids.append('b') %}{{ ns.ids.pop(0) }}{{ ns.ids }}"
+    assert rendered("{% set ns = namespace(ids=[]) %}" + steps) == "a['b']"
+    before = repr((MESSAGES, TOOLS))
+    for given in ("messages", "messages[2].tool_calls", "tools", "tools[0].function.parameters.a", "more['x']"):
+        for method in ("append", "pop"):
+            with pytest.raises(ModelError, match=f"the method {method} changes what the template was given"):
+                rendered("{% set _ = " + f"{given}.{method}(0)" + " %}", more={"x": []})
+    assert repr((MESSAGES, TOOLS)) == before
 
 
 def test_a_broken_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:

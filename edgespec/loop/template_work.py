@@ -101,6 +101,17 @@ class Rendering(Context):
             level = [*chain.from_iterable(inner)]
         return set(map(id, found))
 
+    @cached_property
+    def lists(self) -> Collection[int]:
+        """Ids of all lists that the caller gave."""
+        waiting, found = list(self.parent.values()), set[int]()
+        while waiting:
+            one = waiting.pop()
+            if type(one) is list:
+                found.add(id(one))
+            waiting += one.values() if type(one) is dict else one if type(one) in (list, tuple) else ()
+        return found
+
 
 def listed(value: Any) -> Any:
     """A list in place of an iterator, which could wait for another, and that for another."""
@@ -406,9 +417,10 @@ METHODS: dict[type, dict[str, Cost]] = {
         _replace: "replace",
     }),
     dict: _costs({_nothing: "get items keys values", _list: "copy"}),
-    list: _costs({_read: "count index", _list: "copy"}),
+    list: _costs({_nothing: "append", _read: "count index", _list: "copy pop"}),
     tuple: _costs({_read: "count index"}),
 }  # fmt: skip
+CHANGE = ("append", "pop")  # their list
 PASSED: dict[str, Callable[[Any], Any]] = {
     "context": lambda context: context, "environment": attrgetter("environment"),
     "eval_context": attrgetter("eval_ctx"),

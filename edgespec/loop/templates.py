@@ -15,6 +15,7 @@ from jinja2.visitor import NodeTransformer
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.template_work import (
+    CHANGE,
     COMPARISONS,
     COUNTED,
     FILTERS,
@@ -130,6 +131,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         name = obj.__name__
         if name not in methods:
             raise SecurityError(f"the method {name} is not for chat templates")
+        if name in CHANGE and id(owner) in rendering.lists:
+            raise SecurityError(f"the method {name} changes what the template was given")
         pay(rendering.work, methods[name], owner, args, kwargs)
         if name == "format":
             return Formats(rendering).vformat(cast(str, owner), args, kwargs)
