@@ -51,6 +51,7 @@ from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import CHARACTERS, Message, TextStream, check_length, render_chat, user_messages
+from edgespec.machine.files import read_text
 from edgespec.machine.process import check_process, is_here
 from edgespec.models.own_sampling import choose_sampling, choose_seed
 from edgespec.models.registry import OWN_LAYERS, Entry, find_draft, find_model, local_path
@@ -481,6 +482,7 @@ def load(
     budget: int | None = None,
     datastore: Path | None = None,
     context_length: int | None = None,
+    chat_template: Path | None = None,
     backend: str | None = None,
     threads: int | None = None,
     gpu_layers: int | None = None,
@@ -519,6 +521,7 @@ def load(
             streamed weights, else none.
         datastore: a file made by `edgespec datastore build`, for the planners auto, sssd and lookahead.
         context_length: most tokens of a sequence; 0 = the length that the model was trained for.
+        chat_template: a Jinja file, in place of the target's own templates.
         backend: engine of both models: llamacpp, mlx, torch or another package's. Default: llamacpp for files; for
             folders mlx on a Mac with Apple silicon, torch elsewhere, or the installed one.
         threads: llamacpp, torch: compute threads; default: the engine's choice.
@@ -563,10 +566,11 @@ def load(
     for option in planner_options.keys() - CHECKS:
         raise _unknown(option, "target", *_keywords(load), *CHECKS)
     planner_options = {option: value for option, value in planner_options.items() if value is not None}
-    draft, datastore, models_file = (
-        check_path(name, value) if value is not None else None
-        for name, value in (("draft", draft), ("datastore", datastore), ("models_file", models_file))
+    files = {"draft": draft, "datastore": datastore, "models_file": models_file, "chat_template": chat_template}
+    draft, datastore, models_file, chat_template = (
+        check_path(name, value) if value is not None else None for name, value in files.items()
     )
+    template = _read_template(chat_template) if chat_template is not None else None
     parallel, remember = check_whole("parallel", parallel, 1, MOST_PARALLEL), check_flag("remember", remember)
     for name, text in (("planner", planner), ("cluster", cluster)):
         check_text(name, text if text is not None else "")
@@ -604,6 +608,7 @@ def load(
             target, entry, draft or "", models_file, options, count=targets, cluster=cluster,
             remember=remember, say=say, **planner_options,
         )  # fmt: skip
+        _use_template(remote, template)
         return Model(remote, [], budget=budget, targets=writer, names=(target, draft or ""), **_defaults(entry))
     draft = draft if planner in USE_DRAFT or alpha else None
     check_draft_options(draft is not None, ahead, planner_options)
@@ -612,6 +617,7 @@ def load(
         leave_out=planner == "auto" and not fixed and not alpha and sparse_attention is None,
     )  # fmt: skip
     try:
+        _use_template(backends[0], template)
         limits = backends[0].capabilities
         ahead = False if limits.approximate else ahead
         pace = None if fixed else new_auto_state(limits.streams, limits.experts)
@@ -776,6 +782,17 @@ def _best_first(texts: list[GenerationResult], score: Callable[[list[str]], Sequ
     for value in scores:
         check_number("a score", value, lambda value: not math.isnan(value), "a number")
     return [texts[i] for i in sorted(range(len(texts)), key=lambda i: -scores[i])]
+
+
+def _read_template(path: str) -> str:
+    from edgespec.loop.templates import check_template  # Jinja takes a while to import
+
+    return check_template(read_text(path, UsageError, once=True), path)
+
+
+def _use_template(target: Backend, template: str | None) -> None:
+    if template is not None:
+        target.vocab.chat_template, target.vocab.tool_template = template, None
 
 
 def _text_of(vocab: Vocab, token_ids: Sequence[int]) -> str:

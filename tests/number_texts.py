@@ -7,7 +7,7 @@ class NumberVocab:
     bos_id = None
     eos_id = None
     eog_ids: frozenset[int] = frozenset()
-    chat_template = None
+    chat_template = tool_template = None
     size = 1000
     fingerprint = "numbers"
 

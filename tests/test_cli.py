@@ -185,6 +185,7 @@ def test_models_lists_the_demo_model(run: Run, few_models: None) -> None:
         (["x.gguf", "hi", "--draft", "y.gguf", "--tau", "nan"], 2, "tau is nan"),
         (["x.gguf", "hi", "--max-tokens", "0"], 2, "max tokens is 0"),
         (["x.gguf", "hi", "--raw", "--system", "be brief"], 2, "--raw"),
+        (["x.gguf", "hi", "--raw", "--chat-template", "t.jinja"], 2, "--chat-template has no meaning with --raw"),
         (["hf:owner/file.gguf", "hi"], 2, "OWNER/REPOSITORY/FILE"),
         (["package:no_such_package/x.gguf", "hi"], 1, "-m pip install no-such-package"),
     ],
@@ -572,7 +573,9 @@ def test_an_empty_name_of_a_file_is_refused(run: Run, option: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "serve", "bench", "doctor", "models"])
-@pytest.mark.parametrize("option", ["--draft", "--planner", "--datastore", "--machine", "--models", "--backend"])
+@pytest.mark.parametrize(
+    "option", ["--draft", "--planner", "--datastore", "--machine", "--models", "--backend", "--chat-template"]
+)
 def test_an_empty_name_is_refused(run: Run, option: str, command: str) -> None:
     if option in {name for one in cli.commands[command].params for name in one.opts}:
         refused(run, command, "nothing.gguf", option, "", code=2, says=f"{option} is empty: give a name, or leave it")

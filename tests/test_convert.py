@@ -17,7 +17,7 @@ from edgespec.loading.by_name import load_backend
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import load_vocab
 from edgespec.models.convert.folder_from_gguf import convert, read_gguf, write_safetensors
-from edgespec.models.convert.gguf_tokenizer import PATTERNS, build_tokenizer
+from edgespec.models.convert.gguf_tokenizer import PATTERNS, build_tokenizer, tokenizer_config
 from edgespec.models.gguf_model import model_config
 
 pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed: pip install 'edgespec[convert]'")
@@ -219,6 +219,16 @@ def check_folder_tokenizer(folder: Path, vocab: Any) -> None:
     assert (automatic.chat_template or None) == vocab.chat_template
     ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     assert set(ends) == vocab.eog_ids
+
+
+def test_a_template_for_tools_is_kept() -> None:
+    tokens = {"tokenizer.ggml.tokens": ["a"], "tokenizer.chat_template": "one"}
+    for more, expected in [
+        ({}, "one"),
+        ({"tokenizer.chat_template.tool_use": "two"}, {"default": "one", "tool_use": "two"}),
+    ]:
+        config = tokenizer_config(tokens | more, 64)
+        assert transformers.PreTrainedTokenizerBase(**config).chat_template == expected
 
 
 # Real files

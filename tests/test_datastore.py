@@ -28,7 +28,7 @@ class LetterVocab:
     bos_id = None
     eos_id = None
     eog_ids: frozenset[int] = frozenset()
-    chat_template = None
+    chat_template = tool_template = None
 
     def __init__(self, size=26, start=0):
         self.size = size

@@ -143,8 +143,10 @@ def test_chat_templates(tmp_path):
     assert HfVocab(tokenizer, VOCAB_SIZE).chat_template is None
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     assert load_vocab(str(tokenizer_folder(tmp_path, tokenizer))).chat_template == "{{ messages[0]['content'] }}"
+    assert load_vocab(str(tmp_path)).tool_template is None
     tokenizer.chat_template = {"default": "one", "tool_use": "two"}
-    assert HfVocab(tokenizer, VOCAB_SIZE).chat_template == "one"
+    vocab = load_vocab(str(tokenizer_folder(tmp_path, tokenizer)))
+    assert (vocab.chat_template, vocab.tool_template) == ("one", "two")
 
 
 @dataclass

@@ -133,6 +133,13 @@ def test_what_is_warned_of(tmp_path: Path, edit: Edit, says: str) -> None:
         assert "\n" not in verdict.warnings[0]
 
 
+def test_a_file_may_have_a_template_for_tools(tmp_path: Path) -> None:
+    assert load_vocab(header(tmp_path / "a.gguf")).tool_template is None
+    both = header(tmp_path / "b.gguf", lambda writer: writer.add_string("tokenizer.chat_template.tool_use", "two"))
+    vocab = load_vocab(both)
+    assert (vocab.chat_template, vocab.tool_template) == (TEMPLATE, "two")
+
+
 def test_sizes_are_warned_of(tmp_path: Path) -> None:
     target, draft = header(tmp_path / "a.gguf"), header(tmp_path / "b.gguf")
     verdict = check_pair(target, draft, context_length=2048, memory=1000)

@@ -216,6 +216,23 @@ def test_a_wrong_argument_of_load_is_named_with_its_value(gguf, arguments, says)
     assert str(caught.value).startswith(says)
 
 
+def test_a_chat_template_may_stand_in_a_file(gguf, tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for m in messages %}({{ m.content }}){% endfor %}", "utf-8")
+    with edgespec.load(
+        gguf, chat_template=file, planner="none", context_length=64, exact="off", remember=False
+    ) as model:
+        assert model.encode([{"role": "user", "content": "hi"}]) == model.encode("(hi)")
+        assert model.target.vocab.tool_template is None
+    file.write_text("{% for m in %}", "utf-8")
+    for name, says in [
+        (file, "own.jinja: is no chat template: "),
+        (tmp_path / "none", "none: cannot be read: No such"),
+    ]:
+        with pytest.raises(UsageError, match=says):
+            edgespec.load("no-such.gguf", chat_template=name)
+
+
 @pytest.mark.parametrize("target", [None, b"tiny.gguf", 5])
 def test_a_target_that_is_no_name_and_no_path_is_refused(target):
     with pytest.raises(UsageError, match=r"^target is .*, but must be a name or a path$"):

@@ -224,6 +224,11 @@ def test_ordinary_templates_are_as_in_jinja(expression: str) -> None:
     assert rendered(template) == plain.render(messages=MESSAGES, tools=TOOLS)
 
 
+def test_what_a_filter_takes_from_a_list_is_a_list_in_json() -> None:
+    """As the template that llama.cpp has for DeepSeek R1 shows tools."""
+    assert rendered("{{ tools | map(attribute='function') | map(attribute='name') | tojson }}") == '["f", "g"]'
+
+
 def test_a_template_appends_to_its_own_lists_alone() -> None:
     """As Kimi K2's does: messages are rendered in several forms, so nothing of them may change."""
     steps = "{% set _ = ns.ids.append('a') %}{% set _ = ns.ids.append('b') %}{{ ns.ids.pop(0) }}{{ ns.ids }}"

@@ -20,6 +20,7 @@ class ByteVocab:
     """One token per byte."""
 
     chat_template: str | None = None
+    tool_template: str | None = None
     size: int = 256
     bos_id: int | None = None
     eos_id: int | None = None

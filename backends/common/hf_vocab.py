@@ -60,7 +60,7 @@ class HfVocab:
         self.size = size
         self.bos_id: int | None = tokenizer.bos_token_id
         self.eos_id: int | None = tokenizer.eos_token_id
-        self.chat_template = _chat_template(tokenizer)
+        self.chat_template, self.tool_template = _chat_templates(tokenizer)
         self._tokenizer: Any = getattr(tokenizer, "backend_tokenizer", None)
         if self._tokenizer is None:
             raise ModelError(
@@ -122,12 +122,12 @@ class HfVocab:
         return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 
-def _chat_template(tokenizer: Any) -> str | None:
-    """The Jinja source; of several named templates the one with the name "default"."""
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, dict):
-        template = template.get("default")
-    return template if isinstance(template, str) else None
+def _chat_templates(tokenizer: Any) -> tuple[str | None, str | None]:
+    """The Jinja sources with the names "default" and "tool_use", if templates have names."""
+    given = getattr(tokenizer, "chat_template", None)
+    named = given if isinstance(given, dict) else {"default": given}
+    default, tool_use = (one if isinstance(one := named.get(name), str) else None for name in ("default", "tool_use"))
+    return default, tool_use
 
 
 def _kind(tokenizer: Any) -> str:

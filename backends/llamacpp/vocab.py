@@ -9,7 +9,7 @@ from typing import Any
 from edgespec.errors import Closed, ModelError
 from edgespec.machine.process import at_end
 
-from .ggml.files import llama_cpp, load_model
+from .ggml.files import TEMPLATES, llama_cpp, load_model
 
 PIECE = 2**12  # bytes
 TAG = re.compile(rb"<[^<>\[\]\s]+>|\[[^<>\[\]\s]+\]")
@@ -38,8 +38,10 @@ class LlamaVocab:
         self.bos_id: int | None = bos if bos >= 0 else None
         self.eos_id: int | None = eos if eos >= 0 else None
         self.eog_ids = frozenset(i for i in range(self.size) if llama_cpp.llama_vocab_is_eog(vocab, i))
-        template = llama_cpp.llama_model_chat_template(model, None)
-        self.chat_template: str | None = template.decode("utf-8") if template else None
+        found = (llama_cpp.llama_model_chat_template(model, name) for name in TEMPLATES)
+        templates = [template.decode("utf-8") if template else None for template in found]
+        self.chat_template: str | None = templates[0]
+        self.tool_template: str | None = templates[1]
         self._pieces: dict[int, bytes] = {}
 
     def close(self) -> None:

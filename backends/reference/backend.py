@@ -61,6 +61,7 @@ class ReferenceVocab:
         self.eos_id: int | None = 1
         self.eog_ids = frozenset([1])
         self.chat_template: str | None = CHAT_TEMPLATE
+        self.tool_template: str | None = None
         self.longest = max(map(len, SPECIAL))
         self._bytes = BYTES[: size - len(SPECIAL)]
         self.fingerprint = hashlib.sha256(self._bytes).hexdigest()

@@ -30,6 +30,7 @@ from edgespec.cli.options import (
     SAMPLING_OPTIONS,
     SPARSE_OPTION,
     TARGETS_OPTIONS,
+    TEMPLATE_OPTION,
     TEXT,
     YES_OPTION,
     SectionedCommand,
@@ -149,6 +150,7 @@ Examples:
 @click.argument("prompt", required=False, type=TEXT)
 @PLANNER_OPTION
 @MODEL_OPTIONS
+@TEMPLATE_OPTION
 @SPARSE_OPTION
 @NO_MEMORY_OPTION
 @TARGETS_OPTIONS
@@ -195,7 +197,7 @@ def run(
     text = _prompt(prompt)
     if text is not None and not text.strip():
         raise UsageError("the prompt is empty: give at least one word")
-    _check_system(system, raw)
+    _check_raw(raw, system, options["chat_template"])
     if text is None and (raw or as_json):
         raise UsageError("--raw and --json need a prompt: give one, or - to read standard input")
     most = max_tokens if max_tokens is not None else UNLIMITED if text is None else 512
@@ -245,9 +247,11 @@ def run(
         sys.exit(130)
 
 
-def _check_system(system: str | None, raw: bool) -> None:
+def _check_raw(raw: bool, system: str | None, template: str | None = None) -> None:
     if raw and system:
         raise UsageError("--system has no meaning with --raw: write it into the prompt")
+    if raw and template:
+        raise UsageError("--chat-template has no meaning with --raw: leave one out")
 
 
 PATIENCE = 10  # seconds for the first text from an open pipe
@@ -444,6 +448,7 @@ Examples:
 @YES_OPTION
 @PLANNER_OPTION
 @MODEL_OPTIONS
+@TEMPLATE_OPTION
 @NO_MEMORY_OPTION
 def serve(
     model: str, host: str, port: int, api_key: str | None, api_key_file: str | None, no_key: bool,
@@ -599,7 +604,7 @@ def bench(prompts: str, model: str, planners: str | None, yes: bool, as_json: bo
     """
     from edgespec.measure.bench import bench_table, read_prompts, run_bench
 
-    _check_system(options["system"], options["raw"])
+    _check_raw(options["raw"], options["system"])
     usual = "none,sssd,specexec" if options["draft"] else "none,sssd"
     sampling, names = (
         _sampling(options),

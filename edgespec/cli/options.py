@@ -14,7 +14,10 @@ from edgespec.planners.choice import PLANNERS
 
 DEFAULT_MODEL = "smollm2-135m"
 SECTIONS = {  # title -> names of parameters, in this order
-    "Model": ("model", "backend", "context_length", "threads", "device", "dtype", "models_file", "yes"),
+    "Model": (
+        "model", "backend", "context_length", "threads", "device", "dtype", "models_file", "chat_template",
+        "yes",
+    ),
     "Memory": ("memory", "gpu_memory", "gpu_layers", "kv_type", "lenders", "keep_packed"),
     "Drafting": (
         "draft", "planner", "planners", "budget", "exact", "datastore", "tau", "ahead", "targets", "cluster", "cascade",
@@ -193,6 +196,9 @@ KV_TYPE_OPTION = click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP)
 EXACT_OPTION = click.option("--exact", metavar="NAME", help=EXACT_HELP)
 MODELS_OPTION = click.option(
     "--models", "models_file", metavar="FILE", callback=_not_empty, help="A models.yaml besides the built-in one."
+)
+TEMPLATE_OPTION = click.option(
+    "--chat-template", metavar="FILE", callback=_not_empty, help="A Jinja file, in place of MODEL's own chat template."
 )
 PLANNER_OPTION = click.option(
     "--planner",

@@ -109,6 +109,7 @@ class Vocab(Protocol):
         eos_id: end of text.
         eog_ids: tokens that end generation: end of text, end of turn.
         chat_template: Jinja source.
+        tool_template: that of a conversation with tools, if it is another.
     """
 
     size: int
@@ -116,6 +117,7 @@ class Vocab(Protocol):
     eos_id: int | None
     eog_ids: frozenset[int]
     chat_template: str | None
+    tool_template: str | None
 
     @property
     def longest(self) -> int:

@@ -316,7 +316,7 @@ def as_json(
     sort_keys: bool = False,
 ) -> str:  # fmt: skip
     """The filter `tojson`, with the arguments that templates pass."""
-    width = width_of(indent, *(separators or ()))
+    value, width = listed(value), width_of(indent, *(separators or ()))
     if width or id(value) not in context.given:
         context.work.read(value, width)
     text = _encoder(ensure_ascii, indent, separators and tuple(separators), sort_keys).encode(value)

@@ -275,6 +275,13 @@ def _compiled(template: str) -> Template | str:
         return in_a_line(error)
 
 
+def check_template(template: str, path: str) -> str:
+    """Return the template that a file has. Raises UsageError: it is none."""
+    if isinstance(program := _compiled(template), str):
+        raise UsageError(f"{path}: is no chat template: {program}")
+    return template
+
+
 def rendered(template: str, variables: Mapping[str, Any], work: Work) -> str:
     """
     Raises:

@@ -208,7 +208,7 @@ def _renderer(vocab: Vocab, variables: Mapping[str, Any]) -> Render:
     from edgespec.loop.template_work import Work  # Jinja takes a while to import
     from edgespec.loop.templates import now, rendered
 
-    template, work = vocab.chat_template or "", Work()
+    template, work = (variables.get("tools") and vocab.tool_template) or vocab.chat_template or "", Work()
     bos, eos = ("" if token is None else vocab.token_text(token) for token in (vocab.bos_id, vocab.eos_id))
     firefunction = {"functions": "", "datetime": now("%d %B %Y")}  # its template needs them
     known = {**firefunction, **variables, "bos_token": bos, "eos_token": eos}

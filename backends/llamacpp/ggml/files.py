@@ -32,6 +32,7 @@ NO_GPUS = (ctypes.c_void_p * 1)()  # a list of devices ends with a null pointer
 # With 0 layers alone GPUs would compute long passes.
 PROCESSOR_ONLY = {"n_gpu_layers": 0, "devices": ctypes.cast(NO_GPUS, ctypes.c_void_p)}
 PROCESSOR, GPU, SHARED, LIBRARY = range(4)  # ggml_backend_dev_type: a GPU has its own memory, or the host's; 3 is BLAS
+TEMPLATES = (None, b"tool_use")  # names of chat templates: that of every conversation, and of those with tools
 LLAMA_MAX_SEQ = 256  # of llama-cparams.h, fixed at compile time
 
 _log_lines: list[str] = []
@@ -120,7 +121,8 @@ def load_model(path: str, **params: Any) -> Any:
     if not model:
         raise ModelError(_why_not(path))
     try:
-        decoded(llama_cpp.llama_model_chat_template(model, None) or b"", f"{path}: the chat template")
+        for kind in TEMPLATES:
+            decoded(llama_cpp.llama_model_chat_template(model, kind) or b"", f"{path}: the chat template")
         _check_rotation(path, model)
     except ModelError:
         llama_cpp.llama_model_free(model)

@@ -113,7 +113,10 @@ def tokenizer_specials(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tokenizer_config(metadata: Mapping[str, Any], context_length: int) -> dict[str, Any]:
-    template = metadata.get("tokenizer.chat_template")
+    template: Any = metadata.get("tokenizer.chat_template")
+    if tool_use := metadata.get("tokenizer.chat_template.tool_use"):
+        named = {"default": template, "tool_use": tool_use}
+        template = [{"name": name, "template": one} for name, one in named.items() if one]
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context_length,
