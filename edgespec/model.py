@@ -553,8 +553,7 @@ def load(
             1 - `cascade` times as probable as its best come from the draft (docs/guides/approximate.md).
         models_file: a models.yaml whose entries come before the user's own and the built-in ones.
         remember: keep pass times, row classes and the experts used most from run to run, in the user's cache folder.
-        progress: llamacpp, mlx: called while a streamed model is prepared, with (bytes read, bytes in all) of the
-            weights that stay in memory.
+        progress: llamacpp, mlx: called with (bytes read, bytes in all) of what stays in memory of a streamed model.
         say: receives a line for each thing that takes some seconds.
         planner_options: passed to the planner, for example depth=16, tau=1.0, coupling=False.
 
@@ -787,7 +786,10 @@ def _best_first(texts: list[GenerationResult], score: Callable[[list[str]], Sequ
 def _read_template(path: str) -> str:
     from edgespec.loop.templates import check_template  # Jinja takes a while to import
 
-    return check_template(read_text(path, UsageError, once=True), path)
+    try:
+        return check_template(read_text(path, UsageError, once=True), path)
+    except UsageError as error:
+        raise UsageError(f"chat_template {error}") from error
 
 
 def _use_template(target: Backend, template: str | None) -> None:

@@ -483,7 +483,6 @@ BAD = [
         "response_format and edgespec.regex cannot be had together",
     ),
     (HELLO | {"tools": [{"type": "function"}]}, "a function has no name"),
-    (HELLO | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "calls are not known here"),
     (HELLO | {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "maybe"}, "tool_choice"),
     ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "tool_calls"),
     (HELLO | {"response_format": {"type": "xml"}}, "no type 'xml'"),

@@ -149,7 +149,9 @@ class TestSingleCalls:
         assert choice["message"]["content"] is None
         assert choice["finish_reason"] == "tool_calls"
         parts = [json.loads(data)["choices"][0] for data in stream(client, "/v1/chat/completions", body)[:-1]]
-        assert sum(len(part["delta"].get("tool_calls", ())) for part in parts) == 1
+        told = [call for part in parts for call in part["delta"].get("tool_calls", ())]
+        assert [call["function"]["name"] for call in told if "name" in call["function"]] == ["time"]
+        assert {call["index"] for call in told} == {0}
         assert parts[-1]["finish_reason"] == "tool_calls"
         assert not any(part["delta"].get("content") for part in parts)
         (one, other) = client.post("/v1/chat/completions", json=body | {"n": 2}).json()["choices"]

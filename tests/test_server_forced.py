@@ -15,6 +15,7 @@ pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespe
 
 from test_server import HELLO, served, stream
 from test_server_forms import SCHEMA, pieces
+from test_server_forms import TOOLS as WRITTEN_TOOLS
 from test_server_tools import TEMPLATE, TOOLS, check
 
 from edgespec.errors import UsageError
@@ -148,6 +149,25 @@ def test_a_forced_call_is_written_as_the_template_does_and_by_the_schema(seen, v
         assert not fits(vocab, grammar, re.sub(r"\b2\b", "7", text))
     parser = OutputParser(form, parameters=Tools([Tool(FUNCTION)]).parameters) if form.open else ChannelParser(form)
     assert pieces(parser, text) == [("look_up", ARGUMENTS)]
+
+
+@pytest.mark.parametrize("seen", SPELLED)
+def test_several_calls_are_forced_where_they_may_be(seen, vocab_of):
+    """As the examples of several calls are written; gpt-oss ends its turn with the first."""
+    form, functions = form_named(seen), [tool.function for tool in WRITTEN_TOOLS.all]
+    for marked in (form, form.marked()):
+        unit = call_in(marked, {"city": "5", "days": 2}, "f")
+        inner = unit.removeprefix(marked.frame[0]).removesuffix(marked.frame[1])
+        text = f"{marked.frame[0]}{inner}{marked.between}{inner}{marked.between}{inner}{marked.frame[1]}"
+        vocab = vocab_of(text)
+        several = constrained.call_grammar(vocab, marked, list(map(Tool, functions)), several=True)
+        assert fits(vocab, several, unit)
+        assert fits(vocab, several, text) == (form.between is not None)
+        assert not fits(vocab, call_grammar(vocab, marked, functions), text)
+        if form.between is not None:
+            assert not fits(vocab, several, text[:-1])
+            parser = OutputParser(form, parameters=WRITTEN_TOOLS.parameters)
+            assert pieces(parser, text) == [("f", {"city": "5", "days": 2})] * 3
 
 
 def test_every_form_can_be_forced():
@@ -594,14 +614,14 @@ def in_braces(value):
     return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
 
 
-def call_in(form, arguments):
-    """A call of look_up as the family's template writes it: `SPELLED` compares `form.call` with these."""
+def call_in(form, arguments, name="look_up"):
+    """A call as the family's template writes it: `SPELLED` compares `form.call` with these."""
     values = [value if isinstance(value, str) else json.dumps(value) for value in arguments.values()]
     pairs = [
         form.pair.replace("{key}", key).replace("{value}", value) for key, value in zip(arguments, values, strict=True)
     ]
     parts = {
-        "braces": in_braces(arguments), "arguments": json.dumps(arguments), "quoted": '"look_up"', "name": "look_up",
+        "braces": in_braces(arguments), "arguments": json.dumps(arguments), "quoted": f'"{name}"', "name": name,
         "line": "\n", "number": "0", "id": "abcdefgh1",
     }  # fmt: skip
     return re.sub(r"\{(\w+)\}", lambda found: parts[found[1]], form.call.replace("{pairs}", "".join(pairs)))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from copy import copy
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,8 @@ from test_server_tools import TEMPLATE
 
 from edgespec.loop.grammar import Compiler, json_schema, lark, regex
 from edgespec.loop.text import TextStream
-from edgespec.server.call_formats import FORMATS, HERMES, QUOTE
+from edgespec.server.answers import joined
+from edgespec.server.call_formats import FORMATS, GENERIC, HERMES, QUOTE
 from edgespec.server.channels import BEGINNINGS, MARKERS, ChannelParser
 from edgespec.server.constrained import ThoughtFirst, control_tokens
 from edgespec.server.conversation import Thought
@@ -75,16 +77,11 @@ def pieces(parser, text, data=None):
         size = data.draw(st.integers(1, 15)) if data else len(text)
         found += parser.push(text[at : at + size])
         at += size
-    found += parser.finish()
-    merged = []
-    for piece in found:
-        if merged and isinstance(piece, str) and isinstance(merged[-1], str):
-            merged[-1] += piece
-        elif merged and isinstance(piece, Thought) and isinstance(merged[-1], Thought):
-            merged[-1] = Thought(merged[-1].text + piece.text)
-        else:
-            merged.append(piece)
-    return [(piece.name, json.loads(piece.arguments)) if isinstance(piece, Call) else piece for piece in merged]
+    return merged([*found, *parser.finish()])
+
+
+def merged(found):
+    return [(piece.name, json.loads(piece.arguments)) if isinstance(piece, Call) else piece for piece in joined(found)]
 
 
 def test_every_form_has_an_example():
@@ -136,6 +133,181 @@ def test_a_call_behind_a_broken_one_is_found(case, ends, data):
     parser = OutputParser(format_of(seen), parameters=TOOLS.parameters)
     text = f"{broken}\n{call}</tool_call>" if ends else f"{broken} ..."
     assert pieces(parser, text, data) == ([broken, ("g", {})] if ends else [f"{broken} ..."])
+
+
+CALL = '{"name": "f", "arguments": {"city": "5", "days": 2}}'
+OTHER = '{"name": "g", "parameters": {}}'
+QWEN_CALL = "<function=f>\n<parameter=city>\n5\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>"
+UNMARKED = {  # what ends a turn: (marks of the format, text, pieces before the call, whether g is called, too)
+    "no closing marker": ("<tool_call>", f"Yes.\n<tool_call>\n{CALL}\n", ["Yes."], False),
+    "two objects, no closing marker": ("<tool_call>", f"<tool_call>\n{CALL}\n{OTHER}", [], True),
+    "markup without a closing marker": ("<function=<parameter=", f"<tool_call>\n{QWEN_CALL}\n", [], False),
+    "markup without an opening marker": (
+        "<function=<parameter=", f"Yes.\n\n{QWEN_CALL}\n</tool_call>", ["Yes."], False,
+    ),
+    "markup without markers": ("<function=<parameter=", QWEN_CALL, [], False),
+    "Seed without an opening marker": (
+        "<seed:tool_call><function=<parameter=", f"{QWEN_CALL}\n</seed:tool_call>", [], False,
+    ),
+    "GLM": ("<arg_key>", WRITTEN["<arg_key>"].partition("</tool_call>")[0], [], False),
+    "Apriel": ("<tool_calls>[", f"<tool_calls>[{CALL}, {OTHER}]", [], True),
+    "Gemma": ("<|tool_call>call:", WRITTEN["<|tool_call>call:"].partition("<tool_call|>")[0], [], False),
+    "Kimi without the section": (
+        "<|tool_calls_section_begin|>",
+        re.sub(r"<.tool_calls_section_\w+.>", "", WRITTEN["<|tool_calls_section_begin|>"]), [], True,
+    ),
+    "DeepSeek without the section": (
+        "<｜tool▁calls▁begin｜>", re.sub("<｜tool▁calls▁\\w+｜>", "", WRITTEN["<｜tool▁calls▁begin｜>"]), [], True,
+    ),
+    "MiniMax without the section": (
+        "<minimax:tool_call>", re.sub("</?minimax:tool_call>", "", WRITTEN["<minimax:tool_call>"]), [], True,
+    ),
+    "Llama with a semicolon": ("<|python_tag|>", f"{CALL}; {OTHER}", [], True),
+    "Llama with a marker and a semicolon": ("<|python_tag|>", f"<|python_tag|>{CALL};{OTHER}", [], True),
+    "Llama behind a text": ("<|python_tag|>", f"Yes:\n\n{CALL}", ["Yes:"], False),
+    "a list": ("<|python_tag|>", f"[{CALL},\n {OTHER}]\n", [], True),
+    "bare": ("<tool_call>", f"{CALL}\n", [], False),
+    "bare, behind a space and line breaks": ("<tool_call>", f"Yes: \n\n{CALL}", ["Yes:"], False),
+    "bare, behind a text": ("<tool_call>", f"Yes.\n{CALL}\n{OTHER}", ["Yes."], True),
+    "in a fence": ("<tool_call>", f"```json\n{CALL}\n```", [], False),
+    "in a fence, behind a text": ("[TOOL_CALLS][ARGS]", f"Yes:\n```\n{CALL}\n```\n", ["Yes:"], False),
+    "in a fence, in other tags": ("[TOOL_CALLS][ARGS]", f"```xml\n<tool_call>\n{CALL}\n</tool_call>\n```", [], False),
+    "in two fences": ("<tool_call>", f"```json\n{CALL}\n```\n\n```json\n{OTHER}\n```", [], True),
+    "in tags twice": ("<tool_call>", f"<tools>{CALL}</tools>\n<tools>\n{OTHER}\n</tools>", [], True),
+    "in other tags": ("<tool_call>", f"<tools>\n{CALL}\n</tools>", [], False),
+}  # fmt: skip
+
+
+def read_in_pieces(text, seen, tools=TOOLS.parameters, **more):
+    """What a parser finds, however the text comes."""
+
+    def found(size):
+        parser, found = OutputParser(format_of(seen), THINK, parameters=tools, **more), []
+        for at in range(0, len(text), size):
+            found += parser.push(text[at : at + size])
+        return merged([*found, *parser.finish()])
+
+    whole = found(len(text))
+    assert all(found(size) == whole for size in range(1, 8))
+    return whole
+
+
+@pytest.mark.parametrize("thought", ["", "Hm.\n</think>\n\n"])
+@pytest.mark.parametrize("case", UNMARKED)
+def test_a_whole_call_at_the_end_of_a_turn_is_one_without_its_markers(case, thought):
+    """Where a text follows, or no such tool is offered, all of it is content."""
+    seen, text, before, twice = UNMARKED[case]
+
+    def read(text, *tools):
+        return read_in_pieces(thought + text, seen, *tools, in_thought=bool(thought))[bool(thought) :]
+
+    assert read(text) == [*before, ("f", CITY), *[("g", {})] * twice]
+    form = format_of(seen)
+    if not twice and not (form.close and text.endswith(form.close)):
+        follows = text + "\n\nThat is how you call it."
+        assert read(follows) == [follows]
+    if not (twice and (form.close or text.startswith(form.open))):  # with markers, calls of any name are calls
+        assert read(text, {"h": TOOLS.parameters["f"]}) == [text]
+
+
+@pytest.mark.parametrize(
+    ("seen", "before"),
+    [
+        ("<tool_call>", '{"name": "f", "arguments": {"city": "a'),
+        ("<tool_call>", '```json\n{"name": "f", "arguments": {"a": 1}}'),
+        ("<function=<parameter=", "<function=f>\n<parameter=city>\n5\n</parameter>\n</function>\n"),
+        ("<minimax:tool_call>", '<invoke name="f">'),
+    ],
+)
+def test_what_is_a_call_without_its_markers_ends_before_one_with_them(seen, before):
+    assert read_in_pieces(f"{before}\n{WRITTEN[seen]}", seen) == [before.rstrip(), ("f", CITY), ("g", {})]
+
+
+@pytest.mark.parametrize(
+    ("seen", "text", "rest"),
+    [
+        (
+            "[TOOL_CALLS][ARGS]",
+            '[TOOL_CALLS]f[ARGS]{"city": "5", "days": 2}[TOOL_CALLS]g[ARGS]{no}',
+            "[TOOL_CALLS]g[ARGS]{no}",
+        ),
+        ("<|python_tag|>", f'{CALL}; {{"name": "g", "parameters": {{no}}}}', '{"name": "g", "parameters": {no}}'),
+        ("<tool_calls>[", f'<tool_calls>[{CALL}, {{"name": "g", "arguments": {{"a', '{"name": "g", "arguments": {"a'),
+    ],
+)
+def test_a_call_that_has_ended_stays_one_where_the_next_is_broken(seen, text, rest):
+    """In a stream it has been told already."""
+    assert read_in_pieces(text, seen) == [("f", CITY), rest]
+
+
+def test_a_closing_marker_in_a_value_is_not_the_one_that_is_missing():
+    text = f"<tool_call>{CALL}".replace("5", "5</tool_call>6")
+    assert pieces(OutputParser(HERMES, parameters=TOOLS.parameters), text) == [("f", CITY | {"city": "5</tool_call>6"})]
+
+
+@pytest.mark.parametrize("seen", ["<tool_call>", "<function=<parameter=", "<|python_tag|>", "<|tool_call>call:"])
+def test_a_call_in_a_thought_without_an_end_is_one_if_nothing_follows(seen):
+    def read(text):
+        return read_in_pieces(text, seen, in_thought=True)
+
+    call = WRITTEN[seen]
+    assert read(f"I call it.\n{call}\n") == [Thought("I call it."), ("f", CITY), ("g", {})]
+    for text in (f"So {call[:10]}... or not", f"Perhaps {call}\n, but why?", f"Perhaps {call[: call.rindex('g')]}"):
+        assert read(text) == [Thought(text)]
+    assert read(f"Perhaps {call}.\n</think>\nYes.") == [Thought(f"Perhaps {call}."), "Yes."]
+
+
+def test_a_call_that_was_cut_is_none_where_its_end_does_not_show():
+    text = "<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>5</arg_value>"
+    for cut, expected in ((False, ["f"]), (True, [])):
+        parser = OutputParser(format_of("<arg_key>"), parameters=TOOLS.parameters)
+        found = [*parser.push(text), *parser.finish(cut=cut)]
+        assert [piece.name for piece in found if isinstance(piece, Call)] == expected
+        assert expected or found == [text]
+
+
+def test_a_copy_of_a_parser_reads_a_text_of_its_own():
+    """As one does that reads what the draft expects."""
+    for begin, end in (("", ""), ("<tool_call>", "</tool_call>")):
+        parser = OutputParser(HERMES, parameters=TOOLS.parameters)
+        assert parser.push(f'{begin}{{"name": "f", "arguments": {{"city": "a') == []
+        ahead = copy(parser)
+        assert merged([*ahead.push(f'"}}}}{end}'), *ahead.finish()]) == [("f", {"city": "a"})]
+        assert ahead.push("more") == ["more"]
+        assert merged([*parser.push(f'b"}}}}{end}'), *parser.finish()]) == [("f", {"city": "ab"})]
+
+
+@pytest.mark.parametrize("text", [f"Yes:\n```json\n{CALL}\n```\nThat is it.", f"{CALL}\n\nis how.", f"Say {CALL}"])
+def test_text_about_calls_is_streamed_as_soon_as_it_shows_that_it_is_none(text):
+    parser = OutputParser(HERMES, parameters=TOOLS.parameters)
+    assert "".join(map("".join, map(parser.push, text))) == text
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(list(WRITTEN)), st.booleans(), st.data())
+def test_what_has_begun_of_a_call_is_how_it_goes_on(seen, odd, data):
+    """Its name at once, then beginnings of its arguments, which are never whole before the call is."""
+    text = WRITTEN[seen].replace("5", 'é\\"5, {6} </a>' if odd and "{pairs}" not in format_of(seen).call else "<5>6")
+    parser = OutputParser(format_of(seen), parameters=TOOLS.parameters)
+    calls, told, at = [], {}, 0
+    while at < len(text):
+        size = data.draw(st.integers(1, 4))
+        found = parser.push(text[at : at + size])
+        calls, at = calls + found, at + size
+        for i, call in enumerate(parser.begun):
+            assert call.arguments.startswith(told.get(call.id, ("", ""))[1])
+            told[call.id] = (call.name, call.arguments)
+            if i + 1 == len(parser.begun):
+                with pytest.raises(json.JSONDecodeError):
+                    json.loads(call.arguments)
+    calls += parser.finish()
+    assert [call.name for call in calls] == ["f", "g"]
+    assert calls[0].id in told
+    for call in calls:
+        name, arguments = told.get(call.id, (call.name, ""))
+        assert name == call.name
+        assert call.arguments.startswith(arguments)
+    assert len(told[calls[0].id][1]) > len(calls[0].arguments) - 14
 
 
 def test_llama_calls_without_a_marker_only_where_the_answer_begins():
@@ -471,8 +643,8 @@ def test_a_schema_holds_behind_a_thought():
 
 
 def test_what_a_template_shows():
-    assert call_format_of("<tool_call>") is None  # it shows no tools
-    assert call_format_of("") is None
+    assert call_format_of("<tool_call>") is GENERIC  # it shows no tools
+    assert call_format_of("") is GENERIC
     assert format_of("<tool_call>") is HERMES
     assert thinking_of("x</think>") == THINK
     assert thinking_of("x") is None

@@ -1,20 +1,29 @@
 """Calls of tools: cut out of a growing text, in every dialect, and back into the template."""
 
 import json
+import os
+import re
+from pathlib import Path
 
 import pytest
-from edgespec.backends.reference.backend import CHAT_TEMPLATE
+from edgespec.backends.reference.backend import CHAT_TEMPLATE, ReferenceVocab
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
-from test_server import HELLO, served_and_shown, stream
+from starlette.testclient import TestClient
+from test_server import HELLO, served, served_and_shown, stream
 
+from edgespec.server.app import make_app
 from edgespec.server.call_formats import HERMES
-from edgespec.server.parse_output import OutputParser, calls_of
-from edgespec.server.tool_calls import Call
+from edgespec.server.calls_as_text import calls_as_text
+from edgespec.server.conversation import Conversation, Turn
+from edgespec.server.model_format import ModelFormat
+from edgespec.server.parse_output import OutputParser
+from edgespec.server.service import Service
+from edgespec.server.tool_calls import Call, Tool, Tools
 
 TEMPLATE = (
     "{% if tools %}<s>tools {{ tools | tojson }}</s>{% endif %}"
@@ -63,9 +72,10 @@ class TestDialects:
             "<of a place>" in text for text in client.shown
         )
         parts = [json.loads(data)["choices"][0] for data in stream(client, "/v1/chat/completions", body)[:-1]]
-        (streamed,) = [call for part in parts for call in part["delta"].get("tool_calls", ())]
-        assert streamed["index"] == 0
-        assert streamed["function"] == call["function"]
+        told = [call for part in parts for call in part["delta"].get("tool_calls", ())]
+        assert {one["index"] for one in told} == {0}
+        assert [one["function"].get("name") for one in told] == ["weather"] + [None] * (len(told) - 1)
+        assert "".join(one["function"]["arguments"] for one in told) == call["function"]["arguments"]
         assert not any(part["delta"].get("content") for part in parts)
         assert parts[-1]["finish_reason"] == "tool_calls"
 
@@ -87,9 +97,10 @@ class TestDialects:
         assert block["type"] == "tool_use"
         check(block["name"], json.dumps(block["input"]))
         events = [json.loads(data) for data in stream(client, "/v1/messages", body)]
-        kinds = [event["type"] for event in events]
-        assert kinds[1:4] == ["content_block_start", "content_block_delta", "content_block_stop"]
-        assert json.loads(events[2]["delta"]["partial_json"]) == block["input"]
+        kinds = list(dict.fromkeys(event["type"] for event in events[1:-2]))
+        assert kinds == ["content_block_start", "content_block_delta", "content_block_stop"]
+        told = [event["delta"]["partial_json"] for event in events if event["type"] == "content_block_delta"]
+        assert json.loads("".join(told)) == block["input"]
         assert events[-2]["delta"]["stop_reason"] == "tool_use"
         counted = client.post("/v1/messages/count_tokens", json=HELLO | {"tools": tools}).json()["input_tokens"]
         assert counted > client.post("/v1/messages/count_tokens", json=HELLO).json()["input_tokens"] + 50
@@ -102,14 +113,13 @@ class TestDialects:
         assert item["type"] == "function_call"
         check(item["name"], item["arguments"])
         events = [json.loads(data) for data in stream(client, "/v1/responses", body)]
-        kinds = [event["type"] for event in events]
-        assert kinds[2:6] == [
+        assert list(dict.fromkeys(event["type"] for event in events[2:-1])) == [
             "response.output_item.added",
             "response.function_call_arguments.delta",
             "response.function_call_arguments.done",
             "response.output_item.done",
         ]
-        assert events[5]["item"]["arguments"] == item["arguments"]
+        assert events[-2]["item"]["arguments"] == item["arguments"]
         assert events[-1]["response"]["output"][0]["arguments"] == item["arguments"]
 
     def test_what_was_called_comes_back_to_the_template(self, client):
@@ -229,11 +239,42 @@ class TestDialects:
         assert answer.status_code == 400
         assert says in answer.json()["error"]["message"]
 
+    def test_a_call_that_must_be_wins_over_a_schema(self, client):
+        """As instructor asks, whose schema is the tool's."""
+        schema = {"type": "json_schema", "schema": WEATHER["parameters"], "name": "weather"}
+        for path, more in [
+            ("chat/completions", {"response_format": {"type": "json_schema", "json_schema": schema}, "tools": TOOLS}),
+            ("chat/completions", {"response_format": {"type": "json_object"}, "tools": TOOLS}),
+            (
+                "responses",
+                {"text": {"format": schema}, "tools": [{"type": "function", **WEATHER}], "input": "hello"}
+                | {"tool_choice": {"type": "function", "name": "weather"}},
+            ),
+            (
+                "messages",
+                {"output_config": {"format": schema}, "tool_choice": {"type": "tool", "name": "weather"}}
+                | {"tools": [{"name": "weather", "input_schema": WEATHER["parameters"]}]},
+            ),
+        ]:
+            answer = client.post(f"/v1/{path}", json=self.BODY | {"tool_choice": self.CHOICE} | more).json()
+            assert "'weather'" in str(answer), path
+            assert re.search(r"""['"]days['"]:""", str(answer)), path
+
+    def test_a_required_call_may_be_several_unless_they_are_forbidden(self, client):
+        body = self.BODY | {"tools": TOOLS, "max_tokens": 300, "logit_bias": {"1": -9}}  # as long as it may be
+        for more, several in [
+            ({"tool_choice": "required"}, True),
+            ({"tool_choice": "required", "parallel_tool_calls": False}, False),
+            ({"tool_choice": self.CHOICE}, False),
+        ]:
+            message = client.post("/v1/chat/completions", json=body | more).json()["choices"][0]["message"]
+            assert (len(message["tool_calls"]) > 1) == several, more
+
     def test_what_cannot_be_called(self, client):
         for more, says in [
             ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "cook"}}}, "'cook'"),
             ({"tools": TOOLS * 65}, "130 tools"),
-            ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "together"),
+            ({"tools": TOOLS, "tool_choice": "required", "edgespec": {"regex": "a+"}}, "together"),
         ]:
             answer = client.post("/v1/chat/completions", json=HELLO | more)
             assert answer.status_code == 400
@@ -245,6 +286,103 @@ class TestDialects:
         assert "type tool needs a name" in answer.json()["error"]["message"]
         body = HELLO | {"tools": TOOLS, "tool_choice": "none", "max_tokens": 3}
         assert client.post("/v1/chat/completions", json=body).json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_conversation_with_tools_has_the_models_template_for_them():
+    """And its form of calls."""
+    with served_and_shown(context=1500) as client:
+        form = "with tools: {# <|python_tag|> #}{% for t in tools %}{{ t | tojson }}{% endfor %}"
+        client.model.target.vocab.tool_template = form + CHAT_TEMPLATE
+        with TestClient(make_app(Service(client.model, "tiny")), base_url="http://127.0.0.1:8080") as client.own:
+            choice = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "time"}}}
+            for more, begin in [(choice, "with tools: "), ({}, "<s>user\nhello")]:
+                client.shown.clear()
+                body = HELLO | {"max_tokens": 60} | more
+                answer = client.own.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+                assert any(text.startswith(begin) for text in client.shown)
+                assert bool(answer.get("tool_calls")) == bool(more)
+            counted = client.own.post("/v1/messages/count_tokens", json=HELLO | {"tools": [
+                {"name": "time", "input_schema": {"type": "object"}}
+            ]})  # fmt: skip
+            assert counted.json()["input_tokens"] > len("with tools: ")
+            assert any(text.startswith("with tools: ") for text in client.shown[-3:])
+
+
+PUBLISHED = sorted(Path(os.environ.get("EDGESPEC_TEMPLATES", "nowhere")).glob("*.jinja"))
+
+
+@pytest.mark.skipif(not PUBLISHED, reason="EDGESPEC_TEMPLATES is no folder of chat templates")
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_every_published_template_shows_tools_calls_and_results(path):
+    vocab, call = ReferenceVocab(258), Call("weather", '{"city": "Praha"}', "c1")
+    vocab.chat_template = path.read_text("utf-8")
+    turns = [Turn("system", "Be brief."), Turn("user", "And now?"), Turn("assistant", calls=[call])]
+    turns.append(Turn("tool", "it rains", result_of="c1"))
+    for some in (turns[:2], turns):
+        ids = ModelFormat(vocab, vocab.chat_template).prompt_ids(Conversation(some, Tools([Tool(WEATHER)])))
+        text = b"".join(map(vocab.token_bytes, ids)).decode()
+        expected = ["weather", "<of a place>", "Be brief.", "And now?", "Praha", "it rains"][: 2 + len(some)]
+        assert [one for one in expected if one not in text] == []
+
+
+class TestTemplatesWithoutTools:
+    """Their models get tools, calls and results as parts of texts."""
+
+    CHAT = (  # a system message, calls beside a text, results, and a question
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [
+                {"id": f"c{i}", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+                for i, arguments in enumerate(['{"city": "Paris"}', ""])
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c0", "content": "rain"},
+        {"role": "tool", "tool_call_id": "c1", "content": "sun"},
+        {"role": "assistant", "content": "Rain and sun."},
+        {"role": "user", "content": "Thanks."},
+    )
+
+    @pytest.mark.parametrize(
+        "refuses", ["", "{% if messages[0].role == 'system' %}{{ raise_exception('x') }}{% endif %}"]
+    )
+    def test_all_is_shown_and_a_required_call_is_one(self, refuses):
+        with served_and_shown(context=2500, template=refuses + CHAT_TEMPLATE) as client:
+            body = {"messages": self.CHAT, "tools": TOOLS, "tool_choice": "required", "max_tokens": 150}
+            (choice,) = client.post("/v1/chat/completions", json=body | {"parallel_tool_calls": False}).json()[
+                "choices"
+            ]
+            shown = max(client.shown, key=len)
+            bare = client.post("/v1/chat/completions", json=body | {"tools": [], "tool_choice": "none"})
+            assert bare.status_code == 200
+            without = max(client.shown[client.shown.index(shown) + 1 :], key=len)
+        assert choice["finish_reason"] == "tool_calls"
+        call = choice["message"]["tool_calls"][0]["function"]
+        assert call["name"] in ("weather", "time")
+        first, *others = shown.split("</s>\n")
+        assert first.startswith("<s>user\nBe brief.\n\n# Tools" if refuses else "<s>system\nBe brief.\n\n# Tools")
+        for tool in TOOLS:
+            assert json.dumps(tool) in first
+        results = "<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n</tool_response>"
+        assert others[not refuses :] == [
+            '<s>assistant\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>',
+            f"<s>user\n{results}", "<s>assistant\nRain and sun.", "<s>user\nThanks.", "<s>assistant\n",
+        ]  # fmt: skip
+        assert results in without
+
+    def test_the_last_turn_may_not_be_a_call_without_its_result(self):
+        with served(context=1500) as client:
+            body = {"messages": self.CHAT[:3], "tools": TOOLS}
+            answer = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400
+        assert "give the tool's result after it" in answer.text
+
+    def test_without_tools_the_prompt_is_as_it_was(self):
+        turns = [Turn("system", "s"), Turn("user", "u"), Turn("assistant", "a"), Turn("user", "v")]
+        assert calls_as_text(turns, None) == turns
 
 
 ONE = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -291,8 +429,9 @@ def test_without_tools_everything_is_content():
 
 
 def test_a_depth_bomb_is_content():
-    (text,) = calls_of("[" * 10**5, "<tool_call>", HERMES, {})
-    assert text == "<tool_call>" + "[" * 10**5 + "</tool_call>"
+    for bomb in ("[" * 10**5, '{"a":' * 10**5):
+        text = f"<tool_call>{bomb}</tool_call>"
+        assert OutputParser(HERMES).push(text) == [text]
 
 
 @pytest.mark.parametrize(("strict", "status"), [(True, 400), (False, 200), (None, 200)])

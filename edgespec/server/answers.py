@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from edgespec.loop.stats import GenerationStats
@@ -22,11 +22,14 @@ class Answer:
     stats: GenerationStats = field(default_factory=GenerationStats)
     pieces: list[Piece] = field(default_factory=list)
     new: list[Piece] = field(default_factory=list)
+    begun: Sequence[Call] = ()  # calls that are being written, as far as they are certain; all but the last are whole
+    grew: bool = False  # these, with the latest event
     chunks: list[Chunk] = field(default_factory=list)
     stop_found: str | None = None
     thought_tokens: int = 0
     choice: int = 0  # number among the choices of its prompt
     single_call: bool = False  # the first call ends it
+    whole_calls: bool = False  # none is told before its end: a call that was proposed has the id of the proposal
     ended: bool = False
 
     def add(self, event: Event) -> None:
@@ -40,9 +43,14 @@ class Answer:
                 self.thought_tokens += before or self.parser.thinking
             self.chunks += event.chunks
         elif isinstance(event, Ended):
-            new = [*self.parser.push(event.rest), *self.parser.finish()]
+            cut = self.stats.finish_reason in ("length", "interrupted")
+            new = [*self.parser.push(event.rest), *self.parser.finish(cut=cut)]
         self.new = up_to_call(joined(new)) if self.single_call else joined(new)
         self.pieces = joined([*self.pieces, *self.new])
+        known = sum(len(call.arguments) + 1 for call in self.begun)
+        hidden = self.has_its_call or self.whole_calls
+        self.begun = () if hidden else self.parser.begun[: 1 if self.single_call else None]
+        self.grew = sum(len(call.arguments) + 1 for call in self.begun) > known
 
     @property
     def text(self) -> str:
@@ -84,7 +92,8 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
     return found
 
 
-Part = tuple[Literal["begin", "delta", "end"], int, Piece]  # number of the part, and its latest piece
+# Stage and number of a part, and its latest piece. A call is cut if it has begun and proved to be none.
+Part = tuple[Literal["begin", "delta", "end", "cut"], int, Piece]
 
 
 class Parts:
@@ -93,23 +102,44 @@ class Parts:
     def __init__(self) -> None:
         self._number = -1
         self._open: Piece | None = None
+        self._told: dict[str, int] = {}  # characters of the arguments of calls that have begun, by id
 
-    def after(self, pieces: Sequence[Piece], *, ended: bool) -> Iterator[Part]:
-        for piece in pieces:
+    def after(self, answer: Answer) -> Iterator[Part]:
+        """Yield the new parts of an answer after an event."""
+        for piece in answer.new:
+            if isinstance(piece, Call):
+                yield from self._call(piece, whole=True)
+                continue
             if type(piece) is not type(self._open):
                 yield from self._end()
                 self._number += 1
                 yield "begin", self._number, piece
             self._open = piece
             yield "delta", self._number, piece
-            if isinstance(piece, Call):
-                yield from self._end()
-        if ended:
+        for i, call in enumerate(answer.begun):
+            yield from self._call(call, whole=i + 1 < len(answer.begun))
+        if answer.ended:
             yield from self._end()
+
+    def _call(self, call: Call, *, whole: bool) -> Iterator[Part]:
+        """Yield what of a call is not told yet."""
+        if call.id not in self._told:
+            yield from self._end()
+            self._number += 1
+            self._told[call.id], self._open = 0, call
+            yield "begin", self._number, call
+        if isinstance(self._open, Call) and self._open.id == call.id:
+            self._open = call
+            if new := call.arguments[self._told[call.id] :]:
+                self._told[call.id] += len(new)
+                yield "delta", self._number, replace(call, arguments=new)
+            if whole:
+                self._open = None
+                yield "end", self._number, call
 
     def _end(self) -> Iterator[Part]:
         if self._open is not None:
-            yield "end", self._number, self._open
+            yield "cut" if isinstance(self._open, Call) else "end", self._number, self._open
         self._open = None
 
 

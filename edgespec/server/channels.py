@@ -7,12 +7,15 @@ The prompt ends with <|start|>assistant, so an answer begins with a header.
 """
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 
 from edgespec.loop.text import overlap
+from edgespec.server.begun_calls import JsonScan
 from edgespec.server.call_formats import CallFormat, made
 from edgespec.server.conversation import Piece, Thought
 from edgespec.server.schema import strict_json
-from edgespec.server.tool_calls import Call
+from edgespec.server.tool_calls import Call, Parameters
 
 MESSAGE = "<|message|>"
 ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
@@ -28,13 +31,18 @@ def comes_in_channels(template: str) -> bool:
 
 
 class ChannelParser:
-    def __init__(self, calls: CallFormat | None = None, header: str | None = None) -> None:
+    def __init__(
+        self, calls: CallFormat | None = None, header: str | None = None, parameters: Parameters | None = None
+    ) -> None:
         """
         Args:
             calls: None: nothing may be called, and messages to functions are content.
             header: of the message in which the answer begins; None: the answer begins with one.
+            parameters: of the request's tools.
         """
-        self._calls = calls is not None
+        self._calls, self._parameters = calls is not None, parameters or {}
+        self._scan: JsonScan | None = None  # of the arguments of the call that is being written
+        self._begun: list[Call] = []
         self._header = header
         self._held = ""
         self._free = False  # the model has left the format: all is content
@@ -43,14 +51,23 @@ class ChannelParser:
     def thinking(self) -> bool:
         return self._header is not None and not self._to(self._header) and "analysis" in self._header
 
+    @property
+    def begun(self) -> Sequence[Call]:
+        return self._begun
+
     def push(self, text: str) -> list[Piece]:
         self._held += text
         found = list[Piece]()
         while self._step(found):
             pass
+        if self._header and (name := self._to(self._header)) in self._parameters:
+            if not self._scan and self._held.lstrip().startswith("{"):
+                self._scan, self._begun = JsonScan(self._held.index("{")), [Call(name, "")]
+            if self._scan:
+                self._begun = [replace(self._begun[0], arguments=self._scan.written(self._held))]
         return [piece for piece in found if piece not in ("", Thought(""))]
 
-    def finish(self) -> list[Piece]:
+    def finish(self, *, cut: bool = False) -> list[Piece]:
         found = list[Piece]()
         if self._header is not None or self._free:
             self._say(found, self._held, whole=True)
@@ -94,8 +111,10 @@ class ChannelParser:
         if name := self._to(self._header or ""):
             assert whole
             try:
-                found.append(made(name, strict_json(text)))
+                call = made(name, strict_json(text), text.strip())
+                found.append(replace(call, id=self._begun[0].id) if self._begun else call)
             except (ValueError, RecursionError):
                 found.append(text)
+            self._scan, self._begun = None, []
         else:
             found.append(Thought(text) if self.thinking else text)

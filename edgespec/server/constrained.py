@@ -31,23 +31,26 @@ ANSWER, CALL, THOUGHT, FREE = "edgespec_answer", "edgespec_call", "edgespec_thou
 LARK_START = re.compile(r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/?|\b(start)\b')
 
 
-def call_grammar(vocab: Vocab, calls: CallFormat, tools: Sequence[Tool]) -> Grammar:
-    """The grammar of one call of one of the tools.
+def call_grammar(vocab: Vocab, calls: CallFormat, tools: Sequence[Tool], *, several: bool = False) -> Grammar:
+    """The grammar of a call of one of the tools.
 
     Args:
         vocab: the model's, by which markers may be control tokens.
         calls: how the model writes them.
         tools: that may be called.
+        several: further calls may follow.
 
     Raises:
         UsageError: parameters are no JSON schema of an object.
     """
     rules = Rules(vocab)
     try:
-        starts = [rules.add(_call(rules, calls, tool)) for tool in tools]
+        one = rules.add(" | ".join(rules.add(_call(rules, calls, tool)) for tool in tools))
     except RecursionError as error:
         raise UsageError("tools: the parameters' schema is too deep") from error
-    return lark("\n".join([f"start: {' | '.join(starts)}", *rules.lines]))
+    more = f"({rules.spelled(calls.between)} {one})*" if several and calls.between is not None else ""
+    first, last = map(rules.spelled, calls.frame)
+    return lark("\n".join([f"start: {first} {one} {more} {last}", *rules.lines]))
 
 
 def _call(rules: "Rules", calls: CallFormat, tool: Tool) -> str:
@@ -58,7 +61,7 @@ def _call(rules: "Rules", calls: CallFormat, tool: Tool) -> str:
         places["braces"] = rules.members(tool.schema)
     if "{pairs}" in calls.call:
         places["pairs"] = " ".join(_pairs(rules, calls.pair, tool.schema))
-    return rules.filled(calls.call, places)
+    return rules.filled(calls.call.removeprefix(calls.frame[0]).removesuffix(calls.frame[1]), places)
 
 
 def _pairs(rules: "Rules", pair: str, schema: Schema) -> list[str]:

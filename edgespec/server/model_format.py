@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from edgespec.loop.backend import Vocab
 from edgespec.loop.grammar import Grammar
 from edgespec.loop.text import render_chat
-from edgespec.server.call_formats import FORMATS, LOOK_ALIKES, CallFormat
+from edgespec.server.call_formats import FORMATS, GENERIC, LOOK_ALIKES, CallFormat
+from edgespec.server.calls_as_text import calls_as_text
 from edgespec.server.channels import ANALYSIS, FINAL, MARKERS, MESSAGE, ChannelParser, comes_in_channels
 from edgespec.server.constrained import ThoughtFirst, answer_or_call, call_grammar, control_tokens
 from edgespec.server.conversation import MOST_TURNS, Conversation, Turn
@@ -38,7 +39,7 @@ class ModelFormat:
         self.thinking = ANALYSIS if self._in_channels else thinking_of(template)
         markers = [*(self.thinking or ()), *(MARKERS if self._in_channels else ())]
         self._shown = self._control(markers)
-        self._shown_with_calls = self._shown | self._control(self.calls.markers if self.calls else ())
+        self._shown_with_calls = self._shown | self._control(self.calls.markers)
         opening = FINAL if self._in_channels else ""
         self._thought_first = ThoughtFirst(vocab, self.thinking, opening) if self.thinking else None
 
@@ -50,14 +51,13 @@ class ModelFormat:
         if parts > MOST_TURNS:
             says = f"there are {parts} messages and calls, but at most {MOST_TURNS} may be given"
             raise Refused(400, says, param="messages")
-        tools = conversation.tools
-        if tools and not self.calls:
-            says = "tools: this model's calls are not known here; leave tools out, or set tool_choice to none"
-            raise Refused(400, says)
-        numbered = self.calls is not None and self.calls.numbers_ids
-        turns = template_messages(conversation.turns, names_thinking=self._names_thinking, numbered=numbered)
+        turns, tools = conversation.turns, conversation.tools
+        if self.calls.is_generic:
+            turns, tools = calls_as_text(turns, tools), None
+        numbered = self.calls.numbers_ids
+        messages = template_messages(turns, names_thinking=self._names_thinking, numbered=numbered)
         shown = [{"type": "function", "function": dict(tool.function)} for tool in tools.all] if tools else None
-        return render_chat(self._vocab, list(turns), shown, conversation.options, self._context_length)
+        return render_chat(self._vocab, list(messages), shown, conversation.options, self._context_length)
 
     def begins_in_thought(self, prompt_ids: Sequence[int]) -> bool:
         if self.thinking is None:
@@ -70,24 +70,29 @@ class ModelFormat:
         """Control tokens that the parser must see by name."""
         return self._shown_with_calls if tools else self._shown
 
-    def parser(self, tools: Tools | None, in_thought: bool, begun: Turn | None = None) -> Parser:
+    def parser(
+        self, tools: Tools | None, in_thought: bool, begun: Turn | None = None, *, unmarked: bool = True
+    ) -> Parser:
         """
         Args:
             tools: that may be called.
             in_thought: the prompt has opened a thought.
             begun: the turn that the answer continues.
+            unmarked: JSON without markers may be a call.
         """
-        calls = self.calls if tools else None
+        calls, parameters = (self.calls, tools.parameters) if tools else (None, None)
         if self._in_channels:
-            return ChannelParser(calls, FINAL.removesuffix(MESSAGE) if begun else None)
-        parameters, blank = tools.parameters if tools else None, not (begun and begun.text.strip())
-        return OutputParser(calls, self.thinking, in_thought=in_thought, blank=blank, parameters=parameters)
+            return ChannelParser(calls, FINAL.removesuffix(MESSAGE) if begun else None, parameters)
+        blank = not (begun and begun.text.strip())
+        return OutputParser(
+            calls, self.thinking, in_thought=in_thought, blank=blank, parameters=parameters, unmarked=unmarked
+        )
 
     def grammar(self, wanted: Grammar | None, tools: Tools | None, in_thought: bool) -> Grammar | None:
         """The grammar of a whole answer; None: it is free.
 
         Args:
-            wanted: the grammar that the request asks for; a call may be made instead of JSON.
+            wanted: the grammar that the request asks for; a call that may or must be made takes the place of JSON.
             tools: that may or must be called.
             in_thought: the prompt has opened a thought.
 
@@ -95,22 +100,21 @@ class ModelFormat:
             Refused, UsageError: the request cannot be fulfilled.
         """
         is_call, call = tools is not None and bool(tools.required), None
-        if tools and self.calls and is_call:
-            if wanted:
-                raise Refused(400, "response_format and a tool that must be called cannot be had together")
-            wanted = call_grammar(self._vocab, self.calls, tools.required)
-        elif tools and self.calls and wanted and wanted.kind == "json_schema":
-            call = call_grammar(self._vocab, self.calls.marked(), tools.all)
+        if tools and is_call:
+            if wanted and wanted.kind != "json_schema":
+                raise Refused(400, f"a {wanted.kind} and a tool that must be called cannot be had together")
+            wanted = call_grammar(self._vocab, self.calls, tools.required, several=tools.parallel)
+        elif tools and wanted and wanted.kind == "json_schema":
+            call = call_grammar(self._vocab, self.calls.marked(), tools.all, several=tools.parallel)
         if wanted and self._thought_first:
             return self._thought_first.before(wanted, in_thought=in_thought, is_call=is_call, call=call)
         return answer_or_call(wanted, call) if wanted and call else wanted
 
 
-def call_format_of(template: str) -> CallFormat | None:
-    """None: the template shows no tools, or uses an unknown format."""
+def call_format_of(template: str) -> CallFormat:
     if "tools" not in template or any(mark in template for mark in LOOK_ALIKES):
-        return None
-    return next((one for one in FORMATS if all(mark in template for mark in one.seen)), None)
+        return GENERIC
+    return next((one for one in FORMATS if all(mark in template for mark in one.seen)), GENERIC)
 
 
 def thinking_of(template: str) -> tuple[str, str] | None:

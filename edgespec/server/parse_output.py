@@ -1,30 +1,48 @@
 """Parsers that cut a growing answer into thoughts, content and tool calls.
 
-A call that does not parse is content, since a client sends it back in every later request.
+A call that does not parse is content, since a client sends it back in every later request. Models also write calls
+without a marker, or in a thought that they do not end: these are calls if they name a tool of the request, and only
+where nothing follows, since a text about calls looks the same.
 """
 
+import re
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Protocol
 
 from edgespec.loop.text import overlap
-from edgespec.server.call_formats import BARE, CallFormat, begins_bare
+from edgespec.server.begun_calls import MOST_HEAD, JsonScan, Reader
+from edgespec.server.call_formats import BARE, CallFormat, as_object, begins_bare, begins_wrapped
 from edgespec.server.conversation import Piece, Thought
 from edgespec.server.schema import Unfinished
 from edgespec.server.tool_calls import Call, Parameters
 
 NO_CALL = (ValueError, KeyError, AttributeError, RecursionError)
+LINE = re.compile(r"(?:\A|\n)\s*+(?=[`<{\[]|\Z)")
+UNWRAPPED = re.compile(r"[\s;,]*(?:</\w+>)?\s*(?:```(?!\w))?\s*")  # what may stand behind a call without markers
+HALF = re.compile(r"</?\w*|`{1,2}")  # of it
 
 
 class Parser(Protocol):
     @property
     def thinking(self) -> bool: ...
 
+    @property
+    def begun(self) -> Sequence[Call]:
+        """Calls of the block that is being written, as far as they are certain; all but the last are complete."""
+        ...
+
     def push(self, text: str) -> list[Piece]:
         """Add text; the pieces that are certain now."""
         ...
 
-    def finish(self) -> list[Piece]:
-        """The pieces held back until the end."""
+    def finish(self, *, cut: bool = False) -> list[Piece]:
+        """The pieces held back until the end.
+
+        Args:
+            cut: the answer ended for lack of room.
+        """
         ...
 
     def whole(self) -> list[Call]:
@@ -41,6 +59,7 @@ class OutputParser:
         in_thought: bool = False,
         blank: bool = True,
         parameters: Parameters | None = None,
+        unmarked: bool = True,
     ) -> None:
         """
         Args:
@@ -49,15 +68,34 @@ class OutputParser:
             in_thought: the answer begins within a thought.
             blank: the prompt has no text of the answer.
             parameters: of the request's tools.
+            unmarked: JSON without markers may be a call.
         """
         self._calls, self._thinking, self._parameters = calls, thinking, parameters or {}
+        opening = [marker for marker in calls.open if marker != BARE] if calls else []
+        heads = [head.partition("{name}")[0] for head in calls.heads] if calls else []
+        self._openings = tuple(dict.fromkeys([*opening, *heads]))  # markers that a call may begin with anywhere
         self.thinking = in_thought and thinking is not None
         self._open = ""
-        self._gap = ""  # the white space before the open call, which counts if it is no call
+        self._before = ""  # white space and marker of the open call, which count if it is no call
+        self._reader: Reader | None = None  # of the open call
         self._held = ""
         self._tried = 0  # up to here no close marker ends the open call
         self._blank = blank  # a thought, or a call without a marker, may begin
         self._fresh = self.thinking  # after a thought or call, line breaks do not count
+        self._unmarked = unmarked and calls is not None
+        self._new_line = blank  # a line begins
+        self._scan: JsonScan | None = None  # of what is a call without a marker if nothing follows
+        self._objects = list[tuple[int, int]]()  # those before it
+
+    def __copy__(self) -> "OutputParser":
+        """A parser that reads on without changing this one."""
+        found = object.__new__(OutputParser)
+        vars(found).update(vars(self), _scan=copy(self._scan), _objects=[*self._objects], _reader=None)
+        return found
+
+    @property
+    def begun(self) -> Sequence[Call]:
+        return self._reader.calls if self._reader else ()
 
     def push(self, text: str) -> list[Piece]:
         if not self._calls and not self._thinking:
@@ -66,6 +104,8 @@ class OutputParser:
         found = list[Piece]()
         while self._step(found):
             pass
+        if self._reader:
+            self._reader.read(self._held)
         return [piece for piece in found if piece != "" and piece != Thought("")]
 
     def _step(self, found: list[Piece]) -> bool:
@@ -77,12 +117,15 @@ class OutputParser:
             return self._think(found)
         if self._open:
             return self._call(found)
+        if self._scan:
+            return self._unmarked_call(found)
         markers = self._markers()
         places = [(at, marker) for marker in markers if (at := self._held.find(marker)) >= 0]
         places = [(at, m) for at, m in places if not self._only_first(m) or not self._held[:at].strip()]
-        if places:
+        line, start = self._line() if self._unmarked else (len(self._held), None)
+        if places and min(places)[0] <= line + len(self._held[line:]) - len(self._held[line:].lstrip()):
             at, marker = min(places)
-            begins = marker != BARE or begins_bare(self._held[at:], self._parameters)
+            begins = self._begins(marker, self._held[at:])
             if begins is None:
                 return False
             if not begins:
@@ -95,28 +138,70 @@ class OutputParser:
                 self.thinking = self._fresh = True
                 self._held = self._held[at + len(marker) :]
             else:
-                self._open, self._gap = marker, self._held[len(before) : at]
-                self._held = self._held[at + (0 if marker == BARE else len(marker)) :]
+                behind = at if self._is_part(marker) else at + len(marker)
+                self._open, self._before = marker, self._held[len(before) : behind]
+                self._held = self._held[behind:]
                 self._blank = False
+                assert self._calls
+                self._reader = self._calls.reader(self._parameters)
             return True
-        sure = len(self._held)
+        if start is not None:
+            before = self._held[:line].rstrip()
+            self._say(found, before)
+            self._held, self._scan = self._held[len(before) :], JsonScan(start - len(before))
+            return True
+        sure = min(line, len(self._held))
         if markers:
-            sure -= max(overlap(self._held, marker) for marker in markers)
+            sure = min([sure, *(len(self._held) - overlap(self._held, marker) for marker in markers)])
             sure = len(self._held[:sure].rstrip())
         self._say(found, self._held[:sure])
         self._held = self._held[sure:]
         return False
 
     def _markers(self) -> list[str]:
-        found = list(self._calls.open) if self._calls else []
+        found = [*self._openings]
+        found += [BARE] if self._calls and BARE in self._calls.open else []
         found += self._thinking[:1] if self._thinking else []
         return [marker for marker in found if self._blank or not self._only_first(marker)]
 
     def _only_first(self, marker: str) -> bool:
         return marker == BARE or (self._thinking is not None and marker == self._thinking[0])
 
+    def _is_part(self, marker: str) -> bool:
+        """Of the call that it begins."""
+        return marker == BARE or bool(self._calls and any(head.startswith(marker) for head in self._calls.heads))
+
+    def _begins(self, marker: str, text: str) -> bool | None:
+        """True if `text` begins with a marker and what belongs to it; None if it may do so."""
+        if marker == BARE:
+            return begins_bare(text, self._parameters)
+        if not self._is_part(marker):
+            return True
+        assert self._calls
+        starts = [head.replace("{name}", name) for head in self._calls.heads for name in self._parameters]
+        if any(map(text.startswith, starts)):
+            return True
+        return None if any(start.startswith(text) for start in starts) else False
+
+    def _line(self) -> tuple[int, int | None]:
+        """The first line that begins a call without a marker, and where its JSON does; None: it only may begin one.
+
+        Without such a line: the end of the held text.
+        """
+        for line in LINE.finditer(self._held) if self._new_line or "\n" in self._held else ():
+            if "\n" in line[0] or self._new_line:
+                begins, at = self._wrapped(self._held[line.start() :])
+                if begins is not False:
+                    return line.start(), line.start() + at if begins else None
+        return len(self._held), None
+
+    def _wrapped(self, text: str) -> tuple[bool | None, int]:
+        return begins_wrapped(text, self._parameters, self._calls.open if self._calls else ())
+
     def _say(self, found: list[Piece], text: str) -> None:
         found.append(text)
+        if text:
+            self._new_line = False
         self._blank = self._blank and not text.strip()
 
     def _think(self, found: list[Piece]) -> bool:
@@ -124,17 +209,52 @@ class OutputParser:
         before, seen, after = self._held.partition(self._thinking[1])
         if seen:
             found.append(Thought(before.rstrip()))
-            self.thinking, self._fresh, self._held = False, True, after
+            self.thinking, self._fresh, self._held, self._new_line = False, True, after, True
             return True
-        sure = len(self._held[: len(self._held) - overlap(self._held, self._thinking[1])].rstrip())
+        sure = len(self._held) - overlap(self._held, self._thinking[1])
+        sure = len(self._held[: min(sure, self._call_in_thought())].rstrip())
         found.append(Thought(self._held[:sure]))
         self._held = self._held[sure:]
         return False
+
+    def _call_in_thought(self) -> int:
+        """Place in the held text from which there are, or may be, only calls."""
+        if not self._calls or not self._parameters:
+            return len(self._held)
+        text, close, markers, at = self._held, self._calls.close, self._openings, 0
+        while begins := min(((place, m) for m in markers if (place := text.find(m, at)) >= 0), default=None):
+            start, marker = begins
+            at = start
+            while marker:
+                body = at if self._is_part(marker) else at + len(marker)
+                head, reader = text[body : body + MOST_HEAD], self._calls.reader(self._parameters)
+                reader.read(head)
+                at = body + 1
+                if not reader.calls and len(head) == MOST_HEAD:
+                    break
+                end = text.find(close, body) if close else -1
+                if end < 0:
+                    return start
+                at = end + len(close)
+                rest = text[at:].lstrip()
+                if any(one.startswith(rest) for one in markers):
+                    return start
+                marker = next(filter(rest.startswith, markers), "")
+                at = len(text) - len(rest) if marker else at
+        return len(text) - max(overlap(text, marker) for marker in markers)
 
     def _call(self, found: list[Piece]) -> bool:
         assert self._calls
         if not self._calls.close:
             return False
+        if self._is_part(self._open):  # up to a first marker, which begins another call
+            end = self._held.find(self._calls.close)
+            head = self._held[: end if end >= 0 else None]
+            if marked := [at for marker in self._calls.open if (at := head.find(marker)) >= 0]:
+                before = head[: min(marked)].rstrip()
+                found.append(self._before + before)
+                self._reset(self._held[len(before) :])
+                return True
         while (at := self._held.find(self._calls.close, self._tried)) >= 0:
             before, first = self._held[:at], self._held.find(self._calls.close)
             if self._calls.is_markup and self._open in before[first:]:  # markup cannot tell a value from a next call
@@ -153,36 +273,108 @@ class OutputParser:
         return False
 
     def _end_call(self, found: list[Piece], at: int, calls: Sequence[Call] = ()) -> None:
-        """With the close marker here; without calls it is content."""
+        """With the close marker here; without calls it is content, but for those that were complete before."""
         assert self._calls
         end = at + len(self._calls.close)
-        found += calls or [self._gap + self._open + self._held[:end]]
-        self._open, self._gap, self._tried = "", "", 0
-        self._fresh, self._held = bool(calls), self._held[end:]
+        if calls:
+            found += self._named(calls)
+        else:
+            self._no_call(found, self._held[:at], self._held[at:end])
+        self._reset(self._held[end:])
+        self._fresh = self._new_line = bool(calls)
+
+    def _reset(self, held: str) -> None:
+        """No call is open."""
+        self._open, self._before, self._tried, self._reader, self._held = "", "", 0, None, held
+        self._fresh = self._new_line = False
+
+    def _no_call(self, found: list[Piece], text: str, close: str = "") -> None:
+        assert self._calls
+        reader = self._calls.reader(self._parameters)
+        reader.read(text)
+        complete = self._named(reader.calls[:-1])
+        found += [*complete, text[reader.rest :] + close] if complete else [self._before + text + close]
+
+    def _named(self, calls: Sequence[Call]) -> list[Call]:
+        """With the ids under which they have begun."""
+        ids = {
+            i: one.id
+            for i, (one, call) in enumerate(zip(self.begun, calls, strict=False))
+            if one.name == call.name and call.arguments.startswith(one.arguments)
+        }
+        return [replace(call, id=ids.get(i, call.id)) for i, call in enumerate(calls)]
+
+    def _unmarked_call(self, found: list[Piece]) -> bool:
+        assert self._scan
+        end = self._scan.end(self._held)
+        if end is not None:
+            behind = UNWRAPPED.match(self._held, end).end()  # type: ignore[union-attr]  # it may be empty
+            begins, at = self._wrapped(self._held[behind:])
+            if begins:
+                self._objects.append((self._scan.start, end))
+                self._scan = JsonScan(behind + at)
+                return True
+            if begins is None or HALF.fullmatch(self._held, behind):
+                return False
+        elif not self._scan.broken:
+            return False
+        end = max(end or self._scan.at, 1)
+        marked = min((at for marker in self._openings if (at := self._held.find(marker)) >= 0), default=end)
+        end = end if marked >= end else len(self._held[:marked].rstrip())
+        self._say(found, self._held[:end])
+        self._held, self._scan, self._objects = self._held[end:], None, []
+        return True
 
     def whole(self) -> list[Call]:
         if not (self._open and self._calls and self._calls.is_json):
             return []
-        pieces = calls_of(self._held.strip(), self._open, self._calls, self._parameters)
-        return [piece for piece in pieces if isinstance(piece, Call)]
+        try:
+            return self._calls.parse(self._held, self._parameters)
+        except NO_CALL:
+            return []
 
-    def finish(self) -> list[Piece]:
+    def finish(self, *, cut: bool = False) -> list[Piece]:
         found = list[Piece]()
-        while self._tried and self._calls:  # the first close marker was one after all
+        calls = self._unended(cut)
+        while self._tried and self._calls and not calls:  # the first close marker was one after all
             self._end_call(found, self._held.find(self._calls.close))
             found += self.push("")
+            calls = self._unended(cut)
+        if self._scan and not calls:  # what has begun as a call may hide one with markers
+            self._unmarked, self._scan, self._objects = False, None, []
+            return [*found, *self.push(""), *self.finish(cut=cut)]
         held, self._held = self._held, ""
-        if self._open and self._calls and not self._calls.close:
-            pieces = calls_of(held, self._open, self._calls, self._parameters)
-            found += [self._gap, *pieces] if pieces and isinstance(pieces[0], str) else pieces
+        if calls:
+            found += self._named(calls)
+        elif self._open and self._calls:
+            self._no_call(found, held)
+        elif self.thinking and self._calls:
+            at = min((i for m in self._openings if (i := held.find(m)) >= 0), default=len(held))
+            inner = OutputParser(self._calls, parameters=self._parameters, unmarked=False)
+            pieces = [*inner.push(held[at:]), *inner.finish(cut=cut)]
+            offered = all(isinstance(one, Call) and one.name in self._parameters for one in pieces)
+            found += [Thought(held[:at].rstrip()), *pieces] if pieces and offered else [Thought(held)]
         else:
-            found.append(Thought(held) if self.thinking else self._gap + self._open + held)
-        self._open, self.thinking = "", False
+            found.append(Thought(held) if self.thinking else held)
+        self._open, self._before, self._reader, self._scan, self.thinking = "", "", None, None, False
         return [piece for piece in found if piece != "" and piece != Thought("")]
 
-
-def calls_of(text: str, opened: str, calls: CallFormat, parameters: Parameters) -> list[Piece]:
-    try:
-        return [*calls.parse(text, parameters)]
-    except NO_CALL:
-        return [("" if opened == BARE else opened) + text + calls.close]
+    def _unended(self, cut: bool) -> list[Call]:
+        """Calls that only lack their last marker, or are JSON without markers."""
+        if not self._calls or not (self._open or self._scan):
+            return []
+        text, parse = self._held, self._calls.parse
+        if self._scan:
+            end = self._scan.end(text)
+            if end is None or not UNWRAPPED.fullmatch(text, end):
+                return []
+            objects = [*self._objects, (self._scan.start, end)]
+            text, parse = ";".join(text[start:end] for start, end in objects), as_object
+        elif not text.rstrip().endswith(self._calls.last) or (cut and not self._calls.shows_its_end):
+            return []
+        try:
+            calls = parse(text, self._parameters)
+        except NO_CALL:
+            return []
+        known = not self._scan and not self._calls.close  # the end of the answer is the last marker
+        return calls if known or all(call.name in self._parameters for call in calls) else []

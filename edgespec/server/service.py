@@ -20,7 +20,7 @@ from edgespec.model import Model
 from edgespec.models.own_sampling import choose_seed
 from edgespec.scheduler.requests import Handle, Request
 from edgespec.server.answers import Answer, Answers, Emit
-from edgespec.server.conversation import UNLIMITED, Question
+from edgespec.server.conversation import UNLIMITED, Conversation, Question
 from edgespec.server.errors import Refused
 from edgespec.server.model_format import ModelFormat
 from edgespec.server.typing_ahead import TypingAhead
@@ -48,7 +48,9 @@ class Service:
     def __post_init__(self) -> None:
         vocab = self.model.target.vocab
         self.raw_format = ModelFormat(vocab, "")
-        self.chat_format = ModelFormat(vocab, vocab.chat_template or "", self.model.target.capabilities.context_length)
+        length = self.model.target.capabilities.context_length
+        self.chat_format = ModelFormat(vocab, vocab.chat_template or "", length)
+        self.tool_format = ModelFormat(vocab, vocab.tool_template, length) if vocab.tool_template else self.chat_format
         self.typing_ahead = TypingAhead(self.model)
         self._preparing = 0
         self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "edgespec grammars")
@@ -64,6 +66,11 @@ class Service:
         if self.model.approximate:  # then the text depends on the draft, too
             about += [self.model.approximate, *(str(dict(one.identity)) for one in self.model.owned)]
         return "fp_" + sha256("\n".join(about).encode()).hexdigest()[:16]
+
+    def format_of(self, conversation: Conversation | None) -> ModelFormat:
+        if not conversation:
+            return self.raw_format
+        return self.tool_format if conversation.tools else self.chat_format
 
     async def read(self, size: int, work: Callable[[], Found]) -> Found:
         """The result of `work` on a body of `size` bytes, in a thread; within `admitted`."""
@@ -85,7 +92,7 @@ class Service:
             Refused, UsageError, ContextFull: the question cannot be answered.
         """
         self._check(question)
-        form, tools = self.chat_format if question.conversation else self.raw_format, question.tools
+        form, tools = self.format_of(question.conversation), question.tools
         with self.admitted(question.choices * (len(question.prompts) or 1)):
             prompts, sampling = await self.read(size, partial(self._read, question))
             in_thought = form.begins_in_thought(prompts[0][0])
@@ -102,8 +109,8 @@ class Service:
                     min(most, limit - len(ids)), tuple(question.stop), question.log_probs,
                     question.plain, grammar, hint_texts, question.foresee, form.shown(tools), sender=sender,
                 ),
-                form.parser(tools, in_thought, question.begun),
-                choice=i, single_call=tools is not None and not tools.parallel,
+                form.parser(tools, in_thought, question.begun, unmarked=question.grammar is None),
+                choice=i, single_call=tools is not None and not tools.parallel, whole_calls=question.foresee,
             )
             for ids, hint_texts in prompts
             for i in range(question.choices)
@@ -122,7 +129,9 @@ class Service:
             if question.grammar or (question.tools and question.tools.required):
                 says = "grammars, JSON and required calls are for whole answers: leave out the assistant's last message"
                 raise Refused(400, says, param="messages")
-            thinks = self.chat_format.thinking and question.conversation.options.get("enable_thinking")
+            thinks = self.format_of(question.conversation).thinking and question.conversation.options.get(
+                "enable_thinking"
+            )
             if thinks and not question.begun.thought:
                 says = "thinking is on, but the assistant's last message has no thought: leave one of both out"
                 raise Refused(400, says, param="messages")
@@ -133,7 +142,7 @@ class Service:
         if question.tools:
             question.tools.parameters  # noqa: B018 (it is computed here, not in the server's loop)
         if question.conversation:
-            prompts = [self.chat_format.prompt_ids(question.conversation)]
+            prompts = [self.format_of(question.conversation).prompt_ids(question.conversation)]
         else:
             prompts = [self._encode(prompt) for prompt in question.prompts]
         found = list[tuple[list[int], HintTexts | None]]()

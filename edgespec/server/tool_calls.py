@@ -69,7 +69,7 @@ def choose_tools(
     Args:
         functions: name, description and parameters (a JSON schema) of each.
         mode: auto, none or required.
-        name: the only function that may be called.
+        name: the only function that may be called, once.
         parallel: an answer may make several calls.
 
     Raises:
@@ -94,7 +94,7 @@ def choose_tools(
     named = [tool for tool in tools if name in (None, tool.name)]
     if not named:
         raise Refused(400, f"tool_choice names {shown(name)}, which is none of the tools", param="tool_choice")
-    return Tools(tools, named if mode == "required" or name is not None else (), parallel)
+    return Tools(tools, named if mode == "required" or name is not None else (), parallel and name is None)
 
 
 def _check_number(found: Sequence[Any], where: str) -> None:

@@ -1,6 +1,7 @@
 """OpenAI's dialect of conversations: /v1/chat/completions."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -8,7 +9,7 @@ from pydantic import Field
 from edgespec.errors import shown
 from edgespec.loop.generate import LogProbs
 from edgespec.scheduler.requests import Chunk
-from edgespec.server.answers import Answer
+from edgespec.server.answers import Answer, Answers, Parts
 from edgespec.server.conversation import MOST_TURNS, Conversation, Question, Thought, Turn, role_of, text_of
 from edgespec.server.dialects.dialect import Dialect
 from edgespec.server.dialects.openai import (
@@ -20,6 +21,7 @@ from edgespec.server.dialects.openai import (
     thinking_options,
 )
 from edgespec.server.errors import Refused
+from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, Tools, choose_allowed, choose_tools, refused_choice, replayed
 from edgespec.server.wire import Listed, TemplateFields
 
@@ -114,6 +116,11 @@ class ChatWriter(ChoicesWriter):
     empty: ClassVar = {"delta": {"content": ""}, "logprobs": None}
     last: ClassVar = {"delta": {}, "logprobs": None}
 
+    def __init__(self, service: Service, body: ChatBody, answers: Answers) -> None:
+        super().__init__(service, body, answers)
+        # Parts of each answer, and the numbers of calls by those of their parts.
+        self._parts = {id(answer): (Parts(), dict[int, int]()) for answer in answers.all}
+
     def choice(self, answer: Answer) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if answer.calls:
@@ -126,9 +133,17 @@ class ChatWriter(ChoicesWriter):
         delta: dict[str, Any] = {"content": "".join(piece for piece in answer.new if isinstance(piece, str))}
         if thought := "".join(piece.text for piece in answer.new if isinstance(piece, Thought)):
             delta["reasoning_content"] = thought
-        if calls := [piece for piece in answer.new if isinstance(piece, Call)]:
-            first = len(answer.calls) - len(calls)
-            delta["tool_calls"] = [{"index": first + i, **self._call(call)} for i, call in enumerate(calls)]
+        calls, (parts, numbers) = dict[int, dict[str, Any]](), self._parts[id(answer)]
+        for stage, number, piece in parts.after(answer):
+            if isinstance(piece, Call):
+                index = numbers.setdefault(number, len(numbers))
+                if stage == "begin":
+                    calls[index] = {"index": index, **self._call(replace(piece, arguments=""))}
+                elif stage == "delta":
+                    call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                    call["function"]["arguments"] += piece.arguments
+        if calls:
+            delta["tool_calls"] = list(calls.values())
         return {"delta": delta, "logprobs": self._log_probs(chunks)}
 
     def _call(self, call: Call) -> dict[str, Any]:

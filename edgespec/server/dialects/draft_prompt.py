@@ -40,7 +40,8 @@ async def typed_prompt(http: HttpRequest) -> Response:
         service.typing_ahead.prepare(name, request, PREPARED)
         return JSONResponse(told | {"tokens": len(request.prompt_ids), "seed": request.sampling.seed})
     with service.admitted():
-        ids = await service.read(len(data), partial(stable_ids, service.chat_format, question.conversation))
+        form = service.format_of(question.conversation)
+        ids = await service.read(len(data), partial(stable_ids, form, question.conversation))
     if len(ids) > 1:
         # With 0 tokens the prompt is unfinished, and the draft completes it.
         service.typing_ahead.prepare(name, replace(request, prompt_ids=ids, foresee=True), 0)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -31,7 +32,6 @@ from edgespec.server.wire import (
 
 # Claude Code puts this line first and changes it with every request, so that no prefix would match.
 BILLING = "x-anthropic-billing-header:"
-EMPTY: dict[type, dict[str, Any]] = {str: {"text": ""}, Thought: {"thinking": ""}, Call: {"input": {}}}
 FAILED = "Error: "  # before the result of a tool that failed: templates have no field for it
 BLOCKS = ("tool_result", "tool_use", "thinking", "redacted_thinking")
 
@@ -66,7 +66,8 @@ async def count_tokens(http: HttpRequest) -> Response:
     data = await read_body(http)
 
     def count() -> int:
-        return len(service.chat_format.prompt_ids(conversation_of(parsed_body(data, CountBody))))
+        conversation = conversation_of(parsed_body(data, CountBody))
+        return len(service.format_of(conversation).prompt_ids(conversation))
 
     with service.admitted():
         return JSONResponse({"input_tokens": await service.read(len(data), count)})
@@ -163,6 +164,12 @@ def block(piece: Piece) -> dict[str, Any]:
     return {"type": "tool_use", "id": piece.id, "name": piece.name, "input": json.loads(piece.arguments)}
 
 
+def emptied(piece: Piece) -> Piece:
+    if isinstance(piece, Call):
+        return replace(piece, arguments="{}")
+    return "" if isinstance(piece, str) else Thought("")
+
+
 def usage(answer: Answer) -> dict[str, int]:
     """Anthropic's counts: `input_tokens` has no cached tokens."""
     stats = answer.stats
@@ -199,9 +206,9 @@ class MessagesWriter(Writer):
 
     def after(self, number: int, event: Event) -> Iterator[ServerSent]:
         yield from self._begin()
-        for stage, index, piece in self._parts.after(self._answer.new, ended=isinstance(event, Ended)):
+        for stage, index, piece in self._parts.after(self._answer):
             if stage == "begin":
-                yield named("content_block_start", index=index, content_block=block(piece) | EMPTY[type(piece)])
+                yield named("content_block_start", index=index, content_block=block(emptied(piece)))
             elif stage == "delta":
                 yield named("content_block_delta", index=index, delta=delta(piece))
             else:

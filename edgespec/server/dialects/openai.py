@@ -226,7 +226,7 @@ class ChoicesWriter(Writer):
         if isinstance(event, Wrote):
             trace = {"edgespec": self._told | traced(event, one, self._vocab)} if extra.trace == "passes" else {}
             counts = one.chunks[-1:] == event.chunks[-1:]  # else it came after the answer's only call
-            if one.new or trace or (counts and event.chunks[0].log_probs):
+            if one.new or one.grew or trace or (counts and event.chunks[0].log_probs):
                 yield None, self._chunk(number, self.delta(one, event.chunks)) | trace
         elif isinstance(event, Ended):
             if one.new:

@@ -150,7 +150,7 @@ def text_item(name: str, text: str, status: str) -> dict[str, Any]:
 
 
 def call_item(call: Call, status: str = "completed") -> dict[str, Any]:
-    arguments = call.arguments if status == "completed" else ""
+    arguments = "" if status == "in_progress" else call.arguments
     name = {"id": f"fc_{call.id.removeprefix('call_')}", "call_id": call.id, "name": call.name}
     return {"type": "function_call", **name, "arguments": arguments, "status": status}
 
@@ -224,6 +224,7 @@ class ResponsesWriter(Writer):
         self._thought: Literal["none", "open", "done"] = "none"
         self._text: dict[str, Any] | None = None  # where its deltas go; it stays open to the end
         self._calls = 0
+        self._cut: dict[int, dict[str, Any]] = {}  # calls that have begun and proved to be none, by their place
 
     def whole(self) -> str:
         return with_echo(self._response(), self._echo)
@@ -249,6 +250,8 @@ class ResponsesWriter(Writer):
         if one.thought:  # in a stream, items keep the places that their events named
             unheard = bool(self._text or self._calls) and not self._thoughts
             output.insert(len(output) if unheard else 0, thought_item(name, one.thought))
+        for index, item in self._cut.items():
+            output.insert(index, item)
         return {**self._head, "status": status, "output": output, **more, **told}
 
     def begin(self) -> Iterator[ServerSent]:
@@ -258,7 +261,7 @@ class ResponsesWriter(Writer):
         yield with_response("in_progress", self._numbers, self._head | IN_PROGRESS, self._echo)
 
     def after(self, number: int, event: Event) -> Iterator[ServerSent]:
-        for stage, _, piece in self._parts.after(self._answer.new, ended=isinstance(event, Ended)):
+        for stage, _, piece in self._parts.after(self._answer):
             if isinstance(piece, Thought):
                 yield from self._of_thought(stage, piece)
             elif isinstance(piece, str):
@@ -310,6 +313,9 @@ class ResponsesWriter(Writer):
             yield self._item("added", index, call_item(call, "in_progress"))
         elif stage == "delta":
             yield self._named("function_call_arguments.delta", **where, delta=call.arguments)
+        elif stage == "cut":
+            self._cut[index] = call_item(call, "incomplete")
+            self._calls += 1
         else:
             self._calls += 1
             yield self._named("function_call_arguments.done", **where, name=call.name, arguments=call.arguments)
