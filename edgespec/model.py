@@ -45,12 +45,13 @@ from edgespec.loop.backend import Backend, Vocab
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.grammar import Compiled, Compiler, Grammar
 from edgespec.loop.hint_texts import HintTexts
+from edgespec.loop.message_forms import Message
 from edgespec.loop.passes import check_room
 from edgespec.loop.planner import Planner
 from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
-from edgespec.loop.text import CHARACTERS, Message, TextStream, check_length, render_chat, user_messages
+from edgespec.loop.text import CHARACTERS, TextStream, check_length, render_chat, user_messages
 from edgespec.machine.files import read_text
 from edgespec.machine.process import check_process, is_here
 from edgespec.models.own_sampling import choose_sampling, choose_seed

@@ -576,13 +576,14 @@ def test_results_without_ids_answer_in_order():
     results = [Turn("tool", str(i)) for i in range(3)]
     _, said, *told = shown([*talk("", ""), *results])
     assert [one["tool_call_id"] for one in told[:2]] == [call["id"] for call in said["tool_calls"]]
-    assert told[2] == {"role": "tool", "content": "2", "tool_call_id": None}
+    assert len(told[2].pop("tool_call_id")) == 9  # Mistral's templates insist on it
+    assert told[2] == {"role": "tool", "content": "2"}
 
 
 def test_thoughts_by_the_name_that_gpt_oss_has_for_them():
     _, said = shown(talk("call_a"), names_thinking=True)
     assert said["thinking"] == "why"
-    assert said["content"] == ""
+    assert said["content"] == "so"
     assert "reasoning_content" not in said
 
 

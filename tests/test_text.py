@@ -203,7 +203,7 @@ SAID = {"role": "assistant", "content": "So"}
 @pytest.mark.parametrize(
     ("last", "says"),
     [
-        ([SAID, SAID], "the last two messages are the assistant's, but only one can be continued: join them"),
+        ([SAID | {"tool_calls": [{"function": {}}]}, SAID], "calls a tool: give the tool's result after it"),
         ([SAID | {"tool_calls": [{"function": {}}]}], "calls a tool: give the tool's result after it"),
         ([SAID | {"content": ["So"]}], r"content is \['So'\], but must be a text, a list of text parts"),
     ],
@@ -304,6 +304,13 @@ def test_templates_write_json_with_the_arguments_that_they_know(filters: str, wr
     assert bytes(text).decode() == written
 
 
+def test_templates_write_what_they_pick_of_a_list_as_json() -> None:
+    """So does the template that llama.cpp has for DeepSeek R1."""
+    template = "{{ messages | map(attribute='role') | tojson }}"
+    _, *text = render_chat(ByteVocab(template), [{"role": "user", "content": "x"}])
+    assert bytes(text) == b'["user"]'
+
+
 def test_templates_may_mark_what_is_trained_on() -> None:
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}!{% endfor %}"
     _, *text = render_chat(ByteVocab(template), [{"role": "user", "content": "x"}] * 2)
@@ -336,6 +343,12 @@ def test_many_system_messages_become_one_text() -> None:
     messages = [{"role": "user", "content": "u"}, *[{"role": "system", "content": "s" * 300}] * 20_000]
     text = chat_text(ByteVocab(FIRST + TURNS + STRICT + LOOP), messages)
     assert text == "u:" + "\n\n".join(["u", *["s" * 300] * 20_000]) + ";"
+
+
+def test_many_neighbours_become_one_text() -> None:
+    alternate = "{% for m in messages %}{% if loop.index0 %}{{ raise_exception('two') }}{% endif %}{% endfor %}"
+    text = chat_text(ByteVocab(alternate + ALL + LOOP), [{"role": "user", "content": "u" * 300}] * 20_000)
+    assert text == "u:" + "\n\n".join(["u" * 300] * 20_000) + ";"
 
 
 def test_stop_strings_have_a_limit() -> None:

@@ -12,7 +12,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from edgespec.cli.conversation import Conversation
 from edgespec.cli.terminal import last_lines, mark_pastes, show
 from edgespec.errors import EdgespecError, UsageError
-from edgespec.loop.text import Message
+from edgespec.loop.message_forms import Message
 from edgespec.machine.files import cache_folder
 from edgespec.scheduler.requests import GenerationResult
 

@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from edgespec.cli.terminal import show, write_answer
 from edgespec.errors import SessionFileError, UsageError
+from edgespec.loop.message_forms import SYSTEM, Message
 from edgespec.loop.passes import check_room
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.session_files import check_replaceable, draft_file
-from edgespec.loop.text import SYSTEM, Message
 from edgespec.model import Model
 from edgespec.models.own_sampling import choose_seed
 from edgespec.scheduler.requests import GenerationResult

@@ -1,16 +1,14 @@
 """Text in and out: chat templates, streaming detokenisation, stop strings."""
 
 import codecs
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from edgespec.errors import ModelError, UsageError, check_text, must_be
+from edgespec.errors import UsageError, check_text, must_be
 from edgespec.loop.backend import Vocab
+from edgespec.loop.message_forms import Message, Render, Tools, shown_whole
 from edgespec.loop.passes import full
 
-Message = Mapping[str, Any]  # {"role": "user", "content": "Hi"}
-SYSTEM = ("system", "developer")  # roles
 TEXT_PARTS = ("text", "input_text", "output_text")  # types
 CHARACTERS = 16  # of a token at most, but for rare ones
 MOST_STOPS = 4096  # characters of all stop strings
@@ -136,7 +134,7 @@ def chat_text(
     tools: Sequence[Message] | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> str:
-    """System messages that the template refuses or drops become parts of their neighbours.
+    """What the template refuses or drops is said in another of `message_forms.CHANGES`.
 
     Args:
         vocab: the model's tokenizer.
@@ -156,10 +154,11 @@ def chat_text(
     if vocab.chat_template is None:
         raise UsageError("this model has no chat template: use --raw (in Python: generate with a text)")
     messages = plain_messages(messages)
-    variables = dict(more or {}) | ({"tools": tools} if tools else {})
-    if not (answer and messages and messages[-1].get("role") == "assistant"):
-        return _with_systems(_renderer(vocab, variables | {"add_generation_prompt": answer}), messages)
-    text = _with_systems(_renderer(vocab, variables | {"add_generation_prompt": False}), _marked(messages))
+    goes_on = bool(answer and messages and messages[-1]["role"] == "assistant")
+    render = _renderer(vocab, {**(more or {}), "add_generation_prompt": answer and not goes_on})
+    text = shown_whole(render, _begun(messages) if goes_on else messages, tools)
+    if not goes_on:
+        return text
     begun, shown, _ = text.rpartition(MARK)
     if not shown:
         raise UsageError("the model's chat template does not show the assistant's last message: leave it out")
@@ -190,89 +189,26 @@ def content_text(content: Any) -> str:
     return "".join(texts)
 
 
-def _marked(messages: Sequence[Message]) -> list[Message]:
+def _begun(messages: Sequence[Message]) -> list[Message]:
     """Mark the end of the assistant's last message, to cut the rendered text there; raises UsageError."""
     *before, last = messages
-    if before and before[-1].get("role") == "assistant":
-        raise UsageError("the last two messages are the assistant's, but only one can be continued: join them")
-    if last.get("tool_calls"):
+    if last.get("tool_calls") or (before and before[-1].get("tool_calls")):
         raise UsageError("the assistant's last message calls a tool: give the tool's result after it")
     return [*before, {**last, "content": last["content"] + MARK}]
 
 
-Render = Callable[[Sequence[Message]], str]  # errors as for `chat_text`
-
-
 def _renderer(vocab: Vocab, variables: Mapping[str, Any]) -> Render:
-    """Renders a conversation's messages in several forms, with one limit of work for all."""
+    """Renders messages and tools in several forms, with one limit of work for all; errors as for `chat_text`."""
     from edgespec.loop.template_work import Work  # Jinja takes a while to import
     from edgespec.loop.templates import now, rendered
 
-    template, work = (variables.get("tools") and vocab.tool_template) or vocab.chat_template or "", Work()
+    work = Work()
     bos, eos = ("" if token is None else vocab.token_text(token) for token in (vocab.bos_id, vocab.eos_id))
     firefunction = {"functions": "", "datetime": now("%d %B %Y")}  # its template needs them
     known = {**firefunction, **variables, "bos_token": bos, "eos_token": eos}
-    return lambda messages: rendered(template, known | {"messages": messages}, work)
 
+    def render(messages: Sequence[Message], tools: Tools) -> str:
+        template = (tools and vocab.tool_template) or vocab.chat_template or ""
+        return rendered(template, known | {"messages": messages} | ({"tools": tools} if tools else {}), work)
 
-def _with_systems(render: Render, messages: Sequence[Message]) -> str:
-    """Render the messages as they are, else with later system messages joined to neighbours, else with all joined.
-
-    The first that shows every system message is taken, else the last that renders.
-    """
-    if not any(map(_is_system, messages)):
-        return render(messages)
-    refused: UsageError | ModelError | None = None
-    text: str | None = None
-    for kept in (len(messages), 1, 0):
-        try:
-            one = _with_fewer_systems(messages, kept) if kept < len(messages) else messages
-            text = render(one)
-            if _shows_systems(render, one):
-                return text
-        except (UsageError, ModelError) as error:
-            refused = refused or error
-    if text is None and refused:
-        raise refused
-    return text or ""
-
-
-def _with_fewer_systems(messages: Sequence[Message], kept: int) -> Sequence[Message]:
-    """Messages whose system messages, but those among the first `kept` messages, are parts of their neighbours.
-
-    Many templates know system messages at the beginning only. The message before takes the text, so that the rendered
-    beginning of a conversation stays as it was. If the assistant wrote that one, the message after takes it.
-    """
-    found = list[tuple[Message, list[str]]]()  # with the texts of those that take some
-    waiting = list[str]()
-    for number, message in enumerate(messages):
-        takes = _takes_text(message)
-        if number >= kept and _is_system(message):
-            texts = found[-1][1] if found and _takes_text(found[-1][0]) else waiting
-            texts.append(message["content"])
-            continue
-        if waiting and not takes:
-            found.append(({"role": "user"}, waiting))
-            waiting = []
-        found.append((message, [*waiting, message["content"]] if takes else []))
-        waiting = []
-    found += [({"role": "user"}, waiting)] if waiting else []
-    return [{**message, "content": "\n\n".join(texts)} if texts else message for message, texts in found]
-
-
-def _is_system(message: Message) -> bool:
-    return message.get("role") in SYSTEM and isinstance(message.get("content"), str)
-
-
-def _takes_text(message: Message) -> bool:
-    return message.get("role") in (*SYSTEM, "user", "tool") and isinstance(message.get("content"), str)
-
-
-def _shows_systems(render: Render, messages: Sequence[Message]) -> bool:
-    """False if the template drops a system message, found by other texts in their place."""
-    numbers = [i for i, message in enumerate(messages) if message.get("role") in SYSTEM]
-    marked = [*messages]
-    for i in numbers:
-        marked[i] = {**messages[i], "content": f"system-message-{i}."}
-    shown = set(re.findall(r"system-message-(\d+)\.", render(marked)))
-    return shown.issuperset(map(str, numbers))
+    return render

@@ -42,7 +42,7 @@ def calls_as_text(turns: Sequence[Turn], tools: Tools | None) -> list[Turn]:
             is_over = turn.calls and turn is not turns[-1]
             found.append(replace(turn, text="\n".join(texts), calls=()) if is_over else turn)
     if tools:
-        shown = [{"type": "function", "function": dict(tool.function)} for tool in tools.all]
+        shown = [tool.shown for tool in tools.all]
         listed = [json.dumps(one, ensure_ascii=False) for one in shown]
         about = INSTRUCTION.format(tools="\n".join(listed))
         system = found.pop(0).text if found[0].role == "system" else ""

@@ -11,7 +11,6 @@ from edgespec.server.tool_calls import Call, Tools
 
 UNLIMITED = -1  # max_tokens, as clients of llama.cpp write it
 MOST_TURNS = 2**14  # messages, and their calls: to render one takes up to a tenth of a millisecond
-TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +66,3 @@ def role_of(role: Any, roles: Sequence[str], where: str, param: str) -> str:
     if role not in roles:
         raise Refused(400, f"{where}.role is {shown(role)}, but must be one of {', '.join(roles)}", param=param)
     return "system" if role == "developer" else str(role)
-
-
-def text_of(content: Any, where: str) -> str:
-    """Content as one string; raises Refused for parts that are no text, such as images."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    found = list[str]()
-    for part in content if isinstance(content, list) else [content]:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in TEXT_PARTS:
-            says = f"{where}: only text can be read here, not {shown(kind or type(part).__name__)}"
-            raise Refused(400, says, param=where)
-        text = part.get("text", part.get("refusal"))
-        if not isinstance(text, str):
-            raise Refused(400, f"{where}: a text part has no text", param=where)
-        found.append(text)
-    return "".join(found)

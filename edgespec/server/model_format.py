@@ -56,7 +56,7 @@ class ModelFormat:
             turns, tools = calls_as_text(turns, tools), None
         numbered = self.calls.numbers_ids
         messages = template_messages(turns, names_thinking=self._names_thinking, numbered=numbered)
-        shown = [{"type": "function", "function": dict(tool.function)} for tool in tools.all] if tools else None
+        shown = [tool.shown for tool in tools.all] if tools else None
         return render_chat(self._vocab, list(messages), shown, conversation.options, self._context_length)
 
     def begins_in_thought(self, prompt_ids: Sequence[int]) -> bool:

@@ -9,10 +9,11 @@ from typing import Any
 
 from edgespec.errors import UsageError, shown
 from edgespec.server.errors import Refused
-from edgespec.server.schema import Schema, levels, resolve
+from edgespec.server.schema import Schema, levels, resolve, strict_json
 
 MOST_TOOLS = 128
 MOST_TOOL_VALUES = 2**16  # of all tools, in JSON
+CALLED = ("function", "custom")  # types of tools that the client runs and names
 Parameters = Mapping[str, Schema]
 
 
@@ -23,10 +24,42 @@ class Call:
     id: str = field(default_factory=lambda: f"call_{token_hex(12)}")
 
 
-def replayed(name: Any, arguments: Any, id_: Any) -> Call:
-    """A call that a client sends back, with arguments as JSON or as an object."""
+def replayed(name: Any, arguments: Any, id_: Any, where: str) -> Call:
+    """A call that a client sends back, with arguments as JSON or as an object.
+
+    Raises:
+        Refused: it has no name.
+    """
+    if not isinstance(name, str) or not name:
+        raise Refused(400, f"{where}: a call has no name", param=where)
     known = arguments if isinstance(arguments, str) else json.dumps({} if arguments is None else arguments)
-    return Call(str(name), known, id_ if isinstance(id_, str) else "")
+    return Call(name, known, id_ if isinstance(id_, str) else "")
+
+
+CLOSED = {"additionalProperties": False}
+FREE_TEXT = "input"  # the argument of a tool that takes a text instead of arguments
+
+
+def of_free_text(custom: Mapping[str, Any]) -> dict[str, Any]:
+    """A custom tool as a function; what its text must be is told to the model, but not enforced."""
+    form, description = custom.get("format"), custom.get("description")
+    grammar = form.get("grammar", form) if isinstance(form, dict) else None
+    if isinstance(grammar, dict) and isinstance(grammar.get("definition"), str):
+        rule = f"Its {FREE_TEXT} is by this {grammar.get('syntax')} grammar:\n\n{grammar['definition']}"
+        description = f"{description or ''}\n\n{rule}".strip()
+    text = {"type": "string", "description": "the whole text"}
+    parameters = {"type": "object", "properties": {FREE_TEXT: text}, "required": [FREE_TEXT]} | CLOSED
+    return {"name": custom.get("name"), "description": description, "parameters": parameters}
+
+
+def free_text(call: Call) -> str:
+    """The text that a custom tool is called with; else all arguments as JSON."""
+    text = strict_json(call.arguments).get(FREE_TEXT)
+    return text if isinstance(text, str) else call.arguments
+
+
+def without_nulls(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -41,6 +74,18 @@ class Tool:
     def schema(self) -> Schema:
         """Raises UsageError."""
         return resolve(self.function.get("parameters") or {}, self.name, strict=self.function.get("strict") is True)
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """For the chat template, with the members that templates read without asking."""
+        function, parameters = without_nulls(self.function), without_nulls(self.function.get("parameters") or {})
+        if "type" not in parameters:
+            parameters = {"type": "object", **parameters}
+        if "description" not in function:
+            function = {"name": self.name, "description": "", **function}
+        properties = parameters.get("properties") or {}
+        parameters["properties"] = {name: one if isinstance(one, dict) else {} for name, one in properties.items()}
+        return {"type": "function", "function": {**function, "parameters": parameters}}
 
 
 @dataclass(frozen=True)
@@ -85,8 +130,8 @@ def choose_tools(
         raise Refused(
             400, f"the tools have {values} values in all, but at most {MOST_TOOL_VALUES} may be given", param="tools"
         )
-    if not all(isinstance(function.get("name"), str) and function["name"] for function in functions):
-        raise Refused(400, "tools: a function has no name", param="tools")
+    for function in functions:
+        check_function(function)
     if mode not in ("auto", "required"):
         says = f"tool_choice is {shown(mode)}, but must be auto, none, required or a function"
         raise Refused(400, says, param="tool_choice")
@@ -100,6 +145,19 @@ def choose_tools(
 def _check_number(found: Sequence[Any], where: str) -> None:
     if len(found) > MOST_TOOLS:
         raise Refused(400, f"there are {len(found)} tools, but at most {MOST_TOOLS} may be given", param=where)
+
+
+def check_function(function: Mapping[str, Any]) -> None:
+    """Raises Refused."""
+    name, parameters = function.get("name"), function.get("parameters") or {}
+    if not isinstance(name, str) or not name:
+        raise Refused(400, "tools: a function has no name", param="tools")
+    if not isinstance(function.get("description") or "", str):
+        says = f"tools: the description of {shown(name)} is {shown(function['description'])}, but must be a text"
+        raise Refused(400, says, param="tools")
+    if not isinstance(parameters, dict) or not isinstance(parameters.get("properties") or {}, dict):
+        says = f"tools: the parameters of {shown(name)} must be the JSON schema of an object"
+        raise Refused(400, says, param="tools")
 
 
 def choose_allowed(functions: Sequence[Mapping[str, Any]], choice: Any, *, parallel: bool) -> Tools | None:
@@ -118,9 +176,9 @@ def choose_allowed(functions: Sequence[Mapping[str, Any]], choice: Any, *, paral
         raise Refused(400, says, param="tool_choice")
     _check_number(functions, "tools")
     _check_number(tools, "tool_choice")
-    functional = [tool for tool in tools if tool.get("type", "function") == "function"]
-    inner = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in functional]
-    names, known = [tool.get("name") for tool in inner], [function.get("name") for function in functions]
+    inner = [next((tool[kind] for kind in CALLED if isinstance(tool.get(kind), dict)), tool) for tool in tools]
+    names = [tool.get("name", tool.get("type")) for tool in inner]
+    known = [function.get("name") for function in functions]
     if missing := [name for name in names if name not in known]:
         raise Refused(400, f"tool_choice names {shown(missing[0])}, which is none of the tools", param="tool_choice")
     left = [function for function in functions if function.get("name") in names]
@@ -128,5 +186,5 @@ def choose_allowed(functions: Sequence[Mapping[str, Any]], choice: Any, *, paral
 
 
 def refused_choice(kind: Any) -> Refused:
-    says = f"tool_choice: type {shown(kind)} cannot be had here; there are function and allowed_tools"
+    says = f"tool_choice: type {shown(kind)} cannot be had here; there are function, custom and allowed_tools"
     return Refused(400, says, param="tool_choice")

@@ -1,6 +1,6 @@
 """OpenAI's dialect of conversations: /v1/chat/completions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -10,7 +10,8 @@ from edgespec.errors import shown
 from edgespec.loop.generate import LogProbs
 from edgespec.scheduler.requests import Chunk
 from edgespec.server.answers import Answer, Answers, Parts
-from edgespec.server.conversation import MOST_TURNS, Conversation, Question, Thought, Turn, role_of, text_of
+from edgespec.server.content import result_of, text_of
+from edgespec.server.conversation import MOST_TURNS, Conversation, Question, Thought, Turn, role_of
 from edgespec.server.dialects.dialect import Dialect
 from edgespec.server.dialects.openai import (
     ChoicesBody,
@@ -22,10 +23,22 @@ from edgespec.server.dialects.openai import (
 )
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
-from edgespec.server.tool_calls import Call, Tools, choose_allowed, choose_tools, refused_choice, replayed
+from edgespec.server.tool_calls import (
+    CALLED,
+    FREE_TEXT,
+    Call,
+    Tools,
+    choose_allowed,
+    choose_tools,
+    free_text,
+    of_free_text,
+    refused_choice,
+    replayed,
+)
 from edgespec.server.wire import Listed, TemplateFields
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+RESULTS = ("tool", "function")  # function is older, and has no id
 
 
 class ChatBody(ChoicesBody, TemplateFields):
@@ -57,7 +70,7 @@ def question_of(body: ChatBody) -> Question:
         max_tokens=next((one for one in limits if one is not None), None),
         stop=body.stops(), choices=body.n, log_probs=most if body.logprobs else None, plain=body.edgespec.plain,
         grammar=body.grammar(body.response_format),
-        prediction=text_of((body.prediction or {}).get("content"), "prediction.content"),
+        prediction=text_of((body.prediction or {}).get("content"), "prediction.content", asked=True),
         foresee=body.edgespec.speculate_tools and tools is not None,
     )  # fmt: skip
 
@@ -72,42 +85,68 @@ def options_of(body: ChatBody) -> dict[str, Any]:
 def turns_of(body: ChatBody) -> list[Turn]:
     if not body.messages:
         raise Refused(400, "messages is empty: give at least one", param="messages")
-    return [turn_of(message, f"messages.{i}") for i, message in enumerate(body.messages)]
+    return [turn_of(message, i, body.messages) for i, message in enumerate(body.messages)]
 
 
-def turn_of(message: dict[str, Any], where: str) -> Turn:
+def turn_of(message: dict[str, Any], number: int, messages: Sequence[dict[str, Any]]) -> Turn:
+    """Raises Refused."""
+    where, content = f"messages.{number}", message.get("content")
     role = role_of(message.get("role"), ROLES, where, "messages")
-    thought, calls = message.get("reasoning_content") or message.get("reasoning"), message.get("tool_calls") or []
-    if not isinstance(calls, list) or not all(
-        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
-    ):
-        raise Refused(400, f"{where}.tool_calls is no list of calls", param="messages")
+    if role in RESULTS:
+        return Turn("tool", result_of(content, f"{where}.content"), result_of=message.get("tool_call_id"))
+    asked = role == "user" and number == len(messages) - 1 and messages[number - 1].get("role") not in RESULTS
+    thought, refusal = message.get("reasoning_content") or message.get("reasoning"), message.get("refusal")
     return Turn(
         role,
-        text_of(message.get("content"), f"{where}.content"),
+        text_of(content, f"{where}.content", asked=asked) + (refusal if isinstance(refusal, str) else ""),
         thought if isinstance(thought, str) else None,
-        [replayed(call["function"].get("name"), call["function"].get("arguments"), call.get("id")) for call in calls],
-        message.get("tool_call_id") if role == "tool" else None,
+        list(calls_of(message, f"{where}.tool_calls")),
     )
 
 
+def calls_of(message: dict[str, Any], where: str) -> Iterator[Call]:
+    """Raises Refused."""
+    calls = message.get("tool_calls") or []
+    if function := message.get("function_call"):  # older than tool_calls
+        calls = [{"function": function}]
+    for call in calls if isinstance(calls, list) else [calls]:
+        kind = next((kind for kind in CALLED if isinstance(call, dict) and isinstance(call.get(kind), dict)), None)
+        if not kind or message.get("role") != "assistant":
+            raise Refused(400, f"{where} is no list of calls of the assistant", param="messages")
+        called = call[kind]
+        arguments = called.get("arguments") if kind == "function" else {FREE_TEXT: called.get("input")}
+        yield replayed(called.get("name"), arguments, call.get("id"), where)
+
+
+def functions_of(body: ChatBody) -> list[dict[str, Any]]:
+    """Raises Refused."""
+    found = list[dict[str, Any]]()
+    for i, tool in enumerate(body.tools or ()):
+        kind = tool.get("type", "function") if isinstance(tool, dict) else None
+        if kind not in CALLED:
+            says = f"tools.{i}: a tool of type {shown(kind)} cannot be had here; there are function and custom"
+            raise Refused(400, says, param="tools")
+        given = tool.get(kind) if isinstance(tool.get(kind), dict) else {}
+        found.append(given if kind == "function" else of_free_text(given))
+    return found
+
+
 def tools_of(body: ChatBody) -> Tools | None:
+    """Raises Refused."""
     if body.functions and body.function_call != "none":
         raise Refused(400, "functions are not read here: give them as tools", param="functions")
-    given = [
-        tool.get("function") for tool in body.tools or () if isinstance(tool, dict) and tool.get("type") == "function"
-    ]
-    functions = [function if isinstance(function, dict) else {} for function in given]
+    functions = functions_of(body)
     if not isinstance(body.tool_choice, dict):
         return choose_tools(functions, body.tool_choice or "auto", None, parallel=body.parallel_tool_calls)
-    kind, function = body.tool_choice.get("type", "function"), body.tool_choice.get("function")
+    kind = body.tool_choice.get("type", "function")
     if kind == "allowed_tools":
         return choose_allowed(functions, body.tool_choice.get(kind), parallel=body.parallel_tool_calls)
-    if kind != "function":
+    if kind not in CALLED:
         raise refused_choice(kind)
-    if not isinstance(function, dict):
-        raise Refused(400, f"tool_choice.function is {shown(function)}, but must be an object", param="tool_choice")
-    return choose_tools(functions, "auto", str(function.get("name")), parallel=body.parallel_tool_calls)
+    chosen = body.tool_choice.get(kind)
+    if not isinstance(chosen, dict):
+        raise Refused(400, f"tool_choice.{kind} is {shown(chosen)}, but must be an object", param="tool_choice")
+    return choose_tools(functions, "auto", str(chosen.get("name")), parallel=body.parallel_tool_calls)
 
 
 class ChatWriter(ChoicesWriter):
@@ -120,6 +159,7 @@ class ChatWriter(ChoicesWriter):
         super().__init__(service, body, answers)
         # Parts of each answer, and the numbers of calls by those of their parts.
         self._parts = {id(answer): (Parts(), dict[int, int]()) for answer in answers.all}
+        self._free = [tool["custom"]["name"] for tool in body.tools or () if tool.get("type") == "custom"]
 
     def choice(self, answer: Answer) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
@@ -137,7 +177,9 @@ class ChatWriter(ChoicesWriter):
         for stage, number, piece in parts.after(answer):
             if isinstance(piece, Call):
                 index = numbers.setdefault(number, len(numbers))
-                if stage == "begin":
+                if piece.name in self._free:
+                    calls |= {index: {"index": index, **self._call(piece)}} if stage == "end" else {}
+                elif stage == "begin":
                     calls[index] = {"index": index, **self._call(replace(piece, arguments=""))}
                 elif stage == "delta":
                     call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
@@ -147,6 +189,8 @@ class ChatWriter(ChoicesWriter):
         return {"delta": delta, "logprobs": self._log_probs(chunks)}
 
     def _call(self, call: Call) -> dict[str, Any]:
+        if call.name in self._free:
+            return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": free_text(call)}}
         return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
     def _log_probs(self, chunks: Sequence[Chunk]) -> dict[str, Any] | None:

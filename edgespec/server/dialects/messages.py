@@ -1,7 +1,7 @@
 """Anthropic's dialect: /v1/messages and /v1/messages/count_tokens."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -13,12 +13,13 @@ from edgespec.errors import shown
 from edgespec.loop.grammar import Grammar
 from edgespec.scheduler.requests import Ended, Event
 from edgespec.server.answers import Answer, Answers, Parts
-from edgespec.server.conversation import MOST_TURNS, Conversation, Piece, Question, Thought, Turn, text_of
+from edgespec.server.content import result_of, text_of
+from edgespec.server.conversation import MOST_TURNS, Conversation, Piece, Question, Thought, Turn
 from edgespec.server.dialects.dialect import Dialect, Writer
 from edgespec.server.dialects.openai import Extra, schema_grammar, thinking_options
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
-from edgespec.server.tool_calls import Call, Tools, choose_tools, replayed
+from edgespec.server.tool_calls import CLOSED, Call, Tools, choose_tools, replayed
 from edgespec.server.wire import (
     MOST_NAME,
     Listed,
@@ -33,7 +34,31 @@ from edgespec.server.wire import (
 # Claude Code puts this line first and changes it with every request, so that no prefix would match.
 BILLING = "x-anthropic-billing-header:"
 FAILED = "Error: "  # before the result of a tool that failed: templates have no field for it
-BLOCKS = ("tool_result", "tool_use", "thinking", "redacted_thinking")
+CALLS = ("tool_use", "server_tool_use", "mcp_tool_use")
+
+
+def own_tool(description: str, required: Sequence[str], **properties: Any) -> dict[str, Any]:
+    known = {name: {"type": kind} if isinstance(kind, str) else kind for name, kind in properties.items()}
+    schema = {"type": "object", "properties": known, "required": required}
+    return {"description": description, "parameters": schema | CLOSED}
+
+
+VIEW = {"type": "array", "items": {"type": "integer"}, "description": "first and last line"}
+FILES = {"path": "string", "file_text": "string", "old_str": "string", "new_str": "string", "insert_line": "integer"}
+EDITS = {"enum": ["view", "create", "str_replace", "insert"]}
+FILE_CHANGES = {"enum": [*EDITS["enum"], "delete", "rename"]}
+# Tools that the client runs, and whose schemas Anthropic's models know, by the beginning of their type.
+OWN_TOOLS = {
+    "bash_": own_tool("Run a command in a bash shell.", (), command="string", restart="boolean"),
+    "text_editor_": own_tool(
+        "View, create and edit files.", ("command", "path"), command=EDITS, view_range=VIEW, insert_text="string",
+        **FILES,
+    ),
+    "memory_": own_tool(
+        "View and change the files of a memory that lasts, below /memories.", ("command",), command=FILE_CHANGES,
+        view_range=VIEW, insert_text="string", old_path="string", new_path="string", **FILES,
+    ),
+}  # fmt: skip
 
 
 class CountBody(SamplingFields, TemplateFields):
@@ -49,6 +74,7 @@ class CountBody(SamplingFields, TemplateFields):
     system: str | Listed[dict[str, Any]] | None = None
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
+    mcp_servers: list[Any] | None = None
     thinking: dict[str, Any] | None = None
 
 
@@ -106,7 +132,8 @@ def conversation_of(body: CountBody) -> Conversation:
         role = message.get("role")
         if role not in ("user", "assistant", "system"):
             raise Refused(400, f"messages.{i}.role is {shown(role)}, but must be user or assistant", param="messages")
-        turns += turns_of(role, message.get("content"), f"messages.{i}.content")
+        asked = role == "user" and i == len(body.messages) - 1 and not (turns and turns[-1].role == "tool")
+        turns += turns_of(role, message.get("content"), f"messages.{i}.content", asked=asked)
     if not body.messages:
         raise Refused(400, "messages is empty: give at least one", param="messages")
     if turns[-1].role == "assistant" and turns[-1].text[-1:].isspace():
@@ -115,41 +142,68 @@ def conversation_of(body: CountBody) -> Conversation:
     return Conversation(turns, tools_of(body), thinking_options(body.thinking) | body.variables)
 
 
-def turns_of(role: str, content: Any, where: str) -> list[Turn]:
-    """The turns of one message: each result of a tool is a turn; raises Refused."""
+def turns_of(role: str, content: Any, where: str, *, asked: bool) -> list[Turn]:
+    """The turns of one message; raises Refused.
+
+    Each result of a tool is a turn. The user's come before his text; the provider's follow the calls to its own tools.
+    """
     if not isinstance(content, list):
-        return [Turn(role, text_of(content, where))]
-    by_kind: dict[str, list[Any]] = {}
-    for one in content:
-        kind = one.get("type") if isinstance(one, dict) else None
-        by_kind.setdefault(kind if kind in BLOCKS else "text", []).append(one)
-    results = by_kind.pop("tool_result", [])
-    found = [
-        Turn("tool", FAILED * bool(one.get("is_error")) + text_of(one.get("content"), where),
-             result_of=one.get("tool_use_id"))
-        for one in results
-    ]  # fmt: skip
-    if by_kind or not found:
-        calls = [replayed(b.get("name"), b.get("input"), b.get("id")) for b in by_kind.get("tool_use", ())]
-        thought = "".join(str(block.get("thinking")) for block in by_kind.get("thinking", ()))
-        found.append(Turn(role, text_of(by_kind.get("text"), where), thought or None, calls))
+        return [Turn(role, text_of(content, where, asked=asked))]
+    kinds = [one.get("type") if isinstance(one, dict) else None for one in content]
+    asked = asked and "tool_result" not in kinds
+    found, texts, thoughts, calls = list[Turn](), list[Any](), list[str](), list[Call]()
+    for kind, one in zip(kinds, content, strict=True):
+        if kind in CALLS:
+            if role != "assistant":
+                raise Refused(400, f"{where}: a {kind} is in a turn of the {role}", param="messages")
+            calls.append(replayed(one.get("name"), one.get("input"), one.get("id"), where))
+        elif kind == "thinking":
+            thoughts.append(str(one.get("thinking") or ""))
+        elif isinstance(kind, str) and kind.endswith("tool_result"):
+            if calls:
+                found.append(Turn(role, text_of(texts, where), "".join(thoughts) or None, calls))
+                texts, thoughts, calls = [], [], []
+            result = FAILED * bool(one.get("is_error")) + result_of(one.get("content"), where)
+            found.append(Turn("tool", result, result_of=one.get("tool_use_id")))
+        else:
+            texts.append(one)
+    if texts or thoughts or calls or not found:
+        found.append(Turn(role, text_of(texts, where, asked=asked), "".join(thoughts) or None, calls))
+    return found
+
+
+def functions_of(body: CountBody) -> list[dict[str, Any]]:
+    """The tools that the client runs; raises Refused."""
+    found = list[dict[str, Any]]()
+    if body.mcp_servers:
+        raise Refused(400, "mcp_servers: this server calls no others: leave them out", param="mcp_servers")
+    for i, tool in enumerate(body.tools or ()):
+        kind = (tool.get("type") or "custom") if isinstance(tool, dict) else type(tool).__name__
+        if isinstance(tool, dict) and (kind == "custom" or "input_schema" in tool):
+            found.append(
+                {
+                    "name": tool.get("name"),
+                    "description": tool.get("description"),
+                    "parameters": tool.get("input_schema"),
+                }
+                | ({"strict": tool["strict"]} if "strict" in tool else {})
+            )
+        elif own := next((OWN_TOOLS[name] for name in OWN_TOOLS if str(kind).startswith(name)), None):
+            found.append({"name": tool.get("name"), **own})
+        elif not str(kind).startswith("tool_search_tool"):  # there is nothing to find: the model is shown every tool
+            says = f"tools.{i}: {kind!r} is run by Anthropic, or by a model that sees images: leave it out"
+            raise Refused(400, says, param="tools")
     return found
 
 
 def tools_of(body: CountBody) -> Tools | None:
-    """The client's tools without the provider's own; raises Refused."""
-    given = [tool for tool in body.tools or () if isinstance(tool, dict) and "input_schema" in tool]
-    functions = [
-        {"name": t.get("name"), "description": t.get("description", ""), "parameters": t["input_schema"]}
-        | ({"strict": t["strict"]} if "strict" in t else {})
-        for t in given
-    ]
+    """Raises Refused."""
     choice = body.tool_choice or {}
     if choice.get("type") == "tool" and choice.get("name") is None:
         raise Refused(400, "tool_choice: type tool needs a name", param="tool_choice")
     mode = {"any": "required", "tool": "auto"}.get(str(choice.get("type")), choice.get("type"))
     parallel = not choice.get("disable_parallel_tool_use")
-    return choose_tools(functions, str(mode or "auto"), choice.get("name"), parallel=parallel)
+    return choose_tools(functions_of(body), str(mode or "auto"), choice.get("name"), parallel=parallel)
 
 
 def error_body(refused: Refused) -> dict[str, Any]:

@@ -14,12 +14,14 @@ from edgespec.errors import shown
 from edgespec.loop.grammar import json_text
 from edgespec.scheduler.requests import Ended, Event
 from edgespec.server.answers import Answers, Parts
-from edgespec.server.conversation import MOST_TURNS, Conversation, Question, Thought, Turn, role_of, text_of
+from edgespec.server.content import result_of, text_of
+from edgespec.server.conversation import MOST_TURNS, Conversation, Question, Thought, Turn, role_of
 from edgespec.server.dialects.dialect import Dialect, Writer
+from edgespec.server.dialects.items import SKIPPED, Offered, call_item, call_of, offered_by_all, result_in, tools_of
 from edgespec.server.dialects.openai import OpenAIBody, error_body, template_options
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
-from edgespec.server.tool_calls import Call, Tools, choose_allowed, choose_tools, refused_choice, replayed
+from edgespec.server.tool_calls import Call
 from edgespec.server.wire import TOKENS, Listed, ServerSent, TemplateFields, json_of, new_id
 
 MOST_ECHO = 2**22  # characters of what answers repeat
@@ -49,6 +51,11 @@ class ResponsesBody(OpenAIBody, TemplateFields):
     include: list[Any] | None = None
 
     @cached_property
+    def offered(self) -> dict[str, Offered]:
+        """The tools that the client runs; raises Refused."""
+        return offered_by_all(self.tools, self.input)
+
+    @cached_property
     def echo(self) -> str:
         """The fields that each answer repeats, in JSON. Raises Refused if they are too long."""
         found = {
@@ -73,8 +80,9 @@ def question_of(body: ResponsesBody) -> Question:
     body.echo  # noqa: B018 (it is made here, not in the server's loop)
     options = template_options((body.reasoning or {}).get("effort")) | body.variables
     most = body.max_tokens if body.max_output_tokens is None else body.max_output_tokens
+    tools = tools_of(body.offered, body.tool_choice, parallel=body.parallel_tool_calls)
     return Question(
-        body.sampling, Conversation(turns_of(body), tools_of(body), options), max_tokens=most,
+        body.sampling, Conversation(turns_of(body), tools, options), max_tokens=most,
         grammar=body.grammar(form, "text.format"),
     )  # fmt: skip
 
@@ -86,22 +94,21 @@ def turns_of(body: ResponsesBody) -> list[Turn]:
     thought, calls = "", list[Call]()  # calls: of the last turn
     texts = defaultdict[int, list[str]](list)  # behind calls, by the turn's number
     for i, item in enumerate(items):
-        kind, where = item.get("type", "message"), f"input.{i}"
+        kind, where = item.get("type") or "message", f"input.{i}"
         if kind == "reasoning":
-            parts = item.get("content") or ()
+            parts = item.get("content") or item.get("summary") or ()
             if not isinstance(parts, list | tuple):
                 raise Refused(400, f"{where}.content is {shown(parts)}, but must be a list", param="input")
             thought = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
         elif kind == "message":
-            turn = message_of(item, where)
+            turn = message_of(item, where, asked=i == len(items) - 1 and not (found and found[-1].role == "tool"))
             is_answer = turn.role == "assistant"
             if is_answer and found and found[-1].calls and not thought:  # a text behind calls, before their results
                 texts[len(found) - 1].append(turn.text)
             else:
                 found.append(replace(turn, thought=thought) if is_answer and thought else turn)
             thought = "" if is_answer else thought
-        elif kind == "function_call":
-            call = replayed(item.get("name"), item.get("arguments"), item.get("call_id"))
+        elif call := call_of(item, where):
             if not (found and found[-1].role == "assistant" and not thought):
                 found.append(Turn("assistant", thought=thought or None))
             if not found[-1].calls:
@@ -109,10 +116,10 @@ def turns_of(body: ResponsesBody) -> list[Turn]:
                 found[-1] = replace(found[-1], calls=calls)
             calls.append(call)
             thought = ""
-        elif kind == "function_call_output":
-            found.append(Turn("tool", text_of(item.get("output"), f"{where}.output"), result_of=item.get("call_id")))
-        else:
+        elif kind not in SKIPPED and result_in(item) is None:
             raise Refused(400, f"{where}: items of type {shown(kind)} cannot be read here", param="input")
+        if (result := result_in(item)) is not None:
+            found.append(Turn("tool", result_of(result, where), result_of=item.get("call_id") or item.get("id")))
     for at, more in texts.items():
         found[at] = replace(found[at], text=found[at].text + "".join(more))
     if not found:
@@ -120,39 +127,17 @@ def turns_of(body: ResponsesBody) -> list[Turn]:
     return found
 
 
-def message_of(item: dict[str, Any], where: str) -> Turn:
+def message_of(item: dict[str, Any], where: str, *, asked: bool) -> Turn:
+    """Raises Refused."""
     role = role_of(item.get("role"), ROLES, where, "input")
     if item.get("tool_calls"):
         raise Refused(400, f"{where}.tool_calls: calls are items of their own here", param="input")
-    return Turn(role, text_of(item.get("content"), f"{where}.content"))
-
-
-def tools_of(body: ResponsesBody) -> Tools | None:
-    """The client's tools without the provider's own; raises Refused."""
-    functions = [
-        {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None}
-        for tool in body.tools or ()
-        if tool.get("type") == "function"
-    ]
-    choice = body.tool_choice or "auto"
-    kind = choice.get("type", "function") if isinstance(choice, dict) else None
-    if kind == "allowed_tools":
-        return choose_allowed(functions, choice, parallel=body.parallel_tool_calls)
-    if kind not in (None, "function"):
-        raise refused_choice(kind)
-    name = str(choice.get("name")) if isinstance(choice, dict) else None
-    return choose_tools(functions, "auto" if name else str(choice), name, parallel=body.parallel_tool_calls)
+    return Turn(role, text_of(item.get("content"), f"{where}.content", asked=asked and role == "user"))
 
 
 def text_item(name: str, text: str, status: str) -> dict[str, Any]:
     content = [part(text)] if status != "in_progress" else []
     return {"type": "message", "id": name, "status": status, "role": "assistant", "content": content}
-
-
-def call_item(call: Call, status: str = "completed") -> dict[str, Any]:
-    arguments = "" if status == "in_progress" else call.arguments
-    name = {"id": f"fc_{call.id.removeprefix('call_')}", "call_id": call.id, "name": call.name}
-    return {"type": "function_call", **name, "arguments": arguments, "status": status}
 
 
 def thought_item(name: str, text: str, status: str = "completed") -> dict[str, Any]:
@@ -220,6 +205,7 @@ class ResponsesWriter(Writer):
         sampling, self._name = self._answer.request.sampling, new_id("msg_")
         self._head = head_of(service, body) | {"temperature": sampling.temperature, "top_p": sampling.top_p}
         self._echo = body.echo
+        self._offered = body.offered
         self._parts, self._numbers = Parts(), count()
         self._thought: Literal["none", "open", "done"] = "none"
         self._text: dict[str, Any] | None = None  # where its deltas go; it stays open to the end
@@ -242,7 +228,7 @@ class ResponsesWriter(Writer):
         }
         more = {"incomplete_details": {"reason": "max_output_tokens"} if cut else None, "usage": usage}
         told = {"edgespec": self._answers.account, **({} if cut else {"completed_at": int(time.time())})}
-        output = list(map(call_item, one.calls))
+        output = [self._call_item(call) for call in one.calls]
         if one.text or not one.calls:
             first = next((i for i, piece in enumerate(one.pieces) if isinstance(piece, str)), 0)
             before = sum(isinstance(piece, Call) for piece in one.pieces[:first])
@@ -307,19 +293,28 @@ class ResponsesWriter(Writer):
             yield self._named("output_text.delta", **self._text, delta=piece, logprobs=[])
 
     def _of_call(self, stage: str, call: Call) -> Iterator[ServerSent]:
-        index, done = self._thoughts + bool(self._text) + self._calls, call_item(call)
-        where = {"output_index": index, "item_id": done["id"]}
+        index, begun = self._thoughts + bool(self._text) + self._calls, self._call_item(call, "in_progress")
+        where = {"output_index": index, "item_id": begun["id"]}
         if stage == "begin":
-            yield self._item("added", index, call_item(call, "in_progress"))
-        elif stage == "delta":
+            yield self._item("added", index, begun)
+        elif stage == "delta" and begun["type"] == "function_call":
             yield self._named("function_call_arguments.delta", **where, delta=call.arguments)
         elif stage == "cut":
-            self._cut[index] = call_item(call, "incomplete")
+            self._cut[index] = self._call_item(call, "incomplete")
             self._calls += 1
-        else:
+        elif stage == "end":
             self._calls += 1
-            yield self._named("function_call_arguments.done", **where, name=call.name, arguments=call.arguments)
+            done = self._call_item(call)
+            if done["type"] == "function_call":
+                told = {"name": done["name"], "arguments": call.arguments}
+                yield self._named("function_call_arguments.done", **where, **told)
+            elif done["type"] == "custom_tool_call":
+                yield self._named("custom_tool_call_input.delta", **where, delta=done["input"])
+                yield self._named("custom_tool_call_input.done", **where, input=done["input"])
             yield self._item("done", index, done)
+
+    def _call_item(self, call: Call, status: str = "completed") -> dict[str, Any]:
+        return call_item(call, self._offered.get(call.name), status)
 
     @property
     def _thoughts(self) -> int:
