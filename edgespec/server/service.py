@@ -16,6 +16,7 @@ from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.passes import check_room
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.text import TextStream, check_length
+from edgespec.machine.process import check_process
 from edgespec.model import Model
 from edgespec.models.own_sampling import choose_seed
 from edgespec.scheduler.requests import Handle, Request
@@ -73,7 +74,12 @@ class Service:
         return self.tool_format if conversation.tools else self.chat_format
 
     async def read(self, size: int, work: Callable[[], Found]) -> Found:
-        """The result of `work` on a body of `size` bytes, in a thread; within `admitted`."""
+        """The result of `work` on a body of `size` bytes, in a thread; within `admitted`.
+
+        Raises:
+            OtherProcess: a fork has none of these threads.
+        """
+        check_process(self.model.scheduler.process)
         threads = self._long if size > LONG_BODY else self._short
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
