@@ -215,9 +215,9 @@ class Model:
         def emit(event: Event) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
+        self.scheduler.start()
         handle = self.scheduler.submit(request, emit, stats)
         try:
-            self.scheduler.start()
             event: Event | None = None
             while not isinstance(event, Ended):
                 event = await events.get()

@@ -294,7 +294,7 @@ def test_a_grammar_is_for_what_follows_a_thought_as_the_server_has_it(
         model.target.vocab.chat_template = f"{template}{{# </think> #}}"  # type: ignore[misc]
         written, submit = list[list[int]](), model.scheduler.submit
 
-        def noting(request: Request, emit: Callable[[Event], None], *about: Any) -> Handle:
+        def noting(request: Request, emit: Callable[[Event], None], *about: Any, **more: Any) -> Handle:
             tokens = list[int]()
             written.append(tokens)
 
@@ -302,7 +302,7 @@ def test_a_grammar_is_for_what_follows_a_thought_as_the_server_has_it(
                 tokens.extend(chunk.token_id for chunk in getattr(event, "chunks", ()))
                 emit(event)
 
-            return submit(request, noted, *about)
+            return submit(request, noted, *about, **more)
 
         model.scheduler.submit = noting
         model.scheduler.start()

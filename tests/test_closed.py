@@ -103,20 +103,20 @@ OF_SCHEDULER = {  # calls of every public method of `Model.scheduler`
     "save": lambda scheduler, path: scheduler.save(path, "note"),
     "load": lambda scheduler, path: scheduler.load(path),
     "forget": lambda scheduler, path: scheduler.forget(),
-    "between_steps": lambda scheduler, path: scheduler.between_steps().__enter__(),
+    "call": lambda scheduler, path: scheduler.call(lambda call: call.pool.active),
     "check_open": lambda scheduler, path: scheduler.check_open(),
 }
 WITHOUT_ENGINE = {  # calls that may come late, and then do nothing
     "start": lambda scheduler, path: scheduler.start(),
     "step": lambda scheduler, path: scheduler.step(),
-    "end_cancelled": lambda scheduler, path: scheduler.end_cancelled(),
+    "wake": lambda scheduler, path: scheduler.wake(),
     "promote": lambda scheduler, path: scheduler.promote(
         Handle(REQUEST, print, GenerationStats(), ReferenceVocab(9), lambda: None, idle_limit=0)
     ),
     "close": lambda scheduler, path: scheduler.close(),
     **{
         name: lambda scheduler, path, name=name: getattr(scheduler, name)
-        for name in ("thread", "waiting", "active", "kept_tokens")
+        for name in ("waiting", "active", "kept_tokens")
     },
 }
 

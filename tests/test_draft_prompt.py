@@ -51,8 +51,7 @@ def settled(scheduler, passes):
 
 
 def busy(scheduler):
-    with scheduler.turn:
-        return bool(scheduler._queue or scheduler.pool.with_work)
+    return scheduler.call(lambda call: bool(scheduler._queue or call.pool.with_work))
 
 
 def test_stable_tokens_are_those_that_all_versions_share():
@@ -305,15 +304,15 @@ def written(scheduler, prompt, count, sampling=None):
     """Tokens of a request, and its statistics."""
     events, stats = [], GenerationStats()
     scheduler.submit(Request(prompt, sampling or SamplingParams(), count), events.append, stats)
-    while not isinstance(events[-1] if events else None, Ended):
-        scheduler.step()
+    scheduler.start()
+    until(lambda: isinstance(events[-1] if events else None, Ended))
     return [chunk.token_id for event in events if isinstance(event, Wrote) for chunk in event.chunks], stats
 
 
 def typed(scheduler, prompt):
     handle = scheduler.submit(Request(prompt, SamplingParams(), 40, foresee=True), lambda event: None, idle_limit=0)
-    while scheduler._queue.in_order() or scheduler.pool.with_work:
-        scheduler.step()
+    scheduler.start()
+    until(lambda: not busy(scheduler))
     return handle
 
 

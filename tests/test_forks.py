@@ -86,7 +86,7 @@ def test_a_fork_ends_a_stream_and_closes_a_model_while_a_lost_thread_holds_the_l
     asked, held, done = model.scheduler, threading.Event(), threading.Event()
 
     def hold():
-        with asked.turn, asked._queue.changed:
+        with asked._queue.changed:
             held.set()
             done.wait(SECONDS)
 
@@ -178,7 +178,7 @@ def test_a_fork_loads_a_model_of_its_own_after_its_parent_has_used_one(tmp_path)
     def text(model):
         return model.generate("hello", max_tokens=8).text
 
-    with load() as model:  # a single caller computes in its own thread, which OpenMP's threads belong to
+    with load() as model:
         found = text(model)
         assert in_a_fork(lambda: text(load())) == [repr(found)]
         assert text(model) == found

@@ -9,7 +9,7 @@ import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_scheduler import LONG, Reader, Recording, actions, backend, draft, planners, play, run
+from test_scheduler import LONG, Reader, Recording, actions, backend, draft, held, planners, play, run
 
 from edgespec.loop.passes import common_prefix
 from edgespec.model import Model
@@ -159,13 +159,12 @@ def test_a_task_is_told_it_too(monkeypatch):
 
     async def both():
         with growing() as model:
-            model.scheduler.turn.acquire()
             tasks = []
-            for seed in range(2):  # which comes first decides whose text is cut
-                tasks.append(asyncio.create_task(write(model, seed)))
-                while model.scheduler.waiting <= seed:
-                    await asyncio.sleep(0.001)
-            model.scheduler.turn.release()
+            with held(model.scheduler):
+                for seed in range(2):  # which comes first decides whose text is cut
+                    tasks.append(asyncio.create_task(write(model, seed)))
+                    while model.scheduler.waiting <= seed:
+                        await asyncio.sleep(0.001)
             return await asyncio.gather(*tasks)
 
     assert asyncio.run(both()) == expected

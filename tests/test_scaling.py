@@ -2,6 +2,7 @@
 
 import math
 import re
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Event, Thread
@@ -94,9 +95,9 @@ def test_the_draft_reads_the_prompt_as_the_target_writes_it(pair, reject, monkey
     draft.target.vocab.chat_template = "x y {{ messages[0].content }}"
     seen, inner = set(), draft.scheduler.submit
 
-    def submit(request, *arguments):
+    def submit(request, *arguments, **options):
         seen.add(tuple(request.prompt_ids[:4]))
-        return inner(request, *arguments)
+        return inner(request, *arguments, **options)
 
     monkeypatch.setattr(draft.scheduler, "submit", submit)
     edgespec.scale(target, draft, [{"role": "user", "content": PROMPT}], samples=2, reject=reject, chunk=8, **ASKED)
@@ -467,10 +468,12 @@ def test_ctrl_c_and_close_end_the_wait(pair, monkeypatch):
     target = pair[0]
     prompt, forward = target.encode(PROMPT), target.target.forward
     expected = [target.generate(PROMPT, max_tokens=30, seed=seed, **NO_END).token_ids for seed in range(4)]
-    streams = streams_begun(target, 4)
+    streams, sent = streams_begun(target, 4), []
 
     def interrupted(batch):
-        raise KeyboardInterrupt
+        if not sent:
+            sent.append(signal.raise_signal(signal.SIGINT))  # which the caller's thread gets
+        return forward(batch)
 
     monkeypatch.setattr(target.target, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -518,7 +521,7 @@ def test_an_interrupted_score_leaves_the_model_usable(pair, monkeypatch):
     def interrupted(batch):
         passes.append(batch)
         if len(passes) == 2:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)  # which the caller's thread gets
         return forward(batch)
 
     monkeypatch.setattr(target.target, "forward", interrupted)
@@ -554,10 +557,11 @@ def test_close_interrupts_a_scoring_pass(pair, monkeypatch):
 def test_the_end_of_another_request_interrupts_no_scoring_pass(pair, monkeypatch):
     backend, prompt, asked = pair[0].target, pair[0].encode(PROMPT), []
     [stream] = streams_begun(pair[0], 1)
-    forward = backend.forward
+    forward, [lane] = backend.forward, pair[0].scheduler.pool.busy
 
     def forward_and_end(batch):
-        stream.close()
+        if batch[0].session is not lane.session:
+            stream.close()
         return forward(batch)
 
     monkeypatch.setattr(backend, "forward", forward_and_end)

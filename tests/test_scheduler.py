@@ -1,11 +1,13 @@
 """Many texts in shared passes: each is what it is alone, whatever comes, goes and fails around it."""
 
 import asyncio
+import gc
 import math
 import os
 import subprocess
 import sys
-from contextlib import aclosing, suppress
+import weakref
+from contextlib import aclosing, contextmanager, suppress
 from functools import cache
 from itertools import pairwise, product
 from threading import Event, Thread, current_thread, main_thread
@@ -122,7 +124,32 @@ class Reader:
             assert self.tokens == expected[: len(self.tokens)]
 
 
+@contextmanager
+def held(scheduler):
+    """Within it the scheduler's thread makes no step."""
+    begun, go_on = Event(), Event()
+
+    def wait(call):
+        begun.set()
+        go_on.wait(60)
+
+    holder = Thread(target=scheduler.call, args=[wait])
+    holder.start()
+    begun.wait(60)
+    try:
+        yield
+    finally:
+        go_on.set()
+        holder.join()
+
+
 def run(scheduler, most=3000):
+    """Make steps until all texts have ended, or let the scheduler's thread make them."""
+    if scheduler.thread:
+        while scheduler.waiting or scheduler.active:
+            sleep(0.001)
+        scheduler.call(lambda call: None)  # behind the last step
+        return
     for _ in range(most):
         scheduler.step()  # once more at the end: who has left is told so
         if not scheduler.waiting and not scheduler.active:
@@ -546,45 +573,6 @@ def test_of_texts_whose_pass_failed_nothing_is_kept():
     scheduler.close()
 
 
-def test_ctrl_c_behind_a_pass_leaves_no_nodes():
-    """Those of a pass that nobody has looked at; the texts in it go on as if it had not been made."""
-    target = backend(kind=Recording)
-    scheduler = Scheduler(target, planners("specexec", 3), budget=4)
-    readers = [Reader(scheduler, prompt, 1.0, prompt, 20) for prompt in (1, 3)]
-    while not all(reader.tokens for reader in readers):
-        scheduler.step()
-    forward = target.forward
-
-    def interrupted(batch):
-        forward(batch)
-        raise KeyboardInterrupt
-
-    target.forward = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        scheduler.step()
-    target.forward = forward
-    run(scheduler)
-    for reader in readers:
-        assert reader.ended.error is None
-        reader.check()
-    scheduler.close()
-
-
-def test_ctrl_c_leaves_everything_fit_for_the_next_text():
-    target = backend(kind=Recording, sessions=1)
-    scheduler = Scheduler(target, planners("specexec", 1), budget=4)
-    events = drive.events(scheduler, Request(PROMPTS[1], SamplingParams(), 20))
-    next(events)
-    target.failing = lambda batch: KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        list(events)
-    target.failing = lambda batch: None
-    reader = Reader(scheduler, 2, 1.0, 1, 12)
-    run(scheduler)
-    reader.check()
-    scheduler.close()
-
-
 def test_a_prompt_is_read_again_when_the_cache_was_put_in_order():
     """Engines then refuse to go on where it stands; once it stands at the beginning they take it."""
     for reading in ("scheduler", "prefill"):
@@ -913,13 +901,36 @@ class TestModel:
         assert len(text) == 25
         assert ended == {"interrupted": 2, "length": 1}
 
-    def test_one_thread_needs_no_other(self):
+    def test_a_text_whose_reader_asks_for_another_is_not_in_the_way(self):
         with self.model(1) as model:
             left = model.stream("hello", max_tokens=20)
             next(left)
-            assert len(model.generate("hello 1", max_tokens=5).token_ids) == 5  # the text that was left is in the way
+            assert len(model.generate("hello 1", max_tokens=5).token_ids) == 5
             assert len(list(left)) == 19
-            assert model.scheduler.thread is None
+
+    def test_a_model_that_nobody_has_is_freed_with_its_thread(self):
+        model = self.model(1)
+        model.generate("hello", max_tokens=2)
+        next(model.stream("hello", max_tokens=20))
+        thread, target = model.scheduler.thread, weakref.ref(model.target)
+        del model
+        gc.collect()
+        thread.join(20)
+        gc.collect()
+        assert not thread.is_alive()
+        assert target() is None
+
+    def test_a_reader_that_stops_reading_burns_nothing(self):
+        """The thread is at most one step ahead; then it waits, also beside other texts."""
+        with self.model(2) as model:
+            left = model.stream("hello", max_tokens=40)
+            next(left)
+            assert len(model.generate("hello 1", max_tokens=30).token_ids) == 30
+            [lane] = model.scheduler.pool.busy
+            written = lane.handle.stats.tokens
+            assert len(model.generate("hello 2", max_tokens=30).token_ids) == 30
+            assert lane.handle.stats.tokens == written < 30
+            assert len(list(left)) == 39
 
     def test_a_program_may_end_in_the_middle(self):
         script = (

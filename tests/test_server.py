@@ -19,6 +19,7 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 
 from starlette.requests import Request
 from starlette.testclient import TestClient
+from test_scheduler import held
 
 from edgespec.errors import ContextFull, UsageError, shown
 from edgespec.loop import grammar, sampling
@@ -809,16 +810,13 @@ class TestErrors:
 
     def test_too_many_at_once(self):
         with served(slots=1, service={"most_waiting": 1}) as client:
-            client.model.scheduler.turn.acquire()  # nothing is written meanwhile
-            try:
-                held = client.model.scheduler.submit(Wanted([1, 2], SamplingParams(), 3), lambda event: None)
+            with held(client.model.scheduler):
+                waits = client.model.scheduler.submit(Wanted([1, 2], SamplingParams(), 3), lambda event: None)
                 answer = client.post("/v1/completions", json={"prompt": "a", "n": 2})
                 assert answer.status_code == 429
                 assert answer.headers["retry-after"]
-                held.cancel()
+                waits.cancel()
                 assert client.model.scheduler.waiting == 0  # its place is free before a pass ends
-            finally:
-                client.model.scheduler.turn.release()
             assert client.post("/v1/completions", json={"prompt": "a", "n": 2}).status_code == 200
 
     def test_a_hundred_streams_at_once_are_not_more_than_the_limit(self):
@@ -828,8 +826,7 @@ class TestErrors:
 
         with served(slots=2, service={"most_waiting": 4}) as client:
             scheduler = client.model.scheduler
-            scheduler.turn.acquire()  # nothing is written meanwhile
-            try:
+            with held(scheduler):
                 found = asyncio.run(ask(Service(client.model, "tiny", most_waiting=4)))
                 admitted = [one for one in found if not isinstance(one, Refused)]
                 assert len(admitted) == 6
@@ -837,8 +834,6 @@ class TestErrors:
                 for one in admitted:
                     one.cancel()
                 assert scheduler.waiting + scheduler.active == 0
-            finally:
-                scheduler.turn.release()
 
     def test_more_than_ever_fit_need_not_come_again(self):
         with served(slots=1, service={"most_waiting": 1}) as client:
@@ -1137,16 +1132,12 @@ def test_long_bodies_do_not_hold_up_short_ones(monkeypatch):
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages/count_tokens", "/edgespec/draft-prompt"])
 def test_what_is_too_much_is_refused_before_it_is_read(path, monkeypatch):
-    with served(slots=1, service={"most_waiting": 0}) as client:
-        client.model.scheduler.turn.acquire()  # nothing is written meanwhile
-        try:
-            held = client.model.scheduler.submit(Wanted([1, 2], SamplingParams(), 3), lambda event: None)
-            monkeypatch.setattr(wire, "_depth", None)
-            answer = client.request("PUT" if "draft" in path else "POST", path, json=HELLO)
-            assert answer.status_code == 429
-            held.cancel()
-        finally:
-            client.model.scheduler.turn.release()
+    with served(slots=1, service={"most_waiting": 0}) as client, held(client.model.scheduler):
+        waits = client.model.scheduler.submit(Wanted([1, 2], SamplingParams(), 3), lambda event: None)
+        monkeypatch.setattr(wire, "_depth", None)
+        answer = client.request("PUT" if "draft" in path else "POST", path, json=HELLO)
+        assert answer.status_code == 429
+        waits.cancel()
 
 
 def test_the_first_grammar_does_not_stop_the_server(monkeypatch):
@@ -1383,12 +1374,8 @@ def test_a_request_that_the_servers_end_cuts_off_is_no_error_of_it(begun):
 
 
 def test_a_stream_that_the_servers_end_cuts_off_says_so():
-    with served() as client:
-        client.model.scheduler.turn.acquire()  # the text is stuck
-        try:
-            body = json.dumps(HELLO | {"stream": True, "max_tokens": 5}).encode()
-            sent = cut_off(client.app, "/v1/chat/completions", {"type": "http.request", "body": body}, begun=True)
-        finally:
-            client.model.scheduler.turn.release()
+    with served() as client, held(client.model.scheduler):  # the text is stuck
+        body = json.dumps(HELLO | {"stream": True, "max_tokens": 5}).encode()
+        sent = cut_off(client.app, "/v1/chat/completions", {"type": "http.request", "body": body}, begun=True)
     assert b"the server is stopping" in sent[-2]["body"]
     assert not sent[-1]["more_body"]  # else uvicorn says that the answer is not complete

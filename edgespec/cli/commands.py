@@ -220,7 +220,6 @@ def run(
                 loaded.compile(form)
         earlier = load_messages(loaded, file) if file and os.path.exists(file) else []
         _show_notes(notes)  # where a file is refused, that is the only line
-        loaded.scheduler.start()  # in a thread of its own, so that Ctrl-C can end a pass early
         if system and earlier:
             raise UsageError(f"--system: the chat in {resume} goes on with the one that it began with; leave it out")
         system = None if raw else system or loaded.system

@@ -1,7 +1,8 @@
-"""Submits requests and iterates over their events: a single caller makes the steps, of several a worker thread."""
+"""Submits requests and iterates over their events, which the scheduler's thread reports."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from queue import SimpleQueue
 
 from edgespec.loop.stats import GenerationStats
@@ -30,6 +31,40 @@ def chunks(
             yield from chunks_in(event, progress)
 
 
+class Mailbox:
+    """Events on their way to one reader.
+
+    Attributes:
+        most: events that may be there before the reader asks for them: those of one step.
+    """
+
+    def __init__(self, wake: Callable[[], None], most: int) -> None:
+        """
+        Args:
+            wake: called when the reader has taken the last event.
+            most: as above.
+        """
+        self.most = most
+        self._events: SimpleQueue[tuple[int, Event]] = SimpleQueue()
+        self._wake, self._waits, self._on_its_way = wake, False, False
+
+    def put(self, number: int, event: Event) -> None:
+        self._events.put((number, event))
+        if self._waits:
+            self._waits, self._on_its_way = False, True
+
+    def take(self) -> tuple[int, Event]:
+        self._waits = True
+        found = self._events.get()
+        self._waits = self._on_its_way = False
+        if self._events.empty():
+            self._wake()
+        return found
+
+    def is_full(self) -> bool:
+        return self._events.qsize() - self._on_its_way >= self.most
+
+
 def events_of(
     scheduler: Scheduler, requests: Sequence[Request], stats: Sequence[GenerationStats] = ()
 ) -> Generator[tuple[int, Event]]:
@@ -37,32 +72,22 @@ def events_of(
     Yields:
         (number of the request, event), otherwise as `events`, for several requests.
     """
-    found: SimpleQueue[tuple[int, Event]] = SimpleQueue()
-    handles, left = list[Handle](), set(range(len(requests)))
+    handles, left = list[Handle](), len(requests)
+    found = Mailbox(scheduler.wake, left)
     try:
+        scheduler.start()
         for number, request in enumerate(requests):
-
-            def tell(event: Event, number: int = number) -> None:
-                found.put((number, event))
-
-            handles.append(scheduler.submit(request, tell, stats[number] if stats else None))
+            tell, counts = partial(found.put, number), stats[number] if stats else None
+            handles.append(scheduler.submit(request, tell, counts, is_full=found.is_full))
         while left:
             check_process(scheduler.process)
-            while found.empty() and scheduler.thread is None:
-                if scheduler.turn.locked():  # by another caller
-                    scheduler.start()
-                    break
-                with scheduler.turn:
-                    scheduler.step()
-            number, event = found.get()
-            if isinstance(event, Ended):
-                left.discard(number)
+            number, event = found.take()
+            left -= isinstance(event, Ended)
+            found.most = max(left, 1)
             yield number, event
     finally:
         for handle in handles:
             handle.cancel()
-        if handles and scheduler.thread is None:
-            scheduler.end_cancelled()  # this thread may have been the only driver
 
 
 def results_as_they_end(scheduler: Scheduler, requests: Sequence[Request]) -> Generator[tuple[int, GenerationResult]]:

@@ -25,7 +25,7 @@ class Queue:
 
     def __init__(self, order: Order = first_come) -> None:
         self.changed = Condition()
-        self.closed = False
+        self.closed = self._news = False
         self.order = order
         self._handles = list[Handle]()
 
@@ -38,7 +38,23 @@ class Queue:
             if self.closed:
                 raise Closed
             self._handles.append(handle)
+            self.wake()
+
+    def wake(self) -> None:
+        """End a `wait`: something has changed."""
+        with self.changed:
+            self._news = True
             self.changed.notify()
+
+    def wait(self) -> bool:
+        """
+        Returns:
+            True when something has changed; False: closed.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: self._news or self.closed)
+            self._news = False
+            return not self.closed
 
     def put_back(self, handle: Handle) -> None:
         """Have a request that had a session wait again, before equal ones; it restarts unless it is parked."""

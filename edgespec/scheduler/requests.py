@@ -8,6 +8,7 @@ from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
 from time import perf_counter
+from typing import Protocol
 
 from edgespec.errors import EdgespecError
 from edgespec.loop.backend import Backend, Vocab, Work
@@ -157,12 +158,17 @@ class Parked:
         self.drop = at_end(self, rmtree, folder, True)
 
 
+def never() -> bool:
+    return False
+
+
 @dataclass(slots=True, eq=False)
 class Handle:
     """The state of a request; any thread may call `cancel`, only the scheduler all else.
 
     Attributes:
         idle_limit: see `Scheduler.submit`.
+        is_full: see `Scheduler.submit`.
         since: `perf_counter()` when it was submitted.
         completion: tokens with which the draft completes an unfinished prompt; None: it has not yet.
         parked: what it has generated, while another request has its session.
@@ -177,6 +183,7 @@ class Handle:
     vocab: Vocab
     when_cancelled: Callable[[], None]
     idle_limit: int | None = None
+    is_full: Callable[[], bool] = never
     status: Status = Status.WAITING
     cancelled: bool = False
     since: float = field(default_factory=perf_counter)
@@ -275,7 +282,6 @@ class Handle:
         self.status = Status.DONE
 
     def tell_end(self) -> None:
-        """Report the end; an interruption may lead to a second report, but never to none."""
         assert self.ended
         self.tell(self.ended)
 
@@ -287,9 +293,12 @@ class Handle:
             self._repeated += len(tokens)
         except Exception:
             self.cancel()
-        except BaseException:  # the reader may have the event or not
-            self.cancelled = True
-            raise
+
+
+class Wanted(Protocol):
+    """What a pass is made for, unless it is cancelled."""
+
+    cancelled: bool
 
 
 class CurrentPass:
@@ -297,11 +306,11 @@ class CurrentPass:
 
     def __init__(self) -> None:
         self._closed = False
-        self._now: tuple[list[Handle], Backend] | None = None  # replaced whole
+        self._now: tuple[Sequence[Wanted], Backend] | None = None  # replaced whole
 
     @contextmanager
-    def of(self, handles: list[Handle], model: Backend) -> Iterator[None]:
-        """Wrap a pass for these requests; one for none is interrupted by `close` only."""
+    def of(self, handles: Sequence[Wanted], model: Backend) -> Iterator[None]:
+        """Wrap a pass for these requests."""
         self._now = handles, model
         self.check()
         try:
@@ -317,8 +326,7 @@ class CurrentPass:
         """Interrupt the pass under way if no request needs it, from any thread; if it has just ended, the next one."""
         if now := self._now:
             handles, model = now
-            unwanted = handles and all(one.cancelled for one in handles)
-            if self._closed or unwanted:
+            if self._closed or all(one.cancelled for one in handles):
                 model.interrupt()
 
 

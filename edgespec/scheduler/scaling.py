@@ -7,8 +7,8 @@ would be rejected on average. They are not: first chunks score higher than later
 this says nothing about the answers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from math import exp
 from statistics import fmean
@@ -26,8 +26,8 @@ from edgespec.loop.stats import GenerationStats
 from edgespec.scheduler import drive
 from edgespec.scheduler.prompt_chunks import can_share_passes
 from edgespec.scheduler.requests import GenerationResult, PassCounter, Request
-from edgespec.scheduler.scheduler import Scheduler
-from edgespec.scheduler.session_pool import Lane, Phase, SessionPool
+from edgespec.scheduler.scheduler import Call, Scheduler
+from edgespec.scheduler.session_pool import Lane, SessionPool
 
 LARGEST = 700.0  # exp of more is too large for a float
 
@@ -182,41 +182,53 @@ def perplexities(
     found = [ScoredText([*before, *scored], len(before)) for before, scored in texts]
     left = found
     while left:
-        with _room_for(scheduler, left[0], counter) as pool:
+
+        def read(call: Call[int], left: Sequence[ScoredText] = left) -> int:
+            pool = call.pool
             group = left[: max(1, _fitting(pool, left))]
-            left = left[len(group) :]
             lanes = _lanes(pool, group)
             if pool.most_held(prompt_ids) < len(prompt_ids):
                 # The other sessions fork, so what they hold need not take cells.
                 for lane in lanes[1:]:
                     pool.evict(lane)
-                _read(scheduler, pool, lanes[:1], [ScoredText(prompt_ids, len(prompt_ids))], counter)
-            _read(scheduler, pool, lanes, group, counter)
+                _read(scheduler, call, lanes[:1], [ScoredText(prompt_ids, len(prompt_ids))], counter)
+            _read(scheduler, call, lanes, group, counter)
+            return len(group)
+
+        left = left[_with_room_for(scheduler, left[0], counter, read) :]
     return [text.perplexity for text in found]
 
 
-@contextmanager
-def _room_for(scheduler: Scheduler, text: ScoredText, counter: PassCounter) -> Iterator[SessionPool]:
-    """The pool between two steps, with an idle session and cells for a text; other requests go on until it has them.
+def _with_room_for(
+    scheduler: Scheduler, text: ScoredText, counter: PassCounter, read: Callable[[Call[int]], int]
+) -> int:
+    """Call `read` between two steps, with an idle session and cells for a text; other requests go on until it has them.
 
-    To wait, a request takes its turn in the queue and gets a session, which it gives up here. So whoever waits for it
-    makes steps if nobody else does, and `close` ends it.
+    To wait, a request takes its turn in the queue and gets a session, which it gives up here; `close` ends it.
+
+    Returns:
+        What `read` returns.
     """
     before, most = list(text.token_ids[: text.given]), len(text.token_ids) - text.first
     claim = Request(before, SamplingParams(), most, plain=True, counter=counter)
+
+    def read_at_once(call: Call[int]) -> int:
+        return read(call) if _fitting(call.pool, [text]) else 0
+
+    def take_over(call: Call[int]) -> int:
+        lane = next((one for one in call.pool.busy if one.handle and one.handle.request is claim), None)
+        if lane is None:  # it has ended since
+            return 0
+        call.pool.release(lane)
+        return read(call)
+
     while True:
-        with scheduler.between_steps() as pool:
-            if _fitting(pool, [text]):
-                yield pool
-                return
+        if count := scheduler.call(read_at_once):
+            return count
         with closing(drive.events(scheduler, claim)) as events:
             drive.chunks_in(next(events))
-            with scheduler.between_steps() as pool:
-                lane = next((one for one in pool.busy if one.handle and one.handle.request is claim), None)
-                if lane:  # else it has ended since
-                    pool.release(lane)
-                    yield pool
-                    return
+            if count := scheduler.call(take_over):
+                return count
 
 
 def _fitting(pool: SessionPool, texts: Sequence[ScoredText]) -> int:
@@ -247,12 +259,23 @@ def _lanes(pool: SessionPool, texts: Sequence[ScoredText]) -> list[Lane]:
 
 
 def _read(
-    scheduler: Scheduler, pool: SessionPool, lanes: Sequence[Lane], texts: Sequence[ScoredText], counter: PassCounter
+    scheduler: Scheduler, call: Call[int], lanes: Sequence[Lane], texts: Sequence[ScoredText], counter: PassCounter
 ) -> None:
     """Read texts into sessions, and find the losses of their scored tokens."""
-    target, parts = scheduler.target, list[Part]()
+    try:
+        _read_texts(scheduler, call, lanes, texts, counter)
+    except Exception:
+        for lane in lanes:
+            call.pool.renew(lane)
+        raise
+
+
+def _read_texts(
+    scheduler: Scheduler, call: Call[int], lanes: Sequence[Lane], texts: Sequence[ScoredText], counter: PassCounter
+) -> None:
+    target, pool, parts = scheduler.target, call.pool, list[Part]()
     for lane, text in zip(lanes, texts, strict=True):
-        lane.phase, lane.looked_at = Phase.CHANGING, False
+        lane.looked_at = False
         first = text.first if can_share_passes(target.capabilities) else whole_tiles(text.first)
         # `prepare` finds the session a beginning, as for a prompt up to `first`. That is cut before it: its logits are
         # needed again.
@@ -263,10 +286,12 @@ def _read(
         scheduler.check_open()
         batch, started = _plan(unread, target.capabilities), perf_counter()
         try:
-            with scheduler.pass_now.of([], target):
+            with scheduler.pass_now.of([call], target):
                 logits = target.forward([work for _, work in batch])
-        except Interrupted:  # it was meant for a pass that had just ended
-            continue
+        except Interrupted:
+            if call.cancelled:
+                raise
+            continue  # it was meant for a pass that had just ended
         except ContextFull:
             again = [lane for (lane, reading, _), _ in batch if reading.may_begin_again()]
             if not again:
@@ -283,8 +308,6 @@ def _read(
                 row, token_id = rows.view(node), text.token_ids[at + node + 1]
                 text.losses[at + node + 1] = log_sum_exp(row) - float(row[token_id])
             reading.commit(work)
-    for lane in lanes:
-        lane.phase = Phase.SETTLED
 
 
 def _plan(unread: Sequence[Part], limits: Capabilities) -> list[tuple[Part, Work]]:

@@ -1,34 +1,59 @@
 """Many requests, one model: each pass of the target serves as many sequences as fit.
 
-A step may be interrupted anywhere, also by Ctrl-C in a caller's thread: the next one begins with `SessionPool.recover`.
+All passes are made in one thread of the scheduler, which no signal reaches: Ctrl-C in a caller's thread cancels.
 """
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import ref
 
 from edgespec.errors import Closed, ContextFull, Interrupted, SessionFileError
 from edgespec.loop.backend import Backend, Logits
 from edgespec.loop.passes import Pass, check_room, common_prefix
 from edgespec.loop.planner import Planner
 from edgespec.loop.stats import GenerationStats
-from edgespec.machine.process import check_process, is_here
+from edgespec.machine.process import at_end, check_process, is_here
 from edgespec.planners.auto import AutoState
 from edgespec.scheduler.batch import Batch, account, choose, learn, plan, read_draft, while_target_runs
 from edgespec.scheduler.prompt_chunks import PromptChunks
 from edgespec.scheduler.queue import Order, Queue, first_come
-from edgespec.scheduler.requests import Cancelled, Counts, CurrentPass, Event, Handle, Request
-from edgespec.scheduler.session_pool import Lane, Phase, SessionPool
-from edgespec.scheduler.worker import Worker
+from edgespec.scheduler.requests import Cancelled, Counts, CurrentPass, Event, Handle, Request, never
+from edgespec.scheduler.session_pool import Lane, SessionPool
 
 AHEAD = 0.5  # part of a pass's time that may be spent on `Lane.foresee`
 MOST_AHEAD = 128  # tokens
 MOST_COMPLETED = 16  # tokens
 COMPLETING = 0.05  # seconds of each completion: the next letter waits for it
+
+
+Result = TypeVar("Result")
+
+
+class Call(Generic[Result]):
+    """Work on the sessions between two steps.
+
+    Attributes:
+        pool: the sessions.
+        cancelled: nobody waits for the result.
+        done: the result.
+    """
+
+    def __init__(self, work: "Callable[[Call[Result]], Result]", pool: SessionPool) -> None:
+        self.pool, self.cancelled, self.done = pool, False, Future[Result]()
+        self._work = work
+
+    def answer(self) -> None:
+        try:
+            self.done.set_result(self._work(self))
+        except Exception as error:
+            self.done.set_exception(error)
 
 
 class Scheduler:
@@ -55,7 +80,6 @@ class Scheduler:
         self.target = target
         self.counts = Counts()
         self.pool = SessionPool(target, planners)
-        self.turn = Lock()
         self.process = os.getpid()
         self._budget = budget
         self._pace = pace
@@ -63,7 +87,8 @@ class Scheduler:
         self._chunks, self._draft_chunks = PromptChunks(), PromptChunks()
         self._queue = Queue(order)
         self.pass_now = CurrentPass()
-        self._worker = Worker(self._queue, self.pool, self.turn, self.step, self._end_all)
+        self.thread: Thread | None = None
+        self._calls, self._closing = deque[Call[Any]](), Lock()
 
     # For any thread.
 
@@ -73,6 +98,7 @@ class Scheduler:
         emit: Callable[[Event], None],
         stats: GenerationStats | None = None,
         idle_limit: int | None = None,
+        is_full: Callable[[], bool] = never,
     ) -> Handle:
         """
         Args:
@@ -82,6 +108,8 @@ class Scheduler:
             idle_limit: None: a real request; else idle work, done while there is no other. The prompt is read, and at
                 most this many tokens are generated (with 0 only the one that comes with the prompt). Other requests
                 may end it, and `promote` makes it a real one.
+            is_full: its reader is behind, so no step is made for it, unless others wait for a session; `wake` is called
+                when this has changed.
 
         Raises:
             ContextFull: the prompt leaves no room for a token.
@@ -92,7 +120,7 @@ class Scheduler:
         check_process(self.process)
         check_room(self.target, len(request.prompt_ids))
         stats = GenerationStats() if stats is None else stats
-        handle = Handle(request, emit, stats, self.target.vocab, self._on_cancel, idle_limit)
+        handle = Handle(request, emit, stats, self.target.vocab, self._on_cancel, idle_limit, is_full)
         self._queue.put(handle)
         return handle
 
@@ -106,38 +134,64 @@ class Scheduler:
         with self._queue.changed:
             if not (handle.cancelled or handle.prompt_is_unfinished):
                 handle.promote()
-            self._queue.changed.notify()
+            self.wake()
         return not handle.is_idle_work
 
     def _on_cancel(self) -> None:
-        if not is_here(self.process):  # of whose locks a lost thread may hold one
-            return
-        self.pass_now.check()
-        with self._queue.changed:
-            self._queue.changed.notify()
+        if is_here(self.process):  # else a lost thread may hold the lock
+            self.pass_now.check()
+            self.wake()
+
+    def wake(self) -> None:
+        self._queue.wake()
 
     def start(self) -> None:
+        """Start the thread that makes steps, once.
+
+        Raises:
+            OtherProcess: another process made the scheduler.
+            RuntimeError: the system refuses a thread.
+        """
         check_process(self.process)
-        self._worker.start(self.close)
+        with self._queue.changed:
+            if self.thread is None and not self._queue.closed:
+                thread = Thread(target=_make_steps, args=(ref(self), self._queue), name="edgespec passes", daemon=True)
+                thread.start()
+                self.thread = thread
+                at_end(self, _stop, self._queue, self.pass_now, thread)  # no thread may be in an engine at exit
+                self.wake()
 
     def close(self) -> None:
         """End all requests and the pass under way, and free sessions and planners; safe to call twice."""
         if not is_here(self.process):
             return
-        self._queue.close()
-        self.pass_now.close()
-        self._worker.join(self.close)
-        with self.turn:
+        _stop(self._queue, self.pass_now, self.thread)
+        with self._closing:
             self._end_all(Closed())
             self.pool.close()
 
-    @contextmanager
-    def between_steps(self) -> Iterator[SessionPool]:
-        self.check_open()
-        with self.turn:
+    def call(self, work: "Callable[[Call[Result]], Result]") -> Result:
+        """Do work on the sessions between two steps, in the scheduler's thread.
+
+        Returns:
+            What `work` returns.
+
+        Raises:
+            Closed: the scheduler was closed.
+            Exception: what `work` raises.
+        """
+        self.start()
+        call = Call(work, self.pool)
+        with self._queue.changed:
             self.check_open()
-            self.pool.recover(self._queue.put_back)
-            yield self.pool
+            self._calls.append(call)
+            self.wake()
+        try:
+            return call.done.result()
+        except BaseException:
+            call.cancelled = True  # the caller may be gone: Ctrl-C
+            self.pass_now.check()
+            raise
 
     def check_open(self) -> None:
         check_process(self.process)
@@ -145,12 +199,10 @@ class Scheduler:
             raise Closed
 
     def save(self, path: str | Path, note: Any = None) -> None:
-        with self.between_steps() as pool:
-            pool.save_latest(path, note)
+        self.call(lambda call: call.pool.save_latest(path, note))
 
     def load(self, path: str | Path) -> Any:
-        with self.between_steps() as pool:
-            return pool.load(path)
+        return self.call(lambda call: call.pool.load(path))
 
     def forget(self) -> None:
         """Empty idle sessions, so that the next prompts are prefilled in full.
@@ -158,12 +210,7 @@ class Scheduler:
         Raises:
             Closed: the scheduler was closed.
         """
-        with self.between_steps() as pool:
-            pool.empty_idle()
-
-    @property
-    def thread(self) -> Thread | None:
-        return self._worker.thread
+        self.call(lambda call: call.pool.empty_idle())
 
     @property
     def waiting(self) -> int:
@@ -177,33 +224,60 @@ class Scheduler:
     def kept_tokens(self) -> int:
         return self.pool.tokens
 
-    # For the thread that holds `turn`.
+    # For the thread that makes steps.
+
+    def _work_off(self) -> None:
+        """Make steps while there is work, and save idle sessions then."""
+        try:
+            while self._has_work() and not self._queue.closed:
+                self.step()
+                while self._calls:
+                    self._calls.popleft().answer()
+            self._save_idle()
+        except Exception as error:
+            self._end_all(error)
+            self.wake()
+
+    def _save_idle(self) -> None:
+        while not (self._queue.closed or self._calls or self._queue.waiting or self.pool.active):
+            if not self.pool.save_one():
+                return
+
+    def _has_work(self) -> bool:
+        queued = self._queue.waiting or self._queue.cancelled_or_ended() or (len(self._queue) and not self.pool.active)
+        return bool(self._calls or queued or self._lanes())
+
+    def _lanes(self) -> list[Lane]:
+        """Those with work, whose readers are not behind; a reader may ask for another text before it reads on."""
+        found = self.pool.with_work
+        return found if self._queue.waiting else [lane for lane in found if not lane.is_held]
 
     def step(self) -> None:
-        self.pool.recover(self._queue.put_back)
+        if self._queue.closed:
+            return
+        self.pool.mend()
+        self._put_back_stranded()
         self._end_cancelled()
         while self.pool.is_overfull:
             self._give_way(self.pool.busy, None)
         self._admit()
-        self.pool.mark(Phase.PASSING)
         self._read_draft()
-        for lane in self.pool.with_work:
+        for lane in self._lanes():
             if lane.may_complete and lane.draft_prompt is None:
                 with self._failing([lane]), suppress(Interrupted):
                     lane.complete(COMPLETING, MOST_COMPLETED)
-        lanes = self.pool.with_work
+        lanes = self._lanes()
         writing = [lane for lane in lanes if lane.may_write]
         self._pass(*choose(lanes, self.target.capabilities, read_last=self._chunks.read_last))
         for lane in writing:
             with self._failing([lane]), suppress(Interrupted):
                 lane.foresee(AHEAD * self._chunks.tree_seconds, MOST_AHEAD)
-        self.pool.mark(Phase.SETTLED)
 
-    def end_cancelled(self) -> None:
-        if is_here(self.process) and not self.turn.locked():  # else another thread makes steps
-            with self.turn:
-                self.pool.recover(self._queue.put_back)
-                self._end_cancelled()
+    def _put_back_stranded(self) -> None:
+        for lane in self.pool.stranded:
+            assert lane.handle
+            self._queue.put_back(lane.handle)
+            self.pool.renew(lane)
 
     def _end_cancelled(self) -> None:
         for handle in self._queue.cancelled_or_ended():
@@ -268,7 +342,7 @@ class Scheduler:
 
     def _read_draft(self) -> None:
         """Have the draft read one chunk for the oldest request that needs it."""
-        lanes = self.pool.with_work
+        lanes = self._lanes()
         if lane := min((one for one in lanes if one.draft_prompt), key=lambda one: one.used, default=None):
             with self._failing([lane]), suppress(Interrupted):
                 read_draft(lane, self._draft_chunks, self.pass_now, single=len(lanes) == 1)
@@ -368,8 +442,9 @@ class Scheduler:
                 self.pool.renew(lane)
 
     def _end_all(self, error: Exception) -> None:
-        with suppress(Exception):
-            self.pool.recover(self._queue.put_back)
+        for call in [*self._calls]:
+            call.done.set_exception(error)
+        self._calls.clear()
         for lane in self.pool.busy:
             self._end(lane, error)
         for handle in dict.fromkeys(self._queue.cancelled_or_ended() + self._queue.in_order()):
@@ -385,3 +460,18 @@ class Scheduler:
             handle.end(error)
             self.counts.add_end(handle)  # first: a reader of the end may ask for the counts
         handle.tell_end()
+
+
+def _make_steps(scheduler: "ref[Scheduler]", queue: Queue) -> None:
+    """The scheduler's thread, which ends when nobody has the scheduler any more."""
+    while queue.wait():
+        if found := scheduler():
+            found._work_off()
+        del found
+
+
+def _stop(queue: Queue, pass_now: CurrentPass, thread: Thread | None) -> None:
+    queue.close()
+    pass_now.close()
+    if thread and thread is not current_thread():
+        thread.join()

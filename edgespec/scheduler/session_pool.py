@@ -7,7 +7,6 @@ the least recently used idle ones are emptied for new requests, and a `DiskCache
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +27,13 @@ RESERVED = 1024  # most tokens of an answer for which cells are reserved
 PROMPT_RETRIES = 3
 
 
-class Phase(Enum):
-    """The part of a session and its planner that an exception in a step may leave wrong.
-
-    Attributes:
-        SETTLED: nothing.
-        PASSING: nodes and drafts of a pass; the tokens are right.
-        CHANGING: everything.
-    """
-
-    SETTLED = "settled"
-    PASSING = "passing"
-    CHANGING = "changing"
-
-
 @dataclass(slots=True, eq=False)
 class Lane:
     """A session with its planner, and the request that it serves.
 
     Attributes:
         handle: the request; None: the session is idle.
+        is_broken: no new session could be opened after an error.
         used: serial number of the last request that it was assigned to, or of its loading.
         passed: serial number of the last pass that it had a part in.
         source: the lane with which it shares its first `forked` cells.
@@ -60,7 +46,7 @@ class Lane:
     planner: Planner
     handle: Handle | None = None
     generation: Generation | None = None
-    phase: Phase = Phase.SETTLED
+    is_broken: bool = False
     used: int = 0
     passed: int = 0
     source: "Lane | None" = None
@@ -93,6 +79,11 @@ class Lane:
     @property
     def is_active(self) -> bool:
         return self.handle is not None and self.handle.status in (Status.READING, Status.WRITING)
+
+    @property
+    def is_held(self) -> bool:
+        """Its reader is behind."""
+        return self.handle is not None and not self.handle.cancelled and self.handle.is_full()
 
     @property
     def has_work(self) -> bool:
@@ -144,13 +135,9 @@ class Lane:
         """
         assert self.handle
         assert self.generation
-        self.phase = Phase.CHANGING
         if pass_.tree is None:
-            chunks = self.report_read(self.generation.accept_prompt(pass_, logits))
-        else:
-            chunks = self.handle.write(self.generation.accept(pass_, logits, single=single))
-        self.phase = Phase.PASSING
-        return chunks
+            return self.report_read(self.generation.accept_prompt(pass_, logits))
+        return self.handle.write(self.generation.accept(pass_, logits, single=single))
 
     def give_up(self) -> None:
         if self.generation:
@@ -166,17 +153,6 @@ class Lane:
         handle, generation = self.handle, self.generation
         if handle and generation and handle.request.foresee and generation.foresee(seconds, most):
             handle.tell(Foresaw(generation.foreseen.copy(), handle.request.shown))
-
-    def drop_pass(self) -> None:
-        """Forget nodes and drafts of an interrupted pass.
-
-        Raises:
-            Exception: what the planner raises.
-        """
-        self.session.rewind(len(self.session.token_ids))
-        if self.handle and self.generation:
-            self.generation.move(self.session, self.planner)
-        self.phase = Phase.SETTLED
 
 
 class SessionPool:
@@ -231,8 +207,7 @@ class SessionPool:
         """Give a request the idle lane that loses least; `begin` comes next."""
         lane = self._idle_for(handle.request.prompt_ids, handle.request.sender)
         self._requests += 1
-        lane.phase, lane.generation = Phase.CHANGING, None
-        lane.looked_at = False
+        lane.generation, lane.looked_at = None, False
         lane.handle, lane.used = handle, self._requests
         return lane
 
@@ -249,7 +224,6 @@ class SessionPool:
         assert handle
         self._give(lane, handle.request.sender)
         if handle.parked and self._take_up(lane, handle, handle.parked):
-            lane.phase = Phase.SETTLED
             return []
         request = handle.request
         self.prepare(lane, request.prompt_ids)
@@ -265,9 +239,7 @@ class SessionPool:
         while self.limits.cells is not None and sum(map(self._reserved, self.lanes)) > self.limits.cells:
             if not self.evict_oldest():
                 break
-        chunks = lane.report_read(first)
-        lane.phase = Phase.SETTLED
-        return chunks
+        return lane.report_read(first)
 
     def _give(self, lane: Lane, sender: str) -> None:
         """Let a lane serve a sender: what it holds of another one may not even spare time."""
@@ -318,10 +290,9 @@ class SessionPool:
             parked.drop()
             raise
         lane.give_up()
-        lane.phase, handle.parked = Phase.CHANGING, parked
+        handle.parked = parked
         put_back(handle)
         self.release(lane)
-        lane.phase = Phase.SETTLED
 
     def _take_up(self, lane: Lane, handle: Handle, parked: Parked) -> bool:
         """
@@ -349,51 +320,35 @@ class SessionPool:
         with suppress(Exception):  # the planner may be what failed
             lane.give_up()
         lane.handle = lane.generation = None
-        if lane.phase is Phase.PASSING:
-            lane.phase = Phase.SETTLED
 
-    def mark(self, phase: Phase) -> None:
-        for lane in self.busy:
-            lane.phase = phase
-
-    def recover(self, put_back: Callable[[Handle], None]) -> None:
-        """Mend what an exception left undone: a request goes on with its right tokens, or `put_back` is called."""
-        for lane in self.lanes:
-            handle = lane.handle
-            if lane.phase is Phase.PASSING and handle and not handle.ended:
-                with suppress(Exception):  # the planner raises it again after a restart
-                    lane.drop_pass()
-            if lane.phase is Phase.SETTLED and not self._is_stranded(lane):
-                continue
-            if handle and handle.ended:
-                handle.tell_end()
-            elif handle:
-                put_back(handle)
-            self.renew(lane)
-
-    def _is_stranded(self, lane: Lane) -> bool:
-        """True if no pass can go on with its text, because the pass of another has lost its cells."""
-        return lane.may_write and lane.session.unread_committed >= most_nodes(self.limits, 0)
+    @property
+    def stranded(self) -> list[Lane]:
+        """Lanes with whose texts no pass can go on, because the pass of another has lost their cells."""
+        most = most_nodes(self.limits, 0)
+        return [lane for lane in self.lanes if lane.may_write and lane.session.unread_committed >= most]
 
     def renew(self, lane: Lane) -> None:
-        lane.phase = Phase.CHANGING
-        lane.handle = lane.generation = None
+        """Give a lane without a request a new session: the old one is in an unknown state."""
+        lane.is_broken, lane.handle, lane.generation = True, None, None
         self._hand_over_shared(lane, 0)
-        with suppress(Exception):  # `recover` tries again, or the next request in this session fails
+        with suppress(Exception):  # `mend` tries again, or the next request in this session fails
             lane.session.close()
             lane.session = self._target.open()
             lane.planner.begin([0])
-            lane.phase = Phase.SETTLED
+            lane.is_broken = False
+
+    def mend(self) -> None:
+        for lane in self.lanes:
+            if lane.is_broken and lane.handle is None:
+                self.renew(lane)
 
     @property
     def is_overfull(self) -> bool:
         return self.limits.cells is not None and sum(lane.taken for lane in self.lanes) > self.limits.cells
 
     def empty(self, lane: Lane) -> None:
-        phase, lane.phase = lane.phase, Phase.CHANGING
         self._hand_over_shared(lane, 0)
         lane.session.rewind(0)
-        lane.phase = phase
 
     def evict(self, lane: Lane) -> None:
         """Save a session to the disk cache, if there is one, and empty it."""
@@ -419,7 +374,7 @@ class SessionPool:
 
     def save_one(self) -> bool:
         for lane in self.idle if self.disk_cache else ():
-            if lane.session.token_ids and lane.phase is Phase.SETTLED and not lane.looked_at:
+            if lane.session.token_ids and not (lane.is_broken or lane.looked_at):
                 lane.looked_at = True
                 if self.disk_cache:
                     self.disk_cache.put(lane.session, lane.draft, lane.sender)
@@ -451,16 +406,17 @@ class SessionPool:
         lane = min(self.idle, key=lambda lane: lane.used, default=None)
         if lane is None:
             raise UsageError("all sessions of this model are in use: load the file when a request has ended")
-        lane.phase = Phase.CHANGING
         self._give(lane, "")
         self._hand_over_shared(lane, 0)
         try:
             note = self._load(lane, path)
         except EdgespecError:  # the session is right, but may be empty
-            lane.phase = Phase.SETTLED
+            raise
+        except Exception:
+            self.renew(lane)
             raise
         self._requests += 1
-        lane.phase, lane.used = Phase.SETTLED, self._requests
+        lane.used = self._requests
         return note
 
     def _load(self, lane: Lane, path: str | Path) -> Any:

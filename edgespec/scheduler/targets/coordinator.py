@@ -27,7 +27,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import Source, chain_of
 from edgespec.machine.process import check_process, is_here
-from edgespec.scheduler.requests import Event, Handle, Reading, Request
+from edgespec.scheduler.requests import Event, Handle, Reading, Request, never
 from edgespec.scheduler.targets.places import Place
 from edgespec.scheduler.targets.proposer import Proposer
 from edgespec.scheduler.targets.verifier import Described, Spec, Task, verify
@@ -99,10 +99,17 @@ class Targets:
         self.thread: threading.Thread | None = None
         self.at_close: Callable[[], None] = lambda: None
 
-    def submit(self, request: Request, emit: Callable[[Event], None], stats: GenerationStats | None = None) -> Handle:
+    def submit(
+        self,
+        request: Request,
+        emit: Callable[[Event], None],
+        stats: GenerationStats | None = None,
+        *,
+        is_full: Callable[[], bool] = never,
+    ) -> Handle:
         """As `Scheduler.submit`; requests are decoded one after the other.
 
-        A request ends with EdgespecError if no copy can do its tasks.
+        A request ends with EdgespecError if no copy can do its tasks. Copies do not wait for a reader that is behind.
 
         Raises:
             UsageError: the request has a grammar or wants log-probabilities, which stay with the logits.
@@ -117,6 +124,8 @@ class Targets:
         return handle
 
     def start(self) -> None: ...
+
+    def wake(self) -> None: ...
 
     def _decode(self, handle: Handle) -> None:
         error = None
