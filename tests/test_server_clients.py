@@ -21,6 +21,7 @@ from edgespec.backends.reference.backend import ReferenceBackend, random_model
 pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
 
 import uvicorn
+from scripted import answering
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -32,9 +33,7 @@ from edgespec.errors import UsageError
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.server import connections
-from edgespec.server.app import make_app
 from edgespec.server.connections import OneProtocol, WatchingServer
-from edgespec.server.service import Service
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -46,21 +45,9 @@ def listening(slots=2, context=500, sock=None, service=(), **guard):
     target.model.unembedding[1] = 0  # texts seldom end early
     with (
         Model(target, [SssdPlanner() for _ in range(slots)], budget=8) as model,
-        sock or socket.create_server(("127.0.0.1", 0)) as sock,
+        answering(model, sock, **guard) as port,
     ):
-        config = uvicorn.Config(
-            make_app(Service(model, "tiny", **dict(service)), **guard), log_level="warning", lifespan="on"
-        )
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        try:
-            while not server.started:
-                time.sleep(0.01)
-            yield model, sock.getsockname()[1]
-        finally:
-            server.should_exit = True
-            thread.join()
+        yield model, port
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,564 @@
+"""Real agents and SDKs against edgespec's server with a scripted model: `make test-clients`.
+
+Each client does each task in a folder of its own, in a network of its own that has only loopback. A task ends well if
+its effect is there: a file was written, the last text holds what a tool returned.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from scripted import Reply, answering, scripted, turns
+from words import WORD
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+BUILD = ROOT / "build" / "clients"
+CASES = Path(tempfile.gettempdir()) / "edgespec-clients"  # outside this repository, which agents would look at
+CONTEXT = 60_000  # tokens; agents' own instructions have up to 20,000
+PATIENCE = 8  # seconds without an event after which clients give up, where they can be told
+SILENCE = 16.0  # seconds before the first token of the task `slow`
+LONGEST = 150  # seconds of one run of a client
+MARK = "TASK-4711"  # in the user's message: other requests, as for a title, are answered otherwise
+
+
+@dataclass
+class Case:
+    """One client at one task: where, and how the model is reached."""
+
+    client: "Client"
+    task: "Task"
+    folder: Path
+    port: int = 0
+
+    @property
+    def home(self) -> Path:
+        return self.folder / "home"
+
+    @property
+    def work(self) -> Path:
+        return self.folder / "work"
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def told(self) -> int:
+        """Tokens of the context, as the client's settings have it."""
+        return CONTEXT if self.task.told else 10 * CONTEXT
+
+    @property
+    def words(self) -> list[str]:
+        """The command of the MCP server."""
+        return [sys.executable, str(HERE / "words.py")]
+
+    def write(self, name: str, data: object) -> Path:
+        path = self.home / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(data if isinstance(data, str) else json.dumps(data, indent=1), encoding="utf-8")
+        return path
+
+
+Call = tuple[str, Mapping[str, object]]  # a tool's name and arguments
+
+
+@dataclass(frozen=True, eq=False)
+class Client:
+    """A program and how it is told what to do.
+
+    Attributes:
+        packages: with versions; of npm, or of PyPI if `python` is true.
+        program: its path in the folder of its packages.
+        command: (case, message, whether it continues the last session) -> arguments.
+        prepare: writes its settings, and returns variables.
+        write, look, run: its tools, to write a file, to look at an image, to run a command.
+        cannot: tasks that it has no means for, and why.
+    """
+
+    name: str
+    packages: Sequence[str]
+    program: str
+    command: Callable[[Case, str, bool], Sequence[str]]
+    prepare: Callable[[Case], Mapping[str, str]]
+    write: Callable[[Path, str], Call] | None = None
+    look: Callable[[Path], Call] | None = None
+    run: Callable[[str], Call] | None = None
+    python: bool = False
+    cannot: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        return BUILD / self.name.lower().replace(" ", "-")
+
+    def install(self) -> None:
+        done = self.folder / "packages"
+        wanted = " ".join(self.packages)
+        if done.exists() and done.read_text(encoding="utf-8") == wanted:
+            return
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        if self.python:
+            subprocess.run([sys.executable, "-m", "venv", str(self.folder)], check=True)
+            subprocess.run([self.folder / "bin/pip", "install", "--quiet", *self.packages], check=True)
+        else:
+            (self.folder / "package.json").write_text('{"private": true}', encoding="utf-8")
+            quiet = ["--no-audit", "--no-fund", "--loglevel=error"]
+            subprocess.run(
+                ["npm", "install", *quiet, *self.packages], cwd=self.folder, check=True, stdin=subprocess.DEVNULL
+            )
+        done.write_text(wanted, encoding="utf-8")
+
+
+def says(call: Call) -> str:
+    name, arguments = call
+    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What is asked, answered and looked for.
+
+    Attributes:
+        messages: of the user; a second one continues the session.
+        answer: (case, prompt, number of results of tools in it) -> what the model writes.
+        check: (case, what the client printed, prompts of the model) -> what is wrong, or "".
+        told: the client's settings say how much the context holds.
+    """
+
+    name: str
+    messages: Sequence[str]
+    answer: Callable[[Case, str, int], Reply | str]
+    check: Callable[[Case, str, Sequence[str]], str]
+    told: bool = True
+
+
+def script(case: Case) -> Callable[[str], Reply | str]:
+    def answer(prompt: str) -> Reply | str:
+        found = turns(prompt, "<|im_start|>", "<|im_end|>")
+        last = next((text for role, text in reversed(found) if role == "user"), "")
+        if SUMMARISE.search(last) or SUMMARISE.search(found[-1][1][-3000:]):
+            return f"<analysis>Short.</analysis>\n<summary>\nSUMMARY-MADE of {MARK}: the big file was read.\n</summary>"
+        if not is_main(case, prompt):
+            return "A short title"
+        return case.task.answer(case, prompt, sum(role == "tool" for role, _ in found))
+
+    return answer
+
+
+def is_main(case: Case, prompt: str) -> bool:
+    """Whether the task itself is asked for, not a title or the like."""
+    return MARK in prompt and (case.client.write is None or "<tools>" in prompt)
+
+
+SUMMARISE = re.compile(
+    r"(detailed|handoff|compact|structured|concise|anchored)[^.]{0,60} summar|summar[^.]{0,40} (conversation|session)",
+    re.I,
+)
+
+
+def png(path: Path) -> None:
+    """A green square."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = (b"\0" + b"\x10\xa0\x40" * 64) * 64
+    head = struct.pack(">IIBBBBB", 64, 64, 8, 2, 0, 0, 0)
+    path.write_bytes(
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    )
+
+
+def printed(*words: str) -> Callable[[Case, str, Sequence[str]], str]:
+    def check(case: Case, text: str, prompts: Sequence[str]) -> str:
+        return "".join(f"{word!r} was not printed; " for word in words if word not in text)
+
+    return check
+
+
+def wrote(**files: str) -> Callable[[Case, str, Sequence[str]], str]:
+    def check(case: Case, text: str, prompts: Sequence[str]) -> str:
+        missing = ""
+        for name, expected in files.items():
+            path = case.work / f"{name}.txt"
+            found = path.read_text(encoding="utf-8") if path.exists() else "nothing"
+            missing += "" if found.strip() == expected else f"{name}.txt holds {found[:40]!r}; "
+        return missing + printed("ALL-DONE")(case, text, prompts)
+
+    return check
+
+
+def answer_tool(case: Case, prompt: str, results: int) -> str:
+    if not case.client.write:  # aider: an edit is a text
+        return "hello.txt\n```\nhello there\n```\nALL-DONE"
+    return (
+        "I write it.\n" + says(case.client.write(case.work / "hello.txt", "hello there")) if not results else "ALL-DONE"
+    )
+
+
+def answer_parallel(case: Case, prompt: str, results: int) -> str:
+    assert case.client.write
+    both = [says(case.client.write(case.work / f"{name}.txt", text)) for name, text in (("a", "one"), ("b", "two"))]
+    return "\n".join(both) if not results else "ALL-DONE"
+
+
+def answer_mcp(case: Case, prompt: str, results: int) -> str:
+    if results:
+        return f"It is {''.join(re.findall('quillon-[0-9]+', prompt)[-1:])}. ALL-DONE"
+    names = re.findall(r'"name": "(\w*secret_word)"', prompt)
+    return says((names[0], {})) if names else "There is no such tool."
+
+
+def answer_image(case: Case, prompt: str, results: int) -> str:
+    assert case.client.look
+    assert case.client.run
+    if not results:
+        return says(case.client.look(case.work / "square.png"))
+    return says(case.client.run("echo seen > seen.txt")) if results == 1 else "ALL-DONE"
+
+
+def answer_overflow(case: Case, prompt: str, results: int) -> str:
+    """Reads the file until the client has made a summary."""
+    assert case.client.run
+    if "SUMMARY-MADE" not in prompt:
+        return says(case.client.run(f"tail -c +{24_000 * results + 1} big.txt | head -c 24000"))
+    return says(case.client.run("echo over > over.txt")) if '"echo over' not in prompt else "ALL-DONE"
+
+
+def check_slow(case: Case, text: str, prompts: Sequence[str]) -> str:
+    asked = sum(is_main(case, prompt) for prompt in prompts)
+    return printed("SLOWLY")(case, text, prompts) + (f"{asked} requests instead of one; " if asked > 1 else "")
+
+
+def answer_resume(case: Case, prompt: str, results: int) -> str:
+    return f"You asked again; I said BLUE-{len(WORD)}x." if "BLUE-first" in prompt else "BLUE-first"
+
+
+TASKS = [
+    Task(
+        "chat", [f"{MARK}: say hello."], lambda case, prompt, results: "HELLO-FROM-MODEL", printed("HELLO-FROM-MODEL")
+    ),
+    Task("tool", [f"{MARK}: write hello.txt."], answer_tool, wrote(hello="hello there")),
+    Task("parallel", [f"{MARK}: write a.txt and b.txt."], answer_parallel, wrote(a="one", b="two")),
+    Task("mcp", [f"{MARK}: which is the secret word?"], answer_mcp, printed(WORD, "ALL-DONE")),
+    Task("image", [f"{MARK}: look at square.png."], answer_image, wrote(seen="seen")),
+    Task("overflow", [f"{MARK}: read big.txt."], answer_overflow, wrote(over="over"), told=False),
+    Task("compact", [f"{MARK}: read big.txt."], answer_overflow, wrote(over="over")),
+    Task("slow", [f"{MARK}: think for long."], lambda *_: Reply("SLOWLY", SILENCE), check_slow),
+    Task("resume", [f"{MARK}: name a colour.", f"{MARK}: which colour was it?"], answer_resume, printed("BLUE-12x")),
+]
+
+
+# Clients: how each is set up, and its tools.
+
+
+def claude_settings(case: Case) -> dict[str, str]:
+    case.write("mcp.json", {"mcpServers": {"words": {"command": case.words[0], "args": case.words[1:]}}})
+    return {
+        "ANTHROPIC_BASE_URL": case.url, "ANTHROPIC_AUTH_TOKEN": "none", "CLAUDE_CODE_DISABLE_GIT_INSTRUCTIONS": "1",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "CLAUDE_CONFIG_DIR": str(case.home / "claude"),
+        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(case.told),
+        **({"API_TIMEOUT_MS": f"{PATIENCE}000"} if case.task.name == "slow" else {}),
+    }  # fmt: skip
+
+
+def claude_command(case: Case, message: str, again: bool) -> list[str]:
+    tools = "Write,Read,Bash,mcp__words__secret_word"
+    more = ["--allowedTools", tools, "--mcp-config", str(case.home / "mcp.json"), "--strict-mcp-config"]
+    return ["--print", *(["--continue"] if again else []), message, *more]
+
+
+def codex_settings(case: Case) -> dict[str, str]:
+    patience = PATIENCE if case.task.name == "slow" else 60
+    case.write("config.toml", f"""\
+model = "tiny"
+model_provider = "edgespec"
+model_context_window = {case.told}
+[model_providers.edgespec]
+name = "edgespec"
+base_url = "{case.url}/v1"
+wire_api = "responses"
+stream_idle_timeout_ms = {patience}000
+[mcp_servers.words]
+command = "{case.words[0]}"
+args = ["{case.words[1]}"]
+""")  # fmt: skip
+    return {"CODEX_HOME": str(case.home)}
+
+
+def codex_command(case: Case, message: str, again: bool) -> list[str]:
+    flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    return ["exec", *(["resume", "--last"] if again else []), *flags, message]
+
+
+def opencode_settings(case: Case) -> dict[str, str]:
+    patience = {"chunkTimeout": PATIENCE * 1000} if case.task.name == "slow" else {}
+    model = {"limit": {"context": case.told, "output": 4000}, "tool_call": True, "attachment": True,
+             "modalities": {"input": ["text", "image"], "output": ["text"]}}  # fmt: skip
+    options = {"baseURL": f"{case.url}/v1", "apiKey": "none", **patience}
+    provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {"tiny": model}}
+    words = {"type": "local", "command": case.words, "enabled": True}
+    case.write("opencode.json", {"provider": {"edgespec": provider}, "mcp": {"words": words}, "autoupdate": False})
+    return {"OPENCODE_CONFIG": str(case.home / "opencode.json"), "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+
+
+def opencode_command(case: Case, message: str, again: bool) -> list[str]:
+    return ["run", *(["--continue"] if again else []), "--auto", "-m", "edgespec/tiny", message]
+
+
+def cline_settings(case: Case) -> dict[str, str]:
+    case.write("mcp.json", {"mcpServers": {"words": {"command": case.words[0], "args": case.words[1:]}}})
+    settings = {"provider": "openai-compatible", "apiKey": "none", "model": "tiny", "baseUrl": f"{case.url}/v1",
+                "contextWindow": case.told}  # fmt: skip
+    if case.task.name == "slow":
+        settings["timeout"] = PATIENCE * 1000
+    known = {"openai-compatible": {"settings": settings, "updatedAt": "2026-01-01T00:00:00Z", "tokenSource": "manual"}}
+    case.write("cline/data/settings/providers.json", {"version": 1, "providers": known, "modes": {}})
+    return {"CLINE_DIR": str(case.home / "cline"), "CLINE_MCP_SETTINGS_PATH": str(case.home / "mcp.json")}
+
+
+def cline_command(case: Case, message: str, again: bool) -> list[str]:
+    return ["-P", "openai-compatible", "-m", "tiny", message]
+
+
+def continue_settings(case: Case) -> dict[str, str]:
+    patience = f"    requestOptions:\n      timeout: {PATIENCE}000\n" if case.task.name == "slow" else ""
+    case.write("config.yaml", f"""\
+name: local
+version: 1.0.0
+schema: v1
+models:
+  - name: tiny
+    provider: openai
+    model: tiny
+    apiBase: {case.url}/v1
+    apiKey: none
+    roles: [chat]
+    capabilities: [tool_use, image_input]
+    defaultCompletionOptions:
+      contextLength: {case.told}
+      maxTokens: 4000
+{patience}mcpServers:
+  - name: words
+    command: {case.words[0]}
+    args: ["{case.words[1]}"]
+""")  # fmt: skip
+    return {"CONTINUE_GLOBAL_DIR": str(case.home / "continue"), "CONTINUE_TELEMETRY_ENABLED": "0"}
+
+
+def continue_command(case: Case, message: str, again: bool) -> list[str]:
+    resume = ["--resume"] if again else []
+    return ["--config", str(case.home / "config.yaml"), "--auto", "--print", *resume, message]
+
+
+def aider_settings(case: Case) -> dict[str, str]:
+    return {"OPENAI_API_BASE": f"{case.url}/v1", "OPENAI_API_KEY": "none"}
+
+
+def aider_command(case: Case, message: str, again: bool) -> list[str]:
+    patience = ["--timeout", str(PATIENCE)] if case.task.name == "slow" else []
+    quiet = ["--no-git", "--yes-always", "--no-check-update", "--analytics-disable", "--no-show-model-warnings"]
+    quiet += ["--no-pretty", "--edit-format", "whole"]
+    restore = ["--restore-chat-history"] if again else []
+    return ["--model", "openai/tiny", *quiet, *patience, *restore, "--message", message]
+
+
+def ai_command(case: Case, message: str, again: bool) -> list[str]:
+    shutil.copy(HERE / "ai.mjs", case.client.folder)  # beside its packages
+    patience = PATIENCE if case.task.name == "slow" else 60
+    return [str(case.client.folder / "ai.mjs"), f"{case.url}/v1", f"{patience}000", message]
+
+
+NO_AGENT = "it has no tools and no MCP: it writes edits as text"
+CLIENTS = [
+    Client(
+        "Claude Code", ["@anthropic-ai/claude-code@2.1.197"], "claude", claude_command, claude_settings,
+        lambda path, text: ("Write", {"file_path": str(path), "content": text}),
+        lambda path: ("Read", {"file_path": str(path)}),
+        lambda command: ("Bash", {"command": command}),
+    ),
+    Client(
+        "Codex", ["@openai/codex@0.171.0"], "codex", codex_command, codex_settings,
+        lambda path, text: ("exec_command", {"cmd": f"printf '%s' '{text}' > '{path}'"}),
+        lambda path: ("view_image", {"path": str(path)}),
+        lambda command: ("exec_command", {"cmd": command}),
+    ),
+    Client(
+        "opencode", ["opencode-ai@1.18.33"], "opencode", opencode_command, opencode_settings,
+        lambda path, text: ("write", {"filePath": str(path), "content": text}),
+        lambda path: ("read", {"filePath": str(path)}),
+        lambda command: ("bash", {"command": command, "description": "Do it"}),
+    ),
+    Client(
+        "Cline", ["cline@3.0.65"], "cline", cline_command, cline_settings,
+        lambda path, text: ("run_commands", {"commands": [f"printf '%s' '{text}' > '{path}'"]}),
+        lambda path: ("read_files", {"files": [{"path": str(path)}]}),
+        lambda command: ("run_commands", {"commands": [command]}),
+        cannot={"resume": "without a terminal it begins a new session (--id needs one)"},
+    ),
+    Client(
+        "Continue", ["@continuedev/cli@1.5.45"], "cn", continue_command, continue_settings,
+        lambda path, text: ("Write", {"filepath": str(path), "content": text}),
+        lambda path: ("Read", {"filepath": str(path)}),
+        lambda command: ("Bash", {"command": command}),
+    ),
+    Client(
+        "aider", ["aider-chat==0.86.2"], "bin/aider", aider_command, aider_settings, python=True,
+        cannot=dict.fromkeys(["parallel", "mcp", "image", "overflow", "compact"], NO_AGENT),
+    ),
+    Client(
+        "AI SDK", ["ai@6.0.325", "@ai-sdk/openai@3.0.141"], "node", ai_command, lambda case: {},
+        lambda path, text: ("write", {"path": str(path), "text": text}),
+        cannot=dict.fromkeys(["mcp", "image", "overflow", "compact", "resume"], "a library: its programs do that"),
+    ),
+]  # fmt: skip
+
+
+def run_case(case: Case, vocab: object) -> str:
+    """What is wrong; "" if nothing is. All that was seen is left in the case's folder."""
+    shutil.rmtree(case.folder, ignore_errors=True)
+    case.work.mkdir(parents=True)
+    case.home.mkdir()
+    png(case.work / "square.png")
+    (case.work / "big.txt").write_text("".join(f"{i} is a number in words that fill\n" for i in range(20_000)), "utf-8")
+    with (
+        scripted(script(case), vocab, CONTEXT, slots=4) as model,
+        answering(model, around=lambda app: recording(app, case.folder)) as case.port,
+    ):
+        text, prompts = "", model.target.asked
+        try:
+            settings = case.client.prepare(case)
+            for number, message in enumerate(case.task.messages):
+                text += run_client(case, case.client.command(case, message, number > 0), settings)
+        except subprocess.TimeoutExpired as error:
+            text += str(error.stdout) + f"\nIt took more than {LONGEST} seconds."
+        (case.folder / "printed.txt").write_text(text, "utf-8")
+        for number, prompt in enumerate(prompts):
+            (case.folder / f"prompt-{number}.txt").write_text(prompt, "utf-8")
+        wrong = case.task.check(case, text, prompts)
+    return f"{wrong}{hint(text)}" if wrong else ""
+
+
+def recording(app, folder: Path):
+    """An ASGI layer that writes the bodies as they come into a folder."""
+    numbers = count()
+
+    async def around(scope, receive, send):
+        if scope.get("method") != "POST":
+            await app(scope, receive, send)
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        asked = {"path": scope["path"], "body": json.loads(body)}
+        (folder / f"request-{next(numbers)}.json").write_text(json.dumps(asked, indent=1), "utf-8")
+        whole = [{"type": "http.request", "body": body}]
+
+        async def again():
+            return whole.pop() if whole else await receive()
+
+        await app(scope, again, send)
+
+    return around
+
+
+def run_client(case: Case, arguments: Sequence[str], settings: Mapping[str, str]) -> str:
+    bin_ = case.client.folder if case.client.python else case.client.folder / "node_modules/.bin"
+    known = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+    environment = {**known, "HOME": str(case.home), "TMPDIR": str(case.home), "DISABLE_TELEMETRY": "1",
+                   "DO_NOT_TRACK": "1", "DISABLE_AUTOUPDATER": "1", "IS_SANDBOX": "1", **settings}  # fmt: skip
+    program = bin_ / case.client.program
+    process = subprocess.run(
+        [program if program.exists() else program.name, *arguments], cwd=case.work, env=environment,
+        timeout=LONGEST, check=False, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+    return process.stdout + f"\n(exit code {process.returncode})\n"
+
+
+def hint(text: str) -> str:
+    """The line that most looks like an error."""
+    lines = [line.strip() for line in text.splitlines() if re.search("(?i)error|fail|refus|too long|unsupported", line)]
+    return lines[-1][:160] if lines else " ".join(text.split())[-160:]
+
+
+def table(found: Mapping[tuple[str, str], str]) -> str:
+    tasks = [task.name for task in TASKS]
+    rows = [f"| client | {' | '.join(tasks)} |", f"| --- |{' --- |' * len(tasks)}"]
+    notes = list[str]()
+    for client in CLIENTS:
+        cells = list[str]()
+        for task in tasks:
+            wrong = found.get((client.name, task))
+            cells.append("" if wrong is None else "—" if task in client.cannot else "FAIL" if wrong else "pass")
+            if wrong:
+                notes.append(f"- {client.name}, {task}: {wrong}")
+        rows.append(f"| {client.name} ({' '.join(client.packages)}) | {' | '.join(cells)} |")
+    return "\n".join([*rows, "", *notes]) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", action="append", default=[], help="a client, a task, or CLIENT/TASK; several times")
+    parser.add_argument("--write", type=Path, help="also write the table to this file")
+    options = parser.parse_args()
+    chosen = [
+        (client, task)
+        for client in CLIENTS
+        for task in TASKS
+        if not options.only or {client.name, task.name, f"{client.name}/{task.name}"} & set(options.only)
+    ]
+    if "ALONE" not in os.environ:
+        for client in dict.fromkeys(client for client, _ in chosen):
+            client.install()
+        return alone()
+    from conftest import smollm2_path
+
+    from edgespec.loop.engines import load_vocab
+
+    found = dict[tuple[str, str], str]()
+    for client, task in chosen:
+        if task.name in client.cannot:
+            found[client.name, task.name] = client.cannot[task.name]
+            continue
+        case = Case(client, task, CASES / f"{client.name}-{task.name}".lower().replace(" ", "-"))
+        begun = time.monotonic()
+        wrong = found[client.name, task.name] = run_case(case, load_vocab("llamacpp", str(smollm2_path())))
+        took = time.monotonic() - begun
+        print(f"{client.name}, {task.name} ({took:.0f} s): {'FAIL ' + wrong if wrong else 'pass'}", flush=True)
+    print(table(found))
+    if options.write:
+        options.write.write_text(table(found), encoding="utf-8")
+    failed = [name for name, wrong in found.items() if wrong and name[1] not in client_of(name[0]).cannot]
+    return 1 if failed else 0
+
+
+def client_of(name: str) -> Client:
+    return next(client for client in CLIENTS if client.name == name)
+
+
+def alone() -> int:
+    """Run this program again in a network that has only loopback, where the system allows one."""
+    again = [sys.executable, *sys.argv]
+    inside = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *again]
+    can = shutil.which("unshare") and subprocess.run([*inside[:6], "sh", "true"], check=False, capture_output=True)
+    environment = {**os.environ, "ALONE": "1"}
+    return subprocess.run(inside if can and not can.returncode else again, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
