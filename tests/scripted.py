@@ -58,7 +58,7 @@ class ScriptedSession(ReferenceSession):
 
     def add(self, work, positions):
         self._add_nodes(work, positions)
-        if work.prompt or self._start is None:  # draft tokens may hold anything
+        if len(work.wanted) and (work.prompt or self._start is None):  # draft tokens may hold anything
             self._start, self._reply = self._backend.reply(self.token_ids + self._tokens[: None if work.prompt else 1])
         rows = {}
         for node in work.wanted.tolist():

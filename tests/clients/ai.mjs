@@ -1,9 +1,9 @@
-// The AI SDK with its default provider: a task with the tools write and secret_word, asked for on the command line.
+// The AI SDK with its default provider: a task with one tool.
 import { createOpenAI } from "@ai-sdk/openai";
 import { jsonSchema, stepCountIs, streamText, tool } from "ai";
 import { writeFileSync } from "node:fs";
 
-const [baseURL, patience, prompt] = process.argv.slice(2);
+const [baseURL, prompt] = process.argv.slice(2);
 const openai = createOpenAI({ baseURL, apiKey: "none" });
 const write = tool({
   description: "Write a file.",
@@ -20,7 +20,6 @@ const { textStream } = streamText({
   prompt,
   tools: { write },
   stopWhen: stepCountIs(5),
-  timeout: { chunkMs: Number(patience) },
   providerOptions: { openai: { store: false } },
   onError: ({ error }) => console.log(`error: ${error}`),
 });

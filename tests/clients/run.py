@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from scripted import Reply, answering, scripted, turns
 from words import WORD
@@ -30,6 +31,7 @@ CASES = Path(tempfile.gettempdir()) / "edgespec-clients"  # outside this reposit
 CONTEXT = 60_000  # tokens; agents' own instructions have up to 20,000
 PATIENCE = 8  # seconds without an event after which clients give up, where they can be told
 SILENCE = 16.0  # seconds before the first token of the task `slow`
+MOST_TEXT = 40  # characters of a text in what is recorded
 LONGEST = 150  # seconds of one run of a client
 MARK = "TASK-4711"  # in the user's message: other requests, as for a title, are answered otherwise
 
@@ -56,9 +58,9 @@ class Case:
         return f"http://127.0.0.1:{self.port}"
 
     @property
-    def told(self) -> int:
-        """Tokens of the context, as the client's settings have it."""
-        return CONTEXT if self.task.told else 10 * CONTEXT
+    def requests(self) -> list[dict[str, Any]]:
+        """The path and the body of each that was made."""
+        return [json.loads(file.read_text("utf-8")) for file in sorted(self.folder.glob("request-*.json"))]
 
     @property
     def words(self) -> list[str]:
@@ -151,16 +153,11 @@ def script(case: Case) -> Callable[[str], Reply | str]:
         last = next((text for role, text in reversed(found) if role == "user"), "")
         if SUMMARISE.search(last) or SUMMARISE.search(found[-1][1][-3000:]):
             return f"<analysis>Short.</analysis>\n<summary>\nSUMMARY-MADE of {MARK}: the big file was read.\n</summary>"
-        if not is_main(case, prompt):
+        if MARK not in prompt or (case.client.write and "<tools>" not in prompt):
             return "A short title"
         return case.task.answer(case, prompt, sum(role == "tool" for role, _ in found))
 
     return answer
-
-
-def is_main(case: Case, prompt: str) -> bool:
-    """Whether the task itself is asked for, not a title or the like."""
-    return MARK in prompt and (case.client.write is None or "<tools>" in prompt)
 
 
 SUMMARISE = re.compile(
@@ -177,9 +174,8 @@ def png(path: Path) -> None:
 
     rows = (b"\0" + b"\x10\xa0\x40" * 64) * 64
     head = struct.pack(">IIBBBBB", 64, 64, 8, 2, 0, 0, 0)
-    path.write_bytes(
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-    )
+    parts = [chunk(b"IHDR", head), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
 
 
 def printed(*words: str) -> Callable[[Case, str, Sequence[str]], str]:
@@ -204,9 +200,8 @@ def wrote(**files: str) -> Callable[[Case, str, Sequence[str]], str]:
 def answer_tool(case: Case, prompt: str, results: int) -> str:
     if not case.client.write:  # aider: an edit is a text
         return "hello.txt\n```\nhello there\n```\nALL-DONE"
-    return (
-        "I write it.\n" + says(case.client.write(case.work / "hello.txt", "hello there")) if not results else "ALL-DONE"
-    )
+    call = says(case.client.write(case.work / "hello.txt", "hello there"))
+    return "ALL-DONE" if results else f"I write it.\n{call}"
 
 
 def answer_parallel(case: Case, prompt: str, results: int) -> str:
@@ -239,18 +234,17 @@ def answer_overflow(case: Case, prompt: str, results: int) -> str:
 
 
 def check_slow(case: Case, text: str, prompts: Sequence[str]) -> str:
-    asked = sum(is_main(case, prompt) for prompt in prompts)
+    bodies = [request["body"] for request in case.requests]
+    asked = sum(MARK in json.dumps(body) and bool(body.get("tools") or not case.client.write) for body in bodies)
     return printed("SLOWLY")(case, text, prompts) + (f"{asked} requests instead of one; " if asked > 1 else "")
 
 
 def answer_resume(case: Case, prompt: str, results: int) -> str:
-    return f"You asked again; I said BLUE-{len(WORD)}x." if "BLUE-first" in prompt else "BLUE-first"
+    return "BLUE-again" if "BLUE-first" in prompt else "BLUE-first"
 
 
 TASKS = [
-    Task(
-        "chat", [f"{MARK}: say hello."], lambda case, prompt, results: "HELLO-FROM-MODEL", printed("HELLO-FROM-MODEL")
-    ),
+    Task("chat", [f"{MARK}: say hello."], lambda *_: "HELLO-FROM-MODEL", printed("HELLO-FROM-MODEL")),
     Task("tool", [f"{MARK}: write hello.txt."], answer_tool, wrote(hello="hello there")),
     Task("parallel", [f"{MARK}: write a.txt and b.txt."], answer_parallel, wrote(a="one", b="two")),
     Task("mcp", [f"{MARK}: which is the secret word?"], answer_mcp, printed(WORD, "ALL-DONE")),
@@ -258,7 +252,7 @@ TASKS = [
     Task("overflow", [f"{MARK}: read big.txt."], answer_overflow, wrote(over="over"), told=False),
     Task("compact", [f"{MARK}: read big.txt."], answer_overflow, wrote(over="over")),
     Task("slow", [f"{MARK}: think for long."], lambda *_: Reply("SLOWLY", SILENCE), check_slow),
-    Task("resume", [f"{MARK}: name a colour.", f"{MARK}: which colour was it?"], answer_resume, printed("BLUE-12x")),
+    Task("resume", [f"{MARK}: name a colour.", f"{MARK}: which colour was it?"], answer_resume, printed("BLUE-again")),
 ]
 
 
@@ -270,8 +264,7 @@ def claude_settings(case: Case) -> dict[str, str]:
     return {
         "ANTHROPIC_BASE_URL": case.url, "ANTHROPIC_AUTH_TOKEN": "none", "CLAUDE_CODE_DISABLE_GIT_INSTRUCTIONS": "1",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "CLAUDE_CONFIG_DIR": str(case.home / "claude"),
-        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(case.told),
-        **({"API_TIMEOUT_MS": f"{PATIENCE}000"} if case.task.name == "slow" else {}),
+        **({"CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(CONTEXT)} if case.task.told else {}),
     }  # fmt: skip
 
 
@@ -283,10 +276,11 @@ def claude_command(case: Case, message: str, again: bool) -> list[str]:
 
 def codex_settings(case: Case) -> dict[str, str]:
     patience = PATIENCE if case.task.name == "slow" else 60
+    told = f"model_context_window = {CONTEXT}" if case.task.told else ""
     case.write("config.toml", f"""\
 model = "tiny"
 model_provider = "edgespec"
-model_context_window = {case.told}
+{told}
 [model_providers.edgespec]
 name = "edgespec"
 base_url = "{case.url}/v1"
@@ -306,8 +300,9 @@ def codex_command(case: Case, message: str, again: bool) -> list[str]:
 
 def opencode_settings(case: Case) -> dict[str, str]:
     patience = {"chunkTimeout": PATIENCE * 1000} if case.task.name == "slow" else {}
-    model = {"limit": {"context": case.told, "output": 4000}, "tool_call": True, "attachment": True,
-             "modalities": {"input": ["text", "image"], "output": ["text"]}}  # fmt: skip
+    model: dict[str, object] = {"attachment": True, "modalities": {"input": ["text", "image"], "output": ["text"]}}
+    if case.task.told:
+        model["limit"] = {"context": CONTEXT, "output": 4000}
     options = {"baseURL": f"{case.url}/v1", "apiKey": "none", **patience}
     provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {"tiny": model}}
     words = {"type": "local", "command": case.words, "enabled": True}
@@ -321,10 +316,10 @@ def opencode_command(case: Case, message: str, again: bool) -> list[str]:
 
 def cline_settings(case: Case) -> dict[str, str]:
     case.write("mcp.json", {"mcpServers": {"words": {"command": case.words[0], "args": case.words[1:]}}})
-    settings = {"provider": "openai-compatible", "apiKey": "none", "model": "tiny", "baseUrl": f"{case.url}/v1",
-                "contextWindow": case.told}  # fmt: skip
-    if case.task.name == "slow":
-        settings["timeout"] = PATIENCE * 1000
+    settings: dict[str, object] = {"provider": "openai-compatible", "apiKey": "none", "model": "tiny"}
+    settings["baseUrl"] = f"{case.url}/v1"
+    if case.task.told:
+        settings["contextWindow"] = CONTEXT
     known = {"openai-compatible": {"settings": settings, "updatedAt": "2026-01-01T00:00:00Z", "tokenSource": "manual"}}
     case.write("cline/data/settings/providers.json", {"version": 1, "providers": known, "modes": {}})
     return {"CLINE_DIR": str(case.home / "cline"), "CLINE_MCP_SETTINGS_PATH": str(case.home / "mcp.json")}
@@ -335,27 +330,15 @@ def cline_command(case: Case, message: str, again: bool) -> list[str]:
 
 
 def continue_settings(case: Case) -> dict[str, str]:
-    patience = f"    requestOptions:\n      timeout: {PATIENCE}000\n" if case.task.name == "slow" else ""
-    case.write("config.yaml", f"""\
-name: local
-version: 1.0.0
-schema: v1
-models:
-  - name: tiny
-    provider: openai
-    model: tiny
-    apiBase: {case.url}/v1
-    apiKey: none
-    roles: [chat]
-    capabilities: [tool_use, image_input]
-    defaultCompletionOptions:
-      contextLength: {case.told}
-      maxTokens: 4000
-{patience}mcpServers:
-  - name: words
-    command: {case.words[0]}
-    args: ["{case.words[1]}"]
-""")  # fmt: skip
+    model: dict[str, object] = {
+        "name": "tiny", "provider": "openai", "model": "tiny", "apiBase": f"{case.url}/v1", "apiKey": "none",
+        "capabilities": ["tool_use", "image_input"],
+    }  # fmt: skip
+    if case.task.told:
+        model["defaultCompletionOptions"] = {"contextLength": CONTEXT, "maxTokens": 4000}
+    words = {"name": "words", "command": case.words[0], "args": case.words[1:]}
+    about = {"name": "local", "version": "1.0.0", "schema": "v1", "models": [model], "mcpServers": [words]}
+    case.write("config.yaml", about)  # JSON is YAML
     return {"CONTINUE_GLOBAL_DIR": str(case.home / "continue"), "CONTINUE_TELEMETRY_ENABLED": "0"}
 
 
@@ -378,23 +361,26 @@ def aider_command(case: Case, message: str, again: bool) -> list[str]:
 
 def ai_command(case: Case, message: str, again: bool) -> list[str]:
     shutil.copy(HERE / "ai.mjs", case.client.folder)  # beside its packages
-    patience = PATIENCE if case.task.name == "slow" else 60
-    return [str(case.client.folder / "ai.mjs"), f"{case.url}/v1", f"{patience}000", message]
+    return [str(case.client.folder / "ai.mjs"), f"{case.url}/v1", message]
 
 
+NO_LIMIT = {"slow": "its limit ends with the head of an answer, which is sent at once"}
 NO_AGENT = "it has no tools and no MCP: it writes edits as text"
+NO_PROGRAM = "a library: its programs do that"
 CLIENTS = [
     Client(
         "Claude Code", ["@anthropic-ai/claude-code@2.1.197"], "claude", claude_command, claude_settings,
         lambda path, text: ("Write", {"file_path": str(path), "content": text}),
         lambda path: ("Read", {"file_path": str(path)}),
         lambda command: ("Bash", {"command": command}),
+        cannot=NO_LIMIT,
     ),
     Client(
         "Codex", ["@openai/codex@0.171.0"], "codex", codex_command, codex_settings,
         lambda path, text: ("exec_command", {"cmd": f"printf '%s' '{text}' > '{path}'"}),
         lambda path: ("view_image", {"path": str(path)}),
         lambda command: ("exec_command", {"cmd": command}),
+        cannot={"overflow": "it compacts only by the size it was told"},
     ),
     Client(
         "opencode", ["opencode-ai@1.18.33"], "opencode", opencode_command, opencode_settings,
@@ -407,13 +393,14 @@ CLIENTS = [
         lambda path, text: ("run_commands", {"commands": [f"printf '%s' '{text}' > '{path}'"]}),
         lambda path: ("read_files", {"files": [{"path": str(path)}]}),
         lambda command: ("run_commands", {"commands": [command]}),
-        cannot={"resume": "without a terminal it begins a new session (--id needs one)"},
+        cannot=NO_LIMIT | {"resume": "without a terminal it begins a new session"},
     ),
     Client(
         "Continue", ["@continuedev/cli@1.5.45"], "cn", continue_command, continue_settings,
         lambda path, text: ("Write", {"filepath": str(path), "content": text}),
         lambda path: ("Read", {"filepath": str(path)}),
         lambda command: ("Bash", {"command": command}),
+        cannot=NO_LIMIT | {"overflow": "it compacts only by the size it was told"},
     ),
     Client(
         "aider", ["aider-chat==0.86.2"], "bin/aider", aider_command, aider_settings, python=True,
@@ -422,7 +409,7 @@ CLIENTS = [
     Client(
         "AI SDK", ["ai@6.0.325", "@ai-sdk/openai@3.0.141"], "node", ai_command, lambda case: {},
         lambda path, text: ("write", {"path": str(path), "text": text}),
-        cannot=dict.fromkeys(["mcp", "image", "overflow", "compact", "resume"], "a library: its programs do that"),
+        cannot=NO_LIMIT | dict.fromkeys(["mcp", "image", "overflow", "compact", "resume"], NO_PROGRAM),
     ),
 ]  # fmt: skip
 
@@ -496,6 +483,37 @@ def hint(text: str) -> str:
     return lines[-1][:160] if lines else " ".join(text.split())[-160:]
 
 
+def record(path: Path, cases: Sequence[Case]) -> None:
+    """Write the longest request of each case, short, and without what is of this machine."""
+    found = {}
+    for case in cases:
+        longest = max(case.requests, key=lambda request: len(json.dumps(request["body"])))
+        body = longest["body"]
+        said, kinds = json.dumps(body.get("messages", body.get("input"))), set()
+        tools, body["tools"] = body["tools"], []
+        for tool in tools:  # those called, that of the MCP server, and one of each kind
+            name, kind = tool.get("function", tool).get("name"), tool.get("type")
+            if f'"{name}"' in said or "secret_word" in json.dumps(tool) or kind not in kinds:
+                body["tools"].append(tool)
+            kinds.add(kind)
+        found[case.client.name] = shortened(longest)
+    lines = [f"{json.dumps(name)}: {json.dumps(request, ensure_ascii=False)}" for name, request in found.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+
+
+def shortened(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: shortened(inner, name) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [shortened(inner, key) for inner in value]
+    if not isinstance(value, str):
+        return value
+    value = re.sub(f"{re.escape(str(CASES))}/[\\w-]*", "/home/user", value)
+    value = re.sub("[0-9a-f]{8}-[0-9a-f-]{27}|[0-9a-f]{32,}", "0" * 8, value)
+    is_whole = value.startswith("data:image") or key in ("data", "arguments")
+    return value if is_whole or len(value) <= MOST_TEXT else f"{value[:MOST_TEXT]}…"
+
+
 def table(found: Mapping[tuple[str, str], str]) -> str:
     tasks = [task.name for task in TASKS]
     rows = [f"| client | {' | '.join(tasks)} |", f"| --- |{' --- |' * len(tasks)}"]
@@ -515,6 +533,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", action="append", default=[], help="a client, a task, or CLIENT/TASK; several times")
     parser.add_argument("--write", type=Path, help="also write the table to this file")
+    parser.add_argument("--record", type=Path, help="write the requests of the task image to this file")
     options = parser.parse_args()
     chosen = [
         (client, task)
@@ -530,12 +549,13 @@ def main() -> int:
 
     from edgespec.loop.engines import load_vocab
 
-    found = dict[tuple[str, str], str]()
+    found, cases = dict[tuple[str, str], str](), list[Case]()
     for client, task in chosen:
         if task.name in client.cannot:
             found[client.name, task.name] = client.cannot[task.name]
             continue
         case = Case(client, task, CASES / f"{client.name}-{task.name}".lower().replace(" ", "-"))
+        cases.append(case)
         begun = time.monotonic()
         wrong = found[client.name, task.name] = run_case(case, load_vocab("llamacpp", str(smollm2_path())))
         took = time.monotonic() - begun
@@ -543,6 +563,8 @@ def main() -> int:
     print(table(found))
     if options.write:
         options.write.write_text(table(found), encoding="utf-8")
+    if options.record:
+        record(options.record, [case for case in cases if case.task.name == "image"])
     failed = [name for name, wrong in found.items() if wrong and name[1] not in client_of(name[0]).cannot]
     return 1 if failed else 0
 
