@@ -131,10 +131,13 @@ def scripted(script: Script, vocab=None, context: int = 4000, slots: int = 2):
 
 
 @contextmanager
-def answering(model: Model, sock: socket.socket | None = None, around=lambda app: app, **guard):
-    """The port of a server of `model` in a thread, on a socket of its own or a given one."""
+def answering(model: Model, sock: socket.socket | None = None, around=lambda app: app, service=(), **guard):
+    """The port of a server of `model` in a thread, on a socket of its own or a given one.
+
+    `around` puts a layer around the application; `service` has further fields of a `Service`.
+    """
     with sock or socket.create_server(("127.0.0.1", 0)) as sock:
-        app = around(make_app(Service(model, "tiny"), **guard))
+        app = around(make_app(Service(model, "tiny", **dict(service)), **guard))
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
         thread = Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()

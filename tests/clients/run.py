@@ -15,14 +15,19 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from socket import create_server
 from typing import Any
 
+from conftest import smollm2_path
 from scripted import Reply, answering, scripted, turns
 from words import WORD
+
+from edgespec.loop.engines import load_vocab
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -44,6 +49,7 @@ class Case:
     task: "Task"
     folder: Path
     port: int = 0
+    wrong: str = ""
 
     @property
     def home(self) -> Path:
@@ -136,14 +142,14 @@ class Task:
     Attributes:
         messages: of the user; a second one continues the session.
         answer: (case, prompt, number of results of tools in it) -> what the model writes.
-        check: (case, what the client printed, prompts of the model) -> what is wrong, or "".
+        check: (case, what the client printed) -> what is wrong, or "".
         told: the client's settings say how much the context holds.
     """
 
     name: str
     messages: Sequence[str]
     answer: Callable[[Case, str, int], Reply | str]
-    check: Callable[[Case, str, Sequence[str]], str]
+    check: Callable[[Case, str], str]
     told: bool = True
 
 
@@ -178,21 +184,21 @@ def png(path: Path) -> None:
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
 
 
-def printed(*words: str) -> Callable[[Case, str, Sequence[str]], str]:
-    def check(case: Case, text: str, prompts: Sequence[str]) -> str:
+def printed(*words: str) -> Callable[[Case, str], str]:
+    def check(case: Case, text: str) -> str:
         return "".join(f"{word!r} was not printed; " for word in words if word not in text)
 
     return check
 
 
-def wrote(**files: str) -> Callable[[Case, str, Sequence[str]], str]:
-    def check(case: Case, text: str, prompts: Sequence[str]) -> str:
+def wrote(**files: str) -> Callable[[Case, str], str]:
+    def check(case: Case, text: str) -> str:
         missing = ""
         for name, expected in files.items():
             path = case.work / f"{name}.txt"
             found = path.read_text(encoding="utf-8") if path.exists() else "nothing"
             missing += "" if found.strip() == expected else f"{name}.txt holds {found[:40]!r}; "
-        return missing + printed("ALL-DONE")(case, text, prompts)
+        return missing + printed("ALL-DONE")(case, text)
 
     return check
 
@@ -233,10 +239,10 @@ def answer_overflow(case: Case, prompt: str, results: int) -> str:
     return says(case.client.run("echo over > over.txt")) if '"echo over' not in prompt else "ALL-DONE"
 
 
-def check_slow(case: Case, text: str, prompts: Sequence[str]) -> str:
+def check_slow(case: Case, text: str) -> str:
     bodies = [request["body"] for request in case.requests]
     asked = sum(MARK in json.dumps(body) and bool(body.get("tools") or not case.client.write) for body in bodies)
-    return printed("SLOWLY")(case, text, prompts) + (f"{asked} requests instead of one; " if asked > 1 else "")
+    return printed("SLOWLY")(case, text) + (f"{asked} requests instead of one; " if asked > 1 else "")
 
 
 def answer_resume(case: Case, prompt: str, results: int) -> str:
@@ -414,28 +420,36 @@ CLIENTS = [
 ]  # fmt: skip
 
 
-def run_case(case: Case, vocab: object) -> str:
-    """What is wrong; "" if nothing is. All that was seen is left in the case's folder."""
+@contextmanager
+def served(case: Case, port: int = 0) -> Iterator[None]:
+    """The model for a case, in a new folder that gets all that is asked."""
     shutil.rmtree(case.folder, ignore_errors=True)
     case.work.mkdir(parents=True)
     case.home.mkdir()
     png(case.work / "square.png")
     (case.work / "big.txt").write_text("".join(f"{i} is a number in words that fill\n" for i in range(20_000)), "utf-8")
+    vocab = load_vocab("llamacpp", str(smollm2_path()))
     with (
         scripted(script(case), vocab, CONTEXT, slots=4) as model,
-        answering(model, around=lambda app: recording(app, case.folder)) as case.port,
+        answering(model, create_server(("127.0.0.1", port)), lambda app: recording(app, case.folder)) as case.port,
     ):
-        text, prompts = "", model.target.asked
+        yield
+        for number, prompt in enumerate(model.target.asked):
+            (case.folder / f"prompt-{number}.txt").write_text(prompt, "utf-8")
+
+
+def run_case(case: Case) -> str:
+    """What is wrong; "" if nothing is."""
+    text = ""
+    with served(case):
         try:
             settings = case.client.prepare(case)
             for number, message in enumerate(case.task.messages):
                 text += run_client(case, case.client.command(case, message, number > 0), settings)
         except subprocess.TimeoutExpired as error:
-            text += str(error.stdout) + f"\nIt took more than {LONGEST} seconds."
-        (case.folder / "printed.txt").write_text(text, "utf-8")
-        for number, prompt in enumerate(prompts):
-            (case.folder / f"prompt-{number}.txt").write_text(prompt, "utf-8")
-        wrong = case.task.check(case, text, prompts)
+            text += f"{error.stdout}\nIt took more than {LONGEST} seconds."
+    (case.folder / "printed.txt").write_text(text, "utf-8")
+    wrong = case.task.check(case, text)
     return f"{wrong}{hint(text)}" if wrong else ""
 
 
@@ -479,7 +493,7 @@ def run_client(case: Case, arguments: Sequence[str], settings: Mapping[str, str]
 
 def hint(text: str) -> str:
     """The line that most looks like an error."""
-    lines = [line.strip() for line in text.splitlines() if re.search("(?i)error|fail|refus|too long|unsupported", line)]
+    lines = [line.strip() for line in text.splitlines() if re.search("(?i)^(?!warning).*(error|fail|too long)", line)]
     return lines[-1][:160] if lines else " ".join(text.split())[-160:]
 
 
@@ -514,19 +528,17 @@ def shortened(value: Any, key: str = "") -> Any:
     return value if is_whole or len(value) <= MOST_TEXT else f"{value[:MOST_TEXT]}…"
 
 
-def table(found: Mapping[tuple[str, str], str]) -> str:
-    tasks = [task.name for task in TASKS]
-    rows = [f"| client | {' | '.join(tasks)} |", f"| --- |{' --- |' * len(tasks)}"]
-    notes = list[str]()
-    for client in CLIENTS:
-        cells = list[str]()
-        for task in tasks:
-            wrong = found.get((client.name, task))
-            cells.append("" if wrong is None else "—" if task in client.cannot else "FAIL" if wrong else "pass")
-            if wrong:
-                notes.append(f"- {client.name}, {task}: {wrong}")
-        rows.append(f"| {client.name} ({' '.join(client.packages)}) | {' | '.join(cells)} |")
-    return "\n".join([*rows, "", *notes]) + "\n"
+def table(cases: Sequence[Case]) -> str:
+    tasks = [task.name for task in TASKS if any(case.task is task for case in cases)]
+    found, notes = dict[str, dict[str, str]](), list[str]()
+    for case in cases:
+        why = case.client.cannot.get(case.task.name)
+        row = found.setdefault(f"{case.client.name} ({' '.join(case.client.packages)})", {})
+        row[case.task.name] = "—" if why else "FAIL" if case.wrong else "pass"
+        notes += [f"- {case.client.name}, {case.task.name}: {why or case.wrong}"] if why or case.wrong else []
+    rows = [["client", *tasks], ["---"] * (len(tasks) + 1)]
+    rows += [[name, *(row.get(task, "") for task in tasks)] for name, row in found.items()]
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *notes]) + "\n"
 
 
 def main() -> int:
@@ -534,43 +546,34 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], help="a client, a task, or CLIENT/TASK; several times")
     parser.add_argument("--write", type=Path, help="also write the table to this file")
     parser.add_argument("--record", type=Path, help="write the requests of the task image to this file")
+    parser.add_argument("--listen", type=int, help="serve the model of the first case at this port, and run no client")
     options = parser.parse_args()
-    chosen = [
-        (client, task)
+    cases = [
+        Case(client, task, CASES / f"{client.name}-{task.name}".lower().replace(" ", "-"))
         for client in CLIENTS
         for task in TASKS
         if not options.only or {client.name, task.name, f"{client.name}/{task.name}"} & set(options.only)
     ]
+    if options.listen:
+        with served(cases[0], options.listen):
+            input(f"{cases[0].url}: a message with {MARK} gets the answers of {cases[0].task.name}; Enter ends ")
+        return 0
     if "ALONE" not in os.environ:
-        for client in dict.fromkeys(client for client, _ in chosen):
+        for client in dict.fromkeys(case.client for case in cases):
             client.install()
         return alone()
-    from conftest import smollm2_path
-
-    from edgespec.loop.engines import load_vocab
-
-    found, cases = dict[tuple[str, str], str](), list[Case]()
-    for client, task in chosen:
-        if task.name in client.cannot:
-            found[client.name, task.name] = client.cannot[task.name]
-            continue
-        case = Case(client, task, CASES / f"{client.name}-{task.name}".lower().replace(" ", "-"))
-        cases.append(case)
+    able = [case for case in cases if case.task.name not in case.client.cannot]
+    for case in able:
         begun = time.monotonic()
-        wrong = found[client.name, task.name] = run_case(case, load_vocab("llamacpp", str(smollm2_path())))
+        case.wrong = run_case(case)
         took = time.monotonic() - begun
-        print(f"{client.name}, {task.name} ({took:.0f} s): {'FAIL ' + wrong if wrong else 'pass'}", flush=True)
-    print(table(found))
+        print(f"{case.client.name}, {case.task.name} ({took:.0f} s): {'FAIL ' + case.wrong if case.wrong else 'pass'}")
+    print(table(cases))
     if options.write:
-        options.write.write_text(table(found), encoding="utf-8")
+        options.write.write_text(table(cases), "utf-8")
     if options.record:
-        record(options.record, [case for case in cases if case.task.name == "image"])
-    failed = [name for name, wrong in found.items() if wrong and name[1] not in client_of(name[0]).cannot]
-    return 1 if failed else 0
-
-
-def client_of(name: str) -> Client:
-    return next(client for client in CLIENTS if client.name == name)
+        record(options.record, [case for case in able if case.task.name == "image"])
+    return any(case.wrong for case in able)
 
 
 def alone() -> int:
