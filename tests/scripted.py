@@ -30,6 +30,11 @@ TEMPLATE = """\
 </tools>{{ eos_token }}
 {% endif %}
 {%- for message in messages %}{{ bos_token }}{{ message.role }}
+{% if message.reasoning_content %}<think>
+{{ message.reasoning_content }}
+</think>
+
+{% endif %}
 {{ message.content }}
 {%- for call in message.tool_calls or [] %}
 <tool_call>

@@ -204,10 +204,11 @@ def wrote(**files: str) -> Callable[[Case, str], str]:
 
 
 def answer_tool(case: Case, prompt: str, results: int) -> str:
+    thought = "<think>\nThey want a file.\n</think>\n\n"
     if not case.client.write:  # aider: an edit is a text
-        return "hello.txt\n```\nhello there\n```\nALL-DONE"
+        return f"{thought}hello.txt\n```\nhello there\n```\nALL-DONE"
     call = says(case.client.write(case.work / "hello.txt", "hello there"))
-    return "ALL-DONE" if results else f"I write it.\n{call}"
+    return "ALL-DONE" if results else f"{thought}I write it.\n{call}"
 
 
 def answer_parallel(case: Case, prompt: str, results: int) -> str:
