@@ -20,6 +20,7 @@ from edgespec.loop.tree import path_to
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.server.app import make_app
+from edgespec.server.connections import OneProtocol
 from edgespec.server.service import Service
 
 # As Hermes and Qwen write it, in the control tokens of any vocabulary.
@@ -143,7 +144,7 @@ def answering(model: Model, sock: socket.socket | None = None, around=lambda app
     """
     with sock or socket.create_server(("127.0.0.1", 0)) as sock:
         app = around(make_app(Service(model, "tiny", **dict(service)), **guard))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
+        server = uvicorn.Server(uvicorn.Config(app, http=OneProtocol, ws="none", lifespan="on", log_level="warning"))
         thread = Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         try:

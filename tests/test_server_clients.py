@@ -45,7 +45,7 @@ def listening(slots=2, context=500, sock=None, service=(), **guard):
     target.model.unembedding[1] = 0  # texts seldom end early
     with (
         Model(target, [SssdPlanner() for _ in range(slots)], budget=8) as model,
-        answering(model, sock, **guard) as port,
+        answering(model, sock, service=service, **guard) as port,
     ):
         yield model, port
 
