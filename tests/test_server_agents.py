@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,31 +20,48 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Äöln"}}\n</too
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
 
-def script(prompt):
-    """Calls the tool once, then tells what it returned."""
-    found = turns(prompt, "<s>", "</s>")
-    if found[-1][0] == "tool":
-        return f"It is {found[-1][1]}."
-    return f"I ask.\n{CALL}" if "weather" in prompt else "Hello."
-
-
-@pytest.fixture(scope="module")
-def client():
-    with scripted(script) as model, TestClient(make_app(Service(model, "tiny")), "http://127.0.0.1:8080") as client:
+@contextmanager
+def served(script, context=4000):
+    """An HTTP client of a server; `client.asked` has the prompts."""
+    with (
+        scripted(script, context=context) as model,
+        TestClient(make_app(Service(model, "tiny")), "http://127.0.0.1:8080") as client,
+    ):
         client.asked = model.target.asked
         yield client
 
 
+def asks_and_tells(prompt):
+    """Calls the tool once, then tells what it returned."""
+    role, text = turns(prompt, "<s>", "</s>")[-1]
+    return f"It is {text}." if role == "tool" else f"I ask.\n{CALL}"
+
+
+def calls_the_secret_word(prompt):
+    """By the name that the prompt has for it."""
+    name = re.search(r'"name": "(\w*secret_word)"', prompt)[1]
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+
+
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 3, "n": 3}])
-def test_a_script_is_followed_turn_by_turn(client, options):
-    body = {"messages": [{"role": "user", "content": "how is the weather?"}], "tools": TOOLS, **options}
-    for choice in client.post("/v1/chat/completions", json=body).json()["choices"]:
-        said = choice["message"]
-        assert said["content"].strip() == "I ask."
-        assert json.loads(said["tool_calls"][0]["function"]["arguments"]) == {"city": "Äöln"}
-    result = {"role": "tool", "content": "rain", "tool_call_id": said["tool_calls"][0]["id"]}
-    again = client.post("/v1/chat/completions", json=body | {"messages": [*body["messages"], said, result]}).json()
-    assert [choice["message"]["content"] for choice in again["choices"]] == ["It is rain."] * options.get("n", 1)
+def test_a_script_is_followed_turn_by_turn(options):
+    asked = {"role": "user", "content": "how is the weather?"}
+    with served(asks_and_tells) as client:
+
+        def said(*messages):
+            body = {"messages": messages, "tools": TOOLS, **options}
+            choices = client.post("/v1/chat/completions", json=body).json()["choices"]
+            assert len(choices) == options.get("n", 1)
+            return [choice["message"] for choice in choices]
+
+        for answer in said(asked):
+            (call,) = answer["tool_calls"]
+            assert (answer["content"].strip(), json.loads(call["function"]["arguments"])) == (
+                "I ask.",
+                {"city": "Äöln"},
+            )
+        result = {"role": "tool", "content": "rain", "tool_call_id": call["id"]}
+        assert {again["content"] for again in said(asked, answer, result)} == {"It is rain."}
 
 
 REQUESTS = json.loads((Path(__file__).parent / "clients/requests.json").read_text("utf-8"))  # made by run.py --record
@@ -57,34 +75,19 @@ def offered(tools):
                 yield tool.get("name") if "tools" in tool else None, inner["name"]
 
 
-@pytest.fixture
-def calls_the_secret_word():
-    def script(prompt):
-        name = re.search(r'"name": "(\w*secret_word)"', prompt)[1]
-        return f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
-
-    with (
-        scripted(script, context=40_000) as model,
-        TestClient(make_app(Service(model, "tiny")), "http://127.0.0.1:8080") as client,
-    ):
-        client.asked = model.target.asked
-        yield client
-
-
 @pytest.mark.parametrize("agent", REQUESTS)
-def test_what_agents_ask_after_they_have_read_an_image_is_answered(agent, calls_the_secret_word):
-    """The answer calls a tool of an MCP server by the names that the agent gave it."""
+def test_an_agent_that_has_read_an_image_is_answered_with_a_call_by_its_own_names(agent):
     path, body = REQUESTS[agent]["path"], REQUESTS[agent]["body"]
-    answer = calls_the_secret_word.post(path, json=body | {"stream": False})
-    assert answer.status_code == 200, answer.text
-    (prompt,) = calls_the_secret_word.asked
+    with served(calls_the_secret_word, context=40_000) as client:
+        answer = client.post(path, json=body | {"stream": False})
+        assert answer.status_code == 200, answer.text
+        (prompt,) = client.asked
     assert all(name in prompt for _, name in offered(body["tools"]))
-    assert "square.png" in prompt
+    assert "this model reads only text" in prompt or agent == "Continue"  # which reads the bytes
     found = answer.json()
     if "choices" in found:
         call = found["choices"][0]["message"]["tool_calls"][0]["function"]
     else:
-        call = next(
-            item for item in found.get("output", found.get("content")) if item["type"] in ("function_call", "tool_use")
-        )
+        items = found.get("output") or found["content"]
+        (call,) = [item for item in items if item["type"] in ("function_call", "tool_use")]
     assert (call.get("namespace"), call["name"]) in offered(body["tools"])
