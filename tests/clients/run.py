@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -16,12 +17,12 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from socket import create_server
-from typing import Any
+from typing import Any, BinaryIO
 
 from conftest import smollm2_path
 from scripted import Reply, answering, scripted, turns
@@ -441,15 +442,12 @@ def served(case: Case, port: int = 0) -> Iterator[None]:
 
 def run_case(case: Case) -> str:
     """What is wrong; "" if nothing is."""
-    text = ""
-    with served(case):
-        try:
-            settings = case.client.prepare(case)
-            for number, message in enumerate(case.task.messages):
-                text += run_client(case, case.client.command(case, message, number > 0), settings)
-        except subprocess.TimeoutExpired as error:
-            text += f"{error.stdout}\nIt took more than {LONGEST} seconds."
-    (case.folder / "printed.txt").write_text(text, "utf-8")
+    printed = case.folder / "printed.txt"
+    with served(case), printed.open("ab") as out:
+        settings = case.client.prepare(case)
+        for number, message in enumerate(case.task.messages):
+            run_client(case, case.client.command(case, message, number > 0), settings, out)
+    text = printed.read_text("utf-8", "replace")
     wrong = case.task.check(case, text)
     return f"{wrong}{hint(text)}" if wrong else ""
 
@@ -478,18 +476,25 @@ def recording(app, folder: Path):
     return around
 
 
-def run_client(case: Case, arguments: Sequence[str], settings: Mapping[str, str]) -> str:
-    bin_ = case.client.folder if case.client.python else case.client.folder / "node_modules/.bin"
+def run_client(case: Case, arguments: Sequence[str], settings: Mapping[str, str], out: BinaryIO) -> None:
+    folder = case.client.folder if case.client.python else case.client.folder / "node_modules/.bin"
+    program = folder / case.client.program
     known = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     environment = {**known, "HOME": str(case.home), "TMPDIR": str(case.home), "DISABLE_TELEMETRY": "1",
                    "DO_NOT_TRACK": "1", "DISABLE_AUTOUPDATER": "1", "IS_SANDBOX": "1", **settings}  # fmt: skip
-    program = bin_ / case.client.program
-    process = subprocess.run(
+    process = subprocess.Popen(
         [program if program.exists() else program.name, *arguments], cwd=case.work, env=environment,
-        timeout=LONGEST, check=False, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True,
+        stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
-    return process.stdout + f"\n(exit code {process.returncode})\n"
+    try:
+        code: int | str = process.wait(LONGEST)
+    except subprocess.TimeoutExpired:
+        code = f"none, ended after {LONGEST} seconds"
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # also what it has started
+    process.wait()
+    out.write(f"\n(exit code {code})\n".encode())
+    out.flush()
 
 
 def hint(text: str) -> str:
@@ -578,12 +583,13 @@ def main() -> int:
 
 
 def alone() -> int:
-    """Run this program again in a network that has only loopback, where the system allows one."""
+    """Run this program again with a network and processes of its own, which end with it, if the system allows that."""
     again = [sys.executable, *sys.argv]
-    inside = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *again]
-    can = shutil.which("unshare") and subprocess.run([*inside[:6], "sh", "true"], check=False, capture_output=True)
+    apart = ["unshare", "-rnpf", "--kill-child", "--mount-proc"]
+    apart += ["sh", "-c", 'ip link set lo up && "$@"', "sh"]  # the shell also waits for what others have left
+    can = shutil.which("unshare") and not subprocess.run([*apart, "true"], check=False, capture_output=True).returncode
     environment = {**os.environ, "ALONE": "1"}
-    return subprocess.run(inside if can and not can.returncode else again, env=environment, check=False).returncode
+    return subprocess.run([*apart * bool(can), *again], env=environment, check=False).returncode
 
 
 if __name__ == "__main__":
