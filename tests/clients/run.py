@@ -38,7 +38,7 @@ CONTEXT = 60_000  # tokens; agents' own instructions have up to 20,000
 PATIENCE = 8  # seconds without an event after which clients give up, where they can be told
 SILENCE = 16.0  # seconds before the first token of the task `slow`
 MOST_TEXT = 40  # characters of a text in what is recorded
-LONGEST = 150  # seconds of one run of a client
+LONGEST = 300  # seconds of one run of a client
 MARK = "TASK-4711"  # in the user's message: other requests, as for a title, are answered otherwise
 
 
