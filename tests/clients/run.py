@@ -356,7 +356,7 @@ def continue_command(case: Case, message: str, again: bool) -> list[str]:
 
 
 def aider_settings(case: Case) -> dict[str, str]:
-    return {"OPENAI_API_BASE": f"{case.url}/v1", "OPENAI_API_KEY": "none"}
+    return {"OPENAI_API_BASE": f"{case.url}/v1", "OPENAI_API_KEY": "none", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 def aider_command(case: Case, message: str, again: bool) -> list[str]:
