@@ -546,7 +546,7 @@ def test_a_cascades_draft_has_two_sessions_for_each_text(llama, monkeypatch):
     counted = []
     monkeypatch.setattr(backend_module, "_draft_bytes", lambda path, size: counted.append(size.sessions) or 0)
     for mixed in (False, True):
-        load(str(llama), memory="1G", sessions=3, draft_files=[str(llama)], mixed=mixed).close()
+        load(str(llama), memory="16G", sessions=3, draft_files=[str(llama)], mixed=mixed).close()
     assert counted == [3, 6]
 
 
