@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -280,7 +281,7 @@ def test_a_name_of_no_parts_is_a_name_like_others(floats: Path, tmp_path: Path) 
 def test_a_file_that_is_cut_off_is_refused_before_work(floats: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(floats.read_bytes()[:-1000])
-    with pytest.raises(ModelError, match=r"cut\.gguf: is cut off: fetch or copy it again"):
+    with pytest.raises(ModelError, match=rf"^{re.escape(str(cut))}: is cut off: fetch"):
         quantise(cut, tmp_path / "out.gguf", Recipe("Q8_0"))
     assert os.listdir(tmp_path) == ["cut.gguf"]
 

@@ -335,7 +335,8 @@ def _child(module: str, job: Mapping[str, Any], progress: Any) -> dict[str, Any]
             raise
         process.stdin.close()
     if process.returncode or "error" in line:
-        raise ModelError(f"{job['source']}: {line.get('error', 'it ended early')}")
+        why, named = line.get("error", "it ended early"), f"{job['source']}: "
+        raise ModelError(why if why.startswith(named) else named + why)
     return line
 
 
