@@ -317,9 +317,21 @@ def patterns(count, wrap=lambda part: part):
         json_schema(patterns(20)),
         json_schema(patterns(20, lambda part: {"properties": {"a": {"allOf": [{"allOf": part["allOf"]}]}}})),
         json_schema(patterns(20, lambda part: {"$defs": {"x": part}, "allOf": [{"$ref": "#/$defs/x"}]})),
+        json_schema(
+            {
+                "$defs": {f"a/{i}": one for i, one in enumerate(patterns(20)["allOf"])},
+                "allOf": [{"$ref": f"#/$defs/a~1{i}"} for i in range(20)],
+            }
+        ),
+        json_schema(
+            {
+                "$defs": {"x": {"anyOf": patterns(20)["allOf"]}},
+                "allOf": [{"$ref": f"#/$defs/x/anyOf/{i}"} for i in range(20)],
+            }
+        ),
         lark("start: A\nA: " + " & ".join(f"/[a-z]*{letter}[a-z]*/" for letter in "abcdefghijklmnopqrst")),
     ],
-    ids=["allOf", "nested", "by reference", "lark"],
+    ids=["allOf", "nested", "by reference", "by an escaped name", "by number", "lark"],
 )
 def test_many_regular_expressions_that_hold_at_once_are_refused(grammar):
     """llguidance's time and memory double with each: 20 took nine seconds."""

@@ -7,6 +7,7 @@ import json
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm, log
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from edgespec.errors import MissingPackage, ModelError, UsageError, check_text, must_be
 from edgespec.loop.backend import Vocab
-from edgespec.loop.lenient import without
+from edgespec.loop.lenient import NOWHERE, followed, is_reference, without
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.tree import DraftTree, Source, make_tree
 
@@ -216,11 +217,9 @@ def _together(root: Any, node: Any, seen: set[int]) -> int:
     seen.add(id(node))
     parts = node.get("allOf")
     inner = [*parts] if isinstance(parts, list) else []
-    place, reference = root, node.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        for name in filter(None, reference[1:].split("/")):
-            place = place.get(name) if isinstance(place, dict) else None
-        inner.append(place)
+    if is_reference(node):
+        with suppress(*NOWHERE):
+            inner.append(followed(root, node["$ref"]))
     return sum(name in node for name in ("pattern", "format")) + sum(_together(root, one, seen) for one in inner)
 
 

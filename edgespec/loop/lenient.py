@@ -84,3 +84,9 @@ def followed(root: Any, reference: str) -> Any:
     for key in unquote(reference).split("/")[1:]:
         root = root[int(key)] if isinstance(root, list) else root[key.replace("~1", "/").replace("~0", "~")]
     return root
+
+
+def is_reference(node: Any) -> bool:
+    """True if the schema refers to a place in its own root."""
+    reference = node.get("$ref") if isinstance(node, dict) else None
+    return isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from edgespec.errors import UsageError, shown
-from edgespec.loop.lenient import NOWHERE, followed
+from edgespec.loop.lenient import NOWHERE, followed, is_reference
 
 TYPES: dict[type, tuple[str, ...]] = {
     str: ("string",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), type(None): ("null",),
@@ -230,8 +230,3 @@ class _Resolver:
 def _without_id(root: dict[str, Any]) -> dict[str, Any]:
     """Within another schema, an id would make references be looked up in `root` itself."""
     return {key: value for key, value in root.items() if key not in ("$id", "id")}
-
-
-def is_reference(node: Any) -> bool:
-    reference = node.get("$ref") if isinstance(node, dict) else None
-    return isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
