@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from edgespec.loop.message_forms import CALL, RESULT
 from edgespec.server.conversation import Turn
 from edgespec.server.tool_calls import Call, Tools
 
@@ -34,7 +35,7 @@ def calls_as_text(turns: Sequence[Turn], tools: Tools | None) -> list[Turn]:
     found = list[Turn]()
     for is_result, group in groupby(turns, lambda turn: turn.role == "tool"):
         if is_result:
-            results = [f"<tool_response>\n{turn.text}\n</tool_response>" for turn in group]
+            results = [RESULT.format(turn.text) for turn in group]
             found.append(Turn("user", "\n".join(results)))
             continue
         for turn in group:
@@ -52,4 +53,4 @@ def calls_as_text(turns: Sequence[Turn], tools: Tools | None) -> list[Turn]:
 
 def call_text(call: Call) -> str:
     name = json.dumps(call.name, ensure_ascii=False)
-    return f'<tool_call>\n{{"name": {name}, "arguments": {call.arguments or "{}"}}}\n</tool_call>'
+    return CALL.format(f'{{"name": {name}, "arguments": {call.arguments or "{}"}}}')
