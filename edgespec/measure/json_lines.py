@@ -28,13 +28,17 @@ def resume(path: Path, kind: type[Line], options: Mapping[str, Any] | None = Non
     """
     if may_wait(path):
         raise UsageError(f"{path}: is a pipe or a device, not a file")
-    names, read = signature(kind).parameters, TypeAdapter(kind).validate_json
+    names, form = signature(kind).parameters, TypeAdapter(kind)
+
+    def read(line: bytes) -> Line:
+        if json.loads(line).keys() - names:
+            raise ValueError("the line has other fields")
+        return form.validate_json(line, strict=True)
+
     try:
         data = path.read_bytes() if path.exists() else b""
         whole = _whole(data)
-        found = [read(line, strict=True) for line in whole.splitlines() if not json.loads(line).keys() - names]
-        if len(found) < len(whole.splitlines()):
-            raise ValueError("a line has other fields")
+        found = list(map(read, whole.splitlines()))
         start, cut = f'{{"{next(iter(names))}": '.encode(), data[len(whole) :]
         if cut[: len(start)] != start[: len(cut)]:
             raise ValueError("the last line is no part of such a line")
