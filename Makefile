@@ -35,7 +35,7 @@ test-all: .venv/test
 
 # Real agents and SDKs, with a model that follows a script: needs Node 20 and npm; installs into build/clients.
 test-clients: .venv/test
-	PYTHONPATH=tests nice $(BIN)/python tests/clients/run.py
+	PYTHONPATH=tests:scripts nice $(BIN)/python tests/clients/run.py
 
 # MLX and Metal on a Mac: ten minutes.
 check-mac: .venv/test

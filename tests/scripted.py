@@ -5,22 +5,20 @@ All else is edgespec's own: tokenizer, template, loop, scheduler, and the server
 
 import re
 import socket
-import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Event, Thread
+from threading import Event
 
 import numpy as np
-import uvicorn
 from edgespec.backends.common.row_logits import RowLogits
 from edgespec.backends.reference.backend import ReferenceBackend, ReferenceSession, random_model
 
+from benchmarks.serving import running
 from edgespec.loop.tree import path_to
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.server.app import make_app
-from edgespec.server.connections import OneProtocol
 from edgespec.server.service import Service
 
 # As Hermes and Qwen write it, in the control tokens of any vocabulary.
@@ -142,18 +140,8 @@ def answering(model: Model, sock: socket.socket | None = None, around=lambda app
 
     `around` puts a layer around the application; `service` has further fields of a `Service`.
     """
-    with sock or socket.create_server(("127.0.0.1", 0)) as sock:
-        app = around(make_app(Service(model, "tiny", **dict(service)), **guard))
-        server = uvicorn.Server(uvicorn.Config(app, http=OneProtocol, ws="none", lifespan="on", log_level="warning"))
-        thread = Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        try:
-            while not server.started:
-                time.sleep(0.01)
-            yield sock.getsockname()[1]
-        finally:
-            server.should_exit = True
-            thread.join()
+    with running(around(make_app(Service(model, "tiny", **dict(service)), **guard)), sock) as port:
+        yield port
 
 
 def turns(prompt: str, bos: str, eos: str) -> list[tuple[str, str]]:

@@ -38,13 +38,22 @@ class Streamed:
 
 @contextmanager
 def served(model: Model, name: str = "model") -> Iterator[int]:
-    import uvicorn
-
     from edgespec.server.app import make_app
     from edgespec.server.service import Service
 
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(make_app(Service(model, name)), log_level="warning", lifespan="on"))
+    with running(make_app(Service(model, name))) as port:
+        yield port
+
+
+@contextmanager
+def running(app: Any, sock: socket.socket | None = None) -> Iterator[int]:
+    """The port of an application in a thread, on a socket of its own or a given one, by the protocol of `serve`."""
+    import uvicorn
+
+    from edgespec.server.connections import OneProtocol
+
+    with sock or socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(app, http=OneProtocol, ws="none", lifespan="on", log_level="warning"))
         thread = Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
