@@ -1,9 +1,10 @@
-"""A target and its ways of drafting whose passes take given times, without a model and without a clock.
+"""Passes that take given times. `Run`: a target and its ways of drafting, without a model. `Timed`: a small real model.
 
-The planner is the real `AutoPlanner` with its ledger. Seconds are numbers that `Run` adds up.
+The planner is the real `AutoPlanner` with its ledger. Seconds are numbers that `Run` and `Clock` add up.
 """
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import exp, log
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from edgespec.backends.common.paths import MOST_UNREAD_IN_MEMORY
+from edgespec.backends.reference.backend import ReferenceBackend
 
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.planner import Context, Planner, PlannerStats
@@ -184,3 +186,24 @@ class Run:
     def _factor(self, further: int) -> float:
         slow = SLOW if self.slow and self.passes + further < SLOW_PASSES else 1.0
         return slow * self.load(self.tokens + further)
+
+
+class Clock:
+    """Seconds that only passes take."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        for name, module in list(sys.modules.items()):
+            if name.startswith("edgespec.") and hasattr(module, "perf_counter"):
+                monkeypatch.setattr(module, "perf_counter", lambda: self.now)
+
+
+class Timed(ReferenceBackend):
+    def __init__(self, model, clock, cost, **options):
+        super().__init__(model, **options)
+        self.clock, self.cost = clock, cost
+
+    def forward(self, works):
+        found = super().forward(works)
+        self.clock.now += self.cost(sum(len(work.token_ids) for work in works))
+        return found

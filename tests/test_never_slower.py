@@ -1,6 +1,5 @@
 """The default planner is never much slower than plain decoding, however passes take, and whatever was remembered."""
 
-import sys
 from functools import cache
 from itertools import product
 from math import log
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
-from simulated import COSTS, Run
+from simulated import COSTS, Clock, Run, Timed
 
 from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
@@ -163,27 +162,6 @@ def test_a_draft_whose_trials_failed_does_not_read_every_prompt(agreement):
     )
     steps = [learning.sequence(12)[-1] for _ in range(32)]
     assert sum(plain for *_, plain in steps) >= 0.97 * sum(spent for _, spent, _ in steps)
-
-
-class Clock:
-    """Seconds that only passes take."""
-
-    def __init__(self, monkeypatch):
-        self.now = 0.0
-        for name, module in list(sys.modules.items()):
-            if name.startswith("edgespec.") and hasattr(module, "perf_counter"):
-                monkeypatch.setattr(module, "perf_counter", lambda: self.now)
-
-
-class Timed(ReferenceBackend):
-    def __init__(self, model, clock, cost, **options):
-        super().__init__(model, **options)
-        self.clock, self.cost = clock, cost
-
-    def forward(self, works):
-        found = super().forward(works)
-        self.clock.now += self.cost(sum(len(work.token_ids) for work in works))
-        return found
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from simulated import Clock, Timed
 
 from edgespec.loop.planner import Planner
 from edgespec.loop.sampling import SamplingParams
@@ -14,6 +15,7 @@ from edgespec.scheduler.requests import Ended, Request, Wrote
 from edgespec.scheduler.scheduler import Scheduler
 
 MODEL = random_model(1, vocab_size=48, sharpness=3.0)
+LIMITS = {"context_length": 200, "max_nodes": 40, "max_leaves": 6}
 PROMPTS = [[5], [7, 8, 9], [4, 4, 7, 1, 20, 3]]
 
 
@@ -66,7 +68,7 @@ def table(monkeypatch):
 
 
 def target(sessions=1):
-    engine = ReferenceBackend(MODEL, context_length=200, sessions=sessions, max_nodes=40, max_leaves=6)
+    engine = ReferenceBackend(MODEL, sessions=sessions, **LIMITS)
     engine.vocab.eog_ids = frozenset()
     return engine
 
@@ -119,15 +121,17 @@ def test_a_planner_sees_every_step_once_and_in_order(table):
         root.append(output[-1])
 
 
-def test_a_new_planner_in_a_model_and_under_auto(table):
+def test_a_new_planner_in_a_model_and_under_auto(table, monkeypatch):
     check_planner("bigrams", False, None, {"depth": 3})
     with Model(target(), make_planner("none", [target()])) as model:
         plain = [model.generate("abc", max_tokens=30, temperature=0.7, seed=seed).token_ids for seed in range(3)]
-    state = new_auto_state(streams=True)
+    state, clock = new_auto_state(streams=True), Clock(monkeypatch)
     paced = make_planner("bigrams", [target()], state=state)
     assert isinstance(paced, AutoPlanner)
     for planner in (make_planner("bigrams", [target()]), paced):
-        with Model(target(), planner, budget=9) as model:
+        streamed = Timed(MODEL, clock, lambda nodes: 1.0, **LIMITS)
+        streamed.vocab.eog_ids = frozenset()
+        with Model(streamed, planner, budget=9) as model:
             results = [model.generate("abc", max_tokens=30, temperature=0.7, seed=seed) for seed in range(3)]
         assert [result.token_ids for result in results] == plain
         assert sum(result.stats.drafted for result in results) > 0

@@ -393,9 +393,13 @@ def slow_to_load(tmp_path):
     """(process, port) of `edgespec serve`, whose model is loaded only after a line on its stdin."""
     (tmp_path / "keys").write_text("secret")
     program = (
-        "import edgespec.cli.commands as commands\n"
+        "import edgespec.cli.commands as commands, select, sys\n"
         "load = commands.load\n"
-        "commands.load = lambda *model, **options: (input(), load(*model, **options))[1]\n"
+        "def loads_slowly(*model, **options):\n"
+        "    while not select.select([sys.stdin], [], [], 0.1)[0]:\n"  # a signal just before `input` would be lost
+        "        pass\n"
+        "    return load(*model, **options)\n"
+        "commands.load = loads_slowly\n"
         "commands.main()"
     )
     port, command = serving(tmp_path, program)
