@@ -2,26 +2,64 @@
 
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from random import Random
 from threading import Event
 
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
-from benchmarks.dsi_wall import SIZE
 from edgespec.errors import Interrupted
 from edgespec.loop.backend import Backend, Logits, Work
+from edgespec.loop.generate import Generation
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
+from edgespec.planners.none import NonePlanner
+
+SIZE = 48  # of the vocabulary
+PROMPT = [0, 5, 9, 3]
+
+
+@dataclass
+class Recorded:
+    """Drafts a recorded sequence, `seconds` per token; a share of its tokens is wrong, the same ones each time."""
+
+    text: Sequence[int]
+    right: float
+    seconds: float = 0.0
+    stopped: Event = field(default_factory=Event)
+
+    def begin(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Nothing to read."""
+
+    def after(self, token_ids: Sequence[int]) -> Iterator[int]:
+        self.stopped.clear()
+        for position in range(len(token_ids), len(self.text)):
+            if self.stopped.wait(self.seconds):
+                return
+            right = Random(f"0 {position}").random() < self.right
+            yield self.text[position] if right else (self.text[position] + 1) % SIZE
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def plain_text(target: Backend, prompt: Sequence[int], sampling: SamplingParams, tokens: int) -> list[int]:
+    rounds = Generation(
+        target, target.open(), NonePlanner(), prompt, sampling,
+        max_tokens=tokens, budget=1, stats=GenerationStats(), stop_ids=frozenset(),
+    ).steps()  # fmt: skip
+    return [token for round_ in rounds for token in round_.tokens]
 
 
 class Slow:
     """A backend whose passes take longer: so many seconds, give or take up to so many, unless they are interrupted."""
 
-    def __init__(
-        self, inner: Backend, seconds: float, jitter: float = 0.0, seed: int = 0, *, quick_prompts: bool = False
-    ) -> None:
+    def __init__(self, inner: Backend, seconds: float, jitter: float = 0.0, seed: int = 0) -> None:
         self._inner, self._seconds, self._jitter = inner, seconds, jitter
-        self._quick_prompts = quick_prompts
         self._random, self._interrupted = Random(seed), Event()
 
     def __getattr__(self, name: str) -> object:
@@ -31,8 +69,6 @@ class Slow:
         self._interrupted.set()
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
-        if self._quick_prompts and batch[0].prompt:
-            return self._inner.forward(batch)
         if self._interrupted.wait(self._seconds + self._jitter * self._random.random()):
             self._interrupted.clear()
             for work in batch:
@@ -51,14 +87,13 @@ class SlowSpec:
     dies: int = 0
     folder: str = ""  # where processes leave a mark that they have died: only once
     fails: str = ""
-    quick_prompts: bool = False
 
     def open(self) -> Backend:
         if self.fails:
             raise RuntimeError(self.fails)
         backend = ReferenceBackend(random_model(self.model, vocab_size=SIZE), context_length=256)
         seed = os.getpid() + time.perf_counter_ns() % 1000
-        slow = Slow(backend, self.seconds, self.jitter, seed, quick_prompts=self.quick_prompts)
+        slow = Slow(backend, self.seconds, self.jitter, seed)
         return Mortal(slow, self.dies, self.folder) if self.dies else slow  # type: ignore[return-value]
 
 

@@ -2,18 +2,15 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from pathlib import Path
-from time import sleep
 
 import numpy as np
 import pytest
-from dsi_models import Slow, SlowSpec
+from dsi_models import PROMPT, SIZE, Recorded, Slow, SlowSpec, plain_text
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 
-from benchmarks.dsi_chain import NoisySpec, TargetsProposer, targets_of
-from benchmarks.dsi_wall import SIZE, Recorded, open_places, plain_text
 from edgespec.errors import Closed, EdgespecError, MissingPackage, UsageError
 from edgespec.loop.backend import Logits, Work
 from edgespec.loop.sampling import SamplingParams
@@ -21,13 +18,11 @@ from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
 from edgespec.scheduler import drive
 from edgespec.scheduler.requests import Event, Request, Wrote
-from edgespec.scheduler.targets import verifier
 from edgespec.scheduler.targets.coordinator import Targets
-from edgespec.scheduler.targets.places import Place, check_address, processes, threads
+from edgespec.scheduler.targets.places import Cluster, Place, check_address, processes, threads
 from edgespec.scheduler.targets.proposer import DraftProposer, Proposer
 from edgespec.scheduler.targets.verifier import Task, Verifier, close_own, describe, stop_up_to, verifier_of, verify
 
-PROMPT = [0, 5, 9, 3]  # of `Recorded`, too
 TEMPERATURES = (0.0, 0.7, 1.0)
 
 
@@ -79,49 +74,6 @@ def test_a_draft_model_guesses(temperature: float, lookahead: int) -> None:
             text, stats = write(made, sampling)
             assert text == plain(sampling)
             assert stats.tokens_by_source["draft"] > 0
-
-
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("noises", [(0.3, 0.1), (0.05, 2.0), (0.5, 0.3, 0.1)], ids=str)
-def test_a_chain_of_models_writes_the_targets_text(temperature: float, noises: Sequence[float]) -> None:
-    """Also where a smaller model is the better draft, and with four models."""
-    specs = [NoisySpec(0.002 * (i + 1), noise) for i, noise in enumerate([*noises, 0.0])]
-    with closing(targets_of(specs, 2)) as made:
-        for seed in (3, 4):
-            sampling = SamplingParams(temperature=temperature, seed=seed)
-            assert write(made, sampling)[0] == plain_text(specs[-1].open(), PROMPT, sampling, 40)
-
-
-def test_a_middle_model_drafts_for_a_slow_target() -> None:
-    with closing(targets_of([NoisySpec(0.001, 0.1), NoisySpec(0.001, 0.05), NoisySpec(0.1, 0.0)], 2)) as made:
-        _, stats = write(made, SamplingParams(), count=20)
-    assert stats.tokens_by_source["draft"] > 0
-
-
-def test_a_middle_model_that_fails_is_an_error() -> None:
-    middle, vocab = SlowSpec(fails="no room for the model"), SlowSpec().open().vocab
-    described = threads(1)[0].executor.submit(describe, SlowSpec()).result()
-    drafts = Targets(vocab, described, middle, threads(2), Recorded([], 1.0), stop_ids=frozenset())
-    with (
-        targets(SlowSpec(0.01), threads(2), TargetsProposer(drafts)) as made,
-        pytest.raises(EdgespecError, match="no copy of the target does its tasks: no room for the model"),
-    ):
-        write(made, SamplingParams())
-
-
-def test_a_stop_ends_the_pass_of_a_middle_model() -> None:
-    vocab, slow = SlowSpec().open().vocab, SlowSpec(60.0, quick_prompts=True)
-    described = threads(1)[0].executor.submit(describe, slow).result()
-    proposer = TargetsProposer(Targets(vocab, described, slow, threads(1), Recorded([], 1.0), stop_ids=frozenset()))
-    proposer.begin(PROMPT, SamplingParams())
-    with ThreadPoolExecutor(1) as pool, closing(proposer):
-        tokens = iter(proposer.after(PROMPT))
-        next(tokens)  # from the prompt's last row; a slow pass follows
-        drafted = pool.submit(list, tokens)
-        while not verifier._work.running:
-            sleep(0.01)
-        proposer.stop()
-        assert drafted.result(30) == []
 
 
 def test_a_second_text_may_have_another_prompt() -> None:
@@ -210,9 +162,14 @@ def test_workers_of_a_cluster_are_killed(tmp_path: Path, dask: list[Place]) -> N
 
 @pytest.fixture(scope="module")
 def dask() -> Iterator[list[Place]]:
-    pytest.importorskip("distributed", reason="needs distributed: pip install 'edgespec[cluster]'")
-    with open_places("dask", 2, PYTHONPATH=str(Path(__file__).parent)) as places:
-        yield places
+    distributed = pytest.importorskip("distributed", reason="needs distributed: pip install 'edgespec[cluster]'")
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None, memory_limit=None,
+        env={"PYTHONPATH": str(Path(__file__).parent)},
+    ) as local:  # fmt: skip
+        cluster = Cluster(local.scheduler_address)
+        yield cluster.places
+        cluster.close()
 
 
 def test_copies_that_cannot_work_are_one_error() -> None:

@@ -10,7 +10,6 @@ from edgespec.backends.reference.backend import Model, ReferenceBackend, perturb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.copying import FirstMatch, Pia
 from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend
 from edgespec.loop.draft_passes import run_one
@@ -44,8 +43,6 @@ PLANNERS: dict[str, Callable[[Backend, Callable[..., int]], Planner]] = {
     ),
     "sssd": lambda draft, draw: SssdPlanner(depth=draw(1, 12)),
     "lookahead": lambda draft, draw: LookaheadPlanner(depth=draw(1, 12)),
-    "pia": lambda draft, draw: Pia(),
-    "first-match": lambda draft, draw: FirstMatch(),
     "auto": lambda draft, draw: auto(draft, bool(draw(0, 1)), draw(0, 20) / 10),
 }
 

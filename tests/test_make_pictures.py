@@ -45,7 +45,7 @@ def test_a_recording_has_colours_and_ends_with_the_last_screen(tmp_path):
 def test_without_pyte_only_the_terminals_are_one_line(script, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyte", None)
     assert script("--help")[0] == 0
-    code, _, said = script("big", "small", "prompts", "--only", "run", "--out", tmp_path)
+    code, _, said = script("big", "small", "--only", "run", "--out", tmp_path)
     assert (code, said.count("\n")) == (1, 1)
     assert said.startswith("edgespec: a picture of a terminal needs the package 'pyte': ")
 
@@ -73,16 +73,10 @@ def test_charts_have_a_bar_a_run_and_a_line_a_way_and_no_background(tmp_path):
         assert "#ffffff" not in (tmp_path / name).read_text()
 
 
-def test_wrong_models_and_prompts_are_refused_before_the_first_picture(script, tmp_path):
+def test_wrong_models_are_refused_before_the_first_picture(script, tmp_path):
     pytest.importorskip("pyte", reason="no recordings: pip install pyte")
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "pictures"
-    for asked, says in (
-        (None, "prompts.jsonl: cannot be read"),
-        ('{"prompt": "Why?"}', "no.gguf: there is no such file"),
-    ):
-        if asked:
-            prompts.write_text(asked)
-        code, shown, said = script("no.gguf", "no.gguf", prompts, "--out", out)
-        assert (code in (1, 2), shown, len(said.splitlines())) == (True, "", 1)
-        assert says in said
-        assert not out.exists()
+    out = tmp_path / "pictures"
+    code, shown, said = script("no.gguf", "no.gguf", "--out", out)
+    assert (code, shown, len(said.splitlines())) == (1, "", 1)
+    assert "no.gguf: there is no such file" in said
+    assert not out.exists()

@@ -58,7 +58,7 @@ def test_links_and_scripts_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text):
         assert (path.parent / link).exists(), link
-    for script in re.findall(r"(?<![\w/])(?:scripts|tests|backends|edgespec/\w+)/[\w/.-]*\w", text):
+    for script in re.findall(r"(?<![\w/:])(?:scripts|tests|backends|edgespec/\w+)/[\w/.-]*\w", text):
         assert (ROOT / script).exists() or list(ROOT.glob(f"{script}*")), script
 
 

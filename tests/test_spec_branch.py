@@ -1,21 +1,14 @@
-"""Branches of the planner specbranch: where they are, how many, and what their predictor learns."""
-
-import json
-import subprocess
-import sys
-from pathlib import Path
+"""Branches of the planner specbranch: where they are, and how many."""
 
 import numpy as np
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
+from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
-from benchmarks.branch_predictor import CONFIDENCE, fit, loss, steps
-from edgespec.measure.replay import Recording
 from edgespec.planners.ahead import AheadSearch
 from edgespec.planners.search import COMMITTED, NOT_READ
 from edgespec.planners.spec_branch import SpecBranchPlanner, features, likeliest_path
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "train-branches"
+CONFIDENCE = np.array([0.0, 1.0, 0.0, 0.0])  # weights that predict the draft's own probability
 SIZE = 48
 MODEL = random_model(0, vocab_size=SIZE, sharpness=3.0)
 
@@ -84,31 +77,3 @@ def test_a_step_without_a_proposal_has_no_path(planner):
     planner.observe([10], 0.0)
     assert planner._share == 0.5
     assert planner.branches(AheadSearch(7, 16), 9).tolist() == []
-
-
-def test_weights_are_found_again():
-    rows = np.random.default_rng(0).normal(size=(4000, 4))
-    true = np.array([0.5, 1.0, -1.0, 2.0])
-    accepted = np.random.default_rng(1).random(len(rows)) < 1 / (1 + np.exp(-rows @ true))
-    assert fit(rows, accepted) == pytest.approx(true, abs=0.2)
-    assert loss(fit(rows, accepted), rows, accepted) <= loss(true, rows, accepted) < loss(CONFIDENCE, rows, accepted)
-
-
-def test_recorded_answers_tell_what_was_accepted():
-    """Nodes up to the first that the target left out, one step after the other."""
-    text = np.random.default_rng(0).integers(2, SIZE, 30).tolist()
-    rows, accepted = steps(ReferenceBackend(perturbed(MODEL, 0.3, 1)), [Recording([1, 2, 3], text)])
-    assert len(rows) == len(accepted) > 10
-    assert not accepted.all()
-    assert set(rows[:, 0]) == {1.0}
-
-
-def test_training_needs_two_answers(tmp_path):
-    answers = tmp_path / "a.jsonl"
-    one = {"prompt_ids": [1], "output_ids": [2, 3], "category": "", "question": ""}
-    answers.write_text("".join(json.dumps(each) + "\n" for each in (one, one | {"output_ids": [2]})))
-    ended = subprocess.run(
-        [sys.executable, str(SCRIPT), "no.gguf", str(answers)], capture_output=True, text=True, check=False
-    )
-    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
-    assert "has 1 answers of two tokens and more, but must have at least 2" in ended.stderr

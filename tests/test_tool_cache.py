@@ -1,18 +1,13 @@
 """Read-only tools run before they are called; a result is never one that a later call may have changed."""
 
 import json
-import runpy
-import sys
-from contextlib import closing, suppress
-from pathlib import Path
+from contextlib import closing
 from threading import Event, Thread
 
 import pytest
 
 import edgespec
 from edgespec.server import tool_cache
-
-SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-tools"
 
 
 @pytest.fixture
@@ -161,24 +156,6 @@ def test_arguments_are_copied_from_where_earlier_ones_stood(cache):
     assert sorted(started) == ["AB5678", "CD1122", "QX9999"]
     assert cache.call("look", {"booking": "CD1122"}) is not None
     assert cache.early == 1
-
-
-def test_the_script_counts_calls_that_were_started_early(tmp_path, monkeypatch, capsys):
-    talk = [
-        {"role": "user", "content": "My id is ann_lee_1234."},
-        call_of("get_user", user="ann_lee_1234"),
-        {"role": "tool", "content": "{}"},
-        {"role": "assistant", "content": "Hello, Ann."},
-    ]
-    other = [{"role": "user", "content": "Mine is bob_ray_5678."}, call_of("get_user", user="bob_ray_5678")]
-    file = tmp_path / "tau.json"
-    file.write_text(
-        json.dumps([{"task_id": 0, "traj": talk}, {"task_id": 1, "traj": []}, {"task_id": 2, "traj": other}])
-    )
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(file)])
-    with suppress(SystemExit):
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert "2 conversations: 1 of 2 calls (50%) were started early" in capsys.readouterr().out
 
 
 def test_a_text_in_parts_is_that_text(cache):

@@ -1,8 +1,5 @@
 """Admission: requests are served as they came, or by a key that is given; nobody waits for ever."""
 
-import runpy
-from pathlib import Path
-
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
@@ -107,19 +104,3 @@ def test_a_long_request_is_served_though_short_ones_keep_coming(order, clock):
     scheduler.close()
     assert "long" in ended
     assert ended.count("short") >= (3 if order is shortest_first else 0)
-
-
-@pytest.mark.parametrize(
-    ("order", "park", "expected"),
-    [(first_come, False, [80, 88, 88]), (shortest_first, False, [80, 96, 72]), (shortest_first, True, [104, 24, 24])],
-)
-def test_the_simulation_counts_from_request_to_end(order, park, expected):
-    """One place; a text of 80 tokens, and while it is generated one of 16 and one of 8."""
-    simulate = runpy.run_path(str(Path(__file__).parent.parent / "scripts/simulate-order"))["simulate"]
-    assert sorted(simulate([80, 16, 8], [0.0, 8.0, 16.0], 1, order, park)) == sorted(expected)
-
-
-def test_the_load_of_the_simulation_is_that_of_the_lengths_it_uses():
-    simulation = runpy.run_path(str(Path(__file__).parent.parent / "scripts/simulate-order"))
-    lengths = simulation["lengths_of"]([{"output": "word " * count} for count in (0, 1, 8, 9, 20)])
-    assert max(simulation["simulate"](lengths, [0.0] * 5, 1, first_come, False)) == sum(lengths)

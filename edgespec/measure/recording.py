@@ -4,16 +4,14 @@ Answers are appended as JSON lines, so an interrupted recording can be resumed.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Backend
 from edgespec.loop.generate import Generation
-from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import render_chat, user_messages
 from edgespec.machine.files import cache_folder
@@ -62,9 +60,9 @@ def questions(tasks: Sequence[str], count: int) -> list[tuple[str, str]]:
     return [(task, question) for task in tasks for question in QUESTIONS[task][:count]]
 
 
-def recording_file(path: str, max_tokens: int, context_length: int, *how: object) -> Path:
+def recording_file(path: str, max_tokens: int, context_length: int) -> Path:
     """Its name depends on all that answers depend on, but not on the questions."""
-    about = identity(path), max_tokens, context_length, *how
+    about = identity(path), max_tokens, context_length
     key = hashlib.sha256(", ".join(map(str, about)).encode()).hexdigest()[:16]
     return cache_folder() / "recordings" / f"{Path(path).stem}-{key}.jsonl"
 
@@ -75,29 +73,20 @@ def record(
     kept: Path,
     max_tokens: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    *,
-    sampling: SamplingParams = GREEDY,
-    raw: bool = False,
-    options: Mapping[str, Any] | None = None,
 ) -> list[Recording]:
-    """Record the target's answers, except those that `kept` already has.
+    """Record the target's greedy answers, except those that `kept` already has.
 
     Args:
         target: no session of it is open.
         asked: (task, question).
-        kept: file of this target's answers, such as `recording_file`; it is made if it is not there.
+        kept: file of this target's answers, as `recording_file`; it is made if it is not there and can be.
         max_tokens: of an answer.
         progress: called with the numbers of answers that are done, and of all.
-        sampling: of every answer.
-        raw: questions are continued without the chat template.
-        options: on which the answers in a file of the user's depend, kept in each line; None: `kept` is a
-            `recording_file`, and a failure to write it is ignored.
 
     Raises:
-        UsageError: `kept` holds something else, or was made with other options.
-        OSError: a file of the user's cannot be written.
+        UsageError: `kept` holds something else.
     """
-    known = {one.question: one for one in resume(kept, Recording, options)}
+    known = {one.question: one for one in resume(kept, Recording)}
     planner = make_planner("sssd" if target.capabilities.streams else "none", [target])  # the answers are equal
     session = target.open()
     try:
@@ -105,17 +94,14 @@ def record(
             progress(number, len(asked))
             if question in known:
                 continue
-            if raw:
-                prompt_ids = target.vocab.encode(question, add_bos=True, parse_special=True)
-            else:
-                prompt_ids = render_chat(target.vocab, user_messages(question))
+            prompt_ids = render_chat(target.vocab, user_messages(question))
             rounds = Generation(
-                target, session, planner, prompt_ids, sampling,
+                target, session, planner, prompt_ids, GREEDY,
                 max_tokens=max_tokens, budget=16, stats=GenerationStats(),
             ).steps()  # fmt: skip
             output_ids = [token for round_ in rounds for token in round_.tokens]
-            known[question] = Recording(prompt_ids, output_ids, task, question, dict(options or {}))
-            with suppress(*(() if options else (OSError,))):  # such as a full disk: it is recorded again next time
+            known[question] = Recording(prompt_ids, output_ids, task, question)
+            with suppress(OSError):  # such as a full disk: it is recorded again next time
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 append(kept, known[question])
     finally:

@@ -22,7 +22,7 @@ class Recording:
     output_ids: list[int]
     category: str = ""
     question: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # in recordings of earlier versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,9 @@ class Replay:
 
 
 def replay(
-    planner: Planner,
-    prompt_ids: Sequence[int],
-    output_ids: Sequence[int],
-    budget: int,
-    vocab_size: int = 1,
-    sampling: SamplingParams = GREEDY,
-    max_leaves: int = MAX_LEAVES,
+    planner: Planner, prompt_ids: Sequence[int], output_ids: Sequence[int], budget: int, vocab_size: int = 1
 ) -> Replay:
-    """Draft a recorded output as `Generation.steps` does.
+    """Draft a recorded greedy output as `Generation.steps` does.
 
     Args:
         planner: one that does not use the target.
@@ -48,21 +42,19 @@ def replay(
         output_ids: of the target.
         budget: most nodes per tree.
         vocab_size: of the target; a draft model proposes no token beyond it.
-        sampling: how the output was sampled.
-        max_leaves: most leaves of a tree.
     """
-    noise = Noise(sampling.seed, vocab_size)
+    noise = Noise(GREEDY.seed, vocab_size)
     token_ids, end = [*prompt_ids, *output_ids[:1]], len(prompt_ids) + len(output_ids)
     lengths, plan_seconds = list[int](), list[float]()
     planner.begin(prompt_ids)
     planner.observe(output_ids[:1], 0.0)
     while len(token_ids) < end:
-        context = Context(token_ids, len(prompt_ids), sampling, noise, end - len(token_ids) - 1, max_leaves)
+        context = Context(token_ids, len(prompt_ids), GREEDY, noise, end - len(token_ids) - 1, MAX_LEAVES)
         while reading := planner.unread(token_ids):
             reading.read(reading.work())
         started = perf_counter()
         proposal = run_one(planner.propose(context, budget))
-        tree = only(proposal.tree, fitting(proposal, budget, max_leaves))
+        tree = only(proposal.tree, fitting(proposal, budget, MAX_LEAVES))
         plan_seconds.append(perf_counter() - started)
         written = output_ids[len(token_ids) - len(prompt_ids) :]
         output = walk(tree, lambda node, accepted, written=written: written[len(accepted)]).output  # type: ignore[misc]

@@ -3,7 +3,7 @@
 The branch point is the first node of that path that the target is not expected to accept, or the path's end. Its best
 siblings are the branches: the surer the node, the fewer. The paper's predictor (H-RAD) sees the target's states; here a
 logistic one sees what every engine gives: the draft's confidence and entropy, and the share that was accepted last.
-`scripts/train-branches` trains it on recorded answers.
+`6efbca4e:scripts/train-branches` trained it on recorded answers.
 """
 
 from collections.abc import Iterator, Sequence
