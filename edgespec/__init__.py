@@ -12,6 +12,7 @@ All errors are `EdgespecError`, with a message of one line. More: docs/reference
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+from warnings import warn
 
 if TYPE_CHECKING:
     from edgespec.errors import Closed as Closed
@@ -22,16 +23,14 @@ if TYPE_CHECKING:
     from edgespec.loop.sampling import SamplingParams as SamplingParams
     from edgespec.loop.stats import GenerationStats as GenerationStats
     from edgespec.loop.tree import Source as Source
-    from edgespec.model import Model, load, scale
-    from edgespec.model import ScaleResult as ScaleResult
+    from edgespec.model import Model, load
     from edgespec.scheduler.requests import Chunk as Chunk
     from edgespec.scheduler.requests import GenerationResult
-    from edgespec.server.tool_cache import ToolCache as ToolCache
 
 __version__ = "1.0.0rc1"
 
 # Names that `help` shows; the others are types of arguments and results.
-__all__ = ["GenerationResult", "Model", "json_object", "json_schema", "lark", "load", "regex", "scale"]
+__all__ = ["GenerationResult", "Model", "json_object", "json_schema", "lark", "load", "regex"]
 
 # Imported when they are asked for: the program handles Ctrl-C before its many imports (`edgespec/__main__.py`).
 _MODULES = {
@@ -40,13 +39,16 @@ _MODULES = {
     "loop.sampling": ["SamplingParams"],
     "loop.stats": ["GenerationStats"],
     "loop.tree": ["Source"],
-    "model": ["Model", "ScaleResult", "load", "scale"],
+    "model": ["Model", "load"],
     "scheduler.requests": ["Chunk", "GenerationResult"],
-    "server.tool_cache": ["ToolCache"],
 }
+_IN_THE_LAB = ("ScaleResult", "ToolCache", "scale")  # outdated here
 
 
 def __getattr__(name: str) -> Any:
+    if name in _IN_THE_LAB:
+        warn(f"edgespec.{name} goes with the next version: use edgespec.lab.{name}", DeprecationWarning, stacklevel=2)
+        return getattr(import_module("edgespec.lab"), name)
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f"edgespec.{module}"), name)

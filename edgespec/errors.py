@@ -212,6 +212,15 @@ def check_flag(name: str, value: Any) -> bool:
     return value
 
 
+def check_call(name: str, value: Any) -> None:
+    """
+    Raises:
+        UsageError: `value` is neither a function nor None.
+    """
+    if value is not None and not callable(value):
+        raise must_be(name, value, "a function")
+
+
 def check_texts(name: str, value: Any) -> tuple[str, ...]:
     """Texts of which a caller gives one, several, or None for none.
 

@@ -1,13 +1,11 @@
 """The Python API: a target, perhaps a draft, and a planner, loaded together."""
 
 import asyncio
-import math
 import os
-import re
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
+from importlib import import_module
 from inspect import signature
 from os import PathLike
 from types import TracebackType
@@ -17,8 +15,8 @@ from warnings import warn
 from edgespec.errors import (
     Closed,
     UsageError,
+    check_call,
     check_flag,
-    check_number,
     check_path,
     check_text,
     check_texts,
@@ -41,14 +39,13 @@ from edgespec.loading.pair import (
 )
 from edgespec.loading.targets import check_targets, open_targets
 from edgespec.loading.where import Where, where
-from edgespec.loop.backend import Backend, Vocab
+from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.grammar import Compiled, Compiler, Grammar
 from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.message_forms import Message
 from edgespec.loop.passes import check_room
 from edgespec.loop.planner import Planner
-from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import CHARACTERS, TextStream, check_length, render_chat, user_messages
@@ -59,14 +56,14 @@ from edgespec.models.registry import OWN_LAYERS, Entry, find_draft, find_model, 
 from edgespec.planners.auto import AutoState, new_auto_state
 from edgespec.planners.choice import (
     CHECKS,
-    PLANNERS,
-    USE_DRAFT,
     check_draft_options,
     check_planner,
+    find_method,
     make_planner,
+    with_draft,
 )
-from edgespec.scheduler import drive, scaling
-from edgespec.scheduler.requests import Chunk, Ended, Event, GenerationResult, PassCounter, Request
+from edgespec.scheduler import drive
+from edgespec.scheduler.requests import Chunk, Ended, Event, GenerationResult, Request
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.scheduler.targets.coordinator import Targets
 
@@ -81,33 +78,6 @@ OTHER_NAMES = {  # in other programs -> here
 
 Prompt = str | Sequence[Message]
 Path = str | PathLike[str]
-
-
-@dataclass(slots=True, repr=False)
-class ScaleResult(GenerationResult):
-    """The text that `scale` chose, with all others.
-
-    Attributes:
-        samples: all texts, of seed, seed + 1, and so on; their `stats` count the passes for perplexities, too.
-        answers: of each text; None: it has none.
-        votes: number of texts with each answer, most first.
-        chunks: number of the draft's chunks whose perplexity the target computed.
-        rejected: share of them that the target wrote again.
-        passes: of the target, over the prompt and for perplexities, too.
-        calibration: the latest perplexities of chunks.
-    """
-
-    samples: list[GenerationResult] = field(default_factory=list)
-    answers: list[str | None] = field(default_factory=list)
-    votes: dict[str, int] = field(default_factory=dict)
-    chunks: int = 0
-    rejected: float = 0.0
-    passes: int = 0
-    calibration: list[float] = field(default_factory=list)
-
-    def __repr__(self) -> str:
-        about = f"{self.rejected:.0%} of {self.chunks} chunks rejected, {self.passes} passes"
-        return f"<ScaleResult {self.text!r}: votes {self.votes}, {about}, {self.stats.approximate}>"
 
 
 class Model:
@@ -342,66 +312,22 @@ class Model:
         k = check_whole("k", k, 1, MOST_BRANCHES)
         first = self.request(prompt, **options)
         hint_texts = self.hint_texts(first.prompt_ids, options.get("prediction"), k)
-        requests = _seeded(replace(first, hint_texts=hint_texts), k)
+        return self.answer(seeded(replace(first, hint_texts=hint_texts), k))
+
+    def answer(self, requests: Sequence[Request]) -> list[GenerationResult]:
+        """The results of requests, which share passes."""
+        self._check_open()
+        if not isinstance(requests, Sequence) or not all(isinstance(one, Request) for one in requests):
+            raise must_be("requests", requests, "a list of results of the method request")
         return drive.results_of(self.scheduler, requests)
 
     def search(
-        self,
-        prompt: Prompt,
-        score: Callable[[list[str]], Sequence[float]],
-        *,
-        width: int = 4,
-        keep: int = 1,
-        depth: int = 8,
-        **options: Any,
+        self, prompt: Prompt, score: Callable[[list[str]], Sequence[float]], **options: Any
     ) -> list[GenerationResult]:
-        """Search over thoughts: in each round every sequence goes on with `width` thoughts, and the best are kept.
-
-        Args:
-            prompt: as for `stream`.
-            score: of the texts so far, a number each; a larger one is better.
-            width: thoughts that a sequence goes on with.
-            keep: sequences that a round keeps.
-            depth: most rounds.
-            options: as for `branch`, without `grammar`; `stop` (default: an empty line) and `max_tokens` end a thought.
-                Thought i of round r has seed + r * keep * width + i.
-
-        Returns:
-            The sequences of the last round, best first, each with the stats of its last thought.
-        """
-        width, depth = check_whole("width", width, 1, MOST_BRANCHES), check_whole("depth", depth, 1)
-        keep = check_whole("keep", keep, 1, MOST_BRANCHES // width)
-        if not callable(score):
-            raise must_be("score", score, "a function")
-        first = self.request(prompt, **{"stop": "\n\n"} | options)
-        if first.grammar:
-            raise UsageError("search takes no grammar: each thought would have to match it")
-        if first.sampling.presence_penalty or first.sampling.frequency_penalty:
-            raise UsageError("presence_penalty and frequency_penalty would count in one thought only: leave them at 0")
-        limits, vocab, texts = self.target.capabilities, self.target.vocab, [GenerationResult()]
-        hint_texts = self.hint_texts(first.prompt_ids, options.get("prediction"), 1 + width * keep)
-        first = replace(first, hint_texts=hint_texts)
-
-        def is_whole(text: GenerationResult) -> bool:
-            ids = text.token_ids
-            return bool(ids) and (ids[-1] in vocab.eog_ids or len(first.prompt_ids) + len(ids) >= limits.context_length)
-
-        for number in range(depth):
-            begun = [text for text in texts if not is_whole(text) for _ in range(width)]
-            if not begun:
-                break
-            requests = [
-                replace(one, prompt_ids=first.prompt_ids + text.token_ids)
-                for one, text in zip(_seeded(first, len(begun), number * keep * width), begun, strict=True)
-            ]
-            found = {tuple(text.token_ids): text for text in texts if is_whole(text)}
-            for text, thought in zip(begun, drive.results_of(self.scheduler, requests), strict=True):
-                token_ids = text.token_ids + thought.token_ids
-                found.setdefault(
-                    tuple(token_ids), GenerationResult(_text_of(vocab, token_ids), token_ids, thought.stats)
-                )
-            texts = _best_first(list(found.values()), score)[:keep]
-        return texts
+        """Outdated: `edgespec.lab.search(model, prompt, score, …)`."""
+        warn("Model.search goes with the next version: use edgespec.lab.search", DeprecationWarning, stacklevel=2)
+        found: list[GenerationResult] = import_module("edgespec.lab").search(self, prompt, score, **options)
+        return found
 
     def chat(self, messages: Prompt, **options: Any) -> GenerationResult:
         """Answer a user's message, or a conversation, through the model's chat template.
@@ -453,7 +379,8 @@ class Model:
         if not isinstance(token_ids, Sequence):
             raise must_be("token_ids", token_ids, "a list of token ids")
         last = self.target.vocab.size - 1
-        return _text_of(self.target.vocab, [check_whole("a token id", one, 0, last) for one in token_ids])
+        text = TextStream(self.target.vocab)
+        return "".join(text.push(check_whole("a token id", one, 0, last)) for one in token_ids) + text.finish()
 
     def close(self) -> None:
         """Remember the pass times, and free sessions and models; may be called twice. In a fork nothing is freed."""
@@ -515,7 +442,7 @@ def load(
         target: a name from models.yaml, the path of a GGUF file or of a model folder, OWNER/REPOSITORY on the hub, or a
             source such as hf:owner/repository/file.gguf; or an entry of `models.registry.find_model`.
         draft: the same for the draft model, or "head" or "layers" of the target; default: that of models.yaml.
-        planner: one of `PLANNERS`; default: that of models.yaml, else auto: the fastest in every step.
+        planner: a name of `planners.choice.NAMES`; default: that of models.yaml, else auto: the fastest in every step.
         budget: most draft tokens per pass; default: by measured pass times, at most the budget of models.yaml or 64;
             where torch or mlx stream weights, up to 1024.
             With a number no tree depends on pass times, and auto is specexec with a draft, sssd with a datastore or
@@ -576,7 +503,7 @@ def load(
         check_text(name, text if text is not None else "")
     check_flag("ahead", ahead if ahead is not None else False)
     for name, call in (("progress", progress), ("say", say)):
-        _check_call(name, call)
+        check_call(name, call)
     say = say or (lambda text: None)
     entry = target if isinstance(target, Entry) else find_model(check_path("target", target), models_file)
     target = entry.name
@@ -587,7 +514,7 @@ def load(
             f"parallel is {parallel}; {MOST_PARALLEL // 2} are the most with a cascade, which needs two sessions each"
         )
     LoadOptions(sparse_attention=sparse_attention)  # refuses a wrong share
-    if planner in USE_DRAFT or alpha:
+    if with_draft([planner]) or alpha:
         heads = targets is None and cluster is None and not (alpha or sparse_attention)
         draft = choose_draft(draft, entry, backend, models_file, heads=heads, say=say, notes=notes)
     check_planner(planner, draft is not None, datastore, planner_options)
@@ -598,7 +525,7 @@ def load(
         widest=widest, sessions=parallel, exact=exact, backend=backend, threads=threads,
         gpu_layers=gpu_layers, memory=memory, kv_type=kv_type, lenders=check_texts("lenders", lenders), device=device,
         dtype=dtype, gpu_memory=gpu_memory, keep_packed=keep_packed, mixed=alpha > 0, sparse_attention=sparse_attention,
-        ahead=bool(ahead) or PLANNERS[planner].ahead, remember=remember,
+        ahead=bool(ahead) or find_method(planner).ahead, remember=remember,
     )  # fmt: skip
     if targets is not None or cluster is not None:
         refused = {"datastore": datastore, "lenders": lenders or None, "ahead": ahead, "cascade": alpha or None}
@@ -610,7 +537,7 @@ def load(
         )  # fmt: skip
         _use_template(remote, template)
         return Model(remote, [], budget=budget, targets=writer, names=(target, draft or ""), **_defaults(entry))
-    draft = draft if planner in USE_DRAFT or alpha else None
+    draft = draft if with_draft([planner]) or alpha else None
     check_draft_options(draft is not None, ahead, planner_options)
     backends, learn = open_pair(
         entry, draft, models_file, options, remember=remember, progress=progress, say=say,
@@ -660,130 +587,6 @@ def load(
         raise
 
 
-def scale(
-    target: Model,
-    draft: Model | None,
-    prompt: Prompt,
-    *,
-    samples: int = 8,
-    chunk: int = 128,
-    reject: float = 0.4,
-    answer: str | Callable[[str], str | None] | None = None,
-    score: Callable[[list[str]], Sequence[float]] | None = None,
-    window: int = 64,
-    calibration: Sequence[float] = (),
-    max_tokens: int | None = 512,
-    temperature: float = 0.7,
-    progress: Callable[[int, int], None] | None = None,
-    **sampling: Any,
-) -> ScaleResult:
-    """Choose one of several texts. The draft writes them in chunks, and the target those again that surprise it most.
-
-    This is approximate: with `reject` 0 texts are the draft's, with 1 or without a draft the target's. `reject` bounds
-    the mean share of chunks that the target writes, not the quality of answers. Load both with `parallel=samples`.
-
-    Args:
-        target: computes the perplexity of each chunk, and writes those that are rejected.
-        draft: a model of its own with the target's vocabulary.
-        prompt: as for `Model.stream`; so are `max_tokens`, `temperature` and `sampling` (fields of `SamplingParams`).
-        samples: number of texts; from 1 to 1024.
-        chunk: tokens of a chunk.
-        reject: a chunk is rejected if at most this share of the latest perplexities is as high as its own.
-        answer: a regular expression, whose last match (its first group) is a text's answer, or a function that finds
-            it; the answer of most texts wins. None: `score` alone decides.
-        score: a number for each text, by which equal votes are decided. Default: the first, or the least perplexity.
-        window: number of latest perplexities, which begin with `calibration` (of an earlier `ScaleResult`).
-        progress: called with (tokens written, most tokens) after every round of chunks.
-    """
-    for name, model in (("target", target), ("draft", target if draft is None else draft)):
-        if not isinstance(model, Model):
-            raise must_be(name, model, "a model of edgespec.load")
-    samples, chunk = check_whole("samples", samples, 1, MOST_BRANCHES), check_whole("chunk", chunk, 1)
-    reject = check_number("reject", reject, lambda share: 0 <= share <= 1, "from 0 to 1") if draft else 1.0
-    if not isinstance(calibration, Sequence):
-        raise must_be("calibration", calibration, "a list of scores")
-    known = [check_number("a score in calibration", one, lambda value: value > 0, "above 0") for one in calibration]
-    latest, find = scaling.Calibration(check_whole("window", window, 1), known), _finder(answer)
-    _check_call("score", score)
-    _check_call("progress", progress)
-    for name in sampling.keys() - SamplingParams.__dataclass_fields__:
-        raise _unknown(name, *_keywords(scale), *SamplingParams.__dataclass_fields__)
-    if not isinstance(target.scheduler, Scheduler):
-        raise UsageError("several targets give no scores: load the target without targets and cluster")
-    exact, both_write = target.target.capabilities.exact, 0 < reject < 1
-    if exact and exact.blocks and (both_write or not (find or score)):
-        raise UsageError(
-            'scores need passes that texts share, which the target\'s row class forbids: load it with exact="off"'
-        )
-    first = target.request(prompt, max_tokens=max_tokens, temperature=temperature, **sampling)
-    params, room = first.sampling, target.target.capabilities.context_length
-    if draft:
-        draft._check_open()
-        check_same_vocab(target.target.vocab, draft.target.vocab, writes=True)
-        check_room(draft.target, len(first.prompt_ids))
-        room = min(room, draft.target.capabilities.context_length)
-    first = replace(first, max_tokens=min(first.max_tokens, room - len(first.prompt_ids)))
-    done, counter = scaling.Scaled([]), PassCounter()
-    if draft and both_write:
-        if params.presence_penalty or params.frequency_penalty:
-            raise UsageError("presence_penalty and frequency_penalty would count in one chunk only: leave them at 0")
-        requests, vocab = _seeded(first, samples), target.target.vocab
-        done = scaling.scale(target.scheduler, draft.scheduler, requests, chunk, reject, latest, counter, progress)
-        found = [GenerationResult(_text_of(vocab, one.token_ids), one.token_ids, one.stats) for one in done.samples]
-    else:
-        writer = draft if draft and not reject else target
-        hint_texts = writer.hint_texts(first.prompt_ids, None, samples)
-        first = replace(first, hint_texts=hint_texts, counter=counter if writer is target else None)
-        found = drive.results_of(writer.scheduler, _seeded(first, samples))
-        if progress:
-            progress(samples * first.max_tokens, samples * first.max_tokens)
-    answers = [find(one.text) if find else None for one in found]
-    for given in answers:
-        if not isinstance(given, str | None):
-            raise must_be("an answer", given, "a text, or None")
-    votes = Counter(given for given in answers if given is not None)
-    winners: set[str | None] = {given for given, count in votes.items() if count == max(votes.values())}
-    best = [one for one, given in zip(found, answers, strict=True) if given in winners or not winners]
-    if score:
-        best = _best_first(best, score)
-    elif not find:
-        texts = [(first.prompt_ids, one.token_ids) for one in found]
-        losses = scaling.perplexities(target.scheduler, first.prompt_ids, texts, counter)
-        best = [found[losses.index(min(losses))]]
-    models = [*([target] if reject else []), *([draft] if draft and reject < 1 else [])]
-    words = dict.fromkeys([*(one.approximate for one in models if one.approximate), f"scale reject {reject:g}"])
-    for one in found:
-        one.stats.approximate = ", ".join(words)
-    return ScaleResult(
-        best[0].text, best[0].token_ids, best[0].stats, found, answers, dict(votes.most_common()), done.scored,
-        done.rejected / max(1, done.scored), counter.passes, latest.scores,
-    )  # fmt: skip
-
-
-def _finder(answer: str | Callable[[str], str | None] | None) -> Callable[[str], str | None] | None:
-    if answer is None or callable(answer):
-        return answer
-    try:
-        pattern = re.compile(check_text("answer", answer))
-    except re.error as error:
-        raise must_be("answer", answer, f"a regular expression: {error}") from error
-
-    def last(text: str) -> str | None:
-        *_, match = [None, *pattern.finditer(text)]
-        return match[min(1, pattern.groups)] if match else None
-
-    return last
-
-
-def _best_first(texts: list[GenerationResult], score: Callable[[list[str]], Sequence[float]]) -> list[GenerationResult]:
-    scores = score([one.text for one in texts])
-    if not hasattr(scores, "__len__") or len(scores) != len(texts):
-        raise must_be("what score returns", scores, f"a list of {len(texts)} numbers")
-    for value in scores:
-        check_number("a score", value, lambda value: not math.isnan(value), "a number")
-    return [texts[i] for i in sorted(range(len(texts)), key=lambda i: -scores[i])]
-
-
 def _read_template(path: str) -> str:
     from edgespec.loop.templates import check_template  # Jinja takes a while to import
 
@@ -798,12 +601,7 @@ def _use_template(target: Backend, template: str | None) -> None:
         target.vocab.chat_template, target.vocab.tool_template = template, None
 
 
-def _text_of(vocab: Vocab, token_ids: Sequence[int]) -> str:
-    text = TextStream(vocab)
-    return "".join(map(text.push, token_ids)) + text.finish()
-
-
-def _seeded(first: Request, count: int, start: int = 0) -> list[Request]:
+def seeded(first: Request, count: int, start: int = 0) -> list[Request]:
     """Requests that differ only in the seed, which counts up from the first one's plus `start`."""
     seeds = [(first.sampling.seed + start + i) % 2**64 for i in range(count)]
     return [replace(first, sampling=first.sampling.changed(seed=seed)) for seed in seeds]
@@ -823,12 +621,7 @@ def _defaults(entry: Entry) -> dict[str, Any]:
 def _check_reports(stats: Any, progress: Any) -> None:
     if not isinstance(stats, GenerationStats | None):
         raise must_be("stats", stats, "a GenerationStats")
-    _check_call("progress", progress)
-
-
-def _check_call(name: str, value: Any) -> None:
-    if value is not None and not callable(value):
-        raise must_be(name, value, "a function")
+    check_call("progress", progress)
 
 
 def _keywords(call: Callable[..., Any]) -> Sequence[str]:

@@ -13,6 +13,8 @@ from edgespec.backends.reference.backend import ReferenceBackend, perturbed, ran
 
 import edgespec
 from edgespec.errors import Interrupted, ModelError, UsageError
+from edgespec.lab.pearl import PearlPlanner
+from edgespec.lab.specbranch import SpecBranchPlanner
 from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
@@ -21,8 +23,6 @@ from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner, DraftThread
 from edgespec.planners.auto import AutoPlanner, AutoState
 from edgespec.planners.choice import goes_ahead, has_own_processor, make_planner
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.pearl import PearlPlanner
-from edgespec.planners.spec_branch import SpecBranchPlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler.requests import Ended, Request, Wrote

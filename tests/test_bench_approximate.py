@@ -12,8 +12,8 @@ import pytest
 from benchmarks.approximate import EXACT, RULES, Answer, Settings, mcnemar, quality_table, read_problems, runs
 from benchmarks.problems import read_questions
 from edgespec.errors import UsageError
+from edgespec.lab.cascade import mixture
 from edgespec.loop.sampling import SamplingParams
-from edgespec.planners.cascade import mixture
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-approximate"
 TASK = {

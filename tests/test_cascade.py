@@ -12,6 +12,7 @@ from test_lossless_reference import PLANNERS, drafts_of, samplings, tokens, writ
 
 import edgespec
 from edgespec.errors import ContextFull, UsageError
+from edgespec.lab.cascade import CascadePlanner, mixture
 from edgespec.loop.draft_passes import run_one, run_shared
 from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
@@ -19,7 +20,6 @@ from edgespec.loop.sampling import Noise, SamplingParams, adjust, candidates, sa
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import Proposal, chain_of
-from edgespec.planners.cascade import CascadePlanner, mixture
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner

@@ -29,6 +29,7 @@ async def all_of(chunks):
 
 
 CALLS = {  # of every public method, as a user makes them
+    "answer": [lambda model: model.answer([])],
     "astream": [lambda model: asyncio.run(all_of(model.astream("hello", **SHORT)))],
     "astream_chat": [lambda model: asyncio.run(all_of(model.astream_chat("hello", **SHORT)))],
     "branch": [lambda model: model.branch("hello", 2, **SHORT)],

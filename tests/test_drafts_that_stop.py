@@ -7,13 +7,13 @@ from edgespec.backends.reference.backend import ReferenceBackend, perturbed, ran
 from test_lossless_reference import write
 
 from edgespec.errors import ContextFull
+from edgespec.lab.cascade import CascadePlanner
+from edgespec.lab.pearl import PearlPlanner
+from edgespec.lab.specbranch import SpecBranchPlanner
 from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.ahead import AheadPlanner, DraftThread
-from edgespec.planners.cascade import CascadePlanner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.pearl import PearlPlanner
-from edgespec.planners.spec_branch import SpecBranchPlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.scheduler.requests import Ended, Request, Wrote
 from edgespec.scheduler.scheduler import Scheduler

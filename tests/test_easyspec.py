@@ -11,13 +11,13 @@ from hf_models import SMALL, save, tiny_model, transformers
 from test_torch import Recorder, memory_for
 
 from edgespec.errors import Interrupted, UsageError
+from edgespec.lab.easyspec import EasySpecPlanner
 from edgespec.loop.backend import Work
 from edgespec.loop.draft_passes import Wanted, run_one, run_shared
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.planners.auto import AutoState
 from edgespec.planners.choice import make_planner
-from edgespec.planners.easyspec import EasySpecPlanner
 
 OPTIONS = {"context_length": 128, "budget": 16, "threads": 1}
 TEXT = [5, 9, 30, 7, 9, 30]

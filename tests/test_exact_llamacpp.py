@@ -22,6 +22,7 @@ from edgespec.backends.llamacpp.memory import attention
 
 from benchmarks.made_up import Shape, write_made_up
 from edgespec.errors import ContextFull, Interrupted, UsageError
+from edgespec.lab.lookahead import LookaheadPlanner
 from edgespec.loading.exact import FEW, apply_row_class, usable
 from edgespec.loading.row_classes import MANY, _rows, find, tokens
 from edgespec.loop.backend import Work
@@ -36,7 +37,6 @@ from edgespec.machine.this_machine import this_machine
 from edgespec.model import Model
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.chain import ChainPlanner
-from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner

@@ -13,6 +13,7 @@ from test_dsi import write as write_dsi
 
 import edgespec
 from edgespec.errors import EdgespecError, OtherProcess
+from edgespec.lab import ToolCache
 from edgespec.loop.sampling import SamplingParams
 from edgespec.machine import files
 from edgespec.model import Model
@@ -138,7 +139,7 @@ def test_a_fork_does_not_wait_for_a_call_of_a_tool_that_its_parent_makes():
         begun.set()
         return end.wait(SECONDS)
 
-    cache = edgespec.ToolCache(run, safe={"f"})
+    cache = ToolCache(run, safe={"f"})
     cache.propose("f", "{}")
     begun.wait()
     told = in_a_fork(lambda: cache.call("f", "{}"), lambda: cache.propose("g", "{}"))

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec.errors import UsageError, pip_install
+from edgespec.lab.lookahead import LookaheadPlanner
 from edgespec.loop.grammar import MOST_BYTES, Compiler, Constraint, json_object, json_schema, lark, regex
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import Noise, SamplingParams, sample
 from edgespec.loop.text import user_messages
 from edgespec.loop.tree import Source, make_tree
-from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner

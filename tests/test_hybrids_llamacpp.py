@@ -24,6 +24,7 @@ from test_offload_llamacpp import least_memory
 
 from benchmarks.made_up import Shape, write_made_up
 from edgespec.errors import Interrupted, UsageError
+from edgespec.lab.lookahead import LookaheadPlanner
 from edgespec.loop.backend import Work
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.generate import Generation
@@ -33,7 +34,6 @@ from edgespec.loop.stats import GenerationStats
 from edgespec.machine.this_machine import this_machine
 from edgespec.measure.lossless import explain
 from edgespec.planners.chain import ChainPlanner
-from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner

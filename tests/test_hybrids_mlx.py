@@ -17,12 +17,12 @@ from mlx_models import HYBRIDS, write_model
 from test_lossless_mlx import SAMPLINGS, check_lossless, write
 from test_mlx_streaming import load_streamed, small_parts  # noqa: F401, fixtures
 
+from edgespec.lab.lookahead import LookaheadPlanner
 from edgespec.loading.exact import apply_row_class
 from edgespec.loop.backend import Work
 from edgespec.loop.passes import prefill
 from edgespec.machine.this_machine import this_machine
 from edgespec.planners.chain import ChainPlanner
-from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner

@@ -21,10 +21,10 @@ from test_lossless_torch import OPTIONS, SAMPLINGS, check_lossless
 from test_torch import memory_for
 
 from edgespec.errors import ModelError
+from edgespec.lab.lookahead import LookaheadPlanner
 from edgespec.loop.backend import Capabilities, Work
 from edgespec.loop.passes import prefill
 from edgespec.planners.chain import ChainPlanner
-from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 

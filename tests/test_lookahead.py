@@ -8,6 +8,7 @@ import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from test_lossless_reference import write
 
+from edgespec.lab.lookahead import COLUMN, COLUMNS, MOST_SAMPLES, SHARE, WORTH, LookaheadPlanner
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.generate import Generation
 from edgespec.loop.pass_times import Curve
@@ -20,7 +21,6 @@ from edgespec.planners import auto, lookahead
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.candidates import Lookup
 from edgespec.planners.ledger import Ledger
-from edgespec.planners.lookahead import COLUMN, COLUMNS, MOST_SAMPLES, SHARE, WORTH, LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 
 MODEL = random_model(1, vocab_size=48, sharpness=3.0)

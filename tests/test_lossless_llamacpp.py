@@ -24,6 +24,9 @@ from conftest import Q2_K, once, quantised
 from edgespec.backends.llamacpp.engine import load
 
 from edgespec.errors import ContextFull, ModelError
+from edgespec.lab.lookahead import LookaheadPlanner
+from edgespec.lab.pearl import PearlPlanner
+from edgespec.lab.specbranch import SpecBranchPlanner
 from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
@@ -32,10 +35,7 @@ from edgespec.measure.lossless import explain, replay
 from edgespec.planners.ahead import AheadPlanner
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.chain import ChainPlanner
-from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.pearl import PearlPlanner
-from edgespec.planners.spec_branch import SpecBranchPlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler.requests import Ended, Request

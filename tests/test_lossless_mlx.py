@@ -10,13 +10,13 @@ import mlx.core as mx
 from edgespec.backends.mlx.backend import load
 from mlx_models import FAMILIES, write_model
 
+from edgespec.lab.lookahead import LookaheadPlanner
 from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay
 from edgespec.models.convert.folder_from_gguf import convert
 from edgespec.planners.chain import ChainPlanner
-from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner

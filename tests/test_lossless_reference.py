@@ -11,6 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.errors import ContextFull
+from edgespec.lab.lookahead import LookaheadPlanner
+from edgespec.lab.pearl import PearlPlanner
+from edgespec.lab.specbranch import SpecBranchPlanner
 from edgespec.loop.backend import Backend
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.generate import Generation
@@ -19,10 +22,7 @@ from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.chain import ChainPlanner
-from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.pearl import PearlPlanner
-from edgespec.planners.spec_branch import SpecBranchPlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 

@@ -12,12 +12,12 @@ from edgespec.backends.torch.backend import load
 from hf_models import perturbed, save, tiny_model, transformers
 from test_torch import Recorder, memory_for, needs_bitsandbytes
 
+from edgespec.lab.easyspec import EasySpecPlanner
+from edgespec.lab.lookahead import LookaheadPlanner
 from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay
-from edgespec.planners.easyspec import EasySpecPlanner
-from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner

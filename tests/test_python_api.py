@@ -16,6 +16,7 @@ from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from gguf_files import small_llama
 
 import edgespec
+import edgespec.lab
 from edgespec import model as api
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.loop.sampling import SamplingParams
@@ -29,7 +30,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 ARGUMENTS = {  # of every parameter that has no default, a good value
     "prompt": "hello", "messages": "hello", "k": 2, "prompt_ids": [3, 4], "token_ids": [3],
     "schema": {"type": "object"}, "pattern": "a", "rules": 'start: "a"', "grammar": edgespec.regex("a"),
-    "target": "tiny.gguf", "draft": None,
+    "target": "tiny.gguf", "draft": None, "requests": [],
     "score": lambda texts: [len(text) for text in texts],
 }  # fmt: skip
 ODD = [
@@ -112,7 +113,9 @@ def test_every_method_works_or_refuses_in_one_line(model, name):
     assert model.scheduler.active == model.scheduler.waiting == 0
 
 
-@pytest.mark.parametrize("name", [name for name in edgespec.__all__ if inspect.isfunction(getattr(edgespec, name))])
+@pytest.mark.parametrize(
+    "name", ["scale", *(name for name in edgespec.__all__ if inspect.isfunction(getattr(edgespec, name)))]
+)
 def test_every_function_works_or_refuses_in_one_line(name, gguf, tmp_path, monkeypatch):
     (tmp_path / "models.yaml").write_text("models: []", "utf-8")
     monkeypatch.setattr(registry, "BUILT_IN", tmp_path / "models.yaml")  # it is read by every load
@@ -124,7 +127,7 @@ def test_every_function_works_or_refuses_in_one_line(name, gguf, tmp_path, monke
     monkeypatch.setattr(api, "open_pair", opened)
     monkeypatch.setattr(api, "choose_sampling", lambda *_: (SamplingParams(), []))
     monkeypatch.setattr(api, "open_targets", lambda *_, **__: (_ for _ in ()).throw(EdgespecError("no copies here")))
-    call, short = getattr(edgespec, name), {}
+    call, short = getattr(edgespec.lab if name == "scale" else edgespec, name), {}
     if name == "scale":
         backend = ReferenceBackend(random_model(2, vocab_size=258, layers=1), sessions=2, context_length=24)
         target = Model(backend, [NonePlanner(), NonePlanner()])

@@ -8,7 +8,7 @@ from pathlib import Path
 from pictures.rooms import floors as table
 
 ROOT = Path(__file__).parent.parent
-MOST_ROOMS, MOST_FLOORS = 12, 8
+MOST_ROOMS, MOST_FLOORS = 13, 8
 NO_ROOMS = {"__init__.py", "__main__.py", "__pycache__", "py.typed", "machines.yaml", "models.yaml"}
 HEAVY = [
     "distributed", "gguf", "huggingface_hub", "jinja2", "llama_cpp", "llguidance", "matplotlib", "ml_dtypes", "mlx",
@@ -80,6 +80,25 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
     for name in graph:
         visit(name, ())
+
+
+def test_nothing_imports_the_lab() -> None:
+    """All others load its methods by name (`LAB` in `planners/choice.py`)."""
+    for name, found in modules().items():
+        if room_of(name) != "lab":
+            assert not {other for other in found if room_of(other) == "lab"}, name
+
+
+def test_all_else_works_without_the_lab() -> None:
+    names = sorted(name for name in modules() if room_of(name) not in ("backends", "lab", "server"))
+    script = (
+        "import sys; sys.modules['edgespec.lab'] = None\n"
+        f"from importlib import import_module; [import_module(name) for name in {names}]\n"
+        "from edgespec.planners.choice import NAMES, PLANNERS, check_planner; from edgespec.errors import UsageError\n"
+        "try: check_planner('pearl', True, None, {})\nexcept UsageError as error: print(NAMES == (*PLANNERS,), error)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("True there is no planner 'pearl'; ")
 
 
 def test_only_measuring_names_an_engine() -> None:

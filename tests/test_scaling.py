@@ -14,6 +14,7 @@ from edgespec.backends.reference.backend import ReferenceBackend, perturbed, ran
 
 import edgespec
 from edgespec.errors import Closed, ContextFull, UsageError, VocabMismatch
+from edgespec.lab import scale, scaling
 from edgespec.loading.by_name import load_backend
 from edgespec.loop.backend import Work
 from edgespec.loop.sampling import log_sum_exp
@@ -21,7 +22,6 @@ from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.measure.lossless import plain_logits
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.scheduler import scaling
 from edgespec.scheduler.requests import PassCounter
 
 TARGET = random_model(5, vocab_size=60, layers=1)
@@ -69,9 +69,7 @@ def test_the_ends_are_the_texts_of_the_draft_and_of_the_target(pair, reject):
     writer = draft if reject == 0 else target
     expected = writer.branch(PROMPT, 3, **ASKED)
     given = {} if reject is None else {"reject": reject}
-    result = edgespec.scale(
-        target, None if reject is None else draft, PROMPT, samples=3, answer="[a-m]", **given, **ASKED
-    )
+    result = scale(target, None if reject is None else draft, PROMPT, samples=3, answer="[a-m]", **given, **ASKED)
     assert texts(result.samples) == texts(expected)
     assert [one.token_ids for one in result.samples] == [one.token_ids for one in expected]
     assert (result.chunks, result.rejected) == (0, 0)
@@ -81,7 +79,7 @@ def test_the_ends_are_the_texts_of_the_draft_and_of_the_target(pair, reject):
 
 def test_chunks_that_are_never_rejected_are_the_draft_s_text(pair):
     target, draft = pair
-    result = edgespec.scale(target, draft, PROMPT, samples=3, chunk=7, reject=1e-9, answer="[a-m]", **ASKED)
+    result = scale(target, draft, PROMPT, samples=3, chunk=7, reject=1e-9, answer="[a-m]", **ASKED)
     assert texts(result.samples) == texts(draft.branch(PROMPT, 3, **ASKED))
     assert result.rejected == 0
     assert all(one.stats.tokens_by_source["draft"] == one.stats.tokens for one in result.samples)
@@ -100,7 +98,7 @@ def test_the_draft_reads_the_prompt_as_the_target_writes_it(pair, reject, monkey
         return inner(request, *arguments, **options)
 
     monkeypatch.setattr(draft.scheduler, "submit", submit)
-    edgespec.scale(target, draft, [{"role": "user", "content": PROMPT}], samples=2, reject=reject, chunk=8, **ASKED)
+    scale(target, draft, [{"role": "user", "content": PROMPT}], samples=2, reject=reject, chunk=8, **ASKED)
     asked = target.request([{"role": "user", "content": PROMPT}]).prompt_ids
     assert seen == {tuple(asked[:4])}
 
@@ -108,7 +106,7 @@ def test_the_draft_reads_the_prompt_as_the_target_writes_it(pair, reject, monkey
 def test_chunks_that_are_always_rejected_are_the_target_s_text(pair, monkeypatch):
     target, draft = pair
     monkeypatch.setattr(scaling.Calibration, "p_values", lambda self, found: [0.0] * len(found))
-    result = edgespec.scale(target, draft, PROMPT, samples=3, chunk=7, reject=0.5, answer="[a-m]", **ASKED)
+    result = scale(target, draft, PROMPT, samples=3, chunk=7, reject=0.5, answer="[a-m]", **ASKED)
     assert texts(result.samples) == texts(target.branch(PROMPT, 3, **ASKED))
     assert result.rejected == 1
     assert all(one.stats.tokens_by_source["target"] == one.stats.tokens for one in result.samples)
@@ -180,7 +178,7 @@ def test_about_the_wanted_share_is_rejected(reject):
 def test_the_share_of_a_run_is_that_of_its_p_values(pair):
     options, known, chunks, rejected = {"samples": 5, "chunk": 6, "answer": "x", **NO_END}, (), 0, 0.0
     for seed in range(0, 15, 5):
-        result = edgespec.scale(*pair, PROMPT, calibration=known, reject=0.4, **ASKED | options | {"seed": seed})
+        result = scale(*pair, PROMPT, calibration=known, reject=0.4, **ASKED | options | {"seed": seed})
         known, chunks, rejected = result.calibration, chunks + result.chunks, rejected + result.rejected * result.chunks
     assert chunks == len(known) == 3 * 5 * 4
     assert abs(rejected / chunks - 0.4) < 0.05
@@ -195,7 +193,7 @@ def test_the_target_goes_on_where_a_chunk_was_rejected(pair, monkeypatch):
     target, draft = pair
     rounds, options = iter([[1.0], [0.0], [1.0], [0.0]]), ASKED | NO_END
     monkeypatch.setattr(scaling.Calibration, "p_values", lambda self, found: next(rounds))
-    result = edgespec.scale(target, draft, PROMPT, samples=1, chunk=6, reject=0.5, answer="[a-m]", **options)
+    result = scale(target, draft, PROMPT, samples=1, chunk=6, reject=0.5, answer="[a-m]", **options)
     text, ids = PROMPT, target.encode(PROMPT)
     for writer in (draft, target, draft, target):
         part = writer.generate(text, **options | {"max_tokens": 6})
@@ -208,7 +206,7 @@ def test_the_target_goes_on_where_a_chunk_was_rejected(pair, monkeypatch):
 
 def test_the_same_seed_gives_the_same_result_whatever_ran_before(pair):
     def found(*models, **changes):
-        result = edgespec.scale(*models, PROMPT, samples=5, chunk=6, answer="[a-m]", **ASKED | changes)
+        result = scale(*models, PROMPT, samples=5, chunk=6, answer="[a-m]", **ASKED | changes)
         return texts(result.samples), result.votes, result.rejected, result.calibration
 
     first = found(*pair)
@@ -221,7 +219,7 @@ def test_the_same_seed_gives_the_same_result_whatever_ran_before(pair):
 def test_texts_end_where_a_context_is_full():
     with loaded(TARGET, context=64) as target, loaded(DRAFT, context=48) as draft:
         for reject in (0, 0.5):
-            result = edgespec.scale(
+            result = scale(
                 target, draft, PROMPT, samples=3, chunk=9, reject=reject, answer="x", max_tokens=None, seed=0
             )
             length = len(target.encode(PROMPT))
@@ -232,16 +230,16 @@ def test_texts_end_where_a_context_is_full():
 def test_progress_grows_to_the_end(pair):
     seen = []
     options = {"samples": 3, "chunk": 8, "answer": "x", "progress": lambda *far: seen.append(far), **ASKED}
-    edgespec.scale(*pair, PROMPT, **options, **NO_END)
+    scale(*pair, PROMPT, **options, **NO_END)
     assert seen == [(24, 72), (48, 72), (72, 72)]
-    edgespec.scale(pair[0], None, PROMPT, **options)
+    scale(pair[0], None, PROMPT, **options)
     assert seen[3:] == [(72, 72)]
 
 
 @pytest.mark.parametrize("reject", [1e-9, 0.6])
 def test_a_text_counts_the_passes_for_scores(pair, reject):
     options = {"samples": 3, "chunk": 8, "reject": reject, "answer": "x", **ASKED, **NO_END}
-    result = edgespec.scale(*pair, PROMPT, **options)
+    result = scale(*pair, PROMPT, **options)
     for stats in [one.stats for one in result.samples]:
         assert 0 < stats.passes <= result.passes
         assert stats.passes == result.passes or reject == 0.6  # all texts share them if the target writes none
@@ -261,10 +259,10 @@ def test_words_name_what_changes_the_models_that_write(pair, reject, words):
         model.target.capabilities = replace(model.target.capabilities, approximate=about)
     target, draft = pair
     given = {"draft": None} if reject is None else {"draft": draft, "reject": reject}
-    result = edgespec.scale(target, prompt=PROMPT, samples=2, chunk=8, answer="x", **given, **ASKED)
+    result = scale(target, prompt=PROMPT, samples=2, chunk=8, answer="x", **given, **ASKED)
     assert {one.stats.approximate for one in result.samples} == {words}
     draft.target.capabilities = replace(draft.target.capabilities, approximate="sparse attention 0.9")
-    result = edgespec.scale(target, prompt=PROMPT, samples=2, chunk=8, answer="x", **given, **ASKED)
+    result = scale(target, prompt=PROMPT, samples=2, chunk=8, answer="x", **given, **ASKED)
     assert result.stats.approximate.count("sparse attention 0.9") == 1
 
 
@@ -279,7 +277,7 @@ def test_passes_of_other_requests_do_not_count(pair, reject):
         others += counts.passes - before
 
     options = {"samples": 3, "chunk": 8, "reject": reject, "progress": ask, **ASKED}
-    result = edgespec.scale(*pair, PROMPT, **options)
+    result = scale(*pair, PROMPT, **options)
     assert others > 0
     assert result.passes == counts.passes - others
 
@@ -290,7 +288,7 @@ def test_passes_of_other_requests_do_not_count(pair, reject):
 def test_the_answer_of_most_texts_wins(pair):
     expected = texts(pair[0].branch(PROMPT, 8, **ASKED))
     answers = [[None, *re.findall("([N-P])[a-z]?", text)][-1] for text in expected]
-    result = edgespec.scale(pair[0], None, PROMPT, samples=8, answer="([N-P])[a-z]?", **ASKED)
+    result = scale(pair[0], None, PROMPT, samples=8, answer="([N-P])[a-z]?", **ASKED)
     assert result.answers == answers
     given = [answer for answer in answers if answer]
     assert result.votes == {answer: given.count(answer) for answer in given}
@@ -303,10 +301,10 @@ def test_the_answer_of_most_texts_wins(pair):
 
 def test_a_text_without_an_answer_has_no_vote(pair):
     found = iter([None, "a", None, "b", None])
-    result = edgespec.scale(pair[0], None, PROMPT, samples=5, answer=lambda text: next(found), **ASKED)
+    result = scale(pair[0], None, PROMPT, samples=5, answer=lambda text: next(found), **ASKED)
     assert result.votes == {"a": 1, "b": 1}
     assert result.text == result.samples[1].text
-    nothing = edgespec.scale(pair[0], None, PROMPT, samples=3, answer="ZZZ", **ASKED)
+    nothing = scale(pair[0], None, PROMPT, samples=3, answer="ZZZ", **ASKED)
     assert (nothing.votes, nothing.text) == ({}, nothing.samples[0].text)
 
 
@@ -315,17 +313,15 @@ def test_a_score_decides_between_equal_votes_and_chooses_the_best_of_n(pair):
         return [text.count("e") for text in texts]
 
     found = iter(["a", "b", "b", "a", "c"])
-    result = edgespec.scale(pair[0], None, PROMPT, samples=5, answer=lambda text: next(found), score=counts, **ASKED)
+    result = scale(pair[0], None, PROMPT, samples=5, answer=lambda text: next(found), score=counts, **ASKED)
     assert result.text == max(texts(result.samples[:4]), key=lambda text: text.count("e"))
-    result = edgespec.scale(
-        pair[0], None, PROMPT, samples=5, score=lambda texts: [-len(text) for text in texts], **ASKED
-    )
+    result = scale(pair[0], None, PROMPT, samples=5, score=lambda texts: [-len(text) for text in texts], **ASKED)
     assert result.text == min(texts(result.samples), key=len)
 
 
 @pytest.mark.parametrize("reject", [0, 0.5, 1])
 def test_without_answer_and_score_the_text_with_the_lowest_perplexity_wins(pair, reject):
-    result = edgespec.scale(*pair, PROMPT, samples=4, chunk=9, reject=reject, **ASKED)
+    result = scale(*pair, PROMPT, samples=4, chunk=9, reject=reject, **ASKED)
     prompt = pair[0].encode(PROMPT)
     best = min(result.samples, key=lambda one: loss(TARGET, prompt, one.token_ids) / len(one.token_ids))
     assert result.token_ids == best.token_ids
@@ -365,15 +361,15 @@ def test_without_answer_and_score_the_text_with_the_lowest_perplexity_wins(pair,
 def test_a_mistake_is_one_line(pair, arguments, says):
     given = {"target": pair[0], "draft": pair[1], "prompt": PROMPT, "samples": 2, "chunk": 4, **ASKED, "max_tokens": 8}
     with pytest.raises(UsageError) as caught:
-        edgespec.scale(**given | arguments)
+        scale(**given | arguments)
     assert str(caught.value).startswith(says)
     assert len(str(caught.value).splitlines()) == 1
-    assert edgespec.scale(**given).text  # nothing is left behind
+    assert scale(**given).text  # nothing is left behind
 
 
 def test_a_draft_of_another_vocabulary_is_refused(pair):
     with loaded(random_model(1, vocab_size=1200)) as other, pytest.raises(VocabMismatch):
-        edgespec.scale(pair[0], other, PROMPT)
+        scale(pair[0], other, PROMPT)
 
 
 def test_a_target_whose_prompts_share_no_pass_is_refused_before_anything_is_written(pair):
@@ -381,19 +377,19 @@ def test_a_target_whose_prompts_share_no_pass_is_refused_before_anything_is_writ
     with loaded(TARGET, exact=blocks) as target:
         for options in ({}, {"answer": "x"}, {"reject": 1}, {"reject": 0}):
             with pytest.raises(UsageError, match='load it with exact="off"'):
-                edgespec.scale(target, pair[1], PROMPT, samples=2, **ASKED | options)
+                scale(target, pair[1], PROMPT, samples=2, **ASKED | options)
         assert target.scheduler.counts.passes == pair[1].scheduler.counts.passes == 0
         for options in ({"reject": 1}, {"reject": 0}):
-            assert edgespec.scale(target, pair[1], PROMPT, samples=2, answer="x", **ASKED | options).text
+            assert scale(target, pair[1], PROMPT, samples=2, answer="x", **ASKED | options).text
 
 
 def test_closed_models_and_prompts_without_room_are_refused(pair):
     with loaded(DRAFT, context=16) as short, pytest.raises(ContextFull):
-        edgespec.scale(pair[0], short, PROMPT)
+        scale(pair[0], short, PROMPT)
     for closed in pair:
         closed.close()
         with pytest.raises(Closed):
-            edgespec.scale(*pair, PROMPT)
+            scale(*pair, PROMPT)
 
 
 # Beside other requests
@@ -411,12 +407,12 @@ def streams_begun(target, count, tokens=30):
 def test_scores_wait_for_requests_that_hold_all_sessions(sessions, in_thread):
     options = {"samples": 2, "chunk": 8, "answer": "x", **ASKED}
     with loaded(TARGET, sessions) as target, loaded(DRAFT) as draft:
-        expected = texts(edgespec.scale(target, draft, PROMPT, **options).samples)
+        expected = texts(scale(target, draft, PROMPT, **options).samples)
         alone = [target.generate(PROMPT, max_tokens=30, seed=seed, **NO_END).token_ids for seed in range(sessions)]
         streams = streams_begun(target, sessions)
         if in_thread:
             target.scheduler.start()
-        assert texts(edgespec.scale(target, draft, PROMPT, **options).samples) == expected
+        assert texts(scale(target, draft, PROMPT, **options).samples) == expected
         assert [[chunk.token_id for chunk in stream] for stream in streams] == [one[1:] for one in alone]
 
 
@@ -456,7 +452,7 @@ def test_texts_of_many_threads_share_few_sessions(pair, monkeypatch):
 
     def found(seed):
         options = {"samples": 4, "chunk": 6, "reject": 0.6, "answer": "[a-m]", **ASKED}
-        return texts(edgespec.scale(*pair, PROMPT, **options | {"seed": seed}).samples)
+        return texts(scale(*pair, PROMPT, **options | {"seed": seed}).samples)
 
     expected = [found(seed) for seed in range(6)]
     with ThreadPoolExecutor(6) as threads:
@@ -515,7 +511,7 @@ def test_a_score_leaves_other_requests_their_cells():
 
 def test_an_interrupted_score_leaves_the_model_usable(pair, monkeypatch):
     target, draft = pair
-    expected = edgespec.scale(target, draft, PROMPT, samples=3, chunk=8, answer="x", **ASKED)
+    expected = scale(target, draft, PROMPT, samples=3, chunk=8, answer="x", **ASKED)
     forward, passes, prompt = target.target.forward, [], target.encode(PROMPT)
 
     def interrupted(batch):
@@ -527,7 +523,7 @@ def test_an_interrupted_score_leaves_the_model_usable(pair, monkeypatch):
     monkeypatch.setattr(target.target, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
         scaling.perplexities(target.scheduler, prompt, [(prompt, [5] * 90), (prompt, [6] * 90)], PassCounter())
-    again = edgespec.scale(target, draft, PROMPT, samples=3, chunk=8, answer="x", **ASKED)
+    again = scale(target, draft, PROMPT, samples=3, chunk=8, answer="x", **ASKED)
     assert texts(again.samples) == texts(expected.samples)
 
 

@@ -6,6 +6,7 @@ import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 
 from edgespec.errors import UsageError
+from edgespec.lab import search
 from edgespec.loop.text import TextStream
 from edgespec.model import Model
 from edgespec.planners.none import NonePlanner
@@ -58,7 +59,7 @@ def decoded(vocab, token_ids):
 
 @pytest.mark.parametrize(("width", "keep", "depth"), [(3, 1, 4), (2, 3, 3), (1, 1, 1), (4, 2, 2)])
 def test_thoughts_are_those_of_plain_decoding(model, width, keep, depth):
-    found = model.search("Why?", sums, width=width, keep=keep, depth=depth, **OPTIONS)
+    found = search(model, "Why?", sums, width=width, keep=keep, depth=depth, **OPTIONS)
     assert [one.token_ids for one in found] == by_hand(width, keep, depth)
     assert [one.text for one in found] == [decoded(model.target.vocab, one.token_ids) for one in found]
 
@@ -71,7 +72,7 @@ def test_a_text_that_has_ended_stays_as_it_is(model):
         seen.append(list(texts))
         return [len(texts) - i for i in range(len(texts))]
 
-    ended, *_ = model.search("Why?", score, width=1, depth=100, **OPTIONS | {"temperature": 0, "max_tokens": 10})
+    ended, *_ = search(model, "Why?", score, width=1, depth=100, **OPTIONS | {"temperature": 0, "max_tokens": 10})
     assert len(seen) < 100
     assert ended.text == seen[-1][0]
     whole = model.generate("Why?", max_tokens=None, temperature=0)
@@ -96,4 +97,4 @@ def test_a_text_that_has_ended_stays_as_it_is(model):
 )
 def test_what_cannot_be_searched_is_one_line(model, options, says):
     with pytest.raises(UsageError, match=says):
-        model.search("Why?", **{"score": sums, "width": 3, **OPTIONS, **options})
+        search(model, "Why?", **{"score": sums, "width": 3, **OPTIONS, **options})

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
+from edgespec.lab.specbranch import SpecBranchPlanner, features, likeliest_path
 from edgespec.planners.ahead import AheadSearch
 from edgespec.planners.search import COMMITTED, NOT_READ
-from edgespec.planners.spec_branch import SpecBranchPlanner, features, likeliest_path
 
 CONFIDENCE = np.array([0.0, 1.0, 0.0, 0.0])  # weights that predict the draft's own probability
 SIZE = 48

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from edgespec.cli.commands import cli
-from edgespec.planners.choice import PLANNERS
+from edgespec.planners.choice import NAMES
 
 ROOT = Path(__file__).parent.parent
 ROWS = [
@@ -16,7 +16,7 @@ ROWS = [
 
 def test_every_planner_has_a_row():
     named = {name for row in ROWS for name in re.findall(r"planner `(\w+)`", row[0])}
-    assert named == set(PLANNERS)
+    assert named == set(NAMES)
 
 
 def test_every_row_has_a_state_a_command_a_test_and_a_figure():

@@ -7,7 +7,7 @@ from threading import Event, Thread
 import pytest
 
 import edgespec
-from edgespec.server import tool_cache
+from edgespec.lab import ToolCache, tool_cache
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def cache():
             raise OSError("no answer")
         return len(made)
 
-    with closing(edgespec.ToolCache(run, {"look", "broken"}, size=3)) as found:
+    with closing(ToolCache(run, {"look", "broken"}, size=3)) as found:
         found.made = made
         yield found
 
@@ -72,7 +72,7 @@ def test_a_call_does_not_wait_behind_proposals():
     def run(name, arguments):
         return name if arguments.get("last") else go_on.wait(20)
 
-    with closing(edgespec.ToolCache(run, {"look"})) as cache:
+    with closing(ToolCache(run, {"look"})) as cache:
         for number in range(20):
             cache.propose("look", {"number": number})
         cache.propose("look", {"last": True})
@@ -134,7 +134,7 @@ def test_a_line_of_a_stream_is_not_its_json(cache):
 )
 def test_wrong_options_are_one_line(run, options, says):
     with pytest.raises(edgespec.UsageError, match=says):
-        edgespec.ToolCache(run, **{"safe": ["look"], **options})
+        ToolCache(run, **{"safe": ["look"], **options})
 
 
 def call_of(name, **arguments):
@@ -186,7 +186,7 @@ def test_a_call_that_changes_things_while_another_is_proposed_makes_its_result_o
         state["booked"] = state["booked"] or name == "book"
         return state["booked"]
 
-    with closing(edgespec.ToolCache(run, {"look"})) as cache:
+    with closing(ToolCache(run, {"look"})) as cache:
         submit = cache._threads.submit
 
         def submit_and_book(*call):

@@ -66,7 +66,7 @@ from edgespec.machine.this_machine import this_machine
 from edgespec.model import Model, load
 from edgespec.models.own_sampling import choose_seed
 from edgespec.models.registry import Entry, all_models, find_model, is_folder, local_path
-from edgespec.planners.choice import USE_DATASTORE, USE_DRAFT, check_planner
+from edgespec.planners.choice import PLANNERS, check_planner, with_datastore, with_draft
 from edgespec.server.conversation import UNLIMITED
 
 
@@ -347,7 +347,7 @@ def _check_and_pull(model: str, options: dict[str, Any], yes: bool) -> None:
         click.echo("note: the planner none does not use a draft", err=True)
         options = options | {"draft": None}
     _check_used([planner], options)
-    _pull_pair(model, options, yes, drafts=planner in USE_DRAFT or bool(options["cascade"]))
+    _pull_pair(model, options, yes, drafts=bool(options["cascade"] or with_draft([planner])))
 
 
 def _check_used(planners: Sequence[str], options: dict[str, Any]) -> None:
@@ -357,10 +357,10 @@ def _check_used(planners: Sequence[str], options: dict[str, Any]) -> None:
     """
     for name in planners:
         check_planner(name, True, None, {})
-    for name, users in (("draft", USE_DRAFT), ("datastore", USE_DATASTORE)):
-        if options[name] and not {*planners} & {*users} and not (name == "draft" and options["cascade"]):
+    for name, users in (("draft", with_draft), ("datastore", with_datastore)):
+        if options[name] and not users(planners) and not (name == "draft" and options["cascade"]):
             who = f"planner {planners[0]} does" if len(planners) == 1 else f"planners {', '.join(planners)} do"
-            raise UsageError(f"the {who} not use a {name}; {', '.join(users)} do")
+            raise UsageError(f"the {who} not use a {name}; {', '.join(users(PLANNERS))} do")
 
 
 def _pull_pair(model: str, options: dict[str, Any], yes: bool, *, drafts: bool) -> None:
@@ -611,7 +611,7 @@ def bench(prompts: str, model: str, planners: str | None, yes: bool, as_json: bo
     )
     _check_used(names, options)
     chosen, questions = _planner_options(options), read_prompts(Path(prompts), options.pop("limit"))
-    _pull_pair(model, options, yes, drafts=bool(options["cascade"] or {*names} & {*USE_DRAFT}))
+    _pull_pair(model, options, yes, drafts=bool(options["cascade"] or with_draft(names)))
 
     def ready(notes: Sequence[str]) -> None:
         bar.stop()

@@ -204,7 +204,7 @@ PLANNER_OPTION = click.option(
     "--planner",
     metavar="NAME",
     callback=_not_empty,
-    help=f"Where draft tokens come from: {', '.join(PLANNERS)}. [default: auto]",
+    help=f"Where draft tokens come from: {', '.join(PLANNERS)}; others: docs/systems.md. [default: auto]",
 )
 MACHINE_OPTION = click.option(
     "--machine",

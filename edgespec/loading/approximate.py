@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from edgespec.errors import UsageError, check_number
-from edgespec.planners.choice import PLANNERS
+from edgespec.planners.choice import find_method
 
 
 def check_alpha(cascade: float | None) -> float:
@@ -30,7 +30,7 @@ def check_approximate(
         alpha: as for `methods`.
         share: likewise.
         draft: as for `edgespec.load`; None: there is none.
-        planners: names of `PLANNERS`.
+        planners: names of planners.
         exact: as for `edgespec.load`.
         ahead: likewise.
 
@@ -47,7 +47,7 @@ def check_approximate(
             raise UsageError(
                 f"--exact {exact} asks for the text of plain decoding, {option} for another: leave one out"
             )
-        wrong = [name for name in planners if PLANNERS[name].ahead or (share and not PLANNERS[name].draft)]
+        wrong = [name for name in planners if find_method(name).ahead or (share and not find_method(name).draft)]
         for one in (["--ahead"] if ahead else []) + [f"the planner {name}" for name in wrong]:
             raise UsageError(f"{one} does not go with {option}, for which the draft reads first, and then waits")
 

@@ -32,13 +32,13 @@ from edgespec.model import Model
 from edgespec.models.registry import find_model, local_path
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.choice import (
-    PLANNERS,
-    USE_DATASTORE,
-    USE_DRAFT,
     check_draft_options,
     check_planner,
+    find_method,
     make_planner,
     options_of,
+    with_datastore,
+    with_draft,
 )
 
 FIELDS = ("prompt", "turns", "question", "text")  # of a record, the first that is there; of turns the first is taken
@@ -142,20 +142,20 @@ def run_bench(
     names = ["none", *(name for name in dict.fromkeys(planners) if name != "none")]
     options = {name: options_of(name, planner_options) for name in names}
     alpha, max_tokens, notes = check_alpha(cascade), check_whole("max_tokens", max_tokens, 1), list[str]()
-    backend = engine_options.get("backend")
-    if alpha or any(name in USE_DRAFT for name in names):
+    backend, stores = engine_options.get("backend"), with_datastore(names)
+    if alpha or with_draft(names):
         draft = choose_draft(draft, entry, backend, models_file, heads=not alpha, say=say, notes=notes)
     else:
         draft = None
     for name in names:
-        check_planner(name, draft is not None, datastore if name in USE_DATASTORE else None, options[name])
+        check_planner(name, draft is not None, datastore if name in stores else None, options[name])
     check_approximate(alpha, None, draft, names, engine_options.get("exact"), ahead)
     check_draft_options(draft is not None, ahead, planner_options)
     fixed, widest, budget = budget is not None, choose_widest(budget, entry), choose_budget(budget, entry)
     load_options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=budget,
         widest=widest, mixed=alpha > 0,
-        ahead=bool(ahead) or any(PLANNERS[name].ahead for name in names),
+        ahead=bool(ahead) or any(find_method(name).ahead for name in names),
         **engine_options | {"lenders": tuple(engine_options.get("lenders") or ())},
     )  # fmt: skip
     system = system or entry.defaults.system
@@ -178,7 +178,7 @@ def run_bench(
             params = SamplingParams(**{**sampling, "seed": (sampling.get("seed", 0) + i) % 2**64})
             plain: list[int] = []
             for name in names:
-                store = datastore if name in USE_DATASTORE else None
+                store = datastore if name in stores else None
                 planner = make_planner(
                     name, backends, store, paces[name], ahead=ahead, cascade=alpha, **options[name]
                 )  # fmt: skip

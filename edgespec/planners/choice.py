@@ -1,9 +1,14 @@
-"""Planners by name: a new one is a subclass of `loop.planner.Planner` in its own file, and a line of `PLANNERS`."""
+"""Planners by name: a new one is a subclass of `loop.planner.Planner` in its own file, and a line of `PLANNERS`.
+
+Those of `LAB` gain nothing, or are approximate; without that folder their names are unknown.
+"""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +18,9 @@ from edgespec.loop.planner import Planner
 from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner
 from edgespec.planners.auto import AutoPlanner, AutoState
 from edgespec.planners.candidates import READ, Drafting, Lookup
-from edgespec.planners.cascade import CascadePlanner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.datastore import Datastore, open_datastore, read_header
-from edgespec.planners.easyspec import EasySpecPlanner
-from edgespec.planners.lookahead import LookaheadPlanner
 from edgespec.planners.none import NonePlanner
-from edgespec.planners.pearl import PearlPlanner
-from edgespec.planners.spec_branch import SpecBranchPlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 
@@ -85,20 +85,14 @@ PLANNERS = {
         lambda parts: parts.drafting(SpecExecPlanner, AheadPlanner), SEARCH, draft=True, needs_draft=True
     ),
     "sssd": Method(lambda parts: SssdPlanner(parts.datastore(), **parts.options), COPY, datastore=True),
-    "lookahead": Method(lambda parts: LookaheadPlanner(parts.datastore(), **parts.options), COPY, datastore=True),
     "chain": Method(lambda parts: parts.drafting(ChainPlanner, AheadChainPlanner), CHAIN, draft=True, needs_draft=True),
-    "pearl": Method(
-        lambda parts: parts.drafting(ChainPlanner, PearlPlanner), CHAIN, draft=True, needs_draft=True, ahead=True
-    ),
-    "specbranch": Method(
-        lambda parts: parts.drafting(SpecExecPlanner, SpecBranchPlanner),
-        SEARCH,
-        draft=True,
-        needs_draft=True,
-        ahead=True,
-    ),
-    "easyspec": Method(lambda parts: parts.drafting(EasySpecPlanner), SEARCH, draft=True, needs_draft=True),
 }
+LAB = {  # name -> module, imported when it is asked for; nothing else outside of the lab may import it
+    name: f"edgespec.lab.{name}"
+    for name in ("lookahead", "pearl", "specbranch", "easyspec", "cascade")
+    if find_spec("edgespec.lab")
+}
+NAMES = (*PLANNERS, *(name for name in LAB if name != "cascade"))
 CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # option -> refuses a wrong value
     "depth": partial(check_whole, low=1),
     "beam": partial(check_whole, low=1),
@@ -106,8 +100,33 @@ CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # option -> refuses a wrong
     "coupling": check_flag,
     "min_probability": partial(check_number, good=lambda least: 0 <= least < 1, right="at least 0 and below 1"),
 }
-USE_DRAFT = tuple(name for name, method in PLANNERS.items() if method.draft)
-USE_DATASTORE = tuple(name for name, method in PLANNERS.items() if method.datastore)
+
+
+def is_planner(name: str) -> bool:
+    return name in PLANNERS or name in NAMES
+
+
+def find_method(name: str) -> Method:
+    """
+    Raises:
+        UsageError: there is no such planner.
+    """
+    if name in PLANNERS:
+        return PLANNERS[name]
+    if not is_planner(name):
+        raise no_such("planner", name, NAMES)
+    method = import_module(LAB[name]).METHOD
+    assert isinstance(method, Method)
+    return method
+
+
+def with_draft(names: Iterable[str]) -> list[str]:
+    """Those of these planners that can use a draft model; one that does not exist cannot."""
+    return [name for name in names if is_planner(name) and find_method(name).draft]
+
+
+def with_datastore(names: Iterable[str]) -> list[str]:
+    return [name for name in names if is_planner(name) and find_method(name).datastore]
 
 
 def check_planner(name: str, has_draft: bool, datastore: str | None, options: Mapping[str, Any]) -> None:
@@ -116,15 +135,14 @@ def check_planner(name: str, has_draft: bool, datastore: str | None, options: Ma
         UsageError: no such planner or option, a missing draft, a datastore that is not used, or a value out of range.
         DatastoreError: the datastore cannot be read, or is none.
     """
-    if name not in PLANNERS:
-        raise no_such("planner", name, PLANNERS)
-    if PLANNERS[name].needs_draft and not has_draft:
+    method = find_method(name)
+    if method.needs_draft and not has_draft:
         raise UsageError(f"the planner {name} needs a draft model: give one with --draft (draft=…)")
-    if datastore is not None and not PLANNERS[name].datastore:
-        raise UsageError(f"the planner {name} does not use a datastore; {', '.join(USE_DATASTORE)} do")
+    if datastore is not None and not method.datastore:
+        raise UsageError(f"the planner {name} does not use a datastore; {', '.join(with_datastore(PLANNERS))} do")
     for option, value in options.items():
-        if option not in PLANNERS[name].options:
-            known = ", ".join(PLANNERS[name].options) or "none"
+        if option not in method.options:
+            known = ", ".join(method.options) or "none"
             raise UsageError(f"the planner {name} has no option {option!r}; its options: {known}")
         CHECKS[option](option, value)
     if datastore is not None:
@@ -156,7 +174,7 @@ def make_planner(
     """Make a planner, after `check_planner`.
 
     Args:
-        name: one of `PLANNERS`.
+        name: one of `NAMES`.
         backends: [target] or [target, draft], loaded; the draft has room for the planner's session.
         datastore: path of a datastore.
         state: pass times and gains, by which only draft tokens that pay are proposed; None: as many as the budget
@@ -174,34 +192,36 @@ def make_planner(
     target, *drafts = backends
     if cascade:
         planner = make_planner(name, backends, datastore, state, sequences=sequences, ahead=False, **options)
-        return CascadePlanner(planner, drafts[0], cascade)
+        made: Planner = import_module(LAB["cascade"]).CascadePlanner(planner, drafts[0], cascade)
+        return made
     if name == "auto" and state is None:
         copying = datastore is not None or target.capabilities.streams
         name = "specexec" if drafts else "sssd" if copying else "none"
-    names = [one for one in PLANNERS[name].candidates or (name,) if drafts or not PLANNERS[one].needs_draft]
-    goes = None
-    if drafts and any(PLANNERS[one].draft for one in names):
+    method = find_method(name)
+    names = [one for one in method.candidates or (name,) if drafts or not find_method(one).needs_draft]
+    drafting, goes = with_draft(names), None
+    if drafts and drafting:
         own = has_own_processor(target, drafts[0])
-        if goes_ahead(PLANNERS[name].ahead or ahead, own and state is not None, drafts[0]):
+        if goes_ahead(method.ahead or ahead, own and state is not None, drafts[0]):
             goes = {"sequences": sequences, "nice": not own}
     parts = Parts(target, drafts[0] if drafts else None, datastore, state, goes)
-    made = {one: _made(one, replace(parts, options=options_of(one, options))) for one in names}
+    found = {one: _made(one, replace(parts, options=options_of(one, options))) for one in names}
     if state is None:
-        return made[name]
+        return found[name]
     eager = name != "auto" or target.capabilities.streams
     head = drafts and drafts[0].capabilities.head
     read = min(READ, 1 / target.capabilities.layers) if head else READ  # a head is about a layer
     return AutoPlanner(name, state, [
         Drafting(planner, state, eager=eager, goes_ahead=isinstance(planner, AheadPlanner), read=read)
-        if PLANNERS[one].draft
+        if one in drafting
         else Lookup(planner, state)
-        for one, planner in made.items()
+        for one, planner in found.items()
         if one != "none"  # it proposes nothing; tokens that a grammar forces have an account without it, too
     ])  # fmt: skip
 
 
 def _made(name: str, parts: Parts) -> Planner:
-    make = PLANNERS[name].make
+    make = find_method(name).make
     assert make, f"{name} is made of its candidates"
     return make(parts)
 
@@ -231,4 +251,5 @@ def goes_ahead(asked: bool | None, usual: bool, draft: Backend) -> bool:
 
 
 def options_of(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    return {option: value for option, value in options.items() if name in PLANNERS and option in PLANNERS[name].options}
+    known = find_method(name).options if is_planner(name) else ()
+    return {option: value for option, value in options.items() if option in known}

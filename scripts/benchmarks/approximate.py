@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks.problems import last_number, numbers_in, read_records
 from edgespec.errors import no_such
+from edgespec.lab.cascade import Allowed, CascadePlanner, Rule, token_v3
 from edgespec.loop.backend import Backend
 from edgespec.loop.sampling import Float32Array, SamplingParams, Scores, distribution
 from edgespec.loop.text import user_messages
@@ -27,7 +28,6 @@ from edgespec.measure.bench import per
 from edgespec.measure.json_lines import append
 from edgespec.measure.tables import table
 from edgespec.model import Model
-from edgespec.planners.cascade import Allowed, CascadePlanner, Rule, token_v3
 from edgespec.planners.choice import make_planner
 from edgespec.scheduler import drive
 from edgespec.scheduler.requests import GenerationResult

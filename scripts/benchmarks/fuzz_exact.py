@@ -28,6 +28,7 @@ from unittest.mock import patch
 import numpy as np
 
 from edgespec.errors import Closed, EdgespecError, ModelError, NoRoom
+from edgespec.lab import search
 from edgespec.loop.generate import LogProbs
 from edgespec.loop.grammar import json_object, json_schema, regex
 from edgespec.loop.sampling import MOST_BIAS
@@ -36,7 +37,7 @@ from edgespec.loop.text import user_messages
 from edgespec.machine.memory import parse_size
 from edgespec.measure.lossless import explain, first_divergence
 from edgespec.model import Model, load
-from edgespec.planners.choice import USE_DRAFT
+from edgespec.planners.choice import with_draft
 from edgespec.planners.none import NonePlanner
 from edgespec.scheduler import drive
 from edgespec.scheduler.disk_cache import DiskCache
@@ -169,7 +170,7 @@ def _options(chance: random.Random, drafts: bool, *, small: bool) -> dict[str, A
         return chance.choice(values) if chance.random() < share else None
 
     planner = chance.choice(WITH_DRAFT if drafts else WITHOUT)
-    drafts = planner in USE_DRAFT and drafts
+    drafts = drafts and bool(with_draft([planner]))
     return {
         "planner": planner,
         "context_length": chance.choice((200, 400, 700, 1100)) if small else chance.choice((700, 1500)),
@@ -362,8 +363,8 @@ def _made_call(model: Model, call: Call, saved: str = "") -> list[Text]:
         if call.how == "branch":
             results = model.branch(call.prompt, call.count, **call.seeded)
         elif call.how == "search":
-            results = model.search(
-                call.prompt, lambda texts: [-len(one) for one in texts], width=call.count, depth=2, **call.seeded
+            results = search(
+                model, call.prompt, lambda texts: [-len(one) for one in texts], width=call.count, depth=2, **call.seeded
             )
         elif call.how == "astream":
             results = [asyncio.run(_awaited(model, call))]

@@ -21,7 +21,7 @@ from edgespec.errors import EdgespecError, UsageError
 from edgespec.loop.sampling import SamplingParams
 from edgespec.machine.disk import disk_bandwidth
 from edgespec.machine.files import weight_files
-from edgespec.planners.choice import USE_DRAFT, check_planner
+from edgespec.planners.choice import check_planner, with_draft
 
 ENGINES = ("llamacpp", "mlx", "torch")
 CONTEXT = 512  # tokens
@@ -111,7 +111,7 @@ def text_speeds(
         )
         for variant, (name, options) in parsed.items():
             tasks[f"streamed, {variant}"] = replace(
-                streamed, draft=pair.draft if name in USE_DRAFT else "", planner=name,
+                streamed, draft=pair.draft if with_draft([name]) else "", planner=name,
                 ahead=options.pop("ahead", None), planner_options=options,
             )  # fmt: skip
         return make_report(pair, limit, {}, interleaved(tasks, rounds, group, say))

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Backend, GroupsLayers
+from edgespec.planners.choice import SEARCH, Method
 from edgespec.planners.specexec import SpecExecPlanner
 
 
@@ -31,3 +32,6 @@ class EasySpecPlanner(SpecExecPlanner):
         search, self._search = self._search, None
         if search is not None:
             self._drafter.commit([])
+
+
+METHOD = Method(lambda parts: parts.drafting(EasySpecPlanner), SEARCH, draft=True, needs_draft=True)

@@ -7,22 +7,39 @@ would be rejected on average. They are not: first chunks score higher than later
 this says nothing about the answers.
 """
 
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from math import exp
 from statistics import fmean
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
-from edgespec.errors import ContextFull, Interrupted
+from edgespec.errors import (
+    ContextFull,
+    Interrupted,
+    UsageError,
+    check_call,
+    check_number,
+    check_text,
+    check_whole,
+    must_be,
+    no_such,
+)
+from edgespec.lab.thoughts import best_first
 from edgespec.loop.backend import Capabilities, Work
 from edgespec.loop.hint_texts import HintTexts
-from edgespec.loop.passes import Prefill, common_prefix
+from edgespec.loop.passes import Prefill, check_room, common_prefix
+from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.loop.sampling import SamplingParams, log_sum_exp
 from edgespec.loop.shapes import whole_tiles
 from edgespec.loop.stats import GenerationStats
+from edgespec.model import MOST_BRANCHES, Model, Prompt, seeded
 from edgespec.scheduler import drive
 from edgespec.scheduler.prompt_chunks import can_share_passes
 from edgespec.scheduler.requests import GenerationResult, PassCounter, Request
@@ -30,6 +47,33 @@ from edgespec.scheduler.scheduler import Call, Scheduler
 from edgespec.scheduler.session_pool import Lane, SessionPool
 
 LARGEST = 700.0  # exp of more is too large for a float
+
+
+@dataclass(slots=True, repr=False)
+class ScaleResult(GenerationResult):
+    """The text that `scale` chose, with all others.
+
+    Attributes:
+        samples: all texts, of seed, seed + 1, and so on; their `stats` count the passes for perplexities, too.
+        answers: of each text; None: it has none.
+        votes: number of texts with each answer, most first.
+        chunks: number of the draft's chunks whose perplexity the target computed.
+        rejected: share of them that the target wrote again.
+        passes: of the target, over the prompt and for perplexities, too.
+        calibration: the latest perplexities of chunks.
+    """
+
+    samples: list[GenerationResult] = field(default_factory=list)
+    answers: list[str | None] = field(default_factory=list)
+    votes: dict[str, int] = field(default_factory=dict)
+    chunks: int = 0
+    rejected: float = 0.0
+    passes: int = 0
+    calibration: list[float] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        about = f"{self.rejected:.0%} of {self.chunks} chunks rejected, {self.passes} passes"
+        return f"<ScaleResult {self.text!r}: votes {self.votes}, {about}, {self.stats.approximate}>"
 
 
 @dataclass(slots=True)
@@ -95,7 +139,7 @@ class Scaled:
     rejected: int = 0
 
 
-def scale(
+def write(
     target: Scheduler,
     draft: Scheduler,
     requests: Sequence[Request],
@@ -335,3 +379,118 @@ def _plan(unread: Sequence[Part], limits: Capabilities) -> list[tuple[Part, Work
         rows, wanted = rows - more - len(nodes), wanted - len(asked)
         batch.append((part, replace(work, wanted=asked)))
     return batch
+
+
+def scale(
+    target: Model,
+    draft: Model | None,
+    prompt: Prompt,
+    *,
+    samples: int = 8,
+    chunk: int = 128,
+    reject: float = 0.4,
+    answer: str | Callable[[str], str | None] | None = None,
+    score: Callable[[list[str]], Sequence[float]] | None = None,
+    window: int = 64,
+    calibration: Sequence[float] = (),
+    max_tokens: int | None = 512,
+    temperature: float = 0.7,
+    progress: Callable[[int, int], None] | None = None,
+    **sampling: Any,
+) -> ScaleResult:
+    """Choose one of several texts. The draft writes them in chunks, and the target those again that surprise it most.
+
+    This is approximate: with `reject` 0 texts are the draft's, with 1 or without a draft the target's. `reject` bounds
+    the mean share of chunks that the target writes, not the quality of answers. Load both with `parallel=samples`.
+
+    Args:
+        target: computes the perplexity of each chunk, and writes those that are rejected.
+        draft: a model of its own with the target's vocabulary.
+        prompt: as for `Model.stream`; so are `max_tokens`, `temperature` and `sampling` (fields of `SamplingParams`).
+        samples: number of texts; from 1 to 1024.
+        chunk: tokens of a chunk.
+        reject: a chunk is rejected if at most this share of the latest perplexities is as high as its own.
+        answer: a regular expression, whose last match (its first group) is a text's answer, or a function that finds
+            it; the answer of most texts wins. None: `score` alone decides.
+        score: a number for each text, by which equal votes are decided. Default: the first, or the least perplexity.
+        window: number of latest perplexities, which begin with `calibration` (of an earlier `ScaleResult`).
+        progress: called with (tokens written, most tokens) after every round of chunks.
+    """
+    for name, model in (("target", target), ("draft", target if draft is None else draft)):
+        if not isinstance(model, Model):
+            raise must_be(name, model, "a model of edgespec.load")
+    samples, chunk = check_whole("samples", samples, 1, MOST_BRANCHES), check_whole("chunk", chunk, 1)
+    reject = check_number("reject", reject, lambda share: 0 <= share <= 1, "from 0 to 1") if draft else 1.0
+    if not isinstance(calibration, Sequence):
+        raise must_be("calibration", calibration, "a list of scores")
+    known = [check_number("a score in calibration", one, lambda value: value > 0, "above 0") for one in calibration]
+    latest, find = Calibration(check_whole("window", window, 1), known), _finder(answer)
+    check_call("score", score)
+    check_call("progress", progress)
+    known_names = dict.fromkeys([*signature(scale).parameters, *SamplingParams.__dataclass_fields__])
+    for name in sampling.keys() - known_names:
+        raise no_such("argument", name, known_names)
+    if not isinstance(target.scheduler, Scheduler):
+        raise UsageError("several targets give no scores: load the target without targets and cluster")
+    exact, both_write = target.target.capabilities.exact, 0 < reject < 1
+    if exact and exact.blocks and (both_write or not (find or score)):
+        raise UsageError(
+            'scores need passes that texts share, which the target\'s row class forbids: load it with exact="off"'
+        )
+    first = target.request(prompt, max_tokens=max_tokens, temperature=temperature, **sampling)
+    params, room = first.sampling, target.target.capabilities.context_length
+    if draft:
+        check_same_vocab(target.target.vocab, draft.target.vocab, writes=True)
+        check_room(draft.target, len(first.prompt_ids))
+        room = min(room, draft.target.capabilities.context_length)
+    first = replace(first, max_tokens=min(first.max_tokens, room - len(first.prompt_ids)))
+    done, counter = Scaled([]), PassCounter()
+    if draft and both_write:
+        if params.presence_penalty or params.frequency_penalty:
+            raise UsageError("presence_penalty and frequency_penalty would count in one chunk only: leave them at 0")
+        requests = seeded(first, samples)
+        done = write(target.scheduler, draft.scheduler, requests, chunk, reject, latest, counter, progress)
+        found = [GenerationResult(target.decode(one.token_ids), one.token_ids, one.stats) for one in done.samples]
+    else:
+        writer = draft if draft and not reject else target
+        hint_texts = writer.hint_texts(first.prompt_ids, None, samples)
+        first = replace(first, hint_texts=hint_texts, counter=counter if writer is target else None)
+        found = writer.answer(seeded(first, samples))
+        if progress:
+            progress(samples * first.max_tokens, samples * first.max_tokens)
+    answers = [find(one.text) if find else None for one in found]
+    for given in answers:
+        if not isinstance(given, str | None):
+            raise must_be("an answer", given, "a text, or None")
+    votes = Counter(given for given in answers if given is not None)
+    winners: set[str | None] = {given for given, count in votes.items() if count == max(votes.values())}
+    best = [one for one, given in zip(found, answers, strict=True) if given in winners or not winners]
+    if score:
+        best = best_first(best, score)
+    elif not find:
+        texts = [(first.prompt_ids, one.token_ids) for one in found]
+        losses = perplexities(target.scheduler, first.prompt_ids, texts, counter)
+        best = [found[losses.index(min(losses))]]
+    models = [*([target] if reject else []), *([draft] if draft and reject < 1 else [])]
+    words = dict.fromkeys([*(one.approximate for one in models if one.approximate), f"scale reject {reject:g}"])
+    for one in found:
+        one.stats.approximate = ", ".join(words)
+    return ScaleResult(
+        best[0].text, best[0].token_ids, best[0].stats, found, answers, dict(votes.most_common()), done.scored,
+        done.rejected / max(1, done.scored), counter.passes, latest.scores,
+    )  # fmt: skip
+
+
+def _finder(answer: str | Callable[[str], str | None] | None) -> Callable[[str], str | None] | None:
+    if answer is None or callable(answer):
+        return answer
+    try:
+        pattern = re.compile(check_text("answer", answer))
+    except re.error as error:
+        raise must_be("answer", answer, f"a regular expression: {error}") from error
+
+    def last(text: str) -> str | None:
+        *_, match = [None, *pattern.finditer(text)]
+        return match[min(1, pattern.groups)] if match else None
+
+    return last

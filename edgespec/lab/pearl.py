@@ -16,6 +16,8 @@ from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import IdArray
 from edgespec.planners.ahead import AheadChainPlanner, AheadSearch
+from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.choice import CHAIN, Method
 from edgespec.planners.search import Search
 
 FIRST_LENGTH = 8  # until both passes were measured
@@ -59,3 +61,8 @@ class PearlPlanner(AheadChainPlanner):
     def observe(self, tokens: Sequence[int], seconds: float) -> None:
         self._target_seconds = seconds or self._target_seconds
         super().observe(tokens, seconds)
+
+
+METHOD = Method(
+    lambda parts: parts.drafting(ChainPlanner, PearlPlanner), CHAIN, draft=True, needs_draft=True, ahead=True
+)

@@ -17,7 +17,9 @@ from edgespec.loop.planner import Context
 from edgespec.loop.sampling import IdArray
 from edgespec.loop.tree import FloatArray, Proposal
 from edgespec.planners.ahead import AheadPlanner, AheadSearch
+from edgespec.planners.choice import SEARCH, Method
 from edgespec.planners.search import NOT_READ, Search
+from edgespec.planners.specexec import SpecExecPlanner
 
 MOST_BRANCHES = 4
 EXPECTED = 0.5  # probability from which a node is expected to be accepted
@@ -99,3 +101,8 @@ class SpecBranchPlanner(AheadPlanner):
 
     def _learn(self, accepted: int) -> None:
         self._share = accepted / len(self._path)
+
+
+METHOD = Method(
+    lambda parts: parts.drafting(SpecExecPlanner, SpecBranchPlanner), SEARCH, draft=True, needs_draft=True, ahead=True
+)

@@ -29,6 +29,7 @@ from edgespec.loop.hint_texts import END, Hint, NgramIndex
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import sample
 from edgespec.loop.tree import DraftTree, Proposal, Source, make_tree
+from edgespec.planners.choice import COPY, Method
 from edgespec.planners.sssd import CONTINUATIONS, Matches, SssdPlanner
 
 COLUMN = 3  # tokens of a column, and of an n-gram before its sample
@@ -94,6 +95,9 @@ class LookaheadPlanner(SssdPlanner):
         while (known := len(self._columns)) < count:
             last = self._columns[-1] if known else text[-COLUMN:]
             self._columns.append([*last[1:], text[known * len(text) // count]])
+
+
+METHOD = Method(lambda parts: LookaheadPlanner(parts.datastore(), **parts.options), COPY, datastore=True)
 
 
 def worth_a_sample(
