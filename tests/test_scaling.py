@@ -1,4 +1,4 @@
-"""`edgespec.scale`: a draft writes, the target writes again what surprises it most, and a vote chooses."""
+"""`scale`: a draft writes, the target writes again what surprises it most, and a vote chooses."""
 
 import math
 import re
