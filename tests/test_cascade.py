@@ -433,32 +433,6 @@ def test_passes_of_the_draft_that_mix_makes_are_time_of_the_draft():
     assert stats.draft_seconds >= 0.002 * stats.passes > 0
 
 
-def test_a_draft_that_has_no_room_for_the_prompt_ends_the_request():
-    """Also where a request goes on with another planner, as after it was parked."""
-    target, draft = pair(max_nodes=4)
-    generation = Generation(
-        target, target.open(), cascade(NonePlanner, draft), [*range(10)], SAMPLED, max_tokens=8, budget=4,
-        stats=GenerationStats(),
-    )  # fmt: skip
-    generation.read_prompt()
-    fresh, passes = ReferenceBackend(DRAFT, max_nodes=4), []
-
-    def full(batch):
-        passes.append(batch)
-        assert len(passes) < 20, "it is read again and again"
-        if batch[0].session.token_ids:
-            raise ContextFull("the cache is full")
-        return ReferenceBackend.forward(fresh, batch)
-
-    fresh.forward = full
-    generation.move(generation.session, cascade(NonePlanner, fresh))
-    generation.read_draft()
-    pass_ = generation.cut(run_one(generation.propose()))
-    logits = target.forward([pass_.work])[0]
-    with pytest.raises(ContextFull):
-        generation.accept(pass_, logits)
-
-
 @pytest.mark.parametrize("full", [False, True])
 def test_sequences_share_passes_of_the_draft_and_a_full_one_is_read_alone(full):
     target, draft = ReferenceBackend(TARGET, sessions=3), ReferenceBackend(DRAFT, sessions=3)
@@ -502,42 +476,6 @@ class Fleeting:
     def __getattr__(self, name):
         assert self._passes[0] == self._number, "these logits are of an earlier pass"
         return getattr(self._logits, name)
-
-
-@pytest.mark.parametrize("depths", [(2, 1), (3, 2)])
-def test_a_sequence_that_was_moved_leaves_the_others_their_rows(depths):
-    """Its draft reads the text anew, within the passes that the sequences share."""
-    texts = []
-    for moves in (False, True):
-        target, draft = ReferenceBackend(TARGET, sessions=2), ReferenceBackend(DRAFT, sessions=6)
-        passes, inner = [0], draft.forward
-
-        def watched(batch, passes=passes, inner=inner):
-            passes[0] += 1
-            return [Fleeting(logits, passes) for logits in inner(batch)]
-
-        draft.forward = watched
-        made = [CascadePlanner(ChainPlanner(draft, depth=depth), draft, 0.5) for depth in depths]
-        steps = [
-            Generation(target, target.open(), planner, [5, 9, seed], SAMPLED, **PLAIN, stats=GenerationStats())
-            for seed, planner in enumerate(made)
-        ]
-        for each in steps:
-            each.read_prompt()
-        for step in range(6):
-            if moves and step:
-                made[0].close()
-                made[0] = CascadePlanner(ChainPlanner(draft, depth=depths[0]), draft, 0.5)
-                steps[0].move(steps[0].session, made[0])
-            proposed = run_shared([each.propose(sequences=2) for each in steps])
-            for one in proposed:
-                assert not isinstance(one, Exception), one
-            cuts = [each.cut(one) for each, one in zip(steps, proposed, strict=True)]
-            logits = target.forward([one.work for one in cuts])
-            for each, one, found in zip(steps, cuts, logits, strict=True):
-                each.accept(one, found, single=False)
-        texts.append([each.token_ids[:9] for each in steps])
-    assert texts[0] == texts[1]
 
 
 class Copying(NonePlanner):

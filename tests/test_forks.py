@@ -18,7 +18,6 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.machine import files
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.scheduler.requests import Parked
 from edgespec.scheduler.targets.places import threads
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -111,16 +110,11 @@ def test_a_fork_frees_nothing_of_an_engine(model, monkeypatch):
 
 
 def test_folders_of_this_process_stay_when_a_fork_ends(monkeypatch):
-    parked = Parked(None)
     monkeypatch.setattr(files, "_user_folder", lambda kind: None)
     files._of_this_process.cache_clear()
     files.cache_folder().mkdir()
-    assert in_a_fork(parked.drop, lambda: files._of_this_process.cache_clear()) == ["None", "None"]
-    assert parked.path.parent.is_dir()
+    assert in_a_fork(lambda: files._of_this_process.cache_clear()) == ["None"]
     assert files.cache_folder().is_dir()
-    parked.drop()
-    parked.drop()
-    assert not parked.path.parent.exists()
 
 
 def test_a_fork_cannot_use_several_targets():

@@ -24,7 +24,7 @@ from edgespec.loop.draft_passes import DraftSteps, run_one
 from edgespec.loop.grammar import Constraint
 from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.passes import Pass, Prefill, Proposed, check_room, common_prefix, fitting, most_nodes, prefill
-from edgespec.loop.planner import Context, Planner, PlannerStats
+from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
 from edgespec.loop.stats import COMPARED, GenerationStats
 from edgespec.loop.tree import DraftTree, Source, only, root_only, shallow
@@ -124,7 +124,6 @@ class Generation:
         self.foreseen = list[int]()
         self.target = target
         self._planner = planner
-        self._moved = PlannerStats()  # of the planners before this one
         self._plain_passes = list[float]()  # seconds of plain passes among steps with draft tokens, rising
         self._last_plain = list[float]()  # of those since the last such step
         self._shared = False  # other sequences shared one of its passes
@@ -149,16 +148,6 @@ class Generation:
         self._planner.begin(self._prompt_ids)
         self.stats.cached_tokens = self.prompt.resume()
         return self._first_step()
-
-    def move(self, session: Session, planner: Planner) -> None:
-        """Go on in a session that holds all tokens but the last, with a planner of any sequence."""
-        self.session = self.prompt.session = session
-        stats = self.stats
-        self._moved = PlannerStats(stats.draft_passes, hidden_seconds=stats.hidden_seconds, went_on=stats.draft_went_on)
-        self._planner = planner
-        planner.begin(self._prompt_ids)
-        if written := self.token_ids[len(self._prompt_ids) :]:
-            planner.observe(written, 0.0)
 
     def prompt_pass(self, work: Work) -> Pass:
         """A pass over a part of `prompt`."""
@@ -360,9 +349,9 @@ class Generation:
         stats, planner = self.stats, self._planner.stats
         stats.count(step.sources, drafted=len(tree) - 1)
         stats.draft_seconds += drafting
-        stats.draft_passes = self._moved.draft_passes + planner.draft_passes
-        stats.draft_went_on = self._moved.went_on + planner.went_on
-        stats.hidden_seconds = self._moved.hidden_seconds + planner.hidden_seconds
+        stats.draft_passes = planner.draft_passes
+        stats.draft_went_on = planner.went_on
+        stats.hidden_seconds = planner.hidden_seconds
         stats.target_seconds += passed
         stats.wait_seconds += waited
         self._compare(passed + perf_counter() - began, plain=pass_.plain, single=single)

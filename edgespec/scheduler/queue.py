@@ -1,32 +1,17 @@
-"""Admission order: which waiting request gets the next free session."""
+"""Admission: the request that came first gets the next free session."""
 
-from collections.abc import Callable
 from threading import Condition
-from time import perf_counter
-from typing import TypeAlias
 
 from edgespec.errors import Closed
 from edgespec.scheduler.requests import Handle, Status
-
-Order: TypeAlias = Callable[[Handle], float]
-
-
-def first_come(handle: Handle) -> float:
-    return 0.0
-
-
-def shortest_first(handle: Handle) -> float:
-    """Highest response ratio next (Brinch Hansen, 1971): few tokens left come first, unless others wait long."""
-    return -(perf_counter() - handle.since) / max(1, handle.request.max_tokens - handle.stats.tokens)
 
 
 class Queue:
     """Requests that wait for a session, safe for any thread; idle work comes after all others."""
 
-    def __init__(self, order: Order = first_come) -> None:
+    def __init__(self) -> None:
         self.changed = Condition()
         self.closed = self._news = False
-        self.order = order
         self._handles = list[Handle]()
 
     def put(self, handle: Handle) -> None:
@@ -57,7 +42,7 @@ class Queue:
             return not self.closed
 
     def put_back(self, handle: Handle) -> None:
-        """Have a request that had a session wait again, before equal ones; it restarts unless it is parked."""
+        """Have a request that had a session wait again, before the others; it restarts."""
         with self.changed:
             if handle not in self._handles:
                 self._handles.insert(0, handle)
@@ -71,7 +56,7 @@ class Queue:
     def in_order(self) -> list[Handle]:
         with self.changed:
             waiting = [handle for handle in self._handles if handle.status is Status.WAITING]
-        return sorted(waiting, key=lambda handle: (handle.is_idle_work, self.order(handle)))
+        return sorted(waiting, key=lambda handle: handle.is_idle_work)
 
     def cancelled_or_ended(self) -> list[Handle]:
         with self.changed:

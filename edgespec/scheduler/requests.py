@@ -4,22 +4,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
-from time import perf_counter
 from typing import Protocol
 
 from edgespec.errors import EdgespecError
 from edgespec.loop.backend import Backend, Vocab, Work
-from edgespec.loop.generate import Generation, LogProbs, Step
+from edgespec.loop.generate import LogProbs, Step
 from edgespec.loop.grammar import Compiled
 from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import TextStream
 from edgespec.loop.tree import Source
-from edgespec.machine.process import at_end
 
 
 @dataclass(slots=True, eq=False)
@@ -148,16 +143,6 @@ class Status(Enum):
     DONE = "done"
 
 
-class Parked:
-    """A generation whose session waits in a file, which `drop` deletes."""
-
-    def __init__(self, generation: Generation) -> None:
-        self.generation = generation
-        folder = mkdtemp(prefix="edgespec-")
-        self.path = Path(folder, "session")
-        self.drop = at_end(self, rmtree, folder, True)
-
-
 def never() -> bool:
     return False
 
@@ -169,9 +154,7 @@ class Handle:
     Attributes:
         idle_limit: see `Scheduler.submit`.
         is_full: see `Scheduler.submit`.
-        since: `perf_counter()` when it was submitted.
         completion: tokens with which the draft completes an unfinished prompt; None: it has not yet.
-        parked: what it has generated, while another request has its session.
 
     Raises:
         UsageError: a stop string is empty.
@@ -186,10 +169,8 @@ class Handle:
     is_full: Callable[[], bool] = never
     status: Status = Status.WAITING
     cancelled: bool = False
-    since: float = field(default_factory=perf_counter)
     ended: Ended | None = None
     completion: list[int] | None = None
-    parked: Parked | None = None
     text: TextStream = field(init=False)
     _told: list[int] = field(default_factory=list)  # tokens that the reader has
     _repeated: int = 0  # number of these decoded since the last restart
@@ -239,18 +220,12 @@ class Handle:
 
     def wait_again(self) -> None:
         self.status = Status.WAITING
-        if not self.parked:
-            self.restart()
+        self.restart()
 
     def restart(self) -> None:
         """Begin again: the same tokens will follow, and `write` reports only new ones."""
         self.text, self._repeated = self._new_text(), 0
         self.stats.reset()
-
-    def unpark(self) -> None:
-        if self.parked:
-            self.parked.drop()
-        self.parked = None
 
     def write(self, step: Step) -> list[Chunk]:
         """Report those tokens of a step that the reader does not have.
@@ -275,7 +250,6 @@ class Handle:
         self.stats.finish_reason = "stop" if self.text.stopped else "length"
 
     def end(self, error: Exception | None) -> None:
-        self.unpark()
         self.ended = self.ended or Ended(error, self._rest)
         if error is not None:
             self.stats.finish_reason = "interrupted"

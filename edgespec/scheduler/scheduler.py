@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
-from edgespec.errors import Closed, ContextFull, Interrupted, SessionFileError
+from edgespec.errors import Closed, ContextFull, Interrupted
 from edgespec.loop.backend import Backend, Logits
 from edgespec.loop.passes import Pass, check_room, common_prefix
 from edgespec.loop.planner import Planner
@@ -23,7 +23,7 @@ from edgespec.machine.process import at_end, check_process, is_here
 from edgespec.planners.auto import AutoState
 from edgespec.scheduler.batch import Batch, account, choose, learn, plan, read_draft, while_target_runs
 from edgespec.scheduler.prompt_chunks import PromptChunks
-from edgespec.scheduler.queue import Order, Queue, first_come
+from edgespec.scheduler.queue import Queue
 from edgespec.scheduler.requests import Cancelled, Counts, CurrentPass, Event, Handle, Request, never
 from edgespec.scheduler.session_pool import Lane, SessionPool
 
@@ -64,8 +64,6 @@ class Scheduler:
         *,
         budget: int,
         pace: AutoState | None = None,
-        order: Order = first_come,
-        park: bool = False,
     ) -> None:
         """
         Args:
@@ -73,9 +71,6 @@ class Scheduler:
             planners: one for each sequence of a batch.
             budget: most draft tokens of a sequence in a pass.
             pace: times of the target's passes and accounts of batches, which it learns; None: trees fill each pass.
-            order: of waiting requests, the one with the smallest value is served first, of equal ones the earliest; a
-                request with a larger value may wait for ever, unless its value falls meanwhile.
-            park: a waiting request that `order` puts before a running one gets its session; the other waits in a file.
         """
         self.target = target
         self.counts = Counts()
@@ -83,9 +78,8 @@ class Scheduler:
         self.process = os.getpid()
         self._budget = budget
         self._pace = pace
-        self._park = park
         self._chunks, self._draft_chunks = PromptChunks(), PromptChunks()
-        self._queue = Queue(order)
+        self._queue = Queue()
         self.pass_now = CurrentPass()
         self.thread: Thread | None = None
         self._calls, self._closing = deque[Call[Any]](), Lock()
@@ -291,8 +285,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         waiting = self._queue.in_order()
-        if waiting and not self.pool.idle and not self._end_idle_work():
-            self._park_before(waiting[0])
+        if waiting and not self.pool.idle:
+            self._end_idle_work()
         reading = [
             (lane.sender, lane.generation.token_ids)
             for lane in self.pool.with_work if lane.generation and lane.unread
@@ -300,7 +294,7 @@ class Scheduler:
         for handle in waiting if self.pool.idle else ():
             prompt, sender = handle.request.prompt_ids, handle.request.sender
             while not self.pool.has_room(handle):
-                if (handle.is_idle_work and self.active) or not (self._end_idle_work() or self._park_before(handle)):
+                if (handle.is_idle_work and self.active) or not self._end_idle_work():
                     return
             soon = max((common_prefix(other, prompt) for whose, other in reading if whose == sender), default=0)
             if soon <= self.pool.most_held(prompt, sender):
@@ -316,19 +310,6 @@ class Scheduler:
         if lane:
             self._end(lane, Cancelled("it gave way to another"))
         return lane is not None
-
-    def _park_before(self, first: Handle) -> bool:
-        """Park the running request that comes last, if it comes after `first`."""
-        order = self._queue.order
-        values = {lane: order(lane.handle) for lane in self.pool.busy if lane.handle and lane.may_park}
-        last = max(values, key=values.__getitem__, default=None)
-        if not self._park or first.is_idle_work or last is None or values[last] <= order(first):
-            return False
-        try:
-            self.pool.park(last, self._queue.put_back)
-        except (SessionFileError, OSError):
-            self._park = False
-        return self._park
 
     def _begin(self, handle: Handle) -> None:
         lane = self.pool.assign(handle)

@@ -4,13 +4,13 @@ An idle session keeps its tokens for the next prompt that begins with them. If a
 the least recently used idle ones are emptied for new requests, and a `DiskCache` saves them first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import ContextFull, EdgespecError, SessionFileError, UsageError
+from edgespec.errors import ContextFull, EdgespecError, UsageError
 from edgespec.loop.backend import Backend, Capabilities, Logits, Session
 from edgespec.loop.generate import Generation, Step
 from edgespec.loop.passes import Pass, Prefill, common_prefix, most_nodes, start_of
@@ -19,7 +19,7 @@ from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import draft_file, has, load_draft_session
 from edgespec.loop.shapes import whole_tiles
 from edgespec.scheduler.disk_cache import DiskCache
-from edgespec.scheduler.requests import Chunk, Foresaw, Handle, Parked, Reading, Status
+from edgespec.scheduler.requests import Chunk, Foresaw, Handle, Reading, Status
 
 WORTH_SHARING = 8  # tokens of a prompt that a fork must spare; a chat template has 24
 WORTH_KEEPING = 64  # tokens of an idle session: a request that would drop as many gets another session
@@ -70,11 +70,6 @@ class Lane:
     @property
     def may_write(self) -> bool:
         return self.generation is not None and not self.unread and self.draft_prompt is None
-
-    @property
-    def may_park(self) -> bool:
-        handle = self.handle
-        return self.may_write and not (handle is None or handle.cancelled or handle.is_idle_work or handle.repeats)
 
     @property
     def is_active(self) -> bool:
@@ -199,7 +194,7 @@ class SessionPool:
         if self.limits.cells is None or not reserved:
             return True
         source, shared = self._best(handle.request.prompt_ids, handle.request.sender)
-        shares = source.handle and shared >= WORTH_SHARING and not handle.parked
+        shares = source.handle and shared >= WORTH_SHARING
         common = whole_tiles(shared) if shares else 0
         return sum(reserved) + self._needed(handle) - common <= self.limits.cells
 
@@ -223,8 +218,6 @@ class SessionPool:
         handle = lane.handle
         assert handle
         self._give(lane, handle.request.sender)
-        if handle.parked and self._take_up(lane, handle, handle.parked):
-            return []
         request = handle.request
         self.prepare(lane, request.prompt_ids)
         lane.generation = Generation(
@@ -271,45 +264,6 @@ class SessionPool:
             self._hand_over_shared(lane, 0)
             while not cache.load(path, lane.session, lane.draft) and self.evict_oldest():
                 pass
-
-    def park(self, lane: Lane, put_back: Callable[[Handle], None]) -> None:
-        """Save a sequence, free its session, and call `put_back`; `begin` takes the sequence up again.
-
-        Raises:
-            SessionFileError: it cannot be saved, and goes on.
-        """
-        handle = lane.handle
-        assert handle
-        assert lane.generation
-        parked = Parked(lane.generation)
-        try:
-            lane.session.save(parked.path)
-            if lane.draft:
-                lane.draft.save(draft_file(parked.path))
-        except BaseException:
-            parked.drop()
-            raise
-        lane.give_up()
-        handle.parked = parked
-        put_back(handle)
-        self.release(lane)
-
-    def _take_up(self, lane: Lane, handle: Handle, parked: Parked) -> bool:
-        """
-        Returns:
-            False: its file cannot be loaded, so the request begins again.
-        """
-        generation = parked.generation
-        self.evict(lane)
-        with suppress(SessionFileError, ContextFull):
-            self._load(lane, parked.path)
-        handle.unpark()
-        if held := lane.session.token_ids == generation.token_ids[:-1]:
-            generation.move(lane.session, lane.planner)
-            lane.generation = generation
-        else:
-            handle.restart()
-        return held
 
     def count_pass(self, lanes: Sequence[Lane]) -> None:
         for lane in lanes:
@@ -501,9 +455,8 @@ class SessionPool:
         lane.forked = min(lane.forked, kept)
 
     def _needed(self, handle: Handle) -> int:
-        request, parked = handle.request, handle.parked
-        held = len(parked.generation.token_ids) if parked else 0
-        return max(held, min(len(request.prompt_ids) + min(request.max_tokens, RESERVED), self.limits.context_length))
+        request = handle.request
+        return min(len(request.prompt_ids) + min(request.max_tokens, RESERVED), self.limits.context_length)
 
     def _reserved(self, lane: Lane) -> int:
         """Cells that it takes, shared ones left out, and that its request may still take."""
