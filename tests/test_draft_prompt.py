@@ -2,7 +2,6 @@
 
 import time
 from threading import Event
-from types import SimpleNamespace
 
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
@@ -12,15 +11,13 @@ pytest.importorskip("starlette", reason="the server is not installed: pip instal
 from test_server import served, stream
 from test_server_tools import TEMPLATE
 
-from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.stats import GenerationStats
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler.requests import Cancelled, Ended, Request, Wrote
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.server.dialects.draft_prompt import PREPARED, stable_prefix
-from edgespec.server.typing_ahead import MOST_TYPING, Prepared
+from edgespec.server.typing_ahead import MOST_TYPING
 
 TYPED = "Why is the sky blue, and the sea, and not the grass? " * 3
 PATH = "/edgespec/draft-prompt"
@@ -158,15 +155,6 @@ def test_a_prediction_is_taken_over_as_well(client):
     assert sum(client.model.scheduler.counts.tokens.values()) == before + 30
 
 
-def test_the_draft_completes_what_is_typed(client, monkeypatch):
-    seen = []
-    monkeypatch.setattr(Generation, "complete", lambda self, seconds, most: seen.append(self.prompt.unread) or [])
-    told = client.put(PATH, json=body(TYPED[:100])).json()
-    until(lambda: seen)
-    settled(client.model.scheduler, 1)
-    assert (seen, client.model.scheduler.kept_tokens) == ([0], told["tokens"])  # once, and all is read
-
-
 def drafts_of(client):
     return client.app._app.state.service.typing_ahead._latest
 
@@ -286,82 +274,14 @@ class Counting(ReferenceBackend):
         return super().forward(batch)
 
 
-@pytest.fixture
-def completing():
-    """A scheduler whose draft is the target itself, and the target's greedy continuation of a prompt."""
-    model = random_model(1, vocab_size=48, sharpness=9.0)
-    model.unembedding[1] = 0
-    target, draft = (Counting(model, sessions=2, context_length=200) for _ in range(2))
-    scheduler = Scheduler(target, [SpecExecPlanner(draft, depth=4) for _ in range(2)], budget=4)
-    scheduler.draft = draft
-    expected = written(scheduler, [5, 6, 7, 8] * 10, 40)[0]
-    scheduler.forget()
-    yield scheduler, target, [5, 6, 7, 8] * 10, expected
-    scheduler.close()
-
-
-def written(scheduler, prompt, count, sampling=None):
-    """Tokens of a request, and its statistics."""
-    events, stats = [], GenerationStats()
-    scheduler.submit(Request(prompt, sampling or SamplingParams(), count), events.append, stats)
-    scheduler.start()
-    until(lambda: isinstance(events[-1] if events else None, Ended))
-    return [chunk.token_id for event in events if isinstance(event, Wrote) for chunk in event.chunks], stats
-
-
-def typed(scheduler, prompt):
-    handle = scheduler.submit(Request(prompt, SamplingParams(), 40, foresee=True), lambda event: None, idle_limit=0)
-    scheduler.start()
-    until(lambda: not busy(scheduler))
-    return handle
-
-
-def test_what_the_draft_expects_of_a_prompt_is_read_ahead(completing):
-    scheduler, target, prompt, expected = completing
-    handle = typed(scheduler, prompt)
-    assert handle.completion
-    assert handle.completion == expected[: len(handle.completion)]
-    assert scheduler.counts.decoded == 40
-    read = target.read
-    assert max(len(lane.draft.token_ids) for lane in scheduler.pool.lanes) >= len(prompt) - 1
-    handle.cancel()
-    whole = [*prompt, *handle.completion, 9]
-    tokens, stats = written(scheduler, whole, 20)
-    assert target.read == read + 1  # the last token
-    assert stats.cached_tokens == len(whole) - 1
-    scheduler.forget()
-    assert tokens == written(scheduler, whole, 20)[0]
-
-
-def test_the_target_reads_what_is_typed_before_the_draft_does(completing):
+def test_the_target_reads_what_is_typed_before_the_draft_does():
     """The next letter ends what was begun for the last one, and may come before the draft has read."""
-    scheduler, target, prompt, _ = completing
-    order = []
-    target.reads, scheduler.draft.reads = lambda: order.append("target"), lambda: order.append("draft")
-    typed(scheduler, prompt)
-    assert order[:2] == ["target", "draft"]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_completion_that_was_wrong_changes_no_text(completing, temperature):
-    scheduler, _, prompt, expected = completing
-    other = [*prompt, (expected[0] + 1) % 40 + 3, 4, 4]
-    sampling = SamplingParams(temperature=temperature, seed=3)
-    plain = written(scheduler, other, 20, sampling)[0]
-    scheduler.forget()
-    handle = typed(scheduler, prompt)
-    assert handle.completion
-    handle.cancel()
-    tokens, stats = written(scheduler, other, 20, sampling)
-    assert tokens == plain
-    assert stats.cached_tokens >= len(prompt)
-
-
-@pytest.mark.parametrize(("completion", "useful"), [([9, 8], True), ([9, 7], False), (None, True)])
-def test_a_pass_over_a_wrong_completion_is_ended(completion, useful, monkeypatch):
-    asked = []
-    prepared = object.__new__(Prepared)
-    prepared.request, prepared._end = Request([5, 6, 7], SamplingParams(), 4), None
-    prepared.handle = SimpleNamespace(completion=completion, cancel=lambda *, useful: asked.append(useful))
-    prepared.drop([5, 6, 7, 9, 8, 3])
-    assert asked == [useful]
+    target, draft = (Counting(random_model(1, vocab_size=48), sessions=1, context_length=200) for _ in range(2))
+    scheduler, prompt, order = Scheduler(target, [SpecExecPlanner(draft, depth=4)], budget=4), [5, 6, 7, 8] * 10, []
+    target.reads, draft.reads = lambda: order.append("target"), lambda: order.append("draft")
+    scheduler.submit(Request(prompt, SamplingParams(), 40), lambda event: None, idle_limit=0)
+    while scheduler.pool.with_work or not order:
+        scheduler.step()
+    assert order == ["target", "draft"]
+    assert draft.opened[0].token_ids == prompt
+    scheduler.close()

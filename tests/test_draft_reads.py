@@ -148,7 +148,7 @@ def test_a_prompt_longer_than_the_drafts_context_is_answered_without_the_draft(k
     planner = auto_planner("auto", state, draft=made) if kind == "auto" else made
     target = backend(sessions=1)
     scheduler = Scheduler(target, [planner], budget=8)
-    long = Reader(scheduler, LONG_PROMPT, 0.7, 1, 20, foresee=True)
+    long = Reader(scheduler, LONG_PROMPT, 0.7, 1, 20)
     run(scheduler)
     long.check()
     assert draft.parts == []
@@ -258,7 +258,7 @@ def test_an_interrupt_that_came_too_late_ends_nobody():
         return Interrupted("late") if calls[0] % 5 == 0 else None
 
     draft.failing = late
-    readers = [Reader(scheduler, prompt, 0.7, prompt, 12, foresee=True) for prompt in (LONG_PROMPT, 1, 2)]
+    readers = [Reader(scheduler, prompt, 0.7, prompt, 12) for prompt in (LONG_PROMPT, 1, 2)]
     run(scheduler)
     for reader in readers:
         assert reader.ended.error is None

@@ -15,8 +15,6 @@ from edgespec.planners.ahead import AheadPlanner, DraftThread
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.scheduler.requests import Ended, Request, Wrote
-from edgespec.scheduler.scheduler import Scheduler
 from edgespec.scheduler.targets.proposer import DraftProposer
 
 TARGET = random_model(1, vocab_size=48, sharpness=3.0)
@@ -86,27 +84,6 @@ def test_an_interrupt_that_comes_too_late_and_finds_no_room_ends_no_later_pass(m
     plain = text(NonePlanner(), sampling)
     assert text(PLANNERS["ahead"](draft), sampling) == plain
     assert full
-
-
-@pytest.mark.parametrize("number", range(1, 11))
-@pytest.mark.parametrize("name", ["specexec", "ahead"])
-def test_a_draft_that_has_no_room_for_a_pass_while_it_foresees(name, number):
-    sampling, chunks, ends = SamplingParams(temperature=0.8, seed=3), [], []
-
-    def hear(event):
-        chunks.extend(event.chunks if isinstance(event, Wrote) else ())
-        ends.extend([event] if isinstance(event, Ended) else ())
-
-    planner = PLANNERS[name](full_at(ReferenceBackend(perturbed(TARGET, 0.4, 1)), number))
-    target = ReferenceBackend(TARGET)
-    target.vocab.eog_ids = frozenset()
-    scheduler = Scheduler(target, [planner], budget=12)
-    scheduler.submit(Request(PROMPT, sampling, 24, foresee=True), hear)
-    while not ends:
-        scheduler.step()
-    scheduler.close()
-    assert ends[0].error is None
-    assert [chunk.token_id for chunk in chunks] == text(NonePlanner(), sampling)
 
 
 @pytest.mark.parametrize("number", range(4, 14))  # before, prompts are read

@@ -5,7 +5,6 @@ from test_pool import pooled, until
 from test_scheduler import PROMPTS, Reader, Recording, alone, backend, planners, run
 
 from edgespec.errors import ModelError, SessionFileError
-from edgespec.planners.none import NonePlanner
 from edgespec.scheduler.disk_cache import DiskCache
 from edgespec.scheduler.requests import Cancelled, Ended
 from edgespec.scheduler.scheduler import Scheduler
@@ -112,23 +111,6 @@ def test_texts_are_saved_while_something_is_held(tmp_path):
     held.handle.cancel()  # this alone wakes the thread, and its text is saved, too
     until(lambda: held.ended)
     until(lambda: len(list(tmp_path.glob("*.kept"))) == 2)
-    scheduler.close()
-
-
-class Blind(NonePlanner):
-    """Cannot look ahead."""
-
-    def foresee(self, context, count, seconds):
-        raise ModelError("this planner is blind")
-
-
-def test_looking_ahead_that_fails_ends_one_text():
-    scheduler = Scheduler(backend(sessions=2), [Blind(), NonePlanner()], budget=4)
-    scheduler.start()
-    blind, whole = Reader(scheduler, 1, foresee=True), Reader(scheduler, 2)
-    until(lambda: blind.ended and whole.ended)
-    assert str(blind.ended.error) == "this planner is blind"
-    whole.check()
     scheduler.close()
 
 

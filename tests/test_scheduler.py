@@ -163,7 +163,7 @@ requests = st.tuples(
     st.sampled_from([0.0, 0.7, 1.0]),
     st.integers(0, 2),
     st.sampled_from([1, 5, 12]),
-    st.sampled_from(["", "", "held", "foreseen", "predicted", "sibling"]),
+    st.sampled_from(["", "", "held", "predicted", "sibling"]),
 )
 actions = st.one_of(
     requests, requests, st.tuples(st.just("step"), st.integers(1, 6)), st.tuples(st.just("cancel"), st.integers(0, 9))
@@ -175,9 +175,7 @@ def special(how, prompt, families):
     if how == "sibling":
         return {"hint_texts": families.setdefault(prompt, HintTexts(PROMPTS[prompt]))}
     predicted = HintTexts(PROMPTS[prompt], alone(prompt, 0.0, 0, 12))
-    return {"held": {"idle_limit": 3}, "foreseen": {"foresee": True}, "predicted": {"hint_texts": predicted}}.get(
-        how, {}
-    )
+    return {"held": {"idle_limit": 3}, "predicted": {"hint_texts": predicted}}.get(how, {})
 
 
 def play(scheduler, schedule, slots):
@@ -392,21 +390,6 @@ def test_requests_that_begin_alike_read_their_beginning_once():
     for reader in readers:
         reader.check()
     assert sum(size for works in target.passes for size, prompt in works if prompt) == len(LONG)
-    scheduler.close()
-
-
-def test_an_unfinished_prompt_becomes_no_request_of_its_own():
-    """After it come the draft's completions, which are not the target's tokens."""
-    scheduler = Scheduler(backend(sessions=1), planners("specexec", 1), budget=6)
-    typed = Reader(scheduler, 3, 1.0, 0, idle_limit=0, foresee=True)
-    while typed.handle.completion is None:
-        scheduler.step()
-    assert typed.handle.completion
-    promoted = scheduler.promote(typed.handle)
-    asked = typed if promoted else Reader(scheduler, 3, 1.0, 0)
-    run(scheduler)
-    asked.check()
-    assert not promoted
     scheduler.close()
 
 

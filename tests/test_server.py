@@ -472,7 +472,6 @@ BAD = [
     (HELLO | {"grammar": 'root ::= "a"'}, "grammar is not read here; use edgespec.lark"),
     (HELLO | {"edgespec": {"trace": "pass"}}, "edgespec.trace"),
     (HELLO | {"edgespec": {"trace": "passes"}}, "edgespec.trace is for streams"),
-    (HELLO | {"edgespec": {"speculate_tools": True}}, "edgespec.speculate_tools is for streams"),
     (HELLO | {"edgespec": {"regex": "a", "lark": "start: /a/"}}, "edgespec.regex and edgespec.lark cannot"),
     (
         HELLO | {"edgespec": {"regex": "a"}, "response_format": {"type": "json_object"}},

@@ -2,7 +2,6 @@
 
 import json
 import re
-from copy import copy
 
 import pytest
 from hypothesis import given, settings
@@ -264,17 +263,6 @@ def test_a_call_that_was_cut_is_none_where_its_end_does_not_show():
         found = [*parser.push(text), *parser.finish(cut=cut)]
         assert [piece.name for piece in found if isinstance(piece, Call)] == expected
         assert expected or found == [text]
-
-
-def test_a_copy_of_a_parser_reads_a_text_of_its_own():
-    """As one does that reads what the draft expects."""
-    for begin, end in (("", ""), ("<tool_call>", "</tool_call>")):
-        parser = OutputParser(HERMES, parameters=TOOLS.parameters)
-        assert parser.push(f'{begin}{{"name": "f", "arguments": {{"city": "a') == []
-        ahead = copy(parser)
-        assert merged([*ahead.push(f'"}}}}{end}'), *ahead.finish()]) == [("f", {"city": "a"})]
-        assert ahead.push("more") == ["more"]
-        assert merged([*parser.push(f'b"}}}}{end}'), *parser.finish()]) == [("f", {"city": "ab"})]
 
 
 @pytest.mark.parametrize("text", [f"Yes:\n```json\n{CALL}\n```\nThat is it.", f"{CALL}\n\nis how.", f"Say {CALL}"])

@@ -81,15 +81,6 @@ def test_a_call_does_not_wait_behind_proposals():
     cache.propose("look", {"late": True})
 
 
-def test_calls_that_the_server_proposes_are_started(cache):
-    told = {"status": "proposed", "name": "look", "arguments": '{"a": 1}'}
-    for part in ({"choices": []}, {"edgespec": {"speculative_tool_call": told}}):
-        cache.saw(part)
-    cache.saw({"edgespec": {"speculative_tool_call": told | {"status": "withdrawn"}}})
-    assert cache.call("look", {"a": 1}) == 1
-    assert cache.started == 1
-
-
 DEEP = '{"a": ' * 3000 + "1" + "}" * 3000  # as a model that repeats itself may write it
 
 
@@ -114,11 +105,6 @@ def test_messages_of_another_form_are_refused(cache, messages, says):
     with pytest.raises(edgespec.UsageError, match=says):
         cache.foresee(messages)
     assert not cache.made
-
-
-def test_a_line_of_a_stream_is_not_its_json(cache):
-    with pytest.raises(edgespec.UsageError, match=r"part is 'data: .*', but must be a part of a stream"):
-        cache.saw("data: {}")
 
 
 @pytest.mark.parametrize(

@@ -219,9 +219,6 @@ class CascadePlanner(Planner):
         self._forget()
         self._planner.observe(tokens, seconds)
 
-    def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
-        return self._planner.foresee(context, count, seconds)
-
     def close(self) -> None:
         self._session.close()
         self._planner.close()

@@ -1,7 +1,7 @@
 """Runs read-only tools before a client of the server calls them, and keeps results (SpecCache, arXiv 2510.16276).
 
-Calls come from the server (`saw`), or are copied from the conversation (`foresee`). An argument of an earlier call
-stood behind some word, its label. Words of the same shape behind the same label are arguments of the next calls.
+Calls are copied from the conversation: an argument of an earlier call stood behind some word, its label. Words of the
+same shape behind the same label are arguments of the next calls.
 """
 
 import json
@@ -103,14 +103,6 @@ class ToolCache:
             with self._lock, suppress(RuntimeError):  # it was closed
                 self._keep(key, self._threads.submit(self._run, name, json.loads(key[1])))
                 self.started += 1
-
-    def saw(self, part: Mapping[str, Any]) -> None:
-        """Start what the server proposes in a part of a stream, as JSON (`"edgespec": {"speculate_tools": true}`)."""
-        if not isinstance(part, Mapping):
-            raise must_be("part", part, "a part of a stream, as JSON")
-        told = (part.get("edgespec") or {}).get("speculative_tool_call")
-        if told and told["status"] == "proposed":
-            self.propose(told["name"], told["arguments"])
 
     def foresee(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Learn from the calls of a conversation in OpenAI's form, and start calls that may follow it.

@@ -13,7 +13,7 @@ Only `verify.walk` and `sampling.sample` decide the tokens; the prompt's last ro
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
@@ -23,14 +23,12 @@ from edgespec.loop.backend import Backend, Logits, Session, Work
 from edgespec.loop.draft_passes import DraftSteps, run_one
 from edgespec.loop.grammar import Constraint
 from edgespec.loop.hint_texts import HintTexts
-from edgespec.loop.passes import Pass, Prefill, Proposed, check_room, common_prefix, fitting, most_nodes, prefill
+from edgespec.loop.passes import Pass, Prefill, Proposed, check_room, fitting, most_nodes, prefill
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
 from edgespec.loop.stats import COMPARED, GenerationStats
 from edgespec.loop.tree import DraftTree, Source, only, root_only, shallow
 from edgespec.loop.verify import Walk, walk
-
-COMPLETIONS = 3  # of an unfinished prompt: the likeliest, and samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,6 @@ class Generation:
 
     Attributes:
         token_ids: all committed tokens; the last is the next tree's root.
-        foreseen: predicted next tokens, far beyond the next tree.
         prompt: the prompt, whose last row gives the first token.
         last_row: the logits of this row, [V]; None: not computed yet.
         finished: the finish reason; "": the sequence goes on.
@@ -121,7 +118,6 @@ class Generation:
         self.stats = stats
         self.finished = ""
         self.token_ids = list(prompt_ids)
-        self.foreseen = list[int]()
         self.target = target
         self._planner = planner
         self._plain_passes = list[float]()  # seconds of plain passes among steps with draft tokens, rising
@@ -279,46 +275,6 @@ class Generation:
             unread=unread, owes=self._owes, sequences=sequences, hints=hints,
         )  # fmt: skip
 
-    def foresee(self, seconds: float, most: int) -> bool:
-        """Extend `foreseen` by drafting.
-
-        Args:
-            seconds: about the time to take.
-            most: most tokens in `foreseen`.
-
-        Returns:
-            False if nothing was added.
-        """
-        known, room = self.foreseen, self._limit - len(self.token_ids)
-        ended = bool(known) and known[-1] in self._stop_ids
-        if not self._budget or ended or len(known) >= min(most, room):
-            return False
-        context = replace(self._context([*self.token_ids, *known], room - len(known)), foreseen=len(known))
-        new = self._planner.foresee(context, min(most, room) - len(known), seconds)
-        end = next((i + 1 for i, token in enumerate(new) if token in self._stop_ids), len(new))
-        known += new[:end]
-        return bool(new)
-
-    def complete(self, seconds: float, most: int) -> list[int]:
-        """Have the draft complete an unfinished prompt, and let `prompt` go on with what its completions share.
-
-        Args:
-            seconds: about the time that each completion takes.
-            most: most tokens.
-        """
-        room = self.target.capabilities.context_length - len(self._prompt_ids) - 1
-        shared: list[int] | None = None
-        for seed in range(COMPLETIONS):
-            sampling, noise = SamplingParams(float(seed > 0), seed=seed), Noise(seed, self.target.vocab.size)
-            context = replace(self._context(self._prompt_ids, room), sampling=sampling, noise=noise)
-            found = self._planner.foresee(context, min(most, room), seconds)
-            shared = found if shared is None else shared[: common_prefix(shared, found)]
-        end = next((i for i, token in enumerate(shared or ()) if token in self._stop_ids), None)
-        shared = (shared or [])[:end]
-        if shared:
-            self.prompt.token_ids = [*self._prompt_ids, *shared]
-        return shared
-
     def while_target_runs(self, pass_: Pass) -> AbstractContextManager[None]:
         """Context of a pass of the target that no other sequence shares; the draft may run meanwhile."""
         return self._planner.while_target_runs(len(pass_.work.token_ids))
@@ -369,8 +325,6 @@ class Generation:
         """Append the tokens of a step, and let the planner learn from it; `seconds` as for `Planner.observe`."""
         output = step.tokens
         self._planner.observe(output, seconds)
-        right = self.foreseen[: len(output)] == output
-        self.foreseen = self.foreseen[len(output) :] if right else []
         self.token_ids.extend(output)
         if self._hint_texts:
             self._hint_texts.extend(self._number, output)

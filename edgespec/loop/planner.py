@@ -49,7 +49,6 @@ class Context:
         owes: with recurrent layers, the pass reads accepted tokens again, since the session has no state after them.
         sequences: number of sequences that have trees at once, and share a backend's leaves.
         hints: the sequence's hint texts.
-        foreseen: number of the last tokens that are not committed; 0 but for `foresee`.
     """
 
     token_ids: Sequence[int]
@@ -64,7 +63,6 @@ class Context:
     owes: bool = False
     sequences: int = 1
     hints: Sequence[Hint] = ()
-    foreseen: int = 0
 
     @property
     def plain_rows(self) -> int:
@@ -200,19 +198,6 @@ class Planner(ABC):
             seconds: of the target's pass; 0: it teaches nothing. Either other sequences shared it, and the tree may
                 have been cut further. Or no step gave the tokens: the first one, or those before an interruption.
         """
-
-    def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
-        """Draft far beyond a tree; called only between steps.
-
-        Args:
-            context: the sequence's state, with `context.foreseen` tokens that are not committed.
-            count: most tokens.
-            seconds: time after which to stop, but not without a token.
-
-        Returns:
-            The most probable next tokens; an empty list where there is no draft model, or it is still reading.
-        """
-        return []
 
     def close(self) -> None:
         """Free the draft's session."""

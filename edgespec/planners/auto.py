@@ -452,12 +452,6 @@ class AutoPlanner(Planner):
         for offer in self._refused:  # a draft that was unsure may be right
             offer.learn(tokens, 0.0)
 
-    def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
-        for candidate in self._candidates:
-            if found := candidate.planner.foresee(context, count, seconds):
-                return found
-        return []
-
     def close(self) -> None:
         for candidate in self._candidates:
             candidate.planner.close()

@@ -1,7 +1,6 @@
 """A draft model: its session follows the sequence, and its logits give the children of nodes."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ from edgespec.loop.tree import DraftTree
 # For Qwen2.5-Coder 0.5B and 1.5B: best of 0.7, 1.0 and 1.4 (greedy), of 0.7, 1.0 and 1.3 (sampling: docs/measured.md).
 TAU_GREEDY, TAU_SAMPLING = 0.7, 1.0
 BATCHES = 16  # passes over which `Drafter.mean_batch` fades
-CATCH_UP = 64  # most generated tokens that one `propose` or `foresee` reads
+CATCH_UP = 64  # most generated tokens that one `propose` reads
 
 
 class Drafter:
@@ -31,11 +30,10 @@ class Drafter:
         evaluated: nodes in the session.
         mean_batch: mean number of sequences that shared a pass; earlier passes fade.
         pass_cost: pass times.
-        foresees: it can draft without a state of the target.
         layers: as in `Wanted`, of passes over nodes.
     """
 
-    foresees, layers = True, 1
+    layers = 1
 
     def __init__(self, draft: Backend, cost: PassTimes | None) -> None:
         self.draft = draft
@@ -104,10 +102,6 @@ class Drafter:
                 if not reading.unread:
                     return passed.logits, len(work.token_ids) - 1
 
-    def evaluate(self, token_ids: IdArray, parents: IdArray) -> tuple[Logits, IdArray]:
-        """`evaluating` without sharing passes."""
-        return run_one(self.evaluating(token_ids, parents))
-
     def evaluating(self, token_ids: IdArray, parents: IdArray) -> DraftSteps[tuple[Logits, IdArray]]:
         """Yields a pass over new nodes; `parents` are nodes of the session, or -1. Returns: logits, and these nodes."""
         nodes = np.arange(self.evaluated, self.evaluated + len(token_ids))
@@ -123,15 +117,6 @@ class Drafter:
         self.mean_batch += (passed.sequences - self.mean_batch) / BATCHES
         self.seconds += passed.seconds * len(work.token_ids) / passed.nodes
         self.pass_cost.add(passed.nodes, passed.seconds, len(self.session.token_ids))
-
-    @contextmanager
-    def aside(self, length: int) -> Iterator[None]:
-        """Drop all but the first `length` tokens on exit."""
-        try:
-            yield
-        finally:
-            self.session.rewind(self.session.reusable_prefix(min(length, len(self.session.token_ids))))
-            self.evaluated = 0
 
     def commit(self, path: Sequence[int]) -> None:
         self.session.commit(path)

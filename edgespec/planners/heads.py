@@ -22,7 +22,6 @@ from edgespec.planners.drafting import Drafter
 class HeadDrafter(Drafter):
     """A `Drafter` of a head, for a target whose logits are `GivesStates`."""
 
-    foresees = False
     _prompt: Sequence[int]
 
     def begin(self, prompt_ids: Sequence[int]) -> None:

@@ -9,8 +9,6 @@ An addition is coupled sampling: with the target's Gumbel noise, the draft predi
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
-from time import perf_counter
 from typing import ClassVar
 
 import numpy as np
@@ -24,7 +22,7 @@ from edgespec.loop.planner import Context, Planner, PlannerStats
 from edgespec.loop.sampling import IdArray
 from edgespec.loop.tree import DraftTree, Proposal, root_only
 from edgespec.planners.cost import worth_reading
-from edgespec.planners.drafting import CATCH_UP, ChildScores, Drafter
+from edgespec.planners.drafting import ChildScores, Drafter
 from edgespec.planners.heads import HeadDrafter
 from edgespec.planners.search import COMMITTED, ENOUGH, Search
 
@@ -140,30 +138,6 @@ class SpecExecPlanner(Planner):
 
     def saw(self, start: int, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
         self._drafter.saw(start, tree, path, logits)
-
-    def foresee(self, context: Context, count: int, seconds: float) -> list[int]:
-        """As for `Planner`, by one draft pass a token; a draft far behind the sequence reads a part of it instead."""
-        self._search = None
-        tokens, until = list[int](), perf_counter() + seconds
-        if not self._drafter.foresees or (room := min(count, self._drafter.most_depth(context))) <= 0:
-            return tokens
-        certain = len(context.token_ids) - context.foreseen
-        with suppress(ContextFull):  # the draft has no cells for more
-            if (behind := self._drafter.behind(context.token_ids[:certain])) > CATCH_UP:
-                self._drafter.read(context.token_ids[: certain - behind + CATCH_UP])
-                return tokens
-            scores = ChildScores(context, self.tau, self.coupling)
-            with self._drafter.aside(certain - 1):
-                logits, node = self._drafter.read(context.token_ids)
-                above = COMMITTED
-                while True:
-                    ids, _ = scores.children(logits, [node], [len(tokens)], 1)
-                    tokens.append(int(ids[0][0]))
-                    if len(tokens) == room or perf_counter() > until:
-                        break
-                    logits, nodes = self._drafter.evaluate(np.array(tokens[-1:]), np.array([above]))
-                    node = above = int(nodes[0])
-        return tokens
 
     def close(self) -> None:
         self._search = None

@@ -37,7 +37,6 @@ class Request:
         plain: decode without draft tokens.
         grammar: what the output must match.
         hint_texts: texts to copy draft tokens from.
-        foresee: report the tokens that the draft expects to follow; after an unfinished prompt, read them instead.
         shown: control tokens whose names are part of the output.
         counter: of its passes.
         sender: only requests of one sender share prefixes.
@@ -51,7 +50,6 @@ class Request:
     plain: bool = False
     grammar: Compiled | None = None
     hint_texts: HintTexts | None = None
-    foresee: bool = False
     shown: frozenset[int] = frozenset()
     counter: PassCounter | None = None
     sender: str = ""
@@ -115,18 +113,12 @@ class Wrote:
 
 
 @dataclass(frozen=True, slots=True)
-class Foresaw:
-    token_ids: list[int]
-    shown: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
 class Ended:
     error: Exception | None = None
     rest: str = ""  # text that no chunk has: see `Handle.cut_short`
 
 
-Event = Reading | Wrote | Foresaw | Ended
+Event = Reading | Wrote | Ended
 
 
 class Cancelled(EdgespecError):
@@ -154,7 +146,6 @@ class Handle:
     Attributes:
         idle_limit: see `Scheduler.submit`.
         is_full: see `Scheduler.submit`.
-        completion: tokens with which the draft completes an unfinished prompt; None: it has not yet.
 
     Raises:
         UsageError: a stop string is empty.
@@ -170,7 +161,6 @@ class Handle:
     status: Status = Status.WAITING
     cancelled: bool = False
     ended: Ended | None = None
-    completion: list[int] | None = None
     text: TextStream = field(init=False)
     _told: list[int] = field(default_factory=list)  # tokens that the reader has
     _repeated: int = 0  # number of these decoded since the last restart
@@ -185,11 +175,6 @@ class Handle:
     @property
     def is_idle_work(self) -> bool:
         return self.idle_limit is not None
-
-    @property
-    def prompt_is_unfinished(self) -> bool:
-        """Its prompt may be any beginning of the real one, which the draft completes."""
-        return self.idle_limit == 0 and self.request.foresee
 
     @property
     def is_prefetched(self) -> bool:

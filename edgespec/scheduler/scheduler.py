@@ -27,12 +27,6 @@ from edgespec.scheduler.queue import Queue
 from edgespec.scheduler.requests import Cancelled, Counts, CurrentPass, Event, Handle, Request, never
 from edgespec.scheduler.session_pool import Lane, SessionPool
 
-AHEAD = 0.5  # part of a pass's time that may be spent on `Lane.foresee`
-MOST_AHEAD = 128  # tokens
-MOST_COMPLETED = 16  # tokens
-COMPLETING = 0.05  # seconds of each completion: the next letter waits for it
-
-
 Result = TypeVar("Result")
 
 
@@ -122,11 +116,11 @@ class Scheduler:
         """Make idle work a real request.
 
         Returns:
-            False: it was cancelled before, or its prompt is unfinished: completions of the draft may follow it.
+            False: it was cancelled before.
         """
         check_process(self.process)
         with self._queue.changed:
-            if not (handle.cancelled or handle.prompt_is_unfinished):
+            if not handle.cancelled:
                 handle.promote()
             self.wake()
         return not handle.is_idle_work
@@ -256,16 +250,7 @@ class Scheduler:
             self._give_way(self.pool.busy, None)
         self._admit()
         self._read_draft()
-        for lane in self._lanes():
-            if lane.may_complete and lane.draft_prompt is None:
-                with self._failing([lane]), suppress(Interrupted):
-                    lane.complete(COMPLETING, MOST_COMPLETED)
-        lanes = self._lanes()
-        writing = [lane for lane in lanes if lane.may_write]
-        self._pass(*choose(lanes, self.target.capabilities, read_last=self._chunks.read_last))
-        for lane in writing:
-            with self._failing([lane]), suppress(Interrupted):
-                lane.foresee(AHEAD * self._chunks.tree_seconds, MOST_AHEAD)
+        self._pass(*choose(self._lanes(), self.target.capabilities, read_last=self._chunks.read_last))
 
     def _put_back_stranded(self) -> None:
         for lane in self.pool.stranded:

@@ -19,7 +19,7 @@ from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import draft_file, has, load_draft_session
 from edgespec.loop.shapes import whole_tiles
 from edgespec.scheduler.disk_cache import DiskCache
-from edgespec.scheduler.requests import Chunk, Foresaw, Handle, Reading, Status
+from edgespec.scheduler.requests import Chunk, Handle, Reading, Status
 
 WORTH_SHARING = 8  # tokens of a prompt that a fork must spare; a chat template has 24
 WORTH_KEEPING = 64  # tokens of an idle session: a request that would drop as many gets another session
@@ -83,20 +83,8 @@ class Lane:
     @property
     def has_work(self) -> bool:
         handle = self.handle
-        left = self.unread > 0 or self.may_complete
-        return handle is not None and (handle.cancelled or left or not handle.is_prefetched)
-
-    @property
-    def may_complete(self) -> bool:
-        """Its prompt is unfinished, and read as far as it goes."""
-        handle = self.handle
-        if handle is None or handle.cancelled or handle.completion is not None or self.generation is None:
-            return False
-        return handle.prompt_is_unfinished and not self.unread
-
-    def complete(self, seconds: float, most: int) -> None:
-        if self.handle and self.generation:
-            self.handle.completion = self.generation.complete(seconds, most)
+        unread = self.unread > 0 or self.draft_prompt is not None
+        return handle is not None and (handle.cancelled or unread or not handle.is_prefetched)
 
     @property
     def taken(self) -> int:
@@ -137,17 +125,6 @@ class Lane:
     def give_up(self) -> None:
         if self.generation:
             self.generation.give_up()
-
-    def foresee(self, seconds: float, most: int) -> None:
-        """Report tokens that the draft expects, if the request wants them.
-
-        Args:
-            seconds: about the time to take.
-            most: most tokens.
-        """
-        handle, generation = self.handle, self.generation
-        if handle and generation and handle.request.foresee and generation.foresee(seconds, most):
-            handle.tell(Foresaw(generation.foreseen.copy(), handle.request.shown))
 
 
 class SessionPool:

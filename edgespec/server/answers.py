@@ -29,7 +29,6 @@ class Answer:
     thought_tokens: int = 0
     choice: int = 0  # number among the choices of its prompt
     single_call: bool = False  # the first call ends it
-    whole_calls: bool = False  # none is told before its end: a call that was proposed has the id of the proposal
     ended: bool = False
 
     def add(self, event: Event) -> None:
@@ -48,8 +47,7 @@ class Answer:
         self.new = up_to_call(joined(new)) if self.single_call else joined(new)
         self.pieces = joined([*self.pieces, *self.new])
         known = sum(len(call.arguments) + 1 for call in self.begun)
-        hidden = self.has_its_call or self.whole_calls
-        self.begun = () if hidden else self.parser.begun[: 1 if self.single_call else None]
+        self.begun = () if self.has_its_call else self.parser.begun[: 1 if self.single_call else None]
         self.grew = sum(len(call.arguments) + 1 for call in self.begun) > known
 
     @property

@@ -58,11 +58,6 @@ class JsonScan:
         self._open = list[str]()  # brackets
         self._next, self._in_string, self._ended = START, False, False
 
-    def __copy__(self) -> "JsonScan":
-        found = object.__new__(JsonScan)
-        vars(found).update(vars(self), _open=[*self._open])
-        return found
-
     def end(self, text: str) -> int | None:
         before = -1
         while before < self.at < len(text) and not (self.broken or self._ended):

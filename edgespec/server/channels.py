@@ -74,9 +74,6 @@ class ChannelParser:
         self._held, self._header = "", None
         return [piece for piece in found if piece not in ("", Thought(""))]
 
-    def whole(self) -> list[Call]:
-        return []
-
     def _step(self, found: list[Piece]) -> bool:
         if self._free:
             self._say(found, self._held)

@@ -49,7 +49,6 @@ class Question:
     plain: bool = False
     grammar: Grammar | None = None
     prediction: str = ""  # likely output, to draft from
-    foresee: bool = False
 
     @property
     def tools(self) -> Tools | None:

@@ -7,7 +7,6 @@ where nothing follows, since a text about calls looks the same.
 
 import re
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 from typing import Protocol
 
@@ -43,10 +42,6 @@ class Parser(Protocol):
         Args:
             cut: the answer ended for lack of room.
         """
-        ...
-
-    def whole(self) -> list[Call]:
-        """Calls that are complete but for their end marker."""
         ...
 
 
@@ -86,12 +81,6 @@ class OutputParser:
         self._new_line = blank  # a line begins
         self._scan: JsonScan | None = None  # of what is a call without a marker if nothing follows
         self._objects = list[tuple[int, int]]()  # those before it
-
-    def __copy__(self) -> "OutputParser":
-        """A parser that reads on without changing this one."""
-        found = object.__new__(OutputParser)
-        vars(found).update(vars(self), _scan=copy(self._scan), _objects=[*self._objects], _reader=None)
-        return found
 
     @property
     def begun(self) -> Sequence[Call]:
@@ -324,14 +313,6 @@ class OutputParser:
         self._say(found, self._held[:end])
         self._held, self._scan, self._objects = self._held[end:], None, []
         return True
-
-    def whole(self) -> list[Call]:
-        if not (self._open and self._calls and self._calls.is_json):
-            return []
-        try:
-            return self._calls.parse(self._held, self._parameters)
-        except NO_CALL:
-            return []
 
     def finish(self, *, cut: bool = False) -> list[Piece]:
         found = list[Piece]()

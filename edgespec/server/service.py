@@ -113,10 +113,10 @@ class Service:
                 Request(
                     list(ids), sampling.changed(seed=(sampling.seed + i) % 2**64),
                     min(most, limit - len(ids)), tuple(question.stop), question.log_probs,
-                    question.plain, grammar, hint_texts, question.foresee, form.shown(tools), sender=sender,
+                    question.plain, grammar, hint_texts, form.shown(tools), sender=sender,
                 ),
                 form.parser(tools, in_thought, question.begun, unmarked=question.grammar is None),
-                choice=i, single_call=tools is not None and not tools.parallel, whole_calls=question.foresee,
+                choice=i, single_call=tools is not None and not tools.parallel,
             )
             for ids, hint_texts in prompts
             for i in range(question.choices)

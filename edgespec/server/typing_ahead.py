@@ -1,4 +1,4 @@
-"""Prompts that are still being typed are prefilled, completed by the draft, and at a pause answered ahead (SpeQL).
+"""Prompts that are still being typed are prefilled, and at a pause answered ahead.
 
 An equal chat request takes the begun answer over; another one starts from the prefilled tokens. All of it gives way to
 requests.
@@ -49,10 +49,10 @@ class Prepared:
             wanted: a prompt. A pass that prefills a beginning of it goes on: clients type faster than passes are made.
         """
         self._stop_timer()
-        self.handle.cancel(useful=self.begins(wanted, self.handle.completion or ()))
+        self.handle.cancel(useful=self.begins(wanted))
 
-    def begins(self, prompt_ids: Sequence[int], completion: Sequence[int] = ()) -> bool:
-        typed = [*self.request.prompt_ids, *completion]
+    def begins(self, prompt_ids: Sequence[int]) -> bool:
+        typed = self.request.prompt_ids
         return typed == list(prompt_ids[: len(typed)])
 
     def _pass_on(self, event: Event) -> None:

@@ -71,7 +71,6 @@ def question_of(body: ChatBody) -> Question:
         stop=body.stops(), choices=body.n, log_probs=most if body.logprobs else None, plain=body.edgespec.plain,
         grammar=body.grammar(body.response_format),
         prediction=text_of((body.prediction or {}).get("content"), "prediction.content", asked=True),
-        foresee=body.edgespec.speculate_tools and tools is not None,
     )  # fmt: skip
 
 

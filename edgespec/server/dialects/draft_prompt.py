@@ -43,8 +43,7 @@ async def typed_prompt(http: HttpRequest) -> Response:
         form = service.format_of(question.conversation)
         ids = await service.read(len(data), partial(stable_ids, form, question.conversation))
     if len(ids) > 1:
-        # With 0 tokens the prompt is unfinished, and the draft completes it.
-        service.typing_ahead.prepare(name, replace(request, prompt_ids=ids, foresee=True), 0)
+        service.typing_ahead.prepare(name, replace(request, prompt_ids=ids), 0)
         told["tokens"] = len(ids)
     return JSONResponse(told)
 

@@ -16,7 +16,6 @@ from edgespec.server.constrained import string
 from edgespec.server.dialects.dialect import Writer
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
-from edgespec.server.speculative_calls import SpeculativeCalls
 from edgespec.server.wire import MOST_NAME, Lenient, Listed, SamplingFields, ServerSent, new_id, not_read
 
 MOST_LOG_PROBS = 20
@@ -29,7 +28,7 @@ class Extra(Lenient):
 
     trace: Literal["passes", ""] | None = None  # chunks report the draft and accepted tokens of each pass
     plain: bool = False
-    speculate_tools: bool = False  # report calls as soon as the draft predicts them
+    speculate_tools: bool = False  # outdated: no call is proposed any more
     regex: str | None = None
     lark: str | None = None
 
@@ -159,9 +158,8 @@ class ChoicesBody(OpenAIBody):
 
     def check(self) -> None:
         """Raise Refused for a member that would be ignored."""
-        for name in ("trace", "speculate_tools"):
-            if getattr(self.edgespec, name) and not self.stream:
-                raise Refused(400, f"edgespec.{name} is for streams; set stream to true", param="edgespec")
+        if self.edgespec.trace and not self.stream:
+            raise Refused(400, "edgespec.trace is for streams; set stream to true", param="edgespec")
 
     def stops(self) -> Sequence[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or ()
@@ -188,8 +186,6 @@ class ChoicesWriter(Writer):
 
     def __init__(self, service: Service, body: ChoicesBody, answers: Answers) -> None:
         self._body, self._answers, self._vocab = body, answers, service.model.target.vocab
-        speculated = answers.all if body.edgespec.speculate_tools else ()
-        self._ahead = [SpeculativeCalls(one, self._vocab) for one in speculated]
         self._head = {
             "id": new_id(self.prefix),
             "object": self.chunk_kind if body.stream else self.kind,
@@ -220,9 +216,6 @@ class ChoicesWriter(Writer):
 
     def after(self, number: int, event: Event) -> Iterator[ServerSent]:
         one, extra = self._answers.all[number], self._body.edgespec
-        for told in self._ahead[number].after(event) if self._ahead else ():
-            about = {"speculative_tool_call": {"choice": number, **told}}
-            yield None, {**self._head, "choices": [], "edgespec": about}
         if isinstance(event, Wrote):
             trace = {"edgespec": self._told | traced(event, one, self._vocab)} if extra.trace == "passes" else {}
             counts = one.chunks[-1:] == event.chunks[-1:]  # else it came after the answer's only call
