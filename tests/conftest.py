@@ -359,6 +359,23 @@ def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capf
 
 
 @pytest.fixture
+def bench(capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs `scripts/bench` in this process: exit code, output, errors."""
+    from benchmarks.program import bench
+    from edgespec.cli.commands import main
+
+    def call(*arguments: Any) -> tuple[Any, str, str]:
+        capfd.readouterr()
+        try:
+            main(bench, list(map(str, arguments)))
+        except SystemExit as ended:
+            return ended.code, *capfd.readouterr()
+        return 0, *capfd.readouterr()
+
+    return call
+
+
+@pytest.fixture
 def store(tmp_path: Path) -> Callable[..., Any]:
     """Makes a datastore of documents, which are lists of numbers (`number_texts.py`)."""
     from number_texts import NumberVocab, text_of

@@ -1,4 +1,4 @@
-"""`bench-offload`: what it is told, and its tables."""
+"""scripts/bench offload: what it is told, and its tables."""
 
 import sys
 from mmap import PROT_READ, mmap
@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import offload
 from benchmarks.memory_group import evict, memory_group
-from benchmarks.offload import CONTEXT, interleaved, parse_models, weight_bytes
+from benchmarks.offload import check_variants, interleaved, parse_models, weight_bytes
 from benchmarks.offload_report import make_report, tables
 from benchmarks.offload_worker import MLX_LM, Task, measure
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.machine.files import weight_files
-
-SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-offload"
 
 
 @pytest.fixture
@@ -28,10 +27,11 @@ def folders(tmp_path: Path) -> tuple[str, str]:
 
 def test_engines_and_folders(folders: tuple[str, str]) -> None:
     big, small = folders
-    assert parse_models(f"mlx:{big}") == Task(big, backend="mlx", context_length=CONTEXT)
-    assert parse_models(f"torch:{big}+{small}") == Task(big, small, backend="torch", context_length=CONTEXT)
+    assert parse_models(f"mlx:{big}") == Task(big, backend="mlx")
+    assert parse_models(f"torch:{big}+{small}") == Task(big, small, backend="torch")
     file = f"{big}/model.safetensors"
-    assert parse_models(f"llamacpp:{file}") == Task(file, context_length=CONTEXT)
+    assert parse_models(f"llamacpp:{file}") == parse_models(file) == Task(file)
+    assert parse_models(f"{file}+{file}") == Task(file, file)
     assert weight_bytes(big) == weight_bytes(file) == 100
 
 
@@ -55,7 +55,7 @@ def test_every_process_has_a_new_group_so_that_its_peak_is_its_own() -> None:
     assert not group.folder.exists()
 
 
-@pytest.mark.parametrize("text", ["{big}", "llamacpp:{big}", "mlx:", "mlx:{big}/no", "mlx:{big}+{big}/no"])
+@pytest.mark.parametrize("text", ["{big}", "llamacpp:{big}", "mlx:", "mlx:{big}/no", "mlx:{big}+{big}/no", ""])
 def test_what_is_none(text: str, folders: tuple[str, str]) -> None:
     with pytest.raises(UsageError) as caught:
         parse_models(text.format(big=folders[0]))
@@ -96,16 +96,29 @@ def test_the_tables_compare_with_what_is_possible() -> None:
     assert lines[-1] == "mlx-lm alone: it was killed: out of memory"
 
 
-def test_a_row_that_failed_is_exit_code_1(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants_are_planners_with_and_without_ahead() -> None:
+    assert check_variants(None, draft=False) == ["sssd"]
+    assert check_variants(None, draft=True) == ["specexec", "sssd"]
+    assert check_variants("none, chain+ahead", draft=True) == ["chain+ahead"]
+    tasks = offload._texts(Task("big", "small", memory=9, limit=9), ["chain+ahead", "sssd"], 4)
+    assert [(name, one.draft, one.planner, one.ahead) for name, one in tasks.items()] == [
+        ("mapped, none", "", "none", None), ("streamed, none", "", "none", None),
+        ("streamed, chain+ahead", "small", "chain", True), ("streamed, sssd", "", "sssd", None),
+    ]  # fmt: skip
+    assert tasks["mapped, none"].memory == 0 < tasks["streamed, none"].memory
+    assert "mlx-lm alone" in offload._texts(Task("big", backend="mlx"), [], 4)
+
+
+def test_a_row_that_failed_is_exit_code_1(bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = tmp_path / "given.jsonl"
     given.write_text('{"prompt": "Why?"}\n')
 
-    def text_speeds(pair: Task, room: int, variants: list[str], **options: object) -> dict[str, object]:
-        assert variants == ["sssd"], "without a draft"
-        return make_report(pair, room, {}, {"streamed, sssd": [{"failed": "out of memory", "bandwidth": 1e9}]})
+    def measure(pair: Task, nodes: list[int], variants: list[str], *sizes: object, **more: object) -> object:
+        assert (pair.prompts, variants, sizes) == (["Why?"], ["sssd"], (1 << 30, 600 << 20))
+        return make_report(pair, 1, {}, {"streamed, sssd": [{"failed": "out of memory", "bandwidth": 1e9}]})
 
-    monkeypatch.setattr("benchmarks.offload.text_speeds", text_speeds)
-    code, shown, _ = script("texts", given, given, "--room", "1G")
+    monkeypatch.setattr("benchmarks.commands.offload.measure", measure)
+    code, shown, _ = bench("offload", given, "--prompts", given, "--room", "1G", "--program", "600M")
     assert (code, shown.splitlines()[-1]) == (1, "streamed, sssd: out of memory")
 
 

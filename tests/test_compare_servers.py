@@ -1,28 +1,25 @@
 """Servers as processes: started, asked by the same requests, and ended."""
 
 import re
-import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
-from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
 
-from benchmarks import compare_servers, llama_server, typing_ahead
+from benchmarks import compare_servers, llama_server
 from benchmarks.compare_servers import Load, Result, Servers
-from benchmarks.serving import Streamed, gaps, served
+from benchmarks.serving import Streamed, served
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-serve"
 THREE = {0: "one", 1: "two", 2: "three"}
+BODY = {"max_tokens": 6, "temperature": 0.7}
 # Answers /health with 503 once, as while it loads; every chat request with two words of three tokens.
 PROGRAM = """
 import json, sys
@@ -45,46 +42,20 @@ HTTPServer((arguments["--host"], int(arguments["--port"])), Handler).serve_forev
 def test_a_server_is_waited_for_asked_and_ended():
     result = Result()
     with llama_server.started([sys.executable, "-c", PROGRAM]) as port:
-        compare_servers.ask(port, THREE, Load(2), result, max_tokens=8, temperature=0.0)
+        compare_servers.ask(port, THREE, Load(2), result, BODY)
     assert result.tokens == 9
     assert [answer.text for answer in result.answers.values()] == ["a b"] * 3
     assert all(answer.seconds >= answer.first > 0 for answer in result.answers.values())
     assert result.speed > 0
     with pytest.raises(EdgespecError, match="refused"):
-        compare_servers.ask(port, {0: "one"}, Load(1), result, max_tokens=8, temperature=0.0)
+        compare_servers.ask(port, {0: "one"}, Load(1), result, BODY)
 
 
 def test_an_answer_of_another_kind_is_one_line():
     program = PROGRAM.replace('{"choices": []', '{"chosen": []')
     with llama_server.started([sys.executable, "-c", program]) as port, pytest.raises(EdgespecError) as caught:
-        compare_servers.ask(port, {0: "one"}, Load(1), Result(), max_tokens=8, temperature=0.0)
+        compare_servers.ask(port, {0: "one"}, Load(1), Result(), BODY)
     assert re.fullmatch(r'.* answers with what is no part of a chat: data: {"chosen": \[\], .*', str(caught.value))
-
-
-def test_streams_that_end_before_the_long_prompt_show_no_gap(script, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "Why?"}\n')
-    with llama_server.started([sys.executable, "-c", PROGRAM]) as port:
-        code, printed, said = script("gap", prompts, "--port", port, "--words", "5")
-    assert (code, printed) == (1, "")
-    assert said.splitlines()[-1] == "edgespec: all streams ended before the long prompt came: give more --max-tokens"
-
-
-def test_the_gap_in_which_a_long_prompt_comes_is_not_one_before_it():
-    words = [1.0, 2.0, 3.0, 8.0, 9.0, 10.0]
-    assert gaps(words, 4.0, 8.5) == ([1.0, 1.0], [5.0, 1.0])
-    assert gaps(words, 3.0, 3.5) == ([1.0, 1.0], [5.0])
-    assert gaps([], 3.0, 3.5) == ([], [])
-
-
-@pytest.mark.parametrize(("speed", "seconds"), [(0.5, 16.0), (8.0, 1.0), (40.0, 0.15)])
-def test_a_slow_typist_is_slow(monkeypatch, speed, seconds):
-    waits, model = [], SimpleNamespace(scheduler=SimpleNamespace(forget=lambda: None))
-    monkeypatch.setattr(typing_ahead, "time", SimpleNamespace(perf_counter=lambda: 0.0, sleep=waits.append))
-    monkeypatch.setattr(typing_ahead, "closing_connection", lambda port: MagicMock())
-    monkeypatch.setattr(typing_ahead, "stream_chat", lambda port, body: Streamed("Why", 1, 0.1, 0.1, []))
-    typing_ahead.replay(0, model, "Why? Why?", speed=speed, pause=0.0, max_tokens=1, seed=0)
-    assert sum(waits) == pytest.approx(2 * seconds)  # of two ways, up to the last draft
 
 
 def test_a_server_that_ends_or_is_not_there():
@@ -102,10 +73,10 @@ def test_our_own_answers_are_counted():
     target.model.unembedding[1] = 0  # texts seldom end early
     with Model(target, [SssdPlanner() for _ in range(2)], budget=8) as model, served(model) as port:
         result = Result()
-        compare_servers.ask(port, THREE, Load(2), result, max_tokens=6, temperature=0.7)
+        compare_servers.ask(port, THREE, Load(2), result, BODY)
         assert result.tokens == 18
         with pytest.raises(EdgespecError, match="status 400"):
-            compare_servers.ask(port, {0: "long " * 200}, Load(1), result, max_tokens=6, temperature=0.7)
+            compare_servers.ask(port, {0: "long " * 200}, Load(1), result, BODY)
 
 
 def test_servers_take_turns_and_what_fails_is_said(monkeypatch):
@@ -120,14 +91,14 @@ def test_servers_take_turns_and_what_fails_is_said(monkeypatch):
     said = []
     found = compare_servers.compare(
         Servers("llama-server", "m.gguf"), ["a", "b", "c"], [Load(1), Load(2, 50.0)],
-        rounds=2, max_tokens=4, temperature=0.0, say=said.append,
+        rounds=2, body=BODY, say=said.append,
     )  # fmt: skip
     assert {key: result.tokens for key, result in found.items() if not result.failed} == {
         (name, load): 9 for name in (compare_servers.OURS, "llama-server, plain") for load in (Load(1), Load(2, 50.0))
     }
     assert "out of luck" in found["llama-server, draft", Load(1)].failed
     assert [line for line in said if not line.startswith(" ")] == [
-        f"round {number} of 2, {load}, {name}"
+        f"{load}, {name}, part {number} of 2"
         for number in (1, 2)
         for load in ("1 at once", "2 at once, 50/s")
         for name in commands(None, 0)
@@ -146,7 +117,7 @@ def test_requests_come_at_their_rate_whatever_is_answered(monkeypatch):
 
     def answered(port, body):
         all_ask.wait()  # three requests are open though the server has one sequence
-        return Streamed(str(body["seed"]), 2, 0.5, 1.0, [])
+        return Streamed(str(body["seed"]), 2, 0.5, 1.0)
 
     monkeypatch.setattr(compare_servers, "stream_chat", answered)
     monkeypatch.setattr(compare_servers, "sleep", slept.append)
@@ -156,7 +127,7 @@ def test_requests_come_at_their_rate_whatever_is_answered(monkeypatch):
         for _ in range(2):
             slept.clear()
             result = Result()
-            compare_servers.ask(0, THREE, Load(1, rate), result, max_tokens=2, temperature=0.0)
+            compare_servers.ask(0, THREE, Load(1, rate), result, BODY)
             assert {number: answer.text for number, answer in result.answers.items()} == {0: "0", 1: "1", 2: "2"}
             assert times.setdefault(rate, sorted(slept)) == sorted(slept), "the same times again"
     assert times[1.0] == pytest.approx([4 * time for time in times[4.0]])
@@ -164,11 +135,10 @@ def test_requests_come_at_their_rate_whatever_is_answered(monkeypatch):
 
 
 def test_budgets_are_servers_of_their_own_and_zero_is_plain_decoding():
-    found = Servers(None, "m.gguf", options=["--planner=sssd"], datastore="x.store", budgets=[0, 8, 32]).commands(4)
+    found = Servers(None, "m.gguf", planner="sssd", datastore=Path("x.store"), budgets=[0, 8, 32]).commands(4)
     assert list(found) == ["edgespec, plain", "edgespec, budget 8", "edgespec, budget 32"]
-    assert found["edgespec, plain"][-2:] == ["--planner", "none"]
-    assert "--datastore" not in found["edgespec, plain"]
-    assert found["edgespec, budget 8"][-5:] == ["--planner=sssd", "--datastore", "x.store", "--budget", "8"]
+    assert found["edgespec, plain"][-2:] == ["--ctx=4096", "--planner=none"]
+    assert found["edgespec, budget 8"][-3:] == ["--planner=sssd", "--datastore=x.store", "--budget=8"]
 
 
 def test_both_have_the_same_model_room_and_threads():
@@ -176,15 +146,7 @@ def test_both_have_the_same_model_room_and_threads():
     found = servers.commands(4)
     assert set(found) == {compare_servers.OURS, *(f"llama-server, {mode}" for mode in llama_server.modes("small.gguf"))}
     ours = " ".join(found[compare_servers.OURS])
-    for part in (
-        "serve big.gguf",
-        "--parallel 4",
-        "--ctx 1000",
-        "--draft small.gguf",
-        "--threads 3",
-        "--memory 107374",
-    ):
-        assert part in ours
+    assert ours.endswith("serve big.gguf --parallel=4 --ctx=1000 --draft=small.gguf --threads=3 --memory=1073741824")
     draft = " ".join(found["llama-server, draft"])
     for part in ("-m big.gguf", "-np 4", "-c 4000", "-t 3", "-md small.gguf", "--spec-draft-n-max 16"):
         assert part in draft
@@ -195,33 +157,17 @@ def test_both_have_the_same_model_room_and_threads():
     }
 
 
-def test_the_command_asks_each_load_of_each_budget(monkeypatch, smollm2_tiny, tmp_path):
-    prompts, store = tmp_path / "prompts.jsonl", tmp_path / "text.store"
+def test_the_command_asks_each_load_of_each_budget(bench, monkeypatch, tmp_path):
+    prompts, store, model = (tmp_path / name for name in ("prompts.jsonl", "text.store", "m.gguf"))
     prompts.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     store.touch()
+    model.touch()
     asked = []
     monkeypatch.setattr(compare_servers, "compare", lambda *given, **more: asked.append(given) or {})
-    arguments = [
-        prompts,
-        "--model",
-        smollm2_tiny,
-        "--planner",
-        "sssd",
-        "--datastore",
-        store,
-        "--budget",
-        0,
-        "--budget",
-        8,
-    ]
-    arguments += ["--at-once", 4, "--rate", 0.5, "--rate", 2]
-    monkeypatch.setattr(sys, "argv", ["bench-serve", "throughput", *map(str, arguments)])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    arguments = ["--model", model, "--planner", "sssd", "--datastore", store, "--budget", 0, "--budget", 8]
+    bench("serve", "throughput", prompts, *arguments, "--at-once", 4, "--rate", 0.5, "--rate", 2)
     ((servers, texts, loads),) = asked
     assert texts == ["one", "two"]
     assert loads == [Load(4, 0.5), Load(4, 2.0)]
-    assert [name for name in servers.commands(4) if name.startswith("edgespec")] == [
-        "edgespec, plain",
-        "edgespec, budget 8",
-    ]
-    assert str(store) in servers.commands(4)["edgespec, budget 8"]
+    assert list(servers.commands(4)) == ["edgespec, plain", "edgespec, budget 8"]
+    assert f"--datastore={store}" in servers.commands(4)["edgespec, budget 8"]

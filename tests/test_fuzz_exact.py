@@ -8,7 +8,7 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from conftest import shared_folder
 
-from benchmarks.fuzz_exact import Call, Case, check, draw, in_child, script, shrunk
+from benchmarks.fuzz import Call, Case, check, draw, in_child, script, shrunk
 from edgespec.loop import generate
 from edgespec.loop.verify import Walk
 

@@ -1,15 +1,13 @@
 """Perplexity, against the definition."""
 
 import gzip
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
-from benchmarks.perplexity import perplexity
+from benchmarks.commands.perplexity import perplexity
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import find_engine
@@ -36,35 +34,30 @@ def test_one_token_has_none() -> None:
         perplexity(ReferenceBackend(random_model(3, vocab_size=12)), [1])
 
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "perplexity"
-
-
 @pytest.mark.parametrize(
     "damage", [lambda data: data[:-9], lambda data: data[:12] + bytes(20) + data[32:], lambda _: b"no"]
 )
-def test_a_damaged_text_is_one_line(damage, tmp_path: Path) -> None:
+def test_a_damaged_text_is_one_line(damage, bench, tmp_path: Path) -> None:
     text = tmp_path / "text.gz"
     text.write_bytes(damage(gzip.compress(b"".join(b"%d " % i for i in range(300)))))
-    done = subprocess.run([sys.executable, SCRIPT, text, "model"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert f"{text}: cannot be read: " in done.stderr
+    code, _, said = bench("perplexity", text, "model")
+    assert (code, said.count("\n")) == (1, 1)
+    assert f"{text}: cannot be read: " in said
 
 
-def test_a_missing_model_is_named_before_the_first_is_measured(script, smollm2_tiny: Path, tmp_path: Path) -> None:
+def test_a_missing_model_is_named_before_the_first_is_measured(bench, smollm2_tiny: Path, tmp_path: Path) -> None:
     text, missing = tmp_path / "text", tmp_path / "none.gguf"
     text.write_text("one two three")
-    for run in ((smollm2_tiny, missing), (smollm2_tiny, "--draft", missing)):
-        code, shown, said = script(text, *run)
-        assert (code, shown, said.count("\n")) == (1, "", 1)
-        assert str(missing) in said
+    code, shown, said = bench("perplexity", text, smollm2_tiny, missing)
+    assert (code, shown, said.count("\n")) == (1, "", 1)
+    assert str(missing) in said
 
 
-def test_each_model_is_planned_once(script, smollm2_tiny: Path, tmp_path: Path, monkeypatch) -> None:
+def test_each_model_is_planned_once(bench, smollm2_tiny: Path, tmp_path: Path, monkeypatch) -> None:
     text, engine, planned = tmp_path / "text", find_engine("llamacpp"), list[str]()
     text.write_text("one two three")
     plan = engine.plan
     monkeypatch.setattr(engine, "plan", lambda path, *more: planned.append(path) or plan(path, *more))
-    code, shown, said = script(text, smollm2_tiny, smollm2_tiny)
+    code, shown, said = bench("perplexity", text, smollm2_tiny, smollm2_tiny)
     assert (code, len(shown.splitlines())) == (0, 2), said
     assert planned == 2 * [str(smollm2_tiny)]

@@ -11,6 +11,7 @@ import pytest
 from options_page import PAGE, all_commands, page
 
 import edgespec
+from benchmarks.program import bench
 from edgespec.models import registry
 
 ROOT = Path(__file__).parent.parent
@@ -51,6 +52,17 @@ def test_the_commands_and_options_shown_exist(path: Path) -> None:
     for name, rest in shown:
         known = {option for one in commands[name].params for option in (*one.opts, *one.secondary_opts)}
         assert set(re.findall(r"(?<!\S)--[\w-]+", rest.partition(" #")[0])) <= known, name
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_subcommands_and_options_of_benchmarks_that_are_shown_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in re.findall(r"(?<!:)scripts/bench ([^`\n]+)", text):
+        words, command = line.partition(" #")[0].split(), bench
+        while isinstance(command, click.Group):
+            command = command.get_command(click.Context(command), words.pop(0)) or pytest.fail(line)
+        known = {option for one in command.params for option in one.opts}
+        assert {word for word in words if word.startswith("-")} <= known, line
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,16 +1,14 @@
 """A file is replaced only by one of its own kind."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import Run
 
 from edgespec.errors import UsageError
 from edgespec.machine.files import check_out, write_whole
-
-SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 
 def test_only_a_file_of_its_kind_is_replaced(tmp_path: Path) -> None:
@@ -47,20 +45,26 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["bench-gpu", "--json", "notes.md"],
-        ["check-server", "wire", "smollm2-135m", "--llama-server", "none", "--record", "notes.md"],
-        ["bench-offload", "texts", "m.gguf", "p.jsonl", "--room", "1G", "--json", "notes.md"],
+        ["gpu", "--json", "notes.md"],
+        ["serve", "wire", "smollm2-135m", "--llama-server", "none", "--record", "notes.md"],
+        ["offload", "m.gguf", "--nodes", "1", "--json", "notes.md"],
+        ["accuracy", "m.gguf", "p.jsonl", "notes.md"],
     ],
     ids=lambda arguments: arguments[0],
 )
-def test_scripts_replace_no_note_of_the_user(tmp_path: Path, arguments: list[str]) -> None:
-    for name, content in [("notes.md", "# Tides"), ("m.gguf", "GGUF"), ("p.jsonl", '{"prompt": "hi"}\n')]:
+def test_benchmarks_replace_no_note_of_the_user(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    for name, content in [
+        ("notes.md", "# Tides"),
+        ("m.gguf", "GGUF"),
+        ("p.jsonl", '{"question": "", "answer": "1"}\n'),
+    ]:
         (tmp_path / name).write_text(content)
-    command = [sys.executable, str(SCRIPTS / arguments[0]), *arguments[1:]]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode in (1, 2)
-    assert "notes.md" in done.stderr.splitlines()[-1], done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    code, _, said = bench(*arguments)
+    assert code == 2
+    assert "notes.md: " in said.splitlines()[-1], said
     assert (tmp_path / "notes.md").read_text() == "# Tides"
 
 

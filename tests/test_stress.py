@@ -2,7 +2,6 @@
 
 import re
 import threading
-from pathlib import Path
 
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
@@ -12,14 +11,11 @@ pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespe
 
 from benchmarks.serving import served
 from benchmarks.stress import KINDS, LARGEST, half_open, is_pet, largest, left_over, load
-from benchmarks.typing_ahead import WAYS, replay
 from edgespec.loop.sampling import SamplingParams
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler.requests import Request
 from edgespec.server.wire import MOST_BODY, MOST_VALUES
-
-SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-serve"
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +52,12 @@ def test_the_largest_bodies_are_as_large_as_may_be(kind):
     assert 0.85 * MOST_VALUES < max(values) <= MOST_VALUES or kind == "schema"  # a grammar's limit is far below
 
 
-def test_health_is_asked_while_bodies_are_sent(server, script):
-    code, printed, _ = script("health", "--port", server[1], "--kind", "stops", "--clients", 2, "--seconds", 0.2)
+def test_health_is_asked_while_bodies_are_sent(server, bench):
+    code, printed, _ = bench(
+        "serve", "health", "--port", server[1], "--kind", "stops", "--clients", 2, "--seconds", 0.2
+    )
     assert code == 0
     assert re.match(r"stops +\d+ probes  p50 0.*  p99 .*  max .* s  answers: .*times 200", printed)
-    code, _, said = script("health", "--port", 1)
-    assert (code, said) == (1, "edgespec: 127.0.0.1 port 1 has no server with a loaded model\n")
 
 
 def test_json_by_a_schema_is_never_broken(server, monkeypatch):
@@ -77,10 +73,3 @@ def test_json_by_a_schema_is_never_broken(server, monkeypatch):
 def test_broken_json_is_seen(text):
     assert is_pet('{"name":"x","age":20,"kind":"cat","tags":["a"]}')
     assert not is_pet(text)
-
-
-def test_typing_changes_no_answer(server):
-    model, port = server
-    one = replay(port, model, "to be or not to be", speed=200.0, pause=0.2, max_tokens=12, seed=3)
-    assert len(one.seconds) == len(WAYS)
-    assert one.same

@@ -1,11 +1,6 @@
 """The GPU benchmark's logic, at a tiny shape on the CPU: what it measures, not how quick it is."""
 
 import json
-import subprocess
-import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +14,6 @@ from test_torch import Recorder, needs_bitsandbytes
 
 from benchmarks.gpu import HOST_SHARE, Row, fitting_layers, measure, measures, memory_for, random_model
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "bench-gpu"
 TINY = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -112,17 +106,6 @@ def test_the_ratio_is_to_the_slower_part():
     assert Row(1, 3.0, 4.0, 2.0, 6.0).ratio == 0.5
 
 
-@pytest.fixture
-def script(monkeypatch):
-    """The script as a module."""
-    loader = SourceFileLoader("bench_gpu", str(SCRIPT))
-    found = module_from_spec(spec_from_loader("bench_gpu", loader))
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "dont_write_bytecode", True)
-        loader.exec_module(found)
-    return found
-
-
 def test_a_model_on_two_cards(cards, tmp_path):
     """It is compared with the same model on one."""
     cards(GIB << 3)
@@ -134,34 +117,27 @@ def test_a_model_on_two_cards(cards, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu(script, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench-gpu"])
-    with pytest.raises(SystemExit) as ended:
-        script.main(script.command)
-    assert ended.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "bench-gpu needs a CUDA GPU" in err
-    assert err.count("\n") == 1
+def test_without_a_gpu(bench, tmp_path):
+    code, out, err = bench("gpu", "--json", tmp_path / "figures.json")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "bench gpu needs a CUDA GPU" in err
 
 
-def test_the_script_on_a_processor(tmp_path):
+def test_the_program_on_a_processor(bench, tmp_path):
     """Its own check: every table, with a tiny shape."""
     figures = tmp_path / "figures.json"
-    command = [sys.executable, SCRIPT, "--device", "cpu", "--dtypes", "bfloat16", "--json", figures]
-    subprocess.run([*command, "--disk", tmp_path], capture_output=True, text=True, check=True)
+    code, _, said = bench("gpu", "--device", "cpu", "--dtype", "bfloat16", "--json", figures, "--disk", tmp_path)
+    assert code == 0, said
     memory, disk = json.loads(figures.read_text())["formats"]
     assert memory["streamed_layers"] > disk["streamed_layers"] == disk["from_disk"] > 0
     assert [row["nodes"] for row in disk["rows"]] == [row["nodes"] for row in memory["rows"]] == [1, 64]
     assert list(tmp_path.iterdir()) == [figures]
 
 
-def test_what_is_left_out_when_time_is_up(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(script, "SECONDS", -1)
-    options = ["--device", "cpu", "--dtypes", "bfloat16", "--json", f"{tmp_path}/out"]
-    monkeypatch.setattr(sys, "argv", ["bench-gpu", *options])
-    script.main(script.command)
-    assert capsys.readouterr().out.splitlines()[:2] == [
+def test_what_is_left_out_when_time_is_up(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.commands.gpu.SECONDS", -1)
+    _, shown, _ = bench("gpu", "--device", "cpu", "--dtype", "bfloat16", "--json", tmp_path / "out")
+    assert shown.splitlines()[:2] == [
         "bfloat16: not measured, time is up",
         "bfloat16, from disk: not measured, time is up",
     ]

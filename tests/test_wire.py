@@ -20,8 +20,7 @@ def differences(smollm2_whole):
     theirs = json.loads(RECORDED.read_text())
     assert set(theirs) == set(wire.REQUESTS)
     # Fewer threads, as on a busy machine, round otherwise without `exact`, and a text may end elsewhere.
-    options = {"parallel": 2, "context_length": wire.CONTEXT, "exact": "off", "threads": 1}
-    with load(str(smollm2_whole), **options) as model, served(model) as port:
+    with load(str(smollm2_whole), **wire.OPTIONS, threads=1) as model, served(model) as port:
         return wire.compare(theirs, wire.record(port), 2 * model.target.capabilities.logit_tolerance)
 
 

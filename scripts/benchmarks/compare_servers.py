@@ -1,4 +1,4 @@
-"""Tokens per second and latency of requests: this server, and llama-server on the same questions, interleaved.
+"""Tokens per second and latency of requests: this server, and llama-server on the same questions, in turn.
 
 Requests come a number at once, the next when one is answered, or at a rate, whatever is answered: Poisson arrivals. One
 runs at a time, under a memory limit if one is given, and starts with the model's files evicted from the page cache.
@@ -14,12 +14,14 @@ from itertools import accumulate
 from pathlib import Path
 from random import Random
 from time import perf_counter, sleep
+from typing import Any
 
 import numpy as np
 
 from benchmarks import llama_server
 from benchmarks.memory_group import Group, evict, memory_group
 from benchmarks.serving import Streamed, stream_chat
+from benchmarks.turns import turns
 from edgespec.errors import EdgespecError
 from edgespec.measure.tables import table
 
@@ -71,27 +73,27 @@ class Servers:
     threads: int | None = None
     context_length: int = 4096
     limit: int | None = None
-    options: Sequence[str] = ()
+    planner: str | None = None
+    exact: str | None = None
     llama_options: Sequence[str] = ()
-    datastore: str | None = None
+    datastore: Path | None = None
     budgets: Sequence[int] = ()
 
     def commands(self, parallel: int) -> dict[str, list[str]]:
         from edgespec.machine.system import compute_cores
 
-        ours = [str(Path(sys.executable).with_name(OURS)), "serve", self.model, "--parallel", str(parallel)]
-        ours += ["--ctx", str(self.context_length), *(["--draft", self.draft] if self.draft else [])]
-        ours += ["--threads", str(self.threads)] if self.threads else []
-        ours += ["--memory", str(self.limit)] if self.limit else []
-        threads = self.threads or compute_cores()
-        about = llama_server.options(
-            self.model, parallel=parallel, context_length=self.context_length, threads=threads
-        )  # fmt: skip
-        drafting = [*self.options, *(["--datastore", self.datastore] if self.datastore else [])]
-        found = {OURS: [*ours, *drafting]} if not self.budgets else {}
+        ours = [str(Path(sys.executable).with_name(OURS)), "serve", self.model, f"--parallel={parallel}"]
+        ours += [f"--ctx={self.context_length}"]
+        given = {"draft": self.draft, "threads": self.threads, "memory": self.limit, "exact": self.exact}
+        ours += [f"--{name}={value}" for name, value in given.items() if value]
+        drafting = {"planner": self.planner, "datastore": self.datastore}
+        drafts = [f"--{name}={value}" for name, value in drafting.items() if value]
+        found = {OURS: [*ours, *drafts]} if not self.budgets else {}
         for budget in self.budgets:
-            how = [*drafting, "--budget", str(budget)] if budget else [*self.options, "--planner", "none"]
+            how = [*drafts, f"--budget={budget}"] if budget else ["--planner=none"]
             found[f"{OURS}, budget {budget}" if budget else f"{OURS}, plain"] = [*ours, *how]
+        threads = self.threads or compute_cores()
+        about = llama_server.options(self.model, parallel=parallel, context_length=self.context_length, threads=threads)
         for name, mode in llama_server.modes(self.draft).items() if self.program else ():
             if name in self.modes or not self.modes:
                 found[f"llama-server, {name}"] = [str(self.program), *about, *mode, *self.llama_options]
@@ -114,8 +116,8 @@ class Load:
 
 
 def compare(
-    servers: Servers, prompts: Sequence[str], loads: Sequence[Load], *, rounds: int, max_tokens: int,
-    temperature: float, say: Callable[[str], None],
+    servers: Servers, prompts: Sequence[str], loads: Sequence[Load], *, rounds: int, body: Mapping[str, Any],
+    say: Callable[[str], None],
 ) -> dict[tuple[str, Load], Result]:  # fmt: skip
     """
     Args:
@@ -123,8 +125,7 @@ def compare(
         prompts: questions; every server answers each, under each load.
         loads: the loads.
         rounds: parts of the prompts; servers alternate part by part.
-        max_tokens: of an answer.
-        temperature: of all.
+        body: more fields of each request.
         say: called with a line about the measurement that starts.
 
     Returns:
@@ -133,23 +134,21 @@ def compare(
     Raises:
         EdgespecError: there is a limit, and no control group may be made here.
     """
-    found: dict[tuple[str, Load], Result] = {}
-    rounds = min(rounds, len(prompts))
+    variants = {
+        f"{load}, {name}": (load, command, Result(), name)
+        for load in loads
+        for name, command in servers.commands(load.at_once).items()
+    }
     with memory_group() if servers.limit else nullcontext() as group:
-        for number in range(rounds):
-            part = {at: prompts[at] for at in range(number, len(prompts), rounds)}
-            for load in loads:
-                for name, command in servers.commands(load.at_once).items():
-                    result = found.setdefault((name, load), Result())
-                    say(f"round {number + 1} of {rounds}, {load}, {name}")
-                    try:
-                        with _started(servers, command, group) as port:
-                            ask(port, {0: WARM_UP}, Load(1), Result(), max_tokens=4, temperature=temperature)
-                            ask(port, part, load, result, max_tokens=max_tokens, temperature=temperature)
-                    except (EdgespecError, OSError) as error:
-                        result.failed = str(error) or type(error).__name__
-                    say(f"  {result.failed or f'{result.speed:.2f} tokens/s so far'}")
-    return found
+        for _, (load, command, result, _), part in turns(variants, len(prompts), rounds, say):
+            try:
+                with _started(servers, command, group) as port:
+                    ask(port, {0: WARM_UP}, Load(1), Result(), {**body, "max_tokens": 4})
+                    ask(port, {at: prompts[at] for at in part}, load, result, body)
+            except (EdgespecError, OSError) as error:
+                result.failed = str(error) or type(error).__name__
+            say(f"  {result.failed or f'{result.speed:.2f} tokens/s so far'}")
+    return {(name, load): result for load, _, result, name in variants.values()}
 
 
 @contextmanager
@@ -162,9 +161,7 @@ def _started(servers: Servers, command: Sequence[str], group: Group | None) -> I
         yield port
 
 
-def ask(
-    port: int, prompts: Mapping[int, str], load: Load, result: Result, *, max_tokens: int, temperature: float
-) -> None:
+def ask(port: int, prompts: Mapping[int, str], load: Load, result: Result, body: Mapping[str, Any]) -> None:
     """Have each prompt answered, with its number as seed, and add to `result`.
 
     Raises:
@@ -177,8 +174,7 @@ def ask(
     def one(number: int, time: float) -> Streamed:
         sleep(max(0.0, started + time - perf_counter()))
         messages = [{"role": "user", "content": prompts[number]}]
-        body = {"messages": messages, "max_tokens": max_tokens, "temperature": temperature, "seed": number}
-        return stream_chat(port, body)
+        return stream_chat(port, {**body, "messages": messages, "seed": number})
 
     with ThreadPoolExecutor(len(prompts) if load.rate else load.at_once) as pool:
         answers = list(pool.map(one, prompts, times))

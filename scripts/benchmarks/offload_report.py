@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.offload_worker import Task
-from benchmarks.side_by_side import ratio
+from benchmarks.turns import ratio
 from edgespec.machine.memory import format_size
 from edgespec.measure.tables import table
 

@@ -52,7 +52,6 @@ class Task:
     nodes: list[int] = field(default_factory=list)
     planner: str = "none"
     ahead: bool | None = None
-    planner_options: dict[str, Any] = field(default_factory=dict)
     prompts: list[str] = field(default_factory=list)
     max_tokens: int = 96
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -99,7 +98,7 @@ def _measure_texts(task: Task, backends: list[Backend]) -> dict[str, Any]:
     pace = new_auto_state(limits.streams, limits.experts) if task.by_cost else None
     if pace and task.pace:
         pace.recall(Pace.model_validate(task.pace))
-    planner = make_planner(task.planner, backends, state=pace, ahead=task.ahead, **task.planner_options)
+    planner = make_planner(task.planner, backends, state=pace, ahead=task.ahead)
     found: dict[str, Any] = {"runs": []}
     sampling = SamplingParams(**task.sampling)
     with Model(backends[0], planner, budget=task.budget, sampling=sampling) as model, _used(found):

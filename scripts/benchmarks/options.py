@@ -1,13 +1,61 @@
-"""Types of options that scripts share."""
+"""Options and their types that subcommands share."""
 
+import ast
 from collections.abc import Callable, Collection
-from math import inf, isfinite
+from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import click
 
 from edgespec.cli.options import given_parameters
 from edgespec.errors import UsageError, must_be
+from edgespec.machine.files import check_out
+from edgespec.measure.bench import read_prompts
+
+PATH = click.Path(path_type=Path)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+AT_LEAST_1 = click.IntRange(1)
+THREADS = click.option("--threads", type=AT_LEAST_1, help="As for run.")
+
+
+def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """One decorator for options, which `--help` shows in this order."""
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def asking(limit: int | None, max_tokens: int) -> Callable[[Any], Any]:
+    """How many questions of a file are asked, and how; with these defaults."""
+    return together(
+        click.option("--limit", type=AT_LEAST_1, default=limit, help="Use this many of them, evenly spaced."),
+        click.option("--max-tokens", "-n", type=AT_LEAST_1, default=max_tokens, help="Of an answer."),
+        click.option("--temperature", "-t", type=Number(0), default=0.0),
+        click.option("--top-p", type=Number(0, 1, min_open=True), default=1.0),
+    )
+
+
+ROUNDS = click.option("--rounds", type=AT_LEAST_1, default=2, help="Parts of the questions; variants take turns.")
+
+
+def questions(path: Path, limit: int | None) -> list[str]:
+    return [prompt.text for prompt in read_prompts(path, limit)]
+
+
+def json_out(about: bytes, default: str | None = None) -> Callable[[Any], Any]:
+    """`--json`: a file that is not there yet, or begins with `about`."""
+
+    def checked(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+        if path:
+            check_out(path, about, "such figures")
+        return path
+
+    return click.option("--json", "out", type=PATH, default=default, callback=checked, help="Where all figures go.")
 
 
 class Number(click.FloatRange):
@@ -18,30 +66,19 @@ class Number(click.FloatRange):
         return found if isfinite(found) else self.fail(f"{value} is not a finite number.", param, ctx)
 
 
-class Numbers(click.types.StringParamType):
-    """Numbers with commas in between."""
+class Setting(click.types.StringParamType):
+    """An option of `edgespec.load` and its value."""
 
-    name = "numbers"
-
-    def __init__(self, right: str, good: Callable[[float], bool], kind: type[float] | type[int] = float) -> None:
-        """
-        Args:
-            right: describes the numbers, for messages.
-            good: whether a number is one of them; infinite ones never are.
-            kind: of the numbers.
-        """
-        self._right, self._good, self._kind = right, good, kind
+    name = "NAME=VALUE"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
+        name, equals, text = value.partition("=")
+        if not (name and equals):
+            raise must_be(param.opts[0] if param else "the option", value, "like parallel=5")
         try:
-            found = [self._kind(one) for one in value.split(",")]
-        except ValueError:
-            found = []
-        if not found or not all(abs(one) < inf and self._good(one) for one in found):
-            raise must_be(param.opts[0] if param else "the option", value, f"{self._right}, with commas in between")
-        return found
+            return name, ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            return name, text
 
 
 def refuse(names: Collection[str], where: str) -> None:
@@ -57,8 +94,3 @@ def refuse(names: Collection[str], where: str) -> None:
     for one in given_parameters():
         if one.name in names:
             raise UsageError(f"{one.opts[0]} is not used {where}")
-
-
-AT_LEAST_1 = Numbers("whole numbers of at least 1", lambda number: number >= 1, int)
-SHARES = Numbers("numbers from 0 to 1", lambda share: 0 <= share <= 1)
-POSITIVE = Numbers("numbers above 0", lambda number: number > 0)

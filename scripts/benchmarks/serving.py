@@ -3,11 +3,10 @@
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
-from itertools import pairwise
 from threading import Thread
 from typing import Any
 
@@ -24,16 +23,12 @@ class Streamed:
         tokens: number of tokens; 0: the server reported none.
         first: seconds until the first word.
         seconds: until the end.
-        words: when each part of the text came, in seconds of the monotonic clock.
-        unread: tokens of the prompt that had not been read before.
     """
 
     text: str
     tokens: int
     first: float
     seconds: float
-    words: Sequence[float]
-    unread: int = 0
 
 
 @contextmanager
@@ -79,7 +74,7 @@ def stream_chat(port: int, body: dict[str, Any]) -> Streamed:
     Raises:
         EdgespecError: there is no answer.
     """
-    started, tokens, unread, text, words = time.perf_counter(), 0, 0, "", list[float]()
+    started, tokens, text, first = time.perf_counter(), 0, "", 0.0
     sent = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}})
     try:
         with closing_connection(port) as connection:
@@ -94,25 +89,13 @@ def stream_chat(port: int, body: dict[str, Any]) -> Streamed:
                 if "error" in data:
                     raise EdgespecError(f"the answer ended: {str(data['error'])[:200]}")
                 if new := "".join(choice["delta"].get("content") or "" for choice in data["choices"]):
+                    first = first or time.perf_counter() - started
                     text += new
-                    words.append(time.perf_counter())
                 if usage := data.get("usage"):
-                    tokens, cached = usage["completion_tokens"], usage.get("prompt_tokens_details") or {}
-                    unread = usage.get("prompt_tokens", 0) - cached.get("cached_tokens", 0)
+                    tokens = usage["completion_tokens"]
     except (OSError, HTTPException) as error:
         raise EdgespecError(f"127.0.0.1 port {port} does not answer: {error or type(error).__name__}") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         shown = line.decode("utf-8", "replace").strip()[:200]
         raise EdgespecError(f"127.0.0.1 port {port} answers with what is no part of a chat: {shown}") from error
-    first = words[0] - started if words else 0.0
-    return Streamed(text, tokens, first, time.perf_counter() - started, words, unread)
-
-
-def gaps(words: Sequence[float], begin: float, end: float) -> tuple[list[float], list[float]]:
-    """
-    Returns:
-        Seconds between two words: of those that ended before `begin`, and of those that lay at least in part between
-        `begin` and `end`.
-    """
-    pairs = list(pairwise(words))
-    return [b - a for a, b in pairs if b <= begin], [b - a for a, b in pairs if b > begin and a < end]
+    return Streamed(text, tokens, first, time.perf_counter() - started)

@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.serving import JSON, closing_connection
 
 CONTEXT = 1024  # tokens, in both
+OPTIONS = {"parallel": 2, "context_length": CONTEXT, "exact": "off"}  # of `load`, as llama-server computes
 Shape = Any  # JSON with types in the place of values; of a list: [the shape of all its items]
 SAID = [{"role": "system", "content": "You are brief."}, {"role": "user", "content": "What is the capital of France?"}]
 GREEDY: dict[str, Any] = {"temperature": 0, "seed": 1, "max_tokens": 12}

@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""Time passes of a 70 B model whose weights are streamed to a CUDA GPU, from host memory and from disk."""
+"""Passes of a 70 B model whose weights are streamed to a CUDA GPU, from host memory and from disk."""
 
 import json
 from importlib import import_module
@@ -10,9 +9,10 @@ from typing import Any
 
 import click
 
-from edgespec.cli.commands import main
-from edgespec.errors import UsageError, no_such
-from edgespec.machine.files import check_out, write_whole
+from benchmarks import to_try
+from benchmarks.options import json_out
+from edgespec.errors import UsageError
+from edgespec.machine.files import write_whole
 from edgespec.machine.memory import available_memory, format_size, parse_size
 from edgespec.measure.tables import table
 
@@ -26,26 +26,25 @@ TINY = {  # of the shape, with --device cpu
 
 
 @click.command(
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="""\b
 Examples:
-  scripts/bench-gpu                                 20 GB of the GPU's memory
-  scripts/bench-gpu --gpu-memory 10G --json out.json
-  scripts/bench-gpu --dtypes nf4 --layers 40 --disk /mnt/nvme
-  scripts/bench-gpu --device cpu                    a tiny shape: only to see that it runs""",
+  scripts/bench gpu                                 20 GB of the GPU's memory
+  scripts/bench gpu --gpu-memory 10G --json out.json
+  scripts/bench gpu --dtype nf4 --layers 40 --disk /mnt/nvme
+  scripts/bench gpu --device cpu                    a tiny shape: only to see that it runs"""
 )
-@click.option("--device", default="cuda", show_default=True, type=click.Choice(["cuda", "cpu"]))
-@click.option("--gpu-memory", default="20G", show_default=True, metavar="SIZE", help="How much of the GPU's to use.")
-@click.option("--layers", type=click.IntRange(2), default=80, show_default=True, help="Layers of the model.")
-@click.option("--dtypes", default="bfloat16,nf4", show_default=True, help=f"Comma-separated, of {', '.join(FORMATS)}.")
+@click.option("--device", default="cuda", type=click.Choice(["cuda", "cpu"]))
+@click.option("--gpu-memory", default="20G", metavar="SIZE", help="How much of the GPU's to use.")
+@click.option("--layers", type=click.IntRange(2), default=80, help="Layers of the model.")
+@click.option("--dtype", "dtypes", multiple=True, type=click.Choice(FORMATS), default=["bfloat16", "nf4"])
 @click.option("--disk", type=Path, help="Folder to stream layers from. [default: a temporary one here]")
-@click.option("--json", "out", type=Path, default="bench-gpu.json", show_default=True, help="Where the figures go.")
-def command(device: str, gpu_memory: str, layers: int, dtypes: str, disk: Path | None, out: Path) -> None:
-    """Time passes of a 70 B model whose weights are streamed to a CUDA GPU, from host memory and from disk.
+@json_out(b"{", default="bench-gpu.json")
+def command(device: str, gpu_memory: str, layers: int, dtypes: tuple[str, ...], disk: Path | None, out: Path) -> None:
+    """Passes of a 70 B model streamed to a GPU.
 
-    The model has the shape of Llama 3 70B and random weights, with fewer layers where the host's memory is too small.
-    Passes over 1 to 2048 nodes, with 16-bit and with 4-bit weights, are compared with max(computation,
-    bytes / bandwidth, bytes from disk / disk speed).
+    Its weights are streamed to a CUDA GPU, from host memory and from disk. It has the shape of Llama 3 70B and random
+    weights, with fewer layers where the host's memory is too small. Passes over 1 to 2048 nodes, with 16-bit and with
+    4-bit weights, are compared with max(computation, bytes / bandwidth, bytes from disk / disk speed).
 
     The table at the end answers questions that no other machine can.
 
@@ -53,14 +52,10 @@ def command(device: str, gpu_memory: str, layers: int, dtypes: str, disk: Path |
     `pytest tests/test_torch*.py tests/test_lossless_torch.py` checks them on this GPU.
     """
     started = perf_counter()
-    check_out(out, b"{", "such figures")
-    names = [name.strip() for name in dtypes.split(",")]
-    if wrong := [name for name in names if name not in FORMATS]:
-        raise no_such("format", wrong[0], FORMATS)
     loading, measuring = (import_module(name) for name in ("edgespec.backends.torch.loading", "benchmarks.gpu"))
     torch = loading.torch
     if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"bench-gpu needs a CUDA GPU, and this PyTorch ({torch.__version__}) sees none")
+        raise UsageError(f"bench gpu needs a CUDA GPU, and this PyTorch ({torch.__version__}) sees none")
     place = torch.device(loading.find_device(device, loading.find_gpus(device)))
     tiny = device == "cpu"
     name = "processor, tiny shape" if tiny else torch.cuda.get_device_name(place)
@@ -69,7 +64,7 @@ def command(device: str, gpu_memory: str, layers: int, dtypes: str, disk: Path |
     nodes = FEW_NODES if tiny else NODES
     found = {"gpu": name, "torch": torch.__version__, "gpu_memory": gpu_memory, "formats": []}
     deadline, reports = started + SECONDS, []
-    for dtype in names:
+    for dtype in dtypes:
         memory = measuring.memory_for(shape, dtype, nodes, 3) if tiny else parse_size(gpu_memory)
         report = None
         for from_disk in (False, True):
@@ -90,10 +85,9 @@ def command(device: str, gpu_memory: str, layers: int, dtypes: str, disk: Path |
                 click.echo(f"{dtype}, from disk: so few layers fit into the buffers for reading: this is from memory")
             found["formats"].append(report.as_dict())
             write_whole(out, json.dumps(found, indent=2) + "\n")
-    trying = import_module("benchmarks.to_try")
     with TemporaryDirectory(dir=disk or ".") as folder:
         measures = {} if tiny else measuring.measures(place, copies, Path(folder))
-        click.echo(trying.answers("To try", trying.GPU, measures, measuring.known(reports)))
+        click.echo(to_try.answers("To try", to_try.GPU, measures, measuring.known(reports)))
     click.echo(f"Figures: {out}; {perf_counter() - started:.0f} s")
 
 
@@ -113,7 +107,3 @@ def _show(report: Any, name: str, sizes: int) -> None:
     )
     if len(report.rows) < sizes:
         click.echo("Time is up: the larger passes were not measured.")
-
-
-if __name__ == "__main__":
-    main(command)

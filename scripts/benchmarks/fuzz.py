@@ -611,7 +611,7 @@ def script(case: Case, about: str) -> str:
 from pathlib import Path
 
 sys.path[:0] = [{str(here / "scripts")!r}, {str(here / "tests")!r}]
-from benchmarks.fuzz_exact import Call, Case, check
+from benchmarks.fuzz import Call, Case, check
 
 from edgespec import Grammar
 

@@ -1,7 +1,5 @@
-#!/usr/bin/env python3
 """Random requests to random models in processes of their own, each text compared with plain decoding."""
 
-import ast
 import os
 import sys
 from collections import Counter
@@ -12,59 +10,49 @@ from typing import Any
 
 import click
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))  # made-up models are written as the tests' are
-os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # of the processes that run cases
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # compute threads that spin slow each other down
-
-from benchmarks.fuzz_exact import Case, Found, draw, in_child, script, shrunk
-from edgespec.cli.commands import main
+from benchmarks.fuzz import Case, Found, draw, in_child, script, shrunk
+from benchmarks.options import AT_LEAST_1, FILE, Number, Setting, questions
 from edgespec.cli.terminal import Bars
-from edgespec.errors import UsageError
-from edgespec.measure.bench import read_prompts
 
 SHRINKING, MOST_SHRINKING, TURNS = 120, 600, 12  # seconds, and times those of the case
 REPEATED = 3
-
-
-def _value(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise UsageError(f"--with is {text!r}, but must be like parallel=5")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
+TESTS = Path(__file__).resolve().parents[3] / "tests"  # made-up models are written as the tests' are
 
 
 @click.command(
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="""\b
 Examples:
-  scripts/fuzz-exact --minutes 60
-  scripts/fuzz-exact --only 4711
-  scripts/fuzz-exact --model big.gguf --draft small.gguf --with memory=1380M --with exact=wide
+  scripts/bench fuzz --minutes 60
+  scripts/bench fuzz --only 4711
+  scripts/bench fuzz --model big.gguf --draft small.gguf --with memory=1380M --with exact=wide
 
 Case N is a function of the seed and N. A defect is shrunk to a script in the folder --out. Exit code 1: there are
-some.""",
+some."""
 )
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="[default: 10, without --cases]")
-@click.option("--cases", type=click.IntRange(1), help="Number of cases.")
-@click.option("--seed", default=0, show_default=True)
+@click.option("--minutes", type=Number(0, min_open=True), help="[default: 10, without --cases]")
+@click.option("--cases", type=AT_LEAST_1, help="Number of cases.")
+@click.option("--seed", default=0)
 @click.option("--only", type=click.IntRange(0), help="Run this case, and print it.")
-@click.option("--model", default="", help="A real model, instead of those that are made up.")
-@click.option("--draft", default="", help="A draft for it.")
-@click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="JSONL with questions.")
-@click.option("--with", "fixed", multiple=True, metavar="NAME=VALUE", help="An option of edgespec.load; repeatable.")
-@click.option("--seconds", default=60, show_default=True, help="Without processor time: a case hangs.")
-@click.option("--out", default="build/fuzz-exact", show_default=True, type=click.Path(file_okay=False, path_type=Path))
+@click.option("--model", default="", show_default=False, help="A real model, instead of those that are made up.")
+@click.option("--draft", default="", show_default=False, help="A draft for it.")
+@click.option("--prompts", type=FILE, help="JSONL with questions.")
+@click.option("--with", "fixed", multiple=True, type=Setting(), help="An option of edgespec.load; repeatable.")
+@click.option("--seconds", default=60, help="Without processor time: a case hangs.")
+@click.option("--out", default="build/fuzz", type=click.Path(file_okay=False, path_type=Path))
 def command(
     minutes: float | None, cases: int | None, seed: int, only: int | None, model: str, draft: str,
-    prompts: Path | None, fixed: tuple[str, ...], seconds: int, out: Path,
+    prompts: Path | None, fixed: tuple[tuple[str, Any], ...], seconds: int, out: Path,
 ) -> None:  # fmt: skip
-    """Compare texts of random requests with plain decoding of the same request, alone in a model of its own."""
+    """Compare random requests with plain decoding.
+
+    Each text must be that of plain decoding of the same request, alone in a model of its own.
+    """
     out.mkdir(parents=True, exist_ok=True)
+    sys.path.append(str(TESTS))
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # of the processes that run cases
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # compute threads that spin slow each other down
     os.environ["XDG_CACHE_HOME"] = str(out.resolve() / "cache")
-    asked = [prompt.text for prompt in read_prompts(prompts)] if prompts else []
+    asked = questions(prompts, None) if prompts else []
     started, end = monotonic(), 60 * (minutes or (0 if cases or only is not None else 10))
     numbers = [only] if only is not None else range(cases) if cases else count()
     counts, bars = Counter[str](), Bars()
@@ -75,7 +63,7 @@ def command(
                 break
             bars.update("fuzzing", int(100 * max(spent / end if end else 0, number / cases if cases else 0)), 100)
             bars.say(f"fuzzing; {_summary(counts)}")
-            case, begun = draw(seed, number, model, draft, dict(map(_value, fixed)), asked), monotonic()
+            case, begun = draw(seed, number, model, draft, dict(fixed), asked), monotonic()
             found = in_child(case, out.resolve(), seconds)
             if only is not None:
                 click.echo(f"{case}\n{found}")
@@ -114,7 +102,3 @@ def _shrink(case: Case, found: Found, name: str, out: Path, seconds: int, limit:
     again = sum(has_it(smaller) for _ in range(REPEATED))
     path.write_text(script(smaller, f"{about}\nShrunk, it fails {again} of {REPEATED} times."), encoding="utf-8")
     return f"{about}\n  {path} ({again} of {REPEATED} times): {smaller}"
-
-
-if __name__ == "__main__":
-    main(command)

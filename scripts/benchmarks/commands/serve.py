@@ -1,0 +1,190 @@
+"""The server: its speed beside llama.cpp's, how it stands load, and differences of what both say."""
+
+import json
+import shlex
+import sys
+import threading
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks import compare_servers, llama_server, stress, wire
+from benchmarks.options import AT_LEAST_1, FILE, PATH, ROUNDS, THREADS, Number, asking, questions, refuse, together
+from benchmarks.serving import served
+from edgespec.cli.options import DRAFT_OPTION, EXACT_OPTION, MEMORY_OPTION, PLANNER_OPTION
+from edgespec.cli.terminal import Bars
+from edgespec.errors import no_such
+from edgespec.machine.files import check_out, write_whole
+from edgespec.machine.memory import parse_size
+from edgespec.model import load as load_model
+from edgespec.models.registry import find_model, local_path
+
+LLAMA_OPTIONS = click.option(
+    "--llama-options", default="", show_default=False, metavar="TEXT", help="More options for llama-server."
+)
+
+
+@click.group()
+def command() -> None:
+    """The server beside others, and under load."""
+
+
+@command.command(
+    epilog="""\b
+Examples:
+  scripts/bench serve throughput mt_bench_dev.jsonl --model big.gguf --draft small.gguf
+  scripts/bench serve throughput mt_bench_dev.jsonl --model big.gguf --draft small.gguf \\
+      --llama-server build/bin/llama-server --at-once 1 --at-once 4 --at-once 8
+  scripts/bench serve throughput mt_bench_dev.jsonl --model big.gguf --planner sssd --datastore text.store \\
+      --budget 0 --budget 8 --budget 32 --at-once 8 --rate 0.2 --rate 0.5 --rate 1
+  with --memory 2G both run inside a control group of 2 GiB"""
+)
+@click.argument("prompts", type=FILE)
+@click.option("--model", required=True, help="A name, path or source, as for run.")
+@together(DRAFT_OPTION, MEMORY_OPTION)
+@click.option("--ctx", "context_length", type=AT_LEAST_1, default=4096, help="As for run.")
+@together(THREADS, EXACT_OPTION, PLANNER_OPTION)
+@click.option("--at-once", multiple=True, type=click.IntRange(1, 32), default=(1, 2, 4, 8))
+@click.option(
+    "--rate",
+    "rates",
+    multiple=True,
+    type=Number(0, min_open=True),
+    help="Requests per second, as Poisson arrivals; --at-once is the server's --parallel then. [default: each request "
+    "follows an answer]",
+)
+@click.option("--datastore", type=FILE, help="As for serve.")
+@click.option("--budget", "budgets", multiple=True, type=click.IntRange(0), help="As for serve; 0: plain decoding.")
+@asking(16, 64)
+@click.option("--llama-server", "program", metavar="PATH", help="Measure llama.cpp's server, too.")
+@click.option("--mode", "modes", multiple=True, help="Of llama-server: plain, draft, ngram-simple and others. [all]")
+@LLAMA_OPTIONS
+@ROUNDS
+def throughput(
+    prompts: Path, model: str, draft: str | None, memory: str | None, at_once: tuple[int, ...],
+    rates: tuple[float, ...], limit: int, rounds: int, program: str | None, modes: tuple[str, ...], llama_options: str,
+    max_tokens: int, temperature: float, top_p: float, **options: Any,
+) -> None:  # fmt: skip
+    """Tokens per second and latency of requests.
+
+    They go to `edgespec serve`, and with --llama-server to llama.cpp's server. Both are processes of their own and get
+    the same requests; with --memory they run inside that limit. An answer's seconds per token are those from its
+    request to its end, divided by its tokens.
+    """
+    if not program:
+        refuse(("modes", "llama_options"), "without --llama-server")
+    known = llama_server.modes(draft)
+    if wrong := [mode for mode in modes if mode not in known]:
+        raise no_such("mode", wrong[0], known)
+    servers = compare_servers.Servers(
+        program, local_path(find_model(model).target), local_path(find_model(draft).target) if draft else None,
+        modes=modes, llama_options=shlex.split(llama_options), limit=parse_size(memory) if memory else None, **options,
+    )  # fmt: skip
+    found = compare_servers.compare(
+        servers, questions(prompts, limit),
+        [compare_servers.Load(k, rate) for k in at_once for rate in rates or [0.0]], rounds=rounds,
+        body={"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}, say=partial(click.echo, err=True),
+    )  # fmt: skip
+    click.echo(compare_servers.shown(found))
+
+
+@command.command(
+    epilog="""\b
+Example:
+  edgespec serve big.gguf --port 8080 &
+  scripts/bench serve health --port 8080"""
+)
+@click.option("--port", type=click.IntRange(1, 65535), required=True, help="Of a server on this machine.")
+@click.option("--kind", "kinds", multiple=True, type=click.Choice(stress.LARGEST), help="Of bodies; repeatable. [all]")
+@click.option("--clients", type=AT_LEAST_1, default=6)
+@click.option("--seconds", type=Number(0, min_open=True), default=60.0, help="For each kind.")
+def health(port: int, kinds: tuple[str, ...], clients: int, seconds: float) -> None:
+    """Seconds until /health answers under load.
+
+    Clients send the largest bodies; also how often each status answers them.
+    """
+    with ProcessPoolExecutor(1, get_context("spawn")) as other:  # this one sends the bodies
+        for kind in kinds or stress.LARGEST:
+            bodies = stress.largest(kind, stress.context_length(port))
+            waits = other.submit(stress.probe, port, seconds)
+            statuses = stress.flood(port, bodies, clients, seconds)
+            found = sorted(waits.result())
+            part = {name: found[int(len(found) * share)] for name, share in (("p50", 0.5), ("p99", 0.99))}
+            shown = "  ".join(f"{name} {value:.3f} s" for name, value in (part | {"max": found[-1]}).items())
+            answers = ", ".join(f"{count} times {status}" for status, count in sorted(statuses.items()))
+            click.echo(f"{kind:9} {len(found):6} probes  {shown}  answers: {answers}")
+
+
+@command.command(
+    epilog="""\b
+Examples:
+  scripts/bench serve load --clients 64 --each 200 -n 8
+  scripts/bench serve load --kind schema --clients 4 --each 125 -n 160"""
+)
+@click.option("--model", default="smollm2-135m")
+@click.option("--draft", help="A draft model.")
+@click.option("--backend", help="As for run.")
+@THREADS
+@click.option("--parallel", type=AT_LEAST_1, default=4)
+@click.option("--clients", type=AT_LEAST_1, default=64)
+@click.option("--each", type=AT_LEAST_1, default=200, help="Requests of each.")
+@click.option("--max-tokens", "-n", type=AT_LEAST_1, default=8)
+@click.option("--kind", "kinds", multiple=True, type=click.Choice(stress.KINDS), help="Of requests; repeatable. [all]")
+def load(clients: int, each: int, max_tokens: int, kinds: tuple[str, ...], model: str, **options: Any) -> None:
+    """Many clients of all kinds at once.
+
+    They stream, leave, read slowly, want JSON or two choices; nothing may leak, hang or be broken JSON.
+    """
+    with load_model(model, **options) as loaded, served(loaded) as port:
+        threads = threading.active_count()
+        idle = stress.half_open(port, 8)
+        with Bars() as bars:
+            step = partial(bars.advance, "asking", clients * each)
+            found = stress.load(port, clients, each, max_tokens, kinds or stress.KINDS, progress=step)
+        left = stress.left_over(loaded, threads)
+        for sock in idle:
+            sock.close()
+    for kind, count in sorted(found.answers.items()):
+        click.echo(f"{kind:20} {count:7}")
+    click.echo(f"{'complete JSON':20} {found.parsed:7}")
+    click.echo(f"{found.seconds:.1f} s; left over: {', '.join(left) or 'nothing'}; wrong: {len(found.wrong)}")
+    for wrong in found.wrong[:10]:
+        click.echo(wrong)
+    sys.exit(bool(left or found.wrong))
+
+
+@command.command(
+    name="wire", epilog="Example:  scripts/bench serve wire smollm2-135m --llama-server build/bin/llama-server"
+)
+@click.argument("model")
+@click.option("--llama-server", "program", required=True, metavar="PATH", help="llama.cpp's server.")
+@click.option("--record", type=PATH, metavar="FILE", help="Write there what it answers.")
+@LLAMA_OPTIONS
+@click.option("--threads", type=AT_LEAST_1, default=2)
+def wire_(model: str, program: str, record: Path | None, llama_options: str, threads: int) -> None:
+    """What llama-server answers otherwise.
+
+    Differences in statuses, fields and types, order of events, and tokens.
+    """
+    if record:
+        check_out(record, b"{", "such a recording")
+    path = local_path(find_model(model, None).target)
+    about = llama_server.options(path, parallel=2, context_length=wire.CONTEXT, threads=threads)
+    with llama_server.started([program, *about, *shlex.split(llama_options)]) as port:
+        theirs = wire.record(port)
+    if record:
+        lines = [f"{json.dumps(name)}: {json.dumps(told, ensure_ascii=False)}" for name, told in theirs.items()]
+        write_whole(record, "{\n" + ",\n".join(lines) + "\n}\n")
+    options: dict[str, Any] = wire.OPTIONS | {"threads": threads}
+    with load_model(path, **options) as loaded, served(loaded) as port:
+        found = wire.compare(theirs, wire.record(port), 2 * loaded.target.capabilities.logit_tolerance)
+    for one in found:
+        known = one.known()
+        click.echo(f"{'meant' if known else 'WRONG'}: {one}" + (f"\n       {known.why}" if known else ""))
+    wrong = sum(one.known() is None for one in found)
+    click.echo(f"{len(theirs)} requests; {len(found)} differences, of which {wrong} are not meant")
+    sys.exit(bool(wrong))
