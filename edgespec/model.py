@@ -24,7 +24,7 @@ from edgespec.errors import (
     must_be,
     no_such,
 )
-from edgespec.loading.approximate import check_alpha, check_approximate, methods
+from edgespec.loading.approximate import check_approximate, find_approximate, with_old_names
 from edgespec.loading.draft_or_memory import open_pair
 from edgespec.loading.exact import note_on_budget
 from edgespec.loading.pair import (
@@ -213,7 +213,7 @@ class Model:
             max_tokens: most tokens to generate; None: until the end, or until the context is full.
             stop: one string or several that end the output; not part of it.
             grammar: what the output must match: of `edgespec.json_schema`, `json_object`, `regex` or `lark`.
-            prediction: likely output, such as a file that is to be edited, from which auto, sssd and lookahead draft;
+            prediction: likely output, such as a file that is to be edited, from which auto and sssd draft;
                 cut to the context's length. It changes no output.
             sampling: fields of `SamplingParams` to change. Without `seed` one is drawn, which `stats.seed` reports.
 
@@ -426,8 +426,7 @@ def load(
     ahead: bool | None = None,
     targets: int | None = None,
     cluster: str | None = None,
-    sparse_attention: float | None = None,
-    cascade: float | None = None,
+    approximate: str | None = None,
     models_file: Path | None = None,
     remember: bool = True,
     progress: Callable[[int, int], None] | None = None,
@@ -447,7 +446,7 @@ def load(
             where torch or mlx stream weights, up to 1024.
             With a number no tree depends on pass times, and auto is specexec with a draft, sssd with a datastore or
             streamed weights, else none.
-        datastore: a file made by `edgespec datastore build`, for the planners auto, sssd and lookahead.
+        datastore: a file made by `edgespec datastore build`, for the planners auto and sssd.
         context_length: most tokens of a sequence; 0 = the length that the model was trained for.
         chat_template: a Jinja file, in place of the target's own templates.
         backend: engine of both models: llamacpp, mlx, torch or another package's. Default: llamacpp for files; for
@@ -475,10 +474,7 @@ def load(
         targets: verify in this number of processes, each with a copy of the target (docs/guides/several-machines.md).
             They import the program again: scripts need `if __name__ == "__main__":`.
         cluster: the same on all workers of a Dask scheduler, at "tls://HOST:PORT".
-        sparse_attention: torch, approximate: the target reads the fewest cells that hold this share of the draft's
-            attention, such as 0.99 (docs/guides/approximate.md).
-        cascade: approximate: from 0 (off, the target's text) to 1 (the draft's); tokens that the target finds at least
-            1 - `cascade` times as probable as its best come from the draft (docs/guides/approximate.md).
+        approximate: NAME or NAME:VALUE, a method whose texts are not the target's own (docs/guides/approximate.md).
         models_file: a models.yaml whose entries come before the user's own and the built-in ones.
         remember: keep pass times, row classes and the experts used most from run to run, in the user's cache folder.
         progress: llamacpp, mlx: called with (bytes read, bytes in all) of what stays in memory of a streamed model.
@@ -490,6 +486,11 @@ def load(
     """
     if planner_options.pop("first_come", None) is not None:
         warn("first_come goes with the next version: requests are always served as they came", stacklevel=2)
+    approximate, old = with_old_names(approximate, planner_options)
+    if old:
+        warn(
+            f"{old[0]}= goes with the next version: write approximate={approximate!r}", DeprecationWarning, stacklevel=2
+        )
     for option in planner_options.keys() - CHECKS:
         raise _unknown(option, "target", *_keywords(load), *CHECKS)
     planner_options = {option: value for option, value in planner_options.items() if value is not None}
@@ -508,28 +509,32 @@ def load(
     entry = target if isinstance(target, Entry) else find_model(check_path("target", target), models_file)
     target = entry.name
     planner, notes = choose_planner(planner, entry), list[str]()
-    alpha = check_alpha(cascade)
-    if alpha and parallel > MOST_PARALLEL // 2:
+    method = find_approximate(approximate)
+    if method and method.mixed and parallel > MOST_PARALLEL // 2:
         raise UsageError(
-            f"parallel is {parallel}; {MOST_PARALLEL // 2} are the most with a cascade, which needs two sessions each"
+            f"parallel is {parallel}; {MOST_PARALLEL // 2} are the most with {method.name}: it needs two sessions each"
         )
-    LoadOptions(sparse_attention=sparse_attention)  # refuses a wrong share
-    if with_draft([planner]) or alpha:
-        heads = targets is None and cluster is None and not (alpha or sparse_attention)
+    if with_draft([planner]) or method:
+        heads = targets is None and cluster is None and method is None
         draft = choose_draft(draft, entry, backend, models_file, heads=heads, say=say, notes=notes)
     check_planner(planner, draft is not None, datastore, planner_options)
-    check_approximate(alpha, sparse_attention, draft, [planner], exact, ahead)
+    check_approximate(method, draft, [planner], exact, ahead)
     fixed, widest, budget = budget is not None, choose_widest(budget, entry), choose_budget(budget, entry)
     options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=budget,
         widest=widest, sessions=parallel, exact=exact, backend=backend, threads=threads,
         gpu_layers=gpu_layers, memory=memory, kv_type=kv_type, lenders=check_texts("lenders", lenders), device=device,
-        dtype=dtype, gpu_memory=gpu_memory, keep_packed=keep_packed, mixed=alpha > 0, sparse_attention=sparse_attention,
+        dtype=dtype, gpu_memory=gpu_memory, keep_packed=keep_packed,
         ahead=bool(ahead) or find_method(planner).ahead, remember=remember,
+        **(method.options if method else {}),
     )  # fmt: skip
     if targets is not None or cluster is not None:
-        refused = {"datastore": datastore, "lenders": lenders or None, "ahead": ahead, "cascade": alpha or None}
-        refused["sparse_attention"] = sparse_attention
+        refused = {
+            "datastore": datastore,
+            "lenders": lenders or None,
+            "ahead": ahead,
+            "approximate": approximate if method else None,
+        }
         check_targets(targets, cluster, draft, planner, parallel, planner_options | refused)
         remote, writer = open_targets(
             target, entry, draft or "", models_file, options, count=targets, cluster=cluster,
@@ -537,23 +542,25 @@ def load(
         )  # fmt: skip
         _use_template(remote, template)
         return Model(remote, [], budget=budget, targets=writer, names=(target, draft or ""), **_defaults(entry))
-    draft = draft if with_draft([planner]) or alpha else None
+    draft = draft if with_draft([planner]) or method else None
     check_draft_options(draft is not None, ahead, planner_options)
     backends, learn = open_pair(
         entry, draft, models_file, options, remember=remember, progress=progress, say=say,
-        leave_out=planner == "auto" and not fixed and not alpha and sparse_attention is None,
+        leave_out=planner == "auto" and not fixed and method is None,
     )  # fmt: skip
     try:
         _use_template(backends[0], template)
         limits = backends[0].capabilities
-        ahead = False if limits.approximate else ahead
+        ahead = False if method else ahead
         pace = None if fixed else new_auto_state(limits.streams, limits.experts)
         planners = [
             make_planner(
-                planner, backends, datastore, pace, sequences=parallel, ahead=ahead, cascade=alpha, **planner_options
+                planner, backends, datastore, pace, sequences=parallel, ahead=ahead, **planner_options
             )
             for _ in range(parallel)
         ]  # fmt: skip
+        if method:
+            planners = [method.planner(one, backends[1]) for one in planners]
         defaults, at_close = _defaults(entry), lambda: None
         defaults["notes"] += notes
         if fixed and (draft or datastore or planner not in ("auto", "none")):
@@ -561,9 +568,9 @@ def load(
                 budget,
                 backends[0],
                 local_path(entry.target, fetch=False),
-                approximate=bool(methods(alpha, sparse_attention)),
+                approximate=method is not None,
             )
-        if pace and planner != "none" and remember and not alpha:  # a cascade accepts more than exact runs will
+        if pace and planner != "none" and remember and not method:  # it may accept more than exact runs will
             sources = [
                 entry.target,
                 *([find_draft(draft, entry, models_file).target] if draft and backends[1:] else []),

@@ -154,11 +154,11 @@ def test_other_files_are_refused(problems, record):
 def test_a_line_an_answer_a_table_and_a_cut_file_goes_on(bench, problems, smollm2_tiny, smollm2_tiny_q2k, tmp_path):
     out, names = tmp_path / "out.jsonl", (SUM["question"], "And 1,230 and 4?")
     run = "accuracy", smollm2_tiny, problems(*(SUM | {"question": name} for name in names)), out
-    fixed = "-n", 12, "--ctx", 512, "--method", "cascade=0.9", "--draft", smollm2_tiny_q2k, "--budget", 4
+    fixed = "-n", 12, "--ctx", 512, "--method", "approximate=cascade:0.9", "--draft", smollm2_tiny_q2k, "--budget", 4
     code, shown, said = bench(*run, *fixed, "--batch", 2)
     assert code == 0, said
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    methods = ("exact", "cascade=0.9")
+    methods = ("exact", "approximate=cascade:0.9")
     assert {(one["problem"], one["method"]) for one in lines} == {(name, one) for name in names for one in methods}
     assert all(1 < one["tokens"] <= 12 for one in lines)
     assert "2 problems" in shown

@@ -253,23 +253,23 @@ def load(files, monkeypatch):
 def test_alpha_0_is_exact_to_the_bit(load):
     """And another alpha is not, so that this can fail."""
     found = {}
-    for alpha in (None, 0, 0.0, 0.9):
-        with load(cascade=alpha, planner="specexec", budget=8) as model:
+    for alpha in (None, "0", "0.0", "0.9"):
+        with load(approximate=alpha and f"cascade:{alpha}", planner="specexec", budget=8) as model:
             results = [model.generate("a b a", temperature=0.9, seed=seed, max_tokens=30) for seed in range(3)]
             found[str(alpha)] = [result.token_ids for result in results]
-            assert {result.stats.approximate for result in results} == {"cascade 0.9" if alpha else ""}
-            assert model.where.exact == (not alpha)
+            assert {result.stats.approximate for result in results} == {"cascade 0.9" if alpha == "0.9" else ""}
+            assert model.where.exact == (alpha != "0.9")
     assert found["None"] == found["0"] == found["0.0"] != found["0.9"]
 
 
 @pytest.mark.parametrize("planner", ["none", "sssd", "specexec", "chain", "auto"])
 def test_every_planner_writes_the_same_alone_and_with_others(load, planner):
     grammar = edgespec.regex("[a-e ]{12,16}")
-    with load(cascade=0.7, planner="none") as model:
+    with load(approximate="cascade:0.7", planner="none") as model:
         plain = [one.text for one in model.branch("a b", 4, temperature=0.9, max_tokens=20, seed=0)]
         matched = model.generate("a b", grammar=grammar, temperature=0.9, max_tokens=20, seed=1).text
         punished = model.generate("a b", temperature=0.9, frequency_penalty=0.5, max_tokens=20, seed=0).text
-    with load(cascade=0.7, planner=planner, parallel=3) as model:
+    with load(approximate="cascade:0.7", planner=planner, parallel=3) as model:
         assert [one.text for one in model.branch("a b", 4, temperature=0.9, max_tokens=20, seed=0)] == plain
         assert model.generate("a b", grammar=grammar, temperature=0.9, max_tokens=20, seed=1).text == matched
         assert model.generate("a b", temperature=0.9, frequency_penalty=0.5, max_tokens=20, seed=0).text == punished
@@ -277,24 +277,24 @@ def test_every_planner_writes_the_same_alone_and_with_others(load, planner):
 
 
 def test_a_chat_goes_on_as_a_new_session_would(load):
-    with load(cascade=0.7, planner="specexec", budget=8) as model:
+    with load(approximate="cascade:0.7", planner="specexec", budget=8) as model:
         first = model.generate("one two", temperature=0.9, max_tokens=12, seed=0)
         longer = "one two" + first.text + " three"
         again = model.generate(longer, temperature=0.9, max_tokens=12, seed=0).text
-    with load(cascade=0.7, planner="none") as model:
+    with load(approximate="cascade:0.7", planner="none") as model:
         assert model.generate(longer, temperature=0.9, max_tokens=12, seed=0).text == again
 
 
 def test_run_says_that_the_text_is_approximate(run, files):
     where = ["--draft", files[1], "--backend", "reference", "--raw", "-n", "8"]
-    code, _, said = run("run", files[0], "a b", *where, "--cascade", "0.5")
+    code, _, said = run("run", files[0], "a b", *where, "--approximate", "cascade:0.5")
     assert code == 0
     assert said.splitlines()[-1].count("approximate: cascade 0.5") == 1
     assert "approximate (cascade 0.5): not the text of plain decoding" in said
-    code, printed, _ = run("run", files[0], "a b", *where, "--cascade", "0.5", "--json")
+    code, printed, _ = run("run", files[0], "a b", *where, "--approximate", "cascade:0.5", "--json")
     assert json.loads(printed)["stats"]["approximate"] == "cascade 0.5"
     assert json.loads(printed)["where"]["exact"] is False
-    code, _, said = run("run", files[0], "a b", *where, "--cascade", "0")
+    code, _, said = run("run", files[0], "a b", *where, "--approximate", "cascade:0")
     assert code == 0
     assert "approximate" not in said
 
@@ -304,7 +304,7 @@ def test_bench_compares_the_planners_of_one_alpha(run, files, tmp_path):
     prompts.write_text('{"prompt": "a b a b"}\n{"prompt": "one two"}\n')
     options = ["--model", files[0], "--draft", files[1], "--backend", "reference", "--raw", "-n", "12", "-t", "0.8"]
     code, printed, said = run(
-        "bench", str(prompts), *options, "--planners", "sssd,specexec", "--cascade", "0.6", "--json"
+        "bench", str(prompts), *options, "--planners", "sssd,specexec", "--approximate", "cascade:0.6", "--json"
     )
     assert code == 0, said
     report = json.loads(printed)
@@ -315,19 +315,31 @@ def test_bench_compares_the_planners_of_one_alpha(run, files, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--cascade", "1.5", "--draft", "DRAFT"], "cascade is 1.5, but must be from 0 to 1"),
-        (["--cascade", "0.5"], "--cascade needs a draft model of its own: name one with --draft (draft=…)"),
         (
-            ["--cascade", "0.5", "--draft", "head"],
-            "--cascade needs a draft model of its own, and head is none: name one with --draft (draft=…)",
+            ["--approximate", "cascade:1.5", "--draft", "DRAFT"],
+            "the value of approximate cascade is '1.5', but must be from 0 to 1",
         ),
-        (["--cascade", "0.5", "--draft", "DRAFT", "--exact", "narrow"], "--exact narrow asks for the text"),
-        (["--cascade", "0.5", "--draft", "DRAFT", "--ahead"], "--ahead does not go with --cascade"),
         (
-            ["--cascade", "0.5", "--draft", "DRAFT", "--planner", "pearl"],
-            "the planner pearl does not go with --cascade",
+            ["--approximate", "cascade:0.5"],
+            "--approximate cascade needs a draft model of its own: name one with --draft (draft=…)",
         ),
-        (["--cascade", "0.5", "--draft", "DRAFT", "--targets", "2"], "several targets have no option 'cascade'"),
+        (
+            ["--approximate", "cascade:0.5", "--draft", "head"],
+            "--approximate cascade needs a draft model of its own, and head is none: name one with --draft (draft=…)",
+        ),
+        (["--approximate", "cascade:0.5", "--draft", "DRAFT", "--exact", "narrow"], "--exact narrow asks for the text"),
+        (
+            ["--approximate", "cascade:0.5", "--draft", "DRAFT", "--ahead"],
+            "ahead does not go with --approximate cascade",
+        ),
+        (
+            ["--approximate", "cascade:0.5", "--draft", "DRAFT", "--planner", "pearl"],
+            "the planner pearl does not go with --approximate cascade",
+        ),
+        (
+            ["--approximate", "cascade:0.5", "--draft", "DRAFT", "--targets", "2"],
+            "several targets have no option 'approximate'",
+        ),
     ],
 )
 def test_what_a_cascade_cannot_do_is_one_line(run, files, arguments, line):
@@ -339,20 +351,34 @@ def test_what_a_cascade_cannot_do_is_one_line(run, files, arguments, line):
 
 
 def test_exact_off_goes_with_a_cascade(load):
-    with load(cascade=0.5, exact="off") as model:
+    with load(approximate="cascade:0.5", exact="off") as model:
         assert model.approximate == "cascade 0.5"
 
 
-@pytest.mark.parametrize("option", ["--cascade", "--sparse-attention"])
-def test_the_server_wants_to_be_allowed(run, files, option):
-    code, _, said = run("serve", files[0], "--draft", files[1], "--backend", "reference", option, "0.5")
+def test_the_server_wants_to_be_allowed(run, files):
+    where = "serve", files[0], "--draft", files[1], "--backend", "reference"
+    code, _, said = run(*where, "--approximate", "cascade:0.5")
     assert code == 2
-    assert said.strip().endswith(f"{option} serves texts that are not the model's own: add --allow-approximate")
+    assert said == "edgespec: --approximate serves texts that are not the model's own: add --allow-approximate\n"
+
+
+def test_old_names_work_and_say_what_to_write(run, files, load):
+    where = ["--draft", files[1], "--backend", "reference", "--raw", "-n", "8"]
+    code, _, said = run("run", files[0], "a b", *where, "--cascade", "0.5", "--no-ahead")
+    assert code == 0
+    assert "approximate: cascade 0.5" in said
+    assert said.splitlines()[:2] == [
+        "note: --cascade goes with the next version; write --approximate cascade:ALPHA",
+        "note: --ahead/--no-ahead goes with the next version; in Python: edgespec.load(…, ahead=…)",
+    ]
+    says = "cascade= goes with the next version: write approximate='cascade:0.5'"
+    with pytest.warns(DeprecationWarning, match=says), load(cascade=0.5) as model:
+        assert model.approximate == "cascade 0.5"
 
 
 def test_more_texts_at_once_than_a_draft_has_sessions_for_are_refused(load):
-    with pytest.raises(UsageError, match="parallel is 65; 64 are the most with a cascade"):
-        load(cascade=0.5, parallel=65)
+    with pytest.raises(UsageError, match="parallel is 65; 64 are the most with cascade: it needs two sessions each"):
+        load(approximate="cascade:0.5", parallel=65)
 
 
 def test_answers_of_the_server_say_so(load, tmp_path):
@@ -364,7 +390,7 @@ def test_answers_of_the_server_say_so(load, tmp_path):
     perturbed(random_model(2, vocab_size=258), 0.9, 7).save(other)
     for alpha, draft in ((0.5, {}), (0.6, {}), (0.6, {"draft": other})):
         with (
-            load(cascade=alpha, **draft) as model,
+            load(approximate=f"cascade:{alpha}", **draft) as model,
             testclient.TestClient(make_app(Service(model, "m")), base_url="http://127.0.0.1") as client,
         ):
             assert client.get("/health").json()["approximate"] == f"cascade {alpha}"

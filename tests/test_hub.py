@@ -872,8 +872,8 @@ def test_no_command_fetches_in_silence(run: Run, fake: FakeHub, arguments: list[
         ["bench", "prompts.jsonl", "--model", "big.gguf", "--draft", "mine", "--planners", "specexec"],
         ["datastore", "build", "out.store", "prompts.jsonl", "--model", "mine"],
         ["run", "smollm2-135m", "hi", "--draft", "mine"],
-        ["run", "with-draft", "hi", "--planner", "none", "--cascade", "0.5"],
-        ["bench", "prompts.jsonl", "--model", "with-draft", "--planners", "none", "--cascade", "0.5"],
+        ["run", "with-draft", "hi", "--planner", "none", "--approximate", "cascade:0.5"],
+        ["bench", "prompts.jsonl", "--model", "with-draft", "--planners", "none", "--approximate", "cascade:0.5"],
     ],
     ids=" ".join,
 )

@@ -175,7 +175,7 @@ def test_the_text_is_the_targets_where_names_differ_and_a_cascade_is_refused(tmp
     with edgespec.load(str(target), planner="none", **options) as model:
         assert found.text == model.generate("a", max_tokens=12).text
     with pytest.raises(VocabMismatch, match=r"'<\|im_end\|>' in the target and '<\|IM_END\|>' in the draft"):
-        edgespec.load(str(target), draft=str(draft), cascade=0.5, **options)
+        edgespec.load(str(target), draft=str(draft), approximate="cascade:0.5", **options)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

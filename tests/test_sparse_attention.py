@@ -12,15 +12,14 @@ pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]
 pytest.importorskip("transformers", reason="needs transformers: pip install 'edgespec[torch]'")
 
 from contract import random_tokens
-from edgespec.backends.torch import sparse as sparse_module
 from edgespec.backends.torch.attention import Part, Tree, build_mask, tree_attention
 from edgespec.backends.torch.backend import load
-from edgespec.backends.torch.engine import engine
-from edgespec.backends.torch.sparse import attention, heaviest, least_in_order
 from hf_models import save, tiny_model, torch
 
 import edgespec
 from edgespec.errors import UsageError
+from edgespec.lab import sparse_attention
+from edgespec.lab.sparse_attention import attention, follow, heaviest, least_in_order
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import prefill
@@ -54,7 +53,7 @@ def rows_of_a_tree(target, draft, seed=3):
     work = Work(
         session, np.array([text[-1], 5, 6, 7, 8, 9], np.int32), np.array(TREE, np.int32), np.arange(6, dtype=np.int32)
     )
-    chosen = target.sparse.cells(session, work, LENGTH + 6, target.device) if target.sparse else {}
+    chosen = target.choose_cells(session, work, LENGTH + 6, target.device) if target.choose_cells else {}
     [logits] = target.forward([work])
     rows = np.array([logits.row(node) for node in range(6)])
     session.close()
@@ -65,7 +64,7 @@ def rows_of_a_tree(target, draft, seed=3):
 class TestCells:
     def test_with_the_whole_share_rows_are_the_dense_ones_to_the_bit(self, pair):
         dense, _ = rows_of_a_tree(*pair)
-        engine.attend_sparsely(*pair, 1.0, remember=False)
+        follow(*pair, 1.0, False, print)
         rows, chosen = rows_of_a_tree(*pair)
         assert all(len(cells) == LENGTH + 6 for cells in chosen.values())
         np.testing.assert_array_equal(rows, dense)
@@ -91,7 +90,7 @@ class TestCells:
         assert not torch.allclose(attend(mask, {0: chosen}), attend(mask, {}))
 
     def test_nodes_of_the_tree_are_always_read(self, pair):
-        engine.attend_sparsely(*pair, 0.01, remember=False)
+        follow(*pair, 0.01, False, print)
         rows, chosen = rows_of_a_tree(*pair)
         for cells in chosen.values():
             assert cells.tolist()[-6:] == list(range(LENGTH, LENGTH + 6))
@@ -117,14 +116,14 @@ class TestCells:
     def test_all_is_read_where_the_draft_has_read_nothing_or_another_text(self, pair, seed):
         target, draft = pair
         dense, _ = rows_of_a_tree(target, draft)
-        engine.attend_sparsely(target, draft, 0.5, remember=False)
+        follow(target, draft, 0.5, False, print)
         rows, chosen = rows_of_a_tree(target, draft, seed)
         assert chosen == {}
         np.testing.assert_array_equal(rows, dense)
 
     def test_queries_of_tokens_that_were_dropped_are_not_used(self, pair):
         target, draft = pair
-        engine.attend_sparsely(target, draft, 0.5, remember=False)
+        follow(target, draft, 0.5, False, print)
         session = draft.open()
         text = random_tokens(draft, 12, 5)
         prefill(draft, session, text)
@@ -150,19 +149,19 @@ class TestMap:
 
     def test_a_model_is_mapped_to_itself_layer_by_layer(self, folders):
         pair = [load(folders[0], context_length=600, budget=16, sessions=1, threads=1) for _ in range(2)]
-        engine.attend_sparsely(*pair, 0.9, remember=False)
-        assert pair[0].sparse._layers == [0, 1, 2, 3, 4]
+        follow(*pair, 0.9, False, print)
+        assert pair[0].choose_cells.__self__._layers == [0, 1, 2, 3, 4]
         for backend in pair:
             backend.close()
 
     def test_it_is_found_once_for_a_pair(self, pair, monkeypatch, tmp_path):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.delenv("EDGESPEC_NO_MEMORY_OF_COSTS", raising=False)
-        engine.attend_sparsely(*pair, 0.9)
-        layers = pair[0].sparse._layers
-        monkeypatch.setattr(sparse_module, "layer_map", lambda *args: pytest.fail("found again"))
-        engine.attend_sparsely(*pair, 0.8)
-        assert pair[0].sparse._layers == layers
+        follow(*pair, 0.9, True, print)
+        layers = pair[0].choose_cells.__self__._layers
+        monkeypatch.setattr(sparse_attention, "layer_map", lambda *args: pytest.fail("found again"))
+        follow(*pair, 0.8, True, print)
+        assert pair[0].choose_cells.__self__._layers == layers
 
 
 class TestTexts:
@@ -175,11 +174,11 @@ class TestTexts:
             return result, model.where, model.target.identity
 
     def test_the_same_seed_gives_the_same_text(self, folders):
-        one, other = (self.generate(folders, sparse_attention=0.7)[0] for _ in range(2))
+        one, other = (self.generate(folders, approximate="sparse-attention:0.7")[0] for _ in range(2))
         assert one.token_ids == other.token_ids
 
     def test_it_acts_and_changes_the_text(self, folders):
-        dense, sparse = self.generate(folders)[0], self.generate(folders, sparse_attention=0.05)[0]
+        dense, sparse = self.generate(folders)[0], self.generate(folders, approximate="sparse-attention:0.05")[0]
         assert sparse.token_ids != dense.token_ids
 
     def test_a_second_answer_does_not_depend_on_how_the_first_was_computed(self, folders):
@@ -187,7 +186,7 @@ class TestTexts:
         asked, longer, texts = {"max_tokens": 24, "temperature": 0.8, "seed": 3}, "", []
         for _ in range(2):
             with edgespec.load(
-                folders[0], draft=folders[1], planner="specexec", sparse_attention=0.05, **options
+                folders[0], draft=folders[1], planner="specexec", approximate="sparse-attention:0.05", **options
             ) as model:
                 if not longer:
                     longer = "to be or not to be, that is"
@@ -196,7 +195,7 @@ class TestTexts:
         assert texts[0] == texts[1]
 
     def test_they_are_marked_as_approximate(self, folders):
-        result, where, identity = self.generate(folders, sparse_attention=0.7)
+        result, where, identity = self.generate(folders, approximate="sparse-attention:0.7")
         assert result.stats.as_dict()["approximate"] == "sparse attention 0.7"
         assert "approximate: sparse attention 0.7" in result.stats.summary()
         assert "approximate (sparse attention 0.7)" in where.line
@@ -207,7 +206,7 @@ class TestTexts:
         assert identity != other  # a saved session of the one is not loaded by the other
 
     def test_with_the_whole_share_the_text_is_that_of_plain_decoding(self, folders):
-        whole = self.generate(folders, sparse_attention=1.0)[0]
+        whole = self.generate(folders, approximate="sparse-attention:1.0")[0]
         plain = self.generate(folders, draft=None, planner="none", budget=None)[0]
         assert whole.token_ids == plain.token_ids
 
@@ -216,25 +215,38 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"draft": None}, "--sparse-attention needs a draft model of its own: name one with --draft"),
-            ({"planner": "none"}, "the planner none does not go with --sparse-attention"),
-            ({"planner": "pearl"}, "the planner pearl does not go with --sparse-attention"),
-            ({"draft": "head"}, "--sparse-attention needs a draft model of its own, and head is none"),
-            ({"draft": "layers"}, "--sparse-attention needs a draft model of its own, and layers is none"),
-            ({"exact": "narrow"}, "--exact narrow asks for the text of plain decoding, --sparse-attention for another"),
-            ({"cascade": 0.5}, "--cascade and --sparse-attention are both approximate: give one of them"),
-            ({"sparse_attention": 1.5}, "sparse_attention is 1.5, but must be above 0 and at most 1"),
-            ({"sparse_attention": 0}, "sparse_attention is 0, but must be above 0 and at most 1"),
-            ({"backend": "mlx"}, "the backend mlx has no option 'sparse_attention'"),
-            ({"backend": "reference"}, "the backend reference has no option 'sparse_attention'"),
-            ({"ahead": True}, "--ahead does not go with --sparse-attention"),
-            ({"targets": 2}, "several targets have no option 'sparse_attention'"),
+            ({"draft": None}, "--approximate sparse-attention needs a draft model of its own: name one with --draft"),
+            ({"planner": "none"}, "the planner none does not go with --approximate sparse-attention"),
+            ({"planner": "pearl"}, "the planner pearl does not go with --approximate sparse-attention"),
+            ({"draft": "layers"}, "--approximate sparse-attention needs a draft model of its own, and layers is none"),
+            ({"exact": "narrow"}, "--exact narrow asks for the text of plain decoding, --approximate sparse-attention"),
+            ({"cascade": 0.5}, "sparse-attention:0.9 and cascade:0.5 are both approximate: give one of them"),
+            (
+                {"approximate": "sparse-attention:1.5"},
+                "the value of approximate sparse-attention is '1.5', but must be",
+            ),
+            (
+                {"approximate": "sparse-attention:0"},
+                "the value of approximate sparse-attention is '0', but must be above",
+            ),
+            (
+                {"approximate": "sparse"},
+                "there is no approximate method 'sparse'; there are: cascade, sparse-attention",
+            ),
+            (
+                {"backend": "reference"},
+                "--approximate sparse-attention needs both models on torch, and they are on ref",
+            ),
+            ({"ahead": True}, "ahead does not go with --approximate sparse-attention"),
+            ({"targets": 2}, "several targets have no option 'approximate'"),
         ],
     )
     def test_what_does_not_go_with_it(self, folders, options, message):
         target, draft = folders
         with pytest.raises(UsageError) as error:
-            edgespec.load(target, **{"draft": draft, "sparse_attention": 0.9, "backend": "torch"} | options)
+            edgespec.load(
+                target, **{"draft": draft, "approximate": "sparse-attention:0.9", "backend": "torch"} | options
+            )
         assert message in str(error.value)
         assert "\n" not in str(error.value)
 
@@ -245,9 +257,9 @@ class TestRefused:
         make = partial(load, context_length=600, budget=16, threads=1)
         pair = [make(str(folder)), make(folders[0])]
         with pytest.raises(UsageError, match=f"the {place} has layers that do not attend to the whole text"):
-            engine.attend_sparsely(*(pair if place == "target" else pair[::-1]), 0.9)
+            follow(*(pair if place == "target" else pair[::-1]), 0.9, True, print)
         for backend in pair:
             backend.close()
 
     def test_options_of_a_draft_have_none(self):
-        assert LoadOptions(sparse_attention=0.9).for_draft().sparse_attention is None
+        assert LoadOptions(approximate="sparse-attention:0.9").for_draft().approximate is None

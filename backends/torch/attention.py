@@ -34,7 +34,7 @@ class Part:
         start: cell of the first new row.
         end: the cell after that of the last new row.
         masks: by window, as `build_mask` returns them.
-        chosen: cells that are read, by layer; other layers read all. See `sparse.py`.
+        chosen: cells that are read, by layer; other layers read all.
         keep: number of the last rows whose queries are kept.
         queries: those that were kept, [heads, rows, d] by layer, scaled.
     """

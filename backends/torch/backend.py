@@ -87,7 +87,6 @@ from .recurrent import (
 from .session import Placement as NodePlacement
 from .session import TorchSession
 from .spans import Cells, Spans, connect, out_of_memory
-from .sparse import ROWS, SparseAttention
 
 __all__ = ["TorchBackend", "TorchEngine", "load", "load_vocab"]
 
@@ -114,8 +113,8 @@ class TorchBackend:
         sessions: that are open.
         spans: of all layers.
         hides_first: the cell of a sequence's first token is hidden.
-        sparse: chooses cells; None: all are read.
-        keeps_queries: sessions have `TorchSession.queries`.
+        choose_cells: of (session, work, the cell after it, device), the cells that it reads, by layer; None: all.
+        keeps_queries: number of last rows whose `TorchSession.queries` are kept.
     """
 
     name = "torch"
@@ -155,8 +154,8 @@ class TorchBackend:
         self.interrupted = Flag()
         self._kept: KeptInputs | None = None
         self._groups: LayerGroups | None = None
-        self.sparse: SparseAttention | None = None
-        self.keeps_queries = False
+        self.choose_cells: Callable[[TorchSession, Work, int, Any], dict[int, Any]] | None = None
+        self.keeps_queries = 0
         self.mapped = 0  # bytes of mapped weights
         self.content = ""
         for layer in decoder_layers(model) if cache else ():  # others look at the flag in `tree_attention`
@@ -272,9 +271,9 @@ class TorchBackend:
         }
         start = length + placement.first
         end = start + rows.stop - rows.start
-        chosen = self.sparse.cells(session, work, end, self.device) if self.sparse else {}
+        chosen = self.choose_cells(session, work, end, self.device) if self.choose_cells else {}
         return Part(
-            rows, rows, session.cells.by_layer, start, end, masks, chosen, ROWS if self.keeps_queries else 0
+            rows, rows, session.cells.by_layer, start, end, masks, chosen, self.keeps_queries
         )  # fmt: skip
 
     def close(self) -> None:

@@ -1,8 +1,5 @@
 """The engine for PyTorch, with heads and own layers as drafts."""
 
-from collections.abc import Callable
-from typing import Any
-
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
 from edgespec.models.heads import is_head
@@ -13,13 +10,10 @@ from .mtp import load_mtp
 from .mtp_files import head_tensors
 from .own_layers import TorchOwnLayers
 from .spans import out_of_memory
-from .sparse import follow
 
 
 class TorchHeadEngine(TorchEngine):
-    """See `LoadsHeads` and `SparseEngine`."""
-
-    supported = TorchEngine.supported | {"sparse_attention"}
+    """See `LoadsHeads`."""
 
     def has_head(self, path: str) -> bool:
         return is_head(path) or bool(head_tensors(path))
@@ -30,17 +24,6 @@ class TorchHeadEngine(TorchEngine):
             if options.own_layers:
                 return TorchOwnLayers(target, options.sessions)
             return (load_eagle if is_head(path) else load_mtp)(target, path, options)
-
-    def attend_sparsely(
-        self,
-        target: Any,
-        draft: Any,
-        share: float,
-        *,
-        remember: bool = True,
-        say: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        follow(target, draft, share, remember, say)
 
 
 engine = TorchHeadEngine()

@@ -67,7 +67,7 @@ class TorchSession(NodeSession):
 
     def reusable_prefix(self, length: int, *, short: bool = False) -> int:
         length = super().reusable_prefix(length, short=short)
-        # With sparse attention the keys and values of an answer depend on its trees.
+        # Where cells are chosen, the keys and values of an answer depend on its trees.
         return min(length, self._prompt.tokens) if self._backend.capabilities.approximate else length
 
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:

@@ -28,7 +28,6 @@ from edgespec.cli.options import (
     NO_MEMORY_OPTION,
     PLANNER_OPTION,
     SAMPLING_OPTIONS,
-    SPARSE_OPTION,
     TARGETS_OPTIONS,
     TEMPLATE_OPTION,
     TEXT,
@@ -54,6 +53,7 @@ from edgespec.cli.terminal import (
     show,
 )
 from edgespec.errors import EdgespecError, UsageError
+from edgespec.loading.approximate import find_approximate, with_old_names
 from edgespec.loading.pair import choose_planner
 from edgespec.loop.engines import ENGINE_OPTIONS, choose_backend, find_engine, load_vocab
 from edgespec.loop.grammar import Grammar, json_schema, lark
@@ -151,7 +151,6 @@ Examples:
 @PLANNER_OPTION
 @MODEL_OPTIONS
 @TEMPLATE_OPTION
-@SPARSE_OPTION
 @NO_MEMORY_OPTION
 @TARGETS_OPTIONS
 @click.option(
@@ -191,6 +190,7 @@ def run(
     Sampling options that are not given come from models.yaml, else from the model's own file, else sampling is
     greedy: `edgespec models MODEL` shows it.
     """
+    _take_old_names(options)
     sampling = {"seed": choose_seed(None), **_sampling(options)}
     if prompt is None and re.search(r"\s|\?$", model) and not os.path.exists(model) and not model.endswith(".gguf"):
         raise UsageError(f"the model comes first: edgespec run {DEFAULT_MODEL} {model!r}")
@@ -341,13 +341,18 @@ def _planner_options(options: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
+def _take_old_names(options: dict[str, Any]) -> None:
+    """Leave `--approximate` among options, also where one of its old names was given."""
+    options["approximate"], _ = with_old_names(options["approximate"], options)
+
+
 def _check_and_pull(model: str, options: dict[str, Any], yes: bool) -> None:
     planner = choose_planner(options["planner"], find_model(model, options["models_file"]))
-    if planner == "none" and options["draft"] and not options["cascade"]:  # the same options, decoded plainly
+    if planner == "none" and options["draft"] and not options["approximate"]:  # the same options, decoded plainly
         click.echo("note: the planner none does not use a draft", err=True)
         options = options | {"draft": None}
     _check_used([planner], options)
-    _pull_pair(model, options, yes, drafts=bool(options["cascade"] or with_draft([planner])))
+    _pull_pair(model, options, yes, drafts=bool(options["approximate"] or with_draft([planner])))
 
 
 def _check_used(planners: Sequence[str], options: dict[str, Any]) -> None:
@@ -358,7 +363,7 @@ def _check_used(planners: Sequence[str], options: dict[str, Any]) -> None:
     for name in planners:
         check_planner(name, True, None, {})
     for name, users in (("draft", with_draft), ("datastore", with_datastore)):
-        if options[name] and not users(planners) and not (name == "draft" and options["cascade"]):
+        if options[name] and not users(planners) and not (name == "draft" and options["approximate"]):
             who = f"planner {planners[0]} does" if len(planners) == 1 else f"planners {', '.join(planners)} do"
             raise UsageError(f"the {who} not use a {name}; {', '.join(users(PLANNERS))} do")
 
@@ -442,8 +447,7 @@ Examples:
 )
 @click.option("--keep-size", default="10G", show_default=True, metavar="SIZE", help="Most bytes in DIR.")
 @click.option("--log-requests", "log", is_flag=True, help="Log paths and statuses, never prompts or answers.")
-@SPARSE_OPTION
-@click.option("--allow-approximate", is_flag=True, help="Allow texts that are not MODEL's own, as with --cascade.")
+@click.option("--allow-approximate", is_flag=True, help="Allow texts that are not MODEL's own, as with --approximate.")
 @YES_OPTION
 @PLANNER_OPTION
 @MODEL_OPTIONS
@@ -458,10 +462,9 @@ def serve(
     from edgespec.cli import serve as server
 
     server.check_server()
-    for name in ("cascade", "sparse_attention"):
-        if options[name] and not allow_approximate:
-            option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option} serves texts that are not the model's own: add --allow-approximate")
+    _take_old_names(options)
+    if find_approximate(options["approximate"]) and not allow_approximate:
+        raise UsageError("--approximate serves texts that are not the model's own: add --allow-approximate")
     if no_key and (api_key, api_key_file) != (None, None):
         raise UsageError("--no-key goes without --api-key-file, whose keys clients must send: leave one out")
     keys, most_kept = [] if no_key else server.read_keys(api_key, api_key_file), in_bytes("--keep-size", keep_size)
@@ -603,6 +606,7 @@ def bench(prompts: str, model: str, planners: str | None, yes: bool, as_json: bo
     """
     from edgespec.measure.bench import bench_table, read_prompts, run_bench
 
+    _take_old_names(options)
     _check_raw(options["raw"], options["system"])
     usual = "none,sssd,specexec" if options["draft"] else "none,sssd"
     sampling, names = (
@@ -611,7 +615,7 @@ def bench(prompts: str, model: str, planners: str | None, yes: bool, as_json: bo
     )
     _check_used(names, options)
     chosen, questions = _planner_options(options), read_prompts(Path(prompts), options.pop("limit"))
-    _pull_pair(model, options, yes, drafts=bool(options["cascade"] or with_draft(names)))
+    _pull_pair(model, options, yes, drafts=bool(options["approximate"] or with_draft(names)))
 
     def ready(notes: Sequence[str]) -> None:
         bar.stop()
@@ -630,7 +634,7 @@ def bench(prompts: str, model: str, planners: str | None, yes: bool, as_json: bo
 
 @cli.group()
 def datastore() -> None:
-    """Build datastores: text of your own that the planners auto, sssd and lookahead copy from."""
+    """Build datastores: text of your own that the planners auto and sssd copy from."""
 
 
 @datastore.command(

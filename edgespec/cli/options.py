@@ -20,8 +20,8 @@ SECTIONS = {  # title -> names of parameters, in this order
     ),
     "Memory": ("memory", "gpu_memory", "gpu_layers", "kv_type", "lenders", "keep_packed"),
     "Drafting": (
-        "draft", "planner", "planners", "budget", "exact", "datastore", "tau", "ahead", "targets", "cluster", "cascade",
-        "sparse_attention", "allow_approximate",
+        "draft", "planner", "planners", "budget", "exact", "datastore", "tau", "targets", "cluster", "approximate",
+        "allow_approximate",
     ),
     "Sampling": ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
     "Prompt and output": (
@@ -117,7 +117,7 @@ def outdated(name: str, *, instead: str, **kwargs: Any) -> Callable[[Any], Any]:
     """An option that the next version removes: it still works, --help hides it, and a note says `instead`."""
 
     def note(context: click.Context, option: click.Parameter, value: Any) -> Any:
-        if value is not None and value is not False and value != ():
+        if context.get_parameter_source(str(option.name)) is click.core.ParameterSource.COMMANDLINE:
             click.echo(f"note: {name} goes with the next version; {instead}", err=True)
         return value
 
@@ -223,7 +223,7 @@ MODEL_OPTIONS = _options(
         "--datastore",
         metavar="FILE",
         callback=_not_empty,
-        help="auto, sssd, lookahead: datastore to copy draft tokens from.",
+        help="auto, sssd: datastore to copy draft tokens from.",
     ),
     BUDGET_OPTION,
     CONTEXT_OPTION,
@@ -247,29 +247,19 @@ MODEL_OPTIONS = _options(
         help="With a draft: disagreement of the pair, in logits. [default: 0.7 when greedy, else 1.0]",
     ),
     click.option(
-        "--ahead/--no-ahead",
-        default=None,
-        help="Draft on while MODEL computes. [default: only where the draft has its own processor]",
+        "--approximate",
+        metavar="NAME[:VALUE]",
+        help="A method whose texts are not those of MODEL, such as cascade:0.5: docs/guides/approximate.md.",
     ),
-    click.option(
-        "--cascade",
-        type=float,
-        metavar="ALPHA",
-        help="Approximate, 0 to 1, with --draft: take its tokens that MODEL finds at least 1 - ALPHA times as "
-        "likely as its best.",
-    ),
+    _in_python("--ahead/--no-ahead", "edgespec.load(…, ahead=…)", default=None),
+    outdated("--cascade", instead="write --approximate cascade:ALPHA", metavar="ALPHA"),
+    outdated("--sparse-attention", instead="write --approximate sparse-attention:SHARE", metavar="SHARE"),
     _in_python("--min-probability", "edgespec.load(…, min_probability=…)", type=float),
     _in_python("--no-coupling", "edgespec.load(…, coupling=False)", is_flag=True),
 )
 TARGETS_OPTIONS = _options(
     click.option("--targets", type=int, metavar="N", help="Verify in N processes, each with a copy of MODEL."),
     click.option("--cluster", metavar="ADDRESS", help="Verify on the workers of a Dask scheduler: tls://HOST:PORT."),
-)
-SPARSE_OPTION = click.option(
-    "--sparse-attention",
-    type=float,
-    metavar="SHARE",
-    help="torch, approximate: attend to the fewest tokens with this SHARE of the draft's attention, such as 0.99.",
 )
 NO_MEMORY_OPTION = outdated("--no-memory-of-costs", instead=f"set {OFF}=1", is_flag=True)
 SAMPLING_OPTIONS = _options(

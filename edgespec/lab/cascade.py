@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ContextFull, Interrupted
+from edgespec.loading.approximate import Approximate
 from edgespec.loop.backend import Backend, Logits, Session, Work
 from edgespec.loop.draft_passes import DraftSteps, Passed, Wanted, read_part, run_one
 from edgespec.loop.grammar import Constraint
@@ -222,3 +223,17 @@ class CascadePlanner(Planner):
     def close(self) -> None:
         self._session.close()
         self._planner.close()
+
+
+class Cascade(Approximate):
+    name, usual, right, mixed = "cascade", 0.5, "from 0 to 1", True
+
+    @staticmethod
+    def is_right(value: float) -> bool:
+        return 0 <= value <= 1
+
+    def planner(self, planner: Planner, draft: Backend) -> Planner:
+        return CascadePlanner(planner, draft, self.value)
+
+
+METHOD = Cascade

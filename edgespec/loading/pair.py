@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edgespec.errors import ModelError, UsageError, check_whole
-from edgespec.loading.approximate import methods, needs_a_model
+from edgespec.loading.approximate import find_approximate, needs_a_model
 from edgespec.loading.exact import apply_row_class, check_choice, choose_way
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import (
@@ -15,7 +15,6 @@ from edgespec.loop.engines import (
     LoadPlan,
     LoadsHeads,
     Progress,
-    SparseEngine,
     TellsPlan,
     check_supported,
     choose_backend,
@@ -143,8 +142,8 @@ def with_head(names: Sequence[str], paths: Sequence[str], draft: str, options: L
         ModelError: as for `LoadsHeads.has_head`.
     """
     engine, own, called = find_engine(names[0]), draft == OWN_HEAD, draft if draft in OWN else paths[1]
-    for option in methods(options.mixed, options.sparse_attention):
-        raise needs_a_model(option, called)
+    if method := find_approximate(options.approximate):
+        raise needs_a_model(method, called)
     if options.ahead:
         raise UsageError(
             f"{called}: drafts from the target's own states, so it cannot go on while the target runs "
@@ -175,7 +174,7 @@ def plan_pair(
     """Arguments and errors as for `open_backends`."""
     check_choice(options.exact)
     sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft else [])]
-    here, share = this_machine(), options.sparse_attention
+    here = this_machine()
     names = [choose_backend(is_folder(source), here, options.backend) for source in sources]
     check_supported(names, options)
     paths = [local_path(source, models_file, say=say) for source in sources]
@@ -183,8 +182,8 @@ def plan_pair(
     if draft and (draft in OWN or _has_head(names, paths)):
         options = with_head(names, paths, draft, options)
         return PairPlan(names, paths, options, _plan(names[0], paths[0], options))
-    if share is not None and (len(set(names)) > 1 or not isinstance(find_engine(names[0]), SparseEngine)):
-        raise UsageError(f"--sparse-attention needs both models on torch, and they are on {' and '.join(names)}")
+    if method := find_approximate(options.approximate):
+        method.check_engines(names)
     if len(set(names)) == 1 and (not draft or "draft_files" in find_engine(names[0]).supported):
         options = replace(options, draft_files=tuple(paths[1:]))
         return PairPlan(names, paths, options, _plan(names[0], paths[0], options))
@@ -236,9 +235,8 @@ def load_pair(
                     f"with the draft {missing / 1e9:.2f} GB are read in every pass, without it nothing: "
                     "edgespec pair TARGET DRAFT --memory SIZE shows which is faster",
                 ]
-        if options.sparse_attention is not None:
-            assert isinstance(engines[0], SparseEngine)
-            engines[0].attend_sparsely(backends[0], backends[1], options.sparse_attention, remember=remember, say=say)
+        if method := find_approximate(options.approximate):
+            method.attach(backends[0], backends[1], remember=remember, say=say)
         for backend, path in zip(backends, pair.paths if options.mixed else pair.paths[:1], strict=False):
             apply_row_class(backend, path, options.exact, remember=remember, say=say)
     except BaseException:

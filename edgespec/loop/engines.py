@@ -11,7 +11,6 @@ from edgespec.errors import (
     MissingPackage,
     UsageError,
     check_flag,
-    check_number,
     check_text,
     check_texts,
     check_whole,
@@ -29,7 +28,6 @@ BUILT_IN = {
 # Optional fields of `LoadOptions`, in the order in which messages name them.
 ENGINE_OPTIONS = (
     "threads", "gpu_layers", "memory", "kv_type", "device", "dtype", "gpu_memory", "lenders", "keep_packed",
-    "sparse_attention",
 )  # fmt: skip
 
 Computing = Mapping[str, str | int | None]  # `Backend.computing`
@@ -107,7 +105,7 @@ class LoadOptions:
         share: part of a context that each further session adds to the cells of all sessions.
         own_head: the head in the model's own file is loaded, too, and stays in memory; see `LoadsHeads`.
         own_layers: some of the model's own layers will draft; whole layers are streamed then.
-        sparse_attention: share of the draft's attention whose cells are read; see `SparseEngine`.
+        approximate: the approximate method, as for `edgespec.load`.
         ahead: the draft goes on while the target runs, because the user or the planner wants it.
         mixed: the draft's logits change what is sampled, so that it has a row class, and two sessions for each.
         remember: which experts were used most is kept for the next start.
@@ -135,7 +133,7 @@ class LoadOptions:
     share: float | None = None
     own_head: bool = False
     own_layers: bool = False
-    sparse_attention: float | None = None
+    approximate: str | None = None
     ahead: bool = False
     mixed: bool = False
     remember: bool = True
@@ -154,8 +152,6 @@ class LoadOptions:
         for name in ("exact", "kv_type", "device", "dtype"):
             if (value := getattr(self, name)) is not None:
                 check_text(name, value)
-        if (share := self.sparse_attention) is not None:
-            check_number("sparse_attention", share, lambda share: 0 < share <= 1, "above 0 and at most 1")
         if self.keep_packed is not None:
             check_flag("keep_packed", self.keep_packed)
         object.__setattr__(self, "lenders", check_texts("lenders", self.lenders))
@@ -171,7 +167,7 @@ class LoadOptions:
         return replace(
             self, exact=self.exact if self.mixed else "off", widest=0, memory=None, gpu_memory=None,
             gpu_layers=gpu_layers, lenders=(), draft_files=(), resident=True, in_order=self.mixed, own_head=False,
-            sessions=self.sessions * self.draft_sessions, sparse_attention=None,
+            sessions=self.sessions * self.draft_sessions, approximate=None,
         )  # fmt: skip
 
 
@@ -313,33 +309,6 @@ class LoadsHeads(Protocol):
 
         Raises:
             ModelError: it does not fit the target, or the engine lacks what it needs.
-        """
-        ...
-
-
-@runtime_checkable
-class SparseEngine(Protocol):
-    """An engine whose targets can read the cells that a draft attends to: an optional feature, approximate."""
-
-    def attend_sparsely(
-        self,
-        target: Any,
-        draft: Any,
-        share: float,
-        *,
-        remember: bool = True,
-        say: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        """
-        Args:
-            target: loaded by this engine, with room for a session.
-            draft: as `target`.
-            share: of the draft's attention, above 0; with 1 all cells are read.
-            remember: store for later runs which layers of the two attend alike.
-            say: as for `edgespec.load`.
-
-        Raises:
-            UsageError: a layer of the two does not attend to the whole text.
         """
         ...
 

@@ -20,7 +20,7 @@ class Source(IntEnum):
 
     Attributes:
         TARGET: sampled by the target: the root, and every bonus token.
-        DRAFT: proposed by a draft model, or sampled by the target further on (`planners/lookahead.py`).
+        DRAFT: proposed by a draft model, or sampled by the target further on.
         INPUT: copied from the prompt, or from the output of this sequence and its siblings.
         DATASTORE: copied from a datastore.
         GRAMMAR: of the only text that a grammar allows.

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from edgespec.errors import UsageError, check_whole
-from edgespec.loading.approximate import check_alpha, check_approximate
+from edgespec.loading.approximate import check_approximate, find_approximate
 from edgespec.loading.exact import note_on_budget
 from edgespec.loading.pair import (
     choose_budget,
@@ -121,7 +121,7 @@ def run_bench(
     context_length: int | None = None,
     models_file: str | None = None,
     ahead: bool | None = None,
-    cascade: float | None = None,
+    approximate: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     say: Callable[[str], None] = lambda text: None,
     ready: Callable[[Sequence[str]], None] = lambda notes: None,
@@ -141,21 +141,24 @@ def run_bench(
     entry = find_model(model, models_file)
     names = ["none", *(name for name in dict.fromkeys(planners) if name != "none")]
     options = {name: options_of(name, planner_options) for name in names}
-    alpha, max_tokens, notes = check_alpha(cascade), check_whole("max_tokens", max_tokens, 1), list[str]()
+    method, max_tokens, notes = find_approximate(approximate), check_whole("max_tokens", max_tokens, 1), list[str]()
     backend, stores = engine_options.get("backend"), with_datastore(names)
-    if alpha or with_draft(names):
-        draft = choose_draft(draft, entry, backend, models_file, heads=not alpha, say=say, notes=notes)
+    if method or with_draft(names):
+        draft = choose_draft(draft, entry, backend, models_file, heads=method is None, say=say, notes=notes)
     else:
         draft = None
     for name in names:
         check_planner(name, draft is not None, datastore if name in stores else None, options[name])
-    check_approximate(alpha, None, draft, names, engine_options.get("exact"), ahead)
+    if method and not method.mixed:
+        raise UsageError(f"bench compares planners, and with --approximate {method.name} each gives another text")
+    check_approximate(method, draft, names, engine_options.get("exact"), ahead)
     check_draft_options(draft is not None, ahead, planner_options)
     fixed, widest, budget = budget is not None, choose_widest(budget, entry), choose_budget(budget, entry)
     load_options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=budget,
-        widest=widest, mixed=alpha > 0,
+        widest=widest,
         ahead=bool(ahead) or any(find_method(name).ahead for name in names),
+        **(method.options if method else {}),
         **engine_options | {"lenders": tuple(engine_options.get("lenders") or ())},
     )  # fmt: skip
     system = system or entry.defaults.system
@@ -164,7 +167,7 @@ def run_bench(
         notes = [*backends[0].notes, *notes]
         if fixed and names[1:]:
             path = local_path(entry.target, fetch=False)
-            notes += note_on_budget(budget, backends[0], path, approximate=alpha > 0)
+            notes += note_on_budget(budget, backends[0], path, approximate=method is not None)
         ready(notes)
         asked = [prompt.text if raw else user_messages(prompt.text, system) for prompt in prompts]
         with Model(backends[0], make_planner("none", backends)) as loaded:
@@ -180,14 +183,15 @@ def run_bench(
             for name in names:
                 store = datastore if name in stores else None
                 planner = make_planner(
-                    name, backends, store, paces[name], ahead=ahead, cascade=alpha, **options[name]
+                    name, backends, store, paces[name], ahead=False if method else ahead, **options[name]
                 )  # fmt: skip
+                planner = method.planner(planner, backends[1]) if method else planner
                 # A new session for every answer, so that no planner reuses what another has computed.
                 with Model(backends[0], planner, budget=max(budget, limits.widest), sampling=params) as loaded:
                     result = loaded.generate(question, max_tokens=max_tokens, seed=params.seed)
                 plain = plain or result.token_ids  # `none` comes first
                 tallies[name].runs.append(result.stats)
-                if alpha and plain != result.token_ids:  # the draft's rows round, too, and `explain` has none
+                if method and plain != result.token_ids:  # the draft's rows round, too, and `explain` has none
                     tie = any(backend.capabilities.logit_tolerance for backend in backends)
                     tallies[name].ties += tie
                     tallies[name].unexplained += not tie

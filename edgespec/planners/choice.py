@@ -88,11 +88,12 @@ PLANNERS = {
     "chain": Method(lambda parts: parts.drafting(ChainPlanner, AheadChainPlanner), CHAIN, draft=True, needs_draft=True),
 }
 LAB = {  # name -> module, imported when it is asked for; nothing else outside of the lab may import it
-    name: f"edgespec.lab.{name}"
-    for name in ("lookahead", "pearl", "specbranch", "easyspec", "cascade")
+    name: f"edgespec.lab.{name.replace('-', '_')}"
+    for name in ("lookahead", "pearl", "specbranch", "easyspec", "cascade", "sparse-attention")
     if find_spec("edgespec.lab")
 }
-NAMES = (*PLANNERS, *(name for name in LAB if name != "cascade"))
+APPROXIMATE = [name for name in ("cascade", "sparse-attention") if name in LAB]
+NAMES = (*PLANNERS, *(name for name in LAB if name not in APPROXIMATE))
 CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # option -> refuses a wrong value
     "depth": partial(check_whole, low=1),
     "beam": partial(check_whole, low=1),
@@ -168,7 +169,6 @@ def make_planner(
     *,
     sequences: int = 1,
     ahead: bool | None = None,
-    cascade: float = 0.0,
     **options: Any,
 ) -> Planner:
     """Make a planner, after `check_planner`.
@@ -182,7 +182,6 @@ def make_planner(
         sequences: number of sequences that are generated at once.
         ahead: the draft goes on while the target runs; with a state, with an account of its own (`planners/ledger.py`);
             default: with a state, where the draft has a processor of its own. `pearl` and `specbranch` always do so.
-        cascade: as for `edgespec.load`; the draft has room for another session.
         options: of the planner.
 
     Raises:
@@ -190,10 +189,6 @@ def make_planner(
         UsageError: `ahead` is asked for, and the draft cannot.
     """
     target, *drafts = backends
-    if cascade:
-        planner = make_planner(name, backends, datastore, state, sequences=sequences, ahead=False, **options)
-        made: Planner = import_module(LAB["cascade"]).CascadePlanner(planner, drafts[0], cascade)
-        return made
     if name == "auto" and state is None:
         copying = datastore is not None or target.capabilities.streams
         name = "specexec" if drafts else "sssd" if copying else "none"

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from edgespec.errors import UsageError
-from edgespec.loop.backend import Work
+from edgespec.loading.approximate import Approximate
+from edgespec.loop.backend import Backend, Work
 from edgespec.loop.passes import prefill
 from edgespec.machine import measurements
 from edgespec.models.convert.calibration import english
@@ -132,10 +133,21 @@ def _read(backend: Any, token_ids: Sequence[int]) -> list[Any]:
 
 
 def follow(target: Any, draft: Any, share: float, remember: bool, say: Callable[[str], None]) -> None:
-    """Arguments and errors as for `SparseEngine`."""
+    """Have a loaded target read the cells that a draft attends to.
+
+    Args:
+        target: on torch, with room for a session.
+        draft: as `target`.
+        share: of the draft's attention.
+        remember: store for later runs which layers of the two attend alike.
+        say: as for `edgespec.load`.
+
+    Raises:
+        UsageError: a layer of the two does not attend to the whole text.
+    """
     for name, backend in (("target", target), ("draft", draft)):
         if backend.capabilities.paths or any(backend.windows):
-            raise UsageError(f"--sparse-attention: the {name} has layers that do not attend to the whole text")
+            raise UsageError(f"sparse-attention: the {name} has layers that do not attend to the whole text")
     about = {
         "kind": "attention map", "target": target.content, "draft": draft.content,
         "dtypes": f"{target.dtype}, {draft.dtype}", "build": target.build,
@@ -143,7 +155,7 @@ def follow(target: Any, draft: Any, share: float, remember: bool, say: Callable[
     count = len(target.windows)
     layers = (measurements.recall(about, list[int]) if remember else None) or []
     whole = len(layers) == count and all(i in range(len(draft.windows)) for i in layers)
-    target.keeps_queries = draft.keeps_queries = True
+    target.keeps_queries = draft.keeps_queries = ROWS
     if not whole:
         say("comparing the attention of the two models")
         most = min(TOKENS, target.capabilities.context_length, draft.capabilities.context_length)
@@ -152,8 +164,28 @@ def follow(target: Any, draft: Any, share: float, remember: bool, say: Callable[
         )
         if remember:
             measurements.remember(about, layers)
-    target.keeps_queries = False
-    target.sparse = SparseAttention(draft, share, layers)
+    target.keeps_queries = 0
+    target.choose_cells = SparseAttention(draft, share, layers).cells
     words = f"sparse attention {share:g}"
     target.capabilities = replace(target.capabilities, approximate=words)
     target.computing = {**target.computing, "approximate": words}
+
+
+class Sparse(Approximate):
+    name, usual, right, needs_draft = "sparse-attention", 0.99, "above 0 and at most 1", True
+
+    @staticmethod
+    def is_right(value: float) -> bool:
+        return 0 < value <= 1
+
+    def check_engines(self, names: Sequence[str]) -> None:
+        if {*names} != {"torch"}:
+            raise UsageError(
+                f"--approximate {self.name} needs both models on torch, and they are on {' and '.join(names)}"
+            )
+
+    def attach(self, target: Backend, draft: Backend, *, remember: bool, say: Callable[[str], None]) -> None:
+        follow(target, draft, self.value, remember, say)
+
+
+METHOD = Sparse
