@@ -383,7 +383,7 @@ def test_a_draft_bound_to_its_thread_does_not_go_ahead():
     draft = backend()
     draft.capabilities = replace(draft.capabilities, one_thread=True)
     assert not goes_ahead(None, True, draft)
-    with pytest.raises(UsageError, match="--ahead"):
+    with pytest.raises(UsageError, match="ahead=True"):
         goes_ahead(True, True, draft)
     with pytest.raises(UsageError, match="cannot go on while the target runs"):
         make_planner("pearl", [backend(), draft])

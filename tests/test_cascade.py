@@ -329,10 +329,6 @@ def test_bench_compares_the_planners_of_one_alpha(run, files, tmp_path):
         ),
         (["--approximate", "cascade:0.5", "--draft", "DRAFT", "--exact", "narrow"], "--exact narrow asks for the text"),
         (
-            ["--approximate", "cascade:0.5", "--draft", "DRAFT", "--ahead"],
-            "ahead does not go with --approximate cascade",
-        ),
-        (
             ["--approximate", "cascade:0.5", "--draft", "DRAFT", "--planner", "pearl"],
             "the planner pearl does not go with --approximate cascade",
         ),

@@ -586,7 +586,6 @@ def test_an_empty_name_is_refused(run: Run, option: str, command: str) -> None:
     [
         (["--system", "be brief"], "--system has no meaning with --raw"),
         (["--tau", "0.5"], "--tau is for drafting with a draft model: name one with --draft"),
-        (["--ahead"], "--ahead is for a draft model, which then runs ahead"),
     ],
 )
 def test_bench_refuses_what_run_refuses(

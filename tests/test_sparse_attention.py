@@ -237,7 +237,7 @@ class TestRefused:
                 {"backend": "reference"},
                 "--approximate sparse-attention needs both models on torch, and they are on ref",
             ),
-            ({"ahead": True}, "ahead does not go with --approximate sparse-attention"),
+            ({"ahead": True}, "ahead=True does not go with --approximate sparse-attention"),
             ({"targets": 2}, "several targets have no option 'approximate'"),
         ],
     )

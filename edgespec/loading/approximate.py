@@ -119,7 +119,7 @@ def check_approximate(
         )
     found = {name: find_method(name) for name in planners}
     wrong = [name for name, one in found.items() if one.ahead or (method.needs_draft and not one.draft)]
-    for one in (["ahead"] if ahead else []) + [f"the planner {name}" for name in wrong]:
+    for one in (["ahead=True"] if ahead else []) + [f"the planner {name}" for name in wrong]:
         raise UsageError(
             f"{one} does not go with --approximate {method.name}, for which the draft reads first, and then waits"
         )

@@ -146,8 +146,7 @@ def with_head(names: Sequence[str], paths: Sequence[str], draft: str, options: L
         raise needs_a_model(method, called)
     if options.ahead:
         raise UsageError(
-            f"{called}: drafts from the target's own states, so it cannot go on while the target runs "
-            "(--ahead, pearl, specbranch)"
+            f"{called}: drafts from the target's own states, so it cannot go on while the target runs (ahead=True)"
         )
     if draft == OWN_LAYERS:
         if "own_layers" not in engine.supported:

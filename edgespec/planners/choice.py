@@ -156,7 +156,7 @@ def check_draft_options(has_draft: bool, ahead: bool | None, options: Mapping[st
         UsageError: an option is for a draft model, and none will be loaded.
     """
     if ahead and not has_draft:
-        raise UsageError("--ahead is for a draft model, which then runs ahead: name one with --draft (draft=…)")
+        raise UsageError("ahead=True is for a draft model, which then runs ahead: name one with --draft (draft=…)")
     if "tau" in options and not has_draft:
         raise UsageError("--tau is for drafting with a draft model: name one with --draft (draft=…)")
 
@@ -239,7 +239,7 @@ def goes_ahead(asked: bool | None, usual: bool, draft: Backend) -> bool:
     """
     if asked and draft.capabilities.one_thread:
         raise UsageError(
-            f"a draft on {draft.name} cannot go on while the target runs (--ahead, pearl, specbranch): "
+            f"a draft on {draft.name} cannot go on while the target runs (ahead=True): "
             "its passes are made in one thread"
         )
     return (usual if asked is None else asked) and not draft.capabilities.one_thread

@@ -156,8 +156,8 @@ def _gained(found: Mapping[str, Answer]) -> int:
 @click.command(
     epilog="""\b
 Examples:
-  scripts/bench accuracy big.gguf gsm8k_dev.jsonl out.jsonl --draft small.gguf --method approximate=cascade:0.5 --limit 200
-  scripts/bench accuracy big-folder gsm8k_dev.jsonl out.jsonl --draft small-folder --method approximate=sparse-attention:0.99"""
+  scripts/bench accuracy big.gguf gsm8k_dev.jsonl out.jsonl --draft small.gguf --method approximate=cascade:0.5
+  scripts/bench accuracy big gsm8k_dev.jsonl out.jsonl --draft small --method approximate=sparse-attention:0.99"""
 )
 @click.argument("target")
 @click.argument("problems", type=PATH)
