@@ -12,7 +12,6 @@ from edgespec.backends.torch.backend import load
 from hf_models import perturbed, save, tiny_model, transformers
 from test_torch import Recorder, memory_for, needs_bitsandbytes
 
-from edgespec.lab.easyspec import EasySpecPlanner
 from edgespec.lab.lookahead import LookaheadPlanner
 from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
@@ -110,12 +109,6 @@ class TestSmolLM2:
         planners = [*drafted, SssdPlanner(), LookaheadPlanner()]
         lengths = check_lossless(target, planners, prompt, sampling, 12)
         assert lengths[0] > 2
-
-    @by_temperature
-    def test_a_draft_with_layers_in_groups(self, smollm2_models, sampling):
-        target, same, _ = smollm2_models
-        prompt = target.vocab.encode("def is_prime(n):\n    ", add_bos=True, parse_special=False)
-        check_lossless(target, [EasySpecPlanner(same, depth=6, beam=4)], prompt, sampling, 12)
 
     def test_a_wrong_text_is_noticed(self, smollm2_models):
         """The check above can fail: another seed's text is no tie."""

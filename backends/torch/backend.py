@@ -46,7 +46,6 @@ from ..common.model_folder import check_folder, content_files, experts_of
 from ..common.recurrent import most_paths, states_of
 from .attention import Part, Tree, build_mask, run
 from .disk import NUMBER, mapped_bytes
-from .layer_groups import LayerGroups
 from .loading import (
     NF4,
     PLAIN,
@@ -153,7 +152,6 @@ class TorchBackend:
         self.placed = placed(spans, len(streamer.blocks) if streamer else 0)
         self.interrupted = Flag()
         self._kept: KeptInputs | None = None
-        self._groups: LayerGroups | None = None
         self.choose_cells: Callable[[TorchSession, Work, int, Any], dict[int, Any]] | None = None
         self.keeps_queries = 0
         self.mapped = 0  # bytes of mapped weights
@@ -242,15 +240,6 @@ class TorchBackend:
         size = len(modules) * self.model.config.get_text_config().hidden_size if modules else 0
         self.capabilities = replace(self.capabilities, states=size)
 
-    def group_layers(self, count: int) -> None:
-        """See `edgespec.loop.backend.GroupsLayers`."""
-        if self.streamer is not None:
-            raise UsageError("the planner easyspec needs a draft that is in memory: this one is streamed")
-        self._groups = self._groups or LayerGroups(
-            decoder_layers(self.model), lambda: run_probe(self.model, self.device)
-        )
-        self._groups.size = count
-
     def logits(self, logits: Any, wanted: Sequence[int], rows: Mapping[int, int]) -> Logits:
         """Logits of a work of the last pass; arguments as for `TorchLogitsWithStates`."""
         return self._kept.logits(logits, wanted, rows) if self._kept else TorchLogits(logits, wanted)
@@ -279,9 +268,7 @@ class TorchBackend:
     def close(self) -> None:
         if self.streamer is not None:
             self.streamer.close()
-        if self._groups:
-            self._groups.close()
-        self.model = self.streamer = self.cache = self._groups = None
+        self.model = self.streamer = self.cache = None
         self._free = []
         _on_cpu.discard(self)
 

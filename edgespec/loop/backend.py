@@ -214,18 +214,6 @@ class KeepsNodes(Protocol):
 
 
 @runtime_checkable
-class GroupsLayers(Protocol):
-    """A backend that can compute several layers from one input: an optional feature, for `planners/easyspec.py`."""
-
-    def group_layers(self, count: int) -> None:
-        """Compute later passes with groups of `count` layers, approximately; 1: exactly.
-
-        Raises:
-            UsageError: the model's layers are of another kind, or streamed.
-        """
-
-
-@runtime_checkable
 class TakesStates(Protocol):
     """A session of a head, which drafts from the target's states: an optional feature, for `planners/heads.py`.
 

@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import TypeAlias, TypeVar
 
 from edgespec.errors import ContextFull
-from edgespec.loop.backend import Backend, GroupsLayers, Logits, Work
+from edgespec.loop.backend import Backend, Logits, Work
 from edgespec.loop.passes import Prefill
 
 T = TypeVar("T")
@@ -15,15 +15,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A pass of the draft that a planner wants.
-
-    Attributes:
-        layers: of a group that is computed from one input (`GroupsLayers`); 1: the pass is exact.
-    """
+    """A pass of the draft that a planner wants."""
 
     draft: Backend
     work: Work
-    layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +91,7 @@ def run_shared(sequences: Sequence[DraftSteps[T]]) -> list[T | Exception]:
         works = [wanted[number].work for number in group]
         started, nodes = perf_counter(), sum(len(work.token_ids) for work in works)
         try:
-            logits = _forward(wanted[group[0]], works)
+            logits = wanted[group[0]].draft.forward(works)
         except Exception as error:  # it is raised in each planner of the group
             for number in group:
                 resume(number, partial(sequences[number].throw, error))
@@ -107,29 +102,17 @@ def run_shared(sequences: Sequence[DraftSteps[T]]) -> list[T | Exception]:
     return [found[number] for number in range(len(sequences))]
 
 
-def _forward(wanted: Wanted, works: Sequence[Work]) -> list[Logits]:
-    draft = wanted.draft
-    if wanted.layers == 1:
-        return draft.forward(works)
-    assert isinstance(draft, GroupsLayers)
-    draft.group_layers(wanted.layers)
-    try:
-        return draft.forward(works)
-    finally:
-        draft.group_layers(1)  # the next pass may be another planner's
-
-
 def next_batch(wanted: Mapping[int, Wanted]) -> list[int]:
     """
     Returns:
-        Numbers of the sequences of the next pass: the one that waits longest, and all with its draft and groups of
-        layers that fit; with row classes that one only, since prompts and trees may be of different classes.
+        Numbers of the sequences of the next pass: the one that waits longest, and all with its draft that fit; with row
+        classes that one only, since prompts and trees may be of different classes.
     """
     first, *others = wanted
-    draft, work, layers = wanted[first].draft, wanted[first].work, wanted[first].layers
+    draft, work = wanted[first].draft, wanted[first].work
     limits, group, nodes, rows = draft.capabilities, [first], len(work.token_ids), len(work.wanted)
     for number in others if limits.exact is None else ():
-        if wanted[number].draft is not draft or wanted[number].layers != layers:
+        if wanted[number].draft is not draft:
             continue
         work = wanted[number].work
         nodes, rows = nodes + len(work.token_ids), rows + len(work.wanted)

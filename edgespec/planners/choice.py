@@ -89,7 +89,7 @@ PLANNERS = {
 }
 LAB = {  # name -> module, imported when it is asked for; nothing else outside of the lab may import it
     name: f"edgespec.lab.{name.replace('-', '_')}"
-    for name in ("lookahead", "pearl", "specbranch", "easyspec", "cascade", "sparse-attention")
+    for name in ("lookahead", "pearl", "specbranch", "cascade", "sparse-attention")
     if find_spec("edgespec.lab")
 }
 APPROXIMATE = [name for name in ("cascade", "sparse-attention") if name in LAB]

@@ -30,10 +30,7 @@ class Drafter:
         evaluated: nodes in the session.
         mean_batch: mean number of sequences that shared a pass; earlier passes fade.
         pass_cost: pass times.
-        layers: as in `Wanted`, of passes over nodes.
     """
-
-    layers = 1
 
     def __init__(self, draft: Backend, cost: PassTimes | None) -> None:
         self.draft = draft
@@ -107,7 +104,7 @@ class Drafter:
         nodes = np.arange(self.evaluated, self.evaluated + len(token_ids))
         tokens, above, wanted = (array.astype(np.int32) for array in (token_ids, parents, nodes))
         work = Work(self.session, tokens, above, wanted)
-        passed = yield Wanted(self.draft, work, self.layers)
+        passed = yield Wanted(self.draft, work)
         self.evaluated += len(nodes)
         self._took(work, passed)
         return passed.logits, nodes
