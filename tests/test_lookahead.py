@@ -17,7 +17,8 @@ from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams, sample
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import DraftTree, Source, make_tree, path_to
-from edgespec.planners import auto, lookahead
+from edgespec.lab import lookahead
+from edgespec.planners import auto
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.candidates import Lookup
 from edgespec.planners.ledger import Ledger
