@@ -9,7 +9,6 @@ import ctypes
 import json
 import mmap
 import os
-import re
 import runpy
 import select
 import shutil
@@ -160,23 +159,14 @@ def failures(names: Iterable[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """With files of tests: import the package, scripts/install and them; with `edgespec ...` or `-c TEXT`: run it."""
-    modules = own_modules()
-    if sys.argv[1] in ("edgespec", "-c"):
-        import_others(path for name, path in modules.items() if not re.search("torch|mlx|convert", name))
-        take_away()
-        sys.argv = sys.argv[1:]
-        if sys.argv[0] == "-c":
-            exec(sys.argv[1])
-        else:
-            import_module("edgespec.cli.commands").main()
-        return
-    tests = [Path(name) for name in sys.argv[1:]]
+    """Import the package, scripts/install and files of tests, then run a text."""
+    modules, text, tests = own_modules(), sys.argv[1], [Path(name) for name in sys.argv[2:]]
     import_others([*modules.values(), ROOT / "scripts" / "install", *tests])
     take_away()
     failed = failures([*(name for name in modules if not name.endswith("__main__")), *(path.stem for path in tests)])
     runpy.run_path(str(ROOT / "scripts" / "install"))
     print(json.dumps(failed))
+    exec(text, {})
 
 
 if __name__ == "__main__":

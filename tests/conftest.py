@@ -136,14 +136,18 @@ def whole_grid(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def few_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`edgespec models` knows a few of the built-in models, as planning for all takes seconds, and measures nothing."""
+def few_models(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`edgespec models` knows a few of the built-in models, as planning for all takes seconds, and measures nothing.
+
+    The parameter is their names.
+    """
     from edgespec.cli import catalogue
     from edgespec.machine.this_machine import Machine
     from edgespec.measure import fit
     from edgespec.models.registry import BUILT_IN, Entry, read_models
 
-    few = {"smollm2-135m", "qwen3-8b", "qwen2.5-14b", "llama-3.3-70b", "qwen3-coder-30b-a3b", "gemma-4-e4b"}
+    six = {"smollm2-135m", "qwen3-8b", "qwen2.5-14b", "llama-3.3-70b", "qwen3-coder-30b-a3b", "gemma-4-e4b"}
+    few = getattr(request, "param", six)
     others = {entry.name for entry in read_models(BUILT_IN)} - few
     really = catalogue.all_models
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 import pytest
-import typist
 from conftest import Run
 from edgespec.backends.reference.backend import CHAT_TEMPLATE, ReferenceBackend, random_model
 from prompt_toolkit.history import FileHistory
@@ -35,7 +34,7 @@ Chat = Callable[..., AbstractContextManager[Typist]]
 def tiny_model(context: int = 400) -> Model:
     target = ReferenceBackend(random_model(2, vocab_size=258), context_length=context)
     target.model.unembedding[1] = 0  # texts seldom end early
-    return Model(target, SssdPlanner(), budget=8)
+    return Model(target, SssdPlanner(), budget=2)
 
 
 def conversation_with(model: Model, system: str = "", **options: object) -> Conversation:
@@ -46,7 +45,9 @@ def conversation_with(model: Model, system: str = "", **options: object) -> Conv
 @pytest.fixture
 def chat(tiny: str, tmp_path: Path) -> Chat:
     home = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path)}
-    return lambda *more: typing_to("run", tiny, "--backend", "reference", *more, environment=home)
+    return lambda *more, **options: typing_to(
+        "run", tiny, "--backend", "reference", "--planner", "none", *more, environment=home, **options
+    )
 
 
 def test_a_chat_outlives_its_context(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +61,7 @@ def test_a_chat_outlives_its_context(capsys: pytest.CaptureFixture[str]) -> None
             return stream(prompt, **options)  # type: ignore[arg-type]
 
         model.stream = noting  # type: ignore[method-assign, assignment]
-        for turn in range(12):
+        for turn in range(8):
             text = conversation.ask(f"question {turn}").text
             known += [f"question {turn}", text]
             (*_, prompt) = asked
@@ -463,15 +464,12 @@ def test_a_byte_that_is_no_utf8_comes_into_the_history_as_a_question_mark(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_the_model_loads_leaves_the_terminal_as_it_was(
-    chat: Chat, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
+def test_a_signal_while_the_model_loads_leaves_the_terminal_as_it_was(chat: Chat, number: signal.Signals) -> None:
     import termios
 
     slowly = "c.load = lambda *about, **options: (print('now it loads', flush=True), time.sleep(100))"
     program = f"import time; import edgespec.cli.commands as c; {slowly}; c.main()"
-    monkeypatch.setattr(typist, "PROGRAM", [sys.executable, "-c", program])
-    with chat() as person:
+    with chat(program=program) as person:
         assert person.terminal is not None
         before = termios.tcgetattr(person.terminal)
         person.until("now it loads")

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 import click
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import Run
 from edgespec.backends.reference.backend import random_model
+from forked import RUN, Forked, forked
 from typist import typing_to
 
 import edgespec
@@ -34,7 +34,6 @@ from edgespec.planners.choice import check_planner
 # What is not about passes that agree to the bit does without them: to find them takes longer than most tests.
 ANY_PASSES = ["--exact", "off"]
 REFERENCE = ["--backend", "reference"]
-EDGESPEC = [sys.executable, "-c", "from edgespec.cli.commands import main; main()"]
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +99,6 @@ def test_after_the_start_ctrl_c_is_an_exception_again() -> None:
     assert "default_int_handler" in done.stdout
 
 
-def start(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own; `run`, which is not, is much faster."""
-    return subprocess.run(
-        [*EDGESPEC, *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300, check=False
-    )
-
-
 def refused(run: Run, *arguments: str, code: int, says: str, stdin: str = "") -> None:
     """One line on standard error, nothing on standard output."""
     status, out, err = run(*arguments, stdin=stdin)
@@ -124,7 +116,7 @@ def refused(run: Run, *arguments: str, code: int, says: str, stdin: str = "") ->
     ],
 )
 def test_a_mistake_ends_the_process_with_its_code(arguments: list[str], code: int, says: str) -> None:
-    done = start(*arguments)
+    done = forked(*arguments)
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.startswith(says)
     assert done.stderr.count("\n") == 1
@@ -154,10 +146,9 @@ def test_every_command_has_help(run: Run, command: list[str]) -> None:
     assert "Usage:" in out
 
 
+@pytest.mark.parametrize("few_models", [{"smollm2-135m"}], indirect=True)
 def test_models_lists_the_demo_model(run: Run, few_models: None) -> None:
     assert "smollm2-135m" in run("models")[1]
-    names = [entry["name"] for entry in json.loads(run("models", "--json")[1])]
-    assert "smollm2-135m" in names
 
 
 @pytest.mark.parametrize(
@@ -326,10 +317,10 @@ def test_prompts_are_read_in_every_form(tmp_path: Path, content: str) -> None:
     assert [prompt.text for prompt in read_prompts(path)] == ["a", "b", "c\u2028", "d"]
 
 
-def test_run_writes_the_answer_to_stdout_and_the_summary_to_stderr(smollm2_whole: Path) -> None:
-    done = start("run", str(smollm2_whole), "Why is the sky blue?", "-n", "24", *ANY_PASSES)
-    assert "light" in done.stdout
-    assert "acceptance length" in done.stderr
+def test_run_writes_the_answer_to_stdout_and_the_summary_to_stderr(run: Run, smollm2_whole: Path) -> None:
+    _, out, err = run("run", str(smollm2_whole), "Why is the sky blue?", "-n", "24", *ANY_PASSES)
+    assert "light" in out
+    assert "acceptance length" in err
 
 
 def test_json_is_one_object_for_every_planner(run: Run, smollm2_tiny: Path) -> None:
@@ -337,6 +328,7 @@ def test_json_is_one_object_for_every_planner(run: Run, smollm2_tiny: Path) -> N
     for planner in ("none", "sssd", "chain", "specexec"):
         draft = ["--draft", str(smollm2_tiny)] if planner in ("chain", "specexec") else []
         arguments = ["run", str(smollm2_tiny), "-", "--json", "-n", "16", "--planner", planner, "--budget", "6", *draft]
+        arguments += ANY_PASSES
         results.append(json.loads(run(*arguments, stdin="Count from one to ten.")[1]))
     assert all(result["stats"]["tokens"] == len(result["tokens"]) for result in results)
     assert [result["stats"]["planner"] for result in results] == ["none", "sssd", "chain", "specexec"]
@@ -379,11 +371,8 @@ def test_a_stop_string_ends_the_text_and_is_not_shown(run: Run, smollm2: Path) -
 def test_drafted_tokens_are_tinted(run: Run, smollm2_tiny: Path) -> None:
     arguments = [str(smollm2_tiny), "Say hello.", "-n", "12", "--planner", "chain", "--draft", str(smollm2_tiny)]
     arguments += [*ANY_PASSES, "--budget", "4"]
-    code = (
-        "import sys; sys.stdout.isatty = lambda: True; from edgespec.cli.commands import main; main()"  # click strips
-    )
-    command = [sys.executable, "-c", code, "run", *arguments, "--show-drafts"]  # colours where there is no terminal
-    done = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
+    terminal = f"import sys; sys.stdout.isatty = lambda: True; {RUN}"  # click strips colours where there is none
+    done = forked("run", *arguments, "--show-drafts", program=terminal)
     assert "\x1b[32m" in done.stdout
     assert "\x1b[32m" not in run("run", *arguments)[1]
 
@@ -427,35 +416,38 @@ def test_errors_that_need_a_model(run: Run, smollm2: Path, other_vocab_gguf: Pat
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_ctrl_c_keeps_what_was_written_and_exits_with_130(smollm2: Path) -> None:
-    arguments = ["run", str(smollm2), "Tell me a very long story.", "-n", "3000", "--ctx", "8192", "--planner", "none"]
+def test_ctrl_c_keeps_what_was_written_and_exits_with_130(smollm2_tiny: Path) -> None:
+    arguments = [
+        "run",
+        str(smollm2_tiny),
+        "Tell me a very long story.",
+        "-n",
+        "3000",
+        "--ctx",
+        "8192",
+        "--planner",
+        "none",
+    ]
     arguments += ANY_PASSES
-    # Started in the background of a shell, the tests, and so their children, may have been told to ignore Ctrl-C.
-    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); " + EDGESPEC[-1]
-    command = [sys.executable, "-c", code, *arguments]
-    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, stdin=subprocess.DEVNULL) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
+    with Forked(*arguments) as process:
         first = process.stdout.read(40)  # it is writing
         process.send_signal(signal.SIGINT)
-        rest, errors = process.stdout.read(), process.stderr.read().decode()
-        assert process.wait(60) == 130
+        rest, errors = process.stdout.read(), process.stderr.read()
+        assert process.wait() == 130
     assert len(first) == 40
-    assert (first + rest).endswith(b"\n")
+    assert (first + rest).endswith("\n")
     assert "tokens/s" in errors
     assert "Traceback" not in errors
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes")
-def test_a_closed_pipe_ends_quietly(smollm2: Path) -> None:
-    arguments = ["run", str(smollm2), "Tell me a long story.", "-n", "400", "--planner", "none", *ANY_PASSES]
-    with subprocess.Popen([*EDGESPEC, *arguments], stdout=PIPE, stderr=PIPE, stdin=subprocess.DEVNULL) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
+def test_a_closed_pipe_ends_quietly(tiny: str) -> None:
+    arguments = ["run", tiny, "Tell me a long story.", "-n", "4000", "--ctx", "8000", "--planner", "none", *REFERENCE]
+    with Forked(*arguments) as process:
         process.stdout.read(10)
         process.stdout.close()
-        errors = process.stderr.read().decode()
-        assert process.wait(60) == 1
+        errors = process.stderr.read()
+        assert process.wait() == 1
         assert errors.splitlines()[1:] == []  # the first says what computes
 
 
@@ -469,6 +461,7 @@ def test_bench_compares_planners_and_finds_nothing_wrong(
     )
     model = str(smollm2_tiny)
     arguments = ["bench", str(prompts), "--model", model, "--draft", model, "-n", "12", "--budget", "8"]
+    arguments += ANY_PASSES
     status, out, err = run(*arguments, "--planners", "specexec, sssd,chain ", "--json")
     assert status == 0, err
     assert "measuring: 50 %, " in err  # without a terminal: lines
@@ -608,8 +601,8 @@ def test_bench_refuses_a_prompt_without_room_before_it_measures(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_a_chat_on_a_terminal_remembers_and_obeys_its_commands(smollm2: Path, tmp_path: Path) -> None:
-    arguments = ["run", str(smollm2), "-n", "30", "--planner", "none", *ANY_PASSES]
+def test_a_chat_on_a_terminal_remembers_and_obeys_its_commands(smollm2_tiny: Path, tmp_path: Path) -> None:
+    arguments = ["run", str(smollm2_tiny), "-n", "30", "--planner", "none", *ANY_PASSES]
     with typing_to(*arguments, environment={"XDG_CACHE_HOME": str(tmp_path)}) as person:
         person.until("/help")
         person.type("/stats\r")
@@ -657,52 +650,42 @@ def test_text_on_standard_input_stands_above_the_prompt(run: Run, tiny: str, tmp
     assert err.startswith("6 characters of standard input stand above the prompt\n")
     alone = run(*arguments)[1]
     assert alone != expected
-    file = tmp_path / "fox.txt"
+    file, nothing = tmp_path / "fox.txt", tmp_path / "empty.txt"
     file.write_text("a fox\n", "utf-8")
-    with file.open() as stdin:
-        assert piped(arguments, stdin) == expected
-    for text, is_ in [("a fox\n", expected), ("", alone)]:
-        reader, writer = os.pipe()
-        os.write(writer, text.encode())
-        os.close(writer)
-        with open(reader, encoding="utf-8") as stdin:
-            assert piped(arguments, stdin) == is_
-    assert piped(arguments, None) == alone  # closed
-
-
-def piped(arguments: list[str], stdin: Any) -> str:
-    close = (lambda: os.close(0)) if stdin is None else None
-    return subprocess.run(
-        [*EDGESPEC, *arguments], stdin=stdin, preexec_fn=close, capture_output=True, text=True, check=True
-    ).stdout
+    nothing.touch()
+    for path, is_ in [(file, expected), (nothing, alone)]:
+        with path.open() as stdin:
+            assert forked(*arguments, stdin=stdin.fileno()).stdout == is_
+    with Forked(*arguments, stdin=subprocess.PIPE) as process:
+        process.stdin.write("a fox\n")
+        process.stdin.close()
+        assert process.stdout.read() == expected
+    with Forked(*arguments, stdin=subprocess.PIPE) as process:
+        process.stdin.close()
+        assert process.stdout.read() == alone
+    closed = forked(*arguments, program=f"import os, sys; os.close(0); sys.stdin = None; {RUN}")
+    assert closed.stdout == alone
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes")
 def test_a_silent_pipe_is_not_waited_for_for_ever(tiny: str, run: Run) -> None:
     arguments = ["run", tiny, "What is above?", *REFERENCE, "--raw", "-n", "9", "--seed", "1"]
     expected = run(*arguments)[1]
-    patient = f"import edgespec.cli.commands as c; c.PATIENCE = 0.1; {EDGESPEC[-1]}"
-    reader, writer = os.pipe()
-    with open(reader, encoding="utf-8") as stdin, open(writer, encoding="utf-8"):
-        done = subprocess.run(
-            [sys.executable, "-c", patient, *arguments], stdin=stdin, capture_output=True, text=True, check=True
-        )
-    assert done.stdout == expected
-    assert "for standard input, an open pipe" in done.stderr
+    patient = f"import edgespec.cli.commands as c; c.PATIENCE = 0.1; {RUN}"
+    with Forked(*arguments, program=patient, stdin=subprocess.PIPE) as process:
+        assert process.stdout.read() == expected
+        assert "for standard input, an open pipe" in process.stderr.read()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_a_closed_terminal_ends_no_run_under_nohup(tiny: str) -> None:
-    ignoring = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); {EDGESPEC[-1]}"
+    ignoring = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); {RUN}"
     arguments = ["run", tiny, "hello", *REFERENCE, "-n", "400", "--ctx", "900", "--raw"]
-    with subprocess.Popen(
-        [sys.executable, "-c", ignoring, *arguments], stdout=PIPE, stderr=PIPE, stdin=subprocess.DEVNULL
-    ) as process:
-        assert process.stdout
+    with Forked(*arguments, program=ignoring) as process:
         process.stdout.read(10)
         process.send_signal(signal.SIGHUP)
         process.stdout.read()
-        assert process.wait(60) == 0
+        assert process.wait() == 0
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,12 @@
 import io
 import re
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import forked
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 from edgespec.backends.llamacpp.ggml.files import all_tensors
@@ -119,8 +119,7 @@ def test_two_equal_tokens_are_one_line(whole, tmp_path) -> None:
     first, second = (struct.pack("<Q", 1) + letter for letter in (b"a", b"b"))
     assert whole.count(first + second) == 1
     path.write_bytes(whole.replace(first + second, first + first))
-    command = [sys.executable, "-m", "edgespec", "run", str(path), "--raw", "Hi"]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    done = forked("run", str(path), "--raw", "Hi")
     assert done.returncode == 1
     assert re.fullmatch(r"edgespec: llama\.cpp cannot go on: GGML_ASSERT.*\n", done.stderr)
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ ENTRIES: list[dict[str, Any]] = yaml.safe_load(BUILT_IN.read_text())["machines"]
 NEEDED = {"memory_speed", "operations", "disk"}
 
 
+@cache
 def on(model: str, machine: str, **changes: Any) -> Elsewhere:
     called, described = find_machine(machine)
     return predict(model, replace(described, **changes), called)
@@ -124,12 +126,12 @@ def test_the_readme_has_two_machines_that_were_not_measured() -> None:
 
 
 def test_more_memory_and_a_faster_disk_are_never_slower() -> None:
-    seconds = [on("qwen2.5-32b", "laptop-32", free=gib << 30).found[0].passes[0].seconds for gib in (8, 14, 20, 28)]
+    seconds = [on("qwen2.5-32b", "laptop-32", free=gib << 30).found[0].passes[0].seconds for gib in (8, 12, 28)]
     assert seconds == sorted(seconds, reverse=True)
     _, laptop = find_machine("laptop-32")
     disk = replace(laptop.disk, speed=2 * laptop.disk.speed)
-    slow, fast = (on("qwen2.5-32b", "laptop-32", free=12 << 30, disk=one).found[0] for one in (laptop.disk, disk))
-    assert fast.passes[0].seconds == pytest.approx(slow.passes[0].seconds / 2)
+    fast = on("qwen2.5-32b", "laptop-32", free=12 << 30, disk=disk).found[0]
+    assert fast.passes[0].seconds == pytest.approx(seconds[1] / 2)
 
 
 def test_a_mixture_reads_only_the_experts_of_a_pass() -> None:
@@ -144,13 +146,13 @@ def test_a_mixture_reads_only_the_experts_of_a_pass() -> None:
 def test_on_a_mac_page_faults_bring_the_experts_that_do_not_fit() -> None:
     """A faster disk does not help; published: about 0.6 tokens a second."""
     _, mac = find_machine("macbook-24")
-    found, fast = (
-        on("gpt-oss-120b", "macbook-24", disk=replace(mac.disk, speed=speed)).found[0] for speed in (5e9, 10e9)
+    found, fast, slow = (
+        on("gpt-oss-120b", "macbook-24", disk=replace(mac.disk, speed=speed)).found[0].passes[0]
+        for speed in (5e9, 10e9, 1e8)
     )
-    assert fast.passes[0].seconds == pytest.approx(found.passes[0].seconds, rel=0.01)
-    assert found.passes[0].seconds == pytest.approx(found.passes[0].read / FAULT_SPEED)
-    slow = on("gpt-oss-120b", "macbook-24", disk=replace(mac.disk, speed=1e8)).found[0]
-    assert slow.passes[0].seconds > 7 * found.passes[0].seconds
+    assert fast.seconds == pytest.approx(found.seconds, rel=0.01)
+    assert found.seconds == pytest.approx(found.read / FAULT_SPEED)
+    assert slow.seconds > 7 * found.seconds
 
 
 def test_a_card_that_must_copy_is_predicted_for_pytorch_too() -> None:
@@ -221,6 +223,7 @@ def test_json_has_the_machine_and_every_engine() -> None:
     assert all(one["computed"] and one["passes"] for one in found["found"])
 
 
+@pytest.mark.parametrize("few_models", [{"qwen3-8b", "llama-3.3-70b"}], indirect=True)
 def test_models_fit_another_machine(few_models: None) -> None:
     lines = asked("models", "--fit", "--machine", "macbook-16").output.splitlines()
     at = {line.split()[0]: lines[i + 1] for i, line in enumerate(lines[:-1]) if line and not line.startswith(" ")}
@@ -252,6 +255,7 @@ def test_a_draft_without_a_file_is_refused_by_its_name(draft: str) -> None:
     assert str(found.exception).startswith(f"--draft {draft} goes without --machine")
 
 
+@pytest.mark.parametrize("few_models", [{"qwen3-8b"}], indirect=True)
 def test_a_folder_among_the_models_hides_no_other(few_models: None, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "config.json").write_text("{}")
@@ -364,7 +368,7 @@ def test_what_is_wrong_in_a_file_is_one_line_and_exit_code_2(
         ("machines: [foo]", "a machine is 'foo', but must be a mapping"),
         ("- 1", "mapping"),
         ("machines: 2024-13-45", "is not YAML: month must be"),
-        ("machines: " + 3000 * "[", "is not YAML"),
+        ("machines: " + 1000 * "[", "is not YAML"),
     ],
 )
 def test_a_file_of_another_form(tmp_path: Path, text: str, line: str) -> None:

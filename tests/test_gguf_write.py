@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tarfile
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import RUN, Forked
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
@@ -94,7 +94,8 @@ def test_types_are_those_asked_for(floats: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("recipe", [Recipe("IQ3_XS"), Recipe("Q4_0", (("ffn_up", "iq3_xxs"),))], ids=["file", "tensor"])
-def test_a_type_that_needs_a_matrix_gets_one(floats: Path, tmp_path: Path, recipe: Recipe) -> None:
+def test_a_type_that_needs_a_matrix_gets_one(tmp_path: Path, recipe: Recipe) -> None:
+    floats = small_llama(tmp_path / "f32.gguf", layers=1)
     written = quantise(floats, tmp_path / "a.gguf", recipe)
     assert written == quantise(floats, tmp_path / "b.gguf", replace(recipe, imatrix="auto"))
     assert "quantize.imatrix.file" in read_gguf(tmp_path / "a.gguf").metadata
@@ -142,6 +143,7 @@ def test_dropped_layers_are_those_named(floats: Path, tmp_path: Path) -> None:
     assert "blk.3.attn_q.weight" not in copy
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_an_importance_matrix_makes_a_difference_and_can_be_kept(floats: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("def main() -> int:\n    return 1\n\n" * 200)
@@ -286,6 +288,7 @@ def test_a_file_that_is_cut_off_is_refused_before_work(floats: Path, tmp_path: P
     assert os.listdir(tmp_path) == ["cut.gguf"]
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_what_is_quantised_already_is_refused(floats: Path, tmp_path: Path) -> None:
     once = tmp_path / "once.gguf"
     quantise(floats, once, Recipe("Q8_0"))
@@ -353,6 +356,7 @@ def test_a_disk_that_becomes_full_is_the_reason(floats: Path, tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_no_room_and_no_matrix(floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = gguf_write.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(gguf_write.shutil, "disk_usage", lambda path: usage._replace(free=1000))
@@ -369,22 +373,21 @@ def test_no_room_and_no_matrix(floats: Path, tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])
-def test_what_is_stopped_leaves_nothing(smollm2: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_what_is_stopped_leaves_nothing(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
     code = (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from pathlib import Path; from edgespec.models.convert.gguf_write import *\n"
         f"quantise(Path({str(smollm2)!r}), Path('out.gguf'), Recipe('IQ4_XS'), requantise=True,"
         " progress=lambda *what: print(*what, flush=True))"
     )
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.split()[1] == b"3":
-                break
+    monkeypatch.chdir(tmp_path)
+    with Forked(program=code) as process:
+        while process.stdout.readline().split()[1] != "3":
+            pass
         assert len(list(tmp_path.iterdir())) == 1
         process.send_signal(number)
-        process.wait(60)
+        process.wait()
     deadline = time.monotonic() + 30
     while list(tmp_path.iterdir()):  # its child sees that it has gone
         assert time.monotonic() < deadline
@@ -402,14 +405,14 @@ open(sys.argv[sys.argv.index("--outfile") + 1], "wb").close()
 open(os.path.join({str(seen)!r}, str(os.getpid())), "w").close()
 time.sleep(60)
 """)
-    command = [sys.executable, "-m", "edgespec", "convert", str(folder), str(tmp_path / "out.gguf"), "--to", "gguf"]
-    heard = {"preexec_fn": lambda: signal.signal(number, signal.SIG_DFL)}  # under nohup SIGHUP is ignored
-    with subprocess.Popen([*command, "--converter", str(tmp_path / "stub.py")], **heard) as process:
+    command = ["convert", str(folder), str(tmp_path / "out.gguf"), "--to", "gguf"]
+    heard = f"import signal; signal.signal({number}, signal.SIG_DFL); {RUN}"  # under nohup SIGHUP is ignored
+    with Forked(*command, "--converter", str(tmp_path / "stub.py"), program=heard) as process:
         while not (found := list(seen.iterdir())):
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(number)
-        assert process.wait(60) == 128 + number
+        assert process.wait() == 128 + number
     assert not list(tmp_path.glob(".*"))
     with pytest.raises(ProcessLookupError):
         os.kill(int(found[0].name), 0)

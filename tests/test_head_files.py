@@ -3,15 +3,15 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import Run
+from forked import forked
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 from edgespec.backends.llamacpp.engine import load
@@ -210,18 +210,6 @@ TENSORS: dict[str, list[Change]] = {
     ],
 }  # fmt: skip
 CUTS = (0.999, 0.7, 0.4)  # shares of the file
-WATCHED = """
-import sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-import edgespec.backends.llamacpp.engine
-import edgespec.cli.commands
-from fuzz_files import run_all
-
-for ended in run_all(enumerate({commands!r}), Path({folder!r}), 1, 60):
-    lines = [line for line in ended.said.splitlines() if not line.startswith(("measuring: ", "llamacpp: "))]
-    assert ended.code == 0 or (ended.code == 1 and len(lines) == 1), ended
-"""
 
 
 def changed(source: Path, folder: Path) -> Iterator[Path]:
@@ -241,10 +229,7 @@ def changed(source: Path, folder: Path) -> Iterator[Path]:
 def test_damaged_files_with_heads_are_one_line(files: dict[str, Path], tmp_path: Path, name: str, every: int) -> None:
     paths = list(changed(files[name], tmp_path))
     assert len(paths) >= 30
-    commands = [
-        [command, str(path), *SHORT, *(["--raw", "Hi", "-n", "2"] if command == "run" else [])]
-        for path in paths[::every] for command in ("run", "doctor")
-    ]  # fmt: skip
-    script = WATCHED.format(tests=str(Path(__file__).parent), commands=commands, folder=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, errors="replace", check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    for path, command in product(paths[::every], ("run", "doctor")):
+        done = forked(command, str(path), *SHORT, *(["--raw", "Hi", "-n", "2"] if command == "run" else []))
+        lines = [line for line in done.stderr.splitlines() if not line.startswith(("measuring: ", "llamacpp: "))]
+        assert done.returncode == 0 or (done.returncode == 1 and len(lines) == 1), (path, command, done)

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from edgespec.cli import commands
+from edgespec.loading import exact
 from edgespec.machine.described import find_machine, with_speeds
 from edgespec.machine.measurements import OFF, remember
 from edgespec.machine.this_machine import Machine
@@ -152,6 +153,7 @@ def test_the_folder_gets_the_settings_of_the_model_and_no_options_of_the_file(
         return loaded[0][1]
 
     monkeypatch.setattr(commands, "load", loading)
+    monkeypatch.setattr(exact, "find", lambda *about, **options: [])
     settings = "{context_length: 64, temperature: 0.5, system: Be brief.}"
     Path("models.yaml").write_text(
         f"models: [{{name: large, target: 'file:{smollm2_tiny}', defaults: {settings}}}]", "utf-8"

@@ -34,36 +34,48 @@ CHILD = [sys.executable, str(ROOT / "tests" / "as_on_windows.py")]
 PATHS = os.pathsep.join(str(ROOT / name) for name in ("tests", "scripts"))
 
 
-def as_on_windows(*arguments: str, **environment: str) -> str:
-    done = subprocess.run(
-        [*CHILD, *arguments], stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", check=False,
-        env={**os.environ, "PYTHONPATH": PATHS, **environment},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+RUN = """
+import sys
+from contextlib import suppress
+from edgespec.cli.commands import main
+from edgespec.machine.system import read_buffer
+print(len(read_buffer(5)))
+for _ in range(2):
+    with suppress(SystemExit):
+        main(arguments={arguments})
+"""
 
 
-def test_nothing_needs_a_posix_system_at_import() -> None:
-    """Neither the package and its engines, nor scripts/install, nor the tests of `make check-windows`."""
+def test_all_imports_and_a_prompt_need_no_posix_system(tmp_path: Path) -> None:
+    """Of the package and its engines, of scripts/install and the tests of `make check-windows`. A session goes on."""
+    from edgespec.backends.reference.backend import random_model
+
     listed = re.search(r"^ON_WINDOWS := .*tests/test_,([\w\s\\]*)\)\)$", (ROOT / "Makefile").read_text("utf-8"), re.M)
     assert listed
     tests = [str(ROOT / "tests" / f"test_{name}.py") for name in listed[1].replace("\\", "").split()]
     assert len(tests) > 10
-    assert json.loads(as_on_windows(*tests).splitlines()[-1]) == {}
-
-
-def test_a_prompt_is_answered_and_the_session_goes_on(tmp_path: Path) -> None:
-    from edgespec.backends.reference.backend import random_model
-
     random_model(2, vocab_size=258).save(str(tmp_path / "tiny.npz"))
-    arguments = [str(tmp_path / "tiny.npz"), "hello", "--backend", "reference", "--raw", "-n", "4", "--seed", "1"]
-    session = ["--resume", str(tmp_path / "talk.session"), "--json"]
-    found = [json.loads(as_on_windows("edgespec", "run", *arguments, *session)) for _ in range(2)]
-    assert [one["stats"]["cached_tokens"] > 0 for one in found] == [False, True]
-
-
-def test_memory_for_layers_is_there_without_flags_of_mmap() -> None:
-    assert as_on_windows("-c", "from edgespec.machine.system import read_buffer; print(len(read_buffer(5)))") == "5\n"
+    arguments = [
+        "run",
+        str(tmp_path / "tiny.npz"),
+        "hello",
+        "--backend",
+        "reference",
+        "--raw",
+        "-n",
+        "4",
+        "--seed",
+        "1",
+    ]
+    arguments += ["--resume", str(tmp_path / "talk.session"), "--json"]
+    done = subprocess.run(
+        [*CHILD, RUN.format(arguments=arguments), *tests], stdin=subprocess.DEVNULL, capture_output=True,
+        encoding="utf-8", check=False, env={**os.environ, "PYTHONPATH": PATHS},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    failed, length, *answers = map(json.loads, done.stdout.splitlines()[-4:])
+    assert (failed, length) == ({}, 5)
+    assert [one["stats"]["cached_tokens"] > 0 for one in answers] == [False, True]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which files are open")
@@ -147,7 +159,7 @@ def test_a_console_without_a_character_shows_a_question_mark(run_child: Callable
     shown = run_child(
         "from edgespec.cli.commands import main; from edgespec.cli.terminal import *\n"
         "open_streams(); show('│ ä → 語\\n')\n"
-        "main(None, ['models']); main(None, ['run', '--help'])",
+        "main(None, ['models', 'smollm2-135m']); main(None, ['run', '--help'])",
         PYTHONIOENCODING=encoding,
     )
     first, _, others = shown.partition(b"\n")

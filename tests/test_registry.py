@@ -75,7 +75,7 @@ def test_a_broken_file_is_refused_with_its_name_and_line(tmp_path: Path, text: s
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("value", ["2024-13-45", 3000 * "["], ids=["no date", "nested too deeply"])
+@pytest.mark.parametrize("value", ["2024-13-45", 1000 * "["], ids=["no date", "nested too deeply"])
 def test_a_value_that_is_no_yaml_is_refused_with_the_files_name(tmp_path: Path, value: str) -> None:
     path = write(tmp_path, f"models:\n  - {{name: a, target: 'file:a', description: {value}}}\n")
     with pytest.raises(RegistryError, match="is not YAML") as caught:

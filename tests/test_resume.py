@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from urllib.error import URLError
@@ -12,6 +11,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from forked import Forked
 from typist import typing_to
 
 import edgespec
@@ -168,29 +168,23 @@ def test_kept_prompts_outlive_a_kill(tiny, tmp_path):
     """kill -9 during a stream; the next server finds what was saved, and its answers are the same."""
     pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
     folder, long = tmp_path / "kept", TEXT * 5  # of 400 tokens
-    program = "from edgespec.cli.commands import main; main()"
-    command = [sys.executable, "-c", program, "serve", tiny, "--backend", "reference", "--ctx", "900"]
+    command = ["serve", tiny, "--backend", "reference", "--ctx", "900", "--port", "0"]
     found, caches = [], []
     for end in (signal.SIGKILL, signal.SIGINT):
-        with subprocess.Popen(
-            [*command, "--port", "0", "--keep-on-disk", str(folder)], stdout=-1, stderr=-1, text=True
-        ) as process:
-            try:
-                port = int(re.search(r":(\d+)/v1", process.stdout.readline())[1])
-                answer = ask(port, long)
-                found.append(answer["choices"][0]["text"])
-                caches.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-                deadline = time.monotonic() + 60
-                while not list(folder.glob("*.kept")):
-                    assert time.monotonic() < deadline
-                    time.sleep(0.01)
-                with ask(port, "something else", stream=True) as other:
-                    other.readline()
-                    process.send_signal(end)
-                    other.read() if end == signal.SIGINT else None
-                assert process.wait(60) == (-end if end == signal.SIGKILL else 0), process.stderr.read()
-            finally:
-                process.kill()
+        with Forked(*command, "--keep-on-disk", str(folder)) as process:
+            port = int(re.search(r":(\d+)/v1", process.stdout.readline())[1])
+            answer = ask(port, long)
+            found.append(answer["choices"][0]["text"])
+            caches.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            deadline = time.monotonic() + 60
+            while not list(folder.glob("*.kept")):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            with ask(port, "something else", stream=True) as other:
+                other.readline()
+                process.send_signal(end)
+                other.read() if end == signal.SIGINT else None
+            assert process.wait(60) == (-end if end == signal.SIGKILL else 0), process.stderr.read()
     assert caches[0] == 0
     assert caches[1] >= len(long) - 1
     assert found[0] == found[1]

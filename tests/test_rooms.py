@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 from pictures.rooms import floors as table
@@ -21,6 +22,7 @@ def floors() -> dict[str, int]:
     return {room.removesuffix("/").removesuffix(".py"): floor for floor, rooms, _ in table() for room in rooms}
 
 
+@cache
 def modules() -> dict[str, set[str]]:
     """Every module of the package -> the package's modules that it imports, wherever in the file."""
     files = {}

@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from edgespec.backends.reference.backend import ReferenceBackend, random_model
 pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
 
 import uvicorn
+from forked import Forked
 from scripted import answering
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
@@ -41,10 +41,10 @@ HELLO = [{"role": "user", "content": "hello"}]
 @contextmanager
 def listening(slots=2, context=500, sock=None, service=(), **guard):
     """(model, port) of a server in a thread, on a socket of its own or a given one."""
-    target = ReferenceBackend(random_model(2, vocab_size=258), sessions=slots, context_length=context)
+    target = ReferenceBackend(random_model(2, vocab_size=258, layers=1), sessions=slots, context_length=context)
     target.model.unembedding[1] = 0  # texts seldom end early
     with (
-        Model(target, [SssdPlanner() for _ in range(slots)], budget=8) as model,
+        Model(target, [SssdPlanner() for _ in range(slots)], budget=2) as model,
         answering(model, sock, service=service, **guard) as port,
     ):
         yield model, port
@@ -385,7 +385,7 @@ def serving(folder, program):
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     model_options = [str(folder / "tiny.npz"), "--backend", "reference", "--port", str(port)]
-    return port, [sys.executable, "-c", program, "serve", *model_options]
+    return port, partial(Forked, "serve", *model_options, program=program)
 
 
 @pytest.fixture
@@ -403,8 +403,7 @@ def slow_to_load(tmp_path):
         "commands.main()"
     )
     port, command = serving(tmp_path, program)
-    command += ["--api-key-file", str(tmp_path / "keys")]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True) as process:
+    with command("--api-key-file", str(tmp_path / "keys"), stdin=-1) as process:
         try:
             until(lambda: can_connect(port))
             yield process, port
@@ -423,8 +422,7 @@ def tiny(tmp_path, request):
         "commands.main()"
     )
     port, command = serving(tmp_path, program)
-    command += ["--ctx", "60000", "--grace", str(getattr(request, "param", 30))]
-    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as process:
+    with command("--ctx", "60000", "--grace", str(getattr(request, "param", 30))) as process:
         try:
             assert "answers at" in process.stdout.readline()
             until(lambda: can_connect(port))

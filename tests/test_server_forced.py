@@ -643,7 +643,7 @@ def test_a_client_gets_the_arguments_that_the_model_wrote(seen, asked, streamed,
             "json_schema": {"schema": PLACE | {"$defs": EVERY_KIND["$defs"]}},
         }
     template = f"{{% if tools %}}{{% endif %}}{{# {seen} #}}{CHAT_TEMPLATE}"
-    with served(context=2000, template=template) as client:
+    with served(context=2000, template=template, layers=1) as client:
         vocab = client.model.target.vocab
         ids = [*vocab.encode(says, add_bos=False, parse_special=False), vocab.eos_id]
 

@@ -95,7 +95,7 @@ def says(monkeypatch):
     @contextmanager
     def start(seen, text):
         template = f"{{% if tools %}}{{% endif %}}{{# {seen} #}}{CHAT_TEMPLATE}"
-        with served(context=2000, template=template) as client:
+        with served(context=2000, template=template, layers=1) as client:
             found = Says(client, text)
             monkeypatch.setattr(generate, "sample", found.sample)
             yield found

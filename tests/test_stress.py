@@ -22,7 +22,7 @@ from edgespec.server.wire import MOST_BODY, MOST_VALUES
 def server():
     target = ReferenceBackend(random_model(1, vocab_size=258), sessions=3, context_length=500)
     target.model.unembedding[1] = 0
-    with Model(target, [SssdPlanner() for _ in range(3)], budget=8) as model, served(model) as port:
+    with Model(target, [SssdPlanner() for _ in range(3)], budget=2) as model, served(model) as port:
         yield model, port
 
 

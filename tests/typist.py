@@ -3,19 +3,18 @@
 import os
 import re
 import select
-import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-PROGRAM = [sys.executable, "-c", "from edgespec.cli.commands import main; main()"]
+from forked import RUN, Forked
+
 SECONDS = 120
 CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Typist:
-    def __init__(self, child: int, terminal: int) -> None:
+    def __init__(self, child: Forked, terminal: int) -> None:
         self.child = child
         self.terminal: int | None = terminal
         self.seen = b""  # since the last `until`
@@ -51,7 +50,7 @@ class Typist:
             self.seen += CONTROL.sub(b"", new)
 
     def kill(self, number: int) -> None:
-        os.kill(self.child, number)
+        self.child.send_signal(number)
 
     def hang_up(self) -> None:
         os.close(self.terminal)
@@ -61,10 +60,8 @@ class Typist:
         """The exit code; what is still written is read, so that nothing waits for a reader."""
         deadline = time.monotonic() + SECONDS
         while True:
-            ended, status = os.waitpid(self.child, os.WNOHANG)
-            if ended:
-                self.child = 0
-                return os.waitstatus_to_exitcode(status)
+            if (code := self.child.poll()) is not None:
+                return code
             assert time.monotonic() < deadline
             if self.terminal is None:
                 time.sleep(0.05)
@@ -74,23 +71,17 @@ class Typist:
 
 
 @contextmanager
-def typing_to(*arguments: str, environment: Mapping[str, str]) -> Iterator[Typist]:
+def typing_to(*arguments: str, environment: Mapping[str, str], program: str = RUN) -> Iterator[Typist]:
     """Run `edgespec` with arguments on a terminal."""
-    import pty
-
-    child, terminal = pty.fork()
-    if child == 0:
-        os.environ.pop("NO_COLOR", None)
-        os.environ |= {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}  # nobody says where the cursor is
-        os.environ |= environment
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
-        os.execv(sys.executable, [*PROGRAM, *arguments])
-    typist = Typist(child, terminal)
-    try:
-        yield typist
-    finally:
-        if typist.child:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-        if typist.terminal is not None:
-            os.close(terminal)
+    ours, theirs = os.openpty()
+    # Nobody says where the cursor is.
+    environment = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "NO_COLOR": "", **environment}
+    with Forked(*arguments, environment=environment, program=program, terminal=theirs) as child:
+        os.close(theirs)
+        typist = Typist(child, ours)
+        try:
+            yield typist
+        finally:
+            child.kill()
+            if typist.terminal is not None:
+                os.close(typist.terminal)

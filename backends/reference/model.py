@@ -5,6 +5,7 @@ Each node is computed on its own in float64, in operations whose shapes depend o
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -131,23 +132,29 @@ def perturbed(model: Model, scale: float, seed: int) -> Model:
 
 def rms_norm(x: Array, weight: Array) -> Array:
     """Scale x [D] to a root mean square of 1, then by `weight` [D]."""
-    scaled: Array = x / np.sqrt(np.mean(x * x) + EPSILON) * weight
+    scaled: Array = x / math.sqrt(np.add.reduce(x * x) / len(x) + EPSILON) * weight
     return scaled
+
+
+@cache
+def angles(half: int, position: int) -> tuple[Array, Array]:
+    """Cosines and sines of position * base^(-2i/d), of i below d/2."""
+    angle = position * ROPE_BASE ** (-np.arange(half) / half)
+    return np.cos(angle), np.sin(angle)
 
 
 def rotate(x: Array, position: int) -> Array:
     """Rotary position: turn the pairs (i, i + d/2) of every head of x [heads, d] by position * base^(-2i/d)."""
     half = x.shape[1] // 2
-    angle = position * ROPE_BASE ** (-np.arange(half) / half)
-    cos, sin, left, right = np.cos(angle), np.sin(angle), x[:, :half], x[:, half:]
+    (cos, sin), left, right = angles(half, position), x[:, :half], x[:, half:]
     return np.concatenate([left * cos - right * sin, left * sin + right * cos], axis=1)
 
 
 def attend(query: Array, keys: Array, values: Array) -> Array:
     """Softmax attention of one query [heads, d] over keys and values [n, heads, d]; shape [heads * d]."""
     scores = np.einsum("hd,nhd->hn", query, keys) / math.sqrt(query.shape[1])
-    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-    weights /= weights.sum(axis=1, keepdims=True)
+    weights = np.exp(scores - np.maximum.reduce(scores, axis=1, keepdims=True))
+    weights /= np.add.reduce(weights, axis=1, keepdims=True)
     mixed: Array = np.einsum("hn,nhd->hd", weights, values)
     return mixed.reshape(-1)
 
@@ -190,8 +197,8 @@ def evaluate(model: Model, token_id: int, position: int, past: Array, state: Arr
     cell = np.empty(past.shape[1:])
     for i, layer in enumerate(model.layers):
         h = rms_norm(x, layer.attention_norm)
-        query = rotate((layer.query @ h).reshape(model.heads, -1), position)
-        cell[i, 0] = rotate((layer.key @ h).reshape(model.heads, -1), position)
+        turned = rotate(np.concatenate([layer.query @ h, layer.key @ h]).reshape(2 * model.heads, -1), position)
+        query, cell[i, 0] = turned[: model.heads], turned[model.heads :]
         cell[i, 1] = (layer.value @ h).reshape(model.heads, -1)
         if layer.decay is None:
             seen = np.concatenate([past[:, i], cell[None, i]])

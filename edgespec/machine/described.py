@@ -100,7 +100,7 @@ def _called(entry: Mapping[str, Any]) -> str:
 
 
 def _entries(path: Path) -> list[Any]:
-    found, _ = read_yaml(path, UsageError)
+    found, _ = read_yaml(path, UsageError, ours=path == BUILT_IN)
     entries = found.get("machines") if isinstance(found, dict) else None
     if not isinstance(entries, list):
         raise UsageError(

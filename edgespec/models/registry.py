@@ -5,6 +5,8 @@ import os
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -30,8 +32,6 @@ PACKAGE = Path(__file__).parent.parent
 BUILT_IN = PACKAGE / "models.yaml" if (PACKAGE / "models.yaml").exists() else PACKAGE.parent / "models.yaml"
 OWN_HEAD, OWN_LAYERS = OWN = "head", "layers"  # as names of a draft
 SCHEMES = ("package:", "file:", "hf:", "shape:")
-# libyaml is ten times as fast, but ends the process where lists are nested too deeply, so it reads no user's file.
-_LIBYAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w.-]+)?(:[\w.-]+)?")  # OWNER/REPOSITORY[@REVISION][:TYPE]
 # With OWNER, REPOSITORY and FILE where it may be a page of the hub.
@@ -116,7 +116,7 @@ def read_models(path: Path) -> list[Entry]:
     Raises:
         RegistryError: names the file and the line.
     """
-    found, node = read_yaml(path, RegistryError, _LIBYAML if path == BUILT_IN else yaml.SafeLoader)
+    found, node = read_yaml(path, RegistryError, ours=path == BUILT_IN)
     if not isinstance(found, dict):
         raise RegistryError(f"{path}, line 1: must be a mapping with the key models, a list")
     try:
@@ -173,10 +173,15 @@ def all_models(models_file: str | None = None) -> list[Entry]:
     paths = [Path(models_file)] if models_file else []
     paths += [own] if (own := own_models_file()) and own.exists() else []
     found = dict[str, Entry]()
-    for path in [*paths, BUILT_IN]:
-        for entry in read_models(path):
-            found.setdefault(entry.name, entry)
+    for entry in chain(*map(read_models, paths), _built_in(BUILT_IN)):
+        found.setdefault(entry.name, entry)
     return list(found.values())
+
+
+@cache
+def _built_in(path: Path) -> tuple[Entry, ...]:
+    """A command asks for several names."""
+    return tuple(read_models(path))
 
 
 def find_model(model: str, models_file: str | None = None) -> Entry:
