@@ -87,6 +87,7 @@ def planners(draft, pace, **options):
     }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda sampling: str(sampling.temperature))
 @pytest.mark.parametrize("kind", DRAFTS)
 @pytest.mark.parametrize("name", planners(None, None))
@@ -147,6 +148,7 @@ def test_with_pearl_the_target_waits_for_the_first_tree_only():
     assert any(len(tree) > 1 for tree in trees[1:])  # post-verify
 
 
+@pytest.mark.exhaustive
 def test_pearl_drafts_as_many_tokens_as_draft_passes_fit_into_a_target_pass():
     planner = PearlPlanner(backend(DRAFTS["good"]), depth=12, nice=False)
     assert planner.length > 1  # nothing is measured
@@ -157,6 +159,7 @@ def test_pearl_drafts_as_many_tokens_as_draft_passes_fit_into_a_target_pass():
     planner.close()
 
 
+@pytest.mark.exhaustive
 def test_pearls_draft_ends_with_its_length():
     """Also where the target's pass lasts longer than the last one."""
 
@@ -225,6 +228,7 @@ def test_two_texts_at_once_draft_before_their_passes():
     assert stats[0].hidden_seconds == stats[1].hidden_seconds == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "gives_way"), [(AheadPlanner, True), (SpecBranchPlanner, True), (PearlPlanner, False)]
 )

@@ -53,6 +53,7 @@ def full_at(draft, number):
     return draft
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("number", range(1, 11))
 @pytest.mark.parametrize("name", PLANNERS)
 def test_a_draft_that_has_no_room_for_a_pass(name, number):
@@ -86,6 +87,7 @@ def test_an_interrupt_that_comes_too_late_and_finds_no_room_ends_no_later_pass(m
     assert full
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", range(4, 14))  # before, prompts are read
 @pytest.mark.parametrize("name", CASCADES)
 def test_a_cascade_whose_draft_has_no_room_for_a_pass(name, number):
@@ -97,6 +99,7 @@ def test_a_cascade_whose_draft_has_no_room_for_a_pass(name, number):
 SMALLER = random_model(2, vocab_size=40, sharpness=3.0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("prompt", [PROMPT, [5, 44, 7]])
 @pytest.mark.parametrize(
     "sampling",
@@ -110,6 +113,7 @@ def test_a_draft_whose_vocabulary_is_padded_to_a_smaller_size(name, sampling, pr
     assert text(PLANNERS[name](ReferenceBackend(SMALLER)), sampling, prompt) == plain
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASCADES)
 def test_a_cascade_with_such_a_draft_samples_from_the_target_after_a_token_that_the_draft_lacks(name):
     sampling = SamplingParams(temperature=1.5, seed=4)

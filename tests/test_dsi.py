@@ -50,6 +50,7 @@ def write(
     return [chunk.token_id for event in events for chunk in drive.chunks_in(event)], stats
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("right", [0.0, 0.8, 1.0])
 def test_texts_are_those_of_one_target(temperature: float, right: float) -> None:
@@ -63,6 +64,7 @@ def test_texts_are_those_of_one_target(temperature: float, right: float) -> None
     assert (stats.passes == stats.gained) == (right == 0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("lookahead", [1, 4])
 def test_a_draft_model_guesses(temperature: float, lookahead: int) -> None:
@@ -151,6 +153,7 @@ def test_workers_are_killed(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.exhaustive
 def test_workers_of_a_cluster_are_killed(tmp_path: Path, dask: list[Place]) -> None:
     sampling = SamplingParams(temperature=0.7, seed=6)
     expected = plain(sampling)

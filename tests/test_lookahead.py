@@ -8,6 +8,7 @@ import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from test_lossless_reference import write
 
+from edgespec.lab import lookahead
 from edgespec.lab.lookahead import COLUMN, COLUMNS, MOST_SAMPLES, SHARE, WORTH, LookaheadPlanner
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.generate import Generation
@@ -17,7 +18,6 @@ from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams, sample
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import DraftTree, Source, make_tree, path_to
-from edgespec.lab import lookahead
 from edgespec.planners import auto
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.candidates import Lookup
@@ -55,6 +55,7 @@ def paths(tree: DraftTree) -> list[list[int]]:
     return [tokens[path_to(tree.parents, leaf)[1:]].tolist() for leaf in range(len(tree)) if leaf not in inner]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=0.9"])
 def test_the_window_is_a_chain_with_a_column_below_each_of_its_tokens(sampling):
     trees = [tree for _, tree, _ in steps(window_only(), sampling, BUDGET)[COLUMN:-6]]
@@ -83,6 +84,7 @@ def test_a_column_goes_on_with_the_targets_sample_at_its_position(sampling):
     assert compared > 8
 
 
+@pytest.mark.exhaustive
 def test_the_window_moves_as_far_as_the_output():
     """Each first token was at the same position in the tree before, also where draft tokens were accepted."""
     model, accepted = random_model(4, vocab_size=48, layers=1, sharpness=6.0), 0
@@ -109,6 +111,7 @@ def copied(temperature, recurrent):
     return accepted
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("recurrent", [False, True])
 def test_samples_further_on_are_copied_in_later_steps(temperature, recurrent, monkeypatch):
@@ -118,11 +121,13 @@ def test_samples_further_on_are_copied_in_later_steps(temperature, recurrent, mo
     assert accepted > copied(temperature, recurrent) > 0
 
 
+@pytest.mark.exhaustive
 def test_models_with_recurrent_layers_get_no_window():
     model = random_model(1, vocab_size=48, layers=3, recurrent=True)
     assert {len(tree) for _, tree, _ in steps(window_only(), SAMPLINGS[0], BUDGET, model=model, leaves=8)} == {1}
 
 
+@pytest.mark.exhaustive
 def test_a_window_that_was_cut_goes_on_where_it_can():
     """With one leaf only the first row is left."""
     found = steps(window_only(), SAMPLINGS[1], BUDGET, leaves=1)
@@ -139,17 +144,20 @@ def proposed(slope: float):
     return run_one(planner.propose(context, BUDGET)).proposal.nodes
 
 
+@pytest.mark.exhaustive
 def test_the_window_is_sent_where_nodes_cost_little():
     assert len(proposed(WORTH / 10)) > 0
     assert len(proposed(2 * WORTH)) == 0
 
 
+@pytest.mark.exhaustive
 def test_a_new_text_begins_with_an_empty_pool():
     planner = LookaheadPlanner()
     first, again = (steps(planner, SAMPLINGS[1], BUDGET) for _ in range(2))
     assert [tree.token_ids.tolist() for _, tree, _ in first] == [tree.token_ids.tolist() for _, tree, _ in again]
 
 
+@pytest.mark.exhaustive
 def test_few_nodes_are_sampled_in_a_step_and_the_ends_of_columns_first(monkeypatch):
     """Those of a position follow one another, since they share its noise."""
     positions = []
@@ -180,6 +188,7 @@ def test_few_nodes_are_sampled_in_a_step_and_the_ends_of_columns_first(monkeypat
         assert found == sorted(found)
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_it_was_not_asked_for_takes_no_samples(monkeypatch):
     planner = LookaheadPlanner()
     steps(planner, SAMPLINGS[0], BUDGET)
@@ -190,6 +199,7 @@ def test_a_step_that_it_was_not_asked_for_takes_no_samples(monkeypatch):
     assert planner._columns == known[1:]  # the output has moved by a token
 
 
+@pytest.mark.exhaustive
 def test_what_is_learned_from_logits_is_charged_to_who_was_asked(monkeypatch):
     clock, spent = [0.0], []
     monkeypatch.setattr(auto, "perf_counter", lambda: clock[0])

@@ -6,7 +6,7 @@ from contract import chain_rows
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_lossless_reference import PLANNERS, samplings, tokens, write
+from test_lossless_reference import NAMES, PLANNERS, samplings, tokens, write
 
 from edgespec.loop.backend import Work
 from edgespec.loop.draft_passes import run_one
@@ -27,7 +27,7 @@ def test_the_state_reaches_back_to_the_first_token():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("name", ["specexec", "chain", "pearl", "specbranch", "sssd", "lookahead", "auto"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["equal", "perturbed"])
 def test_the_grid(name, temperature, kind):
     target = ReferenceBackend(MODEL, max_leaves=8)

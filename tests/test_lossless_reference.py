@@ -46,6 +46,10 @@ PLANNERS: dict[str, Callable[[Backend, Callable[..., int]], Planner]] = {
     "auto": lambda draft, draw: auto(draft, bool(draw(0, 1)), draw(0, 20) / 10),
 }
 
+# In `make test` one test of each: `test_ahead.py` and `test_the_same_text`.
+IN_THE_LAB = ("pearl", "specbranch", "lookahead")
+NAMES = [pytest.param(one, marks=[pytest.mark.exhaustive] if one in IN_THE_LAB else []) for one in PLANNERS]
+
 
 def auto(draft: Backend, streams: bool, cost: float) -> Planner:
     """What decides by the costs of passes: of those measured here, and of draft passes that cost so much."""
@@ -103,7 +107,7 @@ def write(
     return output, stats
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", [*NAMES[:5], "lookahead", "auto"])
 @settings(max_examples=110, deadline=None)
 @given(
     st.sampled_from(range(len(MODELS))),
@@ -208,7 +212,7 @@ def test_max_tokens_is_exact(max_tokens):
     assert stats.finish_reason == "length"
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_node_is_deeper_than_the_text_can_still_go(name):
     """With it and a bonus token: more is computed for nothing."""
     target, draft = ReferenceBackend(MODELS[2]), ReferenceBackend(MODELS[2])
@@ -226,7 +230,7 @@ def test_no_node_is_deeper_than_the_text_can_still_go(name):
     assert left == 0
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_end_of_the_context(name):
     """The last place of the context is filled with a token that is never read."""
     target, draft = ReferenceBackend(MODELS[2], context_length=20), ReferenceBackend(MODELS[2], context_length=20)
@@ -243,7 +247,7 @@ def test_the_end_of_the_context(name):
         write(target, planner, [5] * 20, sampling)
 
 
-@pytest.mark.parametrize("name", ["none", *PLANNERS])
+@pytest.mark.parametrize("name", ["none", *NAMES])
 def test_a_second_generation_uses_the_cache(name):
     target, draft = ReferenceBackend(MODELS[1], sessions=2), ReferenceBackend(MODELS[1])
     planner = NonePlanner() if name == "none" else PLANNERS[name](draft, lambda low, high: min(high, 8))
@@ -263,7 +267,7 @@ def test_a_second_generation_uses_the_cache(name):
         assert stats.cached_tokens >= len(prompt) + 4
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_generation_that_was_left(name):
     """A reader that stops half-way leaves session and planner fit for the next generation."""
     target, draft = ReferenceBackend(MODELS[1], sessions=2), ReferenceBackend(MODELS[1])

@@ -63,6 +63,7 @@ def loss(model, before, scored):
 # The ends
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reject", [0, 1, None])
 def test_the_ends_are_the_texts_of_the_draft_and_of_the_target(pair, reject):
     target, draft = pair
@@ -85,6 +86,7 @@ def test_chunks_that_are_never_rejected_are_the_draft_s_text(pair):
     assert all(one.stats.tokens_by_source["draft"] == one.stats.tokens for one in result.samples)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reject", [0, 1e-9])
 def test_the_draft_reads_the_prompt_as_the_target_writes_it(pair, reject, monkeypatch):
     """Also where its own chat template is another."""
@@ -103,6 +105,7 @@ def test_the_draft_reads_the_prompt_as_the_target_writes_it(pair, reject, monkey
     assert seen == {tuple(asked[:4])}
 
 
+@pytest.mark.exhaustive
 def test_chunks_that_are_always_rejected_are_the_target_s_text(pair, monkeypatch):
     target, draft = pair
     monkeypatch.setattr(scaling.Calibration, "p_values", lambda self, found: [0.0] * len(found))
@@ -124,9 +127,9 @@ LIMITS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("limits", LIMITS)
 def test_a_score_is_the_perplexity_of_the_chunk_alone(limits):
-    limits = {"model": TARGET, "sessions": 3} | limits
+    limits = {"model": TARGET, "sessions": 3} | LIMITS[limits]
     with loaded(**limits) as target:
         prompt, generator = target.encode(PROMPT), np.random.default_rng(1)
         sizes = [(0, 9), (5, 12), (20, 1), (3, 8)]
@@ -140,6 +143,7 @@ def test_a_score_is_the_perplexity_of_the_chunk_alone(limits):
             assert target.generate(PROMPT, **ASKED).text == other.generate(PROMPT, **ASKED).text
 
 
+@pytest.mark.exhaustive
 def test_chunks_of_all_texts_are_scored_in_shared_passes():
     with loaded(TARGET, sessions=8, context=300, max_nodes=128) as target:
         prompt = target.encode(PROMPT)
@@ -175,6 +179,7 @@ def test_about_the_wanted_share_is_rejected(reject):
     assert abs(np.mean([p_value <= reject for p_value in found]) - reject) < 0.05
 
 
+@pytest.mark.exhaustive
 def test_the_share_of_a_run_is_that_of_its_p_values(pair):
     options, known, chunks, rejected = {"samples": 5, "chunk": 6, "answer": "x", **NO_END}, (), 0, 0.0
     for seed in range(0, 15, 5):
@@ -188,6 +193,7 @@ def test_the_share_of_a_run_is_that_of_its_p_values(pair):
 # The texts
 
 
+@pytest.mark.exhaustive
 def test_the_target_goes_on_where_a_chunk_was_rejected(pair, monkeypatch):
     """Its chunk follows the chunks that were kept, and no rejected one is left in the text."""
     target, draft = pair
@@ -204,6 +210,7 @@ def test_the_target_goes_on_where_a_chunk_was_rejected(pair, monkeypatch):
     assert (result.chunks, result.rejected) == (4, 2 / 4)
 
 
+@pytest.mark.exhaustive
 def test_the_same_seed_gives_the_same_result_whatever_ran_before(pair):
     def found(*models, **changes):
         result = scale(*models, PROMPT, samples=5, chunk=6, answer="[a-m]", **ASKED | changes)
@@ -216,6 +223,7 @@ def test_the_same_seed_gives_the_same_result_whatever_ran_before(pair):
         assert found(target, draft) == first
 
 
+@pytest.mark.exhaustive
 def test_texts_end_where_a_context_is_full():
     with loaded(TARGET, context=64) as target, loaded(DRAFT, context=48) as draft:
         for reject in (0, 0.5):
@@ -227,6 +235,7 @@ def test_texts_end_where_a_context_is_full():
             assert any(length + len(one.token_ids) == 48 for one in result.samples)
 
 
+@pytest.mark.exhaustive
 def test_progress_grows_to_the_end(pair):
     seen = []
     options = {"samples": 3, "chunk": 8, "answer": "x", "progress": lambda *far: seen.append(far), **ASKED}
@@ -236,6 +245,7 @@ def test_progress_grows_to_the_end(pair):
     assert seen[3:] == [(72, 72)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reject", [1e-9, 0.6])
 def test_a_text_counts_the_passes_for_scores(pair, reject):
     options = {"samples": 3, "chunk": 8, "reject": reject, "answer": "x", **ASKED, **NO_END}
@@ -247,6 +257,7 @@ def test_a_text_counts_the_passes_for_scores(pair, reject):
         assert (stats.planner, stats.exact) == ("sssd", "")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("reject", "words"),
     [
@@ -266,6 +277,7 @@ def test_words_name_what_changes_the_models_that_write(pair, reject, words):
     assert result.stats.approximate.count("sparse attention 0.9") == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reject", [0, 0.5, 1])
 def test_passes_of_other_requests_do_not_count(pair, reject):
     counts, others = pair[0].scheduler.counts, 0
@@ -299,6 +311,7 @@ def test_the_answer_of_most_texts_wins(pair):
     assert str(result.votes) in repr(result)
 
 
+@pytest.mark.exhaustive
 def test_a_text_without_an_answer_has_no_vote(pair):
     found = iter([None, "a", None, "b", None])
     result = scale(pair[0], None, PROMPT, samples=5, answer=lambda text: next(found), **ASKED)
@@ -308,6 +321,7 @@ def test_a_text_without_an_answer_has_no_vote(pair):
     assert (nothing.votes, nothing.text) == ({}, nothing.samples[0].text)
 
 
+@pytest.mark.exhaustive
 def test_a_score_decides_between_equal_votes_and_chooses_the_best_of_n(pair):
     def counts(texts):
         return [text.count("e") for text in texts]
@@ -319,6 +333,7 @@ def test_a_score_decides_between_equal_votes_and_chooses_the_best_of_n(pair):
     assert result.text == min(texts(result.samples), key=len)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reject", [0, 0.5, 1])
 def test_without_answer_and_score_the_text_with_the_lowest_perplexity_wins(pair, reject):
     result = scale(*pair, PROMPT, samples=4, chunk=9, reject=reject, **ASKED)
@@ -331,6 +346,7 @@ def test_without_answer_and_score_the_text_with_the_lowest_perplexity_wins(pair,
 # Mistakes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -372,6 +388,7 @@ def test_a_draft_of_another_vocabulary_is_refused(pair):
         scale(pair[0], other, PROMPT)
 
 
+@pytest.mark.exhaustive
 def test_a_target_whose_prompts_share_no_pass_is_refused_before_anything_is_written(pair):
     blocks = replace(EXACT, blocks=True)
     with loaded(TARGET, exact=blocks) as target:
@@ -383,6 +400,7 @@ def test_a_target_whose_prompts_share_no_pass_is_refused_before_anything_is_writ
             assert scale(target, pair[1], PROMPT, samples=2, answer="x", **ASKED | options).text
 
 
+@pytest.mark.exhaustive
 def test_closed_models_and_prompts_without_room_are_refused(pair):
     with loaded(DRAFT, context=16) as short, pytest.raises(ContextFull):
         scale(pair[0], short, PROMPT)
@@ -402,6 +420,7 @@ def streams_begun(target, count, tokens=30):
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sessions", [1, 4])
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_scores_wait_for_requests_that_hold_all_sessions(sessions, in_thread):
@@ -416,6 +435,7 @@ def test_scores_wait_for_requests_that_hold_all_sessions(sessions, in_thread):
         assert [[chunk.token_id for chunk in stream] for stream in streams] == [one[1:] for one in alone]
 
 
+@pytest.mark.exhaustive
 def test_scores_wait_for_cells():
     text = ([5, 6, 7], [8] * 45)
     with loaded(TARGET, cells=100, max_nodes=32) as target:
@@ -429,6 +449,7 @@ def test_scores_wait_for_cells():
             scaling.perplexities(target.scheduler, [5, 6], [([5, 6, 7], [8] * 150)], PassCounter())
 
 
+@pytest.mark.exhaustive
 def test_a_new_prompt_finds_room_beside_old_texts():
     """The other sessions of a group still hold theirs when it is read."""
     old, prompt = [([7], [3, 4]), ([9], [8] * 85)], list(range(2, 42))
@@ -441,6 +462,7 @@ def test_a_new_prompt_finds_room_beside_old_texts():
         assert scaling.perplexities(target.scheduler, prompt, new, PassCounter()) == pytest.approx(expected)
 
 
+@pytest.mark.exhaustive
 def test_texts_of_many_threads_share_few_sessions(pair, monkeypatch):
     forward = pair[0].target.forward
 
@@ -460,6 +482,7 @@ def test_texts_of_many_threads_share_few_sessions(pair, monkeypatch):
     assert not pair[0].scheduler.active
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_and_close_end_the_wait(pair, monkeypatch):
     target = pair[0]
     prompt, forward = target.encode(PROMPT), target.target.forward
@@ -498,6 +521,7 @@ def test_ctrl_c_and_close_end_the_wait(pair, monkeypatch):
         closing.result(60)
 
 
+@pytest.mark.exhaustive
 def test_a_score_leaves_other_requests_their_cells():
     texts = [([5, 6, 7], [number] * 25) for number in (8, 9, 10)]
     with loaded(TARGET, cells=100) as target:
@@ -509,6 +533,7 @@ def test_a_score_leaves_other_requests_their_cells():
         stream.close()
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_score_leaves_the_model_usable(pair, monkeypatch):
     target, draft = pair
     expected = scale(target, draft, PROMPT, samples=3, chunk=8, answer="x", **ASKED)
@@ -527,6 +552,7 @@ def test_an_interrupted_score_leaves_the_model_usable(pair, monkeypatch):
     assert texts(again.samples) == texts(expected.samples)
 
 
+@pytest.mark.exhaustive
 def test_close_interrupts_a_scoring_pass(pair, monkeypatch):
     target, asked = pair[0], Event()
     backend, prompt = target.target, target.encode(PROMPT)
@@ -550,6 +576,7 @@ def test_close_interrupts_a_scoring_pass(pair, monkeypatch):
     assert not closing.is_alive()
 
 
+@pytest.mark.exhaustive
 def test_the_end_of_another_request_interrupts_no_scoring_pass(pair, monkeypatch):
     backend, prompt, asked = pair[0].target, pair[0].encode(PROMPT), []
     [stream] = streams_begun(pair[0], 1)
@@ -569,6 +596,7 @@ def test_the_end_of_another_request_interrupts_no_scoring_pass(pair, monkeypatch
 # llama.cpp, whose prompts have another row class than its trees
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{}, {"exact": "off", "budget": 8}], ids=["row classes", "any shape"])
 def test_llama_cpp_scores_as_plain_decoding_does(smollm2_tiny, options):
     shared = {"context_length": 400, "remember": False, "planner": "none", **options}

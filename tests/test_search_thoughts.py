@@ -57,6 +57,7 @@ def decoded(vocab, token_ids):
     return "".join(map(stream.push, token_ids)) + stream.finish()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("width", "keep", "depth"), [(3, 1, 4), (2, 3, 3), (1, 1, 1), (4, 2, 2)])
 def test_thoughts_are_those_of_plain_decoding(model, width, keep, depth):
     found = search(model, "Why?", sums, width=width, keep=keep, depth=depth, **OPTIONS)

@@ -69,6 +69,7 @@ class TestCells:
         assert all(len(cells) == LENGTH + 6 for cells in chosen.values())
         np.testing.assert_array_equal(rows, dense)
 
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize("rows", [1, 6])
     def test_gathered_cells_give_what_masked_attention_gives(self, rows):
         generator, end = torch.Generator().manual_seed(2), LENGTH + rows
@@ -89,6 +90,7 @@ class TestCells:
         torch.testing.assert_close(attend(mask, {0: chosen}), attend(masked, {}))
         assert not torch.allclose(attend(mask, {0: chosen}), attend(mask, {}))
 
+    @pytest.mark.exhaustive
     def test_nodes_of_the_tree_are_always_read(self, pair):
         follow(*pair, 0.01, False, print)
         rows, chosen = rows_of_a_tree(*pair)
@@ -121,6 +123,7 @@ class TestCells:
         assert chosen == {}
         np.testing.assert_array_equal(rows, dense)
 
+    @pytest.mark.exhaustive
     def test_queries_of_tokens_that_were_dropped_are_not_used(self, pair):
         target, draft = pair
         follow(target, draft, 0.5, False, print)
@@ -147,6 +150,7 @@ class TestMap:
     def test_a_hand_made_matrix(self):
         assert least_in_order([[0, 9, 9], [9, 9, 1], [9, 0, 2]]) == [0, 2, 2]
 
+    @pytest.mark.exhaustive
     def test_a_model_is_mapped_to_itself_layer_by_layer(self, folders):
         pair = [load(folders[0], context_length=600, budget=16, sessions=1, threads=1) for _ in range(2)]
         follow(*pair, 0.9, False, print)
@@ -154,6 +158,7 @@ class TestMap:
         for backend in pair:
             backend.close()
 
+    @pytest.mark.exhaustive
     def test_it_is_found_once_for_a_pair(self, pair, monkeypatch, tmp_path):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.delenv("EDGESPEC_NO_MEMORY_OF_COSTS", raising=False)
@@ -173,14 +178,17 @@ class TestTexts:
             result = model.generate("to be or not to be, that is", max_tokens=24, temperature=0.8, seed=3)
             return result, model.where, model.target.identity
 
+    @pytest.mark.exhaustive
     def test_the_same_seed_gives_the_same_text(self, folders):
         one, other = (self.generate(folders, approximate="sparse-attention:0.7")[0] for _ in range(2))
         assert one.token_ids == other.token_ids
 
+    @pytest.mark.exhaustive
     def test_it_acts_and_changes_the_text(self, folders):
         dense, sparse = self.generate(folders)[0], self.generate(folders, approximate="sparse-attention:0.05")[0]
         assert sparse.token_ids != dense.token_ids
 
+    @pytest.mark.exhaustive
     def test_a_second_answer_does_not_depend_on_how_the_first_was_computed(self, folders):
         options = {"backend": "torch", "context_length": 300, "threads": 1, "remember": False, "budget": 8}
         asked, longer, texts = {"max_tokens": 24, "temperature": 0.8, "seed": 3}, "", []
@@ -205,6 +213,7 @@ class TestTexts:
         assert "approximate" not in where.line
         assert identity != other  # a saved session of the one is not loaded by the other
 
+    @pytest.mark.exhaustive
     def test_with_the_whole_share_the_text_is_that_of_plain_decoding(self, folders):
         whole = self.generate(folders, approximate="sparse-attention:1.0")[0]
         plain = self.generate(folders, draft=None, planner="none", budget=None)[0]
@@ -212,6 +221,7 @@ class TestTexts:
 
 
 class TestRefused:
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize(
         ("options", "message"),
         [
@@ -250,6 +260,7 @@ class TestRefused:
         assert message in str(error.value)
         assert "\n" not in str(error.value)
 
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize("family", ["mistral, window", "lfm2"])
     @pytest.mark.parametrize("place", ["target", "draft"])
     def test_layers_that_do_not_attend_to_the_whole_text(self, folders, tmp_path, family, place):
