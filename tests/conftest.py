@@ -317,6 +317,26 @@ def smollm2_f32(smollm2: Path, smollm2_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def small(smollm2_folder: Path) -> Path:
+    """A made-up Llama with two layers in float32, thirty times as fast: for what does not depend on what is written."""
+    from gguf_files import small_llama
+
+    return once(smollm2_folder / "small.gguf", lambda new: small_llama(new, layers=2))
+
+
+@pytest.fixture(scope="session")
+def small_q4(small: Path, smollm2_folder: Path) -> Path:
+    """The same of 4 bits."""
+    return once(smollm2_folder / "small-q4.gguf", lambda new: quantised(small, new, Q4_1))
+
+
+@pytest.fixture(scope="session")
+def small_q2k(small: Path, smollm2_folder: Path) -> Path:
+    """The same, rougher: as a draft of it, mostly right."""
+    return once(smollm2_folder / "small-q2k.gguf", lambda new: quantised(small, new, Q2_K))
+
+
+@pytest.fixture(scope="session")
 def smollm2_hf(smollm2: Path, smollm2_folder: Path) -> Path:
     """The model folder in float32 that MLX and PyTorch load."""
     return once(smollm2_folder / "hf", lambda new: converted(smollm2, new))

@@ -135,26 +135,32 @@ def small_llama(
         path: where to.
         layers: how many.
         idle: layers that add nothing.
-        width: of a state.
+        width: of a state: a multiple of 64.
         kind: another type of model, of the same weights.
         split: as for `write_gguf`.
     """
+    inner, heads = 512, width // 64
+    keys = heads // 2 if heads % 2 == 0 else 1
     config = SimpleNamespace(
-        model_type=kind, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, head_dim=64,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048, rms_norm_eps=1e-5,
+        model_type=kind, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, head_dim=64,
+        num_attention_heads=heads, num_key_value_heads=keys, max_position_embeddings=2048, rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )  # fmt: skip
-    rows = {"self_attn.q": width, "self_attn.k": width // 2, "self_attn.v": width // 2, "self_attn.o": width}
-    rows |= {"mlp.gate": 2 * width, "mlp.up": 2 * width, "mlp.down": width}
+    rows = {"self_attn.q": width, "self_attn.k": 64 * keys, "self_attn.v": 64 * keys, "self_attn.o": width}
+    rows |= {"mlp.gate": inner, "mlp.up": inner, "mlp.down": width}
     shapes: dict[str, tuple[int, ...]] = {f"model.{name}.weight": (VOCAB, width) for name in ("embed_tokens",)}
     shapes |= {"lm_head.weight": (VOCAB, width), "model.norm.weight": (width,)}
     for layer in range(layers):
         name = f"model.layers.{layer}"
         shapes |= {f"{name}.{norm}_layernorm.weight": (width,) for norm in ("input", "post_attention")}
         for part, count in rows.items():
-            shapes[f"{name}.{part}_proj.weight"] = (count, 2 * width if part == "mlp.down" else width)
+            shapes[f"{name}.{part}_proj.weight"] = (count, inner if part == "mlp.down" else width)
     generator = np.random.default_rng(0)
-    weights = {name: generator.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
+    # Norms around 1: with small ones a missing token would move a logit by hardly more than rounding does.
+    weights = {
+        name: generator.normal(1.0 if "norm" in name else 0.0, 0.1, shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
     for layer in idle:
         for part in ("self_attn.o", "mlp.down"):
             weights[f"model.layers.{layer}.{part}_proj.weight"][:] = 0

@@ -65,15 +65,15 @@ def peak_of(do) -> int:
     return peak
 
 
-def test_where_memory_is_short_cells_are_put_in_order_without_a_copy_of_all_texts(smollm2_tiny):
-    with loaded(llamacpp_factory(smollm2_tiny), sessions=3, context_length=1024) as backend:
-        texts, known = [random_tokens(backend, 700, seed) for seed in (1, 2)], {}
+def test_where_memory_is_short_cells_are_put_in_order_without_a_copy_of_all_texts(small):
+    with loaded(llamacpp_factory(small), sessions=3, context_length=512) as backend:
+        texts, known = [random_tokens(backend, 400, seed) for seed in (1, 2)], {}
         sessions = [backend.open() for _ in texts]
         for session, text in zip(sessions, texts, strict=True):
             prefill(backend, session, text)
             check_session(backend, session, text, known)
         peaks = []
-        for spare in (sys.maxsize, 1 << 20):
+        for spare in (sys.maxsize, 1 << 19):
             backend.cells.spare = spare
             peaks.append(peak_of(lambda: backend.cells.put_in_order(sessions)))
             for session, text in zip(sessions, texts, strict=True):
@@ -88,9 +88,9 @@ def grow_tree(backend, session, text, step):
     backend.forward([work(session, leaves[20:40], 20 * [1], first=21)])
 
 
-def test_trees_of_several_passes_have_room_beside_what_others_waste(smollm2_tiny):
+def test_trees_of_several_passes_have_room_beside_what_others_waste(small):
     """Cells that a tree leaves below those of another session are waste until no session has nodes."""
-    with loaded(llamacpp_factory(smollm2_tiny), sessions=2, context_length=1024, budget=64) as backend:
+    with loaded(llamacpp_factory(small), sessions=2, context_length=1024, budget=64) as backend:
         sessions, texts = [backend.open() for _ in range(2)], [random_tokens(backend, 980, seed) for seed in (1, 2)]
         for session, text in zip(sessions, texts, strict=True):
             prefill(backend, session, text[:930])
@@ -103,8 +103,8 @@ def test_trees_of_several_passes_have_room_beside_what_others_waste(smollm2_tiny
         check_session(backend, sessions[0], texts[0], {})
 
 
-def test_a_tree_without_room_has_cells_put_in_order_after_it(smollm2_tiny):
-    with loaded(llamacpp_factory(smollm2_tiny), sessions=2, context_length=256) as backend:
+def test_a_tree_without_room_has_cells_put_in_order_after_it(small):
+    with loaded(llamacpp_factory(small), sessions=2, context_length=256) as backend:
         first, second = backend.open(), backend.open()
         prefill(backend, first, random_tokens(backend, 100, 1))
         prefill(backend, second, random_tokens(backend, 100, 2))
@@ -118,9 +118,9 @@ def test_a_tree_without_room_has_cells_put_in_order_after_it(smollm2_tiny):
         assert backend.cells.end == 152
 
 
-def test_a_short_part_of_a_prompt_has_room_for_its_padding_on_both_sides(smollm2_tiny):
+def test_a_short_part_of_a_prompt_has_room_for_its_padding_on_both_sides(small_q4):
     """Before it, to the same place of a tile, and behind it, to the row class of prompts."""
-    with loaded(llamacpp_factory(smollm2_tiny), sessions=2, context_length=2000) as backend:
+    with loaded(llamacpp_factory(small_q4), sessions=2, context_length=2000) as backend:
         backend.keep_to(BatchInvariance("narrow", RowClass(1, 7), RowClass(64, 512)))
         first, second = backend.open(), backend.open()
         text, end = random_tokens(backend, 1381, 1), backend.cells._size - 110
@@ -132,8 +132,8 @@ def test_a_short_part_of_a_prompt_has_room_for_its_padding_on_both_sides(smollm2
         backend.forward([Work(first, np.array(text[1380:], np.int32), node - 1, node, prompt=True)])
 
 
-def test_a_failed_pass_takes_no_cells_of_ids_that_were_not_lent_yet(smollm2_tiny, monkeypatch):
-    with loaded(llamacpp_factory(smollm2_tiny, exact="off"), sessions=4, context_length=200) as backend:
+def test_a_failed_pass_takes_no_cells_of_ids_that_were_not_lent_yet(small, monkeypatch):
+    with loaded(llamacpp_factory(small, exact="off"), sessions=4, context_length=200) as backend:
         backend._ids._free = backend._ids._free[:2]
         lent, other, failing = (backend.open() for _ in range(3))
         text = random_tokens(backend, 60, 1)
@@ -156,14 +156,14 @@ def test_a_failed_pass_takes_no_cells_of_ids_that_were_not_lent_yet(smollm2_tiny
             assert np.allclose(chain_rows(backend, [*text, token], 60)[-1], row, atol=1e-4)
 
 
-def test_a_disk_that_fails_leaves_cells_as_they_are(smollm2_tiny, monkeypatch):
+def test_a_disk_that_fails_leaves_cells_as_they_are(small, monkeypatch):
     def full(needed):
         raise ModelError("no disk has room")
 
     def fails(file, parts):
         raise OSError("no space left on device")
 
-    with loaded(llamacpp_factory(smollm2_tiny), sessions=2, context_length=256) as backend:
+    with loaded(llamacpp_factory(small), sessions=2, context_length=256) as backend:
         session, text, known = backend.open(), random_tokens(backend, 100, 1), {}
         prefill(backend, session, text)
         backend.cells.spare = 0
@@ -177,9 +177,9 @@ def test_a_disk_that_fails_leaves_cells_as_they_are(smollm2_tiny, monkeypatch):
         check_session(backend, session, text, known)
 
 
-def test_a_pass_that_ctrl_c_ends_after_its_computation_leaves_no_cells(smollm2_tiny, monkeypatch):
+def test_a_pass_that_ctrl_c_ends_after_its_computation_leaves_no_cells(small_q4, monkeypatch):
     """Neither of the nodes, nor of padding, nor of committed tokens that it read."""
-    with loaded(llamacpp_factory(smollm2_tiny)) as backend:
+    with loaded(llamacpp_factory(small_q4)) as backend:
         backend.keep_to(BatchInvariance("wide", RowClass(8, 63), RowClass(8, 63)))
         text, session = random_tokens(backend, 7, 1), backend.open()
         prefill(backend, session, text)
@@ -195,8 +195,8 @@ def test_a_pass_that_ctrl_c_ends_after_its_computation_leaves_no_cells(smollm2_t
         check_session(backend, session, text)
 
 
-def test_what_is_committed_behind_a_gap_is_owed(smollm2_tiny):
-    with loaded(llamacpp_factory(smollm2_tiny)) as backend:
+def test_what_is_committed_behind_a_gap_is_owed(small):
+    with loaded(llamacpp_factory(small)) as backend:
         text, tokens = random_tokens(backend, 7, 1), random_tokens(backend, 4, 2)
         for parents, path, owed in [
             ([-1, 0, 1, 1], [0, 1, 2], 0),

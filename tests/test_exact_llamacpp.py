@@ -19,6 +19,7 @@ from edgespec.backends.llamacpp import session as session_of_llamacpp
 from edgespec.backends.llamacpp.engine import engine, load
 from edgespec.backends.llamacpp.ggml.files import llama_cpp, without_amx
 from edgespec.backends.llamacpp.memory import attention
+from gguf_files import small_llama
 
 from benchmarks.made_up import Shape, write_made_up
 from edgespec.errors import ContextFull, Interrupted, UsageError
@@ -41,7 +42,7 @@ from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 
-# llama_ftype in llama.h. SmolLM2's rows of 576 fit no block of 256, but those of its feed-forward, 1536, do.
+# llama_ftype in llama.h. Of the model's rows, those of 320 numbers fit no block of 256, but those of 512 do.
 KINDS = {"Q4_K_M": 15, "Q8_0": 7, "Q4_0": 2, "Q4_1": 3, "IQ4_XS": 30, "F16": 1, "BF16": 32}
 BOTH = ("narrow", "wide")
 CLASSES = {"Q4_1": BOTH, "made up": BOTH, "Q8_0": BOTH[:1], "Q4_0": BOTH[:1], "F16": BOTH[:1]}  # others: wide
@@ -90,15 +91,15 @@ def loaded(path, asked=None, *, repack=True, **options):
 
 @pytest.fixture(scope="session")
 def weights(smollm2, smollm2_folder):
-    """Paths of models by the kind of their weights: SmolLM2 with three layers, or made up."""
+    """Paths of models by the kind of their weights; all but "made up", which has SmolLM2's tokens, know bytes."""
 
     def get(kind):
         if kind == "made up":
             return made_up(smollm2, smollm2_folder)
         if kind in FAMILIES:
             return once(smollm2_folder / f"{kind}.gguf", lambda new: family(kind, new))
-        left_out = tuple(range(3, 30))
-        return once(smollm2_folder / f"{kind}.gguf", lambda new: quantised(smollm2, new, KINDS[kind], left_out))
+        floats = once(smollm2_folder / "exact.gguf", lambda new: small_llama(new, layers=2, width=320))
+        return once(smollm2_folder / f"{kind}.gguf", lambda new: quantised(floats, new, KINDS[kind]))
 
     return get
 
@@ -123,19 +124,29 @@ def family(kind, path):
 
 
 @pytest.fixture(scope="module")
-def draft(weights):
-    backend = load(str(weights("Q4_1")), context_length=1024, threads=2, budget=64, in_order=False)
-    yield backend
-    backend.close()
+def drafts(weights):
+    """For the targets with SmolLM2's tokens, and for the others."""
+    paths = {known: str(weights(kind)) for known, kind in ((True, "made up"), (False, "Q4_1"))}
+    found = {
+        known: load(path, context_length=1024, threads=2, budget=64, in_order=False) for known, path in paths.items()
+    }
+    yield lambda target: found[target.vocab.size > 1000]
+    for backend in found.values():
+        backend.close()
 
 
-def write(target, planner, prompt, sampling, count, budget=62):
+def ids_of(target, text, most=None):
+    return target.vocab.encode(text, add_bos=True, parse_special=False)[:most]
+
+
+def write(target, planner, ids, sampling, count, budget=62):
+    """The tokens that are written, each with its log-probability, which the bits of all logits decide."""
     session, output, stats = target.open(), [], GenerationStats()
-    ids = target.vocab.encode(prompt, add_bos=True, parse_special=False)
-    for round_ in Generation(
-        target, session, planner, ids, sampling, max_tokens=count, budget=budget, stats=stats, stop_ids=frozenset()
-    ).steps():
-        output += round_.tokens
+    for step in Generation(
+        target, session, planner, ids, sampling, max_tokens=count, budget=budget, stats=stats, stop_ids=frozenset(),
+        log_probs=1,
+    ).steps():  # fmt: skip
+        output += [(token, found.log_prob, *found.best) for token, found in zip(step.tokens, step.log_probs, strict=True)]
     planner.close()
     session.close()
     return output, stats
@@ -160,19 +171,19 @@ MORE_KINDS = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("Q4_
 
 
 @pytest.mark.parametrize("kind", ["Q4_K_M", "Q8_0", "Q4_1", "F16", "made up", *MORE_KINDS])
-def test_texts_are_equal(weights, draft, kind, whole_grid):
+def test_texts_are_equal(weights, drafts, kind, whole_grid):
     """Every planner, each at one of the temperatures; with some weights at all of them, in one of both classes."""
     path, checked, names = weights(kind), set(), list(PLANNERS)
     for turn, asked in enumerate(CLASSES.get(kind, BOTH[1:])):
         with loaded(path, asked) as target:
-            exact = target.capabilities.exact
+            exact, ids = target.capabilities.exact, ids_of(target, SHORT)
             checked.add(exact)
             assert target.capabilities.logit_tolerance == 0
             for i, sampling in enumerate(SAMPLINGS):
-                plain, _ = write(target, NonePlanner(), SHORT, sampling, 16)
+                plain, _ = write(target, NonePlanner(), ids, sampling, 16)
                 some = names[(i + turn) % 2 :: 2] if kind == "Q4_1" else [names[i], "auto"]
                 for name in names if kind == "Q4_1" and whole_grid else some:
-                    output, _ = write(target, PLANNERS[name](draft), SHORT, sampling, 16)
+                    output, _ = write(target, PLANNERS[name](drafts(target)), ids, sampling, 16)
                     assert output == plain, f"{kind}, {exact}, {name}, {sampling}"
     assert checked
 
@@ -182,13 +193,14 @@ def test_texts_are_equal(weights, draft, kind, whole_grid):
     ("kind", "asked", "kv_type"),
     [("made up", "narrow", None), ("made up", "narrow", "f16"), ("made up", "wide", None), ("Q4_1", "wide", None)],
 )
-def test_texts_are_equal_after_a_long_prompt(weights, draft, kind, asked, kv_type):
+def test_texts_are_equal_after_a_long_prompt(weights, drafts, kind, asked, kv_type):
     """From 512 cells on llama.cpp splits the cache among threads for one row, from 64 rows on it adds up tiles."""
     with loaded(weights(kind), asked, kv_type=kv_type) as target:
-        assert len(target.vocab.encode(LONG, add_bos=True, parse_special=False)) > 600
-        plain, _ = write(target, NonePlanner(), LONG, SAMPLINGS[2], 20)
+        ids = ids_of(target, LONG, 610)
+        assert len(ids) > 600
+        plain, _ = write(target, NonePlanner(), ids, SAMPLINGS[2], 12)
         for name, make in PLANNERS.items():
-            output, _ = write(target, make(draft), LONG, SAMPLINGS[2], 20)
+            output, _ = write(target, make(drafts(target)), ids, SAMPLINGS[2], 12)
             assert output == plain, name
 
 
@@ -201,8 +213,9 @@ def test_a_real_pair(asked):
     if not (target.exists() and small.exists()):
         pytest.skip("the pair is not in the cache folder")
     with loaded(target, asked) as model, loaded(small, "off", in_order=False) as helper:
-        plain, _ = write(model, NonePlanner(), SHORT, SAMPLINGS[2], 16)
-        assert write(model, PLANNERS["specexec"](helper), SHORT, SAMPLINGS[2], 16)[0] == plain
+        ids = ids_of(model, SHORT)
+        plain, _ = write(model, NonePlanner(), ids, SAMPLINGS[2], 16)
+        assert write(model, PLANNERS["specexec"](helper), ids, SAMPLINGS[2], 16)[0] == plain
 
 
 def test_without_classes_they_part(weights):
@@ -276,11 +289,11 @@ def test_repacked_weights_have_classes(weights):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("asked", "kv_type"), [("narrow", None), ("narrow", "f16"), ("wide", "f16")])
-def test_a_chat_keeps_its_prefix(weights, draft, asked, kv_type):
+def test_a_chat_keeps_its_prefix(weights, drafts, asked, kv_type):
     """Five turns with the cache of the turns before, and each of them read anew."""
     with loaded(weights("made up"), asked, kv_type=kv_type, context_length=2048) as target:
         messages, kept = list[dict[str, str]](), 0
-        with Model(target, SpecExecPlanner(draft, depth=6, beam=4), budget=62) as chat:
+        with Model(target, SpecExecPlanner(drafts(target), depth=6, beam=4), budget=62) as chat:
             for turn in range(5):
                 messages.append({"role": "user", "content": f"{turn}. {LONG[: 200 + 150 * turn]}"})
                 stats = GenerationStats()
@@ -295,7 +308,7 @@ def test_a_chat_keeps_its_prefix(weights, draft, asked, kv_type):
 
 
 @pytest.mark.parametrize("repack", [False, pytest.param(True, marks=pytest.mark.skipif(not REPACKS, reason="AMX"))])
-def test_short_prompts_go_on_from_one_another(weights, draft, repack):
+def test_short_prompts_go_on_from_one_another(weights, drafts, repack):
     """Questions that a template begins alike, one after the other, and each of them alone."""
     questions, sampling = ["Why?", "Who are you?", "Count to three."], {"max_tokens": 12, "temperature": 1.0, "seed": 5}
     with loaded(weights("made up"), "narrow", sessions=2, repack=repack, context_length=2048) as target:
@@ -303,7 +316,7 @@ def test_short_prompts_go_on_from_one_another(weights, draft, repack):
         for question in questions:
             with Model(target, NonePlanner()) as fresh:
                 alone.append(fresh.chat(question, **sampling).text)
-        with Model(target, SpecExecPlanner(draft, depth=6, beam=4), budget=2) as model:
+        with Model(target, SpecExecPlanner(drafts(target), depth=6, beam=4), budget=2) as model:
             for question, text in zip(questions, alone, strict=True):
                 result = model.chat(question, **sampling)
                 assert result.text == text
@@ -558,13 +571,13 @@ def test_company_changes_nothing(weights, asked):
 def test_families(weights, kind):
     """Windows, soft caps, and mixtures, where it depends on the tokens how many rows an expert gets."""
     with loaded(weights(kind), budget=32) as target:
-        exact = target.capabilities.exact
+        exact, ids = target.capabilities.exact, ids_of(target, LONG[:300])
         assert exact is not None
         if kind in MIXTURES and "repacked" not in target.computing:
             assert exact.trees.most < 8
         for sampling in SAMPLINGS:
-            plain, _ = write(target, NonePlanner(), LONG[:400], sampling, 24)
-            assert write(target, SssdPlanner(), LONG[:400], sampling, 24)[0] == plain, sampling
+            plain, _ = write(target, NonePlanner(), ids, sampling, 12)
+            assert write(target, SssdPlanner(), ids, sampling, 12)[0] == plain, sampling
 
 
 def last_row(backend, session, token_ids):

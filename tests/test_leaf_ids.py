@@ -10,9 +10,9 @@ from edgespec.errors import ContextFull
 from edgespec.loop.passes import prefill
 
 
-def test_ids_go_where_leaves_are(smollm2_tiny):
+def test_ids_go_where_leaves_are(small):
     """Trees by turns of more leaves than there are ids: what idle sessions had is used again."""
-    with loaded(llamacpp_factory(smollm2_tiny), sessions=5, budget=64, context_length=128) as backend:
+    with loaded(llamacpp_factory(small), sessions=5, budget=64, context_length=128) as backend:
         limits = backend.capabilities
         assert limits.max_leaves == 64  # not a fifth of 254
         assert 4 * (limits.max_leaves - 1) > limits.spare_leaves
@@ -55,8 +55,8 @@ def test_what_each_of_several_texts_may_have(texts, leaves):
 
 
 @pytest.mark.parametrize("kv_type", ["q8_0", "f32"])
-def test_forks_share_cells_also_in_a_cache_that_was_put_in_order(smollm2_tiny, smollm2_tiny_f32, kv_type):
-    factory = llamacpp_factory(smollm2_tiny_f32 if kv_type == "f32" else smollm2_tiny, kv_type=kv_type, share=0.125)
+def test_forks_share_cells_also_in_a_cache_that_was_put_in_order(small, small_q4, kv_type):
+    factory = llamacpp_factory(small if kv_type == "f32" else small_q4, kv_type=kv_type, share=0.125)
     with loaded(factory, sessions=4, context_length=256) as backend:
         assert backend.capabilities.cells == 256 + 3 * 32
         first, text, known = backend.open(), random_tokens(backend, 200, 1), {}

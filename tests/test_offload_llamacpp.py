@@ -1,6 +1,6 @@
 """llama.cpp with weights that are streamed: the same numbers, to the bit, and nothing left behind.
 
-SmolLM2's weights are Q4_1, whose kernels are the same with and without llama.cpp's repacking.
+SmolLM2's weights are Q4_1, whose kernels are the same with and without llama.cpp's repacking; `tiny` has floats.
 """
 
 import gc
@@ -24,7 +24,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 import llama_cpp
-from conftest import Run
+from conftest import Run, once
 from edgespec.backends.common import loader as loader_module
 from edgespec.backends.llamacpp import engine as llamacpp_engine
 from edgespec.backends.llamacpp.backend import LlamaBackend
@@ -33,6 +33,7 @@ from edgespec.backends.llamacpp.engine import engine, load
 from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
 from edgespec.backends.llamacpp.memory.gpu import Buffers
 from edgespec.backends.llamacpp.memory.planning import MIN_NODES, SHARE
+from gguf_files import small_llama
 from hybrid_files import write_with_head
 
 from edgespec.errors import Interrupted, ModelError, NoRoom, UsageError
@@ -73,8 +74,8 @@ def _steady_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny(smollm2_tiny: Path) -> Path:
-    return smollm2_tiny
+def tiny(smollm2_folder: Path) -> Path:
+    return once(smollm2_folder / "six-layers.gguf", lambda new: small_llama(new, layers=6))
 
 
 def least_memory(path: Path, **options: Any) -> int:
@@ -193,7 +194,7 @@ def test_logits_are_the_same_to_the_bit(streamed: LlamaBackend, resident: LlamaB
     assert streamed.streamer
     assert 4 < len(streamed.streamer.plan.streamed) < 30  # some stay, some are streamed
     exact(streamed, resident)
-    np.testing.assert_array_equal(last_row(streamed, list(range(5, 70))), last_row(resident, list(range(5, 70))))
+    np.testing.assert_array_equal(last_row(streamed, list(range(5, 40))), last_row(resident, list(range(5, 40))))
 
 
 def test_all_layers_streamed(smollm2: Path, resident: LlamaBackend) -> None:
@@ -265,7 +266,7 @@ def test_a_prompt_of_several_chunks(tiny: Path, monkeypatch: pytest.MonkeyPatch)
     options = OPTIONS | {"context_length": 700}
     for backend in (load_streamed(tiny, **options), load(str(tiny), resident=True, **options)):
         assert backend.capabilities.max_nodes == 512
-        rows.append(last_row(backend, [20 + i % 300 for i in range(600)]))
+        rows.append(last_row(backend, [20 + i % 200 for i in range(600)]))
         backend.close()
     np.testing.assert_array_equal(rows[0], rows[1])
 
@@ -279,7 +280,7 @@ def test_a_pass_of_several_graphs(tiny: Path, monkeypatch: pytest.MonkeyPatch) -
         session = backend.open()
         length = 300
         # The first branch is given up, so the cells behind its gap are, too.
-        tokens = np.array([5, *range(20, 20 + length)], np.int32)
+        tokens = np.array([5, *(20 + i % 200 for i in range(length))], np.int32)
         parents = np.array([-1, -1, *range(1, length)], np.int32)
         backend.forward([Work(session, tokens, parents, np.array([0], np.int32))])
         session.commit(list(range(1, length + 1)))
@@ -287,7 +288,7 @@ def test_a_pass_of_several_graphs(tiny: Path, monkeypatch: pytest.MonkeyPatch) -
         if backend.streamer:
             enters.append(Enters(backend, monkeypatch))
         nodes = np.arange(length, dtype=np.int32)
-        logits = backend.forward([Work(session, nodes + 30, nodes - 1, nodes[-1:])])[0]
+        logits = backend.forward([Work(session, 30 + nodes % 200, nodes - 1, nodes[-1:])])[0]
         rows.append(logits.row(length - 1))
         if backend.streamer:
             np.testing.assert_array_equal(enters[0].passes, [[*range(6), *range(6)]])
@@ -447,7 +448,7 @@ def test_ctrl_c_while_a_pass_computes(
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        for delay in (0.05, 0.1, 0.15, 0.2):
+        for delay in (0.05, 0.15):
             session = streamed.open()
             timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
             timer.start()
@@ -462,10 +463,10 @@ def test_ctrl_c_while_a_pass_computes(
         signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
         timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
-        row = last_row(streamed, list(range(5, 70)))
+        row = last_row(streamed, list(range(5, 40)))
         timer.join()
         assert seen == [signal.SIGINT]
-        np.testing.assert_array_equal(row, last_row(resident, list(range(5, 70))))
+        np.testing.assert_array_equal(row, last_row(resident, list(range(5, 40))))
     finally:
         signal.signal(signal.SIGINT, before)
     assert "ignored" not in capfd.readouterr().err
@@ -482,7 +483,7 @@ def test_what_ends_the_program_ends_a_pass(
 
     before = signal.signal(number, end)
     try:
-        for delay in (0.05, 0.1):
+        for delay in (0.05,):
             session = streamed.open()
             timer = threading.Timer(delay, os.kill, (os.getpid(), number))
             timer.start()
@@ -627,7 +628,7 @@ def test_a_load_that_fails_leaves_nothing(
 
 
 @linux_only
-def test_five_hundred_passes_do_not_grow(tiny: Path) -> None:
+def test_hundreds_of_passes_do_not_grow(tiny: Path) -> None:
     def taken() -> tuple[int, int, int]:
         deadline = time.monotonic() + 10  # until the ring is at rest
         while len(backend.streamer._shown) < backend.streamer.plan.slots:
@@ -639,15 +640,15 @@ def test_five_hundred_passes_do_not_grow(tiny: Path) -> None:
     def passes(count: int) -> None:
         for number in range(count):
             session.rewind(session_start)
-            backend.forward([Work(session, one + number, root, root[:0])])
+            backend.forward([Work(session, one + number % 200, root, root[:0])])
 
     backend = load_streamed(tiny)
     session, one, root = backend.open(), np.array([5], np.int32), np.array([-1], np.int32)
     prefill(backend, session, [1, 2, 3])
     session_start = 3
-    passes(50)
+    passes(30)
     before, memory = taken(), resident_bytes()
-    passes(500)
+    passes(200)
     after = taken()
     assert after[:2] == before[:2]
     assert after[2] <= before[2] + 3
@@ -720,7 +721,7 @@ def test_caches_are_counted_where_weights_have_plenty_of_room(
 
 def test_a_context_as_trained_that_does_not_fit_is_named_by_its_tokens(tiny: Path) -> None:
     machine = Machine(platform="linux", processors=8, cores=8, memory=4 << 30, free=1 << 20)
-    with pytest.raises(NoRoom, match="a context of 8192 tokens needs"):
+    with pytest.raises(NoRoom, match="a context of 2048 tokens needs"):
         engine.plan(str(tiny), LoadOptions(context_length=0, resident=True), machine)
 
 
@@ -732,10 +733,10 @@ def test_caches_get_no_memory_that_the_program_holds(tiny: Path) -> None:
         engine.plan(str(tiny), options, replace(free, used=(4 << 30) - MIB))
 
 
-def test_many_sessions_share_cells_where_each_cannot_have_a_whole_context(tiny: Path) -> None:
+def test_many_sessions_share_cells_where_each_cannot_have_a_whole_context(smollm2_tiny: Path) -> None:
     rich = Machine(platform="linux", processors=8, cores=8, memory=64 << 30, free=64 << 30)
     plans = [
-        engine.plan(str(tiny), LoadOptions(context_length=8192, sessions=32), machine)
+        engine.plan(str(smollm2_tiny), LoadOptions(context_length=8192, sessions=32), machine)
         for machine in (rich, replace(rich, free=5 << 29))
     ]
     assert [plan.size.share for plan in plans] == [1, SHARE]
@@ -751,10 +752,10 @@ def test_cells_that_memory_cannot_hold_are_refused_before_llama_cpp_makes_them(
             engine.plan(str(tiny), LoadOptions(context_length=1 << 24, sessions=200, memory=memory), machine)
 
 
-def test_sequence_ids_of_cells_are_counted(tiny: Path) -> None:
+def test_sequence_ids_of_cells_are_counted(smollm2_tiny: Path) -> None:
     """Each token of a text has a node in a map for each leaf of the widest tree."""
     few, many = (
-        llamacpp_memory.memory_needs(str(tiny), ContextSize(1 << 16, budget, 1, 512), this_machine())
+        llamacpp_memory.memory_needs(str(smollm2_tiny), ContextSize(1 << 16, budget, 1, 512), this_machine())
         for budget in (32, 128)
     )
     assert many - few > 95 * (1 << 16) * 48
@@ -855,16 +856,16 @@ def test_too_little_memory_for_a_context_is_one_line(tiny: Path, free: int, sess
         llamacpp_memory.rehearse(str(tiny), [ContextSize(1 << 20, 16, sessions, MIN_NODES)], free)
 
 
-def test_float32_caches_are_counted(tiny: Path, smollm2_tiny_f32: Path) -> None:
+def test_float32_caches_are_counted(small: Path, small_q4: Path) -> None:
     """A model in float32 has keys and values in float32: twice as large, and so counted."""
     rounded, exact = (
         [
             llamacpp_memory.memory_needs(str(path), ContextSize(length, 16, 1, MIN_NODES), this_machine())
             for length in (1024, 4096)
         ]
-        for path in (tiny, smollm2_tiny_f32)
+        for path in (small_q4, small)
     )
-    cache = 3072 * 2 * 6 * 192 * 2  # keys and values of six layers, two bytes each
+    cache = 3072 * 2 * 2 * 128 * 2  # keys and values of two layers, two bytes each
     assert rounded[1] - rounded[0] >= cache
     assert exact[1] - exact[0] >= rounded[1] - rounded[0] + cache
 
@@ -894,11 +895,12 @@ def test_run_tells_what_it_streams(run: Run, tiny: Path) -> None:
     code, out, err = run(*arguments, "--memory", f"{least // MIB}M")
     assert code == plain[0] == 0
     assert out == plain[1] != ""
-    lines = err.splitlines()
+    lines = err.removeprefix(f"{TRYING}\n").splitlines()
     assert lines.pop(0).startswith("llamacpp: ")
     assert re.fullmatch(
         r"model of \d+ MiB in \d+ MiB of memory: \d+ MiB stays, \d+ MiB \(from \d of 6 layers\) is read from disk "
-        r"in every pass, about [\d.]+ s at [\d.]+ GB/s; \d+ MiB locked in memory(, \d+ MiB kept in the page cache.*)?",
+        r"in every pass, about [\d.]+ s at [\d.]+ GB/s, 0 MiB of embeddings row by row; "
+        r"\d+ MiB locked in memory(, \d+ MiB kept in the page cache.*)?",
         lines[0],
     )
     assert "in every pass" not in plain[2]
@@ -915,7 +917,7 @@ def test_run_warns_of_a_slow_disk_before_it_starts(tiny: Path, monkeypatch: pyte
     assert code == 0
     lines = err.removeprefix(f"{TRYING}\n").splitlines()
     assert lines.pop(0).startswith("llamacpp: ")
-    found = re.search(r"in every pass, about (\d+) s at 0\.0010 GB/s; ", lines[0])
+    found = re.search(r"in every pass, about (\d+) s at 0\.0010 GB/s, ", lines[0])
     assert found
     told = re.match(
         r"slow: the disk allows (0\.\d+) tokens/s, more only with accepted draft tokens; a faster", lines[1]
