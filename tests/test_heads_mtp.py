@@ -194,6 +194,7 @@ def test_rows_are_those_of_transformers(family, tmp_path):
     np.testing.assert_allclose(rows_of(made), np.stack(expected), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.covering(1)
 @by_temperature
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts_with_a_head_are_plain_ones(family, tmp_path, sampling):
@@ -205,6 +206,7 @@ def test_texts_with_a_head_are_plain_ones(family, tmp_path, sampling):
     assert made.head.capabilities.head
 
 
+@pytest.mark.covering(1)
 @by_temperature
 @pytest.mark.parametrize("family", ["qwen3.5", "glm4 moe"])
 def test_a_head_of_a_streamed_target(family, tmp_path, sampling):

@@ -12,8 +12,6 @@ from threading import Thread, Timer, main_thread
 from time import perf_counter, sleep
 
 import pytest
-from conftest import Q4_1, quantised
-from gguf_files import small_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import CONTEXT, PROMPTS, Reader, Recording, alone, backend, planners, run
@@ -57,7 +55,7 @@ class AtLine:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(1, 6000), st.integers(0, 2))
 def test_a_text_that_is_cancelled_at_any_line_changes_no_other(name, at, which):
     target = backend("two classes", sessions=2, kind=Recording)
@@ -137,7 +135,7 @@ def try_moments(model, plain, second, count):
 def test_what_is_written_after_ctrl_c_is_what_plain_decoding_writes(name, second, whole_grid):
     plain = Model(backend("two classes", sessions=1), NonePlanner(), budget=8)
     model = Model(backend("two classes", sessions=1 + second), planners(name, 1 + second), budget=8)
-    try_moments(model, plain, second, 500 if whole_grid else 20)
+    try_moments(model, plain, second, 500 if whole_grid else 10)
 
 
 @pytest.mark.parametrize("name", ["auto", "specexec"])
@@ -156,27 +154,30 @@ def test_closing_at_any_moment_ends_all_texts(name, whole_grid):
             assert reader.tokens == alone(*reader.key)[: len(reader.tokens)]
 
 
-def on_llamacpp(name, parallel, folder):
-    """Models of 4 bits, whose passes are kept to row classes: one that decodes plainly, and one with a planner."""
+@pytest.fixture
+def on_llamacpp(small, small_q4):
+    """Loads models of 4 bits, whose passes are kept to row classes: one that decodes plainly, one with a planner."""
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    draft = small_llama(Path(folder) / "draft.gguf", layers=2)
-    target = str(quantised(draft, Path(folder) / "target.gguf", Q4_1))
-    options = {"context_length": CONTEXT, "threads": 1, "remember": False, "exact": "narrow"}
-    drafted = {"draft": str(draft)} if name != "sssd" else {}
-    plain = edgespec.load(target, planner="none", **options)
-    return plain, edgespec.load(target, planner=name, parallel=parallel, **drafted, **options)
+    target, options = str(small_q4), {"context_length": CONTEXT, "threads": 1, "exact": "narrow"}
+
+    def both(name, parallel):
+        drafted = {"draft": str(small)} if name != "sssd" else {}
+        plain = edgespec.load(target, planner="none", **options)
+        return plain, edgespec.load(target, planner=name, parallel=parallel, **drafted, **options)
+
+    return both
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="Windows sends no signals")
 @pytest.mark.parametrize("name", ["auto", "sssd", "specexec"])
-def test_what_llama_cpp_writes_after_ctrl_c_is_what_plain_decoding_writes(name, tmp_path, whole_grid):
-    plain, model = on_llamacpp(name, 2, tmp_path)
+def test_what_llama_cpp_writes_after_ctrl_c_is_what_plain_decoding_writes(name, on_llamacpp, whole_grid):
+    plain, model = on_llamacpp(name, 2)
     try_moments(model, plain, True, 200 if whole_grid else 5)
 
 
 @pytest.mark.parametrize(("what", "call"), [("load", "llama_memory_seq_rm"), ("save", "llama_memory_seq_cp")])
-def test_ctrl_c_while_llama_cpp_loads_or_saves_changes_no_tokens(what, call, tmp_path, monkeypatch):
-    plain, model = on_llamacpp("sssd", 1, tmp_path)
+def test_ctrl_c_while_llama_cpp_loads_or_saves_changes_no_tokens(what, call, on_llamacpp, tmp_path, monkeypatch):
+    plain, model = on_llamacpp("sssd", 1)
     from edgespec.backends.llamacpp.ggml.files import llama_cpp
 
     inner = getattr(llama_cpp, call)

@@ -38,15 +38,15 @@ def test_types_are_known_to_ggml_by_the_same_names() -> None:
     assert {named(number).decode() for number in KV_TYPES.values()} == set(KV_TYPES)
 
 
-@pytest.mark.parametrize("weights", ["smollm2_tiny", "smollm2_tiny_f32"])
+@pytest.mark.parametrize("weights", ["small_q4", "small"])
 def test_every_type_computes_nearly_the_same(weights: str, request: pytest.FixtureRequest) -> None:
     """And not just the same: the type has reached the cache, and flash attention does not turn f32 into f16."""
     path = request.getfixturevalue(weights)
     rows = {kv_type: last_row(path, kv_type) for kv_type in KV_TYPES}
     plain = last_row(path, None)
-    assert np.array_equal(plain, rows["f32" if weights.endswith("f32") else "f16"])
+    assert np.array_equal(plain, rows["f32" if weights == "small" else "f16"])
     for kv_type, row in rows.items():
-        assert np.corrcoef(row, plain)[0, 1] > 0.95, kv_type
+        assert np.corrcoef(row, plain)[0, 1] > 0.9, kv_type
     assert len({row.tobytes() for row in rows.values()}) == len(KV_TYPES)
 
 
@@ -73,37 +73,33 @@ def test_the_drafts_cache_is_counted_with_its_type(smollm2_tiny: Path) -> None:
     assert pair[0] - pair[1] == pytest.approx(2 * (alone[0] - alone[1]), rel=0.2)
 
 
-def test_an_unknown_type_is_refused(run: Run, smollm2_tiny: Path) -> None:
-    for command in (["run", str(smollm2_tiny), "hi"], ["doctor", str(smollm2_tiny)]):
+def test_an_unknown_type_is_refused(run: Run, small: Path) -> None:
+    for command in (["run", str(small), "hi"], ["doctor", str(small)]):
         status, out, err = run(*command, "--kv-type", "q9")
         assert (status, out) == (2, "")
         *measured, line = err.splitlines()
         assert line.startswith("edgespec: kv_type is 'q9', but must be one of f16, q8_0, ")
         assert all(one.startswith("measuring: ") for one in measured)
     with pytest.raises(UsageError, match="kv_type is 'Q8_0'"):
-        load(str(smollm2_tiny), kv_type="Q8_0")
+        load(str(small), kv_type="Q8_0")
 
 
 def test_heads_that_do_not_fit_the_types_blocks_are_refused(tmp_path: Path) -> None:
-    from gguf_files import VOCAB, write_gguf
-    from hf_models import tiny_model
+    from window_files import write_windowed
 
-    model = tiny_model("llama", vocab_size=VOCAB)
-    weights = {name: tensor.float().numpy() for name, tensor in model.state_dict().items()}
-    path = write_gguf(tmp_path / "tiny.gguf", model.config, weights)
-    trained = int(model.config.max_position_embeddings)
-    for asked, length in ((64, 64), (0, trained)):
+    path = write_windowed(tmp_path / "tiny.gguf", "cohere2")
+    for asked, length in ((64, 64), (0, 2048)):
         line = f"no context of {length} tokens can be made: .*K cache type q8_0 with block size 32 does not divide"
         with pytest.raises(ModelError, match=line):
             load(str(path), context_length=asked, kv_type="q8_0")
 
 
-def test_a_run_and_a_bench_with_8_bits(run: Run, smollm2_tiny: Path, tmp_path: Path) -> None:
-    options = ["--draft", str(smollm2_tiny), "--kv-type", "q8_0", "-n", "12", "--ctx", "128", "--budget", "8"]
-    status, out, err = run("run", str(smollm2_tiny), "Say hello.", *options, "--json")
+def test_a_run_and_a_bench_with_8_bits(run: Run, small: Path, tmp_path: Path) -> None:
+    options = ["--draft", str(small), "--kv-type", "q8_0", "-n", "12", "--ctx", "128", "--budget", "8"]
+    status, out, err = run("run", str(small), "Say hello.", *options, "--json")
     assert status == 0, err
     assert '"draft": ' in out
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Count to ten."}\n')
-    status, _, err = run("bench", str(prompts), "--model", str(smollm2_tiny), "--planners", "specexec", *options)
+    status, _, err = run("bench", str(prompts), "--model", str(small), "--planners", "specexec", *options)
     assert status == 0, err

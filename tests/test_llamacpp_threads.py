@@ -253,11 +253,11 @@ def test_short_waits_end_again() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_text_after_trials_in_another_thread_is_not_slower(smollm2_tiny) -> None:
+def test_text_after_trials_in_another_thread_is_not_slower(small_q4) -> None:
     """As in a first run. While OpenMP keeps more threads than there are CPUs, passes have short waits."""
 
     def threads_left() -> None:
-        tried = engine.load(str(smollm2_tiny), context_length=64, budget=8, threads=2)
+        tried = engine.load(str(small_q4), context_length=64, budget=8, threads=2)
         before = len(os.listdir("/proc/self/task"))
         prefill(tried, tried.open(), [1, 2, 3])
         during = len(os.listdir("/proc/self/task"))
@@ -283,11 +283,11 @@ def tree_bits(backend, session, parents):
 @pytest.mark.parametrize(
     ("kind", "options", "splits"),
     [
-        ("smollm2_tiny", {}, True),
-        ("smollm2_tiny_q2k", {}, True),
-        ("smollm2_tiny", {"exact": "narrow"}, False),
-        ("smollm2_tiny_q2k", {"exact": "narrow"}, False),
-        ("smollm2_tiny", {"kv_type": "q8_0"}, False),
+        ("small_q4", {}, True),
+        ("small_q2k", {}, True),
+        ("small_q4", {"exact": "narrow"}, False),
+        ("small_q2k", {"exact": "narrow"}, False),
+        ("small_q4", {"kv_type": "q8_0"}, False),
     ],
 )
 def test_making_room_changes_no_bit(kind, options, splits, request, monkeypatch) -> None:
@@ -327,7 +327,7 @@ def test_making_room_changes_no_bit(kind, options, splits, request, monkeypatch)
     def read(length, tree, others):
         """Bits of the logits, and the threads that computed them."""
         busy.append(0.0)
-        prefill(model, session, [100 + i * 7 % 900 for i in range(length)])
+        prefill(model, session, [5 + i * 7 % 250 for i in range(length)])
         busy.append(others)
         return tree_bits(model, session, tree), used[-1]
 
@@ -341,10 +341,10 @@ def test_making_room_changes_no_bit(kind, options, splits, request, monkeypatch)
     model.close()
 
 
-def test_a_number_of_threads_that_was_asked_for_stays(smollm2_tiny, monkeypatch) -> None:
+def test_a_number_of_threads_that_was_asked_for_stays(small_q4, monkeypatch) -> None:
     for module in (engine, backend):
         monkeypatch.setattr(module, "other_load", lambda: pytest.fail("nobody is made room for"))
-    model = engine.load(str(smollm2_tiny), context_length=256, threads=2)
+    model = engine.load(str(small_q4), context_length=256, threads=2)
     session = model.open()
     tree_bits(model, session, [-1, 0])
     session.close()

@@ -124,18 +124,17 @@ def test_texts_are_equal(kind, mixtures, from_disk):
     apply_row_class(target, str(mixtures[kind]), remember=False)
     draft = load(str(mixtures[kind]), in_order=False, **OPTIONS)
     ids = target.vocab.encode(TEXT, add_bos=False, parse_special=False)
-    for sampling in SAMPLINGS:
+    for i, sampling in enumerate(SAMPLINGS):
         texts = []
-        for planner in (NonePlanner(), SpecExecPlanner(draft, depth=4, beam=3), SssdPlanner()):
+        for planner in (NonePlanner(), SssdPlanner() if i == 1 else SpecExecPlanner(draft, depth=4, beam=3)):
             session = target.open()
             rounds = Generation(
-                target, session, planner, ids, sampling, max_tokens=24, budget=6, stats=GenerationStats()
+                target, session, planner, ids, sampling, max_tokens=12, budget=6, stats=GenerationStats(), log_probs=0
             ).steps()
-            texts.append([token for round_ in rounds for token in round_.tokens])
+            texts.append([(round_.tokens, round_.log_probs) for round_ in rounds])
             session.close()
             planner.close()
-        assert texts[1] == texts[0]
-        assert texts[2] == texts[0]
+        assert [sum(parts, []) for parts in zip(*texts[1])] == [sum(parts, []) for parts in zip(*texts[0])]
     draft.close()
 
 

@@ -92,6 +92,11 @@ class TestChat:
         arguments = ["run", tiny, "--backend", "reference", "-n", "8", "--resume", str(tmp_path / "chat.session")]
         return lambda *more: typing_to(*arguments, *more, environment=home)
 
+    @staticmethod
+    def roles(folder):
+        """Of the messages that the next chat will find."""
+        return [message["role"] for message in look(folder / "chat.session").note]
+
     def test_it_goes_on_where_it_was_left_and_shows_the_last_turns(self, chat):
         with chat() as person:
             person.until("/help")
@@ -110,8 +115,8 @@ class TestChat:
             person.type("/exit\r")
             assert person.ends() == 0
 
-    @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-    def test_a_kill_loses_no_answer(self, chat, end):
+    @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+    def test_a_kill_loses_no_answer(self, chat, end, tmp_path):
         with chat() as person:
             person.until("/help")
             person.type("hello you\r")
@@ -120,11 +125,10 @@ class TestChat:
             person.until("not sent")  # the prompt is there again, so the answer is saved
             person.kill(end)
             assert person.ends() == (-end if end == signal.SIGKILL else 128 + end)
-        with chat() as person:
-            person.until("2 messages from before")
+        assert self.roles(tmp_path) == ["user", "assistant"]
 
     @pytest.mark.parametrize("end", [signal.SIGTERM, "closed terminal"])
-    def test_a_kill_keeps_what_was_written_of_an_answer(self, chat, end):
+    def test_a_kill_keeps_what_was_written_of_an_answer(self, chat, end, tmp_path):
         with chat("-n", "-1", "--ctx", "20000") as person:
             person.until("/help")
             person.type("hello you\r")
@@ -132,8 +136,7 @@ class TestChat:
             person.see_more(100)
             person.hang_up() if end == "closed terminal" else person.kill(end)
             assert person.ends() == 128 + (signal.SIGHUP if end == "closed terminal" else end)
-        with chat() as person:
-            person.until("2 messages from before")
+        assert self.roles(tmp_path) == ["user", "assistant"]
 
 
 def test_a_second_question_knows_the_first(run, tiny, tmp_path):

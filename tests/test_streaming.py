@@ -564,7 +564,10 @@ def test_any_timing(count: int, gap: int, slots: int, pieces: int, threads: int,
 # --- what both stores use ----------------------------------------------------------------------------------------
 
 
-def descriptors() -> int:
+def descriptors(*, collect: bool = False) -> int:
+    """Open files; `collect` before the first count, as tests before may have left some, which takes long."""
+    if collect:
+        gc.collect()
     gc.collect()  # earlier tests' mappings hold some
     return len(os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd"))
 
@@ -686,15 +689,15 @@ def test_warming_tells_how_far_it_is_and_stops_at_an_error() -> None:
         raise OSError(5, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output"):
-        warm([Extent(0, 0, 10000 * READ_SIZE)], broken, unseen)
-    assert len(begun) < 10000
+        warm([Extent(0, 0, 1000 * READ_SIZE)], broken, unseen)
+    assert len(begun) < 1000
     begun.clear()
 
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        warm([Extent(0, 0, 10000 * READ_SIZE)], lambda piece: time.sleep(0.001), interrupt)
+        warm([Extent(0, 0, 1000 * READ_SIZE)], lambda piece: time.sleep(0.001), interrupt)
 
 
 def test_mappings_of_a_file_by_device_and_number_or_by_path(tmp_path: Path) -> None:
@@ -949,11 +952,11 @@ def test_pinned_weights_that_cannot_be_locked_are_mapped(mapped: Mapped) -> None
 
 
 @linux_only
-def test_two_hundred_passes_leave_nothing_behind(mapped: Mapped) -> None:
+def test_many_passes_leave_nothing_behind(mapped: Mapped) -> None:
     def entries() -> int:
         return len(Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())
 
-    files, threads, locked, before = descriptors(), threading.active_count(), locked_bytes(), mappings(str(mapped.path))
+    files, threads, locked, before = descriptors(collect=True), threading.active_count(), locked_bytes(), mappings(str(mapped.path))
     library = Recorder()
     store = mapped.store(library)
     store.drop([extent for layer in mapped.layers for extent in layer.extents])
@@ -975,7 +978,7 @@ def test_two_hundred_passes_leave_nothing_behind(mapped: Mapped) -> None:
 
     within(60, lambda: passes(10))
     start = entries()
-    within(60, lambda: passes(200))
+    within(60, lambda: passes(60))
     assert entries() <= start + 2
     assert len(mappings(str(mapped.path))) <= 2 * sum(len(layer.extents) for layer in mapped.layers) + 3
     within(10, streamer.close)
@@ -1096,7 +1099,7 @@ def test_a_file_that_grows_is_no_concern(mapped: Mapped) -> None:
 
 @linux_only
 def test_what_cannot_be_opened_or_mapped_leaves_nothing(mapped: Mapped, tmp_path: Path) -> None:
-    files = descriptors()
+    files = descriptors(collect=True)
     with pytest.raises(FileNotFoundError):
         LinuxStore([str(mapped.path), str(tmp_path / "missing")], mappings(str(mapped.path)), mapped.plan)
     assert descriptors() == files
@@ -1128,7 +1131,7 @@ def test_a_kernel_that_cannot_move_pages_streams_through_the_page_cache(
     mapped: Mapped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found when the model is loaded, not at the first pass."""
-    files, library = descriptors(), OldLibrary()
+    files, library = descriptors(collect=True), OldLibrary()
     monkeypatch.setattr(linux, "libc", lambda: library)
     machine = replace(this_machine(), moves_pages=system.moves_pages(library))
     whole = mappings(str(mapped.path))
@@ -1292,7 +1295,7 @@ def test_no_address_outside_the_mapping_of_the_file_is_touched(
 @posix_only
 def test_darwin_maps_locks_drops_and_unmaps(two_files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     Limits(monkeypatch, 1 << 40, 1 << 40)
-    files, library = descriptors(), DarwinLibrary()
+    files, library = descriptors(collect=True), DarwinLibrary()
     store = DarwinStore(two_files, library)
     mapped = library.named("mmap")
     assert [call[:4] for call in mapped] == [
@@ -1324,7 +1327,7 @@ def test_darwin_maps_locks_drops_and_unmaps(two_files: list[str], monkeypatch: p
 @posix_only
 def test_darwin_errors(two_files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     Limits(monkeypatch, 1 << 40, 1 << 40)
-    files = descriptors()
+    files = descriptors(collect=True)
     library = DarwinLibrary("mmap", after=1)
     with pytest.raises(PermissionError, match="mmap: Permission denied"):
         DarwinStore(two_files, library)
