@@ -250,7 +250,7 @@ def test_the_whole_model_with_a_cache_of_8_bits(smollm2, smollm2_q2k, sampling):
 
 
 def test_float32_weights_are_computed_in_float32(float_target):
-    """With llama.cpp's default, keys and values in 16 bits, these differ by 0.01 and more."""
+    """With llama.cpp's default, keys and values in 16 bits, these differ by 5e-4."""
     text, rows = list(range(5, 65)), []
     for size in (1, 60):
         session = float_target.open()
@@ -259,7 +259,7 @@ def test_float32_weights_are_computed_in_float32(float_target):
         logits, node = prefill(float_target, session, text, want_last=True)
         rows.append(logits.row(node))
         session.close()
-    np.testing.assert_allclose(*rows, rtol=0, atol=1e-3)
+    np.testing.assert_allclose(*rows, rtol=0, atol=1e-4)
 
 
 def test_a_wrong_text_is_noticed(float_target):

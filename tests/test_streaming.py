@@ -956,7 +956,12 @@ def test_many_passes_leave_nothing_behind(mapped: Mapped) -> None:
     def entries() -> int:
         return len(Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())
 
-    files, threads, locked, before = descriptors(collect=True), threading.active_count(), locked_bytes(), mappings(str(mapped.path))
+    files, threads, locked, before = (
+        descriptors(collect=True),
+        threading.active_count(),
+        locked_bytes(),
+        mappings(str(mapped.path)),
+    )
     library = Recorder()
     store = mapped.store(library)
     store.drop([extent for layer in mapped.layers for extent in layer.extents])
