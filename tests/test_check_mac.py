@@ -38,6 +38,7 @@ def test_a_wrong_bit_is_found(llama: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert found.line().startswith("FAILED")
 
 
+@pytest.mark.exhaustive
 def test_the_faster_engine_is_remembered_only_of_a_large_model(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
     return path
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", [0, *(pytest.param(other, marks=pytest.mark.exhaustive) for other in range(1, 9))])
 def test_texts_of_random_requests_are_those_of_plain_decoding(number: int, folder: Path) -> None:
     found = check(draw(0, number, **PAIR, fixed=SMALL), folder)
     assert found.texts

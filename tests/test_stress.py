@@ -65,8 +65,8 @@ def test_json_by_a_schema_is_never_broken(server, monkeypatch):
     assert found.wrong == []
     assert found.parsed > 0
     monkeypatch.setattr("benchmarks.stress.is_pet", lambda text: False)
-    found = load(server[1], 2, 2, 250, ("schema",))
-    assert (found.parsed, len(found.wrong)) == (0, 4)
+    found = load(server[1], 1, 1, 250, ("schema",))
+    assert (found.parsed, len(found.wrong)) == (0, 1)
 
 
 @pytest.mark.parametrize("text", ['{"name":"x"}', '["name"]', '{"name":"x","age":200,"kind":"cat","tags":[]}', "{"])

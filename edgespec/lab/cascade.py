@@ -9,7 +9,7 @@ distribution before these four. Grammar, bias and penalties act on all three. At
 is the draft's token if it is in A, else the target's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
@@ -30,20 +30,12 @@ from edgespec.loop.tree import DraftTree, Proposal
 AT_ONCE = 8  # most rows of a draft pass: the last sampled token, and the draft tokens most likely to follow it
 LIKELY = 0.2  # least probability of such a draft token
 
-Allowed = NDArray[np.bool_]
-# (adjusted logits of target and draft, alpha, sampling) -> the tokens v of which pi takes q(v), [V].
-Rule = Callable[[Float32Array, Float32Array, float, SamplingParams], Allowed]
 
-
-def token_v3(p: Float32Array, q: Float32Array, alpha: float, sampling: SamplingParams) -> Allowed:
-    with np.errstate(divide="ignore"):
-        allowed: Allowed = p >= p.max() + np.log1p(-alpha)
-    return allowed
-
-
-def mixture(p: Float32Array, q: Float32Array, alpha: float, sampling: SamplingParams, rule: Rule = token_v3) -> Scores:
+def mixture(p: Float32Array, q: Float32Array, alpha: float, sampling: SamplingParams) -> Scores:
     """pi, [V], of adjusted logits of the target and the draft."""
-    allowed, found = rule(p, q, alpha, sampling), distribution(q, sampling)
+    with np.errstate(divide="ignore"):
+        allowed: NDArray[np.bool_] = p >= p.max() + np.log1p(-alpha)
+    found = distribution(q, sampling)
     left = found.sum(where=~allowed)
     found *= allowed
     return found + left * distribution(p, sampling) if left else found
@@ -57,16 +49,15 @@ class CascadePlanner(Planner):
     sequences share; `mix` reads what is missing. Where the draft's context ends, tokens are sampled from p.
     """
 
-    def __init__(self, planner: Planner, draft: Backend, alpha: float, rule: Rule = token_v3) -> None:
+    def __init__(self, planner: Planner, draft: Backend, alpha: float) -> None:
         """
         Args:
             planner: proposes the trees; its draft does not run ahead.
             draft: the draft model, with room for another session.
             alpha: above 0.
-            rule: chooses the tokens of which pi takes q.
         """
         self.name, self.depth, self.approximate = planner.name, planner.depth, f"cascade {alpha:.12g}"
-        self._planner, self._draft, self._alpha, self._rule = planner, draft, alpha, rule
+        self._planner, self._draft, self._alpha = planner, draft, alpha
         self._session = draft.open()
         self._prompt: Sequence[int] = ()
         self._passes, self._seconds, self._mixing = 0, 0.0, 0.0
@@ -127,7 +118,7 @@ class CascadePlanner(Planner):
         own = grammar.masked(own) if grammar else own
         output = [*token_ids[len(self._prompt) :], *accepted] if sampling.has_penalties else ()
         p, q = (adjust(logits, sampling, self._prompt, output) for logits in (row, own))
-        pi, log_pi = mixture(p, q, self._alpha, sampling, self._rule), np.full(len(row), -np.inf, np.float32)
+        pi, log_pi = mixture(p, q, self._alpha, sampling), np.full(len(row), -np.inf, np.float32)
         np.log(pi, out=log_pi, where=pi > 0, casting="same_kind")
         return log_pi, SamplingParams(temperature=1.0 if sampling.temperature else 0.0)
 
