@@ -25,7 +25,6 @@ from edgespec.backends.torch.disk import STAGING
 from edgespec.backends.torch.loading import NF4, Host, cache_shape, decoder_layers, look_at, nf4_form, work_bytes
 from edgespec.backends.torch.offload import (
     BUFFERS,
-    Block,
     CopyEngine,
     CudaCopies,
     block_bytes,
@@ -145,28 +144,28 @@ def _alias(layer: Any, index: int) -> Any:
     return other
 
 
-def bandwidth(device: Any, size: int, repeats: int = 5) -> float:
+def copy_rate(device: Any, size: int, *, pin: bool, repeats: int = 5) -> float:
     """
     Args:
-        device: a CUDA device.
-        size: bytes of a block.
+        device: where to.
+        size: bytes of a block of host memory.
+        pin: the block is pinned.
         repeats: number of runs.
 
     Returns:
-        Bytes per second from pinned host memory to the device, of the best run.
+        Bytes per second of the best run; 0: memory cannot be pinned.
     """
-    holder = torch.nn.Module()
-    holder.register_buffer("bytes", torch.ones(size, dtype=torch.uint8))
-    block = Block(holder, pin=device.type == "cuda")
-    target = torch.empty(size, dtype=torch.uint8, device=device)
-    seconds = []
+    host, target, seconds = page_aligned(size).fill_(1), torch.empty(size, dtype=torch.uint8, device=device), []
+    if pin and not pin_memory(host):
+        return 0.0
     for _ in range(repeats):
         started = perf_counter()
-        target.copy_(block.host, non_blocking=True)
+        target.copy_(host, non_blocking=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(perf_counter() - started)
-    block.close()
+    if pin:
+        unpin_memory(host)
     return size / min(seconds)
 
 
@@ -245,7 +244,8 @@ def measure(
         layers = known.layers - known.streamed_layers + min(DISK_LAYERS, known.streamed_layers, there)
         host = Host(disk, STAGING * layer, 0, apart=True)
         memory -= (known.layers - layers) * cache  # the same number of layers stays
-    rate = known.bandwidth if known else bandwidth(device, layer)
+    pin = device.type == "cuda"
+    rate = known.bandwidth if known else copy_rate(device, layer, pin=pin) or copy_rate(device, layer, pin=False)
     model = random_model(shape | {"num_hidden_layers": layers}, dtype, device)
     backend = assemble(model, vocab, device, memory=memory, gpu=_gpu(device), copies=copies, host=host, **options)
     streamed = len(backend.streamer.blocks) if backend.streamer else 0
@@ -357,20 +357,9 @@ def check_attention(backend: Any) -> Seen:
 
 
 def compare_pinned(device: Any, size: int = 256 << 20) -> Seen:
-    pinned, target, rates = page_aligned(size), torch.empty(size, dtype=torch.uint8, device=device), []
-    for host in (pinned, page_aligned(size)):
-        host.fill_(1)
-        if host is pinned and not pin_memory(host):
-            return Seen(0.0, "CUDA refuses to pin memory")
-        seconds = []
-        for _ in range(4):
-            started = perf_counter()
-            target.copy_(host, non_blocking=True)
-            torch.cuda.synchronize(device)
-            seconds.append(perf_counter() - started)
-        rates.append(size / min(seconds))
-    unpin_memory(pinned)
-    return Seen(rates[0] / rates[1], f"{rates[0] / 1e9:.1f} and {rates[1] / 1e9:.1f} GB/s")
+    pinned, pageable = (copy_rate(device, size, pin=pin) for pin in (True, False))
+    text = f"{pinned / 1e9:.1f} and {pageable / 1e9:.1f} GB/s" if pinned else "CUDA refuses to pin memory"
+    return Seen(pinned / pageable, text)
 
 
 def pin_halves_of_a_page() -> Seen:

@@ -8,11 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from http.client import HTTPException
-from itertools import cycle, islice
-from threading import Lock, Thread, active_count
-from typing import Annotated, Any, Literal
+from itertools import chain, cycle, islice
+from threading import active_count
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -36,23 +35,28 @@ SCHEMA = Pet.model_json_schema()
 KINDS = ("whole", "stream", "schema", "two choices", "leaves", "reads slowly")
 
 
-@dataclass
-class Found:
-    answers: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-    parsed: int = 0  # answers by `SCHEMA` that were not cut, and hold what it says
-    seconds: float = 0.0
-    lock: Any = field(default_factory=Lock)
+class Found(NamedTuple):
+    """
+    Attributes:
+        parsed: answers by `SCHEMA` that were not cut, and hold what it says.
+    """
 
-    def add(self, kind: str, status: int, wrong: str = "", parsed: bool = False) -> None:
-        with self.lock:
-            self.answers[f"{kind} {status}"] += 1
-            self.parsed += parsed
-            if wrong:
-                self.wrong.append(f"{kind}: {wrong}")
+    answers: Counter[str]
+    wrong: list[str]
+    parsed: int
+    seconds: float
 
 
-def request(port: int, kind: str, seed: int, max_tokens: int, found: Found) -> int:
+class Told(NamedTuple):
+    """A request's kind, the status of its answer, and what is wrong; status 0: the client has left."""
+
+    kind: str
+    status: int
+    wrong: str = ""
+    parsed: bool = False
+
+
+def request(port: int, kind: str, seed: int, max_tokens: int) -> Told:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": f"Tell me of number {seed % 7}."}], "seed": seed}
     body |= {"max_tokens": max_tokens, "temperature": 0.8, "stream": kind in ("stream", "leaves", "reads slowly")}
     if kind == "schema":
@@ -63,7 +67,7 @@ def request(port: int, kind: str, seed: int, max_tokens: int, found: Found) -> i
         connection.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
         if kind == "leaves":
             time.sleep(random.Random(seed).random() * 0.2)
-            return 0
+            return Told(kind, 0)
         answer = connection.getresponse()
         if kind == "reads slowly":
             time.sleep(0.5)
@@ -79,35 +83,33 @@ def request(port: int, kind: str, seed: int, max_tokens: int, found: Found) -> i
         if kind == "schema" and told["choices"][0]["finish_reason"] != "length":
             parsed = is_pet(told["choices"][0]["message"]["content"])
             wrong = "" if parsed else f"is not by the schema: {told['choices'][0]['message']['content']!r}"
-    found.add(kind, answer.status, wrong, parsed)
-    return answer.status
+    return Told(kind, answer.status, wrong, parsed)
 
 
 def load(
     port: int, clients: int, each: int, max_tokens: int, kinds: tuple[str, ...] = KINDS,
     progress: Callable[[], None] = lambda: None,
 ) -> Found:  # fmt: skip
-    found = Found()
-
-    def client(number: int) -> None:
-        for turn in range(each):
-            seed = number * each + turn
+    def client(number: int) -> list[Told]:
+        told = list[Told]()
+        for seed in range(number * each, (number + 1) * each):
             kind = kinds[seed % len(kinds)]
             try:
-                while request(port, kind, seed, max_tokens, found) == 429:
+                told.append(request(port, kind, seed, max_tokens))
+                while told[-1].status == 429:
                     time.sleep(0.05)
+                    told.append(request(port, kind, seed, max_tokens))
             except Exception as error:
-                found.add(kind, -1, wrong=repr(error))
+                told.append(Told(kind, -1, repr(error)))
             progress()
+        return told
 
     started = time.perf_counter()
-    threads = [Thread(target=client, args=(number,)) for number in range(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    found.seconds = time.perf_counter() - started
-    return found
+    with ThreadPoolExecutor(clients) as pool:
+        every = list(chain.from_iterable(pool.map(client, range(clients))))
+    answers = Counter(f"{one.kind} {one.status}" for one in every if one.status)
+    wrong = [f"{one.kind}: {one.wrong}" for one in every if one.wrong]
+    return Found(answers, wrong, sum(one.parsed for one in every), time.perf_counter() - started)
 
 
 def left_over(model: Model, threads: int, patience: float = 30.0) -> list[str]:

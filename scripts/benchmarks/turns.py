@@ -1,11 +1,14 @@
-"""Variants that are measured in turn, so that a busy machine or a tired disk slows all alike."""
+"""Variants in turn, so that a busy machine or a tired disk slows all alike; and several questions at once."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, as_completed
 from typing import Any, TypeVar
 
 import numpy as np
 
 Variant = TypeVar("Variant")
+Question = TypeVar("Question")
+Answer = TypeVar("Answer")
 DRAWS = 4000  # of the bootstrap
 
 
@@ -27,6 +30,15 @@ def turns(
         for name, variant in variants.items():
             say(f"{name}, part {number + 1} of {rounds}")
             yield name, variant, range(number, questions, rounds)
+
+
+def as_they_end(
+    pool: Executor, ask: Callable[[Question], Answer], asked: Iterable[Question]
+) -> Iterator[tuple[Question, Answer]]:
+    """Each question with its answer. Whoever leaves early closes what answers before the pool."""
+    running = {pool.submit(ask, one): one for one in asked}
+    for done in as_completed(running):
+        yield running[done], done.result()
 
 
 def ratio(runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:

@@ -4,17 +4,17 @@ Each is one line of a JSONL file, so that a stopped run goes on.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
+from typing import Any
 
+from benchmarks.turns import as_they_end
 from edgespec.errors import ContextFull
 from edgespec.loop.backend import Vocab
 from edgespec.loop.text import user_messages
 from edgespec.measure.json_lines import append, resume
 from edgespec.model import Model
-from edgespec.scheduler.requests import Ended, Event, Wrote
 
 HELD_OUT = 20  # of as many prompts, one is not trained on
 Progress = Callable[[int, int], None]  # done, in all
@@ -66,10 +66,18 @@ class Sample:
 
 
 def answer(
-    model: Model, prompts: Sequence[str], path: Path, *, answers: int, temperature: float, max_tokens: int,
-    parallel: int, progress: Progress,
-) -> int:  # fmt: skip
+    model: Model, pool: Executor, prompts: Sequence[str], path: Path, *, answers: int, progress: Progress, **how: Any
+) -> int:
     """Append the target's answers that `path` lacks: of each prompt the first greedy, the others sampled.
+
+    Args:
+        model: the target, closed before the pool.
+        pool: asks, and has more threads than the model has places, so that none stays empty.
+        prompts: the questions.
+        path: of a file of `Line`.
+        answers: to each prompt.
+        progress: called with answers that are there, and in all.
+        how: options of `Model.generate`; the temperature is that of sampled answers.
 
     Returns:
         Number of answers that are left out, because their prompts are too long.
@@ -77,42 +85,26 @@ def answer(
     there = {(line.prompt, line.number) for line in resume(path, Line)}
     jobs = [(text, number) for number in range(answers) for text in dict.fromkeys(prompts)]
     left = [job for job in jobs if job not in there]
-    found, waiting, too_long, done = SimpleQueue[tuple[int, Event]](), iter(left), 0, len(jobs) - len(left)
-    keys = count()
-    running = dict[int, tuple[str, int, list[int], list[int]]]()
-    model.scheduler.start()
 
-    def begin() -> None:
-        nonlocal too_long
-        for text, number in waiting:
-            try:
-                request = model.request(
-                    user_messages(text, model.system), max_tokens=max_tokens, temperature=temperature if number else 0,
-                    seed=number,
-                )  # fmt: skip
-            except ContextFull:
-                too_long += 1
-                continue
-            key = next(keys)
-            running[key] = text, number, list(request.prompt_ids), []
-            model.scheduler.submit(request, lambda event, key=key: found.put((key, event)))
-            return
+    def ask(job: tuple[str, int]) -> Line | None:
+        text, number = job
+        messages = user_messages(text, model.system)
+        try:
+            result = model.generate(messages, seed=number, **how | ({} if number else {"temperature": 0}))
+        except ContextFull:
+            return None
+        before = model.encode(messages)
+        return Line(text, number, before + result.token_ids, len(before))
 
-    for _ in range(2 * parallel):  # as many wait, so that no place in a pass stays empty
-        begin()
+    done, too_long = len(jobs) - len(left), 0
     progress(done, len(jobs))
-    while running:
-        key, event = found.get()
-        if isinstance(event, Wrote):
-            running[key][3].extend(chunk.token_id for chunk in event.chunks if chunk.token_id is not None)
-        elif isinstance(event, Ended):
-            if event.error is not None:
-                raise event.error
-            text, number, before, written = running.pop(key)
-            append(path, Line(text, number, before + written, len(before)))
-            done += 1
-            progress(done, len(jobs))
-            begin()
+    for _, line in as_they_end(pool, ask, left):
+        if line is None:
+            too_long += 1
+            continue
+        append(path, line)
+        done += 1
+        progress(done, len(jobs))
     return too_long
 
 

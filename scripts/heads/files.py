@@ -1,7 +1,6 @@
 """A trained head as files: in the format of published heads, and as llama.cpp's architecture eagle3."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from edgespec.backends.torch.eagle import EagleHead
 from gguf import GGUFValueType, GGUFWriter, LlamaFileType
 from safetensors.torch import save
 
+from edgespec.machine.files import write_whole
 from edgespec.models.convert.folder_from_gguf import read_gguf
 from edgespec.models.convert.gguf_write import appearing
 
@@ -28,9 +28,7 @@ def write_folder(head: EagleHead, folder: Path) -> None:
         ("model.safetensors", save(tensors, {"format": "pt"})),
         ("config.json", f"{json.dumps(about, indent=2)}\n".encode()),  # the last one: it says that the head is whole
     ):
-        new = folder / f"{name}.partial"
-        new.write_bytes(data)
-        os.replace(new, folder / name)
+        write_whole(folder / name, data)
 
 
 def write_gguf(head: EagleHead, vocabulary: Path, path: Path) -> None:

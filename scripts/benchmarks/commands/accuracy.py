@@ -1,8 +1,9 @@
 """Quality and speed of approximate methods: problems whose answers can be checked, paired with exact answers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import click
 
 from benchmarks.options import PATH, Setting, asking
 from benchmarks.problems import Problem, read_problems
+from benchmarks.turns import as_they_end
 from edgespec.cli.terminal import Bars
 from edgespec.loop.text import user_messages
 from edgespec.machine.files import check_out
@@ -89,7 +91,7 @@ def measure(
         if not (asked := [problem for problem in problems if (method, problem.name) not in done]):
             continue
         with ThreadPoolExecutor(settings.batch) as pool, _loaded(settings, more, bars.say) as model:  # closed first
-            for problem, result in _answers(pool, model, asked, settings):
+            for problem, result in as_they_end(pool, partial(_answer, model, settings), asked):
                 stats, right = result.stats, problem.is_right(result.text)
                 figures = right, stats.tokens, stats.passes, round(stats.seconds, 3), result.text
                 done[method, problem.name] = answer = Answer(problem.name, method, options, *figures)
@@ -108,17 +110,10 @@ def _loaded(settings: Settings, more: Mapping[str, Any], say: Callable[[str], No
     return load(settings.target, **options)
 
 
-def _answers(
-    pool: ThreadPoolExecutor, model: Model, asked: Sequence[Problem], settings: Settings
-) -> Iterator[tuple[Problem, GenerationResult]]:
-    """Each problem with its answer, as answers end; a problem's seed is its number."""
+def _answer(model: Model, settings: Settings, problem: Problem) -> GenerationResult:
+    """A problem's seed is its number."""
     sampling = {name: getattr(settings, name) for name in ("temperature", "top_p", "max_tokens")}
-    running = dict[Future[GenerationResult], Problem]()
-    for problem in asked:
-        prompt = user_messages(problem.question)
-        running[pool.submit(model.generate, prompt, seed=problem.number, **sampling)] = problem
-    for one in as_completed(running):
-        yield running[one], one.result()
+    return model.generate(user_messages(problem.question), seed=problem.number, **sampling)
 
 
 def mcnemar(lost: int, won: int) -> float:
