@@ -10,10 +10,11 @@ from typing import Any
 
 import click
 
-from benchmarks.options import PATH, Setting, asking
+from benchmarks.options import PATH, asking
 from benchmarks.problems import Problem, read_problems
 from benchmarks.turns import as_they_end
 from edgespec.cli.terminal import Bars
+from edgespec.loading.approximate import find_approximate
 from edgespec.loop.text import user_messages
 from edgespec.machine.files import check_out
 from edgespec.measure.bench import per
@@ -30,7 +31,7 @@ class Answer:
     """
     Attributes:
         problem: its name.
-        method: an option of `edgespec.load` and its value, or EXACT.
+        method: EXACT, or as for `edgespec.load`.
         options: that the answer depends on, and where its seconds come from.
         right: its result is right, or its code passes the test.
         passes: of the target.
@@ -67,11 +68,11 @@ class Settings:
 
 
 def measure(
-    methods: Mapping[str, Mapping[str, Any]], problems: Sequence[Problem], out: Path, settings: Settings, bars: Bars
+    methods: Sequence[str], problems: Sequence[Problem], out: Path, settings: Settings, bars: Bars
 ) -> dict[str, dict[str, Answer]]:
     """
     Args:
-        methods: options of `edgespec.load`, by name.
+        methods: EXACT, and others as for `edgespec.load`.
         problems: to be answered.
         out: file that gets a line an answer; those that it has are not asked for again.
         settings: of all answers.
@@ -86,11 +87,11 @@ def measure(
     options = asdict(settings) | {name: Path(getattr(settings, name) or "").name for name in ("target", "draft")}
     done = {(one.method, one.problem): one for one in resume(out, Answer, options)}
     wanted = [(method, problem.name) for method in methods for problem in problems]
-    for method, more in methods.items():
+    for method in methods:
         bars.update("answering", sum(key in done for key in wanted), len(wanted))
         if not (asked := [problem for problem in problems if (method, problem.name) not in done]):
             continue
-        with ThreadPoolExecutor(settings.batch) as pool, _loaded(settings, more, bars.say) as model:  # closed first
+        with ThreadPoolExecutor(settings.batch) as pool, _loaded(settings, method, bars.say) as model:  # closed first
             for problem, result in as_they_end(pool, partial(_answer, model, settings), asked):
                 stats, right = result.stats, problem.is_right(result.text)
                 figures = right, stats.tokens, stats.passes, round(stats.seconds, 3), result.text
@@ -100,12 +101,12 @@ def measure(
     return {method: {one.name: done[method, one.name] for one in problems} for method in methods}
 
 
-def _loaded(settings: Settings, more: Mapping[str, Any], say: Callable[[str], None]) -> Model:
+def _loaded(settings: Settings, method: str, say: Callable[[str], None]) -> Model:
     """Its trees do not depend on measured times, so that tokens per pass are repeatable."""
     drafting = {"budget": settings.budget} if settings.budget else {"planner": "none"}
     options: dict[str, Any] = {
         "draft": settings.draft, "context_length": settings.ctx, "memory": settings.memory, "exact": "off",
-        "parallel": settings.batch, "say": say, **drafting, **more,
+        "parallel": settings.batch, "say": say, "approximate": None if method == EXACT else method, **drafting,
     }  # fmt: skip
     return load(settings.target, **options)
 
@@ -151,29 +152,30 @@ def _gained(found: Mapping[str, Answer]) -> int:
 @click.command(
     epilog="""\b
 Examples:
-  scripts/bench accuracy big.gguf gsm8k_dev.jsonl out.jsonl --draft small.gguf --method approximate=cascade:0.5
-  scripts/bench accuracy big gsm8k_dev.jsonl out.jsonl --draft small --method approximate=sparse-attention:0.99"""
+  scripts/bench accuracy big.gguf gsm8k_dev.jsonl out.jsonl --draft small.gguf --approximate cascade:0.5
+  scripts/bench accuracy big gsm8k_dev.jsonl out.jsonl --draft small --approximate sparse-attention:0.99"""
 )
 @click.argument("target")
 @click.argument("problems", type=PATH)
 @click.argument("out", metavar="OUT.jsonl", type=PATH)
 @click.option("--draft", help="As for run.")
-@click.option("--method", "methods", multiple=True, type=Setting(), help="An option of edgespec.load; repeatable.")
+@click.option("--approximate", "methods", metavar="NAME[:VALUE]", multiple=True, help="As for run; repeatable.")
 @asking(None, 400)
 @click.option("--budget", type=click.IntRange(0), default=16, help="Draft tokens per pass; 0: plain decoding.")
 @click.option("--batch", type=click.IntRange(1, MOST_PARALLEL), default=1, help="Problems answered at once.")
 @click.option("--memory", metavar="SIZE", help="As for run.")
 @click.option("--ctx", type=int, default=1536, help="Context length in tokens.")
-def command(problems: Path, out: Path, methods: tuple[tuple[str, Any], ...], limit: int | None, **options: Any) -> None:
+def command(problems: Path, out: Path, methods: tuple[str, ...], limit: int | None, **options: Any) -> None:
     """What approximate methods cost in quality.
 
-    TARGET answers PROBLEMS (GSM8K or HumanEval) exactly and by each --method; OUT gets a line an answer, and a run goes
-    on where it ends. Code of answers runs in child processes with limits. Trees do not depend on measured
-    times, so tokens per pass are repeatable; tokens/s are shown with a --batch of 1.
+    TARGET answers PROBLEMS (GSM8K or HumanEval) exactly and by each --approximate; OUT gets a line an answer, and a run
+    goes on where it ends. Code of answers runs in child processes with limits. Trees do not depend on measured times,
+    so tokens per pass are repeatable; tokens/s are shown with a --batch of 1.
     """
     check_out(out, b"", "a file")
     asked, settings = read_problems(problems, limit), Settings(**options)
-    chosen: dict[str, dict[str, Any]] = {EXACT: {}} | {f"{name}={value}": {name: value} for name, value in methods}
+    for name in methods:
+        find_approximate(name)
     with Bars() as bars:
-        answers = measure(chosen, asked, out, settings, bars)
+        answers = measure([EXACT, *dict.fromkeys(methods)], asked, out, settings, bars)
     click.echo(quality_table(answers, single=settings.batch == 1))
