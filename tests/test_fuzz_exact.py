@@ -43,7 +43,7 @@ def test_a_wrong_verification_is_found_and_shrunk(folder: Path, monkeypatch: pyt
         return Walk(found.path, [*found.output[:-1], found.output[-1] ^ 1]) if len(found.path) > 1 else found
 
     monkeypatch.setattr(generate, "walk", lenient)
-    options = {"max_tokens": 16, "top_k": 9, "log_probs": 3}
+    options = {"max_tokens": 16, "logit_bias": {101: 30.0}, "log_probs": 3}  # a text that can be copied
     calls = [Call(prompt="the cat the", options={**options, "seed": seed}) for seed in (1, 2)]
     case = Case(PAIR["model"], PAIR["model"], SMALL | {"planner": "specexec", "budget": 4, "parallel": 2}, [calls])
     found = check(case, folder)
