@@ -41,6 +41,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_CACHE_HOME"] = str(shared_folder(config) / "cache")  # and not the user's
+    if find_spec("hypothesis"):
+        from hypothesis import settings
+
+        settings.register_profile("edgespec", max_examples=200 if config.getoption("exhaustive") else 40, deadline=None)
+        settings.load_profile("edgespec")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
 
 

@@ -1,13 +1,12 @@
 """A closed model says so: engines have freed what they would be asked about, and asking would end the process."""
 
 import asyncio
-import subprocess
-import sys
 import threading
 
 import numpy as np
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, ReferenceVocab, random_model
+from forked import forked
 from gguf_files import small_llama
 
 import edgespec
@@ -152,6 +151,7 @@ def until_closed(call, begun, found):
         begun.set()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [*CALLS, *OF_SCHEDULER])
 def test_a_model_that_is_closed_while_other_threads_use_it_says_so_in_each(model, name, tmp_path):
     if name == "compile":
@@ -318,7 +318,7 @@ if COLLECTED:
 def test_a_program_that_ends_without_close_frees_its_models_in_order(gguf, collected):
     """The last one first, a context before its model: Metal aborts if it is taken down before its buffers."""
     program = UNCLOSED.replace("PATH", repr(gguf)).replace("COLLECTED", str(collected))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = forked(program=program)
     freed = [f"{name} {number}" for number in (2, 1) for name in ("llama_free", "llama_model_free")]
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == sorted([*freed, *["collected"] * collected])

@@ -7,7 +7,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 from edgespec.backends.reference.backend import CHAT_TEMPLATE, ReferenceVocab
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
@@ -524,7 +524,6 @@ ANSWERS = {
 }
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.sampled_from(list(ANSWERS)), st.data())
 def test_what_comes_in_channels(text, data):
     assert pieces(ChannelParser(HARMONY), text, data) == ANSWERS[text]

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
@@ -89,7 +89,6 @@ def test_every_form_has_an_example():
         assert "".join(form.seen) == seen
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(list(WRITTEN)), st.booleans(), st.booleans(), st.data())
 def test_calls_of_every_form_are_found_however_the_text_comes(seen, says, thinks, data):
     form, text = format_of(seen), WRITTEN[seen]
@@ -102,7 +101,6 @@ def test_calls_of_every_form_are_found_however_the_text_comes(seen, says, thinks
     assert pieces(parser, text, data) == expected
 
 
-@settings(max_examples=120, deadline=None)
 @given(st.sampled_from(list(WRITTEN)), st.data())
 def test_a_value_may_hold_the_markers_of_its_form(seen, data):
     """As when an assistant writes the code of one."""
@@ -116,7 +114,6 @@ def test_a_value_may_hold_the_markers_of_its_form(seen, data):
     assert pieces(parser, text, data) == [("f", {"city": value, "days": 2}), ("g", {})]
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(
         [
@@ -271,7 +268,6 @@ def test_text_about_calls_is_streamed_as_soon_as_it_shows_that_it_is_none(text):
     assert "".join(map("".join, map(parser.push, text))) == text
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(list(WRITTEN)), st.booleans(), st.data())
 def test_what_has_begun_of_a_call_is_how_it_goes_on(seen, odd, data):
     """Its name at once, then beginnings of its arguments, which are never whole before the call is."""
@@ -310,7 +306,6 @@ def test_llama_calls_without_a_marker_only_where_the_answer_begins():
     assert pieces(parser(), '{"name": "Bob"') == ['{"name": "Bob"']
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([
         '{"type": "function", "name": "f", "parameters": {"days": 2}}',
@@ -324,7 +319,6 @@ def test_llama_calls_may_have_a_type_and_line_breaks(text, data):
     assert pieces(parser, text, data) == [("f", {"days": 2})]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([
         '{"name": "Bob", "age": 3}',
@@ -362,7 +356,6 @@ def test_none_in_braces_is_null_as_in_the_template_of_gemma_4():
     ]
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(list(WRITTEN)), st.data())
 def test_what_is_cut_or_broken_is_content(seen, data):
     """Nothing is lost and nothing raises."""
@@ -378,7 +371,6 @@ JUNK = (
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.sampled_from([*WRITTEN, "channels"]), st.sampled_from([None, *THINKING]), st.booleans(), st.data())
 def test_whatever_a_model_writes_is_parsed_alike_however_it_comes(seen, thinking, inside, data):
     """Markers in any order and half of them, broken JSON, deep nesting: nothing raises, and no text is lost."""
@@ -459,7 +451,6 @@ def test_arguments_that_are_no_json_are_no_call(seen):
 THINK = ("<think>", "</think>")
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([
         ("<think>\nHm.\n</think>\n\nYes.", False, [Thought("Hm."), "Yes."]),

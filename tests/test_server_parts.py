@@ -4,7 +4,7 @@ import json
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
@@ -383,7 +383,6 @@ def broken(draw, values):
     return found
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.sampled_from(list(PATHS)), st.lists(broken(MESSAGES), min_size=1, max_size=4),
     st.lists(broken(PARTS), max_size=3), st.lists(broken(OFFERS), max_size=3), st.one_of(VALUES, broken(CHOICES)),
