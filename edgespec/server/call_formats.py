@@ -73,10 +73,6 @@ class CallFormat:
         return bool(self.pair)
 
     @property
-    def is_json(self) -> bool:
-        return self.parse is as_object
-
-    @property
     def numbers_ids(self) -> bool:
         """Ids of calls are functions.NAME:NUMBER."""
         return "{number}" in self.call
