@@ -390,18 +390,6 @@ def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capf
     return call
 
 
-@pytest.fixture(scope="session")
-def small_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target and a draft for llama.cpp with random weights."""
-    from gguf_files import small_llama
-
-    folder = tmp_path_factory.mktemp("small-pair")
-    paths = folder / "target.gguf", folder / "draft.gguf"
-    for path, layers in zip(paths, (2, 1), strict=True):
-        small_llama(path, layers)
-    return paths
-
-
 @pytest.fixture
 def bench(capfd: pytest.CaptureFixture[str]) -> Run:
     """Runs `scripts/bench` in this process: exit code, output, errors."""

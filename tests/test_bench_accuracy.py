@@ -151,11 +151,10 @@ def test_other_files_are_refused(problems, record):
         read_problems(problems(record), None)
 
 
-def test_a_line_an_answer_a_table_and_a_cut_file_goes_on(bench, problems, small_pair, tmp_path):
+def test_a_line_an_answer_a_table_and_a_cut_file_goes_on(bench, problems, small, small_q2k, tmp_path):
     out, names = tmp_path / "out.jsonl", (SUM["question"], "And 1,230 and 4?")
-    target, draft = small_pair
-    run = "accuracy", target, problems(*(SUM | {"question": name} for name in names)), out
-    fixed = "-n", 12, "--ctx", 512, "--approximate", "cascade:0.9", "--draft", draft, "--budget", 4
+    run = "accuracy", small, problems(*(SUM | {"question": name} for name in names)), out
+    fixed = "-n", 12, "--ctx", 512, "--approximate", "cascade:0.9", "--draft", small_q2k, "--budget", 4
     code, shown, said = bench(*run, *fixed, "--batch", 2)
     assert code == 0, said
     lines = [json.loads(line) for line in out.read_text().splitlines()]

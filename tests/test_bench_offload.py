@@ -122,6 +122,18 @@ def test_a_row_that_failed_is_exit_code_1(bench, tmp_path: Path, monkeypatch: py
     assert (code, shown.splitlines()[-1]) == (1, "streamed, sssd: out of memory")
 
 
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
+def test_a_small_model_is_measured(bench, small: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Why?"}\n')
+    code, shown, said = bench("offload", small, "--nodes", 1, "--prompts", prompts, "-n", 8, "--rounds", 1)
+    if "no control group may be made" in said:
+        pytest.skip(said)
+    assert (code, "in memory" in shown) == (0, True), said
+    assert all(f" streamed, {name} " in shown for name in ("none", "sssd"))
+
+
 def test_answers_of_one_token_have_no_speed() -> None:
     run = {"tokens": 1, "gained": 0, "passes": 0, "seconds": 0.0, "target_seconds": 0.0}
     result = texts(2.0, 4) | {"runs": [run], "limit": 1, "peak": 1, "stayed_in_cache": 0.0, "bandwidth": 1e9}

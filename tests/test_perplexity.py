@@ -45,19 +45,19 @@ def test_a_damaged_text_is_one_line(damage, bench, tmp_path: Path) -> None:
     assert f"{text}: cannot be read: " in said
 
 
-def test_a_missing_model_is_named_before_the_first_is_measured(bench, small_pair, tmp_path: Path) -> None:
+def test_a_missing_model_is_named_before_the_first_is_measured(bench, small, tmp_path: Path) -> None:
     text, missing = tmp_path / "text", tmp_path / "none.gguf"
     text.write_text("one two three")
-    code, shown, said = bench("perplexity", text, small_pair[0], missing)
+    code, shown, said = bench("perplexity", text, small, missing)
     assert (code, shown, said.count("\n")) == (1, "", 1)
     assert str(missing) in said
 
 
-def test_each_model_is_planned_once(bench, small_pair, tmp_path: Path, monkeypatch) -> None:
+def test_each_model_is_planned_once(bench, small, small_q4, tmp_path: Path, monkeypatch) -> None:
     text, engine, planned = tmp_path / "text", find_engine("llamacpp"), list[str]()
     text.write_text("one two three")
     plan = engine.plan
     monkeypatch.setattr(engine, "plan", lambda path, *more: planned.append(path) or plan(path, *more))
-    code, shown, said = bench("perplexity", text, *small_pair)
+    code, shown, said = bench("perplexity", text, small, small_q4)
     assert (code, len(shown.splitlines())) == (0, 2), said
-    assert planned == list(map(str, small_pair))
+    assert planned == [str(small), str(small_q4)]

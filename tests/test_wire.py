@@ -23,12 +23,12 @@ def theirs():
     return found
 
 
-def test_a_model_of_any_kind_answers_in_their_form(theirs, small_pair, monkeypatch):
+def test_a_model_of_any_kind_answers_in_their_form(theirs, small, monkeypatch):
     """But for tokens, and for answers that must come to an end."""
     names = [name for name in theirs if not re.search("own end|stop string|response|schema|too long", name)]
     monkeypatch.setattr(wire, "REQUESTS", {name: wire.REQUESTS[name] for name in names})
     form = {name: {part: theirs[name][part] for part in theirs[name].keys() - {"tokens", "ends"}} for name in names}
-    with load(small_pair[0], **wire.OPTIONS, threads=1) as model, served(model) as port:
+    with load(small, **wire.OPTIONS, threads=1) as model, served(model) as port:
         found = wire.compare(form, wire.record(port), 0.0)
     assert [str(one) for one in found if one.known() is None] == []
     assert len(names) > 25

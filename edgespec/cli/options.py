@@ -104,7 +104,9 @@ class Text(click.types.StringParamType):
 TEXT = Text()
 
 
-def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """One decorator for options, which `--help` shows in this order."""
+
     def decorate(command: Any) -> Any:
         for option in reversed(options):
             command = option(command)
@@ -213,11 +215,11 @@ MACHINE_OPTION = click.option(
     help="Another machine: a name of machines.yaml, such as macbook-24, or a file of `edgespec doctor --describe`.",
 )
 YES_OPTION = click.option("--yes", "-y", is_flag=True, help="Fetch missing files without asking.")
-DOCTOR_OPTIONS = _options(
+DOCTOR_OPTIONS = together(
     DRAFT_OPTION, MEMORY_OPTION, KV_TYPE_OPTION, EXACT_OPTION, LENDER_OPTION, BUDGET_OPTION, CONTEXT_OPTION,
     MODELS_OPTION,
 )  # fmt: skip
-MODEL_OPTIONS = _options(
+MODEL_OPTIONS = together(
     DRAFT_OPTION,
     click.option(
         "--datastore",
@@ -257,12 +259,12 @@ MODEL_OPTIONS = _options(
     _in_python("--min-probability", "edgespec.load(…, min_probability=…)", type=float),
     _in_python("--no-coupling", "edgespec.load(…, coupling=False)", is_flag=True),
 )
-TARGETS_OPTIONS = _options(
+TARGETS_OPTIONS = together(
     click.option("--targets", type=int, metavar="N", help="Verify in N processes, each with a copy of MODEL."),
     click.option("--cluster", metavar="ADDRESS", help="Verify on the workers of a Dask scheduler: tls://HOST:PORT."),
 )
 NO_MEMORY_OPTION = outdated("--no-memory-of-costs", instead=f"set {OFF}=1", is_flag=True)
-SAMPLING_OPTIONS = _options(
+SAMPLING_OPTIONS = together(
     click.option(
         "--temperature",
         "-t",

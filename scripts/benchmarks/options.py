@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from edgespec.cli.options import given_parameters
+from edgespec.cli.options import given_parameters, together
 from edgespec.errors import UsageError, must_be
 from edgespec.machine.files import check_out
 from edgespec.measure.bench import read_prompts
@@ -17,17 +17,6 @@ PATH = click.Path(path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 AT_LEAST_1 = click.IntRange(1)
 THREADS = click.option("--threads", type=AT_LEAST_1, help="As for run.")
-
-
-def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """One decorator for options, which `--help` shows in this order."""
-
-    def decorate(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
 
 
 def asking(limit: int | None, max_tokens: int) -> Callable[[Any], Any]:

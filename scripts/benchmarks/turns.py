@@ -35,7 +35,7 @@ def turns(
 def as_they_end(
     pool: Executor, ask: Callable[[Question], Answer], asked: Iterable[Question]
 ) -> Iterator[tuple[Question, Answer]]:
-    """Each question with its answer. Whoever leaves early closes what answers before the pool."""
+    """Each question with its answer. A caller that leaves early closes the model before the pool."""
     running = {pool.submit(ask, one): one for one in asked}
     for done in as_completed(running):
         yield running[done], done.result()

@@ -13,9 +13,9 @@ from typing import Any
 import click
 
 from benchmarks import compare_servers, llama_server, stress, wire
-from benchmarks.options import AT_LEAST_1, FILE, PATH, ROUNDS, THREADS, Number, asking, questions, refuse, together
+from benchmarks.options import AT_LEAST_1, FILE, PATH, ROUNDS, THREADS, Number, asking, questions, refuse
 from benchmarks.serving import served
-from edgespec.cli.options import DRAFT_OPTION, EXACT_OPTION, MEMORY_OPTION, PLANNER_OPTION
+from edgespec.cli.options import DRAFT_OPTION, EXACT_OPTION, MEMORY_OPTION, PLANNER_OPTION, together
 from edgespec.cli.terminal import Bars
 from edgespec.errors import no_such
 from edgespec.machine.files import check_out, write_whole
