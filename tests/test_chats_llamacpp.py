@@ -46,7 +46,9 @@ def test_chats_go_on_as_if_alone(kind, parallel, tmp_path, whole_grid):
         found = [[] for _ in chats]
         for number, event in drive.events_of(model.scheduler, requests):
             found[number] += [chunk.token_id for chunk in drive.chunks_in(event)]
-        for chat, tokens in zip(chats, found, strict=True):
+        for number, (chat, tokens) in enumerate(zip(chats, found, strict=True)):
+            if (turn + number) % 2 and not whole_grid:
+                continue
             alone.scheduler.forget()
             assert tokens == alone.generate(chat, max_tokens=4, temperature=1.0, seed=turn).token_ids, turn
         chats = [f"{chat}the next words " for chat in chats]

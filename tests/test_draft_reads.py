@@ -61,6 +61,7 @@ def drafting(draft, sessions=2, **options):
     return target, Scheduler(target, made, budget=8)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("known", [False, True], ids=["", "known to the target"])

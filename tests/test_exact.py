@@ -1,5 +1,6 @@
 """Finding shapes of passes that agree to the bit, with an engine whose switches are known."""
 
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -669,19 +670,19 @@ def test_too_many_rows_are_refused() -> None:
     assert most_nodes(backend.capabilities, 3) == 2
 
 
-def test_the_command_line(run: Run, smollm2_tiny, tmp_path) -> None:
+def test_the_command_line(run: Run, small_q4, tmp_path) -> None:
     """Good and bad values; a bench counts what is equal."""
-    status, out, err = run("run", str(smollm2_tiny), "hi", "--exact", "never")
+    status, out, err = run("run", str(small_q4), "hi", "--exact", "never")
     assert (status, out) == (2, "")
     assert err == "edgespec: exact is 'never', but must be one of narrow, wide, any, off\n"
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Count to ten."}\n')
-    options = ["--model", str(smollm2_tiny), "--planners", "sssd", "-n", "12", "--ctx", "256"]
+    options = ["--model", str(small_q4), "--planners", "sssd", "-n", "12", "--ctx", "256"]
     status, out, err = run("bench", str(prompts), *options)
     assert status == 0, err
-    assert "passes: any" in out
+    assert re.search("passes: (narrow|any)", out)  # which depends on the processor
     assert out.count("1 equal") == 2
     assert "ties" not in out
-    status, out, err = run("run", str(smollm2_tiny), "hi", "--exact", "off", "-n", "4", "--json")
+    status, out, err = run("run", str(small_q4), "hi", "--exact", "off", "-n", "4", "--json")
     assert status == 0, err
     assert '"exact": ""' in out

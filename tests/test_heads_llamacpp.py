@@ -305,8 +305,8 @@ def test_texts_are_those_of_plain_decoding(files, kind, planner, temperature, st
                 more["memory"] = least + (1 << 20)
             model = edgespec.load(str(target), draft=draft, planner=name, **options, **more)
         with model:
-            result = model.generate("the quick brown fox", max_tokens=24, temperature=temperature, seed=3)
-            again = model.generate("the quick brown fox jumps", max_tokens=12, temperature=temperature, seed=3)
+            result = model.generate("the quick brown fox", max_tokens=12, temperature=temperature, seed=3)
+            again = model.generate("the quick brown fox jumps", max_tokens=6, temperature=temperature, seed=3)
             texts.append((result.text, again.text))
             if name != "auto":  # which may leave the head out, so that nothing is streamed
                 assert (model.scheduler.target.plan is not None) == streamed
@@ -320,8 +320,8 @@ def test_several_texts_and_second_turns_share_a_head(files, kind):
     for planner, draft in (("none", None), ("specexec", "head" if target == head else str(head))):
         options = {"context_length": 256, "threads": 1, "remember": False, "parallel": 2, "budget": 8}
         with edgespec.load(str(target), draft=draft, planner=planner, **options) as model:
-            texts = model.branch("one two three", 3, max_tokens=16, temperature=0.8, seed=5)
-            more = model.generate("one two three" + texts[0].text, max_tokens=12, temperature=0.8, seed=6)
+            texts = model.branch("one two three", 3, max_tokens=8, temperature=0.8, seed=5)
+            more = model.generate("one two three" + texts[0].text, max_tokens=6, temperature=0.8, seed=6)
             found.append([text.text for text in (*texts, more)])
     assert found[0] == found[1]
 
@@ -332,7 +332,7 @@ def test_a_kept_session_goes_on_with_its_head(files, kind, tmp_path):
     target, head = files[kind]
     draft = "head" if target == head else str(head)
     options = {"context_length": 256, "threads": 1, "remember": False, "budget": 8, "planner": "specexec"}
-    sampling = {"max_tokens": 16, "temperature": 0.8, "seed": 5}
+    sampling = {"max_tokens": 8, "temperature": 0.8, "seed": 5}
     with edgespec.load(str(target), draft=draft, **options) as model:
         first = model.generate("one two three", **sampling)
         model.scheduler.save(tmp_path / "kept")

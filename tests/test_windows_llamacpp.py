@@ -104,50 +104,6 @@ def test_a_text_that_was_saved_or_put_in_order_can_be_rewound(path, against, tmp
     backend.close()
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("seed", range(4))
-def test_whatever_sessions_do_their_logits_are_those_of_a_fresh_one(path, against, tmp_path, seed):
-    rng = np.random.default_rng(seed)
-    backend = llamacpp.load(path, context_length=700, sessions=3, threads=1, share=0.5)
-    sessions, texts, files = [backend.open(), backend.open()], [[], []], {}
-    for step in range(60):
-        at = int(rng.integers(len(sessions)))
-        session, text = sessions[at], texts[at]
-        match rng.choice(["read", "read", "rewind", "save", "load", "order", "fork", "close", "tree"]):
-            case "read" if len(text) < 400:
-                text = texts[at] = text + letters(rng, int(rng.integers(1, 120)))
-                prefill(backend, session, text)
-            case "rewind" if text:
-                length = session.reusable_prefix(int(rng.integers(len(text) + 1)))
-                texts[at] = text[:length]
-                session.rewind(length)
-            case "save" if len(text) > 1:
-                session.save(tmp_path / f"{step}")
-                files[step] = text
-            case "load" if files:
-                number = int(rng.choice(list(files)))
-                session.load(tmp_path / f"{number}")
-                texts[at] = files[number]
-            case "order":
-                backend.cells.put_in_order(sessions)
-            case "fork" if len(sessions) < 3:
-                sessions.append(session.fork())
-                texts.append(text)
-            case "close" if len(sessions) > 1:
-                sessions.pop(at).close()
-                texts.pop(at)
-            case "tree" if text:
-                tree = Work(
-                    session, *(np.array(numbers, np.int32) for numbers in (letters(rng, 4), [-1, 0, 0, 2], [3]))
-                )
-                backend.forward([tree])
-                session.commit([0, 2, 3])
-                texts[at] = text + tree.token_ids[[0, 2, 3]].tolist()
-        at = int(rng.integers(len(sessions)))
-        against.check(backend, sessions[at], texts[at])
-    backend.close()
-
-
 def test_a_file_that_lacks_what_had_left_the_window_is_refused(path, tmp_path, monkeypatch):
     backend = llamacpp.load(path, context_length=1024, threads=1)
     session, text = backend.open(), letters(np.random.default_rng(0), 200)
