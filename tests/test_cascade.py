@@ -365,13 +365,6 @@ def test_exact_off_goes_with_a_cascade(load):
         assert model.approximate == "cascade 0.5"
 
 
-def test_the_server_wants_to_be_allowed(run, files):
-    where = "serve", files[0], "--draft", files[1], "--backend", "reference"
-    code, _, said = run(*where, "--approximate", "cascade:0.5")
-    assert code == 2
-    assert said == "edgespec: --approximate serves texts that are not the model's own: add --allow-approximate\n"
-
-
 def test_old_names_work_and_say_what_to_write(run, files, load):
     where = ["--draft", files[1], "--backend", "reference", "--raw", "-n", "8"]
     code, _, said = run("run", files[0], "a b", *where, "--cascade", "0.5", "--no-ahead")

@@ -53,7 +53,7 @@ from edgespec.cli.terminal import (
     show,
 )
 from edgespec.errors import EdgespecError, UsageError
-from edgespec.loading.approximate import find_approximate, with_old_names
+from edgespec.loading.approximate import with_old_names
 from edgespec.loading.pair import choose_planner
 from edgespec.loop.engines import ENGINE_OPTIONS, choose_backend, find_engine, load_vocab
 from edgespec.loop.grammar import Grammar, json_schema, lark
@@ -447,7 +447,7 @@ Examples:
 )
 @click.option("--keep-size", default="10G", show_default=True, metavar="SIZE", help="Most bytes in DIR.")
 @click.option("--log-requests", "log", is_flag=True, help="Log paths and statuses, never prompts or answers.")
-@click.option("--allow-approximate", is_flag=True, help="Allow texts that are not MODEL's own, as with --approximate.")
+@outdated("--allow-approximate", instead="leave it out", is_flag=True, expose_value=False)
 @YES_OPTION
 @PLANNER_OPTION
 @MODEL_OPTIONS
@@ -456,15 +456,13 @@ Examples:
 def serve(
     model: str, host: str, port: int, api_key: str | None, api_key_file: str | None, no_key: bool,
     hosts: tuple[str, ...], origins: tuple[str, ...], grace: int, keep: str | None, keep_size: str, log: bool,
-    allow_approximate: bool, yes: bool, **options: Any,
+    yes: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Serve MODEL, given as for `edgespec run`, by HTTP with the interfaces of OpenAI and Anthropic."""
     from edgespec.cli import serve as server
 
     server.check_server()
     _take_old_names(options)
-    if find_approximate(options["approximate"]) and not allow_approximate:
-        raise UsageError("--approximate serves texts that are not the model's own: add --allow-approximate")
     if no_key and (api_key, api_key_file) != (None, None):
         raise UsageError("--no-key goes without --api-key-file, whose keys clients must send: leave one out")
     keys, most_kept = [] if no_key else server.read_keys(api_key, api_key_file), in_bytes("--keep-size", keep_size)

@@ -21,7 +21,6 @@ SECTIONS = {  # title -> names of parameters, in this order
     "Memory": ("memory", "gpu_memory", "gpu_layers", "kv_type", "lenders", "keep_packed"),
     "Drafting": (
         "draft", "planner", "planners", "budget", "exact", "datastore", "tau", "targets", "cluster", "approximate",
-        "allow_approximate",
     ),
     "Sampling": ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
     "Prompt and output": (
