@@ -6,6 +6,10 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+import edgespec
+import edgespec.lab
 from pictures.rooms import floors as table
 
 ROOT = Path(__file__).parent.parent
@@ -101,6 +105,12 @@ def test_all_else_works_without_the_lab() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("True there is no planner 'pearl'; ")
+
+
+@pytest.mark.parametrize("name", ["ScaleResult", "ToolCache", "scale"])
+def test_names_that_are_in_the_lab_now_work_for_one_more_version(name: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"edgespec.{name} goes with the next version: use edgespec.lab.{name}"):
+        assert getattr(edgespec, name) is getattr(edgespec.lab, name)
 
 
 def test_only_measuring_names_an_engine() -> None:
