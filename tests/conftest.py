@@ -251,7 +251,9 @@ def with_fewer_tokens(source: Path, target: Path, count: int) -> None:
     gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, np.uint8))  # whose slices take longer to make
-        reader = gguf.GGUFReader(source)
+        from gguf_writer import finish
+
+    reader = gguf.GGUFReader(source)
     values = {name: field.contents() for name, field in reader.fields.items()}
     tokens = set(values["tokenizer.ggml.tokens"][:count])
     merges = [merge for merge in values["tokenizer.ggml.merges"] if merge.replace(" ", "") in tokens]
@@ -266,10 +268,7 @@ def with_fewer_tokens(source: Path, target: Path, count: int) -> None:
     for tensor in reader.tensors:
         data = tensor.data[:count] if tensor.name == "token_embd.weight" else tensor.data
         writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @pytest.fixture(scope="session")

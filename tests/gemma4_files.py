@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_files import VOCAB, byte_level_vocab
+from gguf_writer import finish
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
@@ -81,10 +82,7 @@ def _write(writer: Any, shapes: Shapes) -> Path:
 
 
 def _close(writer: Any) -> Path:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return Path(writer.path)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf_writer import finish
 from numpy.typing import NDArray
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
@@ -119,10 +120,7 @@ def write_gguf(path: Path, config: Any, weights: dict[str, Array], split: int = 
         writer.add_tensor(new_name, np.ascontiguousarray(values, np.float32))
     if (factors := _llama3_factors(config)) is not None:
         writer.add_tensor("rope_freqs.weight", factors)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_files import VOCAB, byte_level_vocab
+from gguf_writer import finish
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
@@ -142,8 +143,5 @@ def _written(writer: Any, shapes: dict[str, tuple[int, ...]], seed: int, path: P
         spread = generator.normal(0, 1 / np.sqrt(shape[-1]), shape)
         values = 1 + 0.1 * spread if name.endswith(("norm", "norm_2")) else spread
         writer.add_tensor(name if name.endswith("bias") else f"{name}.weight", values.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path

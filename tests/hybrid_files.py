@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_files import VOCAB, byte_level_vocab
+from gguf_writer import finish
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
@@ -33,10 +34,7 @@ def write_hybrid(path: Path, arch: str, seed: int = 0, spread: float = 1.0) -> P
     generator = np.random.default_rng(seed)
     for name, sizes in _tensors(arch):
         writer.add_tensor(name, _values(generator, name, sizes, spread))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

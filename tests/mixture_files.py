@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_files import VOCAB, byte_level_vocab, gguf
+from gguf_writer import finish
 
 WIDTH, HEADS, HEAD, LAYERS, EXPERTS = 128, 4, 32, 3, 8
 KINDS = {  # architecture, experts used, width of an expert
@@ -81,10 +82,7 @@ def write_mixture(path: Path, kind: str, seed: int = 0, *, bits: int = 8, used: 
                 floats(f"blk.{layer}.attn_{part}.bias", WIDTH)
         else:
             floats(f"blk.{layer}.ffn_norm.weight", WIDTH, around=1)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -16,6 +16,7 @@ import pytest
 from conftest import Run
 from edgespec.backends.reference.backend import random_model
 from forked import RUN, Forked, forked
+from gguf_writer import finish
 from typist import typing_to
 
 import edgespec
@@ -60,10 +61,7 @@ def other_vocab_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = np.random.default_rng(0)
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", generator.normal(size=shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -1,7 +1,6 @@
 """A GGUF as a folder: the logits and token ids of llama.cpp, or one clear line and nothing left behind."""
 
 import json
-import subprocess
 import sys
 import tracemalloc
 from dataclasses import dataclass
@@ -10,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import Run
 from gguf_files import VOCAB, gguf, write_gguf
+from gguf_writer import finish
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError, pip_install
 from edgespec.loading.by_name import load_backend
@@ -31,7 +32,7 @@ transformers = pytest.importorskip(
 )
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-CONVERT = Path(__file__).parent.parent / "scripts" / "convert"
+SCRIPT = Path(__file__).parent.parent / "scripts" / "convert"
 IDS = np.random.default_rng(1).integers(0, 256, 40).astype(np.int32)  # bytes: both test vocabularies have them
 TEXTS = {
     "code": "def f(xs: list[int]) -> int:\n    return sum(x ** 2 for x in xs if x != 0x1F)  # naïve\n\n\n\tpass\r\n",
@@ -273,10 +274,7 @@ def test_every_pre_tokenizer_cuts_as_llamacpp_does(pre: str, smollm2_metadata: d
     writer.add_token_list(metadata["tokenizer.ggml.tokens"])
     writer.add_token_types(metadata["tokenizer.ggml.token_type"])
     writer.add_token_merges(metadata["tokenizer.ggml.merges"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     vocab = load_vocab("llamacpp", str(tmp_path / "vocab.gguf"))
     tokenizer = build_tokenizer(metadata, vocab)
     for kind, text in TEXTS.items():
@@ -404,10 +402,7 @@ def edited(source: Path, target: Path, changes: dict[str, Any], without: str = "
             writer.add_tensor(tensor.name, np.array(tensor.data))
     if extra:
         writer.add_tensor(extra, np.ones(64, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return target
 
 
@@ -533,23 +528,19 @@ def test_a_missing_package_is_named(llama: Tiny, tmp_path: Path, monkeypatch: py
     refused(llama.gguf, tmp_path / "out", MissingPackage, f"{package!r}: {pip_install('edgespec[convert]')}")
 
 
-def script(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, CONVERT, *map(str, arguments)], capture_output=True, text=True, check=False)
-
-
-def test_the_command_converts(llama: Tiny, tmp_path: Path) -> None:
-    done = script(llama.gguf, "--to", "hf", tmp_path / "out", "--dtype", "float32")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{tmp_path / 'out'}: llama, 0.00 GB of float32 weights")
+def test_the_command_converts(script: Run, llama: Tiny, tmp_path: Path) -> None:
+    code, out, err = script(llama.gguf, "--to", "hf", tmp_path / "out", "--dtype", "float32")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{tmp_path / 'out'}: llama, 0.00 GB of float32 weights")
     for file in llama.folder.iterdir():
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_the_command_explains_itself_and_its_refusals(llama: Tiny, tmp_path: Path) -> None:
-    assert "--to hf model-folder" in script("--help").stdout
-    done = script(llama.gguf, "--to", "hf", tmp_path / "out", "--bits", 4)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    done = script(CONVERT, "--to", "hf", tmp_path / "out")
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert "is not a GGUF file" in done.stderr
+def test_the_command_explains_itself_and_its_refusals(script: Run, llama: Tiny, tmp_path: Path) -> None:
+    assert "--to hf model-folder" in script("--help")[1]
+    code, _, err = script(llama.gguf, "--to", "hf", tmp_path / "out", "--bits", 4)
+    assert (code, err.count("\n")) == (2, 1)
+    code, _, err = script(SCRIPT, "--to", "hf", tmp_path / "out")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "is not a GGUF file" in err
     assert not list(tmp_path.iterdir())

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked import forked
+from gguf_writer import finish
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 from edgespec.backends.llamacpp.ggml.files import all_tensors
@@ -181,10 +182,7 @@ def written(path: Path, name: str, keys: dict[str, object], tensors: int) -> Non
         add(key, value)
     for number in range(tensors):
         writer.add_tensor(f"blk.{number}.attn_norm.weight", np.zeros(4, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from gguf_writer import finish
 
 from edgespec.cli.commands import cli
 from edgespec.errors import ModelError, UsageError
@@ -407,10 +408,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, experts: str | int | None, s
         writer.add_key_value("llama.expert_count", experts, gguf.GGUFValueType.get_type(experts))
         writer.add_uint32("llama.expert_used_count", 9)
         writer.add_tensor("output_norm.weight", np.ones(8, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(ModelError, match=says):
         on(str(tmp_path / "x.gguf"), "laptop-32")
 

@@ -24,6 +24,7 @@ from conftest import Run
 from edgespec.backends.llamacpp.tools import imatrix as imatrix_module
 from edgespec.backends.llamacpp.tools.quantise import read_imatrix
 from gguf_files import VOCAB, byte_level_vocab, small_llama
+from gguf_writer import finish
 from head_files import write_step35
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
@@ -121,10 +122,7 @@ def test_heads_are_found_by_their_new_numbers(tmp_path: Path, monkeypatch: pytes
     writer.add_block_count(6)
     writer.add_uint32("llama.nextn_predict_layers", 2)
     writer.add_tensor("blk.5.attn_norm.weight", np.zeros(4, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     monkeypatch.setattr(gguf_write, "_child", lambda name, job, say: jobs.append(job) or {"tensors": {}, "bytes": 0})
     for name in ("IQ2_M", "Q4_0"):
         quantise(tmp_path / "a.gguf", tmp_path / "b.gguf", Recipe(name, drop=(1, 2)), rehearse=True)
@@ -219,10 +217,7 @@ def write_latent_attention(path: Path) -> Path:
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in of_layer.items()}
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", rng.normal(0, 0.1, shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -313,10 +308,7 @@ def test_layers_that_are_not_alike(tmp_path: Path, key: str, value: int | list[i
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     writer.add_block_count(4)
     writer.add_array(f"llama.{key}", value) if isinstance(value, list) else writer.add_uint32(f"llama.{key}", value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     if key == "nothing":
         gguf_write.check_drop(tmp_path / "a.gguf", (1,))
         return

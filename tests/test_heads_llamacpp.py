@@ -30,6 +30,7 @@ from edgespec.backends.llamacpp.memory import planning
 from edgespec.backends.llamacpp.memory.gpu import Buffers
 from gemma4_files import copy, write_assistant, write_gemma4
 from gguf_files import small_llama
+from gguf_writer import finish
 from head_files import gguf, write_eagle3, write_glm4moe, write_step35
 from hybrid_files import write_with_head
 from test_offload_llamacpp import last_row, least_memory
@@ -454,10 +455,7 @@ def test_other_kinds_of_heads_are_refused_by_name(name, tmp_path):
     writer.add_nextn_predict_layers(1)
     for tensor in ("blk.0.attn_norm", "blk.1.nextn.eh_proj"):
         writer.add_tensor(f"{tensor}.weight", np.zeros(32, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(ModelError, match=rf"a head .*{name}.* which is not supported: use"):
         engine.has_head(str(tmp_path / "head.gguf"))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf_writer import finish
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
@@ -51,10 +52,7 @@ def test_a_head_is_not_loaded_where_llama_cpp_skips_it(arch, sizes, tmp_path) ->
     writer.add_uint32(f"{arch}.nextn_predict_layers", 1)
     for layer in range(2):
         writer.add_tensor(f"blk.{layer}.attn_norm.weight", np.zeros(16, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     assert [tensor.size for tensor in loaded_tensors(str(tmp_path / "model.gguf"))] == sizes
 
 
@@ -74,10 +72,7 @@ def vocab_with(path: Path, make, tags: list[str]) -> vocab.LlamaVocab:
         getattr(writer, f"add_{name}")(64)
     writer.add_layer_norm_rms_eps(1e-5)
     make(writer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return vocab.load_vocab(str(path))
 
 
@@ -141,10 +136,7 @@ def small_gpt2(path: Path, positions: int) -> str:
         shapes |= {f"{name}.weight": sizes, f"{name}.bias": sizes[:1]}
     for name, sizes in shapes.items():
         writer.add_tensor(name, generator.normal(0, 0.1, sizes).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return str(path)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf_writer import finish
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
@@ -31,10 +32,7 @@ def write_header(path: Path, *values: Callable[[Any], None]) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     for add in values:
         add(writer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -17,6 +17,7 @@ from edgespec.backends.llamacpp.ggml.files import read_tensors
 from edgespec.backends.llamacpp.memory import probe_model as module
 from edgespec.backends.llamacpp.memory.probe_model import kinds, probe_file
 from gguf_files import gguf, small_llama
+from gguf_writer import finish
 
 from edgespec.errors import ModelError
 from edgespec.machine import disk
@@ -44,10 +45,7 @@ def test_layers_of_equal_size_and_other_types_are_of_other_kinds(tmp_path: Path)
         halves = rows.astype(np.float16) if kind == "F16" else gguf.quants.quantize(rows, number.BF16)
         data = gguf.quants.quantize(rows, number.Q4_0) if "4" in kind else halves
         writer.add_tensor(f"blk.{layer}.attn_q.weight", data, raw_dtype=number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     tensors = read_tensors(str(tmp_path / "mixed.gguf"))
     assert {tensor.size for tensor in tensors[:3]} == {4 * 256 // 32 * 18}
     assert kinds(tensors) == [0, 2, 3, 4]

@@ -4,8 +4,6 @@ import asyncio
 import gc
 import math
 import os
-import subprocess
-import sys
 import weakref
 from contextlib import aclosing, contextmanager, suppress
 from functools import cache
@@ -18,6 +16,7 @@ import numpy as np
 import pytest
 from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend, ReferenceSession, perturbed, random_model
+from forked import forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -240,7 +239,7 @@ def test_texts_share_passes_and_no_pass_is_too_large():
     for shape in SHAPES:
         target = backend(shape, sessions=5, kind=Recording)
         scheduler = Scheduler(target, planners("specexec", 5), budget=12)
-        readers = [Reader(scheduler, prompt, 0.7, prompt, 60) for prompt in (0, 1, 2, 2, 1)]
+        readers = [Reader(scheduler, prompt, 0.7, prompt, 30) for prompt in (0, 1, 2, 2, 1)]
         run(scheduler)
         for reader in readers:
             reader.check()
@@ -728,9 +727,9 @@ def test_a_text_alone_is_guessed_as_without_a_scheduler():
         target, stats = backend(shape, sessions=2), GenerationStats()
         sampling = SamplingParams(temperature=0.7, seed=2)
         (planner,) = planners("specexec", 1)
-        options = {"max_tokens": 40, "budget": 40, "stats": stats}
+        options = {"max_tokens": 40, "budget": 12, "stats": stats}
         list(Generation(target, target.open(), planner, PROMPTS[2], sampling, **options).steps())
-        scheduler = Scheduler(target, planners("specexec", 1), budget=40)
+        scheduler = Scheduler(target, planners("specexec", 1), budget=12)
         reader = Reader(scheduler, 2, 0.7, 2, 40)
         run(scheduler)
         assert (reader.stats.passes, reader.stats.drafted) == (stats.passes, stats.drafted)
@@ -922,7 +921,7 @@ class TestModel:
             "model = Model(ReferenceBackend(random_model(2, vocab_size=258)), NonePlanner())\n"
             "model.scheduler.start()\nchunks = model.stream('hello', max_tokens=400)\nprint(next(chunks).token_id)"
         )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+        done = forked(program=script)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.strip().isdigit()
 

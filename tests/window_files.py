@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from gguf_files import VOCAB, byte_level_vocab, gguf
+from gguf_writer import finish
 from mixture_files import write_mixture
 
 WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD, LAYERS = 64, 128, 4, 2, 16, 4
@@ -45,10 +46,7 @@ def write_windowed(path: Path, arch: str, seed: int = 0, layers: int = LAYERS) -
         elif name != "token_embd.weight":
             values = values / np.sqrt(sizes[-1])
         writer.add_tensor(name, values.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
