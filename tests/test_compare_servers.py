@@ -3,7 +3,6 @@
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 from threading import Barrier
 
 import pytest
@@ -134,11 +133,11 @@ def test_requests_come_at_their_rate_whatever_is_answered(monkeypatch):
     assert 0 < times[1.0][0] < times[1.0][1] < times[1.0][2]
 
 
-def test_budgets_are_servers_of_their_own_and_zero_is_plain_decoding():
-    found = Servers(None, "m.gguf", planner="sssd", datastore=Path("x.store"), budgets=[0, 8, 32]).commands(4)
-    assert list(found) == ["edgespec, plain", "edgespec, budget 8", "edgespec, budget 32"]
-    assert found["edgespec, plain"][-2:] == ["--ctx=4096", "--planner=none"]
-    assert found["edgespec, budget 8"][-3:] == ["--planner=sssd", "--datastore=x.store", "--budget=8"]
+def test_each_text_of_options_is_a_server_of_its_own():
+    found = Servers(None, "m.gguf", options=["", "--planner none", "--budget 8"]).commands(4)
+    assert list(found) == ["edgespec", "edgespec --planner none", "edgespec --budget 8"]
+    assert found["edgespec"][-2:] == ["--parallel=4", "--ctx=4096"]
+    assert found["edgespec --budget 8"][-3:] == ["--ctx=4096", "--budget", "8"]
 
 
 def test_both_have_the_same_model_room_and_threads():
@@ -157,17 +156,15 @@ def test_both_have_the_same_model_room_and_threads():
     }
 
 
-def test_the_command_asks_each_load_of_each_budget(bench, monkeypatch, tmp_path):
-    prompts, store, model = (tmp_path / name for name in ("prompts.jsonl", "text.store", "m.gguf"))
+def test_the_command_asks_each_load_of_each_server(bench, monkeypatch, tmp_path):
+    prompts, model = tmp_path / "prompts.jsonl", tmp_path / "m.gguf"
     prompts.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    store.touch()
     model.touch()
     asked = []
     monkeypatch.setattr(compare_servers, "compare", lambda *given, **more: asked.append(given) or {})
-    arguments = ["--model", model, "--planner", "sssd", "--datastore", store, "--budget", 0, "--budget", 8]
-    bench("serve", "throughput", prompts, *arguments, "--at-once", 4, "--rate", 0.5, "--rate", 2)
+    options = "--options", "--planner none", "--options", "--budget 8"
+    bench("serve", "throughput", prompts, "--model", model, *options, "--at-once", 4, "--rate", 0.5, "--rate", 2)
     ((servers, texts, loads),) = asked
     assert texts == ["one", "two"]
     assert loads == [Load(4, 0.5), Load(4, 2.0)]
-    assert list(servers.commands(4)) == ["edgespec, plain", "edgespec, budget 8"]
-    assert f"--datastore={store}" in servers.commands(4)["edgespec, budget 8"]
+    assert list(servers.commands(4)) == ["edgespec --planner none", "edgespec --budget 8"]

@@ -1,6 +1,7 @@
 """README and docs: examples run, and the commands, options, scripts and links that they show exist."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -59,11 +60,11 @@ def test_the_commands_and_options_shown_exist(path: Path) -> None:
 def test_the_subcommands_and_options_of_benchmarks_that_are_shown_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
     for line in re.findall(r"(?<!:)scripts/bench ([^`\n]+)", text):
-        words, command = line.partition(" #")[0].split(), bench
+        words, command = shlex.split(line, comments=True), bench
         while isinstance(command, click.Group):
             command = command.get_command(click.Context(command), words.pop(0)) or pytest.fail(line)
         known = {option for one in command.params for option in one.opts}
-        assert {word for word in words if word.startswith("-")} <= known, line
+        assert {word for word in words if re.fullmatch(r"-[\w-]+", word)} <= known, line
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -4,6 +4,7 @@ Requests come a number at once, the next when one is answered, or at a rate, wha
 runs at a time, under a memory limit if one is given, and starts with the model's files evicted from the page cache.
 """
 
+import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,8 +63,7 @@ class Servers:
         program: llama-server; None: only this package's server.
         modes: of llama-server; empty: all.
         limit: bytes of memory for a process and what it caches.
-        datastore: of this package's server.
-        budgets: of this package's server, each a server of its own; 0: plain decoding.
+        options: of this package's server; each text is a server of its own.
     """
 
     program: str | None
@@ -73,25 +73,17 @@ class Servers:
     threads: int | None = None
     context_length: int = 4096
     limit: int | None = None
-    planner: str | None = None
-    exact: str | None = None
+    options: Sequence[str] = ("",)
     llama_options: Sequence[str] = ()
-    datastore: Path | None = None
-    budgets: Sequence[int] = ()
 
     def commands(self, parallel: int) -> dict[str, list[str]]:
         from edgespec.machine.system import compute_cores
 
         ours = [str(Path(sys.executable).with_name(OURS)), "serve", self.model, f"--parallel={parallel}"]
         ours += [f"--ctx={self.context_length}"]
-        given = {"draft": self.draft, "threads": self.threads, "memory": self.limit, "exact": self.exact}
+        given = {"draft": self.draft, "threads": self.threads, "memory": self.limit}
         ours += [f"--{name}={value}" for name, value in given.items() if value]
-        drafting = {"planner": self.planner, "datastore": self.datastore}
-        drafts = [f"--{name}={value}" for name, value in drafting.items() if value]
-        found = {OURS: [*ours, *drafts]} if not self.budgets else {}
-        for budget in self.budgets:
-            how = [*drafts, f"--budget={budget}"] if budget else ["--planner=none"]
-            found[f"{OURS}, budget {budget}" if budget else f"{OURS}, plain"] = [*ours, *how]
+        found = {f"{OURS} {text}".strip(): [*ours, *shlex.split(text)] for text in self.options}
         threads = self.threads or compute_cores()
         about = llama_server.options(self.model, parallel=parallel, context_length=self.context_length, threads=threads)
         for name, mode in llama_server.modes(self.draft).items() if self.program else ():

@@ -1,6 +1,6 @@
 """GGUFs of any shape with made-up weights, to measure how a model of that size runs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -120,7 +120,8 @@ def write_made_up(out: Path, shape: Shape, tokenizer: Path, progress: Callable[[
         for name, sizes in _tensors(shape, vocab)
     ]
     architecture = "granitehybrid" if shape.hybrid else "llama"
-    return write_planned(out, architecture, planned, lambda writer: _write_metadata(writer, shape, metadata), progress)
+    values = _values(shape, architecture) | metadata
+    return write_planned(out, architecture, planned, lambda writer: add_values(writer, values), progress)
 
 
 def write_planned(
@@ -160,28 +161,33 @@ def write_planned(
     return out.stat().st_size
 
 
-def _write_metadata(writer: Any, shape: Shape, tokenizer: dict[str, Any]) -> None:
-    writer.add_name("made up")
-    writer.add_file_type(Q4_K_S)
-    writer.add_block_count(shape.layers)
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(shape.width)
-    writer.add_feed_forward_length(shape.feed_forward)
-    writer.add_head_count(shape.heads)
-    some = [shape.kv_heads if shape.has_attention(layer) else 0 for layer in range(shape.layers)]
-    writer.add_head_count_kv(some if shape.hybrid else shape.kv_heads)
-    if shape.hybrid:
-        writer.add_ssm_conv_kernel(WINDOW)
-        writer.add_ssm_inner_size(2 * shape.width)
-        writer.add_ssm_state_size(STATE)
-        writer.add_ssm_time_step_rank(2 * shape.width // STATE_HEAD)
-        writer.add_ssm_group_count(1)
-    writer.add_rope_dimension_count(shape.width // shape.heads)
-    writer.add_rope_freq_base(500000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    for key, value in tokenizer.items():
-        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+def add_values(writer: Any, values: Mapping[str, Any]) -> None:
+    """Add these values to the header of a `gguf.GGUFWriter`; numbers have 32 bits."""
+    add = {
+        bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+        list: writer.add_array,
+    }  # fmt: skip
+    for key, value in values.items():
         add[type(value)](key, value)
+
+
+def _values(shape: Shape, architecture: str) -> dict[str, Any]:
+    heads: Any = shape.kv_heads
+    found: dict[str, Any] = {}
+    if shape.hybrid:
+        heads = [shape.kv_heads if shape.has_attention(layer) else 0 for layer in range(shape.layers)]
+        found = {
+            "ssm.conv_kernel": WINDOW, "ssm.inner_size": 2 * shape.width, "ssm.state_size": STATE,
+            "ssm.time_step_rank": 2 * shape.width // STATE_HEAD, "ssm.group_count": 1,
+        }  # fmt: skip
+    found |= {
+        "block_count": shape.layers, "context_length": CONTEXT, "embedding_length": shape.width,
+        "feed_forward_length": shape.feed_forward, "attention.head_count": shape.heads,
+        "attention.head_count_kv": heads, "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": shape.width // shape.heads, "rope.freq_base": 500000.0,
+    }  # fmt: skip
+    about = {"general.name": "made up", "general.file_type": Q4_K_S}
+    return about | {f"{architecture}.{key}": value for key, value in found.items()}
 
 
 def _tensors(shape: Shape, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:

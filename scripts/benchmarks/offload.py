@@ -24,7 +24,6 @@ from edgespec.planners.choice import check_planner, with_draft
 
 ENGINES = ("llamacpp", "mlx", "torch")
 DRAFT_BUFFERS = 300 << 20  # bytes of a draft's caches and buffers
-AHEAD = "+ahead"  # ends the name of a variant
 
 Say = Callable[[str], None]
 
@@ -52,7 +51,7 @@ def check_variants(text: str | None, *, draft: bool) -> list[str]:
     """
     found = [name.strip() for name in (text or ("specexec,sssd" if draft else "sssd")).split(",")]
     for name in found:
-        check_planner(name.removesuffix(AHEAD), draft, None, {})
+        check_planner(name, draft, None, {})
     return [name for name in found if name != "none"]
 
 
@@ -144,8 +143,6 @@ def _texts(pair: Task, variants: Sequence[str], plain_tokens: int) -> dict[str, 
         found["streamed, none"] = plain
         if pair.backend == "mlx":
             found["mlx-lm alone"] = replace(plain, backend=MLX_LM)
-    for variant in variants:
-        name, ahead = variant.removesuffix(AHEAD), variant.endswith(AHEAD) or None
-        draft = pair.draft if with_draft([name]) else ""
-        found[f"streamed, {variant}"] = replace(pair, draft=draft, planner=name, ahead=ahead)
+    for name in variants:
+        found[f"streamed, {name}"] = replace(pair, draft=pair.draft if with_draft([name]) else "", planner=name)
     return found

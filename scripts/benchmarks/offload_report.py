@@ -13,23 +13,20 @@ from edgespec.measure.tables import table
 Results = Mapping[str, Sequence[dict[str, Any]]]  # name of a variant -> what its processes returned
 TOTALS = (
     "tokens", "gained", "passes", "seconds", "draft_seconds", "target_seconds", "wait_seconds", "plan_seconds",
-    "draft_passes", "draft_went_on", "hidden_seconds",
+    "draft_passes", "hidden_seconds",
 )  # fmt: skip
 HEADINGS = (
     "tokens/s", "acceptance", "s/pass", "draft", "compute", "disk", "planning", "kernel", "read/pass", "peak",
-    "drafts/token", "went on", "hidden",
+    "drafts/token", "hidden",
 )  # fmt: skip
 
 
 def make_report(pair: Task, limit: int, passes: Results, texts: Results) -> dict[str, Any]:
     rows = {name: _texts(results) for name, results in texts.items()}
-    first = next(iter(rows.values()), {})
-    for name, row in rows.items():
-        if "tokens_per_second" in row and "tokens_per_second" in first:
-            row["ratio"] = row["tokens_per_second"] / first["tokens_per_second"]
-        base = rows.get(name.split("+")[0], {})
-        if "+" in name and len(row.get("by_prompt", ())) == len(base.get("by_prompt", ())) > 0:
-            row["to_serial"] = ratio(row["by_prompt"], base["by_prompt"])
+    first = next(iter(rows.values()), {}).get("by_prompt", ())
+    for row in rows.values():
+        if first and len(row.get("by_prompt", ())) == len(first):
+            row["ratio"] = ratio(row["by_prompt"], first)
     speeds = [one["bandwidth"] for results in (*passes.values(), *texts.values()) for one in results]
     return {
         "target": pair.target, "draft": pair.draft, "engine": pair.backend, "limit": limit,
@@ -83,13 +80,9 @@ def tables(report: dict[str, Any]) -> str:
         shown.append(table(title, headings, _pass_rows(passes, streamed / report["bandwidth"])))
     if texts := report["texts"]:
         rows = [_text_row(name, row) for name, row in texts.items() if "tokens" in row]
-        shown.append(table(about, ("variant", "x first", *HEADINGS), rows, width=160))
+        shown.append(table(about, ("variant", "x first, 95 %", *HEADINGS), rows, width=160))
     for name, row in (passes | texts).items():
         shown += [f"{name}: {why}" for why in row["failed"]]
-        if found := row.get("to_serial"):
-            shown.append(
-                f"{name}: {found[0]:.3f} of the speed without settings, 95 % interval {found[1]:.3f} to {found[2]:.3f}"
-            )
     return "\n".join(shown)
 
 
@@ -109,11 +102,11 @@ def _text_row(name: str, row: dict[str, Any]) -> list[str]:
     compute = row["target_seconds"] - row["wait_seconds"]
     shares = (row["draft_seconds"], compute, row["wait_seconds"], row["plan_seconds"])
     return [
-        name, f"{row['ratio']:.2f}" if "ratio" in row else "", f"{row['tokens_per_second']:.2f}",
+        name, "{:.2f} ({:.2f} to {:.2f})".format(*row["ratio"]) if "ratio" in row else "",
+        f"{row['tokens_per_second']:.2f}",
         f"{row['acceptance_length']:.2f}", f"{row['target_seconds'] / row['passes']:.3f}",
         *(f"{100 * share / row['seconds']:.0f} %" for share in shares),
         f"{100 * row['system_seconds'] / (row['user_seconds'] + row['system_seconds']):.0f} %",
         format_size(row["bytes_per_round"]), f"{row['peak'] / row['limit']:.2f}",
-        f"{row['draft_passes'] / row['tokens']:.2f}", f"{100 * row['draft_went_on'] / row['passes']:.0f} %",
-        f"{100 * row['hidden_seconds'] / row['seconds']:.0f} %",
+        f"{row['draft_passes'] / row['tokens']:.2f}", f"{100 * row['hidden_seconds'] / row['seconds']:.0f} %",
     ]  # fmt: skip

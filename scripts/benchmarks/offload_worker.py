@@ -51,7 +51,6 @@ class Task:
     context_length: int = 2048
     nodes: list[int] = field(default_factory=list)
     planner: str = "none"
-    ahead: bool | None = None
     prompts: list[str] = field(default_factory=list)
     max_tokens: int = 96
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -98,7 +97,7 @@ def _measure_texts(task: Task, backends: list[Backend]) -> dict[str, Any]:
     pace = new_auto_state(limits.streams, limits.experts) if task.by_cost else None
     if pace and task.pace:
         pace.recall(Pace.model_validate(task.pace))
-    planner = make_planner(task.planner, backends, state=pace, ahead=task.ahead)
+    planner = make_planner(task.planner, backends, state=pace)
     found: dict[str, Any] = {"runs": []}
     sampling = SamplingParams(**task.sampling)
     with Model(backends[0], planner, budget=task.budget, sampling=sampling) as model, _used(found):

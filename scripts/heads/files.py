@@ -10,6 +10,7 @@ from edgespec.backends.torch.eagle import EagleHead
 from gguf import GGUFValueType, GGUFWriter, LlamaFileType
 from safetensors.torch import save
 
+from benchmarks.made_up import add_values
 from edgespec.machine.files import write_whole
 from edgespec.models.convert.folder_from_gguf import read_gguf
 from edgespec.models.convert.gguf_write import appearing
@@ -39,28 +40,9 @@ def write_gguf(head: EagleHead, vocabulary: Path, path: Path) -> None:
         vocabulary: a GGUF of the target.
         path: where to; it appears when it is whole.
     """
-    config = head.config
     with appearing(path) as partial:
         writer = GGUFWriter(partial, "eagle3")
-        writer.add_type("model")
-        writer.add_name(path.stem)
-        writer.add_block_count(1)
-        writer.add_context_length(config.max_position_embeddings)
-        writer.add_embedding_length(config.hidden_size)
-        writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count(config.num_attention_heads)
-        writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
-        writer.add_rope_dimension_count(config.head_dim)
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_vocab_size(config.vocab_size)
-        writer.add_file_type(LlamaFileType.MOSTLY_F16)
-        writer.add_array("eagle3.target_layers", head.layers)
-        writer.add_uint32("eagle3.target_hidden_size", config.target_hidden_size)
-        writer.add_bool("eagle3.norm_before_residual", False)
-        writer.add_bool("eagle3.norm_before_fc", False)
+        add_values(writer, {"general.type": "model", "general.name": path.stem, **_values(head)})
         for key, field in read_gguf(vocabulary).fields.items():
             if key.startswith("tokenizer."):
                 kinds = field.types
@@ -73,6 +55,20 @@ def write_gguf(head: EagleHead, vocabulary: Path, path: Path) -> None:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
+
+
+def _values(head: EagleHead) -> dict[str, Any]:
+    config = head.config
+    found = {
+        "block_count": 1, "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size, "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads, "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim, "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.dimension_count": config.head_dim, "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "vocab_size": config.vocab_size, "target_layers": list(head.layers),
+        "target_hidden_size": config.target_hidden_size, "norm_before_residual": False, "norm_before_fc": False,
+    }  # fmt: skip
+    return {"general.file_type": int(LlamaFileType.MOSTLY_F16), **{f"eagle3.{key}": one for key, one in found.items()}}
 
 
 NAMES = {

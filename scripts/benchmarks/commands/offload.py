@@ -24,7 +24,7 @@ from edgespec.machine.memory import parse_size
 Examples:
   scripts/bench offload big.gguf+small.gguf --prompts prompts.jsonl --room 900M
   scripts/bench offload big.gguf+small.gguf --prompts prompts.jsonl --room 900M --plain-tokens 0 \\
-      --planners specexec,specexec+ahead,chain
+      --planners specexec,chain,sssd
   scripts/bench offload mlx:big-16bit mlx:big-4bit torch:big-bf16 --nodes 1 --nodes 16 --nodes 64"""
 )
 @click.argument("models", metavar="[ENGINE:]MODEL[+DRAFT]...", nargs=-1, required=True)
@@ -32,7 +32,7 @@ Examples:
 @click.option("--program", default="600M", metavar="SIZE", help="Memory for all else, with mlx and torch.")
 @click.option("--nodes", multiple=True, type=AT_LEAST_1, help="Size of passes to time; repeatable.")
 @click.option("--prompts", type=FILE, metavar="FILE.jsonl", help="Generate answers.")
-@click.option("--planners", help="With settings: specexec+ahead. [default: sssd, and specexec with a draft]")
+@click.option("--planners", help="Comma-separated. [default: sssd, and specexec with a draft]")
 @asking(16, 96)
 @click.option("--budget", type=AT_LEAST_1, help="Draft tokens per pass. [default: as many as pay, at most 64]")
 @click.option("--plain-tokens", type=click.IntRange(0), default=16, help="Of an answer without drafts; 0: none.")

@@ -15,7 +15,7 @@ import click
 from benchmarks import compare_servers, llama_server, stress, wire
 from benchmarks.options import AT_LEAST_1, FILE, PATH, ROUNDS, THREADS, Number, asking, questions, refuse
 from benchmarks.serving import served
-from edgespec.cli.options import DRAFT_OPTION, EXACT_OPTION, MEMORY_OPTION, PLANNER_OPTION, together
+from edgespec.cli.options import DRAFT_OPTION, MEMORY_OPTION
 from edgespec.cli.terminal import Bars
 from edgespec.errors import no_such
 from edgespec.machine.files import check_out, write_whole
@@ -39,15 +39,16 @@ Examples:
   scripts/bench serve throughput mt_bench_dev.jsonl --model big.gguf --draft small.gguf
   scripts/bench serve throughput mt_bench_dev.jsonl --model big.gguf --draft small.gguf \\
       --llama-server build/bin/llama-server --at-once 1 --at-once 4 --at-once 8
-  scripts/bench serve throughput mt_bench_dev.jsonl --model big.gguf --planner sssd --datastore text.store \\
-      --budget 0 --budget 8 --budget 32 --at-once 8 --rate 0.2 --rate 0.5 --rate 1
+  scripts/bench serve throughput mt_bench_dev.jsonl --model big.gguf --at-once 8 --rate 0.2 --rate 0.5 \\
+      --options "--planner none" --options "--budget 8"
   with --memory 2G both run inside a control group of 2 GiB"""
 )
 @click.argument("prompts", type=FILE)
 @click.option("--model", required=True, help="A name, path or source, as for run.")
-@together(DRAFT_OPTION, MEMORY_OPTION)
+@DRAFT_OPTION
+@MEMORY_OPTION
 @click.option("--ctx", "context_length", type=AT_LEAST_1, default=4096, help="As for run.")
-@together(THREADS, EXACT_OPTION, PLANNER_OPTION)
+@THREADS
 @click.option("--at-once", multiple=True, type=click.IntRange(1, 32), default=(1, 2, 4, 8))
 @click.option(
     "--rate",
@@ -57,8 +58,10 @@ Examples:
     help="Requests per second, as Poisson arrivals; --at-once is the server's --parallel then. [default: each request "
     "follows an answer]",
 )
-@click.option("--datastore", type=FILE, help="As for serve.")
-@click.option("--budget", "budgets", multiple=True, type=click.IntRange(0), help="As for serve; 0: plain decoding.")
+@click.option(
+    "--options", multiple=True, default=[""], show_default=False, metavar="TEXT",
+    help="More for serve, as '--budget 8'; repeated, each is a server of its own.",
+)  # fmt: skip
 @asking(16, 64)
 @click.option("--llama-server", "program", metavar="PATH", help="Measure llama.cpp's server, too.")
 @click.option("--mode", "modes", multiple=True, help="Of llama-server: plain, draft, ngram-simple and others. [all]")
