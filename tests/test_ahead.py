@@ -172,7 +172,7 @@ def test_pearls_draft_ends_with_its_length():
     assert not planner._thread.busy
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS[:2], ids=lambda sampling: str(sampling.temperature))
+@pytest.mark.parametrize("sampling", [SAMPLINGS[1], pytest.param(SAMPLINGS[0], marks=pytest.mark.exhaustive)])
 def test_stops_and_new_texts_at_any_moment(sampling):
     """Texts are called off at random moments, and others begin with the same draft: all that end are plain's."""
     plain, _ = write(NonePlanner(), sampling, count=30)
