@@ -246,7 +246,7 @@ def unknown_key(key: str, known: Collection[str]) -> str:
 
 def _instead(name: str, known: Collection[str], cutoff: float = 0.6) -> str:
     near = get_close_matches(name, known, cutoff=cutoff)
-    return f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(known)}"
+    return f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(known) or 'none'}"
 
 
 def first_mistake(error: "ValidationError", kind: Any) -> tuple[Location, str]:

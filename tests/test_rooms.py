@@ -10,6 +10,7 @@ import pytest
 
 import edgespec
 import edgespec.lab
+from edgespec.planners.choice import PLANNERS
 from pictures.rooms import floors as table
 
 ROOT = Path(__file__).parent.parent
@@ -100,11 +101,15 @@ def test_all_else_works_without_the_lab() -> None:
     script = (
         "import sys; sys.modules['edgespec.lab'] = None\n"
         f"from importlib import import_module; [import_module(name) for name in {names}]\n"
-        "from edgespec.planners.choice import NAMES, PLANNERS, check_planner; from edgespec.errors import UsageError\n"
-        "try: check_planner('pearl', True, None, {})\nexcept UsageError as error: print(NAMES == (*PLANNERS,), error)"
+        "from edgespec.errors import UsageError; from edgespec.loading.approximate import find_approximate\n"
+        "from edgespec.planners.choice import find_method\n"
+        "for find, name in ((find_method, 'pearl'), (find_approximate, 'cascade:0.5')):\n"
+        "    try: find(name)\n    except UsageError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("True there is no planner 'pearl'; ")
+    planner, method = done.stdout.splitlines()
+    assert planner == f"there is no planner 'pearl'; there are: {', '.join(PLANNERS)}"
+    assert method == "there is no approximate method 'cascade'; there are: none"
 
 
 @pytest.mark.parametrize("name", ["ScaleResult", "ToolCache", "scale"])
