@@ -88,13 +88,14 @@ def test_ctrl_c_while_the_program_starts_is_no_traceback(handler: str, code: int
     assert ("version" in done.stdout) == (code == 0)  # a program that ignores Ctrl-C, as under nohup, goes on
 
 
-def test_after_the_start_ctrl_c_is_an_exception_again() -> None:
+def test_after_the_start_ctrl_c_is_an_exception_again_and_garbage_is_collected() -> None:
     code = (
-        "import signal; from edgespec import __main__ as s; from edgespec.cli import commands as c;"
-        "c.main = lambda: print(signal.getsignal(2));"
+        "import gc, signal; from edgespec import __main__ as s; from edgespec.cli import commands as c;"
+        "c.main = lambda: print(signal.getsignal(2), gc.isenabled());"
     )
     done = subprocess.run([sys.executable, "-c", code + "s.main()"], capture_output=True, text=True, check=False)
     assert "default_int_handler" in done.stdout
+    assert done.stdout.endswith(" True\n")
 
 
 def refused(run: Run, *arguments: str, code: int, says: str, stdin: str = "") -> None:

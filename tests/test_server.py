@@ -44,11 +44,11 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
 @contextmanager
-def served(slots=2, service=(), sampling=None, context=400, template=None, layers=2, **guard):
+def served(slots=2, service=(), sampling=None, context=400, template=None, layers=2, planner=SssdPlanner, **guard):
     target = ReferenceBackend(random_model(2, vocab_size=258, layers=layers), sessions=slots, context_length=context)
     target.model.unembedding[1] = 0  # texts seldom end early
     target.vocab.chat_template = template or target.vocab.chat_template
-    with Model(target, [SssdPlanner() for _ in range(slots)], budget=2, sampling=sampling) as model:
+    with Model(target, [planner() for _ in range(slots)], budget=2, sampling=sampling) as model:
         app = make_app(Service(model, "tiny", **dict(service)), **guard)
         with TestClient(app, base_url="http://127.0.0.1:8080", raise_server_exceptions=False) as client:
             client.model = model

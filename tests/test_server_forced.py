@@ -21,6 +21,7 @@ from test_server_tools import TEMPLATE, TOOLS, check
 from edgespec.errors import UsageError
 from edgespec.loop import generate
 from edgespec.loop.grammar import Compiler, json_schema
+from edgespec.planners.none import NonePlanner
 from edgespec.server import constrained
 from edgespec.server.call_formats import FORMATS
 from edgespec.server.channels import ANALYSIS, FINAL, ChannelParser, comes_in_channels
@@ -642,7 +643,7 @@ def test_a_client_gets_the_arguments_that_the_model_wrote(seen, asked, streamed,
             "json_schema": {"schema": PLACE | {"$defs": EVERY_KIND["$defs"]}},
         }
     template = f"{{% if tools %}}{{% endif %}}{{# {seen} #}}{CHAT_TEMPLATE}"
-    with served(context=2000, template=template, layers=1) as client:
+    with served(context=2000, template=template, layers=1, planner=NonePlanner) as client:
         vocab = client.model.target.vocab
         ids = [*vocab.encode(says, add_bos=False, parse_special=False), vocab.eos_id]
 
