@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import pairwise
 from types import SimpleNamespace
@@ -22,9 +22,9 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'edg
 import contract
 from contract import (
     BUDGET,
-    CHECKS,
     CONTEXT,
     TREE,
+    by_main_check,
     chain_rows,
     commit_any_path,
     growth_layer_by_layer,
@@ -75,7 +75,11 @@ needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None,
     reason="needs bitsandbytes: pip install 'edgespec[nf4]'",
 )
-TREE_CHECKS = [tree_equals_chains, growth_layer_by_layer, commit_any_path, several_sessions_in_one_forward]
+by_tree_check = pytest.mark.parametrize(
+    "check",
+    [growth_layer_by_layer, several_sessions_in_one_forward, tree_equals_chains, commit_any_path],
+    ids=lambda check: check.__name__,
+)
 CAPABILITIES = Capabilities(
     context_length=CONTEXT, max_nodes=BUDGET, max_wanted=BUDGET, max_leaves=BUDGET, logit_tolerance=0.0
 )
@@ -105,12 +109,9 @@ def test_a_quota_of_processors_bounds_pytorchs_threads(llama):
 
 
 class TestFamilies:
-    def test_trees_are_texts(self, folder):
-        tree_equals_chains(partial(load, str(folder), threads=1))
-
     @pytest.mark.covering(1)
-    @pytest.mark.parametrize("check", TREE_CHECKS[1:], ids=lambda check: check.__name__)
-    def test_trees_grow_and_change(self, folder, check):
+    @by_tree_check
+    def test_trees_are_texts(self, folder, check):
         check(partial(load, str(folder), threads=1))
 
     def test_texts_are_what_transformers_computes(self, folder):
@@ -281,6 +282,7 @@ class Recorder:
         self.closed = True
 
 
+@cache
 def memory_for(folder, resident, **options):
     """Bytes that let so many layers stay on the device."""
     backend = load(str(folder), **options)
@@ -311,13 +313,13 @@ def streaming(folder, resident, **options):
 
 
 class TestOffload:
-    @pytest.mark.parametrize("resident", [0, 1, 2, 3])
+    @pytest.mark.parametrize("resident", [0, 3])
     def test_the_logits_are_the_same_to_the_bit(self, llama, resident):
         text = [5, 9, 30, 7]
         backend, _, _ = streaming(llama, resident)
         np.testing.assert_array_equal(chain_rows(backend, text), chain_rows(load(str(llama), **OPTIONS), text))
 
-    @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+    @by_main_check
     def test_contract(self, llama, check):
         def factory(**options):
             options["context_length"] = options["context_length"] or 640
@@ -562,7 +564,7 @@ class TestOffload:
             assert (len(placement.streamed), placement.buffers) == (21 - gpu_layers, left)
         assert choose_placement(layers, 10_000, 50, gpu_layers=18).buffers == 3  # as many as are streamed
 
-    @pytest.mark.parametrize("stay", [0, 1, 3, 5])
+    @pytest.mark.parametrize("stay", [1, 3, 5])
     def test_more_buffers_change_no_bit(self, llama, stay):
         text = [5, 9, 30, 7]
         backend = load(str(llama), **OPTIONS, gpu_layers=stay, copies=Recorder)
@@ -705,7 +707,8 @@ class TestNf4:
             x = torch.randn(rows, 128)
             torch.testing.assert_close(packed(x), x @ weight.T + linear.bias, atol=1e-5, rtol=1e-5)
 
-    @pytest.mark.parametrize("check", TREE_CHECKS, ids=lambda check: check.__name__)
+    @pytest.mark.covering(1)
+    @pytest.mark.parametrize("check", [growth_layer_by_layer, several_sessions_in_one_forward])
     def test_trees_are_texts(self, llama, check):
         check(partial(load, str(llama), threads=1, dtype="nf4"))
 
@@ -801,7 +804,8 @@ class TestStoredNf4:
         assert expected.std() > 1
         np.testing.assert_allclose(found, expected, atol=0.1)
 
-    @pytest.mark.parametrize("check", TREE_CHECKS, ids=lambda check: check.__name__)
+    @pytest.mark.covering(1)
+    @pytest.mark.parametrize("check", [growth_layer_by_layer, several_sessions_in_one_forward])
     def test_trees_are_texts(self, folder, check):
         check(partial(load, str(folder), threads=1))
 
