@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -64,6 +64,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out.update(set(grid) - covering(grid, strength))
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def few(names: Iterable[str], *chosen: str) -> list[Any]:
+    """Names as parameters; all but those that are chosen are left to test-all."""
+    return [pytest.param(name, marks=[] if name in chosen else pytest.mark.exhaustive) for name in names]
 
 
 def pytest_collection_finish() -> None:

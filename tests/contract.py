@@ -9,7 +9,6 @@ checks close what they open. All compare with the same path read one token per p
 when the backend's tolerance is 0, else within it.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,7 +96,7 @@ def rows_of_chains(
     for token in text:
         after(token)
     for path in sorted(path_to(list(parents), node) for node in nodes):
-        same = len(os.path.commonprefix([last, path]))
+        same = sum(one == other for one, other in zip(last, path, strict=False))  # in a tree, paths part for good
         if same < len(last):
             session.rewind(len(text) + same)
         found |= {node: after(tokens[node]) for node in path[same:]}

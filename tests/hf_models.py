@@ -3,7 +3,7 @@
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +118,6 @@ WITH_HEADS: dict[str, tuple[str, dict[str, str]]] = {
         | {"norm": "mtp.layers.1.final_layernorm"},
     ),
 }
-
-
-def few(names: Iterable[str], *chosen: str) -> list[Any]:
-    """Families as parameters; all but those that are chosen are left to test-all."""
-    return [pytest.param(name, marks=[] if name in chosen else pytest.mark.exhaustive) for name in names]
 
 
 def byte_tokenizer() -> Any:

@@ -58,7 +58,7 @@ def rows_of(head: Any, tokens: list[int], states: Any) -> Any:
     return np.array([logits.row(node) for node in range(len(tokens))])
 
 
-def taught(target: Any, head: Any, tokens: list[int], steps: int = 150) -> None:
+def taught(target: Any, head: Any, tokens: list[int], steps: int = 80) -> None:
     """Train the head until it knows this text by heart."""
     states, model = mx.array(states_of(target, tokens[:-1])), head.model
     embedded = head._embed(mx.array(tokens)[None])
@@ -191,7 +191,7 @@ MAKERS = [
 def test_text_with_a_head_is_that_of_plain_decoding(kind: str, tmp_path: Path, load_streamed: Any) -> None:  # noqa: F811
     target = loaded(kind, tmp_path / "target", load_streamed)
     head = load_head(target, write_head(tmp_path / "head", head_weights(VOCAB_SIZE, DRAFTS)))
-    texts = [write(target, NonePlanner(), PROMPT, sampling, 40)[0] for sampling in SAMPLINGS[:2]]
+    texts = [write(target, NonePlanner(), PROMPT, sampling, 24)[0] for sampling in SAMPLINGS[:2]]
     taught(target, head, PROMPT + texts[0])
     gained = list[float]()
     for sampling, plain in zip(SAMPLINGS, texts, strict=False):

@@ -76,7 +76,7 @@ def models(request, tmp_path_factory):
 def test_tiny_models(models, sampling):
     target, equal, damaged = models
     prompt = target.vocab.encode(PROMPT, add_bos=True, parse_special=False)
-    plain, _ = write(target, NonePlanner(), prompt, sampling, 30)
+    plain, _ = write(target, NonePlanner(), prompt, sampling, 24)
     assert replay(target, prompt, plain, sampling) == []  # plain decoding can be repeated to the bit
     stats = check_lossless(target, SpecExecPlanner(equal, depth=6, beam=4, tau=0.3), prompt, plain, sampling)
     assert stats.acceptance_length > 3

@@ -28,9 +28,10 @@ from edgespec.errors import ModelError, UsageError, pip_install
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import top_of_rows
 
-CHECKS = [contract.tree_equals_chains, contract.commit_any_path]  # what depends on a family most
-MORE_CHECKS = [
+CHECKS = [
+    contract.tree_equals_chains,
     contract.a_tree_with_several_tops,
+    contract.commit_any_path,
     contract.growth_layer_by_layer,
     contract.several_sessions_in_one_forward,
     contract.only_what_is_wanted,
@@ -60,9 +61,9 @@ def own_rows(folder, text):
 def test_family(name, tmp_path, whole_grid):
     folder = write_model(tmp_path / "model", **VARIANTS[name])
     windows = "sliding_window" in (folder / "config.json").read_text()  # what else a cache does, it does for all alike
-    some = MORE_CHECKS[list(VARIANTS).index(name) % len(MORE_CHECKS)]
-    more = MORE_CHECKS if windows or whole_grid else [some]
-    for check in [*CHECKS, *more, *([contract.random_growth] if windows else [])]:
+    some = CHECKS[list(VARIANTS).index(name) % len(CHECKS)]
+    more = [contract.commit_any_path, contract.growth_layer_by_layer] if windows else []
+    for check in [*CHECKS, contract.random_growth] if whole_grid else {contract.tree_equals_chains, some, *more}:
         check(partial(load, str(folder)))
     backend = load(str(folder), context_length=64)
     mixture = "num_experts_per_tok" in VARIANTS[name]["config"]

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
 
-import contract
 import mlx.core as mx
-from contract import work
+from conftest import few
+from contract import by_main_check, work
 from edgespec.backends.mlx import memory as memory_module
 from edgespec.backends.mlx.backend import load
 from edgespec.backends.mlx.engine import engine
@@ -29,7 +29,8 @@ from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.weights import plan as residency
 
 OPTIONS: dict[str, Any] = {"context_length": 128, "budget": 16}
-LAYERS = 16
+LAYERS = 12
+TARGETS = ["llama-3", "mistral-windows", "gemma3", "qwen3 moe", "gpt-oss"]
 PROMPT = [5, 9, 30, 7, 9, 30]
 CELLS = 1 << 9  # bytes of a token's keys and values
 CHUNK = 128  # prompt tokens of a pass, the fewest
@@ -40,7 +41,7 @@ def many_layers(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "num_hidden_layers": LAYERS, **kinds}
 
 
-@pytest.fixture(scope="module", params=["llama-3", "mistral-windows", "gemma3", "qwen3 moe", "gpt-oss"])
+@pytest.fixture(scope="module", params=few(TARGETS, "llama-3", "mistral-windows", "gpt-oss"))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("own") / "target", many_layers(FAMILIES[request.param]))
 
@@ -72,7 +73,7 @@ def own(target: Any, folder: Path, sessions: int = 1) -> Any:
     return engine.load_head(target, str(folder), options)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=IDS)
 @pytest.mark.parametrize("share", [0.0, 0.9, 0.7])
 @pytest.mark.parametrize("planner", [SpecExecPlanner, ChainPlanner])
@@ -92,6 +93,7 @@ def rows_of(backend: Any, session: Any) -> Any:
     return np.stack([first, *(tree.row(node) for node in range(4))])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("share", [0.9, 0.7])
 def test_streamed_it_drafts_with_the_whole_layers_in_memory_and_reads_nothing(folder, share, room, monkeypatch):
     target, draft = pair(folder, share)
@@ -153,7 +155,7 @@ def test_cells_are_those_of_the_target_where_it_has_read(folder):
     target.close()
 
 
-@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
+@by_main_check
 def test_contract(check, llama):
     def loaded(**options):
         return own(load(str(llama), **options), llama, sessions=options.get("sessions", 1))

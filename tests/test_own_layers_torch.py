@@ -9,12 +9,13 @@ import pytest
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 
 import torch
+from conftest import few
 from contract import by_main_check, work
 from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch.backend import load
 from edgespec.backends.torch.engine import engine
 from edgespec.backends.torch.offload import BUFFERS, HostCopies
-from hf_models import SMALL, few, check_closing_frees, save, tiny_model
+from hf_models import SMALL, check_closing_frees, save, tiny_model
 from test_heads import texts_of
 from test_lossless_torch import by_temperature, check_lossless
 from test_torch import Recorder, memory_for

@@ -20,7 +20,7 @@ PAIRS = [("llamacpp", "torch"), ("llamacpp", "mlx"), ("torch", "mlx")]
 STORY = "The lighthouse keeper wrote down the weather, every ship that passed, and what the gulls had stolen from him. "
 PROMPTS = ["Once upon a time, a fox", "def is_prime(n):\n    "]
 SAMPLINGS = [SamplingParams(), SamplingParams(temperature=0.8, seed=1)]
-NODES, TOKENS = 40, 16
+NODES, TOKENS = 40, 8
 OPTIONS = {"context_length": 256, "budget": NODES}
 
 
@@ -52,9 +52,9 @@ def compute(backend: Backend) -> Engine:
 
 
 def a_tree(backend: Backend) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """200 tokens of prose, and the tokens and parents of a tree with branches and chains."""
-    prompt = backend.vocab.encode(STORY * 20, add_bos=True, parse_special=False)[:200]
-    assert len(prompt) == 200
+    """100 tokens of prose, and the tokens and parents of a tree with branches and chains."""
+    prompt = backend.vocab.encode(STORY * 20, add_bos=True, parse_special=False)[:100]
+    assert len(prompt) == 100
     generator = np.random.default_rng(3)
     tokens = generator.choice(np.arange(100, backend.vocab.size), NODES, replace=False).astype(np.int32)
     parents = np.array([generator.integers(max(-1, i - 6), i) for i in range(NODES)], np.int32)

@@ -12,13 +12,14 @@ pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]
 
 from cards import GIB, Cards
 from cards import cards as cards
+from conftest import few
 from contract import by_main_check, chain_rows, work
 from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch import loading as loading_module
 from edgespec.backends.torch.backend import TorchBackend, load
 from edgespec.backends.torch.loading import choose_placement, work_bytes
 from edgespec.backends.torch.offload import BUFFERS, block_bytes, stored_tensors
-from hf_models import FAMILIES, HYBRIDS, few, save, tiny_model, torch
+from hf_models import FAMILIES, HYBRIDS, save, tiny_model, torch
 from test_hybrids_torch import LAYERS
 from test_lossless_torch import SAMPLINGS, write
 
@@ -29,6 +30,7 @@ from edgespec.weights.plan import layers_by_device
 
 OPTIONS: dict[str, Any] = {"context_length": 64, "budget": 16, "sessions": 3, "threads": 1}
 PROMPT = [5, 9, 30, 7, 9, 30]
+CLASSES = ["llama", "mixtral", "gpt-oss", "gemma3", "lfm2", "falcon-h1"]  # a family of each kind of layers
 There = Callable[..., Cards]
 
 
@@ -71,9 +73,7 @@ def everything(backend: TorchBackend, folder: Path) -> Any:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("counts", [[1, 2], [1, 1, 1], [2, 0, 1]], ids=str)
-@pytest.mark.parametrize(
-    "family", few([*FAMILIES, *HYBRIDS], "llama", "mixtral", "gpt-oss", "gemma3", "lfm2", "falcon-h1")
-)
+@pytest.mark.parametrize("family", few([*FAMILIES, *HYBRIDS], *CLASSES))
 def test_logits_are_those_of_one_device(
     family: str, counts: list[int], divided: Callable[..., TorchBackend], tmp_path: Path
 ) -> None:
