@@ -24,6 +24,7 @@ from edgespec.planners.cost import worth_reading
 from edgespec.planners.ledger import Accounts
 
 BUDGET, DEPTH = 64, 16
+GREEDY = SamplingParams()  # made once, as making it checks it
 SLOW_PASSES, SLOW = 5, 4.0  # the first passes of a program, and how many times as long they take
 READING = 0.25  # draft passes that the draft takes to read a token
 LEARNED = (1, 2, 6, 12, 40)  # nodes of the passes that are remembered
@@ -161,9 +162,7 @@ class Run:
                 reading.session.token_ids += reading.token_ids
             room = 20 + tokens - len(ids)
             head = behind if behind <= MOST_UNREAD_IN_MEMORY else 0
-            context = Context(
-                ids, 20, SamplingParams(), None, room - 1, 64, unread=head if self.recurrent else None, owes=owes
-            )
+            context = Context(ids, 20, GREEDY, None, room - 1, 64, unread=head if self.recurrent else None, owes=owes)
             drafted = self.planner.stats.draft_seconds
             proposal = run_one(self.planner.propose(context, BUDGET))
             nodes = len(proposal.tree) if proposal.nodes is None else 1 + len(proposal.nodes)

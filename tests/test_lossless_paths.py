@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from conftest import examples
 from contract import chain_rows
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_lossless_reference import NAMES, PLANNERS, samplings, tokens, write
 
@@ -26,6 +27,7 @@ def test_the_state_reaches_back_to_the_first_token():
     assert np.abs(rows[0] - rows[1]).max() > 0.01
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["equal", "perturbed"])
@@ -40,7 +42,7 @@ def test_the_grid(name, temperature, kind):
     assert output == plain
 
 
-@settings(max_examples=30, deadline=None)
+@examples(15, 30)
 @given(
     st.sampled_from(list(PLANNERS)), st.lists(tokens, min_size=1, max_size=12), samplings, st.integers(1, 40),
     st.integers(1, 30), st.data(),
@@ -114,7 +116,7 @@ def test_tokens_that_are_owed_stay_few(planner):
 
     target.forward = watched
     sampling = SamplingParams(temperature=1.0, seed=3)
-    write(target, guesses, [0, 4, 8], sampling, session=session, max_tokens=120, stop_ids=frozenset())
+    write(target, guesses, [0, 4, 8], sampling, session=session, max_tokens=60, stop_ids=frozenset())
     assert max(seen) > 0
     assert max(seen) <= 16 + 13  # what is accepted before the limit is noticed
 

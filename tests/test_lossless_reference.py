@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 from auto_planners import auto_planner
+from conftest import examples
 from edgespec.backends.reference.backend import Model, ReferenceBackend, perturbed, random_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.errors import ContextFull
@@ -108,7 +109,7 @@ def write(
 
 
 @pytest.mark.parametrize("name", [*NAMES[:5], "lookahead", "auto"])
-@settings(max_examples=110, deadline=None)
+@examples(30, 110)
 @given(
     st.sampled_from(range(len(MODELS))),
     st.sampled_from(["equal", "perturbed", "random"]),
@@ -180,7 +181,7 @@ def test_drafts_differ_in_use():
         target = ReferenceBackend(MODELS[1])
         planner = SpecExecPlanner(ReferenceBackend(drafts_of(MODELS[1], kind)), depth=6, beam=4)
         lengths = []
-        for seed in range(6):
+        for seed in range(3):
             sampling = SamplingParams(temperature=1.0, seed=seed)
             _, stats = write(target, planner, [0, 7], sampling, max_tokens=24, stop_ids=frozenset())
             lengths.append(stats.acceptance_length)

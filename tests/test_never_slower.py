@@ -71,7 +71,7 @@ def speed(steps, tokens):
     return plain / spent
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("cost", "agreement", "remembered", "ways", "load", "slow", "noise"), CASES)
 def test_the_default_is_hardly_slower_than_plain_decoding(cost, agreement, remembered, ways, load, slow, noise):
     found = [run(cost, agreement, remembered, ways, load, slow, noise, seed).sequence(512) for seed in range(SEEDS)]
@@ -101,7 +101,7 @@ def best(cost, agreement, ways):
     return max(found)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("cost", "agreement", "remembered", "ways"),
     list(product(COSTS, ["never", "half", "always"], REMEMBERED, WAYS)),
