@@ -139,7 +139,7 @@ def test_any_passes(content, slots):
     try:
         memory.fill(rng.random((LAYERS, COUNT)).tolist(), lambda done, total: None)
         assert memory.bytes_read == slots * sum(layer.bytes_each for layer in layers)
-        for _ in range(12):
+        for _ in range(8):
             memory.begin()
             many = rng.random() < 0.5
             for number in range(rng.integers(1, LAYERS + 1)):
@@ -244,6 +244,7 @@ def large(tmp_path_factory):
     return path, data
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("start", [0, 1, 511, 512, 4095, 4096, 5000])
 @pytest.mark.parametrize("size", [1, 511, 4096, 10000, READ_SIZE - 5000, 2 * READ_SIZE + 4999])
 @pytest.mark.parametrize("shift", [0, 1, 512])

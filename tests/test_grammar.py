@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -11,12 +10,13 @@ import pytest
 
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
+from conftest import examples
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec.errors import UsageError, pip_install
+from edgespec.errors import MissingPackage, UsageError, pip_install
 from edgespec.lab.lookahead import LookaheadPlanner
 from edgespec.loop.grammar import MOST_BYTES, Compiler, Constraint, json_object, json_schema, lark, regex
 from edgespec.loop.passes import prefill
@@ -97,7 +97,7 @@ def by_definition(prompt, sampling, grammar, count):
 
 
 @pytest.mark.parametrize("kind", GRAMMARS)
-@settings(max_examples=12, deadline=None)
+@examples(5, 12)
 @given(samplings, st.sampled_from(["sssd", "lookahead", "specexec"]), st.sampled_from([1, 7, 30]))
 def test_the_text_is_the_one_of_the_definition(kind, sampling, planner, budget):
     prompt = TARGET.vocab.encode('{"city": "Prague"', add_bos=True, parse_special=False)
@@ -232,15 +232,11 @@ def test_the_command_line(run, tmp_path):
         assert loaded in ([], ["reference; exactly the text of plain decoding"])
 
 
-def test_without_the_package_the_command_is_named():
-    script = (
-        "import sys; sys.modules['llguidance'] = None\n"
-        "from edgespec.backends.reference.backend import ReferenceVocab\nfrom edgespec.loop.grammar import Compiler\n"
-        "from edgespec.errors import MissingPackage\n"
-        "try: Compiler(ReferenceVocab(64))\nexcept MissingPackage as error: print(error)"
-    )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert found.strip() == f"a grammar needs the package 'llguidance': {pip_install('edgespec[server]')}"
+def test_without_the_package_the_command_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(MissingPackage) as caught:
+        Compiler(TARGET.vocab)
+    assert str(caught.value) == f"a grammar needs the package 'llguidance': {pip_install('edgespec[server]')}"
 
 
 def test_long_forced_text_is_encoded_once(monkeypatch):

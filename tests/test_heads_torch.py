@@ -14,7 +14,7 @@ from edgespec.backends.torch.eagle import EagleHead, load_head
 from edgespec.backends.torch.engine import engine
 from hf_models import SMALL, VOCAB_SIZE, check_closing_frees, save, tiny_model, transformers
 from safetensors.torch import load_file, save_file
-from test_lossless_torch import by_temperature, check_lossless
+from test_lossless_torch import SAMPLINGS, by_temperature, check_lossless
 from test_torch import Recorder, memory_for
 
 from edgespec.errors import ModelError
@@ -173,6 +173,7 @@ def test_closing_frees_the_target(folders):
     check_closing_frees(lambda: load_both(folders), TEXT)
 
 
+@pytest.mark.covering(1)
 @by_temperature
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral, window", "qwen3 moe", "qwen3-next"])
 def test_texts_with_a_head_are_plain_ones(tmp_path, folders, family, sampling):
@@ -183,13 +184,12 @@ def test_texts_with_a_head_are_plain_ones(tmp_path, folders, family, sampling):
     assert head.capabilities.head
 
 
-@by_temperature
-def test_a_head_of_a_streamed_target(tmp_path, folders, sampling):
+def test_a_head_of_a_streamed_target(tmp_path, folders):
     folder = save(tiny_model("llama", num_hidden_layers=5), tmp_path)
     target = load(str(folder), **OPTIONS, gpu_memory=memory_for(folder, 1, **OPTIONS), copies=Recorder)
     assert target.streamer is not None
     head = engine.load_head(target, str(folders[1]), DRAFT_OPTIONS)
-    check_lossless(target, [SpecExecPlanner(head, depth=5, tau=0.3)], TEXT, sampling, 24)
+    check_lossless(target, [SpecExecPlanner(head, depth=5, tau=0.3)], TEXT, SAMPLINGS[1], 24)
 
 
 def test_a_folder_of_vllms_speculators_is_the_same_head(tmp_path, folders):

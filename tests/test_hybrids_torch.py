@@ -72,7 +72,7 @@ def test_streamed_weights(family: str, tmp_path: Path) -> None:
     """Steps bring states on; texts are those of weights in memory, or part where rounding decides."""
     folder = save(tiny_model(family, num_hidden_layers=5, layer_types=LAYERS[family]), tmp_path / "target")
     draft = load(str(save(perturbed(tiny_model(family), 0.1, 1), tmp_path / "draft")), **OPTIONS)
-    check_lossless(streamed(folder), [SpecExecPlanner(draft, depth=6, beam=4)], PROMPT, SAMPLINGS[1], 48)
+    check_lossless(streamed(folder), [SpecExecPlanner(draft, depth=6, beam=4)], PROMPT, SAMPLINGS[1], 24)
     target, memory = streamed(folder, sessions=2), load(str(folder), **OPTIONS)
     nodes = np.arange(6, dtype=np.int32)
     session = target.open()

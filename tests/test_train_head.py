@@ -7,6 +7,7 @@ import re
 import runpy
 import signal
 import sys
+from functools import cache
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -79,11 +80,16 @@ def samples_of(model: Any, count: int) -> list[Sample]:
     return found
 
 
+@cache
+def target_and_samples() -> tuple[Target, list[Sample]]:
+    target = Target(tiny_model("llama").requires_grad_(False), [2, 1, 0], CPU)
+    return target, samples_of(target.model, 12)
+
+
 @pytest.fixture
 def school(tmp_path, precise):
     """A tiny target, what a head takes of it, its texts with their states, and a new head."""
-    target = Target(tiny_model("llama").requires_grad_(False), [2, 1, 0], CPU)
-    samples = samples_of(target.model, 12)
+    target, samples = target_and_samples()
     record(target, samples, tmp_path / "states", lambda done, total: None)
     states = read_states(tmp_path / "states", samples, 4 * 32)
     ids = draft_vocabulary(samples, 100, 272)
@@ -167,19 +173,19 @@ def test_the_loss_falls_and_the_head_agrees_more_often(school, tmp_path):
 
 
 def test_a_run_that_ctrl_c_stopped_ends_as_one_that_was_not(school, tmp_path):
-    whole = trainer_of(school, tmp_path / "whole", 6)
+    whole = trainer_of(school, tmp_path / "whole", 4)
     figures = whole.run(lambda step, total, loss: None, lambda step, found: None)
 
     def press(step: int, total: int, loss: float) -> None:
-        if step in (7, 19):
+        if step in (7, 14):
             os.kill(os.getpid(), signal.SIGINT)
 
-    for stopped_at in (7, 19):
-        trainer = trainer_of(school, tmp_path / "parts", 6)
+    for stopped_at in (7, 14):
+        trainer = trainer_of(school, tmp_path / "parts", 4)
         with pytest.raises(KeyboardInterrupt):
             trainer.run(press, lambda step, found: None)
         assert trainer.step == stopped_at
-    trainer = trainer_of(school, tmp_path / "parts", 6)
+    trainer = trainer_of(school, tmp_path / "parts", 4)
     assert trainer.run(press, lambda step, found: None) == figures
     for name, weights in whole._head.state_dict().items():
         assert torch.equal(weights, trainer._head.state_dict()[name]), name
