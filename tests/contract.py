@@ -660,6 +660,7 @@ CHECKS = [
 MAIN = {
     growth_layer_by_layer,
     nodes_below_a_commit,
+    rewind_and_go_on,
     forks_are_independent,
     several_sessions_in_one_forward,
     a_saved_session_goes_on,

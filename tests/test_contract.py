@@ -8,7 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract import CHECKS, TREE, Factory, chain_rows, loaded, nodes_below_a_commit, random_tokens, work
+from contract import (
+    TREE,
+    Factory,
+    by_check,
+    by_main_check,
+    chain_rows,
+    loaded,
+    nodes_below_a_commit,
+    random_tokens,
+    work,
+)
 from edgespec.backends.reference import backend as reference
 
 from edgespec.errors import ModelError
@@ -77,7 +87,8 @@ def padded(factory: Factory) -> Factory:
     return load
 
 
-ENGINES = ["reference", "recurrent", "torch", "mlx", "smollm2_tiny", "hybrid", "torch paths", "mlx paths"]
+ENGINES = ["reference", "recurrent", "torch", "mlx", "smollm2_tiny"]
+PATHS = ["hybrid", "torch paths", "mlx paths"]
 VARIANTS = ["torch padded", "mlx padded", "smollm2_tiny_f32", "q8_0"]
 
 
@@ -106,14 +117,21 @@ def factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return llamacpp_factory(request.getfixturevalue(request.param))
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@by_check
 @pytest.mark.parametrize("factory", ENGINES, indirect=True)
 def test_contract(check, factory):
     check(factory)
 
 
+@by_main_check
+@pytest.mark.parametrize("factory", PATHS, indirect=True)
+def test_contract_of_recurrent_models(check, factory):
+    """All checks of these are made on the reference backend's, too."""
+    check(factory)
+
+
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@by_main_check
 @pytest.mark.parametrize("factory", VARIANTS, indirect=True)
 def test_contract_of_variants(check, factory):
     """Engines of above that pad their passes, or compute with other weights or another cache."""
@@ -153,9 +171,9 @@ def test_a_draft_keeps_what_lies_below_a_commit(name, tmp_path, request):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels of other machines were not measured")
-def test_a_fresh_tree_is_exact_on_smollm2(smollm2):
+def test_a_fresh_tree_is_exact_on_smollm2(smollm2_tiny):
     """Nothing is rounded differently when the cache has no holes: a wrong mask or position would show at once."""
-    with loaded(llamacpp_factory(smollm2)) as backend:
+    with loaded(llamacpp_factory(smollm2_tiny)) as backend:
         text, tokens = random_tokens(backend, 9, 1), random_tokens(backend, len(TREE), 2)
         session = backend.open()
         prefill(backend, session, text)

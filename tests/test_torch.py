@@ -371,8 +371,8 @@ class TestOffload:
         assert (resident.wait_seconds, resident.capabilities.streams, list(resident.notes)) == (0.0, False, [])
 
     def test_device_memory_is_the_buffers(self, llama):
-        """Streamed weights are views of two buffers; the blocks hold each of them once."""
-        backend, _, streamed = streaming(llama, 1)
+        """Streamed weights are views of two buffers; the blocks hold each of them once. Closing ends the copies."""
+        backend, recorder, streamed = streaming(llama, 1)
         places = {
             tensor.untyped_storage().data_ptr()
             for layer in streamed
@@ -380,6 +380,9 @@ class TestOffload:
         }
         assert len(places) == BUFFERS
         assert sum(block.host.numel() for block in backend.streamer.blocks) == sum(map(block_bytes, streamed))
+        backend.close()
+        backend.close()
+        assert recorder.closed
 
     def test_a_pass_that_breaks_off(self, llama):
         backend, _, streamed = streaming(llama, 0)
@@ -437,12 +440,6 @@ class TestOffload:
             np.testing.assert_array_equal(chain_rows(backend, [5, 6, 7]), expected)
         assert session.token_ids == []
 
-    def test_close_stops_copying(self, llama):
-        backend, recorder, _ = streaming(llama, 2)
-        backend.close()
-        backend.close()
-        assert recorder.closed
-
     @pytest.mark.parametrize("sessions", [1, 4, 64])
     def test_all_logits_of_a_pass_are_in_the_plan(self, llama, monkeypatch, sessions):
         counted, really = set(), backend_module.work_bytes
@@ -454,6 +451,7 @@ class TestOffload:
         monkeypatch.setattr(backend_module, "work_bytes", noted)
         backend = load(str(llama), **OPTIONS | {"sessions": sessions}, gpu_memory=2**40, copies=Recorder)
         assert counted == {backend.capabilities.max_wanted, None}  # None: of a further GPU
+        assert backend.streamer is None  # enough memory streams nothing
 
     @pytest.fixture
     def made(self, monkeypatch):
@@ -500,11 +498,6 @@ class TestOffload:
         assert threads
         assert copies.waited() == 2.0
 
-    def test_enough_memory_streams_nothing(self, llama):
-        made = []
-        load(str(llama), **OPTIONS, gpu_memory=2**40, copies=lambda *arguments: made.append(arguments))
-        assert made == []
-
     @pytest.mark.parametrize(("asked", "kept"), [(-1, 6), (7, 6), (6, 5), (3, 2), (1, 0), (0, 0), (99, 6)])
     def test_so_many_layers_stay(self, llama, asked, kept):
         backend = load(str(llama), **OPTIONS, gpu_layers=asked, copies=Recorder)
@@ -517,19 +510,22 @@ class TestOffload:
             with pytest.raises(UsageError, match=rf"with --gpu-layers {asked} [36] layers stay .* 2 of 6 fit"):
                 load(str(llama), **OPTIONS, gpu_layers=asked, copies=Recorder)
 
-    def test_layers_and_memory_of_the_gpu(self, llama):
-        with pytest.raises(UsageError, match="give one of them"):
-            load(str(llama), **OPTIONS, gpu_layers=2, gpu_memory="1G", copies=Recorder)
-
     def test_layers_without_a_gpu(self, llama):
         backend = load(str(llama), **OPTIONS, device="cpu", gpu_layers=2)
         assert backend.streamer is None
         assert any("--gpu-layers changes nothing" in note for note in backend.notes)
 
-    @pytest.mark.parametrize("memory", ["1M", 2**29])
-    def test_memory_smaller_than_two_layers(self, llama, memory):
-        with pytest.raises(UsageError, match=r"cannot hold 2 layers of .* MiB besides the .*: give at least "):
-            load(str(llama), **OPTIONS, gpu_memory=memory, copies=Recorder)
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"gpu_memory": "1M"}, r"cannot hold 2 layers of .* MiB besides the .*: give at least "),
+            ({"gpu_memory": 2**29}, r"cannot hold 2 layers of .* MiB besides the .*: give at least "),
+            ({"gpu_layers": 2, "gpu_memory": "1G"}, "give one of them"),
+        ],
+    )
+    def test_memory_that_is_refused(self, llama, options, message):
+        with pytest.raises(UsageError, match=message):
+            load(str(llama), **OPTIONS, **options, copies=Recorder)
 
     def test_the_message_gives_what_is_enough(self):
         with pytest.raises(UsageError, match=r"1\.00 GiB of GPU memory cannot .* 3\.00 GiB .* at least 7\.00 GiB"):
