@@ -66,13 +66,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
-def examples(usual: int, whole: int) -> Any:
-    """Hypothesis's settings: so many examples, or with --exhaustive `whole`."""
-    from hypothesis import settings
-
-    return settings(max_examples=whole if "--exhaustive" in sys.argv else usual, deadline=None)
-
-
 def few(names: Iterable[str], *chosen: str) -> list[Any]:
     """Names as parameters; all but those that are chosen are left to test-all."""
     return [pytest.param(name, marks=[] if name in chosen else pytest.mark.exhaustive) for name in names]

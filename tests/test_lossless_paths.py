@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-from conftest import examples
 from contract import chain_rows
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_lossless_reference import NAMES, PLANNERS, samplings, tokens, write
 
@@ -42,7 +41,7 @@ def test_the_grid(name, temperature, kind):
     assert output == plain
 
 
-@examples(15, 30)
+@settings(max_examples=settings().max_examples // 3)
 @given(
     st.sampled_from(list(PLANNERS)), st.lists(tokens, min_size=1, max_size=12), samplings, st.integers(1, 40),
     st.integers(1, 30), st.data(),

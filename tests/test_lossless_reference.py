@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 from auto_planners import auto_planner
-from conftest import examples
 from edgespec.backends.reference.backend import Model, ReferenceBackend, perturbed, random_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,7 +108,6 @@ def write(
 
 
 @pytest.mark.parametrize("name", [*NAMES[:5], "lookahead", "auto"])
-@examples(30, 110)
 @given(
     st.sampled_from(range(len(MODELS))),
     st.sampled_from(["equal", "perturbed", "random"]),

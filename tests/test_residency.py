@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -150,7 +149,6 @@ def test_an_output_that_stays_here_counts(own_output: bool) -> None:
     assert bool(plan.looked_up) == own_output  # else the embedding is the output
 
 
-@examples(60, 150)
 @given(models(), st.floats(0, 1.1), st.integers(0, MIB), st.integers(0, 3))
 def test_every_page_has_one_place_and_all_fit(tensors: list[Tensor], share: float, needed: int, on_device: int) -> None:
     count = max(map(layer_of, tensors)) + 1
@@ -194,7 +192,6 @@ def test_every_page_has_one_place_and_all_fit(tensors: list[Tensor], share: floa
     assert plan.layers == count
 
 
-@examples(20, 60)
 @given(models(), st.integers(0, MIB))
 def test_more_memory_never_streams_more(tensors: list[Tensor], needed: int) -> None:
     streamed = []
@@ -209,7 +206,6 @@ def test_more_memory_never_streams_more(tensors: list[Tensor], needed: int) -> N
     assert streamed[-1] == 0
 
 
-@examples(20, 60)
 @given(models(), st.integers(0, MIB))
 def test_the_error_names_the_minimum(tensors: list[Tensor], needed: int) -> None:
     least = minimum(tensors, needed)
