@@ -80,7 +80,7 @@ def tables(report: dict[str, Any]) -> str:
         shown.append(table(title, headings, _pass_rows(passes, streamed / report["bandwidth"])))
     if texts := report["texts"]:
         rows = [_text_row(name, row) for name, row in texts.items() if "tokens" in row]
-        shown.append(table(about, ("variant", "x first, 95 %", *HEADINGS), rows, width=160))
+        shown.append(table(about, ("variant", "x first, 95 %", *HEADINGS), rows, width=180))
     for name, row in (passes | texts).items():
         shown += [f"{name}: {why}" for why in row["failed"]]
     return "\n".join(shown)
@@ -102,7 +102,7 @@ def _text_row(name: str, row: dict[str, Any]) -> list[str]:
     compute = row["target_seconds"] - row["wait_seconds"]
     shares = (row["draft_seconds"], compute, row["wait_seconds"], row["plan_seconds"])
     return [
-        name, "{:.2f} ({:.2f} to {:.2f})".format(*row["ratio"]) if "ratio" in row else "",
+        name, "{:.2f} ({:.2f}-{:.2f})".format(*row["ratio"]) if "ratio" in row else "",
         f"{row['tokens_per_second']:.2f}",
         f"{row['acceptance_length']:.2f}", f"{row['target_seconds'] / row['passes']:.3f}",
         *(f"{100 * share / row['seconds']:.0f} %" for share in shares),
