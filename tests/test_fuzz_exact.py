@@ -10,7 +10,7 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from conftest import Run, shared_folder
 
-from benchmarks.fuzz import Call, Case, check, draw, in_child, script, shrunk
+from benchmarks.fuzz import Call, Case, _plain, check, draw, in_child, script, shrunk
 from edgespec.loop import generate
 from edgespec.loop.verify import Walk
 
@@ -76,6 +76,13 @@ def test_a_wrong_verification_is_found_and_shrunk(folder: Path, monkeypatch: pyt
     namespace = {"__file__": str(folder / "defect.py")}
     exec(compile(program.replace("print(", "FOUND = ("), "defect", "exec"), namespace)
     assert namespace["FOUND"].wrong
+
+
+def test_the_model_of_plain_texts_is_closed_before_its_engine(folder: Path) -> None:
+    """Else a text that was left may still be computed by an engine that is freed."""
+    with _plain(Case(PAIR["model"], options=SMALL), folder, "", {"kernels": "others"}) as alone:
+        assert "closed" not in repr(alone)
+    assert "closed" in repr(alone)
 
 
 def test_a_case_that_does_not_end_is_killed(folder: Path) -> None:

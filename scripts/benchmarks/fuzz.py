@@ -28,7 +28,6 @@ from unittest.mock import patch
 import numpy as np
 
 from edgespec.errors import Closed, EdgespecError, ModelError, NoRoom
-from edgespec.lab import search
 from edgespec.loop.generate import LogProbs
 from edgespec.loop.grammar import json_object, json_schema, regex
 from edgespec.loop.sampling import MOST_BIAS
@@ -75,7 +74,7 @@ class Call:
         how: a method of `Model`; "leave": a stream, after `count` tokens; "save", "load" and "forget" of the scheduler;
             "close" after `count` milliseconds.
         options: of the method, and log_probs of `Request`, whose bits are compared.
-        count: branches, width of a search, tokens, or milliseconds.
+        count: branches, tokens, or milliseconds.
     """
 
     how: str = "generate"
@@ -123,7 +122,7 @@ class Found:
 
 @dataclass
 class Text:
-    """What a call gave; of a branch or search also its number."""
+    """What a call gave; of a branch also its number."""
 
     call: Call
     number: int = 0
@@ -198,8 +197,8 @@ def _rounds(chance: random.Random, room: int, questions: Sequence[str], *, small
         whole = chance.choice(texts)
         prompt = whole[: chance.choice((len(whole), len(whole), chance.randrange(len(whole) + 1)))]
         prompt += chance.choice(("", "", " ".join(chance.choices(words, k=3))))
-        how = chance.choice(("generate",) * 6 + ("chat",) * 2 + ("leave",) * 2 + ("branch", "search", "astream"))
-        counts = (1, 2, 3, 5) if how in ("leave", "branch", "search") else (1,)
+        how = chance.choice(("generate",) * 6 + ("chat",) * 2 + ("leave",) * 2 + ("branch", "astream"))
+        counts = (1, 2, 3, 5) if how in ("leave", "branch") else (1,)
         return Call(how, prompt, _asked(chance, how, small=small), chance.choice(counts))
 
     most = 6 if small else 3
@@ -214,7 +213,7 @@ def _rounds(chance: random.Random, room: int, questions: Sequence[str], *, small
 
 def _asked(chance: random.Random, how: str, *, small: bool) -> dict[str, Any]:
     most = (1, 2, 12, 40, 40, 100, None) if small else (1, 8, 24, 24, 48)
-    found: dict[str, Any] = {"max_tokens": chance.choice(most if how != "search" else most[:4])}
+    found: dict[str, Any] = {"max_tokens": chance.choice(most)}
     if chance.random() < 0.7:
         found |= {"temperature": chance.choice((0.3, 0.7, 1.0, 1.0, 1.5)), "seed": chance.randrange(100)}
     for name, values in {
@@ -227,9 +226,7 @@ def _asked(chance: random.Random, how: str, *, small: bool) -> dict[str, Any]:
                          "required": ["name", "age"], "additionalProperties": False}),
         ),
     }.items():  # fmt: skip
-        if chance.random() < 0.1 and not (
-            how == "search" and name in ("grammar", "presence_penalty", "frequency_penalty")
-        ):
+        if chance.random() < 0.1:
             found[name] = chance.choice(values)
     if how in WATCHED and chance.random() < 0.8:
         found["log_probs"] = chance.choice((0, 3))
@@ -362,10 +359,6 @@ def _made_call(model: Model, call: Call, saved: str = "") -> list[Text]:
     try:
         if call.how == "branch":
             results = model.branch(call.prompt, call.count, **call.seeded)
-        elif call.how == "search":
-            results = search(
-                model, call.prompt, lambda texts: [-len(one) for one in texts], width=call.count, depth=2, **call.seeded
-            )
         elif call.how == "astream":
             results = [asyncio.run(_awaited(model, call))]
         else:
@@ -415,7 +408,8 @@ def _plain(case: Case, folder: Path, exact: str, computing: Mapping[str, Any]) -
     options = dict(case.options) | {"parallel": 1, "exact": exact or "off"}
     with loaded(replace(case, options=options), folder) as model:
         model.scheduler.close()
-        yield Model(model.target, NonePlanner())
+        with Model(model.target, NonePlanner()) as alone:
+            yield alone
 
 
 def _compare(text: Text, alone: Model, found: Found) -> None:
@@ -427,7 +421,7 @@ def _compare(text: Text, alone: Model, found: Found) -> None:
         return
     if call.how == "branch":
         call = replace(call, how="generate", options={**call.options, "seed": call.seeded["seed"] + text.number})
-    plain = _made_call(alone, call)[text.number if call.how == "search" else 0]
+    [plain] = _made_call(alone, call)
     closed = isinstance(text.error, Closed)
     if not closed and type(text.error) is not type(plain.error):
         says = "".join(format_exception(text.error or plain.error)[-4:])
@@ -446,7 +440,7 @@ def _compare(text: Text, alone: Model, found: Found) -> None:
             found.wrong.append(("differs", f"{about}: token {other} of {len(ids)} has {values}"))
     elif found.exact:
         found.wrong.append(("differs", f"{about}: token {index} of {len(ids)}"))
-    elif call.how != "search":  # its scores may follow a tie
+    else:
         divergence = _divergence(_request(alone, call), alone, ids, mine, index)
         found.ties += divergence.tie
         if not divergence.tie:
@@ -587,7 +581,7 @@ def _shorter_calls(case: Case) -> Iterator[Case]:
 def _simpler_calls(call: Call) -> Iterator[Call]:
     if call.how != "generate":
         yield _watched(replace(call, how="generate", count=1))
-    if call.how in ("branch", "search") and call.count > 2:
+    if call.how == "branch" and call.count > 2:
         yield replace(call, count=2)
     for name in sorted(call.options.keys() - {"max_tokens", "log_probs"}):
         yield replace(call, options={other: kept for other, kept in call.options.items() if other != name})
