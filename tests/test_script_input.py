@@ -5,6 +5,8 @@ import socket
 
 import pytest
 
+from benchmarks.program import COMMANDS
+
 
 @pytest.fixture
 def refused(bench, tmp_path):
@@ -19,6 +21,14 @@ def refused(bench, tmp_path):
         return said.splitlines()[-1]
 
     return call
+
+
+def test_help_says_what_each_subcommand_does_in_a_few_words(bench):
+    for arguments, names in (((), COMMANDS), (("serve",), ("health", "load", "throughput", "wire"))):
+        code, shown, _ = bench(*arguments, "--help")
+        assert code == 0
+        assert all(f"\n  {name} " in shown for name in names)
+        assert "..." not in shown.partition("Commands:")[2], "too long a first sentence"
 
 
 @pytest.mark.parametrize(

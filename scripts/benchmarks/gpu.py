@@ -10,6 +10,7 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any, cast
@@ -34,7 +35,7 @@ from edgespec.backends.torch.offload import (
 )
 from safetensors.torch import load, save
 
-from benchmarks.to_try import Seen, equal_sizes, row_classes
+from benchmarks.to_try import Seen, equal_sizes, row_classes, seen_with
 from edgespec.errors import ModelError, UsageError
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Capabilities, Vocab, Work
@@ -300,14 +301,15 @@ def measures(device: Any, copies: Copies, folder: Path) -> dict[str, Callable[[]
         copies: as for `measure`.
         folder: for files of some seconds.
     """
+    make = partial(_make, device, copies)
     return {
         "pinned memory": lambda: compare_pinned(device),
         "shared pages": pin_halves_of_a_page,
         "more buffers": lambda: compare_buffers(device, copies),
-        "attention": lambda: _try(device, copies, check_attention),
+        "attention": lambda: seen_with(make, check_attention),
         "capped scores": lambda: peak_of_capped(device, copies),
-        "row classes": lambda: _try(device, copies, row_classes),
-        "equal sizes": lambda: _try(device, copies, equal_sizes),
+        "row classes": lambda: seen_with(make, row_classes),
+        "equal sizes": lambda: seen_with(make, equal_sizes),
         "GPUs": count_gpus,
         "4-bit folder": lambda: compare_folders(device, folder),
     } | ({"two GPUs": lambda: compare_split(device, copies)} if torch.cuda.device_count() > 1 else {})
@@ -338,14 +340,6 @@ def _with_own_layers(config: Any) -> Any:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     return model.to(torch.bfloat16).eval().requires_grad_(False)
-
-
-def _try(device: Any, copies: Copies, measure: Callable[[Any], Seen]) -> Seen:
-    backend = _make(device, copies)
-    try:
-        return measure(backend)
-    finally:
-        backend.close()
 
 
 def check_attention(backend: Any) -> Seen:

@@ -23,7 +23,7 @@ from edgespec.backends.mlx import backend as engine
 from edgespec.backends.mlx.memory import find_layout
 from edgespec.backends.mlx.streaming import SlotStore, new_words
 
-from benchmarks.to_try import Seen, equal_sizes, row_classes
+from benchmarks.to_try import Seen, equal_sizes, row_classes, seen_with
 from edgespec.loading.by_name import load_backend
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Work
@@ -215,9 +215,9 @@ def measures(folder: Path, gguf: str) -> dict[str, Callable[[], Seen]]:
         gguf: the same model for llama.cpp.
     """
     return {
-        "row classes, llama.cpp": lambda: _of(lambda: llama(gguf), row_classes),
-        "row classes, MLX": lambda: _of(lambda: engine.load(str(folder), context_length=1024), row_classes),
-        "equal sizes, MLX": lambda: _of(lambda: engine.load(str(folder), context_length=1024), equal_sizes),
+        "row classes, llama.cpp": lambda: seen_with(lambda: llama(gguf), row_classes),
+        "row classes, MLX": lambda: seen_with(lambda: engine.load(str(folder), context_length=1024), row_classes),
+        "equal sizes, MLX": lambda: seen_with(lambda: engine.load(str(folder), context_length=1024), equal_sizes),
         "probing": lambda: probing(folder),
         "MLX or llama.cpp": lambda: compare_engines(gguf, folder, 0.6),
         "op_offload": lambda: compare_op_offload(gguf),
@@ -227,14 +227,6 @@ def measures(folder: Path, gguf: str) -> dict[str, Callable[[], Seen]]:
         "2 GiB": large_array,
         "page size": lambda: compare_alignment(gguf),
     }
-
-
-def _of(load: Callable[[], Any], measure: Callable[[Any], Seen]) -> Seen:
-    backend = load()
-    try:
-        return measure(backend)
-    finally:
-        backend.close()
 
 
 def llama(gguf: str, **options: Any) -> Any:
@@ -260,7 +252,7 @@ def compare_op_offload(gguf: str) -> Seen:
     for make in (without, usual):
         llama_cpp.llama_context_default_params = make
         try:
-            made = _of(lambda: llama(gguf, gpu_layers=4), lambda backend: Seen(time_pass(backend, NODES[-1]), ""))
+            made = seen_with(lambda: llama(gguf, gpu_layers=4), lambda backend: Seen(time_pass(backend, NODES[-1]), ""))
         finally:
             llama_cpp.llama_context_default_params = usual
         found.append(made.value.seconds)

@@ -1,6 +1,7 @@
 """Questions that only a GPU can answer, what was seen, and what that means for the program."""
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -163,6 +164,12 @@ def answers(
             means = question.then if question.holds(found.value) else question.otherwise
             rows.append([name, question.about, found.text, means])
     return table(title, ("", "tried", "seen", "means"), rows, justify="left")
+
+
+def seen_with(load: Callable[[], Any], measure: Callable[[Any], Seen]) -> Seen:
+    """What is measured with a backend, which is closed then."""
+    with closing(load()) as backend:
+        return measure(backend)
 
 
 def row_classes(backend: Backend) -> Seen:
