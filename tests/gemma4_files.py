@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_files import VOCAB, byte_level_vocab
-from gguf_writer import finish
+from gguf_writer import add, finish
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
@@ -31,9 +31,7 @@ def write_gemma4(path: Path, wide: int = 1) -> Path:
     writer = _writer(path, "gemma4", len(WINDOWED), WIDTH)
     writer.add_feed_forward_length(wide * HIDDEN)
     _windows(writer, WINDOWED)
-    writer.add_shared_kv_layers(2)
-    writer.add_final_logit_softcapping(30.0)
-    writer.add_embedding_length_per_layer_input(PER_LAYER)
+    add(writer, shared_kv_layers=2, final_logit_softcapping=30.0, embedding_length_per_layer_input=PER_LAYER)
     return _write(writer, _gemma4(wide * HIDDEN))
 
 
@@ -43,35 +41,32 @@ def write_assistant(path: Path) -> Path:
     writer = _writer(path, "gemma4-assistant", len(layers), OWN_WIDTH)
     writer.add_feed_forward_length(HIDDEN)
     _windows(writer, layers)
-    writer.add_shared_kv_layers(len(layers))
-    writer.add_embedding_length_out(WIDTH)
-    writer.add_nextn_predict_layers(len(layers))
+    add(writer, shared_kv_layers=len(layers), embedding_length_out=WIDTH, nextn_predict_layers=len(layers))
     return _write(writer, _assistant(layers))
 
 
 def _writer(path: Path, arch: str, layers: int, width: int) -> Any:
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_name("tiny")
-    writer.add_file_type(0)
-    writer.add_block_count(layers)
-    writer.add_context_length(2048)
-    writer.add_embedding_length(width)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
+    add(
+        writer,
+        name="tiny",
+        file_type=0,
+        block_count=layers,
+        context_length=2048,
+        embedding_length=width,
+        head_count=HEADS,
+        head_count_kv=KV_HEADS,
+        layer_norm_rms_eps=1e-5,
+        rope_freq_base=10000.0,
+    )
     byte_level_vocab(writer)
     return writer
 
 
 def _windows(writer: Any, windowed: tuple[bool, ...]) -> None:
-    writer.add_sliding_window(WINDOW)
-    writer.add_sliding_window_pattern(list(windowed))
-    writer.add_rope_freq_base_swa(10000.0)
-    for add, size in {"key_length": HEAD, "value_length": HEAD, "rope_dimension_count": HEAD}.items():
-        getattr(writer, f"add_{add}")(size)
-    for add in ("key_length_swa", "value_length_swa", "rope_dimension_count_swa"):
-        getattr(writer, f"add_{add}")(WINDOW_HEAD)
+    add(writer, sliding_window=WINDOW, sliding_window_pattern=list(windowed), rope_freq_base_swa=10000.0)
+    add(writer, key_length=HEAD, value_length=HEAD, rope_dimension_count=HEAD)
+    add(writer, key_length_swa=WINDOW_HEAD, value_length_swa=WINDOW_HEAD, rope_dimension_count_swa=WINDOW_HEAD)
 
 
 def _write(writer: Any, shapes: Shapes) -> Path:

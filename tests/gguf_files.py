@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf_writer import finish
+from gguf_writer import add, finish
 from numpy.typing import NDArray
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
@@ -41,13 +41,16 @@ def byte_level_vocab(writer: Any, pre: str = "smollm") -> None:
     tokens += ["<|im_start|>", "<|im_end|>", "<think>"]
     tokens += [f"[PAD{i}]" for i in range(len(tokens), VOCAB)]
     kinds = [1] * ordinary + [3, 3, 4] + [5] * (VOCAB - ordinary - 3)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    writer.add_token_merges(merges)
-    writer.add_eos_token_id(tokens.index("<|im_end|>"))
-    writer.add_chat_template("{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}")
+    add(
+        writer,
+        tokenizer_model="gpt2",
+        tokenizer_pre=pre,
+        token_list=tokens,
+        token_types=kinds,
+        token_merges=merges,
+        eos_token_id=tokens.index("<|im_end|>"),
+        chat_template="{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}",
+    )
 
 
 def sentencepiece_vocab(writer: Any) -> None:
@@ -81,16 +84,19 @@ def sentencepiece_vocab(writer: Any) -> None:
     kinds += [3, 3, 4]
     tokens += [f"<unused{i}>" for i in range(len(tokens), VOCAB)]
     kinds += [5] * (VOCAB - len(kinds))
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    writer.add_token_scores(scores + [-1000.0] * (VOCAB - len(scores)))
-    writer.add_bos_token_id(2)
-    writer.add_eos_token_id(1)
-    writer.add_unk_token_id(3)
-    writer.add_pad_token_id(0)
-    writer.add_add_bos_token(True)
-    writer.add_add_space_prefix(False)
+    add(
+        writer,
+        tokenizer_model="llama",
+        token_list=tokens,
+        token_types=kinds,
+        token_scores=scores + [-1000.0] * (VOCAB - len(scores)),
+        bos_token_id=2,
+        eos_token_id=1,
+        unk_token_id=3,
+        pad_token_id=0,
+        add_bos_token=True,
+        add_space_prefix=False,
+    )
 
 
 def write_gguf(path: Path, config: Any, weights: dict[str, Array], split: int = 0) -> Path:
@@ -168,17 +174,20 @@ def small_llama(
 def _write_header(writer: Any, config: Any) -> None:
     kind = config.model_type
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_name("tiny")
-    writer.add_file_type(0)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    add(
+        writer,
+        name="tiny",
+        file_type=0,
+        block_count=config.num_hidden_layers,
+        context_length=config.max_position_embeddings,
+        embedding_length=config.hidden_size,
+        feed_forward_length=config.intermediate_size,
+        head_count=config.num_attention_heads,
+        head_count_kv=config.num_key_value_heads,
+        layer_norm_rms_eps=config.rms_norm_eps,
+        key_length=head_dim,
+        value_length=head_dim,
+    )
     if kind in ("llama", "mixtral"):
         writer.add_rope_dimension_count(head_dim)
     rope = dict(config.rope_parameters)
@@ -186,22 +195,26 @@ def _write_header(writer: Any, config: Any) -> None:
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope.get("rope_type") in ("linear", "yarn"):
         scaling = gguf.RopeScalingType.LINEAR if rope["rope_type"] == "linear" else gguf.RopeScalingType.YARN
-        writer.add_rope_scaling_type(scaling)
-        writer.add_rope_scaling_factor(rope["factor"])
+        add(writer, rope_scaling_type=scaling, rope_scaling_factor=rope["factor"])
         if "original_max_position_embeddings" in rope:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if kind == "mixtral":
-        writer.add_expert_count(config.num_local_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
+        add(writer, expert_count=config.num_local_experts, expert_used_count=config.num_experts_per_tok)
     if kind == "qwen3_moe":
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        add(
+            writer,
+            expert_count=config.num_experts,
+            expert_used_count=config.num_experts_per_tok,
+            expert_feed_forward_length=config.moe_intermediate_size,
+        )
     if kind in ("gemma2", "gemma3_text"):
         writer.add_sliding_window(config.sliding_window)
     if kind == "gemma2":
-        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        add(
+            writer,
+            attn_logit_softcapping=config.attn_logit_softcapping,
+            final_logit_softcapping=config.final_logit_softcapping,
+        )
 
 
 def _merge_experts(weights: dict[str, Array]) -> dict[str, Array]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_files import VOCAB, byte_level_vocab
-from gguf_writer import finish
+from gguf_writer import add, finish
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
@@ -44,14 +44,12 @@ def write_eagle3(
     }  # fmt: skip
     for name, value in (keys | changed).items():
         writer.add_uint32(f"eagle3.{name}", value)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
+    add(writer, layer_norm_rms_eps=1e-5, rope_freq_base=10000.0)
     writer.add_array("eagle3.target_layers", list(layers))
     if vocab == VOCAB:
         byte_level_vocab(writer)
     else:
-        writer.add_tokenizer_model("none")
-        writer.add_vocab_size(vocab)
+        add(writer, tokenizer_model="none", vocab_size=vocab)
     shapes: dict[str, tuple[int, ...]] = {
         "fc": (width, 3 * width), "output_norm": (width,), "output": (len(known) if known else vocab, width),
         "blk.0.attn_norm": (width,), "blk.0.attn_norm_2": (width,), "blk.0.ffn_norm": (width,),
@@ -119,8 +117,7 @@ def _with_heads(
     }  # fmt: skip
     for name, value in (common | keys).items():
         writer.add_uint32(f"{kind}.{name}", value)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
+    add(writer, layer_norm_rms_eps=1e-5, rope_freq_base=10000.0)
     byte_level_vocab(writer)
     shapes: dict[str, tuple[int, ...]] = {
         "token_embd": (VOCAB, width),

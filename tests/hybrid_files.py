@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_files import VOCAB, byte_level_vocab
-from gguf_writer import finish
+from gguf_writer import add, finish
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
@@ -56,39 +56,42 @@ def _values(generator: np.random.Generator, name: str, sizes: tuple[int, ...], s
 
 
 def _header(writer: Any, arch: str) -> None:
-    writer.add_name("tiny")
-    writer.add_file_type(0)
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(2048)
-    writer.add_embedding_length(WIDTH)
-    writer.add_layer_norm_rms_eps(1e-5)
+    add(
+        writer,
+        name="tiny",
+        file_type=0,
+        block_count=LAYERS,
+        context_length=2048,
+        embedding_length=WIDTH,
+        layer_norm_rms_eps=1e-5,
+    )
     some = [KV_HEADS if layer in ATTENTION else 0 for layer in range(LAYERS)]
     if arch in ("mamba", "mamba2"):
-        writer.add_feed_forward_length(0)
-        writer.add_head_count(0)
+        add(writer, feed_forward_length=0, head_count=0)
     elif arch == "nemotron_h":
-        writer.add_feed_forward_length([0, 0, HIDDEN, 0])
-        writer.add_head_count(HEADS)
-        writer.add_head_count_kv([0, KV_HEADS, 0, 0])
-        writer.add_layer_norm_eps(1e-5)
+        add(
+            writer,
+            feed_forward_length=[0, 0, HIDDEN, 0],
+            head_count=HEADS,
+            head_count_kv=[0, KV_HEADS, 0, 0],
+            layer_norm_eps=1e-5,
+        )
     else:
-        writer.add_feed_forward_length(HIDDEN)
-        writer.add_head_count(HEADS)
+        add(writer, feed_forward_length=HIDDEN, head_count=HEADS)
         everywhere = arch in ("falcon-h1", "qwen3next", "qwen35")
         writer.add_head_count_kv(KV_HEADS if everywhere else some)
     if not arch.startswith("mamba"):
-        writer.add_key_length(HEAD)
-        writer.add_value_length(HEAD)
-        writer.add_rope_dimension_count(HEAD)
-        writer.add_rope_freq_base(10000.0)
+        add(writer, key_length=HEAD, value_length=HEAD, rope_dimension_count=HEAD, rope_freq_base=10000.0)
     if arch == "lfm2":
         writer.add_shortconv_l_cache(CONV)
         return
-    writer.add_ssm_conv_kernel(CONV)
-    writer.add_ssm_state_size(STATE)
+    add(writer, ssm_conv_kernel=CONV, ssm_state_size=STATE)
     delta = arch in ("qwen3next", "qwen35")
-    writer.add_ssm_inner_size(VALUE_HEADS * STATE if delta else INNER)
-    writer.add_ssm_time_step_rank(VALUE_HEADS if delta else RANK)
+    add(
+        writer,
+        ssm_inner_size=VALUE_HEADS * STATE if delta else INNER,
+        ssm_time_step_rank=VALUE_HEADS if delta else RANK,
+    )
     if arch != "mamba":
         writer.add_ssm_group_count(KEY_HEADS if delta else GROUPS)
     if delta:
@@ -96,10 +99,13 @@ def _header(writer: Any, arch: str) -> None:
     if arch == "qwen35":
         writer.add_rope_dimension_sections([4, 2, 2, 0])
     if arch == "qwen3next":
-        writer.add_expert_count(EXPERTS)
-        writer.add_expert_used_count(2)
-        writer.add_expert_feed_forward_length(HIDDEN)
-        writer.add_expert_shared_feed_forward_length(HIDDEN)
+        add(
+            writer,
+            expert_count=EXPERTS,
+            expert_used_count=2,
+            expert_feed_forward_length=HIDDEN,
+            expert_shared_feed_forward_length=HIDDEN,
+        )
 
 
 def _tensors(arch: str) -> Shapes:

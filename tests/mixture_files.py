@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_files import VOCAB, byte_level_vocab, gguf
-from gguf_writer import finish
+from gguf_writer import add, finish
 
 WIDTH, HEADS, HEAD, LAYERS, EXPERTS = 128, 4, 32, 3, 8
 KINDS = {  # architecture, experts used, width of an expert
@@ -29,22 +29,25 @@ def write_mixture(path: Path, kind: str, seed: int = 0, *, bits: int = 8, used: 
     architecture, chosen, inner = KINDS[kind]
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(2048)
-    writer.add_embedding_length(WIDTH)
-    writer.add_feed_forward_length(inner)
-    writer.add_expert_feed_forward_length(inner)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(HEADS)
-    writer.add_key_length(HEAD)
-    writer.add_value_length(HEAD)
-    writer.add_rope_dimension_count(HEAD)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_expert_count(EXPERTS)
-    writer.add_expert_used_count(used or chosen)
-    writer.add_vocab_size(VOCAB)
-    writer.add_file_type(7 if bits == 8 else 0)
+    add(
+        writer,
+        block_count=LAYERS,
+        context_length=2048,
+        embedding_length=WIDTH,
+        feed_forward_length=inner,
+        expert_feed_forward_length=inner,
+        head_count=HEADS,
+        head_count_kv=HEADS,
+        key_length=HEAD,
+        value_length=HEAD,
+        rope_dimension_count=HEAD,
+        rope_freq_base=10000.0,
+        layer_norm_rms_eps=1e-5,
+        expert_count=EXPERTS,
+        expert_used_count=used or chosen,
+        vocab_size=VOCAB,
+        file_type=7 if bits == 8 else 0,
+    )
     if kind == "gpt-oss":
         writer.add_sliding_window(128)
     byte_level_vocab(writer)

@@ -16,7 +16,7 @@ import pytest
 from conftest import Run
 from edgespec.backends.reference.backend import random_model
 from forked import RUN, Forked, forked
-from gguf_writer import finish
+from gguf_writer import add, finish
 from typist import typing_to
 
 import edgespec
@@ -44,16 +44,19 @@ def other_vocab_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     width, words = 64, [f"word{i}" for i in range(300)]
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(128)
-    writer.add_embedding_length(width)
-    writer.add_feed_forward_length(width)
-    writer.add_head_count(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(words)
-    writer.add_token_scores([0.0] * len(words))
-    writer.add_token_types([1] * len(words))
+    add(
+        writer,
+        block_count=1,
+        context_length=128,
+        embedding_length=width,
+        feed_forward_length=width,
+        head_count=2,
+        layer_norm_rms_eps=1e-5,
+        tokenizer_model="llama",
+        token_list=words,
+        token_scores=[0.0] * len(words),
+        token_types=[1] * len(words),
+    )
     shapes = {"token_embd": (300, width), "output": (300, width), "output_norm": (width,), "blk.0.attn_norm": (width,)}
     shapes |= {f"blk.0.{name}": (width, width) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
     shapes |= {f"blk.0.{name}": (width, width) for name in ("ffn_gate", "ffn_up", "ffn_down")}

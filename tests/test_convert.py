@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import Run
 from gguf_files import VOCAB, gguf, write_gguf
-from gguf_writer import finish
+from gguf_writer import add, finish
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError, pip_install
 from edgespec.loading.by_name import load_backend
@@ -263,17 +263,20 @@ def test_every_pre_tokenizer_cuts_as_llamacpp_does(pre: str, smollm2_metadata: d
     """SmolLM2's merges under another name: they join whatever the cuts let them."""
     metadata = smollm2_metadata | {"tokenizer.ggml.pre": pre}
     writer = gguf.GGUFWriter(tmp_path / "vocab.gguf", "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(64)
-    writer.add_embedding_length(64)
-    writer.add_head_count(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_feed_forward_length(64)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(metadata["tokenizer.ggml.tokens"])
-    writer.add_token_types(metadata["tokenizer.ggml.token_type"])
-    writer.add_token_merges(metadata["tokenizer.ggml.merges"])
+    add(
+        writer,
+        block_count=1,
+        context_length=64,
+        embedding_length=64,
+        head_count=1,
+        layer_norm_rms_eps=1e-5,
+        feed_forward_length=64,
+        tokenizer_model="gpt2",
+        tokenizer_pre=pre,
+        token_list=metadata["tokenizer.ggml.tokens"],
+        token_types=metadata["tokenizer.ggml.token_type"],
+        token_merges=metadata["tokenizer.ggml.merges"],
+    )
     finish(writer)
     vocab = load_vocab("llamacpp", str(tmp_path / "vocab.gguf"))
     tokenizer = build_tokenizer(metadata, vocab)

@@ -24,7 +24,7 @@ from conftest import Run
 from edgespec.backends.llamacpp.tools import imatrix as imatrix_module
 from edgespec.backends.llamacpp.tools.quantise import read_imatrix
 from gguf_files import VOCAB, byte_level_vocab, small_llama
-from gguf_writer import finish
+from gguf_writer import add, finish
 from head_files import write_step35
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
@@ -185,25 +185,28 @@ def write_latent_attention(path: Path) -> Path:
     """A made-up DeepSeek 2 without experts; attn_k_b and attn_v_b have a matrix for each head."""
     width, heads, rank, plain, turned, values = 128, 4, 32, 32, 32, 64
     writer, rng = gguf.GGUFWriter(path, "deepseek2"), np.random.default_rng(0)
-    writer.add_block_count(2)
-    writer.add_leading_dense_block_count(2)
-    writer.add_context_length(2048)
-    writer.add_embedding_length(width)
-    writer.add_feed_forward_length(2 * width)
-    writer.add_expert_feed_forward_length(width)
-    writer.add_expert_count(0)
-    writer.add_expert_shared_count(0)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(1)
-    writer.add_q_lora_rank(64)
-    writer.add_kv_lora_rank(rank)
-    writer.add_key_length(rank + turned)
-    writer.add_value_length(rank)
-    writer.add_key_length_mla(plain + turned)
-    writer.add_value_length_mla(values)
-    writer.add_rope_dimension_count(turned)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_file_type(0)
+    add(
+        writer,
+        block_count=2,
+        leading_dense_block_count=2,
+        context_length=2048,
+        embedding_length=width,
+        feed_forward_length=2 * width,
+        expert_feed_forward_length=width,
+        expert_count=0,
+        expert_shared_count=0,
+        head_count=heads,
+        head_count_kv=1,
+        q_lora_rank=64,
+        kv_lora_rank=rank,
+        key_length=rank + turned,
+        value_length=rank,
+        key_length_mla=plain + turned,
+        value_length_mla=values,
+        rope_dimension_count=turned,
+        layer_norm_rms_eps=1e-5,
+        file_type=0,
+    )
     byte_level_vocab(writer)
     shapes = {"token_embd": (VOCAB, width), "output": (VOCAB, width), "output_norm": (width,)}
     for layer in range(2):

@@ -30,7 +30,7 @@ from edgespec.backends.llamacpp.memory import planning
 from edgespec.backends.llamacpp.memory.gpu import Buffers
 from gemma4_files import copy, write_assistant, write_gemma4
 from gguf_files import small_llama
-from gguf_writer import finish
+from gguf_writer import add, finish
 from head_files import gguf, write_eagle3, write_glm4moe, write_step35
 from hybrid_files import write_with_head
 from test_offload_llamacpp import last_row, least_memory
@@ -451,8 +451,7 @@ def test_a_target_that_gives_no_inputs_of_layers_is_refused_by_name(tmp_path, fi
 @pytest.mark.parametrize("name", ["dflash", "deepseek32", "deepseek4", "glm-dsa"])
 def test_other_kinds_of_heads_are_refused_by_name(name, tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "head.gguf", name)
-    writer.add_block_count(2)
-    writer.add_nextn_predict_layers(1)
+    add(writer, block_count=2, nextn_predict_layers=1)
     for tensor in ("blk.0.attn_norm", "blk.1.nextn.eh_proj"):
         writer.add_tensor(f"{tensor}.weight", np.zeros(32, np.float32))
     finish(writer)

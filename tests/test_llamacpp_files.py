@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_writer import finish
+from gguf_writer import add, finish
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
@@ -117,13 +117,16 @@ def small_gpt2(path: Path, positions: int) -> str:
     from gguf_files import VOCAB, byte_level_vocab
 
     writer = gguf.GGUFWriter(path, "gpt2")
-    writer.add_file_type(0)
-    writer.add_block_count(2)
-    writer.add_context_length(positions)
-    writer.add_embedding_length(width)
-    writer.add_feed_forward_length(2 * width)
-    writer.add_head_count(2)
-    writer.add_layer_norm_eps(1e-5)
+    add(
+        writer,
+        file_type=0,
+        block_count=2,
+        context_length=positions,
+        embedding_length=width,
+        feed_forward_length=2 * width,
+        head_count=2,
+        layer_norm_eps=1e-5,
+    )
     byte_level_vocab(writer, "gpt-2")
     shapes = {"token_embd.weight": (VOCAB, width), "position_embd.weight": (positions, width)}
     norms, parts = ["output_norm"], dict[str, tuple[int, int]]()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Run
-from gguf_writer import finish
+from gguf_writer import add, finish
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
@@ -66,8 +66,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def header(path: Path, edit: Edit = lambda writer: None, arch: str = "llama", vocab: Edit = byte_level_vocab) -> str:
     """A GGUF with a single tensor."""
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(1)
-    writer.add_context_length(4096)
+    add(writer, block_count=1, context_length=4096)
     vocab(writer)
     edit(writer)
     writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from gguf_files import VOCAB, byte_level_vocab, gguf
-from gguf_writer import finish
+from gguf_writer import add, finish
 from mixture_files import write_mixture
 
 WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD, LAYERS = 64, 128, 4, 2, 16, 4
@@ -21,22 +21,25 @@ def write_windowed(path: Path, arch: str, seed: int = 0, layers: int = LAYERS) -
     if arch == "gpt-oss":
         return write_mixture(path, arch, seed)
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_name("tiny")
-    writer.add_file_type(0)
-    writer.add_block_count(layers)
-    writer.add_context_length(2048)
-    writer.add_embedding_length(WIDTH)
-    writer.add_feed_forward_length(HIDDEN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_layer_norm_eps(1e-5)
-    writer.add_key_length(HEAD)
-    writer.add_value_length(HEAD)
-    writer.add_rope_dimension_count(HEAD)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_sliding_window(WINDOW)
-    writer.add_logit_scale(1.0)
+    add(
+        writer,
+        name="tiny",
+        file_type=0,
+        block_count=layers,
+        context_length=2048,
+        embedding_length=WIDTH,
+        feed_forward_length=HIDDEN,
+        head_count=HEADS,
+        head_count_kv=KV_HEADS,
+        layer_norm_rms_eps=1e-5,
+        layer_norm_eps=1e-5,
+        key_length=HEAD,
+        value_length=HEAD,
+        rope_dimension_count=HEAD,
+        rope_freq_base=10000.0,
+        sliding_window=WINDOW,
+        logit_scale=1.0,
+    )
     byte_level_vocab(writer)
     generator = np.random.default_rng(seed)
     for name, sizes in _tensors(arch, layers):
