@@ -58,7 +58,7 @@ def rows_of(head: Any, tokens: list[int], states: Any) -> Any:
     return np.array([logits.row(node) for node in range(len(tokens))])
 
 
-def taught(target: Any, head: Any, tokens: list[int], steps: int = 80) -> None:
+def taught(target: Any, head: Any, tokens: list[int], steps: int = 60) -> None:
     """Train the head until it knows this text by heart."""
     states, model = mx.array(states_of(target, tokens[:-1])), head.model
     embedded = head._embed(mx.array(tokens)[None])

@@ -106,7 +106,7 @@ def test_streamed_weights(family: str, tokens: int, tmp_path: Path, load_streame
     memory, target = load(str(folder), context_length=128), load_streamed(folder, context_length=128, sessions=2)
     draft = load(str(bad), context_length=128, budget=16)
     prompt = PROMPT[:tokens]  # a step could begin where a short one begins
-    plain, _ = write(target, NonePlanner(), prompt, SAMPLINGS[1], 32)
+    plain, _ = write(target, NonePlanner(), prompt, SAMPLINGS[1], 20)
     check_lossless(target, SpecExecPlanner(draft, depth=6, beam=4), prompt, plain, SAMPLINGS[1])
     session, nodes, owed = target.open(), np.arange(6, dtype=np.int32), list[int]()
     prefill(target, session, prompt)

@@ -272,6 +272,7 @@ class Forcing:
         return make_tree([token_ids[-1], *forced], range(-1, len(forced)), values, [0] * len(values))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["sssd", "none"])
 @pytest.mark.parametrize(("cost", "least"), [("steep", 0.97), ("rising", 1.5), ("step", 1.5), ("flat", 5)])
 def test_what_a_grammar_forces_costs_little_in_vain_and_gains_where_rows_are_cheap(cost, least, name, monkeypatch):

@@ -301,7 +301,7 @@ def test_answers_are_the_targets_and_are_kept(trained, tiny_gguf, prompts, train
 
 
 def test_a_started_folder_goes_on(tiny_gguf, prompts, train, tmp_path):
-    out, more = tmp_path / "head", [*FEW[2:], "--vocab", "64"]
+    out, more = tmp_path / "head", [*FEW[4:], "--vocab", "64", "--epochs", "1"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("heads.target.record", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
         code, _, err = train(tiny_gguf, prompts, out, *more)
