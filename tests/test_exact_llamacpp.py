@@ -210,18 +210,23 @@ def test_a_real_pair(asked):
         assert write(model, PLANNERS["specexec"](helper), ids, SAMPLINGS[2], 16)[0] == plain
 
 
+def first_rows(target, *sizes):
+    """Logits of the first node of chains of these sizes after a long prompt."""
+    rows = []
+    for size in sizes:
+        session, nodes = target.open(), np.arange(size, dtype=np.int32)
+        prefill(target, session, list(range(100, 700)))
+        rows.append(target.forward([Work(session, nodes + 5, nodes - 1, nodes)])[0].row(0))
+        session.close()
+    return rows
+
+
 def test_without_classes_they_part(weights):
     """What the classes are for: the same chain in passes of 1, 2, 8 and 64 rows has other logits."""
     with loaded(weights("made up"), "off") as target:
         assert target.capabilities.exact is None
         assert target.capabilities.logit_tolerance > 0
-        rows = []
-        for size in (1, 2, 8, 64):
-            session = target.open()
-            prefill(target, session, list(range(100, 700)))
-            nodes = np.arange(size, dtype=np.int32)
-            rows.append(target.forward([Work(session, nodes + 5, nodes - 1, nodes)])[0].row(0))
-            session.close()
+        rows = first_rows(target, 1, 2, 8, 64)
         for i in range(3):
             assert not np.array_equal(rows[i], rows[i + 1])
 
@@ -269,14 +274,7 @@ def test_repacked_weights_have_classes(weights):
         assert target.computing["repacked"]
         assert (exact.trees, exact.prompts.step) == (RowClass(1, 3), 4)
     with loaded(weights("made up"), "off") as target:
-        rows = []
-        for size in (1, 4):
-            session = target.open()
-            prefill(target, session, list(range(100, 700)))
-            nodes = np.arange(size, dtype=np.int32)
-            rows.append(target.forward([Work(session, nodes + 5, nodes - 1, nodes)])[0].row(0))
-            session.close()
-        assert not np.array_equal(*rows)  # else the classes say nothing
+        assert not np.array_equal(*first_rows(target, 1, 4))  # else the classes say nothing
 
 
 @pytest.mark.covering(1)
@@ -577,22 +575,14 @@ def test_what_the_cache_is_kept_in(weights, small):
 
 def test_one_row_has_the_attention_of_a_few(weights, monkeypatch):
     """So it needs no padding. Where the processor's backend cannot be told, one row is none of the class."""
-    prompt = list(range(100, 700))
     path, least = weights("made up"), []
     for device in (attention._device, lambda: None):
         monkeypatch.setattr(attention, "_device", device)
         with loaded(path, "narrow", kv_type="f16", repack=False) as target:
             assert ("attention" in target.computing) == (device() is not None)
             least.append(target.capabilities.exact.trees.least)
-            rows = []
             target.capabilities = replace(target.capabilities, exact=None)  # nothing is padded
-            for size in (1, 2):
-                session = target.open()
-                prefill(target, session, prompt)
-                nodes = np.arange(size, dtype=np.int32)
-                rows.append(target.forward([Work(session, nodes + 5, nodes - 1, nodes)])[0].row(0))
-                session.close()
-            assert np.array_equal(*rows) == (device() is not None)
+            assert np.array_equal(*first_rows(target, 1, 2)) == (device() is not None)
     assert least == [1, 2]
 
 

@@ -202,7 +202,7 @@ def test_texts_with_a_head_are_plain_ones(family, tmp_path, sampling):
     assert engine.has_head(str(tmp_path))
     assert made.target.capabilities.paths == (family != "glm4 moe")
     planners = [kind(made.head, depth=5, tau=0.3) for kind in (SpecExecPlanner, ChainPlanner)]
-    check_lossless(made.target, planners, TEXT, sampling, 24)
+    check_lossless(made.target, planners, TEXT, sampling, 12)
     assert made.head.capabilities.head
 
 
@@ -221,7 +221,7 @@ def test_a_head_of_a_streamed_target(family, tmp_path, sampling):
     )
     assert target.streamer
     head = engine.load_head(target, str(folder), DRAFT_OPTIONS)
-    check_lossless(target, [SpecExecPlanner(head, depth=5, tau=0.3)], TEXT, sampling, 24)
+    check_lossless(target, [SpecExecPlanner(head, depth=5, tau=0.3)], TEXT, sampling, 12)
 
 
 def taught(made, text, steps=80):

@@ -401,9 +401,9 @@ def test_passes_do_not_grow(from_disk):
     prefill(backend, session, [1, 2, 3])
     passes(50)
     before, memory, wanted = taken(), resident(), backend.mixture.memory.wanted
-    passes(300)
+    passes(120)
     after = taken()
-    assert backend.mixture.memory.wanted > wanted + 300
+    assert backend.mixture.memory.wanted > wanted + 120
     assert after[:2] == before[:2]
     assert after[2] <= before[2] + 3
     assert resident() - memory < 4 << 20

@@ -197,14 +197,6 @@ def test_logits_are_the_same_to_the_bit(streamed: LlamaBackend, resident: LlamaB
     np.testing.assert_array_equal(last_row(streamed, list(range(5, 40))), last_row(resident, list(range(5, 40))))
 
 
-def test_all_layers_streamed(smollm2: Path, resident: LlamaBackend) -> None:
-    backend = load_streamed(smollm2)
-    assert backend.streamer
-    assert len(backend.streamer.plan.streamed) >= 28
-    exact(backend, resident)
-    backend.close()
-
-
 PLAIN: dict[float, list[int]] = {}
 
 
@@ -294,17 +286,6 @@ def test_a_pass_of_several_graphs(tiny: Path, monkeypatch: pytest.MonkeyPatch) -
             np.testing.assert_array_equal(enters[0].passes, [[*range(6), *range(6)]])
         backend.close()
     np.testing.assert_array_equal(rows[0], rows[1])
-
-
-def test_two_streamed_models_by_turns(
-    streamed: LlamaBackend, resident: LlamaBackend, tiny: Path, tiny_resident: LlamaBackend
-) -> None:
-    other = load_streamed(tiny)
-    for _ in range(2):
-        exact(streamed, resident)
-        exact(other, tiny_resident)
-    other.close()
-    exact(streamed, resident)
 
 
 def test_one_file_streamed_twice(tiny: Path, tiny_resident: LlamaBackend) -> None:
