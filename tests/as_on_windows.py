@@ -9,6 +9,7 @@ import ctypes
 import json
 import mmap
 import os
+import re
 import runpy
 import select
 import shutil
@@ -24,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+OWN = (str(ROOT / "tests"), str(ROOT / "scripts"))
 NO_MODULES = ["fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"]
 MISSING: dict[Any, str] = {
     os: "O_CLOEXEC O_DIRECT O_NONBLOCK O_SYNC PRIO_PROCESS WNOHANG chown fchmod fchown fork forkpty getgid getloadavg "
@@ -159,10 +161,16 @@ def failures(names: Iterable[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Import the package, scripts/install and files of tests, then run a text."""
-    modules = {name: path for name, path in own_modules().items() if ".mlx" not in name}  # there is none for Windows
-    text, tests = sys.argv[1], [Path(name) for name in sys.argv[2:]]
+    """Import the package without modules of a pattern, scripts/install and files of tests, then run a text."""
+    left_out, text, *names = sys.argv[1:]
+    modules = {name: path for name, path in own_modules().items() if not re.search(left_out, name)}
+    tests = list(map(Path, names))
     import_others([*modules.values(), ROOT / "scripts" / "install", *tests])
+    for name, module in list(sys.modules.items()):  # what tests have imported of the project is imported again
+        if name == "__main__":
+            continue
+        if name.partition(".")[0] == "edgespec" or str(getattr(module, "__file__", "")).startswith(OWN):
+            del sys.modules[name]
     take_away()
     failed = failures([*(name for name in modules if not name.endswith("__main__")), *(path.stem for path in tests)])
     runpy.run_path(str(ROOT / "scripts" / "install"))

@@ -46,7 +46,8 @@ for _ in range(2):
 """
 
 
-def test_all_imports_and_a_prompt_need_no_posix_system(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left_out", ["torch|mlx|common|sparse", pytest.param("mlx", marks=pytest.mark.exhaustive)])
+def test_all_imports_and_a_prompt_need_no_posix_system(tmp_path: Path, left_out: str) -> None:
     """Of the package and its engines, of scripts/install and the tests of `make check-windows`. A session goes on."""
     from edgespec.backends.reference.backend import random_model
 
@@ -69,7 +70,7 @@ def test_all_imports_and_a_prompt_need_no_posix_system(tmp_path: Path) -> None:
     ]
     arguments += ["--resume", str(tmp_path / "talk.session"), "--json"]
     done = subprocess.run(
-        [*CHILD, RUN.format(arguments=arguments), *tests], stdin=subprocess.DEVNULL, capture_output=True,
+        [*CHILD, left_out, RUN.format(arguments=arguments), *tests], stdin=subprocess.DEVNULL, capture_output=True,
         encoding="utf-8", check=False, env={**os.environ, "PYTHONPATH": PATHS},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
