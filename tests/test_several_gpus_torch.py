@@ -252,6 +252,8 @@ def test_memory_of_a_model_that_is_gone_is_free(kind: str, cards: There, monkeyp
     monkeypatch.setattr(device, "empty_cache", lambda: steps.append("empty"))
     monkeypatch.setattr(device, name, lambda *about: 0 if steps == ["collect", "empty"] else GIB)
     assert [gpu.used for gpu in loading_module.find_gpus(None)] == [0]
+    loading_module.find_gpus(None)
+    assert steps.count("collect") == 1  # a search takes as long as a small model's load: only where memory is in use
 
 
 def test_the_free_memory_of_each_card_counts(cards: There, tmp_path: Path) -> None:

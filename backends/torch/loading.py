@@ -51,8 +51,8 @@ def find_gpus(device: str | None) -> list[Gpu]:
     """GPUs that this PyTorch sees; only those that may compute are measured, which takes some of their memory."""
     names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     mac = torch.backends.mps.is_available()
-    if names or mac:  # else memory of models that are gone counts as used
-        gc.collect()
+    if any(map(torch.cuda.memory_reserved, names)) or (mac and torch.mps.driver_allocated_memory()):
+        gc.collect()  # else memory of models that are gone counts as used
     if names:
         torch.cuda.empty_cache()
     if mac:
