@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
+FORKS = sys.platform == "linux"  # macOS' libraries may end a fork, so there each program starts anew
 RUN = "from edgespec.cli.commands import main; main()"
 IMPORTED = (
     "edgespec.cli.commands", "edgespec.cli.serve", "edgespec.cli.chat", "edgespec.backends.reference.backend",
@@ -112,7 +113,7 @@ def main() -> None:
     """Fork as asked; returns in a child, which then runs the program."""
     from importlib import import_module
 
-    for name in IMPORTED:
+    for name in IMPORTED if FORKS else ():
         with suppress(ImportError):
             import_module(name)
     gc.freeze()
@@ -142,6 +143,9 @@ def main() -> None:
     for number in files:
         os.close(number)
     os.chdir(job["cwd"])
+    if not FORKS:
+        command = [sys.executable, "-c", job["program"], *job["arguments"]]
+        os.execve(sys.executable, command, job["environment"])
     os.environ.clear()
     os.environ.update(job["environment"])
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
