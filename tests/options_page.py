@@ -3,6 +3,7 @@
 python tests/options_page.py        writes docs/reference/options.md
 """
 
+import re
 from pathlib import Path
 
 import click
@@ -16,10 +17,23 @@ START = """\
 
 Every option of every command, as `edgespec COMMAND --help` lists them. `tests/options_page.py` writes this page.
 
-Each option can be set by an environment variable, whose name is EDGESPEC, the command and the option:
-`EDGESPEC_RUN_MEMORY=12G` stands for `edgespec run --memory 12G`. An option on the command line takes precedence.
-A flag is set by 1; values of an option that is repeatable are separated by spaces.
+Each of them can also be set by an environment variable, `EDGESPEC_<COMMAND>_<OPTION>`, with `_` for each space and `-`:
+`EDGESPEC_RUN_MEMORY=12G` stands for `edgespec run --memory 12G`, and `EDGESPEC_DATASTORE_BUILD_MODEL` for
+`edgespec datastore build --model`. An option with two names has the variable of the long one. Options that `--help`
+does not list have none.
+
+- An option on the command line takes precedence.
+- A flag has no value and is off by default, if its row has no other default. 1 switches it on, 0 off.
+- Values of an option that is repeatable are separated by spaces.
+- A SIZE is a number of bytes, or has a unit, a power of 1024: 900M, 12G.
 """
+DEFAULT = re.compile(r" ?\[default: (.+)\]$")
+UNITS = {  # name of a parameter -> what its number counts
+    "context_length": "tokens", "budget": "draft tokens", "max_tokens": "tokens", "top_k": "tokens",
+    "gpu_layers": "layers", "drop_layers": "layers", "bits": "bits", "threads": "threads", "targets": "processes",
+    "tau": "logits", "top_p": "probability", "min_p": "share", "limit": "prompts", "count": "questions",
+    "parallel": "requests", "grace": "seconds",
+}  # fmt: skip
 
 
 def page() -> str:
@@ -49,7 +63,7 @@ def part(name: str, command: click.Command) -> str:
     lines = [f"## {name}", "", f"    {' '.join([name, '[OPTIONS]', *arguments])}", "", purpose, ""]
     for title, rows in (listed | {"Other" if sections else "Option": list(options.values())}).items():
         if rows:
-            lines += [f"| {title} | | variable |", "| --- | --- | --- |", *rows, ""]
+            lines += [f"| {title} | | unit | default |", "| --- | --- | --- | --- |", *rows, ""]
     return "\n".join(lines)
 
 
@@ -57,8 +71,11 @@ def row(option: click.Option) -> str:
     kind = "|".join(option.type.choices) if isinstance(option.type, click.Choice) else option.type.name.upper()
     value = "" if option.is_flag else f" {option.metavar or kind.partition(' ')[0]}"
     names = ", ".join(sorted(option.opts, key=len)) + "".join(f" / {name}" for name in option.secondary_opts)
-    default = f" [default: {option.default}]" if option.show_default else ""
-    cells = (f"`{names}{value}`", f"{option.help}{default}", f"`{option.envvar}`")
+    about = str(option.help)
+    default = DEFAULT.search(about)
+    shown = default[1] if default else option.default if option.show_default else ""
+    unit = "bytes" if option.metavar == "SIZE" else UNITS.get(str(option.name), "")
+    cells = (f"`{names}{value}`", DEFAULT.sub("", about), unit, str(shown))
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

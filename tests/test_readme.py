@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import click
 import pytest
-from options_page import PAGE, all_commands, page
+from options_page import PAGE, UNITS, all_commands, page
 
 import edgespec
 from benchmarks.program import bench
@@ -128,6 +128,15 @@ def test_the_page_of_options_has_every_option_that_help_shows() -> None:
         assert len(rows) == len(shown)
         for option in shown:
             assert any({*option.opts, *option.secondary_opts} <= set(re.split(r"[ ,]+", row)) for row in rows), name
+
+
+def test_the_page_of_options_has_the_default_and_the_unit_of_an_option() -> None:
+    rows = re.findall(r"^\| `--(budget|memory|grace) .+?` \|.*\| (.*?) \| (.*?) \|$", PAGE.read_text(), re.MULTILINE)
+    assert {("budget", "draft tokens", "64"), ("memory", "bytes", "what is free"), ("grace", "seconds", "30")} <= {
+        *rows
+    }
+    assert "[default" not in PAGE.read_text()
+    assert UNITS.keys() <= {one.name for command in all_commands().values() for one in command.params}
 
 
 def test_pages_that_code_refers_to_exist() -> None:
