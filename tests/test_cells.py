@@ -91,10 +91,10 @@ def grow_tree(backend, session, text, step):
 def test_trees_of_several_passes_have_room_beside_what_others_waste(small):
     """Cells that a tree leaves below those of another session are waste until no session has nodes."""
     with loaded(llamacpp_factory(small), sessions=2, context_length=1024, budget=64) as backend:
-        sessions, texts = [backend.open() for _ in range(2)], [random_tokens(backend, 960, seed) for seed in (1, 2)]
+        sessions, texts = [backend.open() for _ in range(2)], [random_tokens(backend, 980, seed) for seed in (1, 2)]
         for session, text in zip(sessions, texts, strict=True):
             prefill(backend, session, text[:930])
-        for step in range(30):
+        for step in range(50):
             for session, text in zip(sessions, texts, strict=True):
                 grow_tree(backend, session, text[930 + step :], step)
             for session in sessions:
