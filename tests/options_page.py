@@ -17,8 +17,8 @@ START = """\
 
 Every option of every command, as `edgespec COMMAND --help` lists them. `tests/options_page.py` writes this page.
 
-Each of them can also be set by an environment variable, `EDGESPEC_<COMMAND>_<OPTION>`, with `_` for each space and `-`:
-`EDGESPEC_RUN_MEMORY=12G` stands for `edgespec run --memory 12G`, and `EDGESPEC_DATASTORE_BUILD_MODEL` for
+Each of them can also be set by an environment variable, `EDGESPEC_<COMMAND>_<OPTION>`, with `_` for each space and `-`.
+So `EDGESPEC_RUN_MEMORY=12G` stands for `edgespec run --memory 12G`, and `EDGESPEC_DATASTORE_BUILD_MODEL` for
 `edgespec datastore build --model`. An option with two names has the variable of the long one. Options that `--help`
 does not list have none.
 
