@@ -626,8 +626,10 @@ def an_interrupted_pass_leaves_the_text(factory: Factory) -> None:
             [work(session, [7, 8], [1, 1], 2)],
             [work(session, [7], [-1]), work(other, [8, 9], [-1, -1])],
         ):
-            backend.interrupt()
+            ended = backend.pass_number
+            backend.interrupt(ended)
             raises(Interrupted, lambda batch=batch: backend.forward(batch))  # type: ignore[misc]
+            backend.interrupt(ended)  # too late: it ends no other pass
         check_session(backend, session, text)
         check_session(backend, other, text[:4])
 

@@ -60,17 +60,24 @@ class Slow:
 
     def __init__(self, inner: Backend, seconds: float, jitter: float = 0.0, seed: int = 0) -> None:
         self._inner, self._seconds, self._jitter = inner, seconds, jitter
-        self._random, self._interrupted = Random(seed), Event()
+        self._random, self._interrupted, self.pass_number = Random(seed), Event(), 0
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
-    def interrupt(self) -> None:
-        self._interrupted.set()
+    def interrupt(self, pass_number: int) -> None:
+        if pass_number == self.pass_number:
+            self._interrupted.set()
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
-        if self._interrupted.wait(self._seconds + self._jitter * self._random.random()):
+        try:
+            return self._forward(batch)
+        finally:
+            self.pass_number += 1
             self._interrupted.clear()
+
+    def _forward(self, batch: Sequence[Work]) -> list[Logits]:
+        if self._interrupted.wait(self._seconds + self._jitter * self._random.random()):
             for work in batch:
                 work.session.rewind(len(work.session.token_ids))
             raise Interrupted("the pass was interrupted")

@@ -171,7 +171,7 @@ class Fuzz:
             held.tokens = [held.tokens[node] for node in stay]
 
     def interrupt(self, held):
-        self.backend.interrupt()
+        self.backend.interrupt(self.backend.pass_number)
         with suppress(Interrupted):
             self.any_of([self.read, self.tree])(held)
         self.clear()

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import wait
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
@@ -15,6 +16,8 @@ import edgespec
 from edgespec.errors import Interrupted, ModelError, UsageError
 from edgespec.lab.pearl import PearlPlanner
 from edgespec.lab.specbranch import SpecBranchPlanner
+from edgespec.loop.backend import Work
+from edgespec.loop.draft_passes import Wanted
 from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
@@ -53,7 +56,7 @@ def uneven(engine, seed, pause=0.002):
     draw, forward = random.Random(seed), engine.forward
 
     def delayed(batch):
-        wait_for(engine.interrupted, draw.random() * pause)
+        wait_for(engine.stop, draw.random() * pause)
         return forward(batch)
 
     engine.forward = delayed
@@ -240,42 +243,38 @@ def test_pearls_draft_does_not_give_way_to_the_target(kind, gives_way, monkeypat
     assert bool(lowered) == gives_way
 
 
-class Draft:
-    """A backend of which only the end of passes matters."""
+def long_pass(seconds):
+    """A draft, its thread, and a task of one pass, which takes so long unless it is interrupted."""
+    draft, begun = backend(), threading.Event()
+    forward, work = draft.forward, Work(draft.open(), np.array([3], np.int32), np.array([-1], np.int32), np.zeros(0))
 
-    def __init__(self):
-        self.begun, self.interrupted = threading.Event(), threading.Event()
+    def slow(works):
+        begun.set()
+        wait_for(draft.stop, seconds)
+        return forward(works)
 
-    def task(self, worker, seconds=20.0):
-        with worker.passing():
-            self.begun.set()
-            if self.interrupted.wait(seconds):
-                raise Interrupted("the pass was interrupted")
+    def steps():
+        yield Wanted(draft, work)
+
+    draft.forward = slow
+    worker = DraftThread(draft, nice=False)
+    return draft, worker, lambda: worker.pass_on(steps()), begun
 
 
-def test_nobody_waits_for_a_pass_that_is_lost():
-    draft = Draft()
-    worker = DraftThread(draft.interrupted.set, nice=False)
-    with worker.doing(lambda: draft.task(worker)):
-        assert draft.begun.wait(20)
-    assert worker.join(lost=True)  # would take 20 seconds
-    assert not worker.late
+@pytest.mark.parametrize("lost", [True, False])
+def test_nobody_waits_for_a_pass_that_is_lost_but_for_one_that_is_wanted(lost):
+    draft, worker, task, begun = long_pass(20 if lost else 0.01)
+    with worker.doing(task):
+        assert begun.wait(20)
+    assert worker.join(lost=lost) == lost
     assert not worker.busy
-    worker.close()
-
-
-def test_what_is_wanted_is_waited_for():
-    draft = Draft()
-    worker = DraftThread(draft.interrupted.set, nice=False)
-    with worker.doing(lambda: draft.task(worker, 0.01)):
-        assert draft.begun.wait(20)
-    assert not worker.join()
-    assert not draft.interrupted.is_set()
+    worker.join(lost=True)  # no task is under way, so the next pass is another's
+    assert not draft.stop.is_set()
     worker.close()
 
 
 def test_two_models_at_once_leave_python_s_switches_as_they_were():
-    before, workers = sys.getswitchinterval(), [DraftThread(lambda: None, nice=False) for _ in range(2)]
+    before, workers = sys.getswitchinterval(), [DraftThread(backend(), nice=False) for _ in range(2)]
     running = [worker.doing(lambda: None) for worker in workers]
     for one in running:
         one.__enter__()
@@ -297,7 +296,7 @@ def test_a_target_that_fails_ends_the_drafts_pass():
         if threading.current_thread() is threading.main_thread():
             return forward(batch)
         begun.set()
-        assert wait_for(slow.interrupted, 20)  # else this test takes so long, and then fails
+        assert wait_for(slow.stop, 20)  # else this test takes so long, and then fails
         return forward(batch)
 
     slow.forward = stuck

@@ -74,7 +74,7 @@ def test_ctrl_c_ends_the_pass(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatc
     backend = load(smollm2_tiny)
     session = backend.open()
     work = contract.work(session, [5, 6], [-1, 0])
-    poll, interrupt, calls = Connection.poll, backend.interrupt, list[str]()
+    poll, ask, calls = Connection.poll, backend.stop.ask, list[str]()
 
     def ctrl_c(connection: Connection, seconds: float | None) -> bool:
         found = poll(connection, seconds)
@@ -85,10 +85,10 @@ def test_ctrl_c_ends_the_pass(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatc
 
     def told() -> None:
         calls.append("interrupt")
-        interrupt()
+        ask()
 
     monkeypatch.setattr(Connection, "poll", ctrl_c)
-    monkeypatch.setattr(backend, "interrupt", told)
+    monkeypatch.setattr(backend.stop, "ask", told)
     with pytest.raises(KeyboardInterrupt):
         backend.forward([work])
     assert calls[:3] == ["poll", "interrupt", "poll"]

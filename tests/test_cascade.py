@@ -414,23 +414,6 @@ def test_answers_of_the_server_say_so(load, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_an_interrupt_of_the_draft_that_comes_too_late_changes_no_text():
-    """It was meant for a pass of another request, and would end the next one."""
-    target, draft = pair()
-    plain, _ = write(target, cascade(NonePlanner, draft), PROMPT, SAMPLED, **PLAIN)
-    for session in draft.opened.copy():
-        session.close()
-    inner = target.forward
-
-    def late(batch):
-        draft.interrupt()
-        return inner(batch)
-
-    target.forward = late
-    assert write(target, cascade(NonePlanner, draft), PROMPT, SAMPLED, **PLAIN)[0] == plain
-
-
-@pytest.mark.exhaustive
 def test_a_step_that_is_given_up_changes_no_text():
     """As where the target's pass was interrupted, or had no room."""
     found = []

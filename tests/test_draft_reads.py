@@ -224,7 +224,7 @@ def test_a_request_that_is_cancelled_while_its_draft_reads_ends_at_once():
         if batch[0].prompt and len(batch[0].token_ids) > 8:
             passes.append(len(target.passes))
             begun.set()
-            assert wait_for(draft.interrupted, 20)
+            assert wait_for(draft.stop, 20)
 
     draft.failing = waits
     reader = Reader(scheduler, LONG_PROMPT, 0.7, 1, 5)

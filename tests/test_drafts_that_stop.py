@@ -1,7 +1,5 @@
 """A draft that has no cells for a pass, or lacks a token of the text, ends no request and changes no text."""
 
-import threading
-
 import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 from test_lossless_reference import write
@@ -11,7 +9,7 @@ from edgespec.lab.cascade import CascadePlanner
 from edgespec.lab.pearl import PearlPlanner
 from edgespec.lab.specbranch import SpecBranchPlanner
 from edgespec.loop.sampling import SamplingParams
-from edgespec.planners.ahead import AheadPlanner, DraftThread
+from edgespec.planners.ahead import AheadPlanner
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -46,6 +44,7 @@ def full_at(draft, number):
     def forward(batch):
         passes.append(batch)
         if len(passes) == number:
+            draft.stop.next()
             raise ContextFull("the cache is full")
         return inner(batch)
 
@@ -60,31 +59,6 @@ def test_a_draft_that_has_no_room_for_a_pass(name, number):
     sampling, draft = SamplingParams(temperature=0.8, seed=3), perturbed(TARGET, 0.4, 1)
     plain = text(NonePlanner(), sampling)
     assert text(PLANNERS[name](full_at(ReferenceBackend(draft), number)), sampling) == plain
-
-
-def test_an_interrupt_that_comes_too_late_and_finds_no_room_ends_no_later_pass(monkeypatch):
-    sampling, draft = SamplingParams(temperature=0.8, seed=3), ReferenceBackend(perturbed(TARGET, 0.4, 1))
-    inner, join, full, armed = draft.forward, DraftThread.join, [], []
-
-    def forward(batch):
-        if threading.current_thread() is threading.main_thread() and armed and not full:
-            full.append(batch)
-            raise ContextFull("the cache is full")
-        return inner(batch)
-
-    def too_late(thread, *, lost=False):
-        began, ended = thread.busy, join(thread, lost=lost)
-        if began and not ended and lost and not full:
-            draft.interrupt()
-            thread.late = True
-            armed.append(True)
-        return ended
-
-    draft.forward = forward
-    monkeypatch.setattr(DraftThread, "join", too_late)
-    plain = text(NonePlanner(), sampling)
-    assert text(PLANNERS["ahead"](draft), sampling) == plain
-    assert full
 
 
 @pytest.mark.exhaustive

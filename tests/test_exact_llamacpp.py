@@ -431,7 +431,7 @@ def test_nodes_of_an_interrupted_session_leave_no_holes(weights):
         other.commit([])
         grow(session, 0)
         found = grow(other, 0)
-        target.interrupt()
+        target.interrupt(target.pass_number)
         with pytest.raises(Interrupted):
             grow(session, 3)
         assert (session.nodes, session.token_ids[-1]) == (0, 7 + 3 * 69)

@@ -24,7 +24,7 @@ def mlx_model(family, folder):
 
 
 def interrupted(backend):
-    return backend.interrupted if backend.name == "torch" else backend._interrupted
+    return backend.stop
 
 
 @pytest.mark.covering(1)

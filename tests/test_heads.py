@@ -223,13 +223,3 @@ def test_after_a_rewind_states_of_dropped_tokens_are_forgotten():
     position, _, _, state = head.rows[-1]
     assert position == 5
     assert not state.any()
-
-
-def test_an_interrupt_of_a_head_that_comes_too_late_ends_no_request():
-    """It was meant for a pass of another request, and would end the one that reads the prompt."""
-    head, target = HeadOfTest(), Target()
-    generation = generation_of(target, make_planner("specexec", [target, head]), 0.0)
-    head.interrupt()
-    tokens = [token for step in generation.steps() for token in step.tokens]
-    assert [*PROMPT, *tokens] == generated(make_planner("none", [Target()]), 0.0)
-    assert len(head.opened[0].token_ids) > len(PROMPT)

@@ -354,7 +354,7 @@ def test_an_interrupt_ends_a_pass_of_the_head_but_not_its_states(files, kind, tm
     with pair(target, head) as (target, head):
         _, session, _ = read(target, head, TEXT)
         given = head.fuse(states := np.ones((2, target.capabilities.states), np.float32))
-        head.interrupt()
+        head.interrupt(head.pass_number)
         np.testing.assert_array_equal(head.fuse(states), given)  # Ctrl-C between two passes
         with pytest.raises(Interrupted):
             head.forward([work(session, [7], [-1], wanted=[0])])

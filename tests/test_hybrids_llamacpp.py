@@ -273,7 +273,7 @@ def test_an_interrupt_between_calls_loses_no_state(granite: Path, monkeypatch: p
 
         def interrupted(rows: Any, **more: Any) -> None:
             compute(rows, **more)
-            target.interrupt()
+            target.interrupt(target.pass_number)
 
         monkeypatch.setattr(target, "compute", interrupted)
         with pytest.raises(Interrupted):  # paths of other lengths go in a call of their own
@@ -301,7 +301,7 @@ def test_a_streamed_pass_is_interrupted_within_a_layer(made_up: Path, monkeypatc
 
         def enter(layer: int) -> None:
             entered(layer)
-            target.interrupt()
+            target.interrupt(target.pass_number)
 
         monkeypatch.setattr(target.streamer, "enter", enter)
         with pytest.raises(Interrupted):

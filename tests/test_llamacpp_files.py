@@ -264,7 +264,7 @@ def test_a_session_that_a_full_disk_cannot_hold_says_so_also_after_an_interrupte
     try:
         session = backend.open()
         prefill(backend, session, list(range(5, 60)))
-        backend.interrupt()
+        backend.interrupt(backend.pass_number)
         with pytest.raises(Interrupted):
             prefill(backend, session, list(range(5, 70)))
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, whole[1]))

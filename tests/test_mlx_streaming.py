@@ -240,7 +240,7 @@ def test_an_interrupted_pass_ends_within_a_layer(llama, load_streamed, monkeypat
             entered.append(index)
             enter(index)
             if index == at:
-                streamed.interrupt()
+                streamed.interrupt(streamed.pass_number)
 
         with monkeypatch.context() as patch:
             patch.setattr(streamer, "enter", interrupt)

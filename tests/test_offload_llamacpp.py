@@ -397,7 +397,7 @@ def test_an_interrupted_pass_ends_within_a_layer(
             entered.append(index)
             enter(index)
             if index == layer:
-                backend.interrupt()
+                backend.interrupt(backend.pass_number)
 
         with monkeypatch.context() as patch:
             patch.setattr(backend.streamer, "enter", interrupt)

@@ -214,7 +214,7 @@ class Slow(Recording):
     def forward(self, batch):
         self.entered.set()
         deadline = monotonic() + 30
-        while not (self.interrupted.is_set() or self.go_on.is_set()):
+        while not (self.stop.is_set() or self.go_on.is_set()):
             assert monotonic() < deadline
             sleep(0.001)
         try:
@@ -254,7 +254,7 @@ def test_a_pass_that_others_are_in_goes_on():
     scheduler.start()
     assert target.entered.wait(30)
     readers[0].handle.cancel()
-    assert not target.interrupted.is_set()
+    assert not target.stop.is_set()
     readers[1].handle.cancel()
     until(lambda: all(reader.ended for reader in readers))
     for reader in readers:

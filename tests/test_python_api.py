@@ -448,7 +448,7 @@ def test_a_stream_that_is_collected_while_another_is_interrupted_locks_nothing_u
             list(chunks)
         found.append(model.scheduler.active)
 
-    target.interrupt = gc.collect
+    target.interrupt = lambda pass_number: gc.collect()
     del lost
     reader = threading.Thread(target=read, daemon=True)
     reader.start()

@@ -564,8 +564,8 @@ def test_close_interrupts_a_scoring_pass(pair, monkeypatch):
         assert asked.wait(60)
         return forward(batch)
 
-    def ask():
-        interrupt()
+    def ask(pass_number):
+        interrupt(pass_number)
         asked.set()
 
     monkeypatch.setattr(backend, "forward", forward_until_asked)

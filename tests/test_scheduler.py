@@ -467,7 +467,7 @@ def test_an_error_ends_one_text_wherever_it_comes(where):
             scheduler.step()
     elif where == "is interrupted":
         lane.generation.give_up = fail
-        target.interrupt()
+        target.interrupt(target.pass_number)
     else:
         lane.generation.give_up = fail
         with mock.patch.object(batch, "in_turn", lambda writing, room: [one for one in writing if one is not lane]):

@@ -431,7 +431,7 @@ class TestOffload:
         for stop in range(5):
             entered.clear()
             hook = streamed[stop].register_forward_hook(
-                lambda *_: signal.raise_signal(signal.SIGINT) if ctrl_c else backend.interrupt()
+                lambda *_: signal.raise_signal(signal.SIGINT) if ctrl_c else backend.interrupt(backend.pass_number)
             )
             with pytest.raises(KeyboardInterrupt if ctrl_c else Interrupted):
                 backend.forward([work(session, [9], [-1])])

@@ -19,11 +19,12 @@ from edgespec.machine.process import at_end
 from edgespec.weights.plan import Plan
 from edgespec.weights.ring import Streamer
 
+from ..common.interrupts import Stop, one_pass
 from ..common.signals import Signals
 from .batch import Batch
 from .cells import IN_WINDOWS, Cells, Rows
 from .ggml.files import engine_build, forget_log, last_log, llama_cpp, metadata
-from .ggml.stop import ABORTED, Stop
+from .ggml.stop import ABORTED, install
 from .logits import LlamaLogits, StateLogits
 from .memory.attention import has_kernels
 from .memory.layer_hooks import LayerHooks
@@ -94,7 +95,9 @@ class LlamaBackend:
         self._batch = Batch(llama_cpp.llama_n_batch(context), width)
         # An aborted pass may have moved recurrent states without their contents.
         here = computing.get("gpu_layers") == 0 or "lenders" in computing
-        self.stop = Stop(context, with_callback=here and not capabilities.paths)
+        self.stop = Stop()
+        if here and not capabilities.paths:
+            install(self.stop, context)
         if hooks:
             hooks.stop = self.stop
         # Also where a program ends without `close`: Metal aborts if it is taken down before its buffers.
@@ -153,13 +156,11 @@ class LlamaBackend:
             return False
         return not any(other.cached or other.has_nodes for other in self._open if other is not session)
 
+    @one_pass
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         self._check_open()
         if self.capabilities.paths:
-            try:
-                return forward_recurrent(self, batch, llama_cpp.llama_n_ubatch(self.context))
-            finally:
-                self.stop.clear()
+            return forward_recurrent(self, batch, llama_cpp.llama_n_ubatch(self.context))
         check_batch(batch, self.capabilities)
         sessions = [cast(LlamaSession, work.session) for work in batch]
         # Place all works before the first is added: a refused batch changes nothing.
@@ -202,8 +203,6 @@ class LlamaBackend:
             if not isinstance(error, Interrupted):
                 self.cells.uncertain = True
             raise
-        finally:
-            self.stop.clear()
         return logits
 
     def _logits(self, batch_index: dict[int, int]) -> LlamaLogits:
@@ -270,8 +269,12 @@ class LlamaBackend:
         if status != 0:
             raise ModelError(f"llama.cpp could not evaluate {total} tokens (code {status}): {last_log()}")
 
-    def interrupt(self) -> None:
-        self.stop.set()
+    @property
+    def pass_number(self) -> int:
+        return self.stop.number
+
+    def interrupt(self, pass_number: int) -> None:
+        self.stop.ask(pass_number)
 
     @property
     def identity(self) -> dict[str, Any]:

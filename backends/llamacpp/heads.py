@@ -20,6 +20,7 @@ from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of, write
 
 from ..common.heads import HeadSession
+from ..common.interrupts import one_pass
 from ..common.nodes import NodeSession
 from ..common.row_logits import RowLogits
 from .backend import LlamaBackend
@@ -129,14 +130,14 @@ class LlamaHead(LlamaBackend):
 
     def _encode(self, batch: Any) -> None:
         status, interrupted = ABORTED, False
-        while status == ABORTED:  # an interrupt is for a pass, so it ends the next one
+        while status == ABORTED:  # an interrupt is for the pass that comes next
             interrupted |= self.stop.is_set()
-            self.stop.clear()
+            self.stop.flag.value = b""
             forget_log()
             with self.signals.held():
                 status = llama_cpp.llama_encode(self.context, batch)
         if interrupted:
-            self.stop.set()
+            self.stop.ask()
         if status != 0:
             raise ModelError(f"llama.cpp could not encode {batch.n_tokens} states (code {status}): {last_log()}")
 
@@ -215,6 +216,7 @@ class LlamaAssistant(LlamaHead):
     def kind(self) -> Any:
         return AssistantSession
 
+    @one_pass
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         self._check_open()
         check_batch(batch, self.capabilities)
@@ -241,8 +243,6 @@ class LlamaAssistant(LlamaHead):
             for session in sessions:
                 session.rewind(len(session.token_ids))
             raise
-        finally:
-            self.stop.clear()
         for session, work, logits in zip(sessions, batch, found, strict=True):
             if len(work.wanted) and isinstance(logits, StateLogits):
                 session.add_states(work.wanted.tolist(), logits.states(work.wanted.tolist()))

@@ -25,6 +25,7 @@ from edgespec.loop.session_files import Saved, write
 from edgespec.loop.shapes import TILE
 
 from ..common import nodes
+from ..common.interrupts import Stop
 from ..common.nodes import NodeSession
 from ..common.paths import (
     KEPT_STATES,
@@ -41,7 +42,6 @@ from ..common.row_logits import RowLogits, RowStateLogits
 from .cells import Rows
 from .ggml.files import LLAMA_MAX_SEQ, llama_cpp, metadata
 from .ggml.state_files import CellDetails, load_sequence, save_sequence
-from .ggml.stop import Stop
 from .states import RowStates
 
 OTHER_MEMORY = ("deepseek4", "glm5-next", "qwen4exp")  # general.architecture of models with another memory

@@ -22,7 +22,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from edgespec.errors import Closed, Interrupted, ModelError, UsageError, check_whole
+from edgespec.errors import Closed, ModelError, UsageError, check_whole
 from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
@@ -38,7 +38,7 @@ from edgespec.weights.plan import Plan
 from edgespec.weights.ring import can_stream, measure_disk
 
 from ..common.hf_vocab import HfVocab, load_vocab
-from ..common.interrupts import Flag, interruptible
+from ..common.interrupts import Stop, interruptible, one_pass
 from ..common.loader import loader
 from ..common.model_folder import content_files, experts_of, first_line
 from .head_files import head_bytes
@@ -191,7 +191,7 @@ class MlxBackend:
         self._kinds = kinds  # as for `MlxRecurrentSession`
         self._max_sessions = sessions
         self.content = ""
-        self._interrupted = sweep.interrupted if sweep else Flag()
+        self.stop = sweep.stop if sweep else Stop()
         self.sessions: list[MlxSession] = []
         self.forms: tuple[list[Form], list[Form | None]] | None = None  # as of `MlxOwner`
         self._rows: Any = None  # rows whose final states the head gets; None: all
@@ -249,14 +249,14 @@ class MlxBackend:
     def keep_to(self, exact: BatchInvariance) -> None:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 
+    @one_pass
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         self._check_open()
         check_batch(batch, self.capabilities)
         sessions = [cast(MlxSession, work.session) for work in batch]
         positions = [session.check(work) for work, session in zip(batch, sessions, strict=True)]
-        with interruptible(sessions, self._interrupted):
-            if self._interrupted.is_set():
-                raise Interrupted("the pass was interrupted")
+        with interruptible(sessions, self.stop):
+            self.stop.check()
             for session in sessions:
                 while (tokens := session.place_unread()) is not None:
                     self._compute([session], [partial(self._graph, session, tokens, None)])
@@ -273,8 +273,12 @@ class MlxBackend:
         self.forms = self.forms or sessions[0].forms()
         return found
 
-    def interrupt(self) -> None:
-        self._interrupted.set()
+    @property
+    def pass_number(self) -> int:
+        return self.stop.number
+
+    def interrupt(self, pass_number: int) -> None:
+        self.stop.ask(pass_number)
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import ArraysCache
 
-from edgespec.errors import Interrupted, ModelError
+from edgespec.errors import ModelError
 from edgespec.loop.engines import Progress
 from edgespec.machine.disk import Reading
 from edgespec.machine.system import HUGE, wish_huge_pages
@@ -26,7 +26,7 @@ from edgespec.weights.plan import Extent, Layer, Plan, Tensor
 from edgespec.weights.preload import warm
 from edgespec.weights.ring import Streamer
 
-from ..common.interrupts import Flag
+from ..common.interrupts import Stop
 from .memory import Layout, Placed
 from .recurrent import leaves_of
 from .session import as_bytes
@@ -191,7 +191,7 @@ class LayerSweep:
             ModelError: the files hold other values than mlx-lm takes from them.
             OSError: a file cannot be read.
         """
-        self.interrupted = Flag()
+        self.stop = Stop()
         self._graphs = list[LayerGraph]()
         self._order = [layer.index for layer in plan.streamed]
         self._store = store
@@ -259,7 +259,7 @@ class LayerSweep:
 
         Raises:
             ModelError: a layer cannot be read.
-            Interrupted: `interrupted` is set.
+            Interrupted: `stop` is set.
         """
         self.streamer.begin()
         before = [Before(some) for some in caches]
@@ -269,8 +269,7 @@ class LayerSweep:
             by_layer = {index: [graph for graph in self._graphs if graph.layer == index] for index in self._order}
             self._graphs = []
             for index in self._order:
-                if self.interrupted.is_set():
-                    raise Interrupted("the pass was interrupted")
+                self.stop.check()
                 self._compute(index, by_layer.pop(index), before)
             return result
         except BaseException:

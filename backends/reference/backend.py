@@ -15,7 +15,7 @@ from typing import Any, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import Closed, ContextFull, Interrupted, ModelError, UsageError
+from edgespec.errors import Closed, ContextFull, ModelError, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadPlan, Progress
 from edgespec.loop.passes import check_batch
@@ -23,7 +23,7 @@ from edgespec.loop.session_files import Saved, StateDetails, identity_of, write
 from edgespec.loop.shapes import BatchInvariance
 from edgespec.loop.tree import is_leaf, path_to
 
-from ..common.interrupts import Flag, interruptible
+from ..common.interrupts import Stop, interruptible, one_pass
 from ..common.loader import loader
 from ..common.nodes import NodeSession
 from ..common.paths import CHEAP, MOST_UNREAD, States, paths_of, state_lane_from
@@ -117,8 +117,7 @@ class ReferenceSession(NodeSession):
         Returns:
             The node's final vector, and the state after it.
         """
-        if self._backend.interrupted.is_set():
-            raise Interrupted("the pass was interrupted")
+        self._backend.stop.check()
         x, self._cells[cell], after = evaluate(self._backend.model, token, len(seen), self._cells[seen], state)
         return x, after
 
@@ -266,7 +265,7 @@ class ReferenceBackend:
             context_length, max_nodes, max_nodes, max_leaves, 0.0, paths=paths, spare_leaves=spare_leaves, cells=cells
         )
         self.opened = list[ReferenceSession]()
-        self.interrupted = Flag()
+        self.stop = Stop()
         self._sessions, self._closed = sessions, False
         self.name = "reference"
         self.build = f"numpy {np.__version__}"
@@ -288,13 +287,14 @@ class ReferenceBackend:
     def keep_to(self, exact: BatchInvariance) -> None:
         self.capabilities = replace(self.capabilities, exact=exact)
 
+    @one_pass
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         self._check_open()
         check_batch(batch, self.capabilities)
         sessions = [cast(ReferenceSession, work.session) for work in batch]
         positions = [session.check(work) for work, session in zip(batch, sessions, strict=True)]
         self._check_room(batch)
-        with interruptible(sessions, self.interrupted):
+        with interruptible(sessions, self.stop):
             return [session.add(work, at) for session, work, at in zip(sessions, batch, positions, strict=True)]
 
     def _check_room(self, batch: Sequence[Work]) -> None:
@@ -310,8 +310,12 @@ class ReferenceBackend:
         if limits.spare_leaves is not None and leaves > limits.spare_leaves:
             raise ValueError(f"{leaves} further leaves; all sessions hold {limits.spare_leaves} together")
 
-    def interrupt(self) -> None:
-        self.interrupted.set()
+    @property
+    def pass_number(self) -> int:
+        return self.stop.number
+
+    def interrupt(self, pass_number: int) -> None:
+        self.stop.ask(pass_number)
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -15,9 +15,9 @@ import transformers
 from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
-from edgespec.errors import Interrupted, ModelError
+from edgespec.errors import ModelError
 
-from ..common.interrupts import Flag
+from ..common.interrupts import Stop
 
 ATTENTION = "edgespec_tree"
 MASK_ALIGNMENT = 16  # elements; rows start at multiples, else CUDA's memory-efficient kernel copies the mask
@@ -78,12 +78,12 @@ class Tree:
     Attributes:
         parts: of the works of a pass.
         windows: sliding window, by layer.
-        interrupted: once it is set, no further layer is computed.
+        stop: once it is set, no further layer is computed.
     """
 
     parts: tuple[Part, ...]
     windows: tuple[int | None, ...]
-    interrupted: Flag
+    stop: Stop
 
     def to(self, device: Any) -> Self:
         return replace(self, parts=tuple(part.to(device) for part in self.parts))
@@ -124,8 +124,7 @@ def tree_attention(
         if attention_mask is not None:
             raise ModelError("its attention has a mask of its own, which this backend does not compute")
         return _probe(module, query, key, value, tree, sliding_window, options)
-    if tree.interrupted.is_set():
-        raise Interrupted("the pass was interrupted")
+    tree.stop.check()
     lanes = len(query)
     query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] if lanes > 1 else x for x in (query, key, value))
     out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)  # [1, n, heads, d]

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import transformers
 
-from edgespec.errors import Closed, Interrupted, ModelError, NoRoom, UsageError, check_whole
+from edgespec.errors import Closed, ModelError, NoRoom, UsageError, check_whole
 from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
@@ -40,7 +40,7 @@ from edgespec.weights.ring import CANNOT_STREAM, can_stream
 
 from ..common.heads import head_size
 from ..common.hf_vocab import load_vocab
-from ..common.interrupts import Flag, interruptible
+from ..common.interrupts import Stop, interruptible, one_pass
 from ..common.loader import loader, no_further_positions
 from ..common.model_folder import check_folder, content_files, experts_of
 from ..common.recurrent import most_paths, states_of
@@ -150,22 +150,21 @@ class TorchBackend:
         self.streamer = streamer
         self.sessions, self.spans = WeakSet[TorchSession](), spans
         self.placed = placed(spans, len(streamer.blocks) if streamer else 0)
-        self.interrupted = Flag()
+        self.stop = Stop()
         self._kept: KeptInputs | None = None
         self.choose_cells: Callable[[TorchSession, Work, int, Any], dict[int, Any]] | None = None
         self.keeps_queries = 0
         self.mapped = 0  # bytes of mapped weights
         self.content = ""
         for layer in decoder_layers(model) if cache else ():  # others look at the flag in `tree_attention`
-            layer.register_forward_pre_hook(self._check_interrupted)
+            layer.register_forward_pre_hook(self._check_stop)
 
     def _check_open(self) -> None:
         if self.model is None:
             raise Closed
 
-    def _check_interrupted(self, *_: Any) -> None:
-        if self.interrupted.is_set():
-            raise Interrupted("the pass was interrupted")
+    def _check_stop(self, *_: Any) -> None:
+        self.stop.check()
 
     def open(self) -> TorchSession:
         self._check_open()
@@ -189,6 +188,7 @@ class TorchBackend:
     def keep_to(self, exact: BatchInvariance) -> None:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
 
+    @one_pass
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         self._check_open()
         if self.capabilities.paths:
@@ -209,8 +209,8 @@ class TorchBackend:
                 more = shape.rows(len(tokens)) - len(tokens)
                 tokens, positions = tokens + [0] * more, positions + [0] * more
                 wanted += also_wanted(wanted, len(tokens), exact.trees)
-            tree = Tree(tuple(parts), self.windows, self.interrupted)
-            with interruptible(sessions, self.interrupted):
+            tree = Tree(tuple(parts), self.windows, self.stop)
+            with interruptible(sessions, self.stop):
                 logits = self._run(batch, placements, tokens, positions, wanted, tree)
         found = list[Logits]()
         for session, work, placement, part in zip(sessions, batch, placements, parts, strict=True):
@@ -244,8 +244,12 @@ class TorchBackend:
         """Logits of a work of the last pass; arguments as for `TorchLogitsWithStates`."""
         return self._kept.logits(logits, wanted, rows) if self._kept else TorchLogits(logits, wanted)
 
-    def interrupt(self) -> None:
-        self.interrupted.set()
+    @property
+    def pass_number(self) -> int:
+        return self.stop.number
+
+    def interrupt(self, pass_number: int) -> None:
+        self.stop.ask(pass_number)
 
     @property
     def identity(self) -> dict[str, Any]:

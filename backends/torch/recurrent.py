@@ -16,7 +16,7 @@ from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.passes import check_batch
 from edgespec.loop.session_files import StateDetails
 
-from ..common.interrupts import Flag, interruptible
+from ..common.interrupts import Stop, interruptible
 from ..common.model_folder import first_line
 from ..common.recurrent import Lane, Rectangle, RecurrentSession, RecurrentStates
 from .attention import Part, Probe, Tree, additive, finish
@@ -174,7 +174,7 @@ class RecurrentOwner(TorchOwner, Protocol):
     windows: tuple[int | None, ...]
     device: Any
     dtype: Any
-    interrupted: Flag
+    stop: Stop
 
     def logits(self, logits: Any, wanted: Sequence[int], rows: Mapping[int, int]) -> Logits: ...
 
@@ -207,7 +207,7 @@ def forward_recurrent(backend: RecurrentOwner, batch: Sequence[Work]) -> list[Lo
     check_batch(batch, limits)
     sessions = [cast(TorchRecurrentSession, work.session) for work in batch]
     placements = [session.place(work) for session, work in zip(sessions, batch, strict=True)]
-    with interruptible(sessions, backend.interrupted):
+    with interruptible(sessions, backend.stop):
         for session in sessions:
             while rectangle := session.states.unread(session.token_ids, limits.max_nodes):
                 _, states = _compute(backend, [(session, rectangle, [])], [])
@@ -297,7 +297,7 @@ def _compute(
         torch.from_numpy(np.concatenate([getattr(rectangle, name) for _, rectangle, _ in parts])).to(device)
         for name in ("token_ids", "positions")
     )
-    tree, wanted = Tree(tuple(found), backend.windows, backend.interrupted), torch.tensor(list(rows), device=device)
+    tree, wanted = Tree(tuple(found), backend.windows, backend.stop), torch.tensor(list(rows), device=device)
     states = [lane.state for lane in lanes]
     logits = backend.cache.run(backend.model, token_ids, positions, states, wanted.long(), tree)
     return logits, backend.cache.states(len(lanes))

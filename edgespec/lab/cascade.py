@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import ContextFull, Interrupted
+from edgespec.errors import ContextFull
 from edgespec.loading.approximate import Approximate
 from edgespec.loop.backend import Backend, Logits, Session, Work
 from edgespec.loop.draft_passes import DraftSteps, Passed, Wanted, read_part, run_one
@@ -174,9 +174,8 @@ class CascadePlanner(Planner):
         self._commit()
         reading = Following(self._draft, self._session, tokens[:-1], prompt_length=len(self._prompt) - 1)
         while reading.unread:
-            with suppress(Interrupted):  # the interrupt was meant for a pass that had just ended
-                if part := (yield from read_part(reading)):
-                    self._count(*part)
+            if part := (yield from read_part(reading)):
+                self._count(*part)
         limits = self._draft.capabilities
         room = min(most_nodes(limits, self._session.unread_committed), limits.context_length - len(tokens) + 1)
         chain, node = [tokens[-1]], self._node
@@ -184,10 +183,8 @@ class CascadePlanner(Planner):
             assert self._tree
             chain.append(int(self._tree.token_ids[node]))
         nodes = np.arange(len(chain), dtype=np.int32)
-        work, read = Work(self._session, np.array(chain, np.int32), nodes - 1, nodes), None
-        while read is None:
-            with suppress(Interrupted):
-                read = yield Wanted(self._draft, work)
+        work = Work(self._session, np.array(chain, np.int32), nodes - 1, nodes)
+        read = yield Wanted(self._draft, work)
         self._chain, self._rows = chain, [read.logits.row(row) for row in range(len(chain))]
         self._count(work, read)
 

@@ -328,8 +328,12 @@ class Backend(Protocol):
     def identity(self) -> Mapping[str, Any]:
         """Everything that decides a cache's bits; where it is equal, sessions can be loaded."""
 
-    def interrupt(self) -> None:
-        """End the current pass early (within a layer where weights stream), else the next one; from any thread."""
+    @property
+    def pass_number(self) -> int:
+        """Number of the pass under way, or of the next one."""
+
+    def interrupt(self, pass_number: int) -> None:
+        """End this pass early (within a layer where weights stream), from any thread; nothing if it has ended."""
 
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         """One pass over all works' nodes, each of which sees the committed tokens, its ancestors and itself.

@@ -58,16 +58,18 @@ def read_part(reading: Prefill) -> DraftSteps[tuple[Work, Passed] | None]:
     return work, passed
 
 
-def run_one(steps: DraftSteps[T]) -> T:
-    """Run one sequence's draft steps; their errors pass through."""
-    [found] = run_shared([steps])
+def run_one(steps: DraftSteps[T], before: Callable[[Backend], None] | None = None) -> T:
+    """Run one sequence's draft steps; their errors pass through. `before` is called before each pass of a draft."""
+    [found] = run_shared([steps], before)
     if isinstance(found, Exception):
         raise found
     return found
 
 
-def run_shared(sequences: Sequence[DraftSteps[T]]) -> list[T | Exception]:
-    """Run the draft steps of several sequences in shared passes.
+def run_shared(
+    sequences: Sequence[DraftSteps[T]], before: Callable[[Backend], None] | None = None
+) -> list[T | Exception]:
+    """Run the draft steps of several sequences in shared passes; `before` as for `run_one`.
 
     Returns:
         The result or exception of each.
@@ -89,6 +91,8 @@ def run_shared(sequences: Sequence[DraftSteps[T]]) -> list[T | Exception]:
     while wanted:
         group = next_batch(wanted)
         works = [wanted[number].work for number in group]
+        if before:
+            before(wanted[group[0]].draft)
         started, nodes = perf_counter(), sum(len(work.token_ids) for work in works)
         try:
             logits = wanted[group[0]].draft.forward(works)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from edgespec.errors import ContextFull, Interrupted
-from edgespec.loop.backend import Backend, KeepsNodes, Work
+from edgespec.loop.backend import Backend, KeepsNodes
 from edgespec.loop.draft_passes import DraftSteps, run_one
 from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.planner import Context, PlannerStats
@@ -57,21 +57,16 @@ class DraftThread:
 
     Attributes:
         stopped: the task is to end.
-        lock: held while a pass begins, ends or is interrupted.
-        late: an interrupt may have come too late, and would end the next pass.
     """
 
-    def __init__(self, interrupt: Callable[[], None], *, nice: bool = True) -> None:
+    def __init__(self, draft: Backend, *, nice: bool = True) -> None:
         """
         Args:
-            interrupt: `Backend.interrupt` of the draft.
+            draft: whose passes the tasks make.
             nice: on Linux, the thread and those that it starts give way to others.
         """
         self.stopped = Event()
-        self.lock = Lock()
-        self.late = False
-        self._interrupt, self._nice = interrupt, nice
-        self._passing = False
+        self._draft, self._nice, self._pass_number = draft, nice, -1  # of the last pass of a task
         self._executor: ThreadPoolExecutor | None = None
         self._task: Future[None] | None = None
 
@@ -93,15 +88,12 @@ class DraftThread:
             finally:
                 self.stopped.set()
 
-    @contextmanager
-    def passing(self) -> Iterator[None]:
-        with self.lock:
-            self._passing = True
-        try:
-            yield
-        finally:
-            with self.lock:
-                self._passing = False
+    def pass_on(self, steps: DraftSteps[None]) -> None:
+        """Make passes of a task, which `join` may interrupt."""
+        run_one(steps, before=self._note)
+
+    def _note(self, draft: Backend) -> None:
+        self._pass_number = draft.pass_number
 
     def join(self, *, lost: bool = False) -> bool:
         """Wait for the task's end, and raise its exception.
@@ -112,18 +104,14 @@ class DraftThread:
         Returns:
             True if a pass ended early, which leaves no nodes in the draft's session.
         """
-        self.late = False
         if self._task is None:
             return False
         self.stopped.set()
-        with self.lock:
-            self.late = lost and self._passing
-            if self.late:
-                self._interrupt()
+        if lost:
+            self._draft.interrupt(self._pass_number)
         try:
             self._task.result()
         except Interrupted:
-            self.late = False
             return True
         finally:
             if self._task.done():  # Ctrl-C may come first
@@ -202,10 +190,9 @@ class AheadPlanner(SpecExecPlanner):
         self._went_on = 0
         self._hidden_seconds = 0.0
         self._sequences = sequences
-        self._thread = DraftThread(draft.interrupt, nice=nice)
+        self._thread = DraftThread(draft, nice=nice)
         self._context: Context | None = None
         self._reading = list[int]()
-        self._unsettled = False  # an interrupt that came too late found no room for its pass
 
     @property
     def stats(self) -> PlannerStats:
@@ -216,8 +203,6 @@ class AheadPlanner(SpecExecPlanner):
         super().begin(prompt_ids)
 
     def _start_search(self, context: Context, budget: int) -> Search:
-        if self._unsettled:
-            self._settle()
         search, self._context = self._search, context
         known = search is not None and not self._drafter.behind(context.token_ids)
         return search if search and known else AheadSearch(context.token_ids[-1], budget)
@@ -249,12 +234,12 @@ class AheadPlanner(SpecExecPlanner):
         drafter, before, cost = self._drafter, self._drafter.seconds, self._drafter.pass_cost
         drafter.pass_cost = PassTimes()  # passes take longer while the target runs, so they are not counted
         try:
-            self._pass(self._read_root(search, scores, context))
+            self._thread.pass_on(self._read_root(search, scores, context))
             while not self._thread.stopped.is_set() and perf_counter() + drafter.last < due:
                 if (batch := next(batches, None)) is None:
                     return
                 self._reading = batch.tolist()
-                self._pass(self._read(search, scores, batch))
+                self._thread.pass_on(self._read(search, scores, batch))
         except ContextFull:  # what was read before stays
             self._reading = []
         finally:
@@ -268,10 +253,6 @@ class AheadPlanner(SpecExecPlanner):
 
     def _take(self, search: AheadSearch, nodes: NDArray[np.intp], leaves: int) -> IdArray:
         return search.take(nodes, self._beam, leaves, self._limits.max_nodes)
-
-    def _pass(self, steps: DraftSteps[None]) -> None:
-        with self._thread.passing():
-            run_one(steps)
 
     def _is_lost(self, search: AheadSearch, tokens: Sequence[int]) -> bool:
         """True if the draft's pass cannot help the step after these tokens."""
@@ -288,10 +269,9 @@ class AheadPlanner(SpecExecPlanner):
         if self._thread.join(lost=search is None or self._is_lost(search, tokens)):
             self._drafter.evaluated = 0
             return
-        late = self._thread.late
         path = search.follow(tokens) if search else []
         places = search.places_along(path) if search else []
-        if search and not late and 0 < len(places) == len(tokens):
+        if search and 0 < len(places) == len(tokens):
             kept = self._commit_keeping(places)
             self._drafter.evaluated = len(kept)
             new = search.rerooted(path[-1], kept)
@@ -302,8 +282,6 @@ class AheadPlanner(SpecExecPlanner):
                 self._drafter.commit([])
         elif search:
             self._drafter.commit(places)
-        if late:
-            self._settle()
 
     def _commit_keeping(self, places: list[int]) -> list[int]:
         session = self._drafter.session
@@ -312,22 +290,8 @@ class AheadPlanner(SpecExecPlanner):
         session.commit(places)
         return []
 
-    def _settle(self) -> None:
-        """Use up an interrupt that came too late; the session has no nodes before and after."""
-        token, above = np.zeros(1, np.int32), np.full(1, -1, np.int32)
-        self._unsettled = False
-        try:
-            self._drafter.draft.forward([Work(self._drafter.session, token, above, np.zeros(0, np.int32))])
-        except Interrupted:
-            pass
-        except ContextFull:  # the pass did not begin, so the interrupt is still there
-            self._unsettled = True
-        self._drafter.commit([])
-
     def close(self) -> None:
         self._thread.close()
-        if self._thread.late:
-            self._settle()
         super().close()
 
 

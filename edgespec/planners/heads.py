@@ -9,10 +9,8 @@ one. `HeadDrafter` does what a head needs besides:
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import cast
 
-from edgespec.errors import Interrupted
 from edgespec.loop.backend import GivesStates, Logits, TakesStates
 from edgespec.loop.passes import prefill
 from edgespec.loop.tree import DraftTree
@@ -32,10 +30,7 @@ class HeadDrafter(Drafter):
         self._give(start, range(count), logits)
         end = start + count  # read at once, so that few states are kept
         if end <= self.draft.capabilities.context_length:
-            with suppress(
-                Interrupted
-            ):  # the interrupt was meant for a pass that had just ended; the rest is read later
-                prefill(self.draft, self.session, self._prompt[: end + 1])
+            prefill(self.draft, self.session, self._prompt[: end + 1])
 
     def saw(self, start: int, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
         self._give(start, path, logits)

@@ -265,12 +265,12 @@ class CurrentPass:
 
     def __init__(self) -> None:
         self._closed = False
-        self._now: tuple[Sequence[Wanted], Backend] | None = None  # replaced whole
+        self._now: tuple[Sequence[Wanted], Backend, int] | None = None  # replaced whole
 
     @contextmanager
     def of(self, handles: Sequence[Wanted], model: Backend) -> Iterator[None]:
         """Wrap a pass for these requests."""
-        self._now = handles, model
+        self._now = handles, model, model.pass_number
         self.check()
         try:
             yield
@@ -282,11 +282,11 @@ class CurrentPass:
         self.check()
 
     def check(self) -> None:
-        """Interrupt the pass under way if no request needs it, from any thread; if it has just ended, the next one."""
+        """Interrupt the pass under way if no request needs it, from any thread."""
         if now := self._now:
-            handles, model = now
+            handles, model, pass_number = now
             if self._closed or all(one.cancelled for one in handles):
-                model.interrupt()
+                model.interrupt(pass_number)
 
 
 @dataclass(slots=True)

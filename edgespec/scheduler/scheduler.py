@@ -318,9 +318,7 @@ class Scheduler:
         batch, failed = plan(writing, reader, self.pool.lanes, limits, self._pace, self._chunks)
         for lane, error in failed:
             with self._failing([lane]):
-                if not isinstance(error, Interrupted):  # else it was meant for a pass that had just ended
-                    raise error
-                lane.give_up()
+                raise error
         started = perf_counter()
         logits = self._forward(batch) if batch else []
         if logits:

@@ -13,6 +13,7 @@ from edgespec.loop.passes import common_prefix
 from edgespec.machine.this_machine import this_machine
 
 from ..engine import load_here, plan_here
+from ..ggml.stop import install
 from .child_process import Facts, flag_in
 from .rpc import borrow
 
@@ -31,7 +32,8 @@ class Host:
         model = load_here(plan, plan.ways[-1], lambda *counts: self._send("progress", counts))
         model.computing = {**model.computing, "lenders": self._lenders}
         self._model = model
-        model.stop.use_flag(self._flag)
+        model.stop.flag = self._flag
+        install(model.stop, model.context)
         return Facts(model.capabilities, list(model.notes), model.build, model.computing, model.plan, model.placed)
 
     def open(self) -> int:
@@ -88,8 +90,8 @@ class Host:
         self._logits = self._model.forward(works)
         return self._model.wait_seconds
 
-    def clear_stop(self) -> None:
-        self._model.stop.clear()
+    def wait(self) -> None:
+        """Answered when the pass under way has ended."""
 
     def row(self, index: int, node: int) -> Any:
         return self._logits[index].row(node)

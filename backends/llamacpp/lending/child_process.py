@@ -29,6 +29,7 @@ from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import BatchInvariance
 from edgespec.loop.tree import IntArray
 
+from ...common.interrupts import Stop, one_pass
 from ..ggml.files import parts
 from ..vocab import load_vocab
 from .rpc import check_lender, rpc
@@ -68,7 +69,7 @@ class ChildBackend:
         self.capabilities, self.build, self.computing = facts.capabilities, facts.build, facts.computing
         self.notes: Sequence[str] = facts.notes
         self.plan, self.placed = facts.plan, facts.placed
-        self.wait_seconds = 0.0
+        self.wait_seconds, self.stop = 0.0, Stop(child.flag)
 
     def open(self) -> "ChildSession":
         return ChildSession(self, self.child.call("open"))
@@ -76,6 +77,7 @@ class ChildBackend:
     def keep_to(self, exact: BatchInvariance) -> None:
         self.capabilities = self.child.call("keep_to", exact)
 
+    @one_pass
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         sessions = [cast(ChildSession, work.session) for work in batch]
         works = [
@@ -85,14 +87,18 @@ class ChildBackend:
         try:
             self.wait_seconds = self.child.call("forward", works)
         except KeyboardInterrupt:
-            self.interrupt()
+            self.stop.ask()
             with suppress(EdgespecError):  # of a child that is gone
-                self.child.call("clear_stop")  # the child answers when the pass has ended
+                self.child.call("wait")
             raise
         return [ChildLogits(self.child, index) for index in range(len(batch))]
 
-    def interrupt(self) -> None:
-        self.child.flag.value = b"x"
+    @property
+    def pass_number(self) -> int:
+        return self.stop.number
+
+    def interrupt(self, pass_number: int) -> None:
+        self.stop.ask(pass_number)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -253,7 +259,7 @@ class Child:
 
 
 def flag_in(file: int) -> Any:
-    """Map two bytes of a file as shared memory; see `Stop.use_flag`."""
+    """Map two bytes of a file as shared memory; see `Stop`."""
     return (ctypes.c_char * 2).from_buffer(mmap.mmap(file, mmap.PAGESIZE))
 
 

@@ -1,11 +1,10 @@
 """Hooks of a pass, which wait until the weights of the next operation are in memory."""
 
-from edgespec.errors import Interrupted
 from edgespec.weights.ring import Streamer
 
+from ...common.interrupts import Stop
 from ..ggml.callback import OperationCallback
 from ..ggml.files import ggml_base
-from ..ggml.stop import Stop
 from .mixture import Mixture
 from .skip_padding import SkipPadding
 
@@ -65,8 +64,8 @@ class LayerHooks:
             return True
         try:
             self.signals.obey()
-            if self.stop and self.stop.is_set():
-                raise Interrupted("the pass was interrupted")
+            if self.stop:
+                self.stop.check()
             return self._asked(self._name_of(tensor), tensor)
         except BaseException as error:
             self.error = error

@@ -8,10 +8,10 @@ from typing import Any
 
 from edgespec.models.gguf_header import own_values
 
+from ...common.interrupts import Stop
 from ..ggml.callback import OperationCallback
 from ..ggml.files import ggml_base
 from ..ggml.ggml_tensor import GgmlTensor, is_here, is_known, skip_rows
-from ..ggml.stop import Stop
 from .mixture import operation_at
 
 

@@ -54,7 +54,7 @@ class DraftProposer:
                 return
             try:
                 logits, node = self._drafter.read(text)
-            except Interrupted:  # or it was meant for an `after` that had just ended
+            except Interrupted:  # a `stop` may come when one `after` has ended and before the next one's first pass
                 continue
             ids, _ = ChildScores(context, self._tau, self._coupling).children(logits, [node], [0], 1)
             text.append(int(ids[0][0]))
@@ -62,7 +62,7 @@ class DraftProposer:
 
     def stop(self) -> None:
         self._wanted = False
-        self._draft.interrupt()
+        self._draft.interrupt(self._draft.pass_number)
 
     def close(self) -> None:
         self._drafter.close()

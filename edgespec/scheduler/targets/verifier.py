@@ -5,8 +5,8 @@ between calls of `verify`.
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from edgespec.errors import Interrupted
-from edgespec.loop.backend import Backend, Capabilities, Placed, TellsPlaced, Work
+from edgespec.loop.backend import Backend, Capabilities, Logits, Placed, TellsPlaced, Work
 from edgespec.loop.passes import common_prefix, most_nodes, prefill
 from edgespec.loop.sampling import Float32Array, Noise, SamplingParams, sample
 from edgespec.loop.tree import IntArray, chain_of
@@ -80,7 +80,7 @@ class Verifier:
             The accepted draft tokens, then the target's own next one; `read` comes first.
 
         Raises:
-            Interrupted: a pass was interrupted, or the task is no longer wanted.
+            Interrupted: the task is no longer wanted.
         """
         tokens = task.token_ids.tolist()
         chain, root, output = tokens + task.draft_tokens.tolist(), len(tokens) - 1, list[int]()
@@ -97,13 +97,13 @@ class Verifier:
             root, output = len(tokens), [token_after(lambda _: self._last_row, 0, 0, [])]
             if chain[root : root + 1] != output:
                 return output
-        while is_wanted(task):
+        while True:
             held = len(self._session.token_ids)
             end = min(len(chain), held + most_nodes(self.target.capabilities, self._session.unread_committed))
             nodes = np.arange(end - held, dtype=np.int32)
             known = min(end, max(root, held)) - held
             work = Work(self._session, np.array(chain[held:end], np.int32), nodes - 1, nodes[known:])
-            logits = self.target.forward([work])[0]
+            logits = _forward(self.target, work, task)
             if end <= root:
                 self._session.commit(nodes.tolist())
                 continue
@@ -112,7 +112,6 @@ class Verifier:
             output += found.output
             if held + known + len(found.path) < end or end == len(chain) or found.output[-1] != chain[end]:
                 return output
-        raise Interrupted("nobody wants the answer")
 
     def read(self, task: Task) -> None:
         """Prefill the prompt, and nothing more: generated tokens are of trees' row class, as in plain decoding."""
@@ -133,7 +132,7 @@ _own = threading.local()
 @dataclass(slots=True)
 class _Work:
     lock: threading.Lock = field(default_factory=threading.Lock)
-    running: dict[tuple[str, int], Backend] = field(default_factory=dict)
+    running: dict[tuple[str, int], tuple[Backend, int]] = field(default_factory=dict)
     unwanted: dict[str, int] = field(default_factory=dict)  # owner -> number
 
 
@@ -173,24 +172,22 @@ def verify(spec: Spec, task: Task) -> list[int] | None:
         EdgespecError: it could not be done.
     """
     verifier = verifier_of(spec)
-    while True:
-        try:
-            verifier.read(task)  # not interrupted: later tasks need it, too
-            if task.only_read or not is_wanted(task):
-                return None
-            with _interruptible(verifier.target, task):
-                return verifier.verify(task)
-        except Interrupted:  # or it was meant for a task that had just ended
-            if not task.only_read and not is_wanted(task):
-                return None
+    verifier.read(task)  # not interrupted: later tasks need it, too
+    if task.only_read:
+        return None
+    with suppress(Interrupted):
+        return verifier.verify(task)
+    return None
 
 
-@contextmanager
-def _interruptible(target: Backend, task: Task) -> Iterator[None]:
+def _forward(target: Backend, work: Work, task: Task) -> Logits:
+    """A pass that `stop_up_to` ends."""
     with _work.lock:
-        _work.running[task.owner, task.number] = target
+        if not is_wanted(task):
+            raise Interrupted("nobody wants the answer")
+        _work.running[task.owner, task.number] = target, target.pass_number
     try:
-        yield
+        return target.forward([work])[0]
     finally:
         with _work.lock:
             del _work.running[task.owner, task.number]
@@ -204,6 +201,6 @@ def stop_up_to(owner: str, number: int) -> None:
     """End passes over an owner's tasks up to this number."""
     with _work.lock:
         _work.unwanted[owner] = max(number, _work.unwanted.get(owner, 0))
-        for (whose, task), target in _work.running.items():
+        for (whose, task), (target, pass_number) in _work.running.items():
             if whose == owner and task <= number:
-                target.interrupt()
+                target.interrupt(pass_number)
