@@ -39,18 +39,17 @@ class Held:
 
 
 class Fuzz:
-    def __init__(self, backend, fresh, clear, enough, seed, folder):
+    def __init__(self, backend, fresh, enough, seed, folder):
         """
         Args:
             backend: loaded for SESSIONS sessions.
             fresh: the same model, which reads each text again.
-            clear: ends an interrupt that came between two passes.
             enough: largest difference of a logit.
             seed: of the operations.
             folder: for files of sessions.
         """
         self.rng, self.counts, self.folder, self.files = np.random.default_rng(seed), Counter(), folder, []
-        self.backend, self.fresh, self.clear, self.enough = backend, fresh, clear, enough
+        self.backend, self.fresh, self.enough = backend, fresh, enough
         self.limits, self.held = backend.capabilities, [Held(backend.open())]
 
     def below(self, most):
@@ -106,7 +105,6 @@ class Fuzz:
             self.check()
         except ContextFull:
             self.counts["full"] += 1
-            self.clear()
             for one in self.held:
                 if len(one.session.token_ids) < len(one.text):  # a file that did not fit, or a prompt in parts
                     one.text = one.session.token_ids.copy()
@@ -174,7 +172,6 @@ class Fuzz:
         self.backend.interrupt(self.backend.pass_number)
         with suppress(Interrupted):
             self.any_of([self.read, self.tree])(held)
-        self.clear()
 
     def save(self, held):
         if held.text:

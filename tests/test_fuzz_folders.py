@@ -35,7 +35,7 @@ def test_sessions_go_on_as_fresh_ones_whatever_was_done(make, family, tmp_path, 
     load, path, options = make(family, tmp_path)
     backend = load(path, sessions=SESSIONS, context_length=CONTEXT, budget=32, **options)
     fresh = load(path, context_length=CONTEXT, budget=32, **options)
-    fuzz = Fuzz(backend, fresh, interrupted(backend).clear, FLOATS, 0, tmp_path)
+    fuzz = Fuzz(backend, fresh, FLOATS, 0, tmp_path)
     for _ in range(2000 if whole_grid else 20):
         fuzz.step()
     fresh.close()

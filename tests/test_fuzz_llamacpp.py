@@ -45,7 +45,7 @@ def fuzz_of(path, kind, seed, folder, in_order=True):
     for one in (backend, fresh) if exact else ():
         apply_row_class(one, str(path), "narrow")
     enough = 0.0 if exact else ROUNDED if kind in EXACT else FLOATS
-    return LlamaFuzz(backend, fresh, backend.stop.clear, enough, seed, folder)
+    return LlamaFuzz(backend, fresh, enough, seed, folder)
 
 
 class LlamaFuzz(Fuzz):
