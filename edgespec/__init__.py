@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from edgespec.loop.stats import GenerationStats as GenerationStats
     from edgespec.loop.tree import Source as Source
     from edgespec.model import Model, load
-    from edgespec.scheduler.requests import Chunk as Chunk
-    from edgespec.scheduler.requests import GenerationResult
+    from edgespec.scheduler.events import Chunk as Chunk
+    from edgespec.scheduler.events import GenerationResult
 
 __version__ = "1.0.0rc1"
 
@@ -40,7 +40,7 @@ _MODULES = {
     "loop.stats": ["GenerationStats"],
     "loop.tree": ["Source"],
     "model": ["Model", "load"],
-    "scheduler.requests": ["Chunk", "GenerationResult"],
+    "scheduler.events": ["Chunk", "GenerationResult"],
 }
 _IN_THE_LAB = ("ScaleResult", "ToolCache", "scale")  # outdated here
 

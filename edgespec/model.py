@@ -6,41 +6,31 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
-from inspect import signature
-from os import PathLike
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 from warnings import warn
 
 from edgespec.errors import (
     Closed,
     UsageError,
     check_call,
-    check_flag,
-    check_path,
     check_text,
     check_texts,
     check_whole,
     must_be,
-    no_such,
 )
-from edgespec.loading.approximate import check_approximate, find_approximate, with_old_names
+from edgespec.loading.asked import Asked, asked_for, unknown
 from edgespec.loading.draft_or_memory import open_pair
 from edgespec.loading.exact import note_on_budget
+from edgespec.loading.keywords import GenerateKeywords, LoadKeywords, Path, Progress, RequestKeywords
 from edgespec.loading.pair import (
     DEFAULT_BUDGET,
-    choose_budget,
-    choose_context,
-    choose_draft,
-    choose_planner,
-    choose_widest,
     close_all,
     recall_auto_state,
 )
-from edgespec.loading.targets import check_targets, open_targets
+from edgespec.loading.targets import open_targets
 from edgespec.loading.where import Where, where
 from edgespec.loop.backend import Backend
-from edgespec.loop.engines import LoadOptions
 from edgespec.loop.grammar import Compiled, Compiler, Grammar
 from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.message_forms import Message
@@ -49,35 +39,19 @@ from edgespec.loop.planner import Planner
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import CHARACTERS, TextStream, check_length, render_chat, user_messages
-from edgespec.machine.files import read_text
 from edgespec.machine.process import check_process, is_here
 from edgespec.models.own_sampling import choose_sampling, choose_seed
-from edgespec.models.registry import OWN_LAYERS, Entry, find_draft, find_model, local_path
+from edgespec.models.registry import Entry, local_path
 from edgespec.planners.auto import AutoState, new_auto_state
-from edgespec.planners.choice import (
-    CHECKS,
-    check_draft_options,
-    check_planner,
-    find_method,
-    make_planner,
-    with_draft,
-)
 from edgespec.scheduler import drive
-from edgespec.scheduler.requests import Chunk, Ended, Event, GenerationResult, Request
+from edgespec.scheduler.events import Chunk, Ended, Event, GenerationResult
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.scheduler.targets.coordinator import Targets
 
-MOST_PARALLEL = 128
 MOST_BRANCHES = 1024
 
-OTHER_NAMES = {  # in other programs -> here
-    "ctx": "context_length", "n_ctx": "context_length", "num_ctx": "context_length", "max_model_len": "context_length",
-    "model": "target", "model_path": "target", "n": "the method branch", "response_format": "grammar",
-    "stream": "the method stream_chat",
-}  # fmt: skip
-
 Prompt = str | Sequence[Message]
-Path = str | PathLike[str]
 
 
 class Model:
@@ -155,8 +129,8 @@ class Model:
         prompt: Prompt,
         *,
         stats: GenerationStats | None = None,
-        progress: Callable[[int, int], None] | None = None,
-        **options: Any,
+        progress: Progress | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> Iterator[Chunk]:
         """Continue the prompt, token by token; `stream_chat` answers.
 
@@ -164,7 +138,7 @@ class Model:
             prompt: raw text, or messages for the model's chat template.
             stats: filled in while it runs.
             progress: called with (prompt tokens prefilled, prompt tokens in all).
-            options: as for `request`, and errors as there.
+            options: see `RequestKeywords`; errors as for `request`.
         """
         _check_reports(stats, progress)
         return drive.chunks(self.scheduler, self.request(prompt, **options), stats, progress)
@@ -174,8 +148,8 @@ class Model:
         prompt: Prompt,
         *,
         stats: GenerationStats | None = None,
-        progress: Callable[[int, int], None] | None = None,
-        **options: Any,
+        progress: Progress | None = None,
+        **options: Unpack[RequestKeywords],
     ) -> AsyncIterator[Chunk]:
         """As `stream`, for asyncio; cancelling the task ends the request. To leave early: `contextlib.aclosing`."""
         _check_reports(stats, progress)
@@ -196,26 +170,12 @@ class Model:
         finally:
             handle.cancel()
 
-    def request(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int | None = 512,
-        stop: str | Sequence[str] | None = None,
-        grammar: Grammar | None = None,
-        prediction: str | None = None,
-        **sampling: Any,
-    ) -> Request:
+    def request(self, prompt: Prompt, **options: Unpack[RequestKeywords]) -> Request:
         """The request that `stream` submits.
 
         Args:
             prompt: as for `stream`.
-            max_tokens: most tokens to generate; None: until the end, or until the context is full.
-            stop: one string or several that end the output; not part of it.
-            grammar: what the output must match: of `edgespec.json_schema`, `json_object`, `regex` or `lark`.
-            prediction: likely output, such as a file that is to be edited, from which auto and sssd draft;
-                cut to the context's length. It changes no output.
-            sampling: fields of `SamplingParams` to change. Without `seed` one is drawn, which `stats.seed` reports.
+            options: see `RequestKeywords`.
 
         Raises:
             UsageError: empty prompt, an unknown argument, or a value of a wrong type or out of range.
@@ -223,11 +183,13 @@ class Model:
             Closed: the model was closed.
         """
         self._check_open()
-        fields = SamplingParams.__dataclass_fields__
-        for name in sampling.keys() - fields:
-            raise _unknown(name, *_keywords(Model.request), *_keywords(Model.stream), *fields)
-        sampling = {"seed": choose_seed(None)} | {name: value for name, value in sampling.items() if value is not None}
-        params, stops = replace(self.sampling, **sampling), check_texts("stop", stop)
+        given: dict[str, Any] = {**options}
+        for name in given.keys() - RequestKeywords.__annotations__:
+            raise unknown(name, *GenerateKeywords.__annotations__)
+        max_tokens, stops = given.pop("max_tokens", 512), check_texts("stop", given.pop("stop", None))
+        grammar, prediction = given.pop("grammar", None), given.pop("prediction", None)
+        sampling = {"seed": choose_seed(None)} | {name: value for name, value in given.items() if value is not None}
+        params = replace(self.sampling, **sampling)
         if max_tokens is not None:
             max_tokens = check_whole("max_tokens", max_tokens, 1)
         prompt_ids = self._encode(prompt, self.target.capabilities.context_length)
@@ -286,15 +248,16 @@ class Model:
     def _compiler(self) -> Compiler:
         return Compiler(self.target.vocab)
 
-    def generate(self, prompt: Prompt, **options: Any) -> GenerationResult:
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateKeywords]) -> GenerationResult:
         """Continue the prompt and return everything at once; arguments as for `stream`. `chat` answers."""
-        stats = options.pop("stats", None)
+        stats = options.get("stats")
         result = GenerationResult(stats=GenerationStats() if stats is None else stats)
-        for chunk in self.stream(prompt, stats=result.stats, **options):
+        options["stats"] = result.stats
+        for chunk in self.stream(prompt, **options):
             result.add(chunk)
         return result
 
-    def branch(self, prompt: Prompt, k: int, **options: Any) -> list[GenerationResult]:
+    def branch(self, prompt: Prompt, k: int, **options: Unpack[RequestKeywords]) -> list[GenerationResult]:
         """Continue a prompt in `k` sequences: sequence i is what `generate` returns with seed + i.
 
         The prompt is prefilled once and its cells are shared; a pass serves up to `parallel` (of `load`) sequences,
@@ -329,7 +292,7 @@ class Model:
         found: list[GenerationResult] = import_module("edgespec.lab").search(self, prompt, score, **options)
         return found
 
-    def chat(self, messages: Prompt, **options: Any) -> GenerationResult:
+    def chat(self, messages: Prompt, **options: Unpack[GenerateKeywords]) -> GenerationResult:
         """Answer a user's message, or a conversation, through the model's chat template.
 
         Args:
@@ -338,11 +301,11 @@ class Model:
         """
         return self.generate(self._conversation(messages), **options)
 
-    def stream_chat(self, messages: Prompt, **options: Any) -> Iterator[Chunk]:
+    def stream_chat(self, messages: Prompt, **options: Unpack[GenerateKeywords]) -> Iterator[Chunk]:
         """As `chat`, token by token."""
         return self.stream(self._conversation(messages), **options)
 
-    def astream_chat(self, messages: Prompt, **options: Any) -> AsyncIterator[Chunk]:
+    def astream_chat(self, messages: Prompt, **options: Unpack[GenerateKeywords]) -> AsyncIterator[Chunk]:
         """As `stream_chat`, for asyncio: see `astream`."""
         return self.astream(self._conversation(messages), **options)
 
@@ -402,37 +365,7 @@ class Model:
         self.close()
 
 
-def load(
-    target: Path | Entry,
-    *,
-    draft: Path | None = None,
-    planner: str | None = None,
-    budget: int | None = None,
-    datastore: Path | None = None,
-    context_length: int | None = None,
-    chat_template: Path | None = None,
-    backend: str | None = None,
-    threads: int | None = None,
-    gpu_layers: int | None = None,
-    memory: int | str | None = None,
-    kv_type: str | None = None,
-    lenders: str | Sequence[str] | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
-    gpu_memory: int | str | None = None,
-    keep_packed: bool | None = None,
-    exact: str | None = None,
-    parallel: int = 1,
-    ahead: bool | None = None,
-    targets: int | None = None,
-    cluster: str | None = None,
-    approximate: str | None = None,
-    models_file: Path | None = None,
-    remember: bool = True,
-    progress: Callable[[int, int], None] | None = None,
-    say: Callable[[str], None] | None = None,
-    **planner_options: Any,
-) -> Model:
+def load(target: Path | Entry, **options: Unpack[LoadKeywords]) -> Model:
     """Load a target, perhaps a draft, and planners.
 
     Sampling parameters that a call does not give are those of models.yaml, else the model's own, else greedy.
@@ -479,128 +412,35 @@ def load(
         remember: keep pass times, row classes and the experts used most from run to run, in the user's cache folder.
         progress: llamacpp, mlx: called with (bytes read, bytes in all) of what stays in memory of a streamed model.
         say: receives a line for each thing that takes some seconds.
-        planner_options: passed to the planner, for example depth=16, tau=1.0, coupling=False.
+        depth, beam, tau, coupling, min_probability: options of a planner with a draft (docs/reference/planners.md).
 
     Raises:
         EdgespecError: anything that is wrong, as one line.
     """
-    if planner_options.pop("first_come", None) is not None:
-        warn("first_come goes with the next version: requests are always served as they came", stacklevel=2)
-    approximate, old = with_old_names(approximate, planner_options)
-    if old:
-        warn(
-            f"{old[0]}= goes with the next version: write approximate={approximate!r}", DeprecationWarning, stacklevel=2
-        )
-    for option in planner_options.keys() - CHECKS:
-        raise _unknown(option, "target", *_keywords(load), *CHECKS)
-    planner_options = {option: value for option, value in planner_options.items() if value is not None}
-    files = {"draft": draft, "datastore": datastore, "models_file": models_file, "chat_template": chat_template}
-    draft, datastore, models_file, chat_template = (
-        check_path(name, value) if value is not None else None for name, value in files.items()
-    )
-    template = _read_template(chat_template) if chat_template is not None else None
-    parallel, remember = check_whole("parallel", parallel, 1, MOST_PARALLEL), check_flag("remember", remember)
-    for name, text in (("planner", planner), ("cluster", cluster)):
-        check_text(name, text if text is not None else "")
-    check_flag("ahead", ahead if ahead is not None else False)
-    for name, call in (("progress", progress), ("say", say)):
-        check_call(name, call)
-    say = say or (lambda text: None)
-    entry = target if isinstance(target, Entry) else find_model(check_path("target", target), models_file)
-    target = entry.name
-    planner, notes = choose_planner(planner, entry), list[str]()
-    method = find_approximate(approximate)
-    if method and method.mixed and parallel > MOST_PARALLEL // 2:
-        raise UsageError(
-            f"parallel is {parallel}; {MOST_PARALLEL // 2} are the most with {method.name}: it needs two sessions each"
-        )
-    if with_draft([planner]) or method:
-        heads = targets is None and cluster is None and method is None
-        draft = choose_draft(draft, entry, backend, models_file, heads=heads, say=say, notes=notes)
-    check_planner(planner, draft is not None, datastore, planner_options)
-    check_approximate(method, draft, [planner], exact, ahead)
-    fixed, widest, budget = budget is not None, choose_widest(budget, entry), choose_budget(budget, entry)
-    options = LoadOptions(
-        context_length=choose_context(context_length, entry), budget=budget,
-        widest=widest, sessions=parallel, exact=exact, backend=backend, threads=threads,
-        gpu_layers=gpu_layers, memory=memory, kv_type=kv_type, lenders=check_texts("lenders", lenders), device=device,
-        dtype=dtype, gpu_memory=gpu_memory, keep_packed=keep_packed,
-        ahead=bool(ahead) or find_method(planner).ahead, remember=remember,
-        **(method.options if method else {}),
-    )  # fmt: skip
-    if targets is not None or cluster is not None:
-        refused = {
-            "datastore": datastore,
-            "lenders": lenders or None,
-            "ahead": ahead,
-            "approximate": approximate if method else None,
-        }
-        check_targets(targets, cluster, draft, planner, parallel, planner_options | refused)
+    asked = asked_for(target, **options)
+    if asked.is_remote:
         remote, writer = open_targets(
-            target, entry, draft or "", models_file, options, count=targets, cluster=cluster,
-            remember=remember, say=say, **planner_options,
+            asked.entry.name, asked.entry, asked.draft or "", asked.models_file, asked.options, count=asked.targets,
+            cluster=asked.cluster, remember=asked.remember, say=asked.say, **asked.planner_options,
         )  # fmt: skip
-        _use_template(remote, template)
-        return Model(remote, [], budget=budget, targets=writer, names=(target, draft or ""), **_defaults(entry))
-    draft = draft if with_draft([planner]) or method else None
-    check_draft_options(draft is not None, ahead, planner_options)
+        _use_template(remote, asked.template)
+        return Model(remote, [], targets=writer, **_defaults(asked, [remote]))
     backends, learn = open_pair(
-        entry, draft, models_file, options, remember=remember, progress=progress, say=say,
-        leave_out=planner == "auto" and not fixed and method is None,
+        asked.entry, asked.draft, asked.models_file, asked.options,
+        leave_out=asked.planner == "auto" and not asked.fixed and asked.method is None,
+        remember=asked.remember, progress=asked.progress, say=asked.say,
     )  # fmt: skip
     try:
-        _use_template(backends[0], template)
-        limits = backends[0].capabilities
-        ahead = False if method else ahead
-        pace = None if fixed else new_auto_state(limits.streams, limits.experts)
-        planners = [
-            make_planner(
-                planner, backends, datastore, pace, sequences=parallel, ahead=ahead, **planner_options
-            )
-            for _ in range(parallel)
-        ]  # fmt: skip
-        if method:
-            planners = [method.planner(one, backends[1]) for one in planners]
-        defaults, at_close = _defaults(entry), lambda: None
-        defaults["notes"] += notes
-        if fixed and (draft or datastore or planner not in ("auto", "none")):
-            defaults["notes"] += note_on_budget(
-                budget,
-                backends[0],
-                local_path(entry.target, fetch=False),
-                approximate=method is not None,
-            )
-        if pace and planner != "none" and remember and not method:  # it may accept more than exact runs will
-            sources = [
-                entry.target,
-                *([find_draft(draft, entry, models_file).target] if draft and backends[1:] else []),
-            ]
-            about = replace(options, own_layers=draft == OWN_LAYERS)
-            at_close = recall_auto_state(pace, sources, backends[0], about, learn)
-        names = (target, draft or "" if backends[1:] else "")
-        return Model(
-            backends[0],
-            planners,
-            budget=max(budget, limits.widest),
-            pace=pace,
-            owned=backends,
-            names=names,
-            gpu_layers=gpu_layers,
-            at_close=at_close,
-            **defaults,
-        )
+        _use_template(backends[0], asked.template)
+        limits, defaults = backends[0].capabilities, _defaults(asked, backends)
+        pace = None if asked.fixed else new_auto_state(limits.streams, limits.experts)
+        keeps = asked.remember and asked.planner != "none" and not asked.method  # it may accept more than exact runs do
+        if pace and keeps:
+            defaults["at_close"] = recall_auto_state(pace, asked.sources(backends), backends[0], asked.about, learn)
+        return Model(backends[0], asked.planners(backends, pace), pace=pace, owned=backends, **defaults)
     except BaseException:
         close_all(backends)
         raise
-
-
-def _read_template(path: str) -> str:
-    from edgespec.loop.templates import check_template  # Jinja takes a while to import
-
-    try:
-        return check_template(read_text(path, UsageError, once=True), path)
-    except UsageError as error:
-        raise UsageError(f"chat_template {error}") from error
 
 
 def _use_template(target: Backend, template: str | None) -> None:
@@ -614,30 +454,28 @@ def seeded(first: Request, count: int, start: int = 0) -> list[Request]:
     return [replace(first, sampling=first.sampling.changed(seed=seed)) for seed in seeds]
 
 
-def _defaults(entry: Entry) -> dict[str, Any]:
+def _defaults(asked: Asked, backends: Sequence[Backend]) -> dict[str, Any]:
     """
     Returns:
-        Arguments of `Model` that models.yaml and the model's own file give.
+        Arguments of `Model` that models.yaml, the model's own file and `load` give.
     """
-    sampling, notes = choose_sampling(entry.defaults, local_path(entry.target, fetch=False))
+    entry, options = asked.entry, asked.options
+    path = local_path(entry.target, fetch=False)
+    sampling, notes = choose_sampling(entry.defaults, path)
     if entry.defaults.ctx is not None:
         notes = [*notes, "models.yaml: ctx goes with the next version; write context_length"]
-    return {"sampling": sampling, "system": entry.defaults.system, "notes": notes}
+    notes = [*notes, *asked.notes]
+    drafts = asked.draft or asked.datastore or asked.planner not in ("auto", "none")
+    if asked.fixed and drafts and not asked.is_remote:
+        notes += note_on_budget(options.budget, backends[0], path, approximate=asked.method is not None)
+    return {
+        "sampling": sampling, "system": entry.defaults.system, "notes": notes, "gpu_layers": options.gpu_layers,
+        "names": (entry.name, asked.draft or "" if backends[1:] or asked.is_remote else ""),
+        "budget": options.budget if asked.is_remote else max(options.budget, backends[0].capabilities.widest),
+    }  # fmt: skip
 
 
 def _check_reports(stats: Any, progress: Any) -> None:
     if not isinstance(stats, GenerationStats | None):
         raise must_be("stats", stats, "a GenerationStats")
     check_call("progress", progress)
-
-
-def _keywords(call: Callable[..., Any]) -> Sequence[str]:
-    return [one.name for one in signature(call).parameters.values() if one.kind is one.KEYWORD_ONLY]
-
-
-def _unknown(name: str, *known: str) -> UsageError:
-    if name in OTHER_NAMES:
-        return UsageError(f"there is no argument {name!r}; did you mean {OTHER_NAMES[name]}?")
-    if name in known:  # of other methods
-        return UsageError(f"this method has no argument {name!r}")
-    return no_such("argument", name, dict.fromkeys(known))

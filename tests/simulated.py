@@ -15,9 +15,11 @@ from edgespec.backends.common.paths import MOST_UNREAD_IN_MEMORY
 from edgespec.backends.reference.backend import ReferenceBackend
 
 from edgespec.loop.draft_passes import run_one
+from edgespec.loop.passes import rows_of
 from edgespec.loop.planner import Context, Planner, PlannerStats
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.tree import Proposal, make_tree
+from edgespec.loop.step import step_of
+from edgespec.loop.tree import Proposal, make_tree, only
 from edgespec.planners.auto import AutoPlanner, AutoState, Candidate, new_auto_state
 from edgespec.planners.candidates import Drafting, Lookup
 from edgespec.planners.cost import worth_reading
@@ -177,8 +179,11 @@ class Run:
             plain += sum(self.cost(1) * self._factor(i) for i in range(accepted + 1))
             ids += [0] * (accepted + 1)
             self.tokens, self.passes = self.tokens + accepted + 1, self.passes + 1
-            self.planner.while_target_runs(nodes)
-            self.planner.observe([0] * accepted + [1], seconds * exp(self.random.gauss(0, self.noise)))
+            self.planner.during(nodes)
+            tree = proposal.tree if proposal.nodes is None else only(proposal.tree, proposal.nodes)
+            rows = rows_of(tree.parents, head) if self.recurrent else nodes
+            noisy = seconds * exp(self.random.gauss(0, self.noise))
+            self.planner.result(step_of([0] * accepted + [1], noisy, rows), None)
             found.append((len(ids) - 20, spent, plain))
         return found
 

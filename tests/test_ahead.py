@@ -21,6 +21,7 @@ from edgespec.loop.draft_passes import Wanted
 from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
+from edgespec.loop.step import step_of
 from edgespec.loop.tree import Proposal
 from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner, DraftThread
 from edgespec.planners.auto import AutoPlanner, AutoState
@@ -28,7 +29,8 @@ from edgespec.planners.choice import goes_ahead, has_own_processor, make_planner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.scheduler.requests import Ended, Request, Wrote
+from edgespec.scheduler.events import Ended, Wrote
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 
 SIZE, PROMPT = 48, [1, 2, 3]
@@ -157,7 +159,7 @@ def test_pearl_drafts_as_many_tokens_as_draft_passes_fit_into_a_target_pass():
     assert planner.length > 1  # nothing is measured
     planner._drafter.last = 0.02
     for seconds, length in ((0.1, 5), (0.011, 1), (0.0, 1)):  # the last pass was shared, so its time says nothing
-        planner.observe([1], seconds)
+        planner.result(step_of([1], seconds), None)
         assert planner.length == length
     planner.close()
 

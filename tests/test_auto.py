@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.generate import Generation
 from edgespec.loop.pass_times import FLAT, STEEP, PassTimes
+from edgespec.loop.passes import Ran
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.stats import GenerationStats
-from edgespec.loop.tree import Source, make_tree
+from edgespec.loop.stats import GenerationStats, PlainPasses
+from edgespec.loop.step import step_of
+from edgespec.loop.tree import Source, chain_of, make_tree
 from edgespec.planners import candidates
 from edgespec.planners.auto import (
     BELIEF,
@@ -38,7 +40,7 @@ from edgespec.planners.ledger import Ledger
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.scheduler.batch import BATCH, account
+from edgespec.scheduler.batch import BATCH, Batch, account
 
 MODEL = random_model(1, vocab_size=48, sharpness=3.0)
 PROMPT = [1, 2, 3, 4, 1, 2, 3]
@@ -212,8 +214,8 @@ def test_the_first_passes_of_all_are_plain(streams, plain):
     for _ in range(plain + 1):
         tree = next_tree(generation)
         sizes.append(len(tree))
-        planner.while_target_runs(len(tree))
-        planner.observe([int(tree.token_ids[0])], 1.0)
+        planner.during(len(tree))
+        planner.result(step_of([int(tree.token_ids[0])], 1.0, len(tree)), None)
     assert sizes[:-1] == [1] * plain
     assert sizes[-1] > 1
 
@@ -255,6 +257,10 @@ def test_a_draft_that_pays_alone_is_left_alone_where_many_texts_share_the_pass(s
         assert (len(next_tree(generation, 24, texts)) > 1) == asked
 
 
+PLAIN_STEP = step_of([1], 1.0)
+DRAFTED_STEP = replace(step_of([1], 4.0, rows=2), tree=chain_of([1, 2]))
+
+
 @pytest.mark.parametrize(
     ("passes", "told"),
     [
@@ -268,15 +274,14 @@ def test_a_draft_that_pays_alone_is_left_alone_where_many_texts_share_the_pass(s
 )
 def test_a_gain_is_told_where_four_plain_passes_lay_among_steps_with_draft_tokens(passes, told):
     """Before the first such step, and after the last, plain passes show another time of the machine."""
-    target, stats = ReferenceBackend(MODEL), GenerationStats()
-    generation = Generation(target, target.open(), NonePlanner(), PROMPT, GREEDY, max_tokens=40, budget=4, stats=stats)
-    for number, kind in enumerate(passes):
-        stats.tokens, stats.drafted = number + 1, stats.drafted + (kind == "d")
-        generation._compare(2.0 if kind == "p" else 5.0, plain=kind == "p", single=True)
+    stats = GenerationStats()
+    stats.add([Source.TARGET])
+    for kind in passes:
+        stats.count(PLAIN_STEP if kind == "p" else DRAFTED_STEP, 0.0, 1.0)
     assert stats.plain_seconds == (2.0 * stats.gained if told else 0.0)
     stats.drop([Source.DRAFT, Source.TARGET])  # they followed a stop string
     assert stats.plain_seconds == pytest.approx(2.0 * stats.gained if told else 0.0)
-    generation._compare(2.0, plain=False, single=False)
+    stats.count(replace(PLAIN_STEP, sequences=2), 0.0, 1.0)
     assert stats.plain_seconds == 0.0  # other sequences shared a pass
 
 
@@ -289,14 +294,14 @@ def test_a_step_of_a_long_text_compares_few_of_the_plain_passes_before_it():
             compared += 1
             return float(self) < float(other)
 
-    target, stats = ReferenceBackend(MODEL), GenerationStats(drafted=1)
-    generation = Generation(target, target.open(), NonePlanner(), PROMPT, GREEDY, max_tokens=40, budget=4, stats=stats)
-    seconds = np.random.default_rng(1).uniform(size=1000)
-    for number, one in enumerate(seconds):
-        stats.tokens = 1 + 2 * number
-        generation._compare(Seconds(one), plain=True, single=True)
-        generation._compare(5.0, plain=False, single=True)
-    assert stats.plain_seconds == pytest.approx(stats.gained * np.median(seconds))
+        def __add__(self, other):
+            return Seconds(float(self) + other)
+
+    passes, seconds = PlainPasses(), np.random.default_rng(1).uniform(size=1000)
+    for one in seconds:
+        passes.add(step_of([1], Seconds(one)), 0.0, after_drafts=True)
+        passes.add(DRAFTED_STEP, 0.0, after_drafts=True)
+    assert passes.median() == pytest.approx(np.median(seconds))
     assert compared < 12 * len(seconds)
 
 
@@ -320,7 +325,7 @@ def test_a_draft_that_agrees_less_than_believed_is_not_blamed_twice():
     tree = next_tree(generation)
     assert len(tree) > 4
     other = next(token for token in range(48) if token not in tree.token_ids)
-    planner.observe([other], 1.0 + 0.01 * len(tree))
+    planner.result(step_of([other], 1.0 + 0.01 * len(tree), len(tree)), None)
     assert (pace.agreement.came, pace.agreement.hoped) == (0, 1)
     assert 1 < pace.worth.hoped < 2.5  # as is foretold of so poor a draft; 3.4 were when it was asked
 
@@ -334,23 +339,23 @@ def test_agreement_is_learned_also_from_a_draft_that_was_not_worth_a_row():
     generation.read_prompt()
     with mock.patch.object(candidates, "best_part", return_value=(np.zeros(0, np.intp), 0.0)):
         assert len(next_tree(generation)) == 1
-    planner.observe([3], 0.0)
+    planner.result(step_of([3]), None)
     assert pace.agreement.hoped == 1
 
 
 def test_a_batchs_drafting_is_charged_also_where_no_draft_token_is_worth_a_row():
     pace, plain = new_auto_state(streams=False), SimpleNamespace(token_ids=[0], prompt=False)
-    batch, spent = [(None, SimpleNamespace(work=plain, plain=True))] * 2, 0
+    batch, spent = Batch([(None, SimpleNamespace(work=plain, plain=True))] * 2, began=1.0), 0
     for _ in range(100):
         spent += pace.batch(2).room(BATCH) > 0  # the scheduler drafts only then
-        account(batch, 0.5, 1.0, 2, pace)
+        account(batch, Ran(1.5, 1.0), 2, pace)
     assert 0 < spent < 10
 
 
 def test_a_batch_that_may_not_draft_pays_nothing():
     pace, plain = new_auto_state(streams=False), SimpleNamespace(token_ids=[0], prompt=False)
     for _ in range(3):  # the first passes are plain
-        account([(None, SimpleNamespace(work=plain, plain=True))] * 2, 0.5, 1.0, 2, pace)
+        account(Batch([(None, SimpleNamespace(work=plain, plain=True))] * 2, began=1.0), Ran(1.5, 1.0), 2, pace)
     assert pace.batch(2).room(BATCH) == 0
     assert pace.batch(2)._account(BATCH).lost == 0
 

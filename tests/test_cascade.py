@@ -15,7 +15,7 @@ from edgespec.errors import ContextFull, UsageError
 from edgespec.lab.cascade import CascadePlanner, mixture
 from edgespec.loop.draft_passes import run_one, run_shared
 from edgespec.loop.generate import Generation
-from edgespec.loop.passes import prefill
+from edgespec.loop.passes import Ran, prefill
 from edgespec.loop.sampling import Noise, SamplingParams, adjust, candidates, sample
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
@@ -478,7 +478,7 @@ def test_sequences_share_passes_of_the_draft_and_a_full_one_is_read_alone(full):
         passes = [each.cut(one) for each, one in zip(steps, proposed, strict=True)]
         logits = target.forward([one.work for one in passes])
         for each, one, found in zip(steps, passes, logits, strict=True):
-            each.accept(one, found, single=False)
+            each.accept(one, found, Ran(sequences=3))
     assert [each.token_ids[3:] for each in steps] == alone
     assert sizes.count(1 if full else 3) >= 23
     assert full or steps[0].stats.draft_seconds > 0

@@ -23,7 +23,9 @@ from edgespec.loop.grammar import json_schema, lark
 from edgespec.loop.session_files import look
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.scheduler.requests import Event, Handle, Request
+from edgespec.scheduler.events import Event
+from edgespec.scheduler.requests import Request
+from edgespec.scheduler.sequence import Seq
 from edgespec.server.channels import ANALYSIS, FINAL
 from edgespec.server.model_format import ModelFormat
 
@@ -295,7 +297,7 @@ def test_a_grammar_is_for_what_follows_a_thought_as_the_server_has_it(
         model.target.vocab.chat_template = f"{template}{{# </think> #}}"  # type: ignore[misc]
         written, submit = list[list[int]](), model.scheduler.submit
 
-        def noting(request: Request, emit: Callable[[Event], None], *about: Any, **more: Any) -> Handle:
+        def noting(request: Request, emit: Callable[[Event], None], *about: Any, **more: Any) -> Seq:
             tokens = list[int]()
             written.append(tokens)
 

@@ -16,8 +16,10 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
 from edgespec.planners.none import NonePlanner
-from edgespec.scheduler.requests import Ended, Handle, Request
+from edgespec.scheduler.events import Ended
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
+from edgespec.scheduler.sequence import Seq
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SHORT = {"max_tokens": 2}
@@ -111,7 +113,7 @@ WITHOUT_ENGINE = {  # calls that may come late, and then do nothing
     "step": lambda scheduler, path: scheduler.step(),
     "wake": lambda scheduler, path: scheduler.wake(),
     "promote": lambda scheduler, path: scheduler.promote(
-        Handle(REQUEST, print, GenerationStats(), ReferenceVocab(9), lambda: None, idle_limit=0)
+        Seq(REQUEST, print, GenerationStats(), ReferenceVocab(9), lambda: None, idle_limit=0)
     ),
     "close": lambda scheduler, path: scheduler.close(),
     **{

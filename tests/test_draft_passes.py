@@ -13,7 +13,8 @@ from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.scheduler.requests import Ended, Request, Wrote
+from edgespec.scheduler.events import Ended, Wrote
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 
 SIZE = 48

@@ -14,7 +14,8 @@ from test_server_tools import TEMPLATE
 from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.scheduler.requests import Cancelled, Ended, Request, Wrote
+from edgespec.scheduler.events import Cancelled, Ended, Wrote
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.server.dialects.draft_prompt import PREPARED, stable_prefix
 from edgespec.server.typing_ahead import MOST_TYPING
@@ -75,7 +76,7 @@ def test_while_it_is_typed_the_prompt_is_read(client):
 def test_a_pass_is_ended_only_if_what_it_reads_is_changed(client, monkeypatch, following, ended):
     """Who types is quicker than a pass: were each ended by the next letter, nothing would be read before a pause."""
     scheduler, inner, begun, go_on, ends = client.model.scheduler, client.model.target.forward, Event(), Event(), []
-    monkeypatch.setattr(client.model.target, "interrupt", lambda: ends.append(len(ends)))
+    monkeypatch.setattr(client.model.target, "interrupt", ends.append)
 
     def slow(batch):
         begun.set()
@@ -165,7 +166,7 @@ def test_a_request_drops_the_drafts_on_the_way_to_it(client):
     until(lambda: client.get("/health").json()["waiting"] == 0)
     held = drafts_of(client)["here"]
     client.post("/v1/chat/completions", json=body(seed=8))
-    assert held.handle.cancelled
+    assert held.seq.cancelled
     assert list(drafts_of(client)) == ["there"]
     assert client.get("/health").json()["active"] == 0
 
@@ -175,8 +176,8 @@ def test_a_draft_that_nobody_tells_of_again_is_dropped(monkeypatch):
     with served() as client:
         client.put(PATH, json=body(pause=True))
         held = drafts_of(client)[""]
-        until(lambda: held.handle.cancelled)
-        until(lambda: not any(lane.handle for lane in client.model.scheduler.pool.lanes))
+        until(lambda: held.seq.cancelled)
+        until(lambda: not any(slot.seq for slot in client.model.scheduler.pool.slots))
         answer = client.post("/v1/chat/completions", json=body()).json()
         expected = client.model.chat(TYPED, max_tokens=30, temperature=0.9, seed=7)
         assert answer["choices"][0]["message"]["content"] == expected.text

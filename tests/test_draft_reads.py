@@ -9,7 +9,7 @@ from test_ahead import wait_for
 from test_auto import Free, GivenCost, GivenShare
 from test_scheduler import DRAFT, LONG, PROMPTS, SHAPES, Reader, Recording, backend, run
 
-from edgespec.errors import ContextFull, Interrupted, ModelError
+from edgespec.errors import ContextFull, ModelError
 from edgespec.loop.generate import Generation
 from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.sampling import SamplingParams
@@ -74,7 +74,7 @@ def test_another_sequence_waits_for_one_chunk_at_most(shape, temperature, known)
     first = Reader(scheduler, 1, temperature, 1, 40)
     while not first.tokens:
         scheduler.step()
-    own, steps = scheduler.pool.busy[0].draft, 0
+    own, steps = first.seq.slot.draft, 0
     long = Reader(scheduler, LONG_PROMPT, temperature, 2, 5)
     while not long.stats.passes:  # the first token does not wait for the draft
         before, told = len(draft.parts), len(first.tokens)
@@ -237,7 +237,7 @@ def test_a_request_that_is_cancelled_while_its_draft_reads_ends_at_once():
     thread = Thread(target=steps)
     thread.start()
     assert begun.wait(20)
-    reader.handle.cancel()
+    reader.seq.cancel()
     assert ended.wait(20)
     thread.join()
     reader.check()
@@ -246,24 +246,6 @@ def test_a_request_that_is_cancelled_while_its_draft_reads_ends_at_once():
     again = Reader(scheduler, LONG_PROMPT, 0.7, 1, 5)
     run(scheduler)
     again.check()
-    scheduler.close()
-
-
-def test_an_interrupt_that_came_too_late_ends_nobody():
-    """It ends the draft's next pass, which may be any sequence's."""
-    draft, calls = Draft(), [0]
-    _, scheduler = drafting(draft)
-
-    def late(batch):
-        calls[0] += 1
-        return Interrupted("late") if calls[0] % 5 == 0 else None
-
-    draft.failing = late
-    readers = [Reader(scheduler, prompt, 0.7, prompt, 12) for prompt in (LONG_PROMPT, 1, 2)]
-    run(scheduler)
-    for reader in readers:
-        assert reader.ended.error is None
-        reader.check()
     scheduler.close()
 
 

@@ -17,7 +17,8 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.stats import GenerationStats
 from edgespec.scheduler import drive
-from edgespec.scheduler.requests import Event, Request, Wrote
+from edgespec.scheduler.events import Event, Wrote
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.targets.coordinator import Targets
 from edgespec.scheduler.targets.places import Cluster, Place, check_address, processes, threads
 from edgespec.scheduler.targets.proposer import DraftProposer, Proposer

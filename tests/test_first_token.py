@@ -18,7 +18,8 @@ from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import replay
 from edgespec.planners.none import NonePlanner
 from edgespec.scheduler import drive
-from edgespec.scheduler.requests import Request, Wrote
+from edgespec.scheduler.events import Wrote
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.scheduler.targets.coordinator import Targets
 from edgespec.scheduler.targets.places import threads

@@ -26,7 +26,8 @@ from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler import drive
-from edgespec.scheduler.requests import Request, Wrote
+from edgespec.scheduler.events import Wrote
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 
 MODEL = random_model(2, vocab_size=258, sharpness=2.0)

@@ -15,7 +15,8 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.choice import make_planner
-from edgespec.scheduler.requests import Ended, Request, Wrote
+from edgespec.scheduler.events import Ended, Wrote
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 
 MODEL = random_model(seed=5, vocab_size=40, layers=2, heads=2, width=16)

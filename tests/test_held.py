@@ -6,7 +6,7 @@ from test_scheduler import PROMPTS, Reader, Recording, alone, backend, planners,
 
 from edgespec.errors import ModelError, SessionFileError
 from edgespec.scheduler.disk_cache import DiskCache
-from edgespec.scheduler.requests import Cancelled, Ended
+from edgespec.scheduler.events import Cancelled, Ended
 from edgespec.scheduler.scheduler import Scheduler
 
 
@@ -26,7 +26,7 @@ def test_what_is_held_gives_its_cells_to_what_is_asked():
     run(scheduler, 500)
     asked.check()
     assert isinstance(held.ended.error, Cancelled)
-    assert not scheduler.promote(held.handle)
+    assert not scheduler.promote(held.seq)
     scheduler.close()
 
 
@@ -46,7 +46,7 @@ def test_what_is_held_waits_for_cells_without_a_pass():
     for _ in range(20):
         scheduler.step()
     assert not scheduler._queue
-    assert scheduler.promote(third.handle)
+    assert scheduler.promote(third.seq)
     run(scheduler, 500)
     third.check()
     assert second.ended
@@ -68,7 +68,7 @@ def test_a_request_does_not_wait_for_a_prompt_that_nobody_reads():
     asked.check()
     run(scheduler)
     busy.check()
-    held.handle.cancel()
+    held.seq.cancel()
     scheduler.close()
 
 
@@ -80,7 +80,7 @@ def test_a_held_text_that_gives_way_is_nobodys_answer(monkeypatch):
     asked = Reader(scheduler, 1, 0.7, 2, 110)
     run(scheduler)
     asked.check()
-    assert not scheduler.promote(held.handle)
+    assert not scheduler.promote(held.seq)
     assert isinstance(held.ended.error, Cancelled)
     scheduler.close()
 
@@ -93,7 +93,7 @@ def test_a_held_text_that_failed_is_nobodys_answer():
     for _ in range(3):
         scheduler.step()
     assert str(held.ended.error) == "the disk is gone"
-    assert not scheduler.promote(held.handle)
+    assert not scheduler.promote(held.seq)
     scheduler.close()
 
 
@@ -108,7 +108,7 @@ def test_texts_are_saved_while_something_is_held(tmp_path):
     until(lambda: len(list(tmp_path.glob("*.kept"))) == 1)
     assert scheduler.active == scheduler.waiting == 0
     until(lambda: scheduler.kept_tokens >= 158 + 90)  # both prompts are read
-    held.handle.cancel()  # this alone wakes the thread, and its text is saved, too
+    held.seq.cancel()  # this alone wakes the thread, and its text is saved, too
     until(lambda: held.ended)
     until(lambda: len(list(tmp_path.glob("*.kept"))) == 2)
     scheduler.close()
@@ -154,7 +154,7 @@ def test_a_shelf_that_cannot_tell_the_model_is_done_without(tmp_path, monkeypatc
 
 def shares(scheduler):
     """Cells that all texts take, by the scheduler's count."""
-    return sum(lane.taken for lane in scheduler.pool.lanes)
+    return sum(slot.taken for slot in scheduler.pool.slots)
 
 
 @pytest.mark.parametrize("back", [False, True])
@@ -171,9 +171,9 @@ def test_forks_count_once_when_their_source_moves_on(back):
     scheduler.step()
     scheduler.step()
     assert scheduler.active == 4
-    texts = [lane.session.token_ids for lane in scheduler.pool.lanes]
+    texts = [slot.session.token_ids for slot in scheduler.pool.slots]
     real = 157 + sum(len(text) - 157 for text in texts if len(text) > 157)
-    mine = next(lane.session.token_ids for lane in scheduler.pool.lanes if lane.handle is other.handle)
+    mine = next(slot.session.token_ids for slot in scheduler.pool.slots if slot.seq is other.seq)
     real += 0 if len(mine) > 157 else len(mine) - (100 if back else 20)
     assert real <= shares(scheduler) <= real + 64 * 3
     run(scheduler)

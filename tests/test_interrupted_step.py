@@ -25,7 +25,8 @@ from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
 from edgespec.planners.none import NonePlanner
 from edgespec.scheduler import drive
-from edgespec.scheduler.requests import Request, Wrote
+from edgespec.scheduler.events import Wrote
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 
 SOURCES = Path(edgespec.__file__).parent
@@ -61,7 +62,7 @@ def test_a_text_that_is_cancelled_at_any_line_changes_no_other(name, at, which):
     target = backend("two classes", sessions=2, kind=Recording)
     scheduler = Scheduler(target, planners(name, 2), budget=8)
     readers = [Reader(scheduler, prompt, 0.7, prompt, 12) for prompt in (3, 1, 2)]
-    tracer = AtLine(at, readers[which].handle.cancel)
+    tracer = AtLine(at, readers[which].seq.cancel)
     while (scheduler.waiting or scheduler.active) and not tracer.fell:
         sys.settrace(tracer)
         try:
@@ -124,7 +125,9 @@ def try_moments(model, plain, second, count):
         list(ask(model, 0))
         took = perf_counter() - started
         fell = 0
-        for _ in range(count):
+        for number in range(20 * count):
+            if number >= count and fell:
+                break
             model.scheduler.forget()
             fell += interrupted(model, chance.uniform(0, took / 2), texts, second)
         assert fell
@@ -231,8 +234,9 @@ def test_a_request_that_begins_again_with_other_tokens_ends_with_an_error():
     while len(target.passes) < 13:
         scheduler.step()
     known = reader.tokens
-    scheduler._queue.put_back(reader.handle)
-    scheduler.pool.renew(scheduler.pool.busy[0])
+    slot = reader.seq.slot
+    scheduler._wait_again(reader.seq)
+    scheduler.pool.renew(slot)
     run(scheduler)
     assert "interrupted" in str(reader.ended.error)
     assert reader.tokens == known

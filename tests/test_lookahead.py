@@ -1,5 +1,6 @@
 """Lookahead decoding: the window of its trees, the target's samples there, and what is copied from them."""
 
+from dataclasses import replace
 from itertools import pairwise
 from math import log
 
@@ -17,6 +18,7 @@ from edgespec.loop.passes import prefill
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams, sample
 from edgespec.loop.stats import GenerationStats
+from edgespec.loop.step import step_of
 from edgespec.loop.tree import DraftTree, Source, make_tree, path_to
 from edgespec.planners import auto
 from edgespec.planners.auto import new_auto_state
@@ -195,7 +197,7 @@ def test_a_step_that_it_was_not_asked_for_takes_no_samples(monkeypatch):
     known = [column.copy() for column in planner._columns]
     monkeypatch.setattr(lookahead, "sample", lambda *_: pytest.fail("a sample"))
     tree = make_tree([0, 1, 2], [-1, 0, 0], np.zeros(3))
-    planner.saw(9, tree, [0], None)
+    planner.result(replace(step_of([5]), tree=tree, start=9), object())
     assert planner._columns == known[1:]  # the output has moved by a token
 
 
@@ -210,7 +212,7 @@ def test_what_is_learned_from_logits_is_charged_to_who_was_asked(monkeypatch):
         def most_depth(self, context):
             return 1
 
-        def saw(self, start, tree, path, logits):
+        def result(self, step, logits):
             clock[0] += 3.0
 
     pace = new_auto_state(streams=True)

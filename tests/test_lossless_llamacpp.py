@@ -38,7 +38,8 @@ from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.scheduler.requests import Ended, Request
+from edgespec.scheduler.events import Ended
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 
 PROMPTS = ["The three most important rivers of Europe are", "def is_prime(n):\n    ", "Once upon a time, a fox"]
@@ -147,7 +148,7 @@ def usual_draft(small_q2k):
 class Resting(AheadPlanner):
     """Goes on from pass to pass alone, not while the target works."""
 
-    def while_target_runs(self, nodes):
+    def during(self, nodes):
         return nullcontext()
 
 

@@ -21,7 +21,8 @@ from edgespec.planners.choice import make_planner
 from edgespec.planners.ledger import Ledger
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.scheduler.requests import Request, Wrote
+from edgespec.scheduler.events import Wrote
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 
 LOADS = {"idle": 1.0, "x2": 2.0, "x10": 10.0, "x50": 50.0}  # of another program, which comes for 100 of 400 tokens
@@ -240,7 +241,7 @@ def test_what_planners_learn_from_shared_passes_is_charged(monkeypatch):
     clock, model, state = Clock(monkeypatch), random_model(1, vocab_size=48, sharpness=3.0), new_auto_state(False)
 
     class Seeing(NonePlanner):
-        def saw(self, start, tree, path, logits):
+        def result(self, step, logits):
             clock.now += 0.5
 
     target = Timed(model, clock, lambda nodes: 1.0, context_length=100, sessions=2)

@@ -186,11 +186,11 @@ class TestTextsThatShareAPass:
             plan = SimpleNamespace(
                 propose=lambda most, sequences: steps(), cut=lambda one, size: (only(one.tree, one.nodes[:size]), owed)
             )
-            session = SimpleNamespace(unread_committed=owed, token_ids=[])
-            return SimpleNamespace(passed=0, session=session, generation=plan)
+            plan.token_ids = [1]
+            return SimpleNamespace(passed=0, unread_committed=owed, generation=plan)
 
         slots = [slot(0), slot(4)]
-        batch, failed = plan_trees(slots, slots, limits, 24, None, single=True)
-        assert failed == []
-        assert sum(rows_of(tree.parents, owed) for _, (tree, owed) in batch) <= 24
-        assert any(len(tree) > 1 for _, (tree, _) in batch)
+        batch = plan_trees(slots, slots, limits, 24, None, single=True)
+        assert batch.failed == []
+        assert sum(rows_of(tree.parents, owed) for _, (tree, owed) in batch.parts) <= 24
+        assert any(len(tree) > 1 for _, (tree, _) in batch.parts)

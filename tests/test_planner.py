@@ -11,7 +11,8 @@ from edgespec.loop.tree import Proposal, Source, make_tree, root_only
 from edgespec.model import Model
 from edgespec.planners.auto import AutoPlanner, new_auto_state
 from edgespec.planners.choice import PLANNERS, Method, check_planner, make_planner
-from edgespec.scheduler.requests import Ended, Request, Wrote
+from edgespec.scheduler.events import Ended, Wrote
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 
 MODEL = random_model(1, vocab_size=48, sharpness=3.0)
@@ -30,7 +31,6 @@ class Bigrams(Planner):
 
     def begin(self, prompt_ids):
         self.begun += 1
-        self.path = []
 
     def propose(self, context, budget):
         yield from ()
@@ -47,15 +47,10 @@ class Bigrams(Planner):
         sources = [int(Source.TARGET), *[int(Source.DRAFT)] * (len(tokens) - 1)]
         return Proposal(make_tree(tokens, parents, values, sources))  # may be larger than the budget: the loop cuts
 
-    def saw(self, start, tree, path, logits):
-        for node in path:
-            self.after[int(tree.token_ids[node])] = np.argsort(-logits.row(node))[:2].tolist()
-        self.path = tree.token_ids[path].tolist()
-
-    def observe(self, tokens, seconds):
-        if tokens:
-            self.steps.append((self.path, list(tokens)))
-        self.path = []
+    def result(self, step, logits):
+        for node in step.path if logits else ():
+            self.after[int(step.tree.token_ids[node])] = np.argsort(-logits.row(node))[:2].tolist()
+        self.steps.append((step.tree.token_ids[step.path].tolist() if logits else [], step.tokens))
 
     def close(self):
         self.closed = True
@@ -155,5 +150,5 @@ def test_all_hooks_have_defaults():
     planner = Silent()
     assert planner.draft_session is None
     assert planner.stats.draft_passes == 0
-    with planner.while_target_runs(1):
+    with planner.during(1):
         pass

@@ -15,8 +15,9 @@ from edgespec.loop.passes import common_prefix
 from edgespec.model import Model
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.scheduler.batch import CurrentPass
 from edgespec.scheduler.disk_cache import DiskCache
-from edgespec.scheduler.requests import CurrentPass, Wrote
+from edgespec.scheduler.events import Wrote
 from edgespec.scheduler.scheduler import Scheduler
 
 
@@ -95,10 +96,10 @@ def test_idle_texts_give_way_and_the_oldest_first():
     for prompt in (1, 6, 4):  # 3, 91 and 158 tokens, and 7 each
         Reader(scheduler, prompt)
         run(scheduler)
-    scheduler.pool.lanes[0].used = 10  # all but forgotten is the second
+    scheduler.pool.slots[0].used = 10  # all but forgotten is the second
     Reader(scheduler, 3)  # 73
     run(scheduler)
-    assert sorted(len(lane.session.token_ids) for lane in scheduler.pool.lanes) == [0, 10, 80, 165]
+    assert sorted(len(slot.session.token_ids) for slot in scheduler.pool.slots) == [0, 10, 80, 165]
     scheduler.close()
 
 
@@ -230,7 +231,7 @@ def test_a_pass_for_nobody_ends_early():
     scheduler.start()
     reader = Reader(scheduler, 4, 0.7, 1, 20)
     assert target.entered.wait(30)
-    reader.handle.cancel()  # nobody lets the pass go on
+    reader.seq.cancel()  # nobody lets the pass go on
     until(lambda: reader.ended)
     assert target.ended == 1
     assert reader.tokens == []
@@ -253,9 +254,9 @@ def test_a_pass_that_others_are_in_goes_on():
     target.entered.clear()
     scheduler.start()
     assert target.entered.wait(30)
-    readers[0].handle.cancel()
+    readers[0].seq.cancel()
     assert not target.stop.is_set()
-    readers[1].handle.cancel()
+    readers[1].seq.cancel()
     until(lambda: all(reader.ended for reader in readers))
     for reader in readers:
         reader.check()
@@ -312,7 +313,7 @@ def test_idle_work_that_ends_checks_no_pass_while_it_holds_the_queue(ends, monke
     else:
         assert scheduler._end_idle_work()
     assert reader.ended.error
-    assert reader.handle.cancelled
+    assert reader.seq.cancelled
     assert True not in held
     scheduler.close()
 

@@ -9,6 +9,7 @@ import threading
 from contextlib import aclosing, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ import edgespec
 import edgespec.lab
 from edgespec import model as api
 from edgespec.errors import EdgespecError, UsageError
+from edgespec.loading.asked import asked_for
+from edgespec.loading.keywords import GenerateKeywords, LoadKeywords, RequestKeywords
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.model import Model
@@ -47,15 +50,13 @@ def public_methods():
 
 def parameters(call):
     """Names of a call's parameters; those of its `**options`, too."""
-    found = list(inspect.signature(call).parameters.values())
-    names = [one.name for one in found if one.kind is not one.VAR_KEYWORD]
-    if any(one.kind is one.VAR_KEYWORD for one in found):
-        names += (
-            CHECKS if call is edgespec.load else (*Model.request.__kwdefaults__, *SamplingParams.__dataclass_fields__)
-        )
-        if getattr(call, "__name__", "") in ("generate", "chat", "stream_chat", "astream_chat"):
-            names += Model.stream.__kwdefaults__
-    return list(dict.fromkeys(name for name in names if name != "self"))
+    found = inspect.signature(call).parameters.values()
+    names = [one.name for one in found if one.kind is not one.VAR_KEYWORD and one.name != "self"]
+    for one in found:
+        if one.kind is one.VAR_KEYWORD:
+            [typed] = get_args(one.annotation) or [RequestKeywords]
+            names += [*typed.__annotations__]
+    return names
 
 
 def required(call):
@@ -271,7 +272,7 @@ def test_models_yaml_calls_the_context_as_load_does(gguf, tmp_path, written):
 
 
 def test_none_is_the_default_of_every_argument_and_draws_a_seed(model):
-    nothing = dict.fromkeys([*Model.request.__kwdefaults__, *SamplingParams.__dataclass_fields__, "stats", "progress"])
+    nothing = dict.fromkeys(GenerateKeywords.__annotations__)
     result, again = model.generate("hello", **nothing), model.generate("hello", **nothing)
     assert result.stats.finish_reason in ("stop", "length")
     assert result.stats.prompt_tokens + result.stats.tokens == model.target.capabilities.context_length
@@ -436,8 +437,8 @@ def test_a_stream_that_is_collected_while_another_is_interrupted_locks_nothing_u
     found = []
 
     def leave(works):
-        for lane in model.scheduler.pool.busy:
-            lane.handle.cancel()
+        for seq in model.scheduler.pool.seqs:
+            seq.cancel()
         return forward(works)
 
     def read():
@@ -465,3 +466,11 @@ def test_help_begins_with_an_example_and_is_short():
     assert all(
         hasattr(edgespec, name) for name in ("Chunk", "GenerationStats", "SamplingParams", "Source", "UsageError")
     )
+
+
+def test_keywords_and_what_takes_them_agree():
+    """The types are written once more, since a type checker reads no other code."""
+    loading = inspect.signature(asked_for).parameters
+    assert set(LoadKeywords.__annotations__) == {*loading, *CHECKS} - {"target", "planner_options"}
+    sampling = set(RequestKeywords.__annotations__) - {"max_tokens", "stop", "grammar", "prediction"}
+    assert sampling == set(SamplingParams.__dataclass_fields__)

@@ -1,8 +1,10 @@
 """Rooms and floors: the table in docs/reference/rooms.md is the only list of rooms; imports go down it only."""
 
 import ast
+import inspect
 import subprocess
 import sys
+import textwrap
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import edgespec
 import edgespec.lab
 from edgespec.planners.choice import PLANNERS
+from edgespec.scheduler.scheduler import Scheduler
 from pictures.rooms import floors as table
 
 ROOT = Path(__file__).parent.parent
@@ -87,6 +90,12 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
     for name in graph:
         visit(name, ())
+
+
+def test_the_page_shows_the_step_that_runs() -> None:
+    code = textwrap.dedent(inspect.getsource(Scheduler.step)).strip()
+    assert f"```python\n{code}\n```" in (ROOT / "docs/reference/rooms.md").read_text(encoding="utf-8")
+    assert len(code.splitlines()) <= 12  # its name, its purpose, and ten lines
 
 
 def test_nothing_imports_the_lab() -> None:

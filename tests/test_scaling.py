@@ -458,7 +458,7 @@ def test_a_new_prompt_finds_room_beside_old_texts():
         expected = scaling.perplexities(target.scheduler, prompt, new, PassCounter())
         target.scheduler.forget()
         scaling.perplexities(target.scheduler, [], old, PassCounter())
-        assert sorted(len(lane.session.token_ids) for lane in target.scheduler.pool.lanes) == [3, 86]
+        assert sorted(len(slot.session.token_ids) for slot in target.scheduler.pool.slots) == [3, 86]
         assert scaling.perplexities(target.scheduler, prompt, new, PassCounter()) == pytest.approx(expected)
 
 
@@ -580,15 +580,15 @@ def test_close_interrupts_a_scoring_pass(pair, monkeypatch):
 def test_the_end_of_another_request_interrupts_no_scoring_pass(pair, monkeypatch):
     backend, prompt, asked = pair[0].target, pair[0].encode(PROMPT), []
     [stream] = streams_begun(pair[0], 1)
-    forward, [lane] = backend.forward, pair[0].scheduler.pool.busy
+    forward, [seq] = backend.forward, pair[0].scheduler.pool.seqs
 
     def forward_and_end(batch):
-        if batch[0].session is not lane.session:
+        if batch[0].session is not seq.slot.session:
             stream.close()
         return forward(batch)
 
     monkeypatch.setattr(backend, "forward", forward_and_end)
-    monkeypatch.setattr(backend, "interrupt", lambda: asked.append(1))
+    monkeypatch.setattr(backend, "interrupt", asked.append)
     scaling.perplexities(pair[0].scheduler, prompt, [(prompt, [5] * 9)], PassCounter())
     assert not asked
 

@@ -36,8 +36,9 @@ from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler import batch, drive
+from edgespec.scheduler.events import Cancelled, Ended, Reading, Wrote
 from edgespec.scheduler.prompt_chunks import PromptChunks
-from edgespec.scheduler.requests import Cancelled, Ended, Reading, Request, Wrote
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 
 CONTEXT = 300
@@ -99,7 +100,7 @@ class Reader:
         self.events, self.stats = [], GenerationStats()
         sampling = SamplingParams(temperature=temperature, seed=seed)
         request = Request(PROMPTS[prompt], sampling, max_tokens, **more)
-        self.handle = scheduler.submit(request, self.events.append, self.stats, idle_limit)
+        self.seq = scheduler.submit(request, self.events.append, self.stats, idle_limit)
 
     @property
     def tokens(self):
@@ -119,7 +120,7 @@ class Reader:
             assert self.stats.tokens == len(expected)
         else:
             assert isinstance(self.ended.error, Cancelled)
-            assert self.handle.cancelled
+            assert self.seq.cancelled
             assert self.tokens == expected[: len(self.tokens)]
 
 
@@ -186,18 +187,18 @@ def play(scheduler, schedule, slots):
             readers.append(Reader(scheduler, *asked, **special(how, asked[0], families)))
         elif what == "cancel":
             if readers:
-                readers[values[0] % len(readers)].handle.cancel()
+                readers[values[0] % len(readers)].seq.cancel()
         else:
             for _ in range(values[0]):
                 scheduler.step()
         assert scheduler.active <= slots
     for reader in readers[::2]:
-        scheduler.promote(reader.handle)
-    asked = [reader for reader in readers if reader.handle.idle_limit is None]
+        scheduler.promote(reader.seq)
+    asked = [reader for reader in readers if reader.seq.idle_limit is None]
     run(scheduler)  # what is still held is never in the way
     assert all(reader.ended for reader in asked)
     for reader in readers:
-        reader.handle.cancel()
+        reader.seq.cancel()
     scheduler.step()
     for reader in readers:
         reader.check()
@@ -400,7 +401,7 @@ def test_calling_off_takes_one_pass():
         scheduler.step()
     passes = len(target.passes)
     for reader in readers:
-        reader.handle.cancel()
+        reader.seq.cancel()
     scheduler.step()
     assert len(target.passes) == passes
     assert scheduler.active == scheduler.waiting == 0
@@ -458,19 +459,18 @@ def test_an_error_ends_one_text_wherever_it_comes(where):
     while not all(reader.tokens for reader in readers):
         scheduler.step()
     broken, whole = readers
-    lane = next(lane for lane in scheduler.pool.busy if lane.handle is broken.handle)
     if where == "is cut":
-        lane.generation.cut = fail
+        broken.seq.generation.cut = fail
     elif where == "reads":
         broken, whole = Reader(scheduler, 4, max_tokens=60), broken
         with mock.patch.object(PromptChunks, "next", fail):
             scheduler.step()
     elif where == "is interrupted":
-        lane.generation.give_up = fail
+        broken.seq.generation.give_up = fail
         target.interrupt(target.pass_number)
     else:
-        lane.generation.give_up = fail
-        with mock.patch.object(batch, "in_turn", lambda writing, room: [one for one in writing if one is not lane]):
+        broken.seq.generation.give_up = fail
+        with mock.patch.object(batch, "in_turn", return_value=[whole.seq]):
             scheduler.step()
     run(scheduler)
     assert str(broken.ended.error) == "this one is broken"
@@ -511,11 +511,11 @@ class Gone:
 def test_what_fails_between_texts_does_not_end_the_thread():
     target = backend(sessions=2)
     scheduler = Scheduler(target, planners("none", 2), budget=4)
-    lane = scheduler.pool.lanes[0]
-    prefill(target, lane.session, [1, 2, 3])
+    slot = scheduler.pool.slots[0]
+    prefill(target, slot.session, [1, 2, 3])
     scheduler.pool.disk_cache = Gone()
     scheduler.start()
-    while not lane.looked_at:
+    while not slot.looked_at:
         sleep(0.01)
     scheduler.pool.disk_cache = None
     done = Event()
@@ -618,7 +618,7 @@ def test_a_cache_that_is_full_forgets_the_idle_then_ends_the_youngest():
     run(scheduler)
     readers = [Reader(scheduler, 1, 0.7, 1, 12), Reader(scheduler, 2, 0.7, 1, 12)]
     target.failing = lambda batch: (
-        ContextFull("full") if sum(len(lane.session.token_ids) for lane in scheduler.pool.lanes) > 40 else None
+        ContextFull("full") if sum(len(slot.session.token_ids) for slot in scheduler.pool.slots) > 40 else None
     )
     run(scheduler)
     readers[0].check()
@@ -639,17 +639,17 @@ def test_idle_sessions_make_room_for_a_file(room, tmp_path, monkeypatch):
     for prompt in (2, 3, 4):
         Reader(scheduler, prompt)
         run(scheduler)
-    load, lanes = ReferenceSession.load, scheduler.pool.lanes
+    load, slots = ReferenceSession.load, scheduler.pool.slots
 
     def limited(session, path):
-        if not room or sum(bool(lane.session.token_ids) for lane in lanes if lane.session is not session) > 1:
+        if not room or sum(bool(slot.session.token_ids) for slot in slots if slot.session is not session) > 1:
             raise ContextFull("full")
         return load(session, path)
 
     monkeypatch.setattr(ReferenceSession, "load", limited)
     if room:
         assert scheduler.load(tmp_path / "session") == "note"
-        assert sum(bool(lane.session.token_ids) for lane in lanes) == 2
+        assert sum(bool(slot.session.token_ids) for slot in slots) == 2
     else:
         with pytest.raises(ContextFull):
             scheduler.load(tmp_path / "session")
@@ -908,10 +908,10 @@ class TestModel:
             left = model.stream("hello", max_tokens=40)
             next(left)
             assert len(model.generate("hello 1", max_tokens=30).token_ids) == 30
-            [lane] = model.scheduler.pool.busy
-            written = lane.handle.stats.tokens
+            [seq] = model.scheduler.pool.seqs
+            written = seq.stats.tokens
             assert len(model.generate("hello 2", max_tokens=30).token_ids) == 30
-            assert lane.handle.stats.tokens == written < 30
+            assert seq.stats.tokens == written < 30
             assert len(list(left)) == 39
 
     def test_a_program_may_end_in_the_middle(self):

@@ -18,7 +18,8 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler.disk_cache import DiskCache
-from edgespec.scheduler.requests import Request, Wrote
+from edgespec.scheduler.events import Wrote
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 
 TEXT = "The lighthouse keeper wrote down the weather every morning, and every evening he read it out. " * 20
@@ -57,12 +58,12 @@ def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder, tmp_path
                             break
                         scheduler.step()
                     if cache and i % 2:
-                        for lane in scheduler.pool.idle:
-                            scheduler.pool.evict(lane)
+                        for slot in scheduler.pool.idle:
+                            scheduler.pool.evict(slot)
                     if cache and i % 3 == 2:
-                        target.cells.put_in_order([lane.session for lane in scheduler.pool.lanes])
+                        target.cells.put_in_order([slot.session for slot in scheduler.pool.slots])
                     if not cache:
-                        scheduler.pool.lanes[0].session.rewind(0)
+                        scheduler.pool.slots[0].session.rewind(0)
                 while scheduler.waiting or scheduler.active:
                     scheduler.step()
                 works = scheduler.counts.works / scheduler.counts.passes

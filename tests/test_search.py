@@ -11,6 +11,7 @@ from edgespec.loop.generate import Generation
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.stats import GenerationStats
+from edgespec.loop.step import step_of
 from edgespec.loop.tree import only, ranked
 from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner, AheadSearch
 from edgespec.planners.none import NonePlanner
@@ -31,7 +32,7 @@ def context(text, sampling=SAMPLINGS[0], room=32):
 class Resting(AheadPlanner):
     """Goes on from pass to pass alone, not while the target works."""
 
-    def while_target_runs(self, nodes):
+    def during(self, nodes):
         return nullcontext()
 
 
@@ -113,7 +114,7 @@ def test_it_sends_what_a_search_from_there_would_send(kind, sampling):
         while node > 0:
             tokens.insert(0, int(planner._search.token_ids[node]))
             node = int(planner._search.parents[node])
-        planner.observe(tokens, 0.0)
+        planner.result(step_of(tokens), None)
         text = text + tokens
         hits += planner._search is not None
     assert hits == planner.stats.went_on > 6

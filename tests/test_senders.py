@@ -46,7 +46,7 @@ def test_with_one_key_or_none_all_clients_share(keys):
     with served(keys=keys) as client:
         assert cached_by(client, "first") == 0
         assert cached_by(client, "first", body=LONG_CHAT | {"seed": 2}) > 100
-        assert [lane.sender for lane in client.model.scheduler.pool.lanes] == ["", ""]
+        assert [slot.sender for slot in client.model.scheduler.pool.slots] == ["", ""]
 
 
 def test_an_answer_that_is_typed_ahead_is_for_its_key_alone():
@@ -107,17 +107,17 @@ def test_whatever_comes_no_sender_gets_tokens_of_another(tmp_path_factory, asked
     run(scheduler)
     for reader in readers:
         reader.check()
-        request = reader.handle.request
+        request = reader.seq.request
         own = [
             PROMPTS[other.key[0]] + other.tokens
             for other in readers
-            if other is not reader and other.handle.request.sender == request.sender
+            if other is not reader and other.seq.request.sender == request.sender
         ]
         shared = max((common_prefix(text, request.prompt_ids) for text in own), default=0)
         assert reader.stats.cached_tokens <= shared
-    for lane in scheduler.pool.lanes:  # the draft's session too begins with nothing of another sender
-        own = [PROMPTS[one.key[0]] + one.tokens for one in readers if one.handle.request.sender == lane.sender]
-        held = [lane.session.token_ids, lane.draft.token_ids if lane.draft else []]
+    for slot in scheduler.pool.slots:  # the draft's session too begins with nothing of another sender
+        own = [PROMPTS[one.key[0]] + one.tokens for one in readers if one.seq.request.sender == slot.sender]
+        held = [slot.session.token_ids, slot.draft.token_ids if slot.draft else []]
         assert all(not ids[1:] or any(common_prefix(text, ids) for text in own) for ids in held)
     scheduler.close()
 
@@ -160,7 +160,7 @@ def test_a_request_does_not_wait_until_another_senders_equal_prompt_is_read():
     readers = [Reader(scheduler, 4, 1.0, 1, sender=sender) for sender in ("a", "b", "a")]
     for _ in range(2):
         scheduler.step()
-    active = [lane.sender for lane in scheduler.pool.lanes if lane.is_active]
+    active = [slot.sender for slot in scheduler.pool.slots if slot.is_active]
     run(scheduler)
     assert sorted(active) == ["a", "b"]
     for reader in readers:

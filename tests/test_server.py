@@ -27,7 +27,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.tree import Source
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.scheduler.requests import Ended
+from edgespec.scheduler.events import Ended
 from edgespec.scheduler.requests import Request as Wanted
 from edgespec.server import wire
 from edgespec.server.access import Guard

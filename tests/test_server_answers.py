@@ -15,7 +15,7 @@ from test_server_tools import TEMPLATE, TIME, TOOLS, WEATHER
 
 from edgespec.loop.grammar import json_schema
 from edgespec.loop.stats import GenerationStats
-from edgespec.scheduler.requests import Ended
+from edgespec.scheduler.events import Ended
 from edgespec.server.answers import Answer, Answers
 from edgespec.server.channels import ANALYSIS, FINAL, ChannelParser
 from edgespec.server.dialects import messages

@@ -5,6 +5,7 @@ import pytest
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 from edgespec.lab.specbranch import SpecBranchPlanner, features, likeliest_path
+from edgespec.loop.step import step_of
 from edgespec.planners.ahead import AheadSearch
 from edgespec.planners.search import COMMITTED, NOT_READ
 
@@ -65,15 +66,15 @@ def test_the_share_is_that_of_the_last_path(planner):
         planner._search = grown(0.6, 0.8)
         planner._search.place[1:] = NOT_READ
         planner._path = [1, 4]
-        planner.observe(tokens, 0.0)
+        planner.result(step_of(tokens), None)
         assert planner._share == share
 
 
 def test_a_step_without_a_proposal_has_no_path(planner):
     planner._search, planner._path = grown(0.6, 0.8), [1, 4]
     planner._search.place[1:] = NOT_READ
-    planner.observe([10], 0.0)
+    planner.result(step_of([10]), None)
     planner._search = AheadSearch(7, 16)
-    planner.observe([10], 0.0)
+    planner.result(step_of([10]), None)
     assert planner._share == 0.5
     assert planner.branches(AheadSearch(7, 16), 9).tolist() == []

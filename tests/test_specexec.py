@@ -11,6 +11,7 @@ from edgespec.loop.passes import fitting
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.stats import GenerationStats
+from edgespec.loop.step import step_of
 from edgespec.loop.tree import only
 from edgespec.planners.search import NOT_READ
 from edgespec.planners.specexec import SpecExecPlanner
@@ -57,13 +58,13 @@ def test_what_the_draft_has_read_beside_the_tree_is_kept_when_the_target_writes_
     beside = [node for node in np.flatnonzero(places != NOT_READ)[1:] if found.parents[node] == 0][-1]
     token = int(found.token_ids[beside])
     assert token != tree.token_ids[1]
-    planner.observe([token, SIZE - 1], 0.0)
+    planner.result(step_of([token, SIZE - 1]), None)
     assert planner.draft_session.token_ids == [1, 2, 3, token]
 
 
 def test_a_tree_ends_where_the_draft_has_no_cells_for_more():
     planner, tree, _ = planned(1.0, 16, [1, 2, 3])
-    planner.observe([], 0.0)
+    planner.give_up()
     forward, passes = planner._drafter.draft.forward, []
 
     def full(batch):
@@ -77,13 +78,13 @@ def test_a_tree_ends_where_the_draft_has_no_cells_for_more():
     shorter = run_one(planner.propose(context, 16)).tree
     assert len(passes) == 2
     assert 0 < shorter.depth.max() < tree.depth.max()
-    planner.observe([int(shorter.token_ids[1]), SIZE - 1], 0.0)
+    planner.result(step_of([int(shorter.token_ids[1]), SIZE - 1]), None)
     assert planner.draft_session.token_ids == [1, 2, 3]  # the child was not read
 
 
 def test_the_next_search_reads_less_since_it_knows_what_the_tree_will_take():
     planner, first, read = planned(3.0, 16, [1, 2, 3])
-    planner.observe([SIZE - 1], 0.0)
+    planner.result(step_of([SIZE - 1]), None)
     before, nodes = read, planner._drafter
     text = [1, 2, 3, SIZE - 1]
     count, forward = [], nodes.draft.forward

@@ -7,6 +7,7 @@ from number_texts import NumberVocab, text_of
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
+from edgespec.loop.step import step_of
 from edgespec.loop.tree import Source, make_tree
 from edgespec.measure.replay import replay
 from edgespec.planners.datastore import build, open_datastore
@@ -123,15 +124,15 @@ def test_below_a_token_shorter_matches_go_on():
 def test_own_output_is_found_too():
     planner = SssdPlanner()
     planner.begin([1, 2, 3])
-    planner.observe([4, 5], 0.0)
-    planner.observe([6, 3], 0.0)
+    planner.result(step_of([4, 5]), None)
+    planner.result(step_of([6, 3]), None)
     assert (3, 4, 5, 6, 3)[1:] in paths(run_one(planner.propose(context([1, 2, 3, 4, 5, 6, 3]), 10)).tree)
 
 
 def test_a_new_prompt_forgets_the_old_text_but_for_what_they_share():
     planner = SssdPlanner()
     planner.begin([1, 2, 3, 4, 5])
-    planner.observe([6, 7], 0.0)
+    planner.result(step_of([6, 7]), None)
     planner.begin([1, 2, 3, 9, 2])
     assert paths(run_one(planner.propose(context([1, 2, 3, 9, 2]), 10)).tree) == paths(plan([1, 2, 3, 9, 2], 10))
 

@@ -19,7 +19,7 @@ from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import Message
 from edgespec.loop.tree import Source
 from edgespec.model import GenerationResult
-from edgespec.scheduler.requests import Chunk
+from edgespec.scheduler.events import Chunk
 
 HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"  # the cursor
 

@@ -5,21 +5,23 @@ from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.planners.none import NonePlanner
+from edgespec.scheduler.events import Ended
 from edgespec.scheduler.queue import Queue
-from edgespec.scheduler.requests import Ended, Handle, Request
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
+from edgespec.scheduler.sequence import Seq
 
 ENGINE = ReferenceBackend(random_model(1, vocab_size=48), sessions=1, context_length=200)
 ENGINE.vocab.eog_ids = frozenset()  # texts are as long as they may be
 
 
-def handle(idle_limit=None):
+def seq(idle_limit=None):
     request = Request([5], SamplingParams(), 4)
-    return Handle(request, lambda event: None, GenerationStats(), ENGINE.vocab, lambda: None, idle_limit)
+    return Seq(request, lambda event: None, GenerationStats(), ENGINE.vocab, lambda: None, idle_limit)
 
 
 def test_what_is_only_prepared_comes_last():
-    queue, held, wanted = Queue(), handle(idle_limit=8), handle()
+    queue, held, wanted = Queue(), seq(idle_limit=8), seq()
     queue.put(held)
     queue.put(wanted)
     assert queue.in_order() == [wanted, held]

@@ -14,7 +14,7 @@ from edgespec.cli.terminal import last_lines, mark_pastes, show
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.loop.message_forms import Message
 from edgespec.machine.files import cache_folder
-from edgespec.scheduler.requests import GenerationResult
+from edgespec.scheduler.events import GenerationResult
 
 HELP = """\
 Enter sends; Alt+Enter (or Esc, then Enter) starts a new line; the arrow keys bring earlier messages back.

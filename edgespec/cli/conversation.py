@@ -16,7 +16,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.session_files import check_replaceable, draft_file
 from edgespec.model import Model
 from edgespec.models.own_sampling import choose_seed
-from edgespec.scheduler.requests import GenerationResult
+from edgespec.scheduler.events import GenerationResult
 from edgespec.scheduler.scheduler import Scheduler
 from edgespec.server.channels import comes_in_channels
 from edgespec.server.conversation import UNLIMITED

@@ -19,7 +19,7 @@ from edgespec.errors import EdgespecError
 from edgespec.loop.tree import Source
 from edgespec.model import Model
 from edgespec.scheduler import drive
-from edgespec.scheduler.requests import Chunk, GenerationResult
+from edgespec.scheduler.events import Chunk, GenerationResult
 from edgespec.server.conversation import Piece, Thought
 from edgespec.server.model_format import ModelFormat
 

@@ -25,6 +25,7 @@ from edgespec.loop.passes import Following, Prefill, most_nodes
 from edgespec.loop.planner import Context, Planner, PlannerStats
 from edgespec.loop.same_vocab import lacks
 from edgespec.loop.sampling import Float32Array, SamplingParams, Scores, adjust, distribution
+from edgespec.loop.step import Step
 from edgespec.loop.tree import DraftTree, Proposal
 
 AT_ONCE = 8  # most rows of a draft pass: the last sampled token, and the draft tokens most likely to follow it
@@ -103,8 +104,8 @@ class CascadePlanner(Planner):
     def paying(self, tree: DraftTree, context: Context, budget: int) -> NDArray[np.intp]:
         return self._planner.paying(tree, context, budget)
 
-    def while_target_runs(self, nodes: int) -> AbstractContextManager[None]:
-        return self._planner.while_target_runs(nodes)
+    def during(self, nodes: int) -> AbstractContextManager[None]:
+        return self._planner.during(nodes)
 
     def mix(
         self, row: Float32Array, sampling: SamplingParams, token_ids: Sequence[int], accepted: Sequence[int],
@@ -151,7 +152,7 @@ class CascadePlanner(Planner):
         try:
             run_one(self._reading(tokens))
         except ContextFull:
-            self._planner.observe([], 0.0)  # the nodes of its tree leave their cells
+            self._planner.give_up()  # the nodes of its tree leave their cells
             run_one(self._reading(tokens))
         self._mixing += self._seconds - before
 
@@ -200,13 +201,15 @@ class CascadePlanner(Planner):
     def saw_prompt(self, start: int, count: int, logits: Logits) -> None:
         self._planner.saw_prompt(start, count, logits)
 
-    def saw(self, start: int, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
-        self._planner.saw(start, tree, path, logits)
-
-    def observe(self, tokens: Sequence[int], seconds: float) -> None:
+    def result(self, step: Step, logits: Logits | None) -> None:
         self._commit()
         self._forget()
-        self._planner.observe(tokens, seconds)
+        self._planner.result(step, logits)
+
+    def give_up(self) -> None:
+        self._commit()
+        self._forget()
+        self._planner.give_up()
 
     def close(self) -> None:
         self._session.close()

@@ -28,6 +28,7 @@ from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.hint_texts import END, Hint, NgramIndex
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import sample
+from edgespec.loop.step import Step
 from edgespec.loop.tree import DraftTree, Proposal, Source, make_tree
 from edgespec.planners.choice import COPY, Method
 from edgespec.planners.sssd import CONTINUATIONS, Matches, SssdPlanner
@@ -62,7 +63,12 @@ class LookaheadPlanner(SssdPlanner):
         own = [(int(Source.DRAFT), length, pool.text, at) for length, at in found if length]
         return super().matches(depth, count, hints) + own
 
-    def saw(self, start: int, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
+    def result(self, step: Step, logits: Logits | None) -> None:
+        if logits:
+            self._sample(step.start, step.tree, step.path, logits)
+        super().result(step, logits)
+
+    def _sample(self, start: int, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
         context, self._context = self._context, None
         if context is None:  # it was not asked, so it may take no time
             del self._columns[: len(path)]

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from edgespec.loop.backend import Backend
+from edgespec.loop.backend import Backend, Logits
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import IdArray
+from edgespec.loop.step import Step
 from edgespec.planners.ahead import AheadChainPlanner, AheadSearch
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.choice import CHAIN, Method
@@ -50,17 +51,17 @@ class PearlPlanner(AheadChainPlanner):
             yield from super()._grow(search, context, min(depth, self.length))
 
     @contextmanager
-    def while_target_runs(self, nodes: int) -> Iterator[None]:
+    def during(self, nodes: int) -> Iterator[None]:
         self._went_ahead = True
-        with super().while_target_runs(nodes):
+        with super().during(nodes):
             yield
 
     def _batches(self, search: AheadSearch, depth: int, leaves: int) -> Iterator[IdArray]:
         return super()._batches(search, min(depth, int(search.depth.max()) + self.length), leaves)
 
-    def observe(self, tokens: Sequence[int], seconds: float) -> None:
-        self._target_seconds = seconds or self._target_seconds
-        super().observe(tokens, seconds)
+    def result(self, step: Step, logits: Logits | None) -> None:
+        self._target_seconds = step.own_seconds or self._target_seconds
+        super().result(step, logits)
 
 
 METHOD = Method(

@@ -15,14 +15,12 @@ from dataclasses import dataclass, field, replace
 from inspect import signature
 from math import exp
 from statistics import fmean
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from edgespec.errors import (
     ContextFull,
-    Interrupted,
     UsageError,
     check_call,
     check_number,
@@ -34,17 +32,19 @@ from edgespec.errors import (
 from edgespec.lab.thoughts import best_first
 from edgespec.loop.backend import Capabilities, Work
 from edgespec.loop.hint_texts import HintTexts
-from edgespec.loop.passes import Prefill, check_room, common_prefix
+from edgespec.loop.passes import Prefill, check_room, common_prefix, run
 from edgespec.loop.same_vocab import check_same_vocab
 from edgespec.loop.sampling import SamplingParams, log_sum_exp
 from edgespec.loop.shapes import whole_tiles
 from edgespec.loop.stats import GenerationStats
 from edgespec.model import MOST_BRANCHES, Model, Prompt, seeded
 from edgespec.scheduler import drive
+from edgespec.scheduler.events import GenerationResult
 from edgespec.scheduler.prompt_chunks import can_share_passes
-from edgespec.scheduler.requests import GenerationResult, PassCounter, Request
+from edgespec.scheduler.requests import PassCounter, Request
 from edgespec.scheduler.scheduler import Call, Scheduler
-from edgespec.scheduler.session_pool import Lane, SessionPool
+from edgespec.scheduler.sequence import Slot
+from edgespec.scheduler.session_pool import SessionPool
 
 LARGEST = 700.0  # exp of more is too large for a float
 
@@ -201,7 +201,7 @@ class ScoredText:
         return exp(min(fmean(self.losses.values()), LARGEST))
 
 
-Part = tuple[Lane, Prefill, ScoredText]
+Part = tuple[Slot, Prefill, ScoredText]
 
 
 def perplexities(
@@ -230,13 +230,13 @@ def perplexities(
         def read(call: Call[int], left: Sequence[ScoredText] = left) -> int:
             pool = call.pool
             group = left[: max(1, _fitting(pool, left))]
-            lanes = _lanes(pool, group)
+            slots = _slots(pool, group)
             if pool.most_held(prompt_ids) < len(prompt_ids):
                 # The other sessions fork, so what they hold need not take cells.
-                for lane in lanes[1:]:
-                    pool.evict(lane)
-                _read(scheduler, call, lanes[:1], [ScoredText(prompt_ids, len(prompt_ids))], counter)
-            _read(scheduler, call, lanes, group, counter)
+                for slot in slots[1:]:
+                    pool.evict(slot)
+                _read(scheduler, call, slots[:1], [ScoredText(prompt_ids, len(prompt_ids))], counter)
+            _read(scheduler, call, slots, group, counter)
             return len(group)
 
         left = left[_with_room_for(scheduler, left[0], counter, read) :]
@@ -260,10 +260,10 @@ def _with_room_for(
         return read(call) if _fitting(call.pool, [text]) else 0
 
     def take_over(call: Call[int]) -> int:
-        lane = next((one for one in call.pool.busy if one.handle and one.handle.request is claim), None)
-        if lane is None:  # it has ended since
+        seq = next((one for one in call.pool.seqs if one.request is claim), None)
+        if seq is None:  # it has ended since
             return 0
-        call.pool.release(lane)
+        call.pool.release(seq)
         return read(call)
 
     while True:
@@ -277,75 +277,71 @@ def _with_room_for(
 
 def _fitting(pool: SessionPool, texts: Sequence[ScoredText]) -> int:
     """Number of the first texts that the idle sessions hold at once; beside no other request at least one."""
-    cells, count, taken = pool.limits.cells, 0, sum(len(lane.session.token_ids) for lane in pool.busy)
+    cells, count, taken = pool.limits.cells, 0, sum(len(slot.session.token_ids) for slot in pool.slots if slot.seq)
     for text in texts[: len(pool.idle)]:
         taken += len(text.token_ids)
-        if (count or pool.busy) and cells is not None and taken > cells:
+        if (count or pool.seqs) and cells is not None and taken > cells:
             break
         count += 1
     return count
 
 
-def _lanes(pool: SessionPool, texts: Sequence[ScoredText]) -> list[Lane]:
+def _slots(pool: SessionPool, texts: Sequence[ScoredText]) -> list[Slot]:
     """An idle session for each text, the one that holds most of it; others make room."""
-    free, found = pool.idle, list[Lane]()
+    free, found = pool.idle, list[Slot]()
     for text in texts:
-        found.append(max(free, key=lambda lane: common_prefix(lane.session.token_ids, text.token_ids)))
+        found.append(max(free, key=lambda slot: common_prefix(slot.session.token_ids, text.token_ids)))
         free.remove(found[-1])
-    needed = sum(len(text.token_ids) for text in texts) + sum(len(lane.session.token_ids) for lane in pool.busy)
-    for lane in free:
+    needed = sum(len(text.token_ids) for text in texts) + sum(
+        len(slot.session.token_ids) for slot in pool.slots if slot.seq
+    )
+    for slot in free:
         if (
             pool.limits.cells is not None
             and needed + sum(len(one.session.token_ids) for one in free) > pool.limits.cells
         ):
-            pool.evict(lane)
+            pool.evict(slot)
     return found
 
 
 def _read(
-    scheduler: Scheduler, call: Call[int], lanes: Sequence[Lane], texts: Sequence[ScoredText], counter: PassCounter
+    scheduler: Scheduler, call: Call[int], slots: Sequence[Slot], texts: Sequence[ScoredText], counter: PassCounter
 ) -> None:
     """Read texts into sessions, and find the losses of their scored tokens."""
     try:
-        _read_texts(scheduler, call, lanes, texts, counter)
+        _read_texts(scheduler, call, slots, texts, counter)
     except Exception:
-        for lane in lanes:
-            call.pool.renew(lane)
+        for slot in slots:
+            call.pool.renew(slot)
         raise
 
 
 def _read_texts(
-    scheduler: Scheduler, call: Call[int], lanes: Sequence[Lane], texts: Sequence[ScoredText], counter: PassCounter
+    scheduler: Scheduler, call: Call[int], slots: Sequence[Slot], texts: Sequence[ScoredText], counter: PassCounter
 ) -> None:
     target, pool, parts = scheduler.target, call.pool, list[Part]()
-    for lane, text in zip(lanes, texts, strict=True):
-        lane.looked_at = False
+    for slot, text in zip(slots, texts, strict=True):
+        slot.looked_at = False
         first = text.first if can_share_passes(target.capabilities) else whole_tiles(text.first)
         # `prepare` finds the session a beginning, as for a prompt up to `first`. That is cut before it: its logits are
         # needed again.
-        pool.prepare(lane, text.token_ids[: first + 1])
-        Prefill(target, lane.session, text.token_ids[:first]).resume()
-        parts.append((lane, Prefill(target, lane.session, text.token_ids), text))
+        pool.prepare(slot, text.token_ids[: first + 1])
+        Prefill(target, slot.session, text.token_ids[:first]).resume()
+        parts.append((slot, Prefill(target, slot.session, text.token_ids), text))
     while unread := [part for part in parts if part[1].unread]:
         scheduler.check_open()
-        batch, started = _plan(unread, target.capabilities), perf_counter()
+        batch = _plan(unread, target.capabilities)
         try:
             with scheduler.pass_now.of([call], target):
-                logits = target.forward([work for _, work in batch])
-        except Interrupted:
-            if call.cancelled:
-                raise
-            continue  # it was meant for a pass that had just ended
+                logits, ran = run(target, works := [work for _, work in batch])
         except ContextFull:
-            again = [lane for (lane, reading, _), _ in batch if reading.may_begin_again()]
+            again = [slot for (slot, reading, _), _ in batch if reading.may_begin_again()]
             if not again:
                 raise
-            for lane in again:
-                pool.empty(lane)
+            for slot in again:
+                pool.empty(slot)
             continue
-        seconds = perf_counter() - started
-        scheduler.counts.add_pass(seconds, [work for _, work in batch])
-        counter.add(seconds)
+        scheduler.counts.add_pass(ran, works, [counter])
         for ((_, reading, text), work), rows in zip(batch, logits, strict=True):
             at = len(reading.session.token_ids)
             for node in work.wanted.tolist():

@@ -93,10 +93,10 @@ class SpecBranchPlanner(AheadPlanner):
         unread: NDArray[np.intp] = best[search.place[best] == NOT_READ]
         return unread
 
-    def observe(self, tokens: Sequence[int], seconds: float) -> None:
+    def _advance(self, tokens: Sequence[int]) -> None:
         if tokens and self._search and self._path:
             self._learn(common_prefix(self._search.token_ids[self._path].tolist(), tokens))
-        super().observe(tokens, seconds)
+        super()._advance(tokens)
         self._path = ()  # a step that proposes nothing goes on with another search
 
     def _learn(self, accepted: int) -> None:

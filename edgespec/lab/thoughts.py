@@ -7,7 +7,7 @@ from typing import Any
 
 from edgespec.errors import UsageError, check_number, check_whole, must_be
 from edgespec.model import MOST_BRANCHES, Model, Prompt, seeded
-from edgespec.scheduler.requests import GenerationResult
+from edgespec.scheduler.events import GenerationResult
 
 
 def search(

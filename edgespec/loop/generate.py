@@ -5,16 +5,15 @@ Only `verify.walk` and `sampling.sample` decide the tokens; the prompt's last ro
 
     proposed = run_one(generation.propose())            draft
     pass_ = generation.cut(proposed)                    keep the nodes that the pass has room for
-    with generation.while_target_runs(pass_):           if no other sequence shares the pass
-        logits = target.forward([pass_.work])[0]
-    step = generation.accept(pass_, logits)             verify, commit
+    with generation.during(pass_):           if no other sequence shares the pass
+        [logits], ran = run(target, [pass_.work])
+    step = generation.accept(pass_, logits, ran)        verify, commit
 """
 
-from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -23,45 +22,25 @@ from edgespec.loop.backend import Backend, Logits, Session, Work
 from edgespec.loop.draft_passes import DraftSteps, run_one
 from edgespec.loop.grammar import Constraint
 from edgespec.loop.hint_texts import HintTexts
-from edgespec.loop.passes import Pass, Prefill, Proposed, check_room, fitting, most_nodes, prefill
+from edgespec.loop.passes import (
+    UNTIMED,
+    Pass,
+    Prefill,
+    Proposed,
+    Ran,
+    check_room,
+    fitting,
+    most_nodes,
+    prefill,
+    rows_of,
+    run,
+)
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
-from edgespec.loop.stats import COMPARED, GenerationStats
+from edgespec.loop.stats import GenerationStats
+from edgespec.loop.step import LogProbs, Step
 from edgespec.loop.tree import DraftTree, Source, only, root_only, shallow
 from edgespec.loop.verify import Walk, walk
-
-
-@dataclass(frozen=True, slots=True)
-class LogProbs:
-    """A token's probability by the target's logits, before bias, penalties and temperature.
-
-    Attributes:
-        log_prob: of the token.
-        best: the most probable tokens and their log-probabilities, best first.
-    """
-
-    log_prob: float
-    best: list[tuple[int, float]]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """
-    Attributes:
-        tokens: tokens that the step adds to the sequence, at least one.
-        sources: source of each token; TARGET for the bonus.
-        finished: the finish reason; "": the sequence goes on.
-        tree: the verified tree.
-        path: its committed nodes, the root first.
-        log_probs: of each token; empty unless asked for.
-    """
-
-    tokens: list[int]
-    sources: list[Source]
-    finished: str
-    tree: DraftTree
-    path: list[int]
-    log_probs: list[LogProbs]
 
 
 class Generation:
@@ -120,9 +99,6 @@ class Generation:
         self.token_ids = list(prompt_ids)
         self.target = target
         self._planner = planner
-        self._plain_passes = list[float]()  # seconds of plain passes among steps with draft tokens, rising
-        self._last_plain = list[float]()  # of those since the last such step
-        self._shared = False  # other sequences shared one of its passes
         self._cut_short = False  # the last tree was not accepted to the end of its longest path
         self._prompt_ids = prompt_ids
         self.prompt, self.last_row = Prefill(target, session, prompt_ids, want_last=last_row is None), last_row
@@ -147,18 +123,19 @@ class Generation:
 
     def prompt_pass(self, work: Work) -> Pass:
         """A pass over a part of `prompt`."""
-        return Pass(work, perf_counter(), self.target.wait_seconds)
+        return Pass(work)
 
-    def accept_prompt(self, pass_: Pass, logits: Logits) -> Step | None:
-        """Commit a part of `prompt` after its pass.
+    def accept_prompt(self, pass_: Pass, logits: Logits, ran: Ran = UNTIMED) -> Step | None:
+        """Commit a part of `prompt` after its pass; arguments as for `accept`.
 
         Returns:
             The first token, as a step without draft tokens; None: the prompt goes on.
         """
+        began = perf_counter()
         self._saw_prompt(pass_.work, logits)
         self.prompt.commit(pass_.work)
         step = self._first_step()
-        self.stats.prefill_seconds += perf_counter() - pass_.began
+        self.stats.prefill_seconds += ran.seconds + perf_counter() - began
         return step
 
     def read_prompt(self, progress: Callable[[int, int], None] | None = None) -> Step:
@@ -185,7 +162,7 @@ class Generation:
         if self.last_row is None or self.prompt.unread or len(self.token_ids) > len(self._prompt_ids):
             return None
         step = self._step(root_only(self._prompt_ids[-1]), Walk([0], [self._sample(self.last_row, [])]))
-        self._extend(step, 0.0)
+        self._extend(step, None)
         self.stats.add(step.sources)
         return step
 
@@ -200,7 +177,7 @@ class Generation:
         Returns:
             Tokens that the draft reads before the next `propose`, by `read_draft` or `read_draft_part`; None: none.
         """
-        may_draft = self._budget and self._room > 0 and not self.prompt.unread
+        may_draft = self._budget and self._room > 0 and len(self.token_ids) > len(self._prompt_ids)
         return self._planner.unread(self.token_ids) if may_draft else None
 
     def read_draft(self) -> None:
@@ -259,8 +236,9 @@ class Generation:
         """
         tree = only(proposed.tree, proposed.nodes[:size])
         work = Work(self.session, tree.token_ids, tree.parents, np.arange(len(tree), dtype=np.int32))
-        times, plain = (perf_counter(), self.target.wait_seconds), len(tree) == 1 and not self._owes
-        return Pass(work, *times, tree, proposed.started, proposed.draft_seconds, plain)
+        rows = rows_of(tree.parents, self.session.unread_committed) if self.target.capabilities.paths else len(tree)
+        plain = len(tree) == 1 and not self._owes
+        return Pass(work, tree, proposed.started, proposed.draft_seconds, plain, rows)
 
     @property
     def _owes(self) -> bool:
@@ -275,76 +253,58 @@ class Generation:
             unread=unread, owes=self._owes, sequences=sequences, hints=hints,
         )  # fmt: skip
 
-    def while_target_runs(self, pass_: Pass) -> AbstractContextManager[None]:
+    def during(self, pass_: Pass) -> AbstractContextManager[None]:
         """Context of a pass of the target that no other sequence shares; the draft may run meanwhile."""
-        return self._planner.while_target_runs(len(pass_.work.token_ids))
+        return self._planner.during(len(pass_.work.token_ids))
 
     def give_up(self) -> None:
         """Drop the last proposal without verifying it."""
-        self._planner.observe([], 0.0)
+        self._planner.give_up()
 
-    def accept(self, pass_: Pass, logits: Logits, *, single: bool = True) -> Step:
+    def accept(self, pass_: Pass, logits: Logits, ran: Ran = UNTIMED) -> Step:
         """Verify the tree with the target's own samples, and commit the accepted tokens.
 
         Args:
             pass_: result of `cut`.
             logits: of its nodes.
-            single: no other sequence shared the pass, so planners learn from its time.
+            ran: about the pass.
         """
         began, tree = perf_counter(), pass_.tree
         assert tree, "a part of the prompt is for accept_prompt"
-        waited, passed = self.target.wait_seconds - pass_.waited, began - pass_.began
         before = self._planner.stats.mixing_seconds
-        step = self._step(tree, walk(tree, lambda node, accepted: self._sample(logits.view(node), accepted)))
+        found = walk(tree, lambda node, accepted: self._sample(logits.view(node), accepted))
         drafting = pass_.draft_seconds + self._planner.stats.mixing_seconds - before
+        step = self._step(
+            tree, found, sequences=ran.sequences, rows=pass_.rows, plain=pass_.plain,
+            seconds=ran.seconds, wait_seconds=ran.wait_seconds, draft_seconds=drafting,
+        )  # fmt: skip
         self.session.commit(step.path)  # the last token of the output is the next root
-        if self._drafts:
-            self._planner.saw(len(self.token_ids) - 1, tree, step.path, logits)
         self._cut_short = len(step.path) <= tree.depth.max()
-        self._extend(step, passed if single else 0.0)
+        self._extend(step, logits if self._drafts else None)
         stats, planner = self.stats, self._planner.stats
-        stats.count(step.sources, drafted=len(tree) - 1)
-        stats.draft_seconds += drafting
         stats.draft_passes = planner.draft_passes
         stats.draft_went_on = planner.went_on
         stats.hidden_seconds = planner.hidden_seconds
-        stats.target_seconds += passed
-        stats.wait_seconds += waited
-        self._compare(passed + perf_counter() - began, plain=pass_.plain, single=single)
-        stats.plan_seconds += perf_counter() - pass_.started - drafting - passed
+        now = perf_counter()
+        stats.count(step, now - pass_.started - drafting - ran.seconds, now - began)
         return step
 
-    def _step(self, tree: DraftTree, found: Walk) -> Step:
-        """The step that ends where the output does."""
+    def _step(self, tree: DraftTree, found: Walk, **about: Any) -> Step:
+        """The step that ends where the output does; `about`: fields of `Step`."""
         output, finished = until_stop(found.output, self._stop_ids, self._limit - len(self.token_ids))
         sources = [*(Source(source) for source in tree.source[found.path[1:]]), Source.TARGET][: len(output)]
         log_probs, self._step_log_probs = self._step_log_probs[: len(output)], []
-        return Step(output, sources, finished, tree, found.path[: len(output)], log_probs)
+        path, start = found.path[: len(output)], len(self.token_ids) - 1
+        return Step(output, sources, finished, tree, path, log_probs, start, **about)
 
-    def _extend(self, step: Step, seconds: float) -> None:
-        """Append the tokens of a step, and let the planner learn from it; `seconds` as for `Planner.observe`."""
+    def _extend(self, step: Step, logits: Logits | None) -> None:
+        """Append the tokens of a step, and let the planner learn from it."""
         output = step.tokens
-        self._planner.observe(output, seconds)
+        self._planner.result(step, logits)
         self.token_ids.extend(output)
         if self._hint_texts:
             self._hint_texts.extend(self._number, output)
         self.finished = self.stats.finish_reason = step.finished
-
-    def _compare(self, seconds: float, *, plain: bool, single: bool) -> None:
-        """Learn from a pass what plain decoding of this sequence takes; shared passes do not show it."""
-        stats, passes, last = self.stats, self._plain_passes, self._last_plain
-        if plain and single and stats.drafted:
-            last.append(seconds)
-        elif not plain and single:
-            for one in last:
-                insort(passes, one)
-            last.clear()
-        elif not single:
-            self._shared = True
-        if len(passes) < COMPARED or self._shared:
-            stats.plain_seconds = 0.0
-        else:  # the median
-            stats.plain_seconds = stats.gained * (passes[(len(passes) - 1) // 2] + passes[len(passes) // 2]) / 2
 
     def steps(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Step]:
         """Read the prompt and decode to the end, without sharing passes; arguments as for `read_prompt`."""
@@ -352,9 +312,9 @@ class Generation:
         while not self.finished:
             self.read_draft()
             pass_ = self.cut(run_one(self.propose()))
-            with self.while_target_runs(pass_):
-                logits = self.target.forward([pass_.work])[0]
-            yield self.accept(pass_, logits)
+            with self.during(pass_):
+                [logits], ran = run(self.target, [pass_.work])
+            yield self.accept(pass_, logits, ran)
 
     def _sample(self, row: Float32Array, accepted: list[int]) -> int:
         position = len(self.token_ids) + len(accepted)

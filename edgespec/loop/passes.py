@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend, Capabilities, Logits, Session, Work
 from edgespec.loop.shapes import RowClass
-from edgespec.loop.tree import DraftTree, FloatArray, Proposal, ranked
+from edgespec.loop.tree import DraftTree, FloatArray, Proposal, depths, is_leaf, ranked
 
 NO_NODES = np.zeros(0, np.intp)
 TOO_LONG = "prompt is too long"  # Anthropic's words
@@ -42,21 +43,58 @@ class Pass:
     """One sequence's part of a forward.
 
     Attributes:
-        began: `perf_counter()` when it was put together.
-        waited: the target's `wait_seconds` then.
         tree: the tree to be verified; None: a part of the prompt.
         started: as in `Proposed`.
         draft_seconds: as in `Proposed`.
-        plain: plain decoding would make the same pass.
+        plain: as in `Step`.
+        rows: as in `Step`.
     """
 
     work: Work
-    began: float
-    waited: float
     tree: DraftTree | None = None
     started: float = 0.0
     draft_seconds: float = 0.0
     plain: bool = False
+    rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """About a pass of the target.
+
+    Attributes:
+        began: `perf_counter()` then.
+        seconds: of the pass.
+        wait_seconds: as in `Step`.
+        sequences: that shared it.
+    """
+
+    began: float = 0.0
+    seconds: float = 0.0
+    wait_seconds: float = 0.0
+    sequences: int = 1
+
+
+UNTIMED = Ran()
+
+
+def run(target: Backend, works: Sequence[Work]) -> tuple[list[Logits], Ran]:
+    """Make a pass of the target; errors as for `Backend.forward`."""
+    began, waited = perf_counter(), target.wait_seconds
+    logits = target.forward(works)
+    return logits, Ran(began, perf_counter() - began, target.wait_seconds - waited, len(works))
+
+
+def rows_of(parents: ArrayLike, unread: int) -> int:
+    """
+    Args:
+        parents: of a tree.
+        unread: number of unread tokens that each path begins with.
+
+    Returns:
+        Rows of a pass over the tree as paths.
+    """
+    return int(np.count_nonzero(is_leaf(parents))) * (unread + 1 + int(depths(parents).max()))
 
 
 def fitting(proposal: Proposal, budget: int, max_leaves: int) -> NDArray[np.intp]:

@@ -1,17 +1,15 @@
 """The contract between the loop and planners, which propose draft tokens and never decide the output, but for `mix`.
 
-After `begin`, `saw_prompt` and `observe` report the prompt's passes and the first token. The calls of a step follow, in
-their order:
+Four verbs: `begin` a sequence, `propose` a tree of draft tokens, learn from the `result` of each step, `close`. The
+first token, which the prompt's last pass gives, is a `result`, too. `give_up` ends a step that has none.
 
-    unread              tokens that the draft reads first
-    propose             a tree of draft tokens
-    paying              with a grammar, the nodes to evaluate
-    while_target_runs   around the target's pass
-    mix                 what each token is sampled from
-    saw                 the target's logits
-    observe             the tokens committed now
+Some planners need more:
 
-`observe` without tokens may follow any of them: the step is given up.
+    saw_prompt   the target's passes over the prompt
+    unread       tokens that the draft reads before it can propose
+    paying       with a grammar, the nodes to evaluate
+    during       around the target's pass, in which the draft may go on
+    mix          what each token is sampled from
 """
 
 from abc import ABC, abstractmethod
@@ -29,6 +27,7 @@ from edgespec.loop.hint_texts import Hint
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.passes import Prefill, fitting
 from edgespec.loop.sampling import Float32Array, Noise, SamplingParams
+from edgespec.loop.step import Step
 from edgespec.loop.tree import DraftTree, Proposal
 
 
@@ -143,10 +142,10 @@ class Planner(ABC):
         """
         return fitting(Proposal(tree), budget, context.max_leaves)
 
-    def while_target_runs(self, nodes: int) -> AbstractContextManager[None]:
-        """Context of a pass of the target over the proposed tree only, during which a draft may go on.
+    def during(self, nodes: int) -> AbstractContextManager[None]:
+        """Context of a pass of the target over the proposed tree only, in which a draft may go on.
 
-        No other planner with this draft is called before `observe`.
+        No other planner with this draft is called before `result` or `give_up`.
 
         Args:
             nodes: of the tree, after it was cut.
@@ -172,7 +171,7 @@ class Planner(ABC):
         return row, sampling
 
     def saw_prompt(self, start: int, count: int, logits: Logits) -> None:
-        """Learn from the target's pass over a part of the prompt, between `begin` and the first `observe`.
+        """Learn from the target's pass over a part of the prompt, between `begin` and the first `result`.
 
         Args:
             start: position of its first token.
@@ -180,24 +179,17 @@ class Planner(ABC):
             logits: valid until this returns.
         """
 
-    def saw(self, start: int, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
-        """Learn from the target's logits, after verification and before `observe`.
+    def result(self, step: Step, logits: Logits | None) -> None:
+        """Learn from a step.
 
         Args:
-            start: position of the tree's root.
-            tree: as it was verified.
-            path: its committed nodes, the root first; these have logits, and others may.
-            logits: by node; valid until this returns.
+            step: its `own_seconds` teach what a pass takes; with 0 the tree may have been cut further.
+            logits: of the tree's nodes, valid until this returns: those of `step.path` have them, and others may. None:
+                no pass of trees gave the tokens, or the request wants no drafts.
         """
 
-    def observe(self, tokens: Sequence[int], seconds: float) -> None:
-        """Learn from the result of the step.
-
-        Args:
-            tokens: committed by it: accepted draft tokens, then the bonus; empty: the tree was not verified.
-            seconds: of the target's pass; 0: it teaches nothing. Either other sequences shared it, and the tree may
-                have been cut further. Or no step gave the tokens: the first one, or those before an interruption.
-        """
+    def give_up(self) -> None:
+        """End a step that has no result, whatever was called for it."""
 
     def close(self) -> None:
         """Free the draft's session."""

@@ -1,12 +1,41 @@
 """Counts and seconds of generations."""
 
+import copy
+from bisect import insort
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from edgespec.loop.step import Step
 from edgespec.loop.tree import Source
 
 COMPARED = 4  # least number of plain passes by which a sequence is compared with plain decoding
+
+
+class PlainPasses:
+    """What plain decoding of a sequence takes: its plain passes among steps with draft tokens show it."""
+
+    def __init__(self) -> None:
+        self._seconds, self._last = list[float](), list[float]()  # rising; of those since the last step with drafts
+        self._shared = False  # shared passes do not show it
+
+    def add(self, step: Step, accepting: float, *, after_drafts: bool) -> None:
+        """Learn from a step; `accepting` as for `GenerationStats.count`."""
+        if step.sequences != 1:
+            self._shared = True
+        elif step.plain and after_drafts:
+            self._last.append(step.seconds + accepting)
+        elif not step.plain:
+            for one in self._last:
+                insort(self._seconds, one)
+            self._last.clear()
+
+    def median(self) -> float:
+        """Seconds; 0: there are too few, or other sequences shared a pass."""
+        found = self._seconds
+        if len(found) < COMPARED or self._shared:
+            return 0.0
+        return (found[(len(found) - 1) // 2] + found[len(found) // 2]) / 2
 
 
 @dataclass(slots=True)
@@ -53,6 +82,7 @@ class GenerationStats:
     wait_seconds: float = 0.0
     plan_seconds: float = 0.0
     plain_seconds: float = 0.0
+    _plain: PlainPasses = field(default_factory=PlainPasses, repr=False, compare=False)
 
     @property
     def gained(self) -> int:
@@ -89,11 +119,23 @@ class GenerationStats:
         for one in fields(self):
             setattr(self, one.name, getattr(fresh, one.name))
 
-    def count(self, sources: Sequence[Source], drafted: int) -> None:
-        """Count a pass of the target over `drafted` draft nodes that gained tokens of these sources."""
+    def count(self, step: Step, planning: float, accepting: float) -> None:
+        """Count a step.
+
+        Args:
+            step: with a pass of the target.
+            planning: seconds of its rest: neither the draft's nor the target's passes.
+            accepting: seconds of these after the pass.
+        """
         self.passes += 1
-        self.drafted += drafted
-        self.add(sources)
+        self.drafted += step.drafted
+        self.add(step.sources)
+        self.draft_seconds += step.draft_seconds
+        self.target_seconds += step.seconds
+        self.wait_seconds += step.wait_seconds
+        self.plan_seconds += planning
+        self._plain.add(step, accepting, after_drafts=self.drafted > 0)
+        self.plain_seconds = self.gained * self._plain.median()
 
     def add(self, sources: Sequence[Source]) -> None:
         """Count tokens of these sources."""
@@ -111,7 +153,8 @@ class GenerationStats:
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the fields, and the values derived from them."""
         derived = ("gained", "acceptance_length", "seconds", "tokens_per_second", "times_plain")
-        return asdict(self) | {name: getattr(self, name) for name in derived}
+        told = {one.name: getattr(self, one.name) for one in fields(self) if not one.name.startswith("_")}
+        return copy.deepcopy(told) | {name: getattr(self, name) for name in derived}
 
     def summary(self) -> str:
         """One line for a person."""

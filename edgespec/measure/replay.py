@@ -9,6 +9,7 @@ from edgespec.loop.draft_passes import run_one
 from edgespec.loop.passes import fitting
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Noise, SamplingParams
+from edgespec.loop.step import step_of
 from edgespec.loop.tree import only
 from edgespec.loop.verify import walk
 
@@ -47,7 +48,7 @@ def replay(
     token_ids, end = [*prompt_ids, *output_ids[:1]], len(prompt_ids) + len(output_ids)
     lengths, plan_seconds = list[int](), list[float]()
     planner.begin(prompt_ids)
-    planner.observe(output_ids[:1], 0.0)
+    planner.result(step_of(output_ids[:1]), None)
     while len(token_ids) < end:
         context = Context(token_ids, len(prompt_ids), GREEDY, noise, end - len(token_ids) - 1, MAX_LEAVES)
         while reading := planner.unread(token_ids):
@@ -58,7 +59,7 @@ def replay(
         plan_seconds.append(perf_counter() - started)
         written = output_ids[len(token_ids) - len(prompt_ids) :]
         output = walk(tree, lambda node, accepted, written=written: written[len(accepted)]).output  # type: ignore[misc]
-        planner.observe(output, 0.0)
+        planner.result(step_of(output), None)
         token_ids.extend(output)
         lengths.append(len(output))
     return Replay(lengths, plan_seconds)

@@ -212,7 +212,7 @@ class AheadPlanner(SpecExecPlanner):
             yield from super()._read_root(search, scores, context)
 
     @contextmanager
-    def while_target_runs(self, nodes: int) -> Iterator[None]:
+    def during(self, nodes: int) -> Iterator[None]:
         search, context = self._search, self._context
         if search is None or context is None:
             yield
@@ -223,7 +223,7 @@ class AheadPlanner(SpecExecPlanner):
                 yield
         except BaseException:
             with suppress(Exception):  # an error of the draft does not replace the target's, or Ctrl-C
-                self.observe([], 0.0)
+                self.give_up()
             raise
 
     def _go_on(self, search: AheadSearch, context: Context, due: float) -> None:
@@ -264,7 +264,7 @@ class AheadPlanner(SpecExecPlanner):
                 return True
             return bool(search.place[path[-1]] == NOT_READ) and path[-1] not in self._reading
 
-    def observe(self, tokens: Sequence[int], seconds: float) -> None:
+    def _advance(self, tokens: Sequence[int]) -> None:
         search, self._search = self._search, None
         if self._thread.join(lost=search is None or self._is_lost(search, tokens)):
             self._drafter.evaluated = 0

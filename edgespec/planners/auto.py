@@ -16,10 +16,11 @@ from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import FLAT, STEEP, Curve, KnownPass, PassTimes
 from edgespec.loop.passes import Prefill
 from edgespec.loop.planner import Context, Planner, PlannerStats
-from edgespec.loop.tree import DraftTree, FloatArray, Proposal, only, root_only
+from edgespec.loop.step import Step
+from edgespec.loop.tree import DraftTree, FloatArray, Proposal, root_only
 from edgespec.machine.measurements import Amount
 from edgespec.planners.ledger import Accounts, Ledger
-from edgespec.planners.path_cost import best_part, rows_of
+from edgespec.planners.path_cost import best_part
 
 BELIEF = 4.0  # weight of a prior value, in expected things
 HEAVY = 0.8  # with experts, plain passes that a further unit of `weight` costs, until it is measured
@@ -238,8 +239,8 @@ class Candidate(ABC):
     def propose(self, context: Context, budget: int) -> DraftSteps[Offer]:
         """As for `Planner`; `context.pass_times` is None before the target's first pass."""
 
-    def observe(self, tokens: Sequence[int], seconds: float) -> None:
-        self.planner.observe(tokens, seconds)
+    def result(self, step: Step, logits: Logits | None) -> None:
+        self.planner.result(step, logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,11 +277,8 @@ class AutoPlanner(Planner):
         self._refused: list[Offer] = []  # the others of this step
         # Seconds of each candidate that the ledger allows, asked or not; later of ways.
         self._spent = dict[str, float]()
-        self._length = 0  # of the sequence when `_offer` was made
-        self._rows = 0
+        self._context: Context | None = None  # of `_offer`
         self._passes: list[tuple[int, float, int]] = []  # of the target, not learned yet: nodes, seconds, length
-        self._unread: int | None = None  # as in its context
-        self._owes = False  # the same
         self._drafted: str | None = None  # whose draft tokens were in the last pass
         self._went_ahead = False
 
@@ -309,12 +307,10 @@ class AutoPlanner(Planner):
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
         self._offer, self._chosen, self._spent = Offer(Proposal(root_only(context.token_ids[-1])), 0.0), None, {}
         self._refused = []
-        self._length, self._unread, self._rows = len(context.token_ids), context.unread, context.plain_rows
-        self._owes = context.owes
+        self._context = context
         candidates = [one for one in self._candidates if self._may_ask(one, context)]
         if budget > 0 and candidates:
             yield from self._choose(candidates, context, budget)
-            self._rows = _rows(self._offer.proposal, context.unread)
         return self._offer.proposal
 
     def _may_ask(self, candidate: Candidate, context: Context) -> bool:
@@ -327,7 +323,7 @@ class AutoPlanner(Planner):
 
     def _choose(self, candidates: Sequence[Candidate], context: Context, budget: int) -> DraftSteps[None]:
         began, sequences = perf_counter(), context.sequences
-        times = self._state.times(self._length, sequences)
+        times = self._state.times(len(context.token_ids), sequences)
         plain = float((times or self._state.proportions(sequences)).seconds(context.plain_rows))
         best = 1 / plain
         if times and (context.unread is None or sequences == 1):  # shared paths are not measured
@@ -385,65 +381,63 @@ class AutoPlanner(Planner):
         if context.sequences > 1:  # the scheduler chooses
             return super().paying(tree, context, budget)
         plain, further = context.plain_rows, np.arange(1, budget + 1)
-        times = self._state.times(self._length) or self._state.proportions(1)
+        times = self._state.times(len(context.token_ids)) or self._state.proportions(1)
         lost = times.seconds(plain + further) - times.seconds(plain)
         most = int(np.searchsorted(lost, self._ledger.room(self._way), side="right"))
         nodes, _ = best_part(tree, 0.0, times, budget=most, max_leaves=context.max_leaves, unread=context.unread)
-        self._rows = _rows(Proposal(tree, nodes), context.unread)
         return nodes
 
     @property
     def _way(self) -> str:
         return self._chosen.planner.name if self._chosen else GRAMMAR
 
-    def while_target_runs(self, nodes: int) -> AbstractContextManager[None]:
+    def during(self, nodes: int) -> AbstractContextManager[None]:
         chosen = self._chosen
-        if self._unread is None:  # a grammar may have cut the tree
-            self._rows = nodes
         goes = chosen is not None and chosen.goes_ahead
         self._went_ahead = goes and self._ledger.room(self._way + AHEAD) > 0
-        return chosen.planner.while_target_runs(nodes) if chosen and self._went_ahead else nullcontext()
+        return chosen.planner.during(nodes) if chosen and self._went_ahead else nullcontext()
 
     def saw_prompt(self, start: int, count: int, logits: Logits) -> None:
         for candidate in self._candidates:
             candidate.planner.saw_prompt(start, count, logits)
 
-    def saw(self, start: int, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
+    def give_up(self) -> None:
+        for candidate in self._candidates:
+            candidate.planner.give_up()
+
+    def result(self, step: Step, logits: Logits | None) -> None:
         for candidate in self._candidates:
             name, began = candidate.planner.name, perf_counter()
-            candidate.planner.saw(start, tree, path, logits)
+            candidate.result(step, logits)
             if name in self._spent:
                 took = perf_counter() - began
                 self._spent[name] += took
                 self._state.learning_seconds += took
-
-    def observe(self, tokens: Sequence[int], seconds: float) -> None:
-        for candidate in self._candidates:
-            candidate.observe(tokens, seconds)
-        if self._offer is None or not tokens:
+        if self._offer is None or self._context is None:
             return
-        state = self._state
+        state, context, tokens, seconds = self._state, self._context, step.tokens, step.own_seconds
+        length, rows, owes = len(context.token_ids), step.rows, context.owes
         went_ahead, self._went_ahead = self._went_ahead, False
         drafted, self._drafted = self._drafted, None
         if seconds:
             state.learning_seconds = 0.0
-            plain = 1 + (self._unread or 0)  # rows without draft tokens
-            way = self._way if self._rows > plain else None
+            plain = context.plain_rows
+            way = self._way if rows > plain else None
             if way and went_ahead:
                 self._spent[way + AHEAD] = self._spent.pop(way)
                 way += AHEAD
             self._drafted = way
-            if drafted and self._owes and not way:  # the way of the last step pays for what is read again
+            if drafted and owes and not way:  # the way of the last step pays for what is read again
                 way = drafted
             if way:
                 self._spent.setdefault(way, 0.0)
-            if way or (plain == 1 and not self._owes):  # else a pass does not show what plain decoding takes
+            if way or (plain == 1 and not owes):  # else a pass does not show what plain decoding takes
                 self._ledger.add(self._spent, way, seconds, len(tokens))
-            known = self._rows == 1 and state.target.has_plain(self._length)  # the ledger has the last ones
+            known = rows == 1 and state.target.has_plain(length)  # the ledger has the last ones
             if known:
                 state.target.measured += 1
-            elif not went_ahead and (self._unread or not self._owes):  # a draft meanwhile or a pass before lengthens it
-                self._passes.append((self._rows, seconds, self._length))
+            elif not went_ahead and (context.unread or not owes):  # a draft meanwhile or a pass before lengthens it
+                self._passes.append((rows, seconds, length))
             if not way or self._ledger.distance > 1:  # else a plain pass comes next, which shows the pace of this one
                 for one in self._passes:
                     state.add_pass(*one)
@@ -455,10 +449,3 @@ class AutoPlanner(Planner):
     def close(self) -> None:
         for candidate in self._candidates:
             candidate.planner.close()
-
-
-def _rows(proposal: Proposal, unread: int | None) -> int:
-    nodes = proposal.nodes
-    if unread is None:
-        return 1 + (0 if nodes is None else len(nodes))
-    return rows_of((proposal.tree if nodes is None else only(proposal.tree, nodes)).parents, unread)

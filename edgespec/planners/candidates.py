@@ -8,10 +8,12 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.loop.backend import Logits
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.passes import Prefill
 from edgespec.loop.planner import Context, Planner
+from edgespec.loop.step import Step
 from edgespec.loop.tree import FloatArray, Proposal, ranked
 from edgespec.planners.auto import AutoState, Candidate, Offer, Share
 from edgespec.planners.cost import chain_goodput
@@ -154,10 +156,9 @@ class Drafting(Candidate):
 
         return Offer(Proposal(tree, nodes), rate, float(np.exp(tree.log_probs[nodes]).sum()), learn)
 
-    def observe(self, tokens: Sequence[int], seconds: float) -> None:
-        super().observe(tokens, seconds)
-        if tokens:
-            self._agreement_here.fade(1)
+    def result(self, step: Step, logits: Logits | None) -> None:
+        super().result(step, logits)
+        self._agreement_here.fade(1)
 
     @property
     def _agreement(self) -> float:

@@ -1,10 +1,10 @@
 """What trees as paths cost (`backends/common/paths.py`): rows of a pass, and the best part of a tree."""
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from edgespec.loop.pass_times import Curve
-from edgespec.loop.tree import DraftTree, FloatArray, depths, is_leaf, ranked
+from edgespec.loop.tree import DraftTree, FloatArray, is_leaf, ranked
 from edgespec.planners.cost import best_size
 
 
@@ -15,18 +15,6 @@ def note(most: int | None = None) -> str:
         f"some layers are recurrent: trees are evaluated path by path{limit}, so branches cost more "
         "(docs/guides/exactness.md)"
     )
-
-
-def rows_of(parents: ArrayLike, unread: int) -> int:
-    """
-    Args:
-        parents: of a tree.
-        unread: number of unread tokens that each path begins with.
-
-    Returns:
-        Rows of a pass over the tree as paths.
-    """
-    return int(np.count_nonzero(is_leaf(parents))) * (unread + 1 + int(depths(parents).max()))
 
 
 def rows_added(tree: DraftTree, nodes: NDArray[np.intp], unread: int) -> FloatArray:

@@ -20,7 +20,8 @@ from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.passes import Prefill, most_nodes
 from edgespec.loop.planner import Context, Planner, PlannerStats
 from edgespec.loop.sampling import IdArray
-from edgespec.loop.tree import DraftTree, Proposal, root_only
+from edgespec.loop.step import Step
+from edgespec.loop.tree import Proposal, root_only
 from edgespec.planners.cost import worth_reading
 from edgespec.planners.drafting import ChildScores, Drafter
 from edgespec.planners.heads import HeadDrafter
@@ -71,7 +72,7 @@ class SpecExecPlanner(Planner):
         return PlannerStats(drafter.passes, drafter.seconds, mean_batch=drafter.mean_batch)
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        self.observe([], 0.0)
+        self.give_up()
         self._drafter.begin(prompt_ids)
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
@@ -128,16 +129,22 @@ class SpecExecPlanner(Planner):
     def _children(self, search: Search) -> int:
         return min(self.children, search.most_kept)
 
-    def observe(self, tokens: Sequence[int], seconds: float) -> None:
+    def result(self, step: Step, logits: Logits | None) -> None:
+        if logits:
+            self._drafter.saw(step.start, step.tree, step.path, logits)
+        self._advance(step.tokens)
+
+    def give_up(self) -> None:
+        self._advance(())
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        """Go on after these tokens of a step; without tokens, it was given up."""
         search, self._search = self._search, None
         if search is not None:
             self._drafter.commit(search.places_along(search.follow(tokens)))
 
     def saw_prompt(self, start: int, count: int, logits: Logits) -> None:
         self._drafter.saw_prompt(start, count, logits)
-
-    def saw(self, start: int, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
-        self._drafter.saw(start, tree, path, logits)
 
     def close(self) -> None:
         self._search = None

@@ -19,9 +19,11 @@ from math import exp, inf, log
 
 import numpy as np
 
+from edgespec.loop.backend import Logits
 from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.hint_texts import END, LONGEST_INPUT, Hint, NgramIndex
 from edgespec.loop.planner import Context, Planner
+from edgespec.loop.step import Step
 from edgespec.loop.tree import DraftTree, Proposal, Source, root_only
 from edgespec.planners.datastore import Datastore
 from edgespec.planners.sssd_calibration import WEIGHTS
@@ -210,8 +212,8 @@ class SssdPlanner(Planner):
             groups += datastore_matches(self._datastore, text[-1 - LONGEST_DATASTORE : -1], depth)
         return groups
 
-    def observe(self, tokens: Sequence[int], seconds: float) -> None:
-        self._index.extend(tokens)
+    def result(self, step: Step, logits: Logits | None) -> None:
+        self._index.extend(step.tokens)
 
 
 def datastore_matches(datastore: Datastore, suffix: Sequence[int], depth: int) -> list[Matches]:

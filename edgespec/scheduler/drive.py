@@ -8,8 +8,10 @@ from queue import SimpleQueue
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import Source
 from edgespec.machine.process import check_process
-from edgespec.scheduler.requests import Chunk, Ended, Event, GenerationResult, Handle, Reading, Request, Wrote
+from edgespec.scheduler.events import Chunk, Ended, Event, GenerationResult, Reading, Wrote
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
+from edgespec.scheduler.sequence import Seq
 
 
 def events(scheduler: Scheduler, request: Request, stats: GenerationStats | None = None) -> Generator[Event]:
@@ -72,13 +74,13 @@ def events_of(
     Yields:
         (number of the request, event), otherwise as `events`, for several requests.
     """
-    handles, left = list[Handle](), len(requests)
+    seqs, left = list[Seq](), len(requests)
     found = Mailbox(scheduler.wake, left)
     try:
         scheduler.start()
         for number, request in enumerate(requests):
             tell, counts = partial(found.put, number), stats[number] if stats else None
-            handles.append(scheduler.submit(request, tell, counts, is_full=found.is_full))
+            seqs.append(scheduler.submit(request, tell, counts, is_full=found.is_full))
         while left:
             check_process(scheduler.process)
             number, event = found.take()
@@ -86,8 +88,8 @@ def events_of(
             found.most = max(left, 1)
             yield number, event
     finally:
-        for handle in handles:
-            handle.cancel()
+        for seq in seqs:
+            seq.cancel()
 
 
 def results_as_they_end(scheduler: Scheduler, requests: Sequence[Request]) -> Generator[tuple[int, GenerationResult]]:

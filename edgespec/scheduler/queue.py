@@ -1,20 +1,20 @@
-"""Admission: the request that came first gets the next free session."""
+"""Admission: the sequence that came first gets the next free slot."""
 
 from threading import Condition
 
 from edgespec.errors import Closed
-from edgespec.scheduler.requests import Handle, Status
+from edgespec.scheduler.sequence import Seq, State
 
 
 class Queue:
-    """Requests that wait for a session, safe for any thread; idle work comes after all others."""
+    """Sequences that wait for a slot, safe for any thread; idle work comes after all others."""
 
     def __init__(self) -> None:
         self.changed = Condition()
         self.closed = self._news = False
-        self._handles = list[Handle]()
+        self._seqs = list[Seq]()
 
-    def put(self, handle: Handle) -> None:
+    def put(self, seq: Seq) -> None:
         """
         Raises:
             Closed: no request is taken any more.
@@ -22,7 +22,7 @@ class Queue:
         with self.changed:
             if self.closed:
                 raise Closed
-            self._handles.append(handle)
+            self._seqs.append(seq)
             self.wake()
 
     def wake(self) -> None:
@@ -41,26 +41,26 @@ class Queue:
             self._news = False
             return not self.closed
 
-    def put_back(self, handle: Handle) -> None:
-        """Have a request that had a session wait again, before the others; it restarts."""
+    def put_back(self, seq: Seq) -> None:
+        """Have a sequence that had a slot wait again, before the others; it restarts."""
         with self.changed:
-            if handle not in self._handles:
-                self._handles.insert(0, handle)
-            handle.wait_again()
+            if seq not in self._seqs:
+                self._seqs.insert(0, seq)
+            seq.wait_again()
 
-    def remove(self, handle: Handle) -> None:
+    def remove(self, seq: Seq) -> None:
         with self.changed:
-            if handle in self._handles:
-                self._handles.remove(handle)
+            if seq in self._seqs:
+                self._seqs.remove(seq)
 
-    def in_order(self) -> list[Handle]:
+    def in_order(self) -> list[Seq]:
         with self.changed:
-            waiting = [handle for handle in self._handles if handle.status is Status.WAITING]
-        return sorted(waiting, key=lambda handle: handle.is_idle_work)
+            waiting = [seq for seq in self._seqs if seq.state is State.WAITING] if self._seqs else []
+        return sorted(waiting, key=lambda seq: seq.is_idle_work)
 
-    def cancelled_or_ended(self) -> list[Handle]:
+    def cancelled_or_ended(self) -> list[Seq]:
         with self.changed:
-            return [one for one in self._handles if one.cancelled or one.status is Status.DONE]
+            return [one for one in self._seqs if one.cancelled or one.state is State.DONE] if self._seqs else []
 
     def close(self) -> None:
         with self.changed:
@@ -69,7 +69,8 @@ class Queue:
 
     @property
     def waiting(self) -> int:
-        return sum(not (one.is_idle_work or one.cancelled) for one in self._handles.copy())  # waits for no lock
+        waits = self._seqs.copy()  # without the lock
+        return sum(not (one.is_idle_work or one.cancelled) for one in waits) if waits else 0
 
     def __len__(self) -> int:
-        return len(self._handles)
+        return len(self._seqs)

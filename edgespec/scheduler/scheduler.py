@@ -10,22 +10,24 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock, Thread, current_thread
-from time import perf_counter
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
 from edgespec.errors import Closed, ContextFull, Interrupted
 from edgespec.loop.backend import Backend, Logits
-from edgespec.loop.passes import Pass, check_room, common_prefix
+from edgespec.loop.passes import UNTIMED, Pass, Ran, check_room, common_prefix, run
 from edgespec.loop.planner import Planner
 from edgespec.loop.stats import GenerationStats
 from edgespec.machine.process import at_end, check_process, is_here
 from edgespec.planners.auto import AutoState
-from edgespec.scheduler.batch import Batch, account, choose, learn, plan, read_draft, while_target_runs
+from edgespec.scheduler.batch import Batch, CurrentPass, account, choose, compose, learn, read_draft
+from edgespec.scheduler.counts import Counts
+from edgespec.scheduler.events import Cancelled, Chunk, Event
 from edgespec.scheduler.prompt_chunks import PromptChunks
 from edgespec.scheduler.queue import Queue
-from edgespec.scheduler.requests import Cancelled, Counts, CurrentPass, Event, Handle, Request, never
-from edgespec.scheduler.session_pool import Lane, SessionPool
+from edgespec.scheduler.requests import Request
+from edgespec.scheduler.sequence import Seq, State, never
+from edgespec.scheduler.session_pool import SessionPool
 
 Result = TypeVar("Result")
 
@@ -87,7 +89,7 @@ class Scheduler:
         stats: GenerationStats | None = None,
         idle_limit: int | None = None,
         is_full: Callable[[], bool] = never,
-    ) -> Handle:
+    ) -> Seq:
         """
         Args:
             request: what is wanted.
@@ -108,11 +110,11 @@ class Scheduler:
         check_process(self.process)
         check_room(self.target, len(request.prompt_ids))
         stats = GenerationStats() if stats is None else stats
-        handle = Handle(request, emit, stats, self.target.vocab, self._on_cancel, idle_limit, is_full)
-        self._queue.put(handle)
-        return handle
+        seq = Seq(request, emit, stats, self.target.vocab, self._on_cancel, idle_limit, is_full)
+        self._queue.put(seq)
+        return seq
 
-    def promote(self, handle: Handle) -> bool:
+    def promote(self, seq: Seq) -> bool:
         """Make idle work a real request.
 
         Returns:
@@ -120,10 +122,10 @@ class Scheduler:
         """
         check_process(self.process)
         with self._queue.changed:
-            if not handle.cancelled:
-                handle.promote()
+            if not seq.cancelled:
+                seq.idle_limit = None
             self.wake()
-        return not handle.is_idle_work
+        return not seq.is_idle_work
 
     def _on_cancel(self) -> None:
         if is_here(self.process):  # else a lost thread may hold the lock
@@ -233,197 +235,198 @@ class Scheduler:
 
     def _has_work(self) -> bool:
         queued = self._queue.waiting or self._queue.cancelled_or_ended() or (len(self._queue) and not self.pool.active)
-        return bool(self._calls or queued or self._lanes())
+        return bool(self._calls or queued or self._seqs())
 
-    def _lanes(self) -> list[Lane]:
+    def _seqs(self) -> list[Seq]:
         """Those with work, whose readers are not behind; a reader may ask for another text before it reads on."""
         found = self.pool.with_work
-        return found if self._queue.waiting else [lane for lane in found if not lane.is_held]
+        return found if self._queue.waiting else [seq for seq in found if not seq.is_held]
 
     def step(self) -> None:
-        if self._queue.closed:
-            return
+        """One pass of the target, for as many sequences as fit."""
+        self._settle()  # cancelled sequences end, lost sessions are replaced, cells are freed
+        self._admit()  # a waiting sequence gets a slot
+        self._read_draft()  # a chunk of one sequence
+        batch = self._compose()
+        logits, ran = self._run(batch)
+        gained = sum(self._accept(*part, one, ran) for part, one in zip(batch.parts, logits, strict=False))
+        if logits and self._pace:
+            account(batch, ran, gained, self._pace)
+
+    def _settle(self) -> None:
         self.pool.mend()
-        self._put_back_stranded()
-        self._end_cancelled()
+        for seq in self.pool.stranded:
+            slot = seq.slot
+            self._wait_again(seq)
+            if slot:
+                self.pool.renew(slot)
+        for seq in self._queue.cancelled_or_ended():
+            self._finish(seq, Cancelled("cancelled"))
+            self._queue.remove(seq)
+        for seq in self.pool.seqs.copy():
+            if seq.has_ended:
+                self._end(seq, None)
+            elif seq.cancelled:
+                self._end(seq, Cancelled("cancelled"))
         while self.pool.is_overfull:
-            self._give_way(self.pool.busy, None)
-        self._admit()
-        self._read_draft()
-        self._pass(*choose(self._lanes(), self.target.capabilities, read_last=self._chunks.read_last))
+            self._give_way(self.pool.seqs, None)
 
-    def _put_back_stranded(self) -> None:
-        for lane in self.pool.stranded:
-            assert lane.handle
-            self._queue.put_back(lane.handle)
-            self.pool.renew(lane)
-
-    def _end_cancelled(self) -> None:
-        for handle in self._queue.cancelled_or_ended():
-            self._finish(handle, Cancelled("cancelled"))
-            self._queue.remove(handle)
-        for lane in self.pool.busy:
-            if lane.has_ended:
-                self._end(lane, None)
-            elif lane.handle and lane.handle.cancelled:
-                self._end(lane, Cancelled("cancelled"))
+    def _wait_again(self, seq: Seq) -> None:
+        self.pool.release(seq)
+        self._queue.put_back(seq)
 
     def _admit(self) -> None:
         waiting = self._queue.in_order()
         if waiting and not self.pool.idle:
             self._end_idle_work()
         reading = [
-            (lane.sender, lane.generation.token_ids)
-            for lane in self.pool.with_work if lane.generation and lane.unread
+            (seq.request.sender, seq.generation.token_ids)
+            for seq in self.pool.with_work if waiting and seq.generation and seq.state is State.READING
         ]  # fmt: skip
-        for handle in waiting if self.pool.idle else ():
-            prompt, sender = handle.request.prompt_ids, handle.request.sender
-            while not self.pool.has_room(handle):
-                if (handle.is_idle_work and self.active) or not self._end_idle_work():
+        for seq in waiting if self.pool.idle else ():
+            prompt, sender = seq.request.prompt_ids, seq.request.sender
+            while not self.pool.has_room(seq):
+                if (seq.is_idle_work and self.active) or not self._end_idle_work():
                     return
             soon = max((common_prefix(other, prompt) for whose, other in reading if whose == sender), default=0)
             if soon <= self.pool.most_held(prompt, sender):
-                self._begin(handle)
+                self._begin(seq)
                 return
-            # else another request is prefilling a shared prefix: this one starts from there, a little later
+            # else another sequence is reading a shared prefix: this one starts from there, a little later
 
     def _end_idle_work(self) -> bool:
         with self._queue.changed:
-            lane = next((one for one in self.pool.busy if one.handle and one.handle.is_idle_work), None)
-            if lane and lane.handle:
-                lane.handle.cancelled = True  # no pass is under way that `cancel` could interrupt
-        if lane:
-            self._end(lane, Cancelled("it gave way to another"))
-        return lane is not None
+            seq = next((one for one in self.pool.seqs if one.is_idle_work), None)
+            if seq:
+                seq.cancelled = True  # no pass is under way that `cancel` could interrupt
+        if seq:
+            self._end(seq, Cancelled("it gave way to another"))
+        return seq is not None
 
-    def _begin(self, handle: Handle) -> None:
-        lane = self.pool.assign(handle)
-        with self._queue.changed:
-            handle.begin()
-        self._queue.remove(handle)
-        with self._failing([lane]):
-            self.counts.add_tokens(handle, self.pool.begin(lane, self._budget))
-        if lane.has_ended:
-            self._end(lane, None)
+    def _begin(self, seq: Seq) -> None:
+        self.pool.assign(seq)
+        seq.state = State.READING
+        self._queue.remove(seq)
+        with self._failing([seq]):
+            self.counts.add_tokens(seq, self.pool.begin(seq, self._budget))
+        if seq.has_ended:
+            self._end(seq, None)
 
     def _read_draft(self) -> None:
-        """Have the draft read one chunk for the oldest request that needs it."""
-        lanes = self._lanes()
-        if lane := min((one for one in lanes if one.draft_prompt), key=lambda one: one.used, default=None):
-            with self._failing([lane]), suppress(Interrupted):
-                read_draft(lane, self._draft_chunks, self.pass_now, single=len(lanes) == 1)
+        """Have the draft read one chunk for the oldest sequence that needs it."""
+        seqs = self._seqs()
+        if seq := min((one for one in seqs if one.draft_prompt), key=lambda one: one.age, default=None):
+            with self._failing([seq]), suppress(Interrupted):
+                read_draft(seq, self._draft_chunks, self.pass_now, single=len(seqs) == 1)
 
-    def _pass(self, writing: list[Lane], reader: Lane | None) -> None:
-        limits, began = self.target.capabilities, perf_counter()
-        batch, failed = plan(writing, reader, self.pool.lanes, limits, self._pace, self._chunks)
-        for lane, error in failed:
-            with self._failing([lane]):
+    def _compose(self) -> Batch:
+        limits = self.target.capabilities
+        writing, reader = choose(self._seqs(), limits, read_last=self._chunks.read_last)
+        batch = compose(writing, reader, self.pool.seqs, limits, self._pace, self._chunks)
+        for seq, error in batch.failed:
+            with self._failing([seq]):
                 raise error
-        started = perf_counter()
-        logits = self._forward(batch) if batch else []
-        if logits:
-            seconds = perf_counter() - started
-            learn(batch, seconds, limits, self._pace, self._chunks)
-            self.counts.add_pass(seconds, [pass_.work for _, pass_ in batch])
-            self.pool.count_pass([lane for lane, _ in batch])
-            for counter in {lane.handle.request.counter for lane, _ in batch if lane.handle}:
-                if counter:
-                    counter.add(seconds)
-            tokens = self.counts.decoded
-        for (lane, pass_), found in zip(batch, logits, strict=False):
-            self._accept(lane, pass_, found, single=len(batch) == 1)
-        if logits and self._pace:
-            account(batch, started - began, seconds, self.counts.decoded - tokens, self._pace)
+        return batch
 
-    def _forward(self, batch: Batch) -> list[Logits]:
+    def _run(self, batch: Batch) -> tuple[list[Logits], Ran]:
         """
         Returns:
             The logits of one pass; []: it could not be made, and the next step tries another.
         """
-        lanes = [lane for lane, _ in batch]
-        handles = [lane.handle for lane in lanes if lane.handle]
-        with self._failing(lanes), suppress(Interrupted):
+        seqs = batch.seqs
+        with self._failing(seqs), suppress(Interrupted):
             try:
-                with self.pass_now.of(handles, self.target), while_target_runs(batch):
-                    return self.target.forward([pass_.work for _, pass_ in batch])
+                if seqs:
+                    with self.pass_now.of(seqs, self.target), batch.during():
+                        logits, ran = run(self.target, works := [pass_.work for _, pass_ in batch.parts])
+                    learn(batch, ran, self.target.capabilities, self._pace, self._chunks)
+                    self.counts.add_pass(ran, works, [seq.request.counter for seq in seqs])
+                    self.pool.count_pass(seqs)
+                    return logits, ran
             except ContextFull as error:
                 self._make_room(batch, error)
-        for lane in lanes:
-            with self._failing([lane]):
-                lane.give_up()
-        return []
+        for seq in seqs:
+            with self._failing([seq]):
+                seq.give_up()
+        return [], UNTIMED
 
     def _make_room(self, batch: Batch, error: ContextFull) -> None:
-        *_, (lane, pass_) = batch
-        if lane.generation and pass_.work.prompt and lane.generation.prompt.may_begin_again():
-            self.pool.empty(lane)
-            lane.generation.stats.cached_tokens = 0
+        *_, (seq, pass_) = batch.parts
+        if seq.generation and seq.slot and pass_.work.prompt and seq.generation.prompt.may_begin_again():
+            self.pool.empty(seq.slot)
+            seq.stats.cached_tokens = 0
         else:
-            self._give_way([lane for lane, _ in batch], error)
+            self._give_way(batch.seqs, error)
 
-    def _give_way(self, lanes: Sequence[Lane], error: ContextFull | None) -> None:
-        """Free cells: evict an idle session, else end idle work, else take the session of the youngest request.
+    def _give_way(self, seqs: Sequence[Seq], error: ContextFull | None) -> None:
+        """Free cells: evict an idle session, else end idle work, else take the slot of the youngest sequence.
 
-        That request ends, or waits again.
+        That sequence ends, or waits again.
 
         Args:
-            lanes: those whose requests may be ended.
-            error: ends a request that has no tokens yet; None: it waits again.
+            seqs: those that may be ended.
+            error: ends a sequence that has no tokens yet; None: it waits again.
         """
         if self.pool.evict_oldest() or self._end_idle_work():
             return
-        lane = max(lanes, key=lambda lane: lane.used)
-        assert lane.handle
-        if lane.handle.stats.tokens and not lane.handle.repeats:
-            lane.handle.cut_short()
-            self._end(lane, None)
+        seq = max(seqs, key=lambda seq: seq.age)
+        if seq.stats.tokens and not seq.repeats:
+            seq.cut_short()
+            self._end(seq, None)
         elif error:
-            self._end(lane, error)
+            self._end(seq, error)
         else:
-            self._queue.put_back(lane.handle)
-            self.pool.release(lane)
+            self._wait_again(seq)
 
-    def _accept(self, lane: Lane, pass_: Pass, logits: Logits, *, single: bool) -> None:
-        with self._failing([lane]):
-            assert lane.handle
-            self.counts.add_tokens(lane.handle, lane.accept(pass_, logits, single=single))
-        if lane.has_ended:
-            self._end(lane, None)
+    def _accept(self, seq: Seq, pass_: Pass, logits: Logits, ran: Ran) -> int:
+        """
+        Returns:
+            Number of tokens that the reader has now.
+        """
+        chunks = list[Chunk]()
+        with self._failing([seq]):
+            chunks = seq.accept(pass_, logits, ran)
+            self.counts.add_tokens(seq, chunks)
+        if seq.has_ended:
+            self._end(seq, None)
+        return len(chunks)
 
-    def _end(self, lane: Lane, error: Exception | None) -> None:
-        if lane.handle:
-            self._finish(lane.handle, error)
-        self.pool.release(lane)
+    def _end(self, seq: Seq, error: Exception | None) -> None:
+        self._finish(seq, error)
+        self.pool.release(seq)
 
     @contextmanager
-    def _failing(self, lanes: Sequence[Lane]) -> Iterator[None]:
-        """End these requests after an error within, and open new sessions: the old ones are in an unknown state."""
+    def _failing(self, seqs: Sequence[Seq]) -> Iterator[None]:
+        """End these sequences after an error within, and open new sessions: the old ones are in an unknown state."""
+        slots = [seq.slot for seq in seqs]
         try:
             yield
         except Exception as error:
-            for lane in lanes:
-                self._end(lane, error)
-                self.pool.renew(lane)
+            for seq, slot in zip(seqs, slots, strict=True):
+                if seq.slot:
+                    self._end(seq, error)
+                if slot:
+                    self.pool.renew(slot)
 
     def _end_all(self, error: Exception) -> None:
         for call in [*self._calls]:
             call.done.set_exception(error)
         self._calls.clear()
-        for lane in self.pool.busy:
-            self._end(lane, error)
-        for handle in dict.fromkeys(self._queue.cancelled_or_ended() + self._queue.in_order()):
-            self._queue.remove(handle)
-            self._finish(handle, error)
+        for seq in self.pool.seqs.copy():
+            self._end(seq, error)
+        for seq in dict.fromkeys(self._queue.cancelled_or_ended() + self._queue.in_order()):
+            self._queue.remove(seq)
+            self._finish(seq, error)
 
-    def _finish(self, handle: Handle, error: Exception | None) -> None:
-        if not handle.ended:
+    def _finish(self, seq: Seq, error: Exception | None) -> None:
+        if not seq.ended:
             if error is not None:
                 with self._queue.changed:
-                    if handle.is_idle_work:
-                        handle.cancelled = True  # `promote`, in another thread, must not make ended work a real request
-            handle.end(error)
-            self.counts.add_end(handle)  # first: a reader of the end may ask for the counts
-        handle.tell_end()
+                    if seq.is_idle_work:
+                        seq.cancelled = True  # `promote`, in another thread, must not make ended work a real request
+            seq.end(error)
+            self.counts.add_end(seq)  # first: a reader may ask for the counts
+        seq.tell_end()
 
 
 def _make_steps(scheduler: "ref[Scheduler]", queue: Queue) -> None:

@@ -4,22 +4,22 @@ An idle session keeps its tokens for the next prompt that begins with them. If a
 the least recently used idle ones are emptied for new requests, and a `DiskCache` saves them first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ContextFull, EdgespecError, UsageError
-from edgespec.loop.backend import Backend, Capabilities, Logits, Session
-from edgespec.loop.generate import Generation, Step
-from edgespec.loop.passes import Pass, Prefill, common_prefix, most_nodes, start_of
+from edgespec.loop.backend import Backend, Capabilities
+from edgespec.loop.generate import Generation
+from edgespec.loop.passes import common_prefix, most_nodes, start_of
 from edgespec.loop.planner import Planner
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import draft_file, has, load_draft_session
 from edgespec.loop.shapes import whole_tiles
 from edgespec.scheduler.disk_cache import DiskCache
-from edgespec.scheduler.requests import Chunk, Handle, Reading, Status
+from edgespec.scheduler.events import Chunk
+from edgespec.scheduler.sequence import Seq, Slot
 
 WORTH_SHARING = 8  # tokens of a prompt that a fork must spare; a chat template has 24
 WORTH_KEEPING = 64  # tokens of an idle session: a request that would drop as many gets another session
@@ -27,112 +27,13 @@ RESERVED = 1024  # most tokens of an answer for which cells are reserved
 PROMPT_RETRIES = 3
 
 
-@dataclass(slots=True, eq=False)
-class Lane:
-    """A session with its planner, and the request that it serves.
-
-    Attributes:
-        handle: the request; None: the session is idle.
-        is_broken: no new session could be opened after an error.
-        used: serial number of the last request that it was assigned to, or of its loading.
-        passed: serial number of the last pass that it had a part in.
-        source: the lane with which it shares its first `forked` cells.
-        looked_at: `save_one` has considered its tokens.
-        last_row: the last prompt that was read to its end, and the logits of its last row.
-        sender: of the requests that its tokens come from.
-    """
-
-    session: Session
-    planner: Planner
-    handle: Handle | None = None
-    generation: Generation | None = None
-    is_broken: bool = False
-    used: int = 0
-    passed: int = 0
-    source: "Lane | None" = None
-    forked: int = 0
-    looked_at: bool = False
-    last_row: tuple[list[int], Float32Array] | None = None
-    sender: str = ""
-
-    @property
-    def draft(self) -> Session | None:
-        return self.planner.draft_session
-
-    @property
-    def unread(self) -> int:
-        return self.generation.prompt.unread if self.generation else 0
-
-    @property
-    def draft_prompt(self) -> Prefill | None:
-        return self.generation.draft_prompt if self.generation else None
-
-    @property
-    def may_write(self) -> bool:
-        return self.generation is not None and not self.unread and self.draft_prompt is None
-
-    @property
-    def is_active(self) -> bool:
-        return self.handle is not None and self.handle.status in (Status.READING, Status.WRITING)
-
-    @property
-    def is_held(self) -> bool:
-        """Its reader is behind."""
-        return self.handle is not None and not self.handle.cancelled and self.handle.is_full()
-
-    @property
-    def has_work(self) -> bool:
-        handle = self.handle
-        unread = self.unread > 0 or self.draft_prompt is not None
-        return handle is not None and (handle.cancelled or unread or not handle.is_prefetched)
-
-    @property
-    def taken(self) -> int:
-        """Cells of its tokens, without shared ones."""
-        tokens, first = self.session.token_ids, self.forked
-        shared = common_prefix(tokens[:first], self.source.session.token_ids[:first]) if self.source else 0
-        return len(tokens) - whole_tiles(shared)
-
-    def report_read(self, first: Step | None) -> list[Chunk]:
-        """Report how much of the prompt is read, and at its end the first token."""
-        assert self.handle
-        assert self.generation
-        prompt, row = self.handle.request.prompt_ids, self.generation.last_row
-        self.handle.tell(Reading(len(self.session.token_ids), len(prompt)))
-        if first is None or row is None:
-            return []
-        self.last_row = prompt, row
-        return self.handle.write(first)
-
-    @property
-    def has_ended(self) -> bool:
-        handle, generation = self.handle, self.generation
-        stopped = generation is not None and generation.finished
-        return handle is not None and bool(handle.ended or handle.text.stopped or stopped)
-
-    def accept(self, pass_: Pass, logits: Logits, *, single: bool) -> list[Chunk]:
-        """Commit and report the accepted tokens of a pass, or its part of the prompt.
-
-        Returns:
-            The new chunks.
-        """
-        assert self.handle
-        assert self.generation
-        if pass_.tree is None:
-            return self.report_read(self.generation.accept_prompt(pass_, logits))
-        return self.handle.write(self.generation.accept(pass_, logits, single=single))
-
-    def give_up(self) -> None:
-        if self.generation:
-            self.generation.give_up()
-
-
 class SessionPool:
     """All sessions of the target, for one thread at a time."""
 
     def __init__(self, target: Backend, planners: Sequence[Planner]) -> None:
         self.disk_cache: DiskCache | None = None
-        self.lanes = [Lane(target.open(), planner) for planner in planners]
+        self.slots = [Slot(target.open(), planner) for planner in planners]
+        self.seqs = list[Seq]()  # those that have slots
         self._target = target
         self._requests = self._passes = 0
 
@@ -142,173 +43,173 @@ class SessionPool:
 
     @property
     def active(self) -> int:
-        return sum(lane.is_active for lane in self.lanes)
+        return sum(seq.is_active for seq in self.seqs)
 
     @property
-    def busy(self) -> list[Lane]:
-        return [lane for lane in self.lanes if lane.handle]
+    def idle(self) -> list[Slot]:
+        return [slot for slot in self.slots if slot.seq is None]
 
     @property
-    def idle(self) -> list[Lane]:
-        return [lane for lane in self.lanes if lane.handle is None]
-
-    @property
-    def with_work(self) -> list[Lane]:
-        active = [lane for lane in self.lanes if lane.is_active]
-        return active or [lane for lane in self.lanes if lane.has_work]
+    def with_work(self) -> list[Seq]:
+        return [seq for seq in self.seqs if seq.is_active] or [seq for seq in self.seqs if seq.has_work]
 
     @property
     def tokens(self) -> int:
-        return sum(len(lane.session.token_ids) for lane in self.lanes)
+        return sum(len(slot.session.token_ids) for slot in self.slots)
 
     def most_held(self, prompt: Sequence[int], sender: str = "") -> int:
         """Most tokens of a prompt's beginning that a session or a file of the disk cache has for its sender."""
         on_disk = self.disk_cache.best(prompt, sender)[1] if self.disk_cache else 0
         return max(self._most_in_memory(prompt, sender), on_disk)
 
-    def has_room(self, handle: Handle) -> bool:
-        reserved = [self._reserved(lane) for lane in self.busy]
+    def has_room(self, seq: Seq) -> bool:
+        reserved = [self._reserved(slot) for slot in self.slots if slot.seq]
         if self.limits.cells is None or not reserved:
             return True
-        source, shared = self._best(handle.request.prompt_ids, handle.request.sender)
-        shares = source.handle and shared >= WORTH_SHARING
+        source, shared = self._best(seq.request.prompt_ids, seq.request.sender)
+        shares = source.seq and shared >= WORTH_SHARING
         common = whole_tiles(shared) if shares else 0
-        return sum(reserved) + self._needed(handle) - common <= self.limits.cells
+        return sum(reserved) + self._needed(seq) - common <= self.limits.cells
 
-    def assign(self, handle: Handle) -> Lane:
-        """Give a request the idle lane that loses least; `begin` comes next."""
-        lane = self._idle_for(handle.request.prompt_ids, handle.request.sender)
+    def assign(self, seq: Seq) -> None:
+        """Give a sequence the idle slot that loses least; `begin` comes next."""
+        slot = self._idle_for(seq.request.prompt_ids, seq.request.sender)
         self._requests += 1
-        lane.generation, lane.looked_at = None, False
-        lane.handle, lane.used = handle, self._requests
-        return lane
+        slot.seq, slot.used, slot.looked_at = seq, self._requests, False
+        seq.slot = slot
+        self.seqs.append(seq)
 
-    def begin(self, lane: Lane, budget: int) -> list[Chunk]:
-        """Begin the assigned request, with at most `budget` draft tokens a pass.
+    def begin(self, seq: Seq, budget: int) -> list[Chunk]:
+        """Begin the assigned sequence, with at most `budget` draft tokens a pass.
 
         Returns:
-            As `Lane.accept`.
+            As `Seq.accept`.
 
         Raises:
-            Exception: what the engine, the planner or the disk cache raises; the request cannot begin then.
+            Exception: what the engine, the planner or the disk cache raises; the sequence cannot begin then.
         """
-        handle = lane.handle
-        assert handle
-        self._give(lane, handle.request.sender)
-        request = handle.request
-        self.prepare(lane, request.prompt_ids)
-        lane.generation = Generation(
-            self._target, lane.session, lane.planner, request.prompt_ids, request.sampling,
-            max_tokens=request.max_tokens, budget=0 if request.plain else budget, stats=handle.stats,
+        slot, request = seq.slot, seq.request
+        assert slot
+        self._give(slot, request.sender)
+        self.prepare(slot, request.prompt_ids)
+        seq.generation = Generation(
+            self._target, slot.session, slot.planner, request.prompt_ids, request.sampling,
+            max_tokens=request.max_tokens, budget=0 if request.plain else budget, stats=seq.stats,
             log_probs=request.log_probs, grammar=request.grammar.start() if request.grammar else None,
-            hint_texts=request.hint_texts, last_row=self._last_row(request.prompt_ids, lane.sender),
+            hint_texts=request.hint_texts, last_row=self._last_row(request.prompt_ids, slot.sender),
         )  # fmt: skip
-        handle.stats.approximate = lane.planner.approximate or self.limits.approximate
-        lane.generation.prompt.retries = PROMPT_RETRIES
-        first = lane.generation.begin()
-        while self.limits.cells is not None and sum(map(self._reserved, self.lanes)) > self.limits.cells:
+        seq.stats.approximate = slot.planner.approximate or self.limits.approximate
+        seq.generation.prompt.retries = PROMPT_RETRIES
+        first = seq.generation.begin()
+        while self.limits.cells is not None and sum(map(self._reserved, self.slots)) > self.limits.cells:
             if not self.evict_oldest():
                 break
-        return lane.report_read(first)
+        return seq.report_read(first)
 
-    def _give(self, lane: Lane, sender: str) -> None:
-        """Let a lane serve a sender: what it holds of another one may not even spare time."""
-        if lane.sender != sender:
-            self.evict(lane)
-            lane.planner.begin([0])
-            lane.sender, lane.last_row = sender, None
+    def _give(self, slot: Slot, sender: str) -> None:
+        """Let a slot serve a sender: what it holds of another one may not even spare time."""
+        if slot.sender != sender:
+            self.evict(slot)
+            slot.planner.begin([0])
+            slot.sender, slot.last_row = sender, None
 
-    def prepare(self, lane: Lane, prompt: Sequence[int]) -> None:
-        """Have the lane's session begin with about as much of a prompt as is kept anywhere; no pass is made.
+    def prepare(self, slot: Slot, prompt: Sequence[int]) -> None:
+        """Have the slot's session begin with about as much of a prompt as is kept anywhere; no pass is made.
 
         It keeps its own tokens, or gets a fork of another session, or a file of the disk cache. What it held is saved
         first if that is long enough.
         """
-        cache, sender = self.disk_cache, lane.sender
+        cache, sender = self.disk_cache, slot.sender
         in_memory = self._most_in_memory(prompt, sender) if cache else 0
-        source, start = self._start(lane, prompt)
-        forks = source is not lane
-        held, common = lane.session.token_ids, common_prefix(lane.session.token_ids, prompt)
-        if cache and lane.session.reusable_prefix(len(held)) - (0 if forks else common) >= cache.least:
-            cache.put(lane.session, lane.draft, sender)
-        self._hand_over_shared(lane, 0 if forks else start)
+        source, start = self._start(slot, prompt)
+        forks = source is not slot
+        held, common = slot.session.token_ids, common_prefix(slot.session.token_ids, prompt)
+        if cache and slot.session.reusable_prefix(len(held)) - (0 if forks else common) >= cache.least:
+            cache.put(slot.session, slot.draft, sender)
+        self._hand_over_shared(slot, 0 if forks else start)
         if forks:
-            lane.session.close()
-            lane.session = source.session.fork()
-            lane.source, lane.forked = source, start
+            slot.session.close()
+            slot.session = source.session.fork()
+            slot.source, slot.forked = source, start
         path, on_disk = cache.best(prompt, sender) if cache else (None, 0)
         if cache and path and on_disk >= in_memory + cache.least:
-            self._hand_over_shared(lane, 0)
-            while not cache.load(path, lane.session, lane.draft) and self.evict_oldest():
+            self._hand_over_shared(slot, 0)
+            while not cache.load(path, slot.session, slot.draft) and self.evict_oldest():
                 pass
 
-    def count_pass(self, lanes: Sequence[Lane]) -> None:
-        for lane in lanes:
+    def count_pass(self, seqs: Iterable[Seq]) -> None:
+        for seq in seqs:
             self._passes += 1
-            lane.passed = self._passes
+            seq.passed = self._passes
 
-    def release(self, lane: Lane) -> None:
+    def release(self, seq: Seq) -> None:
+        """Take a sequence's slot from it."""
         with suppress(Exception):  # the planner may be what failed
-            lane.give_up()
-        lane.handle = lane.generation = None
+            seq.give_up()
+        if seq.slot:
+            seq.slot.seq = None
+            self.seqs.remove(seq)
+        seq.slot = seq.generation = None
 
     @property
-    def stranded(self) -> list[Lane]:
-        """Lanes with whose texts no pass can go on, because the pass of another has lost their cells."""
+    def stranded(self) -> list[Seq]:
+        """Sequences with which no pass can go on, because that of another has lost their recurrent states."""
+        if not self.limits.paths:
+            return []
         most = most_nodes(self.limits, 0)
-        return [lane for lane in self.lanes if lane.may_write and lane.session.unread_committed >= most]
+        return [seq for seq in self.seqs if seq.may_write and seq.unread_committed >= most]
 
-    def renew(self, lane: Lane) -> None:
-        """Give a lane without a request a new session: the old one is in an unknown state."""
-        lane.is_broken, lane.handle, lane.generation = True, None, None
-        self._hand_over_shared(lane, 0)
+    def renew(self, slot: Slot) -> None:
+        """Give an idle slot a new session: the old one is in an unknown state."""
+        slot.is_broken = True
+        self._hand_over_shared(slot, 0)
         with suppress(Exception):  # `mend` tries again, or the next request in this session fails
-            lane.session.close()
-            lane.session = self._target.open()
-            lane.planner.begin([0])
-            lane.is_broken = False
+            slot.session.close()
+            slot.session = self._target.open()
+            slot.planner.begin([0])
+            slot.is_broken = False
 
     def mend(self) -> None:
-        for lane in self.lanes:
-            if lane.is_broken and lane.handle is None:
-                self.renew(lane)
+        for slot in self.slots:
+            if slot.is_broken and slot.seq is None:
+                self.renew(slot)
 
     @property
     def is_overfull(self) -> bool:
-        return self.limits.cells is not None and sum(lane.taken for lane in self.lanes) > self.limits.cells
+        return self.limits.cells is not None and sum(slot.taken for slot in self.slots) > self.limits.cells
 
-    def empty(self, lane: Lane) -> None:
-        self._hand_over_shared(lane, 0)
-        lane.session.rewind(0)
+    def empty(self, slot: Slot) -> None:
+        self._hand_over_shared(slot, 0)
+        slot.session.rewind(0)
 
-    def evict(self, lane: Lane) -> None:
+    def evict(self, slot: Slot) -> None:
         """Save a session to the disk cache, if there is one, and empty it."""
         if self.disk_cache:
-            self.disk_cache.put(lane.session, lane.draft, lane.sender)
-        self.empty(lane)
+            self.disk_cache.put(slot.session, slot.draft, slot.sender)
+        self.empty(slot)
 
     def evict_oldest(self) -> bool:
-        """Evict the tokens of the least recently used idle lane.
+        """Evict the tokens of the least recently used idle slot.
 
         Returns:
-            False: no idle lane has tokens.
+            False: no idle slot has tokens.
         """
-        idle = [lane for lane in self.idle if lane.session.token_ids]
-        if oldest := min(idle, key=lambda lane: lane.used, default=None):
+        idle = [slot for slot in self.idle if slot.session.token_ids]
+        if oldest := min(idle, key=lambda slot: slot.used, default=None):
             self.evict(oldest)
         return oldest is not None
 
     def empty_idle(self) -> None:
-        for lane in self.idle:
-            self.empty(lane)
-            lane.planner.begin([0])
+        for slot in self.idle:
+            self.empty(slot)
+            slot.planner.begin([0])
 
     def save_one(self) -> bool:
-        for lane in self.idle if self.disk_cache else ():
-            if lane.session.token_ids and not (lane.is_broken or lane.looked_at):
-                lane.looked_at = True
+        for slot in self.idle if self.disk_cache else ():
+            if slot.session.token_ids and not (slot.is_broken or slot.looked_at):
+                slot.looked_at = True
                 if self.disk_cache:
-                    self.disk_cache.put(lane.session, lane.draft, lane.sender)
+                    self.disk_cache.put(slot.session, slot.draft, slot.sender)
                 return True
         return False
 
@@ -318,7 +219,7 @@ class SessionPool:
         Raises:
             SessionFileError: the file cannot be written.
         """
-        last = max(self.lanes, key=lambda lane: lane.used)
+        last = max(self.slots, key=lambda slot: slot.used)
         if not (known := has(path, self._target, last.session.token_ids, note)):
             last.session.save(path, note)
         if last.draft and not (known and has(draft_file(path), None, last.draft.token_ids, None)):
@@ -334,108 +235,108 @@ class SessionPool:
             SessionFileError, ContextFull: as `Session.load`.
             UsageError: no session is idle.
         """
-        lane = min(self.idle, key=lambda lane: lane.used, default=None)
-        if lane is None:
+        slot = min(self.idle, key=lambda slot: slot.used, default=None)
+        if slot is None:
             raise UsageError("all sessions of this model are in use: load the file when a request has ended")
-        self._give(lane, "")
-        self._hand_over_shared(lane, 0)
+        self._give(slot, "")
+        self._hand_over_shared(slot, 0)
         try:
-            note = self._load(lane, path)
+            note = self._load(slot, path)
         except EdgespecError:  # the session is right, but may be empty
             raise
         except Exception:
-            self.renew(lane)
+            self.renew(slot)
             raise
         self._requests += 1
-        lane.used = self._requests
+        slot.used = self._requests
         return note
 
-    def _load(self, lane: Lane, path: str | Path) -> Any:
-        """Load a file, also of the draft, into a lane's sessions; idle sessions make room. Errors as for `load`."""
+    def _load(self, slot: Slot, path: str | Path) -> Any:
+        """Load a file, also of the draft, into a slot's sessions; idle sessions make room. Errors as for `load`."""
         while True:
             try:
-                note = lane.session.load(path)
+                note = slot.session.load(path)
                 break
             except ContextFull:
                 if not self.evict_oldest():
                     raise
-        load_draft_session(path, lane.draft)
+        load_draft_session(path, slot.draft)
         return note
 
     def close(self) -> None:
         while self.save_one():
             pass
-        for lane in self.lanes:
-            lane.planner.close()
-            lane.session.close()
-        self.lanes.clear()
+        for slot in self.slots:
+            slot.planner.close()
+            slot.session.close()
+        self.slots.clear()
 
     def _most_in_memory(self, prompt: Sequence[int], sender: str) -> int:
-        held = (lane.session.token_ids for lane in self.lanes if lane.sender == sender)
+        held = (slot.session.token_ids for slot in self.slots if slot.sender == sender)
         return max((common_prefix(tokens, prompt) for tokens in held), default=0)
 
-    def _idle_for(self, prompt: Sequence[int], sender: str) -> Lane:
-        """The idle lane whose session begins as the prompt, unless it would lose much else; or the one used first."""
+    def _idle_for(self, prompt: Sequence[int], sender: str) -> Slot:
+        """The idle slot whose session begins as the prompt, unless it would lose much else; or the one used first."""
         source, start = self._best(prompt, sender)
-        empty = [lane for lane in self.idle if not lane.session.token_ids]
+        empty = [slot for slot in self.idle if not slot.session.token_ids]
         held, shared = len(source.session.token_ids), common_prefix(source.session.token_ids, prompt)
-        if start and source.handle is None and 2 * shared >= held and (held < shared + WORTH_KEEPING or not empty):
+        if start and source.seq is None and 2 * shared >= held and (held < shared + WORTH_KEEPING or not empty):
             return source
-        others = [lane for lane in self.idle if lane is not source or not start]
-        return min(empty or others or self.idle, key=lambda lane: lane.used)
+        others = [slot for slot in self.idle if slot is not source or not start]
+        return min(empty or others or self.idle, key=lambda slot: slot.used)
 
-    def _start(self, lane: Lane, prompt: Sequence[int]) -> tuple[Lane, int]:
-        """The lane to start from, itself unless another is clearly better, and the tokens that its session spares."""
-        source, most = self._best(prompt, lane.sender)
-        shares = self.limits.cells is not None and source.handle is not None  # `has_room` counts on it
-        own = 0 if shares else self._kept_of(lane, prompt, lane.sender)
-        return (source, most) if most - own >= WORTH_SHARING else (lane, own)
+    def _start(self, slot: Slot, prompt: Sequence[int]) -> tuple[Slot, int]:
+        """The slot to start from, itself unless another is clearly better, and the tokens that its session spares."""
+        source, most = self._best(prompt, slot.sender)
+        shares = self.limits.cells is not None and source.seq is not None  # `has_room` counts on it
+        own = 0 if shares else self._kept_of(slot, prompt, slot.sender)
+        return (source, most) if most - own >= WORTH_SHARING else (slot, own)
 
-    def _best(self, prompt: Sequence[int], sender: str) -> tuple[Lane, int]:
+    def _best(self, prompt: Sequence[int], sender: str) -> tuple[Slot, int]:
         """
         Returns:
-            The lane whose session spares most tokens of a prompt, and their number; of equal ones a busy, short one.
+            The slot whose session spares most tokens of a prompt, and their number; of equal ones a busy, short one.
         """
 
-        def worth(lane: Lane) -> tuple[int, bool, int]:
-            return starts[lane], lane.handle is not None, -len(lane.session.token_ids)
+        def worth(slot: Slot) -> tuple[int, bool, int]:
+            return starts[slot], slot.seq is not None, -len(slot.session.token_ids)
 
-        starts = {lane: self._kept_of(lane, prompt, sender) for lane in self.lanes}
-        best = max(self.lanes, key=worth)
+        starts = {slot: self._kept_of(slot, prompt, sender) for slot in self.slots}
+        best = max(self.slots, key=worth)
         return best, starts[best]
 
-    def _kept_of(self, lane: Lane, prompt: Sequence[int], sender: str) -> int:
+    def _kept_of(self, slot: Slot, prompt: Sequence[int], sender: str) -> int:
         """Number of the prompt's first tokens that its session spares to a sender."""
-        if lane.sender != sender:
+        if slot.sender != sender:
             return 0
-        return start_of(self.limits, lane.session, prompt, want_last=self._last_row(prompt, sender) is None)
+        return start_of(self.limits, slot.session, prompt, want_last=self._last_row(prompt, sender) is None)
 
     def _last_row(self, prompt: Sequence[int], sender: str) -> Float32Array | None:
         """Logits of the prompt's last row if a session has read it; they depend on nothing else."""
-        known = (lane.last_row for lane in self.lanes if lane.last_row and lane.sender == sender)
+        known = (slot.last_row for slot in self.slots if slot.last_row and slot.sender == sender)
         return next((row for other, row in known if other == prompt), None)
 
-    def _hand_over_shared(self, lane: Lane, kept: int) -> None:
-        """Count the shared cells in the longest fork from now on; called before the lane is truncated.
+    def _hand_over_shared(self, slot: Slot, kept: int) -> None:
+        """Count the shared cells in the longest fork from now on; called before the slot is truncated.
 
         Args:
-            lane: a lane whose cells others share.
+            slot: a slot whose cells others share.
             kept: tokens that stay.
         """
-        forks = [other for other in self.lanes if other.source is lane and other.forked]
+        forks = [other for other in self.slots if other.source is slot and other.forked]
         heir = max(forks, key=lambda other: other.forked, default=None)
         if heir and heir.forked > kept:
             for other in forks:
                 other.source = heir
-            heir.source, lane.source = lane.source, heir
-            heir.forked, lane.forked = min(heir.forked, lane.forked), heir.forked
-        lane.forked = min(lane.forked, kept)
+            heir.source, slot.source = slot.source, heir
+            heir.forked, slot.forked = min(heir.forked, slot.forked), heir.forked
+        slot.forked = min(slot.forked, kept)
 
-    def _needed(self, handle: Handle) -> int:
-        request = handle.request
+    def _needed(self, seq: Seq) -> int:
+        request = seq.request
         return min(len(request.prompt_ids) + min(request.max_tokens, RESERVED), self.limits.context_length)
 
-    def _reserved(self, lane: Lane) -> int:
+    def _reserved(self, slot: Slot) -> int:
         """Cells that it takes, shared ones left out, and that its request may still take."""
-        held, new = len(lane.session.token_ids), lane.taken
-        return max(held, self._needed(lane.handle)) - held + new if lane.handle else new
+        held, new = len(slot.session.token_ids), slot.taken
+        return max(held, self._needed(slot.seq)) - held + new if slot.seq else new

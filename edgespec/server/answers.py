@@ -6,13 +6,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from edgespec.loop.stats import GenerationStats
-from edgespec.scheduler.requests import Chunk, Ended, Event, Handle, Request, Wrote
+from edgespec.scheduler.events import Chunk, Ended, Event, Wrote
+from edgespec.scheduler.requests import Request
+from edgespec.scheduler.sequence import Seq
 from edgespec.server.conversation import Piece, Thought
 from edgespec.server.parse_output import OutputParser, Parser
 from edgespec.server.tool_calls import Call
 
 Emit = Callable[[Event], None]  # for any thread
-Submit = Callable[[Request, Emit], Handle]
+Submit = Callable[[Request, Emit], Seq]
 
 
 @dataclass
@@ -153,7 +155,7 @@ class Answers:
         self.all = answers
         self.ping_seconds = ping_seconds
         self._events = asyncio.Queue[tuple[int, Event]]()
-        self._handles = list[Handle]()
+        self._seqs = list[Seq]()
         loop = asyncio.get_running_loop()
         try:
             for number, answer in enumerate(answers):
@@ -161,16 +163,16 @@ class Answers:
                 def emit(event: Event, number: int = number) -> None:
                     loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
 
-                self._handles.append(submit(answer.request, emit))
-                answer.stats = self._handles[-1].stats
+                self._seqs.append(submit(answer.request, emit))
+                answer.stats = self._seqs[-1].stats
         except BaseException:
             self.cancel()
             raise
 
     def cancel(self) -> None:
         """Cancel all requests; safe to call twice, and after they have ended."""
-        for handle in self._handles:
-            handle.cancel()
+        for seq in self._seqs:
+            seq.cancel()
 
     async def events(self) -> AsyncIterator[tuple[int, Event] | None]:
         """(number of the answer, event) until all have ended; None after `ping_seconds` of silence.
@@ -191,11 +193,11 @@ class Answers:
                 answer = self.all[number]
                 answer.add(event)
                 if answer.has_its_call:
-                    self._handles[number].cancel()
+                    self._seqs[number].cancel()
                 if isinstance(event, Ended):
                     left.remove(number)
                     if not answer.has_its_call:  # else the stop string came after the call
-                        answer.stop_found = self._handles[number].text.stop_found
+                        answer.stop_found = self._seqs[number].text.stop_found
                     if event.error is not None and not answer.has_its_call:
                         raise event.error
                 yield number, event

@@ -19,7 +19,8 @@ from edgespec.loop.text import TextStream, check_length
 from edgespec.machine.process import check_process
 from edgespec.model import Model
 from edgespec.models.own_sampling import choose_seed
-from edgespec.scheduler.requests import Handle, Request
+from edgespec.scheduler.requests import Request
+from edgespec.scheduler.sequence import Seq
 from edgespec.server.answers import Answer, Answers, Emit
 from edgespec.server.conversation import UNLIMITED, Conversation, Question
 from edgespec.server.errors import Refused
@@ -191,6 +192,6 @@ class Service:
         finally:
             self._preparing -= wanted
 
-    def submit(self, request: Request, emit: Emit) -> Handle:
+    def submit(self, request: Request, emit: Emit) -> Seq:
         """Submit a request, or take over an equal one."""
         return self.typing_ahead.take_over(request, emit) or self.model.scheduler.submit(request, emit)

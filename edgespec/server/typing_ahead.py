@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgespec.model import Model
-from edgespec.scheduler.requests import Event, Handle, Request
+from edgespec.scheduler.events import Event
+from edgespec.scheduler.requests import Request
+from edgespec.scheduler.sequence import Seq
 from edgespec.server.answers import Emit
 
 MOST_TYPING = 8
@@ -32,7 +34,7 @@ class Prepared:
         self._kept = list[Event]()
         self._emit: Emit = self._kept.append
         loop = asyncio.get_running_loop()
-        self.handle = self._scheduler.submit(
+        self.seq = self._scheduler.submit(
             request, lambda event: loop.call_soon_threadsafe(self._pass_on, event), idle_limit=tokens
         )
         self._end: asyncio.TimerHandle | None = None
@@ -40,7 +42,7 @@ class Prepared:
 
     def keep(self) -> None:
         self._stop_timer()
-        self._end = asyncio.get_running_loop().call_later(KEPT_SECONDS, self.handle.cancel)
+        self._end = asyncio.get_running_loop().call_later(KEPT_SECONDS, self.seq.cancel)
 
     def drop(self, wanted: Sequence[int] = ()) -> None:
         """End it; the session keeps its tokens.
@@ -49,7 +51,7 @@ class Prepared:
             wanted: a prompt. A pass that prefills a beginning of it goes on: clients type faster than passes are made.
         """
         self._stop_timer()
-        self.handle.cancel(useful=self.begins(wanted))
+        self.seq.cancel(useful=self.begins(wanted))
 
     def begins(self, prompt_ids: Sequence[int]) -> bool:
         typed = self.request.prompt_ids
@@ -60,7 +62,7 @@ class Prepared:
 
     def adopt(self, emit: Emit) -> bool:
         """Make it a real request; `emit` gets all its events; False: it gave way to a request, or failed."""
-        if not self._scheduler.promote(self.handle):
+        if not self._scheduler.promote(self.seq):
             return False
         self._stop_timer()
         self._emit = emit
@@ -78,15 +80,15 @@ class TypingAhead:
         self._model = model
         self._latest: OrderedDict[str, Prepared] = OrderedDict()
 
-    def take_over(self, request: Request, emit: Emit) -> Handle | None:
-        """The handle of an equal request that has begun, if it is still there.
+    def take_over(self, request: Request, emit: Emit) -> Seq | None:
+        """The sequence of an equal request that has begun, if it is still there.
 
         Prompts that this request begins with are dropped.
         """
         for name, prepared in self._latest.items():
             if prepared.request == request:
                 del self._latest[name]
-                return prepared.handle if prepared.adopt(emit) else None
+                return prepared.seq if prepared.adopt(emit) else None
         for name, prepared in list(self._latest.items()):
             if prepared.request.sender == request.sender and prepared.begins(request.prompt_ids):
                 del self._latest[name]
@@ -97,7 +99,7 @@ class TypingAhead:
 
     def prepare(self, name: str, request: Request, tokens: int) -> None:
         known = self._latest.get(name)
-        if known and known.request == request and not known.handle.cancelled:
+        if known and known.request == request and not known.seq.cancelled:
             known.keep()
         else:
             if known:

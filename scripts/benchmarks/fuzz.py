@@ -28,10 +28,10 @@ from unittest.mock import patch
 import numpy as np
 
 from edgespec.errors import Closed, EdgespecError, ModelError, NoRoom
-from edgespec.loop.generate import LogProbs
 from edgespec.loop.grammar import json_object, json_schema, regex
 from edgespec.loop.sampling import MOST_BIAS
 from edgespec.loop.stats import GenerationStats
+from edgespec.loop.step import LogProbs
 from edgespec.loop.text import user_messages
 from edgespec.machine.memory import parse_size
 from edgespec.measure.lossless import explain, first_divergence
@@ -40,7 +40,8 @@ from edgespec.planners.choice import with_draft
 from edgespec.planners.none import NonePlanner
 from edgespec.scheduler import drive
 from edgespec.scheduler.disk_cache import DiskCache
-from edgespec.scheduler.requests import GenerationResult, Request
+from edgespec.scheduler.events import GenerationResult
+from edgespec.scheduler.requests import Request
 
 FIRST = " first layer"  # ends the name of a draft
 LEAST = "least"  # memory: what the error of a smaller limit names

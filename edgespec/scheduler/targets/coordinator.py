@@ -22,12 +22,15 @@ import numpy as np
 
 from edgespec.errors import Closed, EdgespecError, UsageError
 from edgespec.loop.backend import Vocab
-from edgespec.loop.generate import Step, until_stop
+from edgespec.loop.generate import until_stop
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
+from edgespec.loop.step import Step
 from edgespec.loop.tree import Source, chain_of
 from edgespec.machine.process import check_process, is_here
-from edgespec.scheduler.requests import Event, Handle, Reading, Request, never
+from edgespec.scheduler.events import Event, Reading
+from edgespec.scheduler.requests import Request
+from edgespec.scheduler.sequence import Seq, never
 from edgespec.scheduler.targets.places import Place
 from edgespec.scheduler.targets.proposer import Proposer
 from edgespec.scheduler.targets.verifier import Described, Spec, Task, verify
@@ -106,7 +109,7 @@ class Targets:
         stats: GenerationStats | None = None,
         *,
         is_full: Callable[[], bool] = never,
-    ) -> Handle:
+    ) -> Seq:
         """As `Scheduler.submit`; requests are decoded one after the other.
 
         A request ends with EdgespecError if no copy can do its tasks. Copies do not wait for a reader that is behind.
@@ -118,30 +121,30 @@ class Targets:
         self._check_open()
         if request.grammar or request.log_probs is not None:
             raise UsageError("grammars and log-probabilities do not work with several targets")
-        handle = Handle(request, emit, GenerationStats() if stats is None else stats, self._vocab, self._wake)
-        self.thread = threading.Thread(target=self._decode, args=(handle,), daemon=True)
+        seq = Seq(request, emit, GenerationStats() if stats is None else stats, self._vocab, self._wake)
+        self.thread = threading.Thread(target=self._decode, args=(seq,), daemon=True)
         self.thread.start()
-        return handle
+        return seq
 
     def start(self) -> None: ...
 
     def wake(self) -> None: ...
 
-    def _decode(self, handle: Handle) -> None:
+    def _decode(self, seq: Seq) -> None:
         error = None
         with self._turn:
-            handle.tell(Reading(0, len(handle.request.prompt_ids)))
+            seq.tell(Reading(0, len(seq.request.prompt_ids)))
             try:
-                for step in self._steps(handle):
-                    handle.write(step)
-                    if handle.text.stopped:
+                for step in self._steps(seq):
+                    seq.write(step)
+                    if seq.text.stopped:
                         break
             except Exception as found:
                 error = found
             self._call_off()
-        handle.stats.finish_reason = handle.stats.finish_reason or "interrupted"
-        handle.end(error)
-        handle.tell_end()
+        seq.stats.finish_reason = seq.stats.finish_reason or "interrupted"
+        seq.end(error)
+        seq.tell_end()
 
     def close(self) -> None:
         """Free all copies and the draft; safe to call twice."""
@@ -162,11 +165,11 @@ class Targets:
         if self._closed:
             raise Closed
 
-    def _steps(self, handle: Handle) -> Iterator[Step]:
+    def _steps(self, seq: Seq) -> Iterator[Step]:
         self._check_open()
-        if handle.cancelled:  # before its turn
+        if seq.cancelled:  # before its turn
             return
-        request, stats, limits = handle.request, handle.stats, self._described.capabilities
+        request, stats, limits = seq.request, seq.stats, self._described.capabilities
         prompt = request.prompt_ids
         limit = min(len(prompt) + request.max_tokens, limits.context_length)
         stats.planner, stats.backend = "dsi", f"{len(self._places)} x {self._described.name}"
@@ -179,7 +182,7 @@ class Targets:
             while len(self._idle) > 1:
                 self._submit([], only_read=True)
         started = perf_counter()
-        while not handle.cancelled:
+        while not seq.cancelled:
             self._check_open()
             room = limit - len(self._text) - 1  # a deeper draft would leave no room for the bonus token
             while self._idle and self._due():
@@ -200,16 +203,17 @@ class Targets:
                 sources = [Source.DRAFT] * (len(part) - 1) + [Source.TARGET]
                 del sources[len(output) :]
                 tree = chain_of([self._text[-1], *draft_tokens])
+                start, path = len(self._text) - 1, list(range(len(output)))
                 self._advance(output)
                 now = perf_counter()
+                step = Step(output, sources, finished, tree, path, [], start, sequences=1, seconds=now - started)
                 if reading:
                     stats.prefill_seconds, reading = now - started, False
                     stats.add(sources)
                 else:
-                    stats.target_seconds += now - started
-                    stats.count(sources, drafted=len(draft_tokens))
+                    stats.count(step, 0.0, 0.0)
                 stats.finish_reason, started = finished, now
-                yield Step(output, sources, finished, tree, list(range(len(output))), [])
+                yield step
                 if finished:
                     return
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from edgespec.errors import shown
-from edgespec.loop.generate import LogProbs
-from edgespec.scheduler.requests import Chunk
+from edgespec.loop.step import LogProbs
+from edgespec.scheduler.events import Chunk
 from edgespec.server.answers import Answer, Answers, Parts
 from edgespec.server.content import result_of, text_of
 from edgespec.server.conversation import MOST_TURNS, Conversation, Question, Thought, Turn, role_of

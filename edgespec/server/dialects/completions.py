@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from edgespec.loop.backend import Vocab
-from edgespec.loop.generate import LogProbs
+from edgespec.loop.step import LogProbs
 from edgespec.loop.text import TextStream
-from edgespec.scheduler.requests import Chunk
+from edgespec.scheduler.events import Chunk
 from edgespec.server.answers import Answer, Answers
 from edgespec.server.conversation import Question
 from edgespec.server.dialects.dialect import Dialect

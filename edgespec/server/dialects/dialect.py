@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from edgespec.errors import ContextFull
-from edgespec.scheduler.requests import Event
+from edgespec.scheduler.events import Event
 from edgespec.server.access import SENDER
 from edgespec.server.answers import Answers
 from edgespec.server.conversation import Question

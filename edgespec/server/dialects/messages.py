@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from edgespec.errors import shown
 from edgespec.loop.grammar import Grammar
-from edgespec.scheduler.requests import Ended, Event
+from edgespec.scheduler.events import Ended, Event
 from edgespec.server.answers import Answer, Answers, Parts
 from edgespec.server.content import result_of, text_of
 from edgespec.server.conversation import MOST_TURNS, Conversation, Piece, Question, Thought, Turn

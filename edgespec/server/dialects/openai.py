@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 from edgespec.errors import check_texts, must_be, shown
 from edgespec.loop.backend import Vocab
 from edgespec.loop.grammar import Grammar, json_object, json_schema, lark, regex
-from edgespec.scheduler.requests import Chunk, Ended, Event, Wrote
+from edgespec.scheduler.events import Chunk, Ended, Event, Wrote
 from edgespec.server.answers import Answer, Answers
 from edgespec.server.constrained import string
 from edgespec.server.dialects.dialect import Writer

@@ -12,7 +12,7 @@ from annotated_types import MaxLen
 
 from edgespec.errors import shown
 from edgespec.loop.grammar import json_text
-from edgespec.scheduler.requests import Ended, Event
+from edgespec.scheduler.events import Ended, Event
 from edgespec.server.answers import Answers, Parts
 from edgespec.server.content import result_of, text_of
 from edgespec.server.conversation import MOST_TURNS, Conversation, Question, Thought, Turn, role_of

@@ -15,13 +15,14 @@ from benchmarks.problems import Problem, read_problems
 from benchmarks.turns import as_they_end
 from edgespec.cli.terminal import Bars
 from edgespec.loading.approximate import find_approximate
+from edgespec.loading.asked import MOST_PARALLEL
 from edgespec.loop.text import user_messages
 from edgespec.machine.files import check_out
 from edgespec.measure.bench import per
 from edgespec.measure.json_lines import append, resume
 from edgespec.measure.tables import table
-from edgespec.model import MOST_PARALLEL, Model, load
-from edgespec.scheduler.requests import GenerationResult
+from edgespec.model import Model, load
+from edgespec.scheduler.events import GenerationResult
 
 EXACT = "exact"
 

@@ -1,5 +1,6 @@
 """How much of this package's Python one step runs, on the reference engine with made-up models."""
 
+import inspect
 import sys
 import threading
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ def counts_of(step: list[Call]) -> Counts:
 def watched(target: Any) -> Iterator[list[list[Call]]]:
     """Calls in all threads that begin within the context, from one pass of the target to the next."""
     found: list[list[Call]] = [[]]
-    forward = type(target).forward.__code__
+    forward = inspect.unwrap(type(target).forward).__code__
 
     def hook(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
