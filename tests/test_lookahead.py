@@ -170,7 +170,7 @@ def test_few_nodes_are_sampled_in_a_step_and_the_ends_of_columns_first(monkeypat
 
     monkeypatch.setattr(lookahead, "sample", counted)
     planner, sampled = LookaheadPlanner(), []
-    saw = planner.saw
+    saw = planner._sample
 
     def seen(start, tree, path, logits):
         ends = planner._paths()[len(path) - 1 :]
@@ -182,7 +182,7 @@ def test_few_nodes_are_sampled_in_a_step_and_the_ends_of_columns_first(monkeypat
         ]
         assert {start + 1 + len(end) for end in ends if end in sent} <= set(positions)
 
-    planner.saw = seen
+    planner._sample = seen
     steps(planner, SAMPLINGS[1], SHARE * COLUMN * COLUMNS)
     assert max(nodes for nodes, _ in sampled) > 2 * MOST_SAMPLES
     for nodes, found in sampled:
