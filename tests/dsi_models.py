@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from random import Random
 from threading import Event
 
+from alone import Generation
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 from edgespec.errors import Interrupted
 from edgespec.loop.backend import Backend, Logits, Work
-from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.planners.none import NonePlanner

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from alone import Generation
 from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 
@@ -18,7 +19,6 @@ from edgespec.lab.pearl import PearlPlanner
 from edgespec.lab.specbranch import SpecBranchPlanner
 from edgespec.loop.backend import Work
 from edgespec.loop.draft_passes import Wanted
-from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.step import step_of

@@ -9,13 +9,13 @@ from unittest import mock
 import hypothesis
 import numpy as np
 import pytest
+from alone import Generation
 from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 from hypothesis import settings
 from hypothesis import strategies as st
 
 from edgespec.loop.draft_passes import run_one
-from edgespec.loop.generate import Generation
 from edgespec.loop.pass_times import FLAT, STEEP, PassTimes
 from edgespec.loop.passes import Ran
 from edgespec.loop.sampling import SamplingParams

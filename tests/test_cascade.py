@@ -5,6 +5,7 @@ from time import sleep
 
 import numpy as np
 import pytest
+from alone import Generation
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,6 @@ import edgespec
 from edgespec.errors import ContextFull, UsageError
 from edgespec.lab.cascade import CascadePlanner, mixture
 from edgespec.loop.draft_passes import run_one, run_shared
-from edgespec.loop.generate import Generation
 from edgespec.loop.passes import Ran, prefill
 from edgespec.loop.sampling import Noise, SamplingParams, adjust, candidates, sample
 from edgespec.loop.shapes import BatchInvariance, RowClass

@@ -3,6 +3,7 @@
 from threading import Event, Thread
 
 import pytest
+from alone import Generation
 from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend
 from test_ahead import wait_for
@@ -10,7 +11,6 @@ from test_auto import Free, GivenCost, GivenShare
 from test_scheduler import DRAFT, LONG, PROMPTS, SHAPES, Reader, Recording, backend, run
 
 from edgespec.errors import ContextFull, ModelError
-from edgespec.loop.generate import Generation
 from edgespec.loop.pass_times import PassTimes
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import TILE

@@ -8,6 +8,7 @@ from math import inf
 
 import numpy as np
 import pytest
+from alone import Generation
 from conftest import Run
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
@@ -17,7 +18,6 @@ from edgespec.loading.exact import apply_row_class, choose, choose_way, exactnes
 from edgespec.loading.row_classes import TriedClass, comb, probe
 from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan
-from edgespec.loop.generate import Generation
 from edgespec.loop.passes import check_batch, most_nodes, prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import ALWAYS, BatchInvariance, RowClass, also_wanted

@@ -14,6 +14,7 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 import mixture_files
 import window_files
+from alone import Generation
 from auto_planners import auto_planner
 from conftest import made_up, once, quantised
 from edgespec.backends.llamacpp import cells
@@ -30,7 +31,6 @@ from edgespec.loading.exact import FEW, apply_row_class, usable
 from edgespec.loading.row_classes import MANY, _rows, find, tokens
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import LoadOptions
-from edgespec.loop.generate import Generation
 from edgespec.loop.passes import Prefill, prefill, start_of
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import ALWAYS, BatchInvariance, RowClass

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from alone import Generation
 from edgespec.backends.common.row_logits import RowLogits
 from edgespec.backends.llamacpp.cells import Rows
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from test_scheduler import CONTEXT, DRAFT, LONG, MODEL, PROMPTS, Reader, planners, run
 
 from edgespec.loop.backend import Backend
-from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import Noise, SamplingParams, sample
 from edgespec.loop.shapes import BatchInvariance, RowClass

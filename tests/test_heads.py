@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from alone import Generation
 from edgespec.backends.common.heads import KEPT, HeadSession
 from edgespec.backends.common.row_logits import RowLogits
 from edgespec.backends.reference.backend import ReferenceBackend, ReferenceSession, random_model
 
 from edgespec.loop.draft_passes import run_one
-from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+from alone import Generation
 from conftest import Run, quantised
 from contract import chain_rows
 from edgespec.backends.common.paths import MOST_UNREAD
@@ -27,7 +28,6 @@ from edgespec.errors import Interrupted, UsageError
 from edgespec.lab.lookahead import LookaheadPlanner
 from edgespec.loop.backend import Work
 from edgespec.loop.draft_passes import run_one
-from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats

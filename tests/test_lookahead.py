@@ -6,13 +6,13 @@ from math import log
 
 import numpy as np
 import pytest
+from alone import Generation
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from test_lossless_reference import write
 
 from edgespec.lab import lookahead
 from edgespec.lab.lookahead import COLUMN, COLUMNS, MOST_SAMPLES, SHARE, WORTH, LookaheadPlanner
 from edgespec.loop.draft_passes import run_one
-from edgespec.loop.generate import Generation
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.passes import prefill
 from edgespec.loop.planner import Context

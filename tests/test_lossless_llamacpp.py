@@ -19,6 +19,7 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+from alone import Generation
 from auto_planners import auto_planner
 from conftest import Q2_K, once, quantised
 from edgespec.backends.llamacpp.engine import load
@@ -27,7 +28,6 @@ from edgespec.errors import ContextFull, ModelError
 from edgespec.lab.lookahead import LookaheadPlanner
 from edgespec.lab.pearl import PearlPlanner
 from edgespec.lab.specbranch import SpecBranchPlanner
-from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats

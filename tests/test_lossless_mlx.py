@@ -7,11 +7,11 @@ import pytest
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
 
 import mlx.core as mx
+from alone import Generation
 from edgespec.backends.mlx.backend import load
 from mlx_models import FAMILIES, write_model
 
 from edgespec.lab.lookahead import LookaheadPlanner
-from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay

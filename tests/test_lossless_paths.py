@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from alone import Generation
 from contract import chain_rows
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 from hypothesis import given, settings
@@ -10,7 +11,6 @@ from test_lossless_reference import NAMES, PLANNERS, samplings, tokens, write
 
 from edgespec.loop.backend import Work
 from edgespec.loop.draft_passes import run_one
-from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats

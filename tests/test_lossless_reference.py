@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+from alone import Generation
 from auto_planners import auto_planner
 from edgespec.backends.reference.backend import Model, ReferenceBackend, perturbed, random_model
 from hypothesis import given
@@ -16,7 +17,6 @@ from edgespec.lab.pearl import PearlPlanner
 from edgespec.lab.specbranch import SpecBranchPlanner
 from edgespec.loop.backend import Backend
 from edgespec.loop.draft_passes import run_one
-from edgespec.loop.generate import Generation
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.stats import GenerationStats

@@ -14,7 +14,6 @@ from hf_models import perturbed, save, tiny_model, transformers
 from test_torch import Recorder, memory_for, needs_bitsandbytes
 
 from edgespec.lab.lookahead import LookaheadPlanner
-from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay

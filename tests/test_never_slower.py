@@ -7,11 +7,11 @@ from statistics import fmean
 
 import numpy as np
 import pytest
+from alone import Generation
 from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from simulated import COSTS, Clock, Run, Timed
 
-from edgespec.loop.generate import Generation
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import Proposal, make_tree

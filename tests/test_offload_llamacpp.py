@@ -24,6 +24,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 import llama_cpp
+from alone import Generation
 from conftest import Run, once
 from edgespec.backends.common import loader as loader_module
 from edgespec.backends.llamacpp import engine as llamacpp_engine
@@ -42,7 +43,6 @@ from edgespec.loading.pair import open_backends
 from edgespec.loading.row_classes import TRYING
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import LoadOptions
-from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from alone import Generation
 
 from edgespec.loading.by_name import load_backend
 from edgespec.loop.backend import Backend, Work
-from edgespec.loop.generate import Generation
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats

@@ -8,10 +8,10 @@ from edgespec.backends.common.paths import Path, States, paths_of, state_lane_fr
 
 from edgespec.loop.backend import Capabilities
 from edgespec.loop.pass_times import Curve
-from edgespec.loop.passes import Proposed
+from edgespec.loop.passes import Proposed, rows_of
 from edgespec.loop.tree import make_tree, only, ranked
 from edgespec.planners.cost import split
-from edgespec.planners.path_cost import best_part, rows_added, rows_of
+from edgespec.planners.path_cost import best_part, rows_added
 from edgespec.scheduler.batch import plan_trees
 
 TREE = [-1, 0, 0, 1, 1, 2]

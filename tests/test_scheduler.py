@@ -14,6 +14,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from alone import Generation
 from auto_planners import auto_planner
 from edgespec.backends.reference.backend import ReferenceBackend, ReferenceSession, perturbed, random_model
 from forked import forked
@@ -21,7 +22,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.errors import Closed, ContextFull, ModelError, UsageError
-from edgespec.loop.generate import Generation
 from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.passes import prefill

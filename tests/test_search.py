@@ -4,10 +4,10 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from alone import Generation
 from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 
 from edgespec.loop.draft_passes import run_one
-from edgespec.loop.generate import Generation
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.loop.stats import GenerationStats

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from alone import Generation
 from edgespec.backends.reference.backend import ReferenceBackend, random_model
 
 from edgespec.errors import ContextFull
 from edgespec.loop.draft_passes import run_one
-from edgespec.loop.generate import Generation
 from edgespec.loop.passes import fitting
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams

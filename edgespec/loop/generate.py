@@ -1,7 +1,7 @@
-"""The loop: propose a tree, evaluate it in one pass, verify, accept what the target would have sampled.
+"""One sequence: propose a tree, evaluate it in one pass, verify, accept what the target would have sampled.
 
-Only `verify.walk` and `sampling.sample` decide the tokens; the prompt's last row gives the first one. The caller of a
-`Generation` makes the passes, so that sequences can share them; `Generation.steps` makes those of a single sequence:
+Only `verify.walk` and `sampling.sample` decide the tokens; the prompt's last row gives the first one. The scheduler
+makes the passes, so that sequences can share them. For a single sequence, a step is:
 
     proposed = run_one(generation.propose())            draft
     pass_ = generation.cut(proposed)                    keep the nodes that the pass has room for
@@ -10,7 +10,7 @@ Only `verify.walk` and `sampling.sample` decide the tokens; the prompt's last ro
     step = generation.accept(pass_, logits, ran)        verify, commit
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 
 from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend, Logits, Session, Work
-from edgespec.loop.draft_passes import DraftSteps, run_one
+from edgespec.loop.draft_passes import DraftSteps
 from edgespec.loop.grammar import Constraint
 from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.passes import (
@@ -31,9 +31,7 @@ from edgespec.loop.passes import (
     check_room,
     fitting,
     most_nodes,
-    prefill,
     rows_of,
-    run,
 )
 from edgespec.loop.planner import Context, Planner
 from edgespec.loop.sampling import Float32Array, Noise, SamplingParams, log_sum_exp, sample, top_ids
@@ -44,9 +42,9 @@ from edgespec.loop.verify import Walk, walk
 
 
 class Generation:
-    """One sequence: `read_prompt`, then `read_draft`, `propose`, `cut` and `accept` until it is `finished`.
+    """One sequence: `begin`, and `prompt_pass` and `accept_prompt` while `prompt` is unread.
 
-    Instead of `read_prompt`, a caller can `begin`, then `prompt_pass` and `accept_prompt` while `prompt` is unread.
+    Then `read_draft_part` while there is a `draft_prompt`, `propose`, `cut` and `accept`, until it is `finished`.
 
     Attributes:
         token_ids: all committed tokens; the last is the next tree's root.
@@ -138,19 +136,6 @@ class Generation:
         self.stats.prefill_seconds += ran.seconds + perf_counter() - began
         return step
 
-    def read_prompt(self, progress: Callable[[int, int], None] | None = None) -> Step:
-        """Commit the prompt; `progress` as for `passes.prefill`, result as of `accept_prompt`."""
-        started = perf_counter()
-        if (step := self.begin()) is None:
-            wanted = self.prompt.want_last
-            prefill(
-                self.target, self.session, self._prompt_ids, want_last=wanted, progress=progress, saw=self._saw_prompt
-            )  # fmt: skip
-            step = self._first_step()
-            assert step, "the prompt is read"
-        self.stats.prefill_seconds += perf_counter() - started
-        return step
-
     def _saw_prompt(self, work: Work, logits: Logits) -> None:
         if len(work.wanted):
             self.last_row = logits.row(int(work.wanted[-1]))
@@ -175,15 +160,10 @@ class Generation:
     def draft_prompt(self) -> Prefill | None:
         """
         Returns:
-            Tokens that the draft reads before the next `propose`, by `read_draft` or `read_draft_part`; None: none.
+            Tokens that the draft reads before the next `propose`, by `read_draft_part`; None: none.
         """
         may_draft = self._budget and self._room > 0 and len(self.token_ids) > len(self._prompt_ids)
         return self._planner.unread(self.token_ids) if may_draft else None
-
-    def read_draft(self) -> None:
-        """Let the draft read all of `draft_prompt`."""
-        while reading := self.draft_prompt:
-            self.read_draft_part(reading, reading.work())
 
     def read_draft_part(self, reading: Prefill, work: Work) -> float:
         """Make a pass of the draft over a part of `draft_prompt`.
@@ -305,16 +285,6 @@ class Generation:
         if self._hint_texts:
             self._hint_texts.extend(self._number, output)
         self.finished = self.stats.finish_reason = step.finished
-
-    def steps(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Step]:
-        """Read the prompt and decode to the end, without sharing passes; arguments as for `read_prompt`."""
-        yield self.read_prompt(progress)
-        while not self.finished:
-            self.read_draft()
-            pass_ = self.cut(run_one(self.propose()))
-            with self.during(pass_):
-                [logits], ran = run(self.target, [pass_.work])
-            yield self.accept(pass_, logits, ran)
 
     def _sample(self, row: Float32Array, accepted: list[int]) -> int:
         position = len(self.token_ids) + len(accepted)

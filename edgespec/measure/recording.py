@@ -11,14 +11,15 @@ from pathlib import Path
 
 from edgespec.errors import UsageError
 from edgespec.loop.backend import Backend
-from edgespec.loop.generate import Generation
-from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import render_chat, user_messages
 from edgespec.machine.files import cache_folder
 from edgespec.machine.measurements import identity
 from edgespec.measure.json_lines import append, resume
 from edgespec.measure.replay import GREEDY, Recording
 from edgespec.planners.choice import make_planner
+from edgespec.scheduler import drive
+from edgespec.scheduler.requests import Request
+from edgespec.scheduler.scheduler import Scheduler
 
 QUESTIONS = {
     "prose": (
@@ -88,24 +89,19 @@ def record(
     """
     known = {one.question: one for one in resume(kept, Recording)}
     planner = make_planner("sssd" if target.capabilities.streams else "none", [target])  # the answers are equal
-    session = target.open()
+    scheduler = Scheduler(target, [planner], budget=16)
     try:
         for number, (task, question) in enumerate(asked):
             progress(number, len(asked))
             if question in known:
                 continue
             prompt_ids = render_chat(target.vocab, user_messages(question))
-            rounds = Generation(
-                target, session, planner, prompt_ids, GREEDY,
-                max_tokens=max_tokens, budget=16, stats=GenerationStats(),
-            ).steps()  # fmt: skip
-            output_ids = [token for round_ in rounds for token in round_.tokens]
-            known[question] = Recording(prompt_ids, output_ids, task, question)
+            [answer] = drive.results_of(scheduler, [Request(prompt_ids, GREEDY, max_tokens)])
+            known[question] = Recording(prompt_ids, answer.token_ids, task, question)
             with suppress(OSError):  # such as a full disk: it is recorded again next time
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 append(kept, known[question])
     finally:
-        session.close()
-        planner.close()
+        scheduler.close()
     progress(len(asked), len(asked))
     return [replace(known[question], category=task) for task, question in asked]

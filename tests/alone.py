@@ -1,0 +1,41 @@
+"""`Generation` of the loop, with all passes of a sequence that shares them with no other, and without a scheduler."""
+
+from collections.abc import Callable, Iterator
+from time import perf_counter
+
+from edgespec.loop import generate
+from edgespec.loop.draft_passes import run_one
+from edgespec.loop.passes import prefill, run
+from edgespec.loop.step import Step
+
+
+class Generation(generate.Generation):
+    """`read_prompt`, then `read_draft`, `propose`, `cut` and `accept` until it is `finished`; or all of it: `steps`."""
+
+    def read_prompt(self, progress: Callable[[int, int], None] | None = None) -> Step:
+        """Commit the prompt; `progress` as for `passes.prefill`, result as of `accept_prompt`."""
+        started = perf_counter()
+        if (step := self.begin()) is None:
+            wanted = self.prompt.want_last
+            prefill(
+                self.target, self.session, self._prompt_ids, want_last=wanted, progress=progress, saw=self._saw_prompt
+            )  # fmt: skip
+            step = self._first_step()
+            assert step, "the prompt is read"
+        self.stats.prefill_seconds += perf_counter() - started
+        return step
+
+    def read_draft(self) -> None:
+        """Let the draft read all of `draft_prompt`."""
+        while reading := self.draft_prompt:
+            self.read_draft_part(reading, reading.work())
+
+    def steps(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Step]:
+        """Read the prompt and decode to the end, without sharing passes; arguments as for `read_prompt`."""
+        yield self.read_prompt(progress)
+        while not self.finished:
+            self.read_draft()
+            pass_ = self.cut(run_one(self.propose()))
+            with self.during(pass_):
+                [logits], ran = run(self.target, [pass_.work])
+            yield self.accept(pass_, logits, ran)
