@@ -153,9 +153,7 @@ class SessionPool:
 
     @property
     def stranded(self) -> list[Seq]:
-        """Sequences with which no pass can go on, because that of another has lost their recurrent states."""
-        if not self.limits.paths:
-            return []
+        """Sequences with which no pass can go on, because that of another has lost their cells."""
         most = most_nodes(self.limits, 0)
         return [seq for seq in self.seqs if seq.may_write and seq.unread_committed >= most]
 
