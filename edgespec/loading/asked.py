@@ -1,4 +1,4 @@
-"""What `edgespec.load` is asked for, checked once."""
+"""The arguments of `edgespec.load`, checked once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -194,7 +194,7 @@ def asked_for(
 
 
 def _without_old_names(approximate: str | None, options: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """What the names of the version before ask for, with a warning for the caller of `edgespec.load`."""
+    """Translate names of the version before, with a warning for the caller of `edgespec.load`."""
     options = options.copy()
     if options.pop("first_come", None) is not None:
         warn("first_come goes with the next version: requests are always served as they came", stacklevel=4)

@@ -13,7 +13,7 @@ COMPARED = 4  # least number of plain passes by which a sequence is compared wit
 
 
 class PlainPasses:
-    """What plain decoding of a sequence takes: its plain passes among steps with draft tokens show it."""
+    """Seconds of plain decoding of a sequence, by its plain passes among steps with draft tokens."""
 
     def __init__(self) -> None:
         self._seconds, self._last = list[float](), list[float]()  # rising; of those since the last step with drafts

@@ -1,4 +1,4 @@
-"""What a step gave: made once, after its pass, by `Generation`. Counts, statistics, and planners read it."""
+"""The record of a step. `Generation` makes it once, after the pass; counts, statistics and planners read it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class Step:
 
 
 def step_of(tokens: Sequence[int], seconds: float = 0.0, rows: int = 1) -> Step:
-    """A step whose tokens came from elsewhere; with `seconds`, by a pass of its own over so many rows."""
+    """A step whose tokens came from elsewhere; with `seconds`, from a pass of its own over `rows` rows."""
     tokens, sequences = list(tokens), 1 if seconds else 0
     sources = [Source.TARGET] * len(tokens)
     return Step(tokens, sources, "", root_only(0), [0], [], 0, sequences, rows, rows == 1, seconds)

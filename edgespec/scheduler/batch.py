@@ -21,7 +21,7 @@ TIMES_FAIR = 2  # equal shares of a pass that one sequence's proposal may fill
 
 
 class Wanted(Protocol):
-    """What a pass is made for, unless it is cancelled."""
+    """Something for which a pass is made, unless it is cancelled."""
 
     cancelled: bool
 
@@ -74,7 +74,7 @@ class Batch:
 
     @contextmanager
     def noting(self, seq: Seq) -> Iterator[None]:
-        """Have an error within end this sequence alone."""
+        """Note an error within, which ends this sequence and no other."""
         try:
             yield
         except Exception as error:

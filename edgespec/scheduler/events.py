@@ -1,4 +1,4 @@
-"""What a reader is told of a sequence: chunks of its text, how much of its prompt is read, its end."""
+"""Events that report on a sequence: chunks of its text, progress with its prompt, its end."""
 
 from dataclasses import dataclass, field
 

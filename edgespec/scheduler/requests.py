@@ -1,4 +1,4 @@
-"""What is wanted of a sequence."""
+"""Requests: a prompt, and what its output is to be."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

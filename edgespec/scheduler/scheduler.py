@@ -361,7 +361,7 @@ class Scheduler:
     def _give_way(self, seqs: Sequence[Seq], error: ContextFull | None) -> None:
         """Free cells: evict an idle session, else end idle work, else take the slot of the youngest sequence.
 
-        That sequence ends, or waits again.
+        Its reader gets the end, or it waits again.
 
         Args:
             seqs: those that may be ended.

@@ -113,7 +113,7 @@ class Seq:
     def _new_text(self) -> TextStream:
         return TextStream(self.vocab, self.request.stop, self.request.shown)
 
-    # What it is.
+    # Its state, for the scheduler.
 
     @property
     def is_idle_work(self) -> bool:
@@ -164,7 +164,7 @@ class Seq:
         """Serial number of its slot's assignment."""
         return self.slot.used if self.slot else 0
 
-    # What happens to it.
+    # Changes of its state.
 
     def cancel(self, *, useful: bool = False) -> None:
         """Stop after the pass under way, or within it if no other sequence is in it; safe to call twice.
