@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 
+from alone import Generation
 from conftest import few
 from edgespec.backends.torch.backend import load
 from hf_models import perturbed, save, tiny_model, transformers
