@@ -160,7 +160,7 @@ def test_a_request_does_not_wait_until_another_senders_equal_prompt_is_read():
     readers = [Reader(scheduler, 4, 1.0, 1, sender=sender) for sender in ("a", "b", "a")]
     for _ in range(2):
         scheduler.step()
-    active = [slot.sender for slot in scheduler.pool.slots if slot.is_active]
+    active = [seq.request.sender for seq in scheduler.pool.seqs if seq.is_active]
     run(scheduler)
     assert sorted(active) == ["a", "b"]
     for reader in readers:
