@@ -139,6 +139,11 @@ def test_the_page_of_options_has_the_default_and_the_unit_of_an_option() -> None
     assert UNITS.keys() <= {one.name for command in all_commands().values() for one in command.params}
 
 
+def test_code_in_a_list_of_a_guide_has_eight_spaces_else_the_site_shows_it_as_prose() -> None:
+    for path in (ROOT / "docs" / "guides").iterdir():
+        assert not re.search(r"^(- |  \S).*\n\n {5,7}\S", path.read_text(encoding="utf-8"), re.MULTILINE), path.name
+
+
 def test_pages_that_code_refers_to_exist() -> None:
     found = set[str]()
     for folder in ("edgespec", "backends", "scripts", "tests"):
