@@ -35,7 +35,9 @@ def test_the_python_examples_of_the_pages_and_of_help_run(
     (tmp_path / "small.gguf").symlink_to(model)
     monkeypatch.setattr(registry, "_package_file", lambda name: str(model))
     monkeypatch.chdir(tmp_path)
-    examples = [example for path in PAGES if "docs" in path.parts for example in PYTHON.findall(path.read_text())]
+    shown = [example for path in PAGES if "docs" in path.parts for example in PYTHON.findall(path.read_text())]
+    examples = [example for example in shown if "edgespec" in example]
+    assert [one.partition("(")[0] for one in shown if one not in examples] == ["def step"]  # tests/test_rooms.py
     assert len(examples) > 1
     assert not any(re.search(r"^ {4}import edgespec", path.read_text(), re.MULTILINE) for path in PAGES)
     for example in (*examples, dedent(re.findall(r"\n\n( +import.*?)\n\n\S", edgespec.__doc__, re.DOTALL)[0])):
