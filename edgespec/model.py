@@ -160,7 +160,7 @@ class Model:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         self.scheduler.start()
-        handle = self.scheduler.submit(request, emit, stats)
+        seq = self.scheduler.submit(request, emit, stats)
         try:
             event: Event | None = None
             while not isinstance(event, Ended):
@@ -168,7 +168,7 @@ class Model:
                 for chunk in drive.chunks_in(event, progress):
                     yield chunk
         finally:
-            handle.cancel()
+            seq.cancel()
 
     def request(self, prompt: Prompt, **options: Unpack[RequestKeywords]) -> Request:
         """The request that `stream` submits.
