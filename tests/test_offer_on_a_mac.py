@@ -144,6 +144,7 @@ def test_the_folder_gets_the_settings_of_the_model_and_no_options_of_the_file(
     tmp_path: Path,
 ) -> None:
     mac(12 * GIB)
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)  # of other tests, too
     monkeypatch.chdir(tmp_path)
     folder, loaded = str(smollm2_tiny_q2k), list[tuple[Any, Model]]()  # a file, which loads as a folder would
     monkeypatch.setattr(other_machine, "offer", lambda *about, **options: other_machine.Offer(["an offer"], folder))
