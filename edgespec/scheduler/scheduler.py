@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock, Thread, current_thread
+from time import sleep
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
@@ -221,6 +222,7 @@ class Scheduler:
         try:
             while self._has_work() and not self._queue.closed:
                 self.step()
+                sleep(0)  # readers take what it told them before the next pass keeps them waiting
                 while self._calls:
                     self._calls.popleft().answer()
             self._save_idle()
