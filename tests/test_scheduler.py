@@ -451,7 +451,7 @@ def fail(*_, **__):
     raise ModelError("this one is broken")
 
 
-@pytest.mark.parametrize("where", ["waits its turn", "is cut", "is interrupted", "reads"])
+@pytest.mark.parametrize("where", ["waits its turn", "is cut", "is interrupted", "is accepted", "reads"])
 def test_an_error_ends_one_text_wherever_it_comes(where):
     target = backend(kind=Recording, sessions=3, max_nodes=41)
     scheduler = Scheduler(target, planners("none", 3), budget=4)
@@ -459,8 +459,8 @@ def test_an_error_ends_one_text_wherever_it_comes(where):
     while not all(reader.tokens for reader in readers):
         scheduler.step()
     broken, whole = readers
-    if where == "is cut":
-        broken.seq.generation.cut = fail
+    if where in ("is cut", "is accepted"):
+        setattr(broken.seq.generation, {"is cut": "cut", "is accepted": "accept"}[where], fail)
     elif where == "reads":
         broken, whole = Reader(scheduler, 4, max_tokens=60), broken
         with mock.patch.object(PromptChunks, "next", fail):
@@ -474,6 +474,7 @@ def test_an_error_ends_one_text_wherever_it_comes(where):
             scheduler.step()
     run(scheduler)
     assert str(broken.ended.error) == "this one is broken"
+    assert sum(isinstance(event, Ended) for event in broken.events) == 1
     whole.check()
     readers[1].check()
     scheduler.close()
@@ -486,6 +487,7 @@ def test_a_session_that_cannot_be_had_ends_one_text():
     lost = Reader(scheduler, 1)
     run(scheduler)
     assert str(lost.ended.error) == "the model is gone"
+    assert sum(isinstance(event, Ended) for event in lost.events) == 1
     scheduler.pool.disk_cache = None
     whole = Reader(scheduler, 2)
     run(scheduler)

@@ -421,13 +421,14 @@ class Scheduler:
             self._finish(seq, error)
 
     def _finish(self, seq: Seq, error: Exception | None) -> None:
-        if not seq.ended:
-            if error is not None:
-                with self._queue.changed:
-                    if seq.is_idle_work:
-                        seq.cancelled = True  # `promote`, in another thread, must not make ended work a real request
-            seq.end(error)
-            self.counts.add_end(seq)  # first: a reader may ask for the counts
+        if seq.ended:
+            return
+        if error is not None:
+            with self._queue.changed:
+                if seq.is_idle_work:
+                    seq.cancelled = True  # `promote`, in another thread, must not make ended work a real request
+        seq.end(error)
+        self.counts.add_end(seq)  # first: a reader may ask for the counts
         seq.tell_end()
 
 
