@@ -1,5 +1,6 @@
 """Models with recurrent layers on llama.cpp: all architectures write what plain decoding writes, however guessed."""
 
+import ctypes
 import json
 import platform
 from dataclasses import replace
@@ -285,6 +286,21 @@ def test_an_interrupt_between_calls_loses_no_state(granite: Path, monkeypatch: p
             assert (session.token_ids, session.behind) == (text, 0)
             row = target.forward([Work(session, nodes[:1] + 9, nodes[:1] - 1, nodes[:1])])[0].row(0)
             assert np.abs(row - chain_rows(target, [*text, 9])[-1]).max() < 0.1
+
+
+def test_llama_cpp_ends_no_pass_of_a_recurrent_model_within_a_layer(
+    granite: Path, smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another process sets the flag: an aborted pass may have moved states without their contents."""
+    for path, ended in ((granite, False), (smollm2_tiny, True)):
+        with loaded(path) as target:
+            flags = list[Any]()
+            monkeypatch.setattr(
+                "edgespec.backends.llamacpp.backend.install", lambda stop, _, to=flags: to.append(stop.flag)
+            )
+            target.use_flag(flag := ctypes.create_string_buffer(2))
+            assert flags == [flag] * ended
+            assert target.stop.flag is flag
 
 
 @streaming

@@ -95,13 +95,18 @@ class LlamaBackend:
         self._batch = Batch(llama_cpp.llama_n_batch(context), width)
         # An aborted pass may have moved recurrent states without their contents.
         here = computing.get("gpu_layers") == 0 or "lenders" in computing
-        self.stop = Stop()
-        if here and not capabilities.paths:
-            install(self.stop, context)
+        self._aborts, self.stop = here and not capabilities.paths, Stop()
+        self.use_flag(self.stop.flag)
         if hooks:
             hooks.stop = self.stop
         # Also where a program ends without `close`: Metal aborts if it is taken down before its buffers.
         self._free = at_end(self, free, context, hooks, free_model or vocab.close)
+
+    def use_flag(self, flag: Any) -> None:
+        """Have this flag, as of `Stop`, end passes from now on; no pass may be under way."""
+        self.stop.flag = flag
+        if self._aborts:
+            install(self.stop, self.context)
 
     def _check_open(self) -> None:
         if self.context is None:

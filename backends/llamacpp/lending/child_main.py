@@ -13,7 +13,6 @@ from edgespec.loop.passes import common_prefix
 from edgespec.machine.this_machine import this_machine
 
 from ..engine import load_here, plan_here
-from ..ggml.stop import install
 from .child_process import Facts, flag_in
 from .rpc import borrow
 
@@ -32,8 +31,7 @@ class Host:
         model = load_here(plan, plan.ways[-1], lambda *counts: self._send("progress", counts))
         model.computing = {**model.computing, "lenders": self._lenders}
         self._model = model
-        model.stop.flag = self._flag
-        install(model.stop, model.context)
+        model.use_flag(self._flag)
         return Facts(model.capabilities, list(model.notes), model.build, model.computing, model.plan, model.placed)
 
     def open(self) -> int:
