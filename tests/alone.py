@@ -1,11 +1,10 @@
 """`Generation` of the loop, with all passes of a sequence that shares them with no other, and without a scheduler."""
 
 from collections.abc import Callable, Iterator
-from time import perf_counter
 
 from edgespec.loop import generate
 from edgespec.loop.draft_passes import run_one
-from edgespec.loop.passes import prefill, run
+from edgespec.loop.passes import Pass, run
 from edgespec.loop.step import Step
 
 
@@ -14,15 +13,13 @@ class Generation(generate.Generation):
 
     def read_prompt(self, progress: Callable[[int, int], None] | None = None) -> Step:
         """Commit the prompt; `progress` as for `passes.prefill`, result as of `accept_prompt`."""
-        started = perf_counter()
-        if (step := self.begin()) is None:
-            wanted = self.prompt.want_last
-            prefill(
-                self.target, self.session, self._prompt_ids, want_last=wanted, progress=progress, saw=self._saw_prompt
-            )  # fmt: skip
-            step = self._first_step()
-            assert step, "the prompt is read"
-        self.stats.prefill_seconds += perf_counter() - started
+        tell, step = progress or (lambda done, total: None), self.begin()
+        tell(len(self.session.token_ids), len(self._prompt_ids))
+        while step is None:
+            pass_ = Pass(self.prompt.work())
+            [logits], ran = run(self.target, [pass_.work])
+            step = self.accept_prompt(pass_, logits, ran)
+            tell(len(self.session.token_ids), len(self._prompt_ids))
         return step
 
     def read_draft(self) -> None:

@@ -56,15 +56,7 @@ class RequestKeywords(TypedDict, total=False):
         grammar: what the output must match: of `edgespec.json_schema`, `json_object`, `regex` or `lark`.
         prediction: likely output, such as a file that is to be edited, from which auto and sssd draft; cut to the
             context's length. It changes no output.
-        temperature: divides the logits; 0: greedy. The default of this and of those below: models.yaml's, else the
-            model's own.
-        top_k: keep the k best tokens; 0: all.
-        top_p: keep the smallest set whose probability reaches `top_p`.
-        min_p: keep tokens at least `min_p` times as probable as the best.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output.
-        presence_penalty: as OpenAI's, subtracted once for a token in the output.
-        frequency_penalty: subtracted for each occurrence in the output.
-        logit_bias: token id -> added to its logit.
+        temperature, top_k and so on: see `SamplingParams`; default: models.yaml's, else the model's own.
         seed: of the random numbers; default: one is drawn, which `stats.seed` reports.
     """
 

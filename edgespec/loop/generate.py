@@ -42,7 +42,7 @@ from edgespec.loop.verify import Walk, walk
 
 
 class Generation:
-    """One sequence: `begin`, and `prompt_pass` and `accept_prompt` while `prompt` is unread.
+    """One sequence: `begin`, and passes and `accept_prompt` while `prompt` is unread.
 
     Then `read_draft_part` while there is a `draft_prompt`, `propose`, `cut` and `accept`, until it is `finished`.
 
@@ -118,10 +118,6 @@ class Generation:
         self._planner.begin(self._prompt_ids)
         self.stats.cached_tokens = self.prompt.resume()
         return self._first_step()
-
-    def prompt_pass(self, work: Work) -> Pass:
-        """A pass over a part of `prompt`."""
-        return Pass(work)
 
     def accept_prompt(self, pass_: Pass, logits: Logits, ran: Ran = UNTIMED) -> Step | None:
         """Commit a part of `prompt` after its pass; arguments as for `accept`.

@@ -156,7 +156,7 @@ def compose(
         single = not any(seq.state is State.WRITING for seq in seqs if seq not in gone)
         with batch.noting(reader):
             chunk = chunks.next(generation.prompt, taken, single=single)
-            batch.parts.append((reader, generation.prompt_pass(chunk)))
+            batch.parts.append((reader, Pass(chunk)))
     return batch
 
 

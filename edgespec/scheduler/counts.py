@@ -32,11 +32,6 @@ class Counts:
             if counter:
                 counter.add(ran.seconds)
 
-    @property
-    def decoded(self) -> int:
-        """Number of generated tokens."""
-        return sum(self.tokens.values())
-
     def add_tokens(self, seq: Seq, chunks: Sequence[Chunk]) -> None:
         """Count generated tokens, and with the first the prompt, which may be read several times before.
 

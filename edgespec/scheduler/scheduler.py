@@ -279,11 +279,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         waiting = self._queue.in_order()
-        if waiting and not self.pool.idle:
+        if not waiting:
+            return
+        if not self.pool.idle:
             self._end_idle_work()
         reading = [
             (seq.request.sender, seq.generation.token_ids)
-            for seq in self.pool.with_work if waiting and seq.generation and seq.state is State.READING
+            for seq in self.pool.with_work if seq.generation and seq.state is State.READING
         ]  # fmt: skip
         for seq in waiting if self.pool.idle else ():
             prompt, sender = seq.request.prompt_ids, seq.request.sender
