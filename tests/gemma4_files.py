@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_files import VOCAB, byte_level_vocab
-from gguf_writer import add, finish
+from gguf_writer import add, begin, finish
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
@@ -46,18 +46,14 @@ def write_assistant(path: Path) -> Path:
 
 
 def _writer(path: Path, arch: str, layers: int, width: int) -> Any:
-    writer = gguf.GGUFWriter(path, arch)
-    add(
-        writer,
+    writer = begin(
+        path,
+        arch,
         name="tiny",
-        file_type=0,
         block_count=layers,
-        context_length=2048,
         embedding_length=width,
         head_count=HEADS,
         head_count_kv=KV_HEADS,
-        layer_norm_rms_eps=1e-5,
-        rope_freq_base=10000.0,
     )
     byte_level_vocab(writer)
     return writer

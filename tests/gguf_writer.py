@@ -1,6 +1,18 @@
-"""The end of every GGUF that tests write."""
+"""The beginning and the end of GGUFs that tests write."""
 
+from pathlib import Path
 from typing import Any
+
+import gguf
+
+USUAL = {"file_type": 0, "context_length": 2048, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0}
+
+
+def begin(path: Path, arch: str, **values: Any) -> Any:
+    """A writer of a file with these values in its header, and `USUAL` ones."""
+    writer = gguf.GGUFWriter(path, arch)
+    add(writer, **USUAL | values)
+    return writer
 
 
 def finish(writer: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_files import VOCAB, byte_level_vocab, gguf
-from gguf_writer import add, finish
+from gguf_writer import begin, finish
 
 WIDTH, HEADS, HEAD, LAYERS, EXPERTS = 128, 4, 32, 3, 8
 KINDS = {  # architecture, experts used, width of an expert
@@ -28,11 +28,10 @@ def write_mixture(path: Path, kind: str, seed: int = 0, *, bits: int = 8, used: 
     """
     architecture, chosen, inner = KINDS[kind]
     rng = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, architecture)
-    add(
-        writer,
+    writer = begin(
+        path,
+        architecture,
         block_count=LAYERS,
-        context_length=2048,
         embedding_length=WIDTH,
         feed_forward_length=inner,
         expert_feed_forward_length=inner,
@@ -41,8 +40,6 @@ def write_mixture(path: Path, kind: str, seed: int = 0, *, bits: int = 8, used: 
         key_length=HEAD,
         value_length=HEAD,
         rope_dimension_count=HEAD,
-        rope_freq_base=10000.0,
-        layer_norm_rms_eps=1e-5,
         expert_count=EXPERTS,
         expert_used_count=used or chosen,
         vocab_size=VOCAB,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from gguf_files import VOCAB, byte_level_vocab, gguf
-from gguf_writer import add, finish
+from gguf_files import VOCAB, byte_level_vocab
+from gguf_writer import begin, finish
 from mixture_files import write_mixture
 
 WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD, LAYERS = 64, 128, 4, 2, 16, 4
@@ -20,23 +20,19 @@ def write_windowed(path: Path, arch: str, seed: int = 0, layers: int = LAYERS) -
     """A model of this architecture; of Gemma 3's layers every sixth has no window."""
     if arch == "gpt-oss":
         return write_mixture(path, arch, seed)
-    writer = gguf.GGUFWriter(path, arch)
-    add(
-        writer,
+    writer = begin(
+        path,
+        arch,
         name="tiny",
-        file_type=0,
         block_count=layers,
-        context_length=2048,
         embedding_length=WIDTH,
         feed_forward_length=HIDDEN,
         head_count=HEADS,
         head_count_kv=KV_HEADS,
-        layer_norm_rms_eps=1e-5,
         layer_norm_eps=1e-5,
         key_length=HEAD,
         value_length=HEAD,
         rope_dimension_count=HEAD,
-        rope_freq_base=10000.0,
         sliding_window=WINDOW,
         logit_scale=1.0,
     )
