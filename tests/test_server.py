@@ -27,7 +27,6 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.tree import Source
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.scheduler.events import Ended
 from edgespec.scheduler.requests import Request as Wanted
 from edgespec.server import wire
 from edgespec.server.access import Guard
@@ -1172,24 +1171,6 @@ def test_requests_that_wait_for_a_grammar_count_as_waiting(monkeypatch):
             go_on.set()
         assert {one.result().status_code for one in waiting} == {200}
         assert client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 3}).status_code == 200
-
-
-def test_an_end_that_is_reported_twice_counts_once():
-    body = {"prompt": "hello", "n": 3, "max_tokens": 12, "seed": 3}
-    with served() as client:
-        expected = client.post("/v1/completions", json=body).json()["choices"]
-        submit = client.model.scheduler.submit
-
-        def twice(request, emit):
-            def tell(event):
-                emit(event)
-                if isinstance(event, Ended):
-                    emit(event)
-
-            return submit(request, tell)
-
-        client.model.scheduler.submit = twice
-        assert client.post("/v1/completions", json=body).json()["choices"] == expected
 
 
 def test_models_and_metrics():
