@@ -28,6 +28,8 @@ import pytest
 # Compute threads that wait by spinning slow each other down on a busy machine; must be set before llama.cpp loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["EDGESPEC_NO_MEMORY_OF_COSTS"] = "1"  # no test depends on what this machine has measured before
+HERE = str(Path(__file__).parent)  # where programs that tests start find the reference engine, too
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (HERE, os.environ.get("PYTHONPATH"))))
 
 F32, Q4_1, Q2_K = 0, 3, 10  # llama_ftype in llama.h
 VOCAB = 4096
@@ -206,7 +208,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random model for the reference backend that seldom ends early."""
-    from edgespec.backends.reference.backend import random_model
+    from reference.backend import random_model
 
     path = tmp_path_factory.mktemp("tiny") / "tiny.npz"
     model = random_model(2, vocab_size=258)

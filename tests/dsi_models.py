@@ -8,7 +8,7 @@ from random import Random
 from threading import Event
 
 from alone import Generation
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from reference.backend import ReferenceBackend, random_model
 
 from edgespec.errors import Interrupted
 from edgespec.loop.backend import Backend, Logits, Work

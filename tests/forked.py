@@ -20,7 +20,7 @@ from typing import Any
 FORKS = sys.platform == "linux"  # macOS' libraries may end a fork, so there each program starts anew
 RUN = "from edgespec.cli.commands import main; main()"
 IMPORTED = (
-    "edgespec.cli.commands", "edgespec.cli.serve", "edgespec.cli.chat", "edgespec.backends.reference.backend",
+    "edgespec.cli.commands", "edgespec.cli.serve", "edgespec.cli.chat", "reference.backend",
     "edgespec.backends.llamacpp.engine",
     "edgespec.planners.auto", "edgespec.server.app", "uvicorn", "llguidance", "prompt_toolkit.application",
 )  # fmt: skip

@@ -12,7 +12,7 @@ from threading import Event
 
 import numpy as np
 from edgespec.backends.common.row_logits import RowLogits
-from edgespec.backends.reference.backend import ReferenceBackend, ReferenceSession, random_model
+from reference.backend import ReferenceBackend, ReferenceSession, random_model
 
 from benchmarks.serving import running
 from edgespec.loop.tree import path_to

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from edgespec.backends.common.paths import MOST_UNREAD_IN_MEMORY
-from edgespec.backends.reference.backend import ReferenceBackend
+from reference.backend import ReferenceBackend
 
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.passes import rows_of

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from alone import Generation
 from auto_planners import auto_planner
-from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
+from reference.backend import ReferenceBackend, perturbed, random_model
 
 import edgespec
 from edgespec.errors import Interrupted, ModelError, UsageError

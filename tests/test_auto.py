@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from alone import Generation
 from auto_planners import auto_planner
-from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 from hypothesis import settings
 from hypothesis import strategies as st
+from reference.backend import ReferenceBackend, perturbed, random_model
 
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.pass_times import FLAT, STEEP, PassTimes

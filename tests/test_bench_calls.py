@@ -2,7 +2,7 @@
 
 from threading import Thread
 
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from reference.backend import ReferenceBackend, random_model
 
 from benchmarks.commands.calls import Counts, count, counts_of, watched
 from edgespec.model import Model

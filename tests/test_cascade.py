@@ -6,9 +6,9 @@ from time import sleep
 import numpy as np
 import pytest
 from alone import Generation
-from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.backend import ReferenceBackend, perturbed, random_model
 from test_lossless_reference import PLANNERS, drafts_of, samplings, tokens, write
 
 import edgespec

@@ -11,8 +11,8 @@ from typing import Any
 import click
 import pytest
 from conftest import Run
-from edgespec.backends.reference.backend import CHAT_TEMPLATE, ReferenceBackend, random_model
 from prompt_toolkit.history import FileHistory
+from reference.backend import CHAT_TEMPLATE, ReferenceBackend, random_model
 from typist import Typist, typing_to
 
 import edgespec

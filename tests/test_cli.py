@@ -14,9 +14,9 @@ import click
 import numpy as np
 import pytest
 from conftest import Run
-from edgespec.backends.reference.backend import random_model
 from forked import RUN, Forked, forked
 from gguf_writer import add, finish
+from reference.backend import random_model
 from typist import typing_to
 
 import edgespec

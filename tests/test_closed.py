@@ -5,9 +5,9 @@ import threading
 
 import numpy as np
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, ReferenceVocab, random_model
 from forked import forked
 from gguf_files import small_llama
+from reference.backend import ReferenceBackend, ReferenceVocab, random_model
 
 import edgespec
 from edgespec.errors import EdgespecError

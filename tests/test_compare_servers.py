@@ -6,7 +6,7 @@ from dataclasses import replace
 from threading import Barrier
 
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from reference.backend import ReferenceBackend, random_model
 
 pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
 

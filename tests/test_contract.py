@@ -19,7 +19,7 @@ from contract import (
     random_tokens,
     work,
 )
-from edgespec.backends.reference import backend as reference
+from reference import backend as reference
 
 from edgespec.errors import ModelError
 from edgespec.loop.backend import Backend, KeepsNodes, Session

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
+from reference.backend import ReferenceBackend, perturbed, random_model
 
 from edgespec.errors import ModelError
 from edgespec.loop.draft_passes import run_one, run_shared

@@ -4,7 +4,7 @@ import time
 from threading import Event
 
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from reference.backend import ReferenceBackend, random_model
 
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 

@@ -5,7 +5,7 @@ from threading import Event, Thread
 import pytest
 from alone import Generation
 from auto_planners import auto_planner
-from edgespec.backends.reference.backend import ReferenceBackend
+from reference.backend import ReferenceBackend
 from test_ahead import wait_for
 from test_auto import Free, GivenCost, GivenShare
 from test_scheduler import DRAFT, LONG, PROMPTS, SHAPES, Reader, Recording, backend, run

@@ -1,7 +1,7 @@
 """A draft that has no cells for a pass, or lacks a token of the text, ends no request and changes no text."""
 
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
+from reference.backend import ReferenceBackend, perturbed, random_model
 from test_lossless_reference import write
 
 from edgespec.errors import ContextFull

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dsi_models import PROMPT, SIZE, Recorded, Slow, SlowSpec, plain_text
-from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
+from reference.backend import ReferenceBackend, perturbed, random_model
 
 from edgespec.errors import Closed, EdgespecError, MissingPackage, UsageError
 from edgespec.loop.backend import Logits, Work

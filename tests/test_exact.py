@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from alone import Generation
 from conftest import Run
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from reference.backend import ReferenceBackend, random_model
 
 from edgespec.errors import UsageError
 from edgespec.loading import exact, row_classes
@@ -41,7 +41,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         cell.reshape(-1)[: len(x)] = x
         return x, cell, state
 
-    monkeypatch.setattr("edgespec.backends.reference.backend.evaluate", evaluate)
+    monkeypatch.setattr("reference.backend.evaluate", evaluate)
 
 
 class Shifted:

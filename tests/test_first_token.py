@@ -7,7 +7,7 @@ import pytest
 from alone import Generation
 from edgespec.backends.common.row_logits import RowLogits
 from edgespec.backends.llamacpp.cells import Rows
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from reference.backend import ReferenceBackend, random_model
 from test_scheduler import CONTEXT, DRAFT, LONG, MODEL, PROMPTS, Reader, planners, run
 
 from edgespec.loop.backend import Backend

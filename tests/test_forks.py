@@ -5,8 +5,8 @@ import signal
 import threading
 
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from gguf_files import small_llama
+from reference.backend import ReferenceBackend, random_model
 from test_closed import CALLS, OF_SCHEDULER
 from test_dsi import Recorded, SlowSpec, targets
 from test_dsi import write as write_dsi

@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
-from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.backend import ReferenceBackend, perturbed, random_model
 
 import edgespec
 from edgespec.errors import MissingPackage, UsageError, pip_install

@@ -7,7 +7,7 @@ import pytest
 from alone import Generation
 from edgespec.backends.common.heads import KEPT, HeadSession
 from edgespec.backends.common.row_logits import RowLogits
-from edgespec.backends.reference.backend import ReferenceBackend, ReferenceSession, random_model
+from reference.backend import ReferenceBackend, ReferenceSession, random_model
 
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.passes import prefill

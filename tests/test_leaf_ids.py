@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from contract import check_nodes, check_session, loaded, raises, random_tokens, work
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from reference.backend import ReferenceBackend, random_model
 from test_contract import llamacpp_factory
 
 from edgespec.errors import ContextFull

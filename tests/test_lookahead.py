@@ -7,7 +7,7 @@ from math import log
 import numpy as np
 import pytest
 from alone import Generation
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from reference.backend import ReferenceBackend, random_model
 from test_lossless_reference import write
 
 from edgespec.lab import lookahead

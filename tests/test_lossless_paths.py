@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from alone import Generation
 from contract import chain_rows
-from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.backend import ReferenceBackend, perturbed, random_model
 from test_lossless_reference import NAMES, PLANNERS, samplings, tokens, write
 
 from edgespec.loop.backend import Work
@@ -60,7 +60,7 @@ def test_the_same_text(name, prompt, sampling, budget, max_tokens, data):
 @pytest.mark.parametrize("most", [1, 16])
 def test_a_pass_that_reads_again_what_a_tree_left_is_not_plain(most, monkeypatch):
     """Neither where the tokens begin its paths, nor where they have a pass of their own."""
-    monkeypatch.setattr("edgespec.backends.reference.backend.MOST_UNREAD", most)
+    monkeypatch.setattr("reference.backend.MOST_UNREAD", most)
     target, draft = ReferenceBackend(MODEL, max_leaves=8), ReferenceBackend(perturbed(MODEL, 0.3, 1), max_leaves=8)
     generation, owed = Generation(
         target, target.open(), SpecExecPlanner(draft, depth=3), [5, 9], SamplingParams(),

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 from alone import Generation
 from auto_planners import auto_planner
-from edgespec.backends.reference.backend import Model, ReferenceBackend, perturbed, random_model
 from hypothesis import given
 from hypothesis import strategies as st
+from reference.backend import Model, ReferenceBackend, perturbed, random_model
 
 from edgespec.errors import ContextFull
 from edgespec.lab.lookahead import LookaheadPlanner

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.backend import ReferenceBackend, perturbed, random_model
 
 from edgespec.loop.sampling import Noise, SamplingParams, sample
 from edgespec.measure.lossless import explain, first_divergence, is_tie, plain_logits, replay

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from alone import Generation
 from auto_planners import auto_planner
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from reference.backend import ReferenceBackend, random_model
 from simulated import COSTS, Clock, Run, Timed
 
 from edgespec.loop.sampling import SamplingParams

@@ -49,7 +49,7 @@ for _ in range(2):
 @pytest.mark.parametrize("left_out", ["torch|mlx|common|sparse", pytest.param("mlx", marks=pytest.mark.exhaustive)])
 def test_all_imports_and_a_prompt_need_no_posix_system(tmp_path: Path, left_out: str) -> None:
     """Of the package and its engines, of scripts/install and the tests of `make check-windows`. A session goes on."""
-    from edgespec.backends.reference.backend import random_model
+    from reference.backend import random_model
 
     listed = re.search(r"^ON_WINDOWS := .*tests/test_,([\w\s\\]*)\)\)$", (ROOT / "Makefile").read_text("utf-8"), re.M)
     assert listed

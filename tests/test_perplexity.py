@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from reference.backend import ReferenceBackend, random_model
 
 from benchmarks.commands.perplexity import perplexity
 from edgespec.errors import UsageError

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from reference.backend import ReferenceBackend, random_model
 from simulated import Clock, Timed
 
 from edgespec.loop.planner import Planner

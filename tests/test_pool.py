@@ -6,9 +6,9 @@ from threading import Event, Thread
 from time import monotonic, sleep
 
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.backend import ReferenceBackend, random_model
 from test_scheduler import LONG, Reader, Recording, actions, backend, draft, held, planners, play, run
 
 from edgespec.loop.passes import common_prefix

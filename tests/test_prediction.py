@@ -2,7 +2,7 @@
 
 import pytest
 from auto_planners import auto_planner
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from reference.backend import ReferenceBackend, random_model
 
 from edgespec.errors import UsageError
 from edgespec.loop.hint_texts import LONGEST_INPUT, MOST_SIBLINGS, HintTexts

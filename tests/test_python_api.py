@@ -13,8 +13,8 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from gguf_files import small_llama
+from reference.backend import ReferenceBackend, random_model
 
 import edgespec
 import edgespec.lab

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec.backends.reference.backend import random_model
+from reference.backend import random_model
 
 from edgespec.loading.pair import remembered_paces
 from edgespec.machine import measurements as remembered

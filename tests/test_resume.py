@@ -10,8 +10,8 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
 from forked import Forked
+from reference.backend import ReferenceBackend, random_model
 from typist import typing_to
 
 import edgespec

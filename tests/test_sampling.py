@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from alone import Generation
-from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
 from hypothesis import given
 from hypothesis import strategies as st
+from reference.backend import ReferenceBackend, perturbed, random_model
 
 from edgespec.errors import UsageError
 from edgespec.loop import sampling

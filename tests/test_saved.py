@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from contract import check_session, loaded, random_tokens
-from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
+from reference.backend import ReferenceBackend, perturbed, random_model
 from test_contract import llamacpp_factory, mlx_factory, torch_factory
 
 from edgespec.errors import SessionFileError

@@ -10,7 +10,7 @@ from time import sleep
 
 import numpy as np
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
+from reference.backend import ReferenceBackend, perturbed, random_model
 
 import edgespec
 from edgespec.errors import Closed, ContextFull, UsageError, VocabMismatch

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from alone import Generation
 from auto_planners import auto_planner
-from edgespec.backends.reference.backend import ReferenceBackend, ReferenceSession, perturbed, random_model
 from forked import forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.backend import ReferenceBackend, ReferenceSession, perturbed, random_model
 
 from edgespec.errors import Closed, ContextFull, ModelError, UsageError
 from edgespec.loop.hint_texts import HintTexts
@@ -918,7 +918,7 @@ class TestModel:
 
     def test_a_program_may_end_in_the_middle(self):
         script = (
-            "import threading\nfrom edgespec.backends.reference.backend import ReferenceBackend, random_model\n"
+            "import threading\nfrom reference.backend import ReferenceBackend, random_model\n"
             "from edgespec.model import Model\nfrom edgespec.planners.none import NonePlanner\n"
             "model = Model(ReferenceBackend(random_model(2, vocab_size=258)), NonePlanner())\n"
             "model.scheduler.start()\nchunks = model.stream('hello', max_tokens=400)\nprint(next(chunks).token_id)"

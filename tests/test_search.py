@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 from alone import Generation
-from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
+from reference.backend import ReferenceBackend, perturbed, random_model
 
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.planner import Context

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, perturbed, random_model
+from reference.backend import ReferenceBackend, perturbed, random_model
 
 from edgespec.errors import UsageError
 from edgespec.lab import search

@@ -12,7 +12,7 @@ from threading import Event, Semaphore
 from typing import ClassVar
 
 import pytest
-from edgespec.backends.reference.backend import CHAT_TEMPLATE, ReferenceBackend, random_model
+from reference.backend import CHAT_TEMPLATE, ReferenceBackend, random_model
 
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("httpx", reason="httpx is not installed")

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from reference.backend import ReferenceBackend, random_model
 
 pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("httpx", reason="httpx is not installed")
 
-from edgespec.backends.reference.backend import CHAT_TEMPLATE
+from reference.backend import CHAT_TEMPLATE
 from test_server import HELLO, served, served_and_shown
 
 PATHS = ("chat/completions", "completions", "responses", "messages", "messages/count_tokens")

@@ -6,9 +6,9 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
-from edgespec.backends.reference.backend import CHAT_TEMPLATE, ReferenceVocab
 from hypothesis import given
 from hypothesis import strategies as st
+from reference.backend import CHAT_TEMPLATE, ReferenceVocab
 
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")

@@ -4,7 +4,7 @@ import json
 from contextlib import contextmanager
 
 import pytest
-from edgespec.backends.reference.backend import CHAT_TEMPLATE
+from reference.backend import CHAT_TEMPLATE
 
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")

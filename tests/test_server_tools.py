@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from edgespec.backends.reference.backend import CHAT_TEMPLATE, ReferenceVocab
 from hypothesis import given
 from hypothesis import strategies as st
+from reference.backend import CHAT_TEMPLATE, ReferenceVocab
 
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from reference.backend import ReferenceBackend, random_model
 
 from edgespec.lab.specbranch import SpecBranchPlanner, features, likeliest_path
 from edgespec.loop.step import step_of

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from alone import Generation
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from reference.backend import ReferenceBackend, random_model
 
 from edgespec.errors import ContextFull
 from edgespec.loop.draft_passes import run_one

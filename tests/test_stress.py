@@ -4,7 +4,7 @@ import re
 import threading
 
 import pytest
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from reference.backend import ReferenceBackend, random_model
 
 pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")

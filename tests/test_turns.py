@@ -1,6 +1,6 @@
 """Admission: requests are served as they came, and what is only prepared after them."""
 
-from edgespec.backends.reference.backend import ReferenceBackend, random_model
+from reference.backend import ReferenceBackend, random_model
 
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats

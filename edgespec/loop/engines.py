@@ -22,7 +22,6 @@ from edgespec.loop.backend import Backend, Vocab
 BUILT_IN = {
     "llamacpp": "edgespec.backends.llamacpp.engine",
     "mlx": "edgespec.backends.mlx.engine",
-    "reference": "edgespec.backends.reference.backend",
     "torch": "edgespec.backends.torch.engine",
 }
 # Optional fields of `LoadOptions`, in the order in which messages name them.

@@ -12,7 +12,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 import click
-from edgespec.backends.reference import backend as reference
+import edgespec.backends
+from reference import backend as reference
 
 import edgespec
 from edgespec.measure.tables import table
@@ -20,7 +21,7 @@ from edgespec.model import Model
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.choice import make_planner
 
-OURS = (str(Path(edgespec.__file__).resolve().parent), str(Path(reference.__file__).resolve().parents[1]))
+OURS = tuple(str(Path(str(module.__file__)).resolve().parent) for module in (edgespec, edgespec.backends, reference))
 VOCABULARY, BUDGET, TOKENS = 48, 8, 120
 WARM = 4  # steps that are left out at both ends of a text
 
@@ -91,8 +92,8 @@ def count(planner: str, *, drafts: bool) -> Counts:
 def command() -> None:
     """Calls of functions in one step.
 
-    Functions are those of this package. The step is the median one of a text on the reference engine: plain, with the
-    planner auto without a draft, and with drafts. Figures of two versions of Python differ.
+    Functions are those of this package and of the tests' reference engine. The step is the median one of a text with
+    it: plain, with the planner auto without a draft, and with drafts. Figures of two versions of Python differ.
     """
     steps = {"plain": ("none", False), "auto": ("auto", False), f"specexec, budget {BUDGET}": ("specexec", True)}
     rows = [[name, *map(str, astuple(count(planner, drafts=drafts)))] for name, (planner, drafts) in steps.items()]

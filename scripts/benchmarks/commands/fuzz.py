@@ -16,7 +16,6 @@ from edgespec.cli.terminal import Bars
 
 SHRINKING, MOST_SHRINKING, TURNS = 120, 600, 12  # seconds, and times those of the case
 REPEATED = 3
-TESTS = Path(__file__).resolve().parents[3] / "tests"  # made-up models are written as the tests' are
 
 
 @click.command(
@@ -48,7 +47,6 @@ def command(
     Each text must be that of plain decoding of the same request, alone in a model of its own.
     """
     out.mkdir(parents=True, exist_ok=True)
-    sys.path.append(str(TESTS))
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # of the processes that run cases
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # compute threads that spin slow each other down
     os.environ["XDG_CACHE_HOME"] = str(out.resolve() / "cache")

@@ -13,6 +13,11 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 import numpy as np
+from edgespec.backends.common.interrupts import Stop, interruptible, one_pass
+from edgespec.backends.common.loader import loader
+from edgespec.backends.common.nodes import NodeSession
+from edgespec.backends.common.paths import CHEAP, MOST_UNREAD, States, paths_of, state_lane_from
+from edgespec.backends.common.row_logits import RowLogits
 from numpy.typing import NDArray
 
 from edgespec.errors import Closed, ContextFull, ModelError, UsageError
@@ -23,11 +28,6 @@ from edgespec.loop.session_files import Saved, StateDetails, identity_of, write
 from edgespec.loop.shapes import BatchInvariance
 from edgespec.loop.tree import is_leaf, path_to
 
-from ..common.interrupts import Stop, interruptible, one_pass
-from ..common.loader import loader
-from ..common.nodes import NodeSession
-from ..common.paths import CHEAP, MOST_UNREAD, States, paths_of, state_lane_from
-from ..common.row_logits import RowLogits
 from .model import Array, Layer, Model, evaluate, load_weights, perturbed, random_model
 
 __all__ = [
