@@ -1,7 +1,6 @@
 """scripts/bench with wrong numbers and wrong files: one line that names the value, before any model is loaded."""
 
 import json
-import socket
 
 import pytest
 
@@ -24,7 +23,7 @@ def refused(bench, tmp_path):
 
 
 def test_help_says_what_each_subcommand_does_in_a_few_words(bench):
-    for arguments, names in (((), COMMANDS), (("serve",), ("health", "load", "throughput", "wire"))):
+    for arguments, names in (((), COMMANDS), (("serve",), ("load", "throughput", "wire"))):
         code, shown, _ = bench(*arguments, "--help")
         assert code == 0
         assert all(f"\n  {name} " in shown for name in names)
@@ -42,7 +41,6 @@ def test_help_says_what_each_subcommand_does_in_a_few_words(bench):
         ("offload no.gguf --nodes 1", "'no.gguf' is no GGUF file"),
         ("gpu --dtype bf16", "'bf16' is not one of 'bfloat16'"),
         ("gpu --layers 1", "1 is not in the range x>=2"),
-        ("serve health --port 70000", "70000 is not in the range 1<=x<=65535"),
         ("serve throughput FILE --model x --threads 0", "0 is not in the range x>=1"),
         ("serve throughput FILE --model x --mode plain", "--mode is not used without --llama-server"),
         ("serve throughput FILE --model x --llama-options=-fa", "--llama-options is not used without --llama-server"),
@@ -84,10 +82,3 @@ def test_a_file_without_problems_is_refused(refused, content):
 def test_a_problem_whose_answer_cannot_be_checked_is_refused(refused, record):
     said = refused("accuracy", "x", "FILE", "OUT", file=json.dumps(record).encode())
     assert said.endswith("needs lines of GSM8K (question, answer) or HumanEval (prompt, test)")
-
-
-def test_a_port_where_nothing_answers_is_one_line(bench):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    code, printed, said = bench("serve", "health", "--port", port)
-    assert (code, printed, said) == (1, "", f"edgespec: 127.0.0.1 port {port} has no server with a loaded model\n")

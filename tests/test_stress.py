@@ -1,6 +1,5 @@
 """Many clients at once, and the checks that look for what leaks: they must see what is wrong, too."""
 
-import re
 import threading
 
 import pytest
@@ -10,12 +9,11 @@ pytest.importorskip("uvicorn", reason="the server is not installed: pip install 
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
 from benchmarks.serving import served
-from benchmarks.stress import KINDS, LARGEST, half_open, is_pet, largest, left_over, load
+from benchmarks.stress import KINDS, half_open, is_pet, left_over, load
 from edgespec.loop.sampling import SamplingParams
 from edgespec.model import Model
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.scheduler.requests import Request
-from edgespec.server.wire import MOST_BODY, MOST_VALUES
 
 
 @pytest.fixture(scope="module")
@@ -41,23 +39,6 @@ def test_clients_of_all_kinds(server):
     assert left_over(model, threads, patience=0.0) != []
     held.cancel()
     assert left_over(model, threads) == []
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", LARGEST)
-def test_the_largest_bodies_are_as_large_as_may_be(kind):
-    bodies = [body for _, body in largest(kind, 500)]
-    values = [sum(map(body.count, (b",", b"[", b"{"))) for body in bodies]
-    assert max(map(len, bodies)) <= MOST_BODY
-    assert 0.85 * MOST_VALUES < max(values) <= MOST_VALUES or kind == "schema"  # a grammar's limit is far below
-
-
-def test_health_is_asked_while_bodies_are_sent(server, bench):
-    code, printed, _ = bench(
-        "serve", "health", "--port", server[1], "--kind", "stops", "--clients", 2, "--seconds", 0.2
-    )
-    assert code == 0
-    assert re.match(r"stops +\d+ probes  p50 0.*  p99 .*  max .* s  answers: .*times 200", printed)
 
 
 def test_json_by_a_schema_is_never_broken(server, monkeypatch):

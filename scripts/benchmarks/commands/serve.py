@@ -4,9 +4,7 @@ import json
 import shlex
 import sys
 import threading
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -93,33 +91,6 @@ def throughput(
         body={"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}, say=partial(click.echo, err=True),
     )  # fmt: skip
     click.echo(compare_servers.shown(found))
-
-
-@command.command(
-    epilog="""\b
-Example:
-  edgespec serve big.gguf --port 8080 &
-  scripts/bench serve health --port 8080"""
-)
-@click.option("--port", type=click.IntRange(1, 65535), required=True, help="Of a server on this machine.")
-@click.option("--kind", "kinds", multiple=True, type=click.Choice(stress.LARGEST), help="Of bodies; repeatable. [all]")
-@click.option("--clients", type=AT_LEAST_1, default=6)
-@click.option("--seconds", type=Number(0, min_open=True), default=60.0, help="For each kind.")
-def health(port: int, kinds: tuple[str, ...], clients: int, seconds: float) -> None:
-    """Seconds until /health answers under load.
-
-    Clients send the largest bodies; also how often each status answers them.
-    """
-    with ProcessPoolExecutor(1, get_context("spawn")) as other:  # this one sends the bodies
-        for kind in kinds or stress.LARGEST:
-            bodies = stress.largest(kind, stress.context_length(port))
-            waits = other.submit(stress.probe, port, seconds)
-            statuses = stress.flood(port, bodies, clients, seconds)
-            found = sorted(waits.result())
-            part = {name: found[int(len(found) * share)] for name, share in (("p50", 0.5), ("p99", 0.99))}
-            shown = "  ".join(f"{name} {value:.3f} s" for name, value in (part | {"max": found[-1]}).items())
-            answers = ", ".join(f"{count} times {status}" for status, count in sorted(statuses.items()))
-            click.echo(f"{kind:9} {len(found):6} probes  {shown}  answers: {answers}")
 
 
 @command.command(
