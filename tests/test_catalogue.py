@@ -15,7 +15,7 @@ from edgespec.machine.disk import Reading
 from edgespec.machine.memory import parse_size
 from edgespec.machine.this_machine import Machine
 from edgespec.measure import fit as measure_fit
-from edgespec.measure import other_machine
+from edgespec.measure import predictor
 from edgespec.measure.fit import RUNTIME, fit, measured_here, with_memory
 from edgespec.models.hub import parse
 from edgespec.models.registry import BUILT_IN, Entry, FileFacts, read_models
@@ -138,7 +138,7 @@ def test_a_mixture_has_the_same_row_here_and_by_the_description_of_this_machine(
     machine = find_machine(str(tmp_path / "mine.yaml"))[1]
     mixture = next(one for one in read_models(BUILT_IN) if one.name == "qwen3-coder-30b-a3b")
     monkeypatch.setattr(catalogue, "all_models", lambda models_file: [mixture])
-    monkeypatch.setattr(other_machine, "this_machine", lambda *about: machine)
+    monkeypatch.setattr(predictor, "this_machine", lambda *about: machine)
     monkeypatch.setattr(measure_fit, "with_measured", lambda machine, path: machine)
     (here,), (there,) = (
         json.loads(run("models", "--fit", "--json", *more)[1])

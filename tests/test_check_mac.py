@@ -44,7 +44,7 @@ def test_the_faster_engine_is_remembered_only_of_a_large_model(
 ) -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     from edgespec.machine.measurements import OFF, recall
-    from edgespec.measure.other_machine import about_engines
+    from edgespec.measure.predictor import about_engines
 
     monkeypatch.delenv(OFF, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

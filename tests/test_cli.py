@@ -24,12 +24,12 @@ from edgespec.cli import terminal
 from edgespec.cli.commands import cli
 from edgespec.errors import UsageError
 from edgespec.loading import exact
-from edgespec.loading.pair import WIDEST, open_backends
+from edgespec.loading.pair import WIDEST, choose_pair, open_backends
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.machine import measurements as remembered
 from edgespec.measure import bench, doctor
 from edgespec.measure.bench import read_prompts
-from edgespec.measure.doctor import learned_line
+from edgespec.measure.report import learned_line
 from edgespec.planners.choice import check_planner
 
 # What is not about passes that agree to the bit does without them: to find them takes longer than most tests.
@@ -545,7 +545,9 @@ def test_bench_and_doctor_load_a_model_that_may_stream_as_run_does(
     for more in (["--budget", "64"], given):
         run(*bench_of_reference, *more)
         assert loaded.pop().widest == 0
-    monkeypatch.setattr(doctor, "check_supported", lambda engines, options: loaded.append(options))
+    monkeypatch.setattr(
+        doctor, "choose_pair", lambda *about, **more: loaded.append(about[3]) or choose_pair(*about, **more)
+    )
     for more, widest in ([], WIDEST), (["--budget", "64"], 0), (given[2:], WIDEST):
         run("doctor", model, *REFERENCE, *more)
         assert loaded.pop().widest == widest

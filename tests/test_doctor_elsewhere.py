@@ -24,8 +24,9 @@ from edgespec.weights.plan import FAULT_SPEED, two_digits
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from edgespec.measure import other_machine
-from edgespec.measure.other_machine import Elsewhere, faster, predict, report
+from edgespec.measure import predictor
+from edgespec.measure.predictor import Elsewhere, faster, predict
+from edgespec.measure.report import report
 
 ENTRIES: list[dict[str, Any]] = yaml.safe_load(BUILT_IN.read_text())["machines"]
 NEEDED = {"memory_speed", "operations", "disk"}
@@ -225,7 +226,7 @@ def test_json_has_the_machine_and_every_engine() -> None:
 
 
 @pytest.mark.parametrize("few_models", [{"qwen3-8b", "llama-3.3-70b"}], indirect=True)
-def test_models_fit_another_machine(few_models: None) -> None:
+def test_models_fit_anpredictor(few_models: None) -> None:
     lines = asked("models", "--fit", "--machine", "macbook-16").output.splitlines()
     at = {line.split()[0]: lines[i + 1] for i, line in enumerate(lines[:-1]) if line and not line.startswith(" ")}
     assert "stays in memory" in at["qwen3-8b"]
@@ -243,7 +244,7 @@ def test_a_head_is_predicted_by_the_tokens_of_a_head(smollm2: Path, monkeypatch:
         return dict(found.tokens_per_second)
 
     by_model = speeds()
-    monkeypatch.setattr(other_machine, "is_head", lambda path: True)
+    monkeypatch.setattr(predictor, "is_head", lambda path: True)
     by_head = speeds()
     assert by_head["specexec"] < by_model["specexec"]
     assert by_head["sssd"] == by_model["sssd"]
@@ -287,7 +288,7 @@ def test_this_machine_is_described_in_the_form_that_is_read(smollm2: Path, tmp_p
 
 def test_this_machine_is_described_as_json(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is read, too, as YAML."""
-    monkeypatch.setattr(other_machine, "measured_operations", lambda path: 3e11)
+    monkeypatch.setattr(predictor, "measured_operations", lambda path: 3e11)
     (tmp_path / "mine.json").write_text(asked("doctor", str(smollm2), "--describe", "--json").stdout)
     assert json.loads((tmp_path / "mine.json").read_text())["machines"][0]["operations"] == 3e11
     assert find_machine(str(tmp_path / "mine.json"))[1].operations == 3e11

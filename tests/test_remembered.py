@@ -13,7 +13,7 @@ from reference.backend import random_model
 
 from edgespec.loading.pair import remembered_paces
 from edgespec.machine import measurements as remembered
-from edgespec.measure.doctor import learned_line
+from edgespec.measure.report import learned_line
 from edgespec.model import Model, load
 from edgespec.planners.auto import Pace
 

@@ -20,7 +20,7 @@ from edgespec.machine.files import part_names
 from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.this_machine import this_machine
 from edgespec.measure.fit import Fit, fit, measured_here, with_memory
-from edgespec.measure.other_machine import COMPUTED
+from edgespec.measure.outlook import COMPUTED
 from edgespec.models import hub, pulled
 from edgespec.models.registry import Entry, all_models, check_facts, find_draft, find_model, local_path
 from edgespec.weights.plan import SAFETY, two_digits
@@ -245,7 +245,7 @@ def pull(names: tuple[str, ...], draft: bool, dry_run: bool, models_file: str | 
         return
     fetch_all(listings)
     if this_machine().platform == "darwin":
-        from edgespec.measure.other_machine import offer
+        from edgespec.measure.predictor import offer
 
         for line in [line for name in names for line in offer(name, models_file=models_file).lines]:
             click.echo(line, err=True)

@@ -397,7 +397,7 @@ def _for_a_mac(model: str, options: dict[str, Any]) -> tuple[str | Entry, Sequen
     """The model to run, which keeps its settings, and lines for the user, where MLX may be faster."""
     if this_machine().platform != "darwin" or options["backend"] or options["lenders"]:
         return model, ()
-    from edgespec.measure.other_machine import offer
+    from edgespec.measure.predictor import offer
 
     names = ("draft", "budget", "context_length", "memory", "kv_type", "models_file")
     found = offer(model, **{name: options[name] for name in names})
@@ -526,7 +526,8 @@ def doctor(
     if machine:
         _doctor_elsewhere(model, machine, as_json, {"backend": backend, **options})
         return
-    from edgespec.measure.doctor import as_dict, compare, diagnose, recommendation, report
+    from edgespec.measure.doctor import as_dict, compare, diagnose
+    from edgespec.measure.report import recommendation, report
 
     _pull_pair(model, {"backend": backend, **options}, yes, drafts=True)
     with LoadingBar(model) as bar:
@@ -544,7 +545,7 @@ def doctor(
 
 def _describe(model: str, models_file: str | None, as_json: bool) -> None:
     from edgespec.machine.described import as_yaml, describe
-    from edgespec.measure.other_machine import measured_operations
+    from edgespec.measure.predictor import measured_operations
 
     source = find_model(model, models_file).target
     if is_folder(source):
@@ -559,7 +560,8 @@ def _describe(model: str, models_file: str | None, as_json: bool) -> None:
 
 def _doctor_elsewhere(model: str, machine: str, as_json: bool, options: dict[str, Any]) -> None:
     from edgespec.machine.described import find_machine
-    from edgespec.measure.other_machine import as_dict, predict, report
+    from edgespec.measure.predictor import as_dict, predict
+    from edgespec.measure.report import report
 
     for name in ("backend", "lenders", "exact"):
         if options.pop(name):

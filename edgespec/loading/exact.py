@@ -87,9 +87,7 @@ def apply_row_class(
     """
     if asked == "off" or backend.capabilities.logit_tolerance == 0:  # 0: passes of all sizes round alike
         return ()
-    about = backend.name, backend.build, backend.computing, path
-    ever = backend.capabilities.by_cell != ALWAYS
-    found = find(*about, remember=remember, say=say, loaded=backend) if ever else []
+    found = find_classes(backend, path, remember=remember, say=say)
     exact = choose(found, backend.capabilities, asked)
     if exact:
         backend.keep_to(exact)
@@ -97,6 +95,16 @@ def apply_row_class(
     padding = notes_on_padding(found, exact, backend.capabilities.streams)
     backend.notes = [*backend.notes, *padding, *filter(None, [lost])]
     return found
+
+
+def find_classes(
+    backend: Backend, path: str, *, remember: bool = True, say: Callable[[str], None] = lambda text: None
+) -> TriedClasses:
+    """Those of a loaded model; arguments as for `apply_row_class`."""
+    if backend.capabilities.logit_tolerance == 0 or backend.capabilities.by_cell == ALWAYS:
+        return ()
+    about = backend.name, backend.build, backend.computing, path
+    return find(*about, remember=remember, say=say, loaded=backend)
 
 
 def notes_on_padding(found: TriedClasses, exact: BatchInvariance | None, streams: bool) -> list[str]:
@@ -125,9 +133,7 @@ def note_on_budget(budget: int, target: Backend, path: str, *, approximate: bool
     exact, limits = target.capabilities.exact, target.capabilities
     if exact is None or not exact.trees.most < min(budget + 1, limits.max_nodes, limits.max_wanted):
         return []
-    found = find(
-        target.name, target.build, target.computing, path, remember=False, say=lambda text: None, loaded=target
-    )  # fmt: skip
+    found = find_classes(target, path, remember=False)
     lifts = "--exact off"
     with suppress(UsageError):
         wide = choose(found, limits, "wide")

@@ -82,7 +82,17 @@ class PairPlan:
     names: Sequence[str]
     paths: Sequence[str]
     options: LoadOptions
-    plan: LoadPlan | None
+    plan: LoadPlan | None = None
+
+    @property
+    def at_once(self) -> bool:
+        """True: the target is planned before the draft is loaded."""
+        engines = {name: find_engine(name) for name in self.names}
+        memory_is_known = not self.paths[1:] or "draft_files" in engines[self.names[0]].supported
+        return self.head or (len(engines) == 1 and memory_is_known)
+
+    def planned(self) -> "PairPlan":
+        return replace(self, plan=_plan(self.names[0], self.paths[0], self.options)) if self.at_once else self
 
     @property
     def head(self) -> bool:
@@ -162,6 +172,30 @@ def with_head(names: Sequence[str], paths: Sequence[str], draft: str, options: L
     return replace(options, own_head=own, draft_files=() if own else tuple(paths[1:]))
 
 
+def choose_pair(
+    entry: Entry,
+    draft: str | None,
+    models_file: str | None,
+    options: LoadOptions,
+    *,
+    say: Callable[[str], None] = lambda text: None,
+) -> PairPlan:
+    """The pair without its plan. Arguments and errors as for `open_backends`."""
+    check_choice(options.exact)
+    sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft else [])]
+    here = this_machine()
+    names = [choose_backend(is_folder(source), here, options.backend) for source in sources]
+    check_supported(names, options)
+    paths = [local_path(source, models_file, say=say) for source in sources]
+    refuse_head_folder(paths[0])
+    if draft and (draft in OWN or _has_head(names, paths)):
+        return PairPlan(names, paths, with_head(names, paths, draft, options))
+    if method := find_approximate(options.approximate):
+        method.check_engines(names)
+    pair = PairPlan(names, paths, options)
+    return replace(pair, options=replace(options, draft_files=tuple(paths[1:]))) if pair.at_once else pair
+
+
 def plan_pair(
     entry: Entry,
     draft: str | None,
@@ -171,22 +205,7 @@ def plan_pair(
     say: Callable[[str], None] = lambda text: None,
 ) -> PairPlan:
     """Arguments and errors as for `open_backends`."""
-    check_choice(options.exact)
-    sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft else [])]
-    here = this_machine()
-    names = [choose_backend(is_folder(source), here, options.backend) for source in sources]
-    check_supported(names, options)
-    paths = [local_path(source, models_file, say=say) for source in sources]
-    refuse_head_folder(paths[0])
-    if draft and (draft in OWN or _has_head(names, paths)):
-        options = with_head(names, paths, draft, options)
-        return PairPlan(names, paths, options, _plan(names[0], paths[0], options))
-    if method := find_approximate(options.approximate):
-        method.check_engines(names)
-    if len(set(names)) == 1 and (not draft or "draft_files" in find_engine(names[0]).supported):
-        options = replace(options, draft_files=tuple(paths[1:]))
-        return PairPlan(names, paths, options, _plan(names[0], paths[0], options))
-    return PairPlan(names, paths, options, None)
+    return choose_pair(entry, draft, models_file, options, say=say).planned()
 
 
 def _has_head(names: Sequence[str], paths: Sequence[str]) -> bool:

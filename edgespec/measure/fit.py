@@ -8,7 +8,7 @@ from edgespec.errors import EdgespecError, ModelError
 from edgespec.machine.described import with_measured
 from edgespec.machine.files import weight_files
 from edgespec.machine.this_machine import Machine
-from edgespec.measure.other_machine import machine_here, predict
+from edgespec.measure.predictor import machine_here, predict
 from edgespec.models.registry import Entry, local_path
 from edgespec.weights.plan import SAFETY
 

@@ -32,7 +32,7 @@ from edgespec.machine.measurements import remember
 from edgespec.machine.memory import all_memory, available_memory, format_size
 from edgespec.machine.system import BLOCK, read_buffer
 from edgespec.machine.this_machine import this_machine
-from edgespec.measure.other_machine import about_engines
+from edgespec.measure.predictor import about_engines
 from edgespec.weights.direct_io import DirectFiles
 from edgespec.weights.plan import make_plan
 

@@ -4,9 +4,9 @@ No pass is made. A pass takes the longer of computing and reading; computing tak
 memory and of its operations, device by device.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,9 @@ from edgespec.loop.backend import Placed
 from edgespec.loop.engines import LoadOptions, find_engine, load_at_once
 from edgespec.machine.described import with_speeds
 from edgespec.machine.measurements import Amount, processor_name, recall
-from edgespec.machine.memory import format_size
 from edgespec.machine.system import chip
 from edgespec.machine.this_machine import Gpu, Machine, this_machine
-from edgespec.measure.doctor import (
-    BEAM,
-    SIZES,
-    SIZES_OF_MIXTURES,
-    aligned,
-    draft_passes,
-    tokens_per_second,
-)
+from edgespec.measure.outlook import BEAM, COMPUTED, Outlook, draft_passes, sizes
 from edgespec.models.gguf_header import OF_STATES, own_values, whole_number
 from edgespec.models.heads import is_head
 from edgespec.models.registry import OWN, Entry, find_model, is_folder, local_path
@@ -59,7 +51,6 @@ ROWS = 512  # tokens of a prompt in a pass
 ROWS_TIMED = 64
 MOST_EXPERTS = 512  # LLAMA_MAX_EXPERTS of llama-hparams.h
 FASTER = 1.1  # speed-up from which on another engine is offered
-COMPUTED = "computed, not measured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,46 +83,28 @@ class Speeds:
 
 
 @dataclass(slots=True, kw_only=True)
-class Prediction:
-    """One engine with a model on a machine; sizes in bytes.
+class Prediction(Outlook):
+    """Sizes in bytes. `passes` has trees only if reading limits them whatever their rows cost.
 
     Attributes:
-        where: what computes where.
         why: this engine.
         stays: bytes in the machine's memory and on its devices.
         streamed: bytes read from disk in every pass, without experts.
         chosen: bytes of experts that a pass over one node is expected to read from disk.
         copied: bytes copied to a card in every pass.
-        passes: over one node, and over trees that reading limits whatever their rows cost.
-        draft_seconds: to draft the largest of these trees.
-        cannot_run: the reason, or "".
         unknown: speeds that the machine's description lacks.
-        tokens_per_second: by planner.
     """
 
-    where: Where
     why: str
     stays: float = 0.0
     streamed: float = 0.0
     chosen: float = 0.0
     copied: float = 0.0
-    passes: Sequence[Pass] = ()
-    draft_seconds: float = 0.0
-    cannot_run: str = ""
     unknown: Sequence[str] = ()
-    tokens_per_second: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def on_device(self) -> int:
-        return self.where.placed.on_device if self.where.placed else 0
 
     @property
     def lacks(self) -> str:
         return f"the machine's description lacks {', '.join(self.unknown)}"
-
-    @property
-    def best(self) -> float:
-        return max(self.tokens_per_second.values(), default=0.0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -221,17 +194,18 @@ def predict(
             context_length=choose_context(context_length, entry), budget=choose_budget(budget, entry), memory=memory,
             kv_type=kv_type, draft_files=tuple(drafts),
         )  # fmt: skip
-        model, small = Weights(path), [Weights(one) for one in drafts]
-        found = [_llamacpp(model, small, options, machine)]
-        streams = found[0].streamed > 0 or found[0].cannot_run
+        asked = Asked(Weights(path), [Weights(one) for one in drafts], options, machine)
+        model, found = asked.model, [_outlook(asked, "llamacpp")]
+        first = found[0]
+        on_device = first.where.placed.on_device if first.where and first.where.placed else 0
         if not model.experts:
-            if machine.platform == "darwin" and streams:
-                found.append(_mlx(model, small, options, machine))
-            elif _cards(machine) and found[0].on_device < model.layers:
-                found.append(_torch(model, small, options, machine))
+            if machine.platform == "darwin" and (first.streamed or first.cannot_run):
+                found.append(_outlook(asked, "mlx"))
+            elif asked.cards and on_device < model.layers:
+                found.append(_outlook(asked, "torch"))
     return Elsewhere(
         target=entry.name, machine=called, described=machine, size=model.size,
-        draft_size=sum(one.size for one in small), here=local_or_none(entry) is not None, found=found,
+        draft_size=sum(one.size for one in asked.small), here=local_or_none(entry) is not None, found=found,
     )  # fmt: skip
 
 
@@ -312,30 +286,53 @@ def _gpu(gpu: Gpu) -> Speeds:
     return Speeds(gpu.name, gpu.memory_speed, gpu.operations)
 
 
-def _cards(machine: Machine) -> list[Gpu]:
-    return [gpu for gpu in machine.gpus if not gpu.shared]
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A model with its draft, if any, on a machine."""
+
+    model: Weights
+    small: Sequence[Weights]
+    options: LoadOptions
+    machine: Machine
+
+    @property
+    def cards(self) -> list[Gpu]:
+        return [gpu for gpu in self.machine.gpus if not gpu.shared]
+
+    @property
+    def cells(self) -> int:
+        return sum(one.cells(self.options.context_length) for one in (self.model, *self.small))
 
 
-def _predict(
+def _outlook(asked: Asked, engine: str) -> Prediction:
+    why, compute = ENGINES[engine]
+    try:
+        return compute(asked, Prediction(engine=engine, why=why))
+    except NoRoom as error:
+        return Prediction(engine=engine, why=why, cannot_run=str(error))
+
+
+def _timed(
     made: Prediction,
-    model: Weights,
+    asked: Asked,
     parts: Sequence[tuple[Part, Speeds]],
     reads: Sequence[tuple[str, float, float]],
-    missing: float,
-    draft: Sequence[tuple[Weights, Part, Speeds]],
-    budget: int,
+    drafting: Speeds,
+    bytes_each: float | None = None,
+    missing: float = 0.0,
 ) -> Prediction:
-    """Add passes and tokens per second.
+    """Add passes.
 
     Args:
         made: without them.
-        model: the target.
-        parts: with the device that reads each.
+        asked: the model, and what else is known.
+        parts: of the model, with the device that reads each.
         reads: (name of the speed, bytes of each pass, bytes per second), while the devices compute.
+        drafting: of the device that computes the draft.
+        bytes_each: bytes of a weight of the draft; None: as in the file.
         missing: bytes of all experts that are not in memory; the last of `reads` reads those used.
-        draft: its parts.
-        budget: most draft tokens per pass.
     """
+    model = asked.model
     needed = {
         f"{one.name}: memory_speed and operations": one.memory * one.operations for part, one in parts if part.weights
     }
@@ -348,38 +345,30 @@ def _predict(
     def timed(nodes: int) -> Pass:
         computing = sum(model.seconds(part, nodes, speeds) for part, speeds in parts)
         used = model.used(nodes) * missing
-        sizes = [size + used * (i == len(reads) - 1) for i, (_, size, _) in enumerate(reads)]
-        reading = max((size / speed for size, (_, _, speed) in zip(sizes, reads, strict=True) if size), default=0.0)
+        read = [size for _, size, _ in reads]
+        read[-1] += used
+        reading = max(size / speed if size else 0.0 for size, (_, _, speed) in zip(read, reads, strict=True))
         return Pass(nodes, max(computing, reading), max(0.0, reading - computing), read=int(used))
 
-    between = SIZES_OF_MIXTURES if model.experts else SIZES
-    single, *trees = [timed(nodes) for nodes in (1, *(n for n in between if n <= budget), budget + 1)]
+    single, *trees = map(timed, sizes(asked.options.budget + 1, mixture=bool(model.experts)))
     # What a row costs there was not measured: at most as much as a pass over one.
     computing = single.seconds - single.waited
     made.passes = [single, *(tree for tree in trees if tree.nodes * computing <= tree.seconds)]
-    of_draft = sum(one.seconds(part, BEAM, speeds) for one, part, speeds in draft)
+    of_draft = sum(one.seconds(one.part(one.tensors, bytes_each), BEAM, drafting) for one in asked.small)
     made.draft_seconds = of_draft * draft_passes(made.passes[-1].nodes)
-    by_head = any(is_head(one.path) for one, _, _ in draft)
-    speeds = tokens_per_second(made.passes, made.draft_seconds, by_head=by_head)
-    made.tokens_per_second = speeds if made.passes[1:] else {"none": speeds["none"]}
+    made.by_head = any(is_head(one.path) for one in asked.small)
     return made
 
 
-def _llamacpp(model: Weights, small: Sequence[Weights], options: LoadOptions, machine: Machine) -> Prediction:
-    where = Where(engine="llamacpp", placed=Placed(model.layers))
-    engine = find_engine("llamacpp")
-    made = Prediction(where=where, why="the model is a GGUF file")
-    try:
-        plan: Any = engine.plan(model.path, options, machine)
-    except NoRoom as error:
-        made.cannot_run = str(error)
-        return made
+def _llamacpp(asked: Asked, made: Prediction) -> Prediction:
+    model, machine = asked.model, asked.machine
+    plan: Any = find_engine("llamacpp").plan(model.path, asked.options, machine)
     weights: Plan | None = plan.weights
-    shares = layers_of_gpus(machine.gpus, plan.gpu_layers, model.layers)
-    way = plan.ways[-1]
-    here, there = divide(model.tensors, plan.gpu_layers, str(way.get("kept_off", "")).encode().split())
+    shares, kept_off = layers_of_gpus(machine.gpus, plan.gpu_layers, model.layers), plan.ways[-1].get("kept_off", "")
+    here, there = divide(model.tensors, plan.gpu_layers, str(kept_off).encode().split())
     placed = Placed.on(shares, model.layers, len(weights.streamed) if weights else 0)
-    made.where = Where(engine="llamacpp", placed=placed, exact=not placed.device and not _has_states(model))
+    has_states = any(name.startswith(OF_STATES) for name in model.values)
+    made.where = Where(engine=made.engine, placed=placed, exact=not placed.device and not has_states)
     made.streamed = weights.streamed_bytes if weights else 0
     if not can_stream(machine):  # the system's pages decide
         made.streamed = max(0, sum(tensor.size for tensor in here) - int(machine.free * (1 - SAFETY)))
@@ -392,12 +381,11 @@ def _llamacpp(model: Weights, small: Sequence[Weights], options: LoadOptions, ma
     made.stays = model.size - made.streamed - missing - (weights.looked_up_bytes if weights else 0)
     parts = [(model.part(here), _processor(machine)), *_by_gpu(model, there, shares, machine)]
     with_gpu = [one for one in machine.gpus[:1] if placed.device or not one.shared or not made.streamed]
-    on = _gpu(with_gpu[0]) if with_gpu else _processor(machine)
-    draft = [(one, one.part(one.tensors), on) for one in small]
     reads = [("disk: speed", made.streamed, machine.disk.speed)]
     if weights and weights.faults(machine.platform):
         reads.append(("disk: speed", 0, min(FAULT_SPEED, machine.disk.speed)))
-    return _predict(made, model, parts, reads, missing, draft, options.budget)
+    drafting = _gpu(with_gpu[0]) if with_gpu else _processor(machine)
+    return _timed(made, asked, parts, reads, drafting, missing=missing)
 
 
 def _by_gpu(
@@ -418,121 +406,68 @@ def _by_gpu(
     return found
 
 
-def _has_states(model: Weights) -> bool:
-    return any(name.startswith(OF_STATES) for name in model.values)
-
-
-def _mlx(model: Weights, small: Sequence[Weights], options: LoadOptions, machine: Machine) -> Prediction:
+def _mlx(asked: Asked, made: Prediction) -> Prediction:
     """A folder with the same weights in 4 bits: all layers are computed by the GPU, streamed or not."""
-    gpu = next(iter(machine.gpus), None)
-    made = Prediction(
-        where=Where(engine="mlx", placed=Placed(model.layers, gpu.name if gpu else "", model.layers)),
-        why="a folder in 4 bits, whose streamed layers the GPU computes, too",
-    )
-    if gpu is None:
-        made.cannot_run = "the machine's description has no GPU"
-        return made
+    model, machine = asked.model, asked.machine
+    if not machine.gpus:
+        raise NoRoom("the machine's description has no GPU")
+    gpu = machine.gpus[0]
     tensors = [replace(tensor, size=int(model.numbers(tensor) * BYTES_OF_FOUR_BITS)) for tensor in model.tensors]
-    drafts = sum(sum(one.numbers(tensor) for tensor in one.tensors) * BYTES_OF_FOUR_BITS for one in small)
-    cells = sum(one.cells(options.context_length) for one in (model, *small))
-    needed = int(MARGIN + drafts + cells + gpu_limit(machine.gpus) // CACHE_SHARE)
-    try:
-        plan = make_plan(tensors, int(free_memory(machine) * (1 - SAFETY)), needed, page=1, whole=True)
-    except NoRoom as error:
-        made.cannot_run = str(error)
-        return made
+    drafts = sum(sum(map(one.numbers, one.tensors)) * BYTES_OF_FOUR_BITS for one in asked.small)
+    needed = int(MARGIN + drafts + asked.cells + gpu_limit(machine.gpus) // CACHE_SHARE)
+    plan = make_plan(tensors, int(free_memory(machine) * (1 - SAFETY)), needed, page=1, whole=True)
     made.streamed = plan.streamed_bytes if plan else 0
-    made.where = replace(
-        made.where, placed=Placed(model.layers, gpu.name, model.layers, len(plan.streamed) if plan else 0)
-    )
+    placed = Placed(model.layers, gpu.name, model.layers, len(plan.streamed) if plan else 0)
+    made.where = Where(engine=made.engine, placed=placed)
     made.stays = sum(tensor.size for tensor in tensors) - made.streamed
-    draft = [(one, one.part(one.tensors, BYTES_OF_FOUR_BITS), _gpu(gpu)) for one in small]
     parts = [(model.part(model.tensors, BYTES_OF_FOUR_BITS), _gpu(gpu))]
-    return _predict(made, model, parts, [("disk: speed", made.streamed, machine.disk.speed)], 0, draft, options.budget)
+    reads = [("disk: speed", made.streamed, machine.disk.speed)]
+    return _timed(made, asked, parts, reads, _gpu(gpu), BYTES_OF_FOUR_BITS)
 
 
-def _torch(model: Weights, small: Sequence[Weights], options: LoadOptions, machine: Machine) -> Prediction:
+def _torch(asked: Asked, made: Prediction) -> Prediction:
     """A folder whose layers are brought to 4 bits (nf4): cards compute all, the first one also what none holds."""
-    gpu, *more = _cards(machine)
+    model, machine, (gpu, *more) = asked.model, asked.machine, asked.cards
     inside = [tensor for tensor in model.tensors if layer_of(tensor) >= 0]
     others = [tensor for tensor in model.tensors if layer_of(tensor) < 0]
     outside = sum(2 * model.numbers(tensor) for tensor in others)
-    drafts = sum(2 * sum(map(one.numbers, one.tensors)) for one in small)
-    cells = sum(one.cells(options.context_length) for one in (model, *small))
+    drafts = sum(2 * sum(map(one.numbers, one.tensors)) for one in asked.small)
     layers = model.part(inside, BYTES_OF_FOUR_BITS).size
     layer = layers / model.layers
-    memory, fixed = int(gpu.free * (1 - SAFETY)), int(WORKSPACE + outside + drafts + cells)
+    memory, fixed = int(gpu.free * (1 - SAFETY)), int(WORKSPACE + outside + drafts + asked.cells)
     rooms = [int(one.free * (1 - SAFETY)) - WORKSPACE for one in more]
-    caches = [model.cells(options.context_length) // model.layers] * model.layers
+    caches = [model.cells(asked.options.context_length) // model.layers] * model.layers
     counts = layers_by_device([int(layer)] * model.layers, memory, fixed, rooms, caches)
-    first, shares = counts[0], [(count, one.name) for count, one in zip(counts, [gpu, *more], strict=True)]
+    first, shares = counts[0], [(count, one.name) for count, one in zip(counts, asked.cards, strict=True)]
     room = memory - fixed + sum(caches[first:])
-    kept = max(0, min(first, int(room // layer)))
-    kept = kept if kept == first else max(0, kept - 2)  # two buffers
-    made = Prediction(
-        where=Where(engine="torch", placed=Placed.on(shares, model.layers, first - kept)),
-        why="a folder with --dtype nf4, whose layers cards compute wherever they lie",
-        copied=(first - kept) * layer,
-    )  # fmt: skip
     if room < 2 * layer:
-        made.cannot_run = f"{gpu.name} has no room for two layers besides embeddings and draft"
-        return made
-    host = machine.free * (1 - SAFETY) - MARGIN
-    made.streamed = max(0.0, made.copied - host)
+        raise NoRoom(f"{gpu.name} has no room for two layers besides embeddings and draft")
+    kept = min(first, int(room // layer))
+    kept = kept if kept == first else max(0, kept - 2)  # two buffers
+    made.where = Where(engine=made.engine, placed=Placed.on(shares, model.layers, first - kept))
+    made.copied = (first - kept) * layer
+    made.streamed = max(0.0, made.copied - (machine.free * (1 - SAFETY) - MARGIN))
     made.stays = layers - made.streamed + outside
-    draft = [(one, one.part(one.tensors, 2.0), _gpu(gpu)) for one in small]
     parts = [(model.part(others, 2.0), _gpu(gpu)), *_by_gpu(model, inside, shares, machine, BYTES_OF_FOUR_BITS)]
     reads = [
         (f"{gpu.name}: link_speed", made.copied, gpu.link_speed),
         ("disk: speed", made.streamed, machine.disk.speed),
     ]
-    return _predict(made, model, parts, reads, 0, draft, options.budget)
+    return _timed(made, asked, parts, reads, _gpu(gpu), 2.0)
 
 
-def report(one: Elsewhere) -> str:
-    machine = one.described
-    source = "" if one.here else ", by its published shape"
-    lines = [
-        ("model", f"{one.target}, {format_size(one.size)}{source}"),
-        ("machine", f"{one.machine}: {format_size(machine.free)} of {format_size(machine.memory)} are free"),
-    ]
-    if one.draft_size:
-        lines.insert(1, ("draft", f"{format_size(one.draft_size)}, stays in memory"))
-    for made in one.found:
-        lines += _lines(made)
-    if advice := faster(one.found):
-        lines.append(("advice", advice))
-    return aligned(lines)
+ENGINES: dict[str, tuple[str, Callable[[Asked, Prediction], Prediction]]] = {  # why it is looked at, and its pass
+    "llamacpp": ("the model is a GGUF file", _llamacpp),
+    "mlx": ("a folder in 4 bits, whose streamed layers the GPU computes, too", _mlx),
+    "torch": ("a folder with --dtype nf4, whose layers cards compute wherever they lie", _torch),
+}
 
 
-def _lines(made: Prediction) -> list[tuple[str, str]]:
-    lines = [("engine", f"{made.where.engine}: {made.why}")]
-    if made.cannot_run:
-        return [*lines, ("  result", f"this cannot run, because {made.cannot_run}")]
-    lines.append(("  computes", made.where.line))
-    reads = [f"{format_size(made.copied)} over the bus"] if made.copied else []
-    reads += [f"{format_size(made.streamed)} from disk"] if made.streamed else []
-    read = f"; every pass reads {' and '.join(reads)}" if reads else ""
-    lines.append(("  memory", f"{format_size(made.stays)} of weights stay{read}"))
-    if made.unknown:
-        lines.append(("  tokens/s", f"not known: {made.lacks}"))
-        return lines
-    for one in made.passes:
-        nodes = "1 token" if one.nodes == 1 else f"{one.nodes} nodes"
-        experts = f"; {format_size(one.read)} of experts from disk" if one.read else ""
-        limit = "computing" if one.limit == "computing" else "reading"
-        lines.append((f"  pass, {nodes}", f"{two_digits(one.seconds)} s; {limit} limits it{experts}"))
-    speeds = ", ".join(f"{name} about {two_digits(speed)}" for name, speed in made.tokens_per_second.items())
-    rows = "" if made.passes[1:] else "; with draft tokens not known: what rows cost there was not measured"
-    return [*lines, ("  tokens/s", f"{speeds} ({COMPUTED}){rows}")]
-
-
-def compared(first: Prediction, other: Prediction) -> tuple[float, float]:
+def compared(first: Prediction, other: Prediction) -> list[float]:
     """Best tokens per second of two engines, by planners for which both are known; 0: it cannot run."""
-    both = first.tokens_per_second.keys() & other.tokens_per_second.keys()
     ones = [one.tokens_per_second for one in (first, other)]
-    speeds = [max((speed for name, speed in one.items() if name in (both or one)), default=0.0) for one in ones]
-    return speeds[0], speeds[1]
+    both = ones[0].keys() & ones[1].keys()
+    return [max((speed for name, speed in one.items() if name in (both or one)), default=0.0) for one in ones]
 
 
 def faster(found: Sequence[Prediction]) -> str:
@@ -542,11 +477,7 @@ def faster(found: Sequence[Prediction]) -> str:
     slow, fast = compared(first, best)
     if first.unknown or fast <= FASTER * slow:
         return ""
-    return (
-        f"{best.where.engine}, {best.why}: about {two_digits(fast)} tokens/s, {first.where.engine} "
-        + (f"about {two_digits(slow)}" if slow else "cannot run it")
-        + f" ({COMPUTED})"
-    )
+    return f"{best.engine}, {best.why}: about {two_digits(fast)} tokens/s, {first.told(slow)} ({COMPUTED})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -583,10 +514,9 @@ def offer(target: str, *, draft: str | None = None, models_file: str | None = No
         return Offer()
     folder, seconds = path.removesuffix(".gguf") + "-mlx", recall(about_engines(), dict[str, Amount]) or {}
     measured = seconds.get("llamacpp", 0.0) / seconds["mlx"] if seconds.get("mlx") else 0.0
-    speeds = [f"about {two_digits(speed)}" if speed else "cannot run it" for speed in compared(first, others[0])]
+    speeds = [one.told(speed) for one, speed in zip((first, others[0]), compared(first, others[0]), strict=True)]
     lines = [
-        f"larger than memory: llamacpp, which computes streamed layers on the processor, {speeds[0]} tokens/s; mlx, on "
-        f"the GPU, {speeds[1]} ({COMPUTED})"
+        f"larger than memory: {speeds[0]}, with streamed layers on the processor; {speeds[1]}, on the GPU ({COMPUTED})"
     ]
     if measured > FASTER:
         lines.append(f"scripts/check-mac measured that streamed passes on mlx are {measured:.1f} times as fast here")
@@ -613,9 +543,8 @@ def measured_operations(path: str) -> float:
 
 
 def as_dict(one: Elsewhere) -> dict[str, Any]:
-    found = asdict(one)
-    found["found"] = [
-        asdict(made) | {"computed": True, "passes": [asdict(p) | {"limit": p.limit} for p in made.passes]}
-        for made in one.found
-    ]
-    return found
+    def about(made: Prediction) -> dict[str, Any]:
+        passes = [asdict(each) | {"limit": each.limit} for each in made.passes]
+        return asdict(made) | {"computed": True, "passes": passes, "tokens_per_second": made.tokens_per_second}
+
+    return asdict(one) | {"found": list(map(about, one.found))}
