@@ -9,8 +9,9 @@ from edgespec.loop.stats import GenerationStats
 from edgespec.scheduler.events import Chunk, Ended, Event, Wrote
 from edgespec.scheduler.requests import Request
 from edgespec.scheduler.sequence import Seq
+from edgespec.server.channels import Parser
 from edgespec.server.conversation import Piece, Thought
-from edgespec.server.parse_output import OutputParser, Parser
+from edgespec.server.parse_output import OutputParser
 from edgespec.server.tool_calls import Call
 
 Emit = Callable[[Event], None]  # for any thread

@@ -6,9 +6,9 @@ since what has begun may prove to be no call: then no client can have taken it f
 
 import json
 import re
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from edgespec.loop.text import overlap
 from edgespec.server.schema import Schema, strict_json
@@ -27,21 +27,30 @@ START, VALUE, FIRST_VALUE, KEY, FIRST_KEY, COLON, COMMA = range(7)
 ALLOWED = ("{[", f'"{{[{WORDS}', f'"{{[{WORDS}]', '"', '"}', ":", ",}]")
 
 
-class Reader(Protocol):
+def past(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """The end of what matches here, which may be nothing."""
+    return pattern.match(text, at).end()  # type: ignore[union-attr]
+
+
+class Reader(ABC):
     """
     Attributes:
         calls: that have begun; all but the last are complete.
         rest: where the last one begins.
     """
 
-    calls: list[Call]
-    rest: int
+    def __init__(self, parameters: Parameters) -> None:
+        """Args: parameters: of the tools that may be called."""
+        self.calls = list[Call]()
+        self.rest, self._parameters = 0, parameters
 
+    @abstractmethod
     def read(self, text: str) -> None:
         """`text`: all that is there of the block."""
 
-
-NewReader = Callable[[Parameters], Reader]
+    def _write(self, more: Sequence[str]) -> None:
+        """Add to the arguments of the only call."""
+        self.calls[0] = replace(self.calls[0], arguments="".join([self.calls[0].arguments, *more]))
 
 
 class JsonScan:
@@ -66,7 +75,7 @@ class JsonScan:
         return self.at if self._ended else None
 
     def _string(self, text: str) -> None:
-        self.at = IN_STRING.match(text, self.at).end()  # type: ignore[union-attr]  # it may be empty
+        self.at = past(IN_STRING, text, self.at)
         if text[self.at : self.at + 1] == '"':
             self._in_string, self.at = False, self.at + 1
             self._next = COLON if self._next in (KEY, FIRST_KEY) else COMMA
@@ -74,7 +83,7 @@ class JsonScan:
             self.broken = self.at < len(text) and not HALF_ESCAPE.match(text, self.at)
 
     def _token(self, text: str) -> None:
-        self.at = SPACE.match(text, self.at).end()  # type: ignore[union-attr]  # it may be empty
+        self.at = past(SPACE, text, self.at)
         if not (one := text[self.at : self.at + 1]):
             return
         kind = one if one in '"{}[]:,' else WORDS
@@ -82,7 +91,7 @@ class JsonScan:
         if self.broken:
             return
         if kind == WORDS:
-            end = WORD.match(text, self.at).end()  # type: ignore[union-attr]  # it may be empty
+            end = past(WORD, text, self.at)
             self.broken = end < len(text) and not SCALAR.fullmatch(text, self.at, end)
             if end < len(text) and not self.broken:  # else it may go on
                 self.at, self._next = end, COMMA
@@ -105,7 +114,7 @@ class JsonScan:
         return text[self.start : self.at if end is None else end - 1]
 
 
-class JsonReader:
+class JsonReader(Reader):
     """Arguments in JSON behind a head."""
 
     def __init__(self, before: str, head: str, parameters: Parameters) -> None:
@@ -115,9 +124,8 @@ class JsonReader:
             head: regular expression of a call up to its arguments; group 1 is the function's name.
             parameters: of the tools that may be called.
         """
-        self.calls: list[Call] = []
-        self.rest = 0
-        self._head, self._parameters = re.compile(rf"(?s:{before})({head}\s*)"), parameters
+        super().__init__(parameters)
+        self._head = re.compile(rf"(?s:{before})({head}\s*)")
         self._scan: JsonScan | None = None
         self._broken = False
 
@@ -163,13 +171,12 @@ class Markup:
     end: str
 
 
-class MarkupReader:
+class MarkupReader(Reader):
     """Arguments in markup: strings grow, other values are there when the next one begins."""
 
     def __init__(self, markup: Markup, parameters: Parameters) -> None:
-        self.calls: list[Call] = []
-        self.rest = 0
-        self._markup, self._parameters = markup, parameters
+        super().__init__(parameters)
+        self._markup = markup
         self._name, self._key = re.compile(markup.name, re.DOTALL), re.compile(rf"\s*{markup.key}", re.DOTALL)
         self._at = 0  # of the next key; within a value, of the next closing marker
         self._value: int | None = None  # where the open value goes on
@@ -185,8 +192,7 @@ class MarkupReader:
         written = list[str]()
         while self._value_read(text, written) if self._value is not None else self._key_read(text, written):
             pass
-        if written:
-            self.calls[0] = replace(self.calls[0], arguments=self.calls[0].arguments + "".join(written))
+        self._write(written)
 
     def _key_read(self, text: str, written: list[str]) -> bool:
         found = self._key.match(text, self._at, self._at + MOST_HEAD)
@@ -218,7 +224,8 @@ class MarkupReader:
                 written.append(json.dumps(self._schema.value_of(value), ensure_ascii=False))
             self._at, self._value = end + len(markup.closing), None
             return True
-        if not behind or markup.opening.startswith(behind) or _may_be(behind, markup.end):
+        ends = behind.startswith(markup.end) or markup.end.startswith(behind)  # or may do so
+        if ends or markup.opening.startswith(behind):
             self._grow(text, end, written)
             return False
         self._at = end + 1  # the value has a closing marker
@@ -233,11 +240,7 @@ class MarkupReader:
             self._value = end
 
 
-def _may_be(text: str, marker: str) -> bool:
-    return text.startswith(marker) or marker.startswith(text)
-
-
-class BracesReader:
+class BracesReader(Reader):
     """Arguments in braces: they are there word by word."""
 
     def __init__(
@@ -250,9 +253,8 @@ class BracesReader:
             as_json: a token in JSON.
             parameters: of the tools that may be called.
         """
-        self.calls: list[Call] = []
-        self.rest = 0
-        self._token, self._quote, self._as_json, self._parameters = token, quote, as_json, parameters
+        super().__init__(parameters)
+        self._token, self._quote, self._as_json = token, quote, as_json
         self._at, self._depth, self._in_string = 0, 0, False
 
     def read(self, text: str) -> None:
@@ -265,8 +267,7 @@ class BracesReader:
         written = list[str]()
         while self._at < len(text) and self._step(text, written):
             pass
-        if written:
-            self.calls[0] = replace(self.calls[0], arguments=self.calls[0].arguments + "".join(written))
+        self._write(written)
 
     def _step(self, text: str, written: list[str]) -> bool:
         quote, rest = self._quote, text[self._at : self._at + len(self._quote)]

@@ -14,7 +14,8 @@ from edgespec.server.begun_calls import (
     JsonReader,
     Markup,
     MarkupReader,
-    NewReader,
+    Reader,
+    past,
 )
 from edgespec.server.schema import Unfinished, json_at, strict_json
 from edgespec.server.tool_calls import Call, Parameters
@@ -28,8 +29,7 @@ OBJECTS_BETWEEN = r"[\s\[\],;}]*"
 OBJECT = re.compile(rf"{OBJECT_HEAD}\s*")
 
 
-def read_objects(parameters: Parameters) -> JsonReader:
-    return JsonReader(OBJECTS_BETWEEN, OBJECT_HEAD, parameters)
+read_objects = partial(JsonReader, OBJECTS_BETWEEN, OBJECT_HEAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class CallFormat:
     call: str
     pair: str = ""
     inner: tuple[str, ...] = ()
-    reader: NewReader = read_objects
+    reader: Callable[[Parameters], Reader] = read_objects
     heads: tuple[str, ...] = ()
     frame: tuple[str, str] = ("", "")
     between: str | None = "\n"
@@ -147,9 +147,16 @@ def made(name: Any, arguments: Any, written: str = "") -> Call:
     return Call(name, written or json.dumps(arguments, ensure_ascii=False))
 
 
+def some(calls: list[Call]) -> list[Call]:
+    """Raises ValueError: there is none."""
+    if not calls:
+        raise ValueError("not a call")
+    return calls
+
+
 def as_object(text: str, parameters: Parameters) -> list[Call]:
     """{"name": "f", "arguments": {}}, several of such, or a list; Llama says "parameters", and ; between calls."""
-    calls, at = list[Call](), BETWEEN.match(text).end()  # type: ignore[union-attr]  # it may be empty
+    calls, at = list[Call](), past(BETWEEN, text, 0)
     while at < len(text):
         found, end = json_at(text, at)
         if not isinstance(found, dict):
@@ -159,10 +166,8 @@ def as_object(text: str, parameters: Parameters) -> list[Call]:
             same, stop = json_at(text, head.end())
             written = text[head.end() : stop] if same == arguments else ""
         calls.append(made(found.get("name"), arguments, written))
-        at = BETWEEN.match(text, end).end()  # type: ignore[union-attr]
-    if not calls:
-        raise ValueError("not a call")
-    return calls
+        at = past(BETWEEN, text, end)
+    return some(calls)
 
 
 BETWEEN = re.compile(r"[\s\[\],;]*")
@@ -172,16 +177,14 @@ def as_mistral(text: str, parameters: Parameters) -> list[Call]:
     """[{"name": "f"}], or f[ARGS]{}, each after a marker."""
     if text.lstrip().startswith(("[{", "{")):
         return as_object(text, parameters)
-    calls, at = list[Call](), MISTRAL_NEXT.match(text).end()  # type: ignore[union-attr]  # it may be empty
+    calls, at = list[Call](), past(MISTRAL_NEXT, text, 0)
     while at < len(text):
         if not (head := MISTRAL_HEAD.match(text, at)):
             raise ValueError("not a call")
         (arguments, at), start = json_at(text, head.end()), head.end()
         calls.append(made(head[1].strip(), arguments, text[start:at].strip()))
-        at = MISTRAL_NEXT.match(text, at).end()  # type: ignore[union-attr]
-    if not calls:
-        raise ValueError("not a call")
-    return calls
+        at = past(MISTRAL_NEXT, text, at)
+    return some(calls)
 
 
 MISTRAL_NEXT = re.compile(r"(?:\s*\[TOOL_CALLS\])*\s*")
@@ -208,9 +211,7 @@ def in_markup(markup: Markup) -> dict[str, Any]:
                 for key, value in between(body, *pair)
             }
             calls.append(made(name.strip(), arguments))
-        if not calls:
-            raise ValueError("not a call")
-        return calls
+        return some(calls)
 
     return {"parse": parse, "reader": partial(MarkupReader, markup)}
 
@@ -236,9 +237,7 @@ def in_headed_json(head: str, end: str) -> dict[str, Any]:
                 raise ValueError("not a call")
             calls.append(made(begun[1].strip(), arguments, text[begun.end() : at].strip()))
             at = ended.end()
-        if not calls:
-            raise ValueError("not a call")
-        return calls
+        return some(calls)
 
     return {"parse": parse, "reader": partial(JsonReader, ".*?", head)}
 
@@ -376,5 +375,6 @@ FORMATS = (
     ),
 )  # fmt: skip
 GENERIC = replace(HERMES, seen=())  # `calls_as_text.py` tells models of it
+NO_CALLS = replace(HERMES, open=(), close="")  # of answers without tools
 # Marks of formats that only look like one of them.
 LOOK_ALIKES = ("]<]minimax[>[", "ONLY reply in the following format:\\n<{start_tag}={function_name}>")

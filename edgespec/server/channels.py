@@ -7,13 +7,13 @@ The prompt ends with <|start|>assistant, so an answer begins with a header.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 
 from edgespec.loop.text import overlap
 from edgespec.server.begun_calls import JsonScan
 from edgespec.server.call_formats import CallFormat, made
 from edgespec.server.conversation import Piece, Thought
+from edgespec.server.parse_output import OutputParser
 from edgespec.server.schema import strict_json
 from edgespec.server.tool_calls import Call, Parameters
 
@@ -42,7 +42,7 @@ class ChannelParser:
         """
         self._calls, self._parameters = calls is not None, parameters or {}
         self._scan: JsonScan | None = None  # of the arguments of the call that is being written
-        self._begun: list[Call] = []
+        self.begun = list[Call]()
         self._header = header
         self._held = ""
         self._free = False  # the model has left the format: all is content
@@ -51,10 +51,6 @@ class ChannelParser:
     def thinking(self) -> bool:
         return self._header is not None and not self._to(self._header) and "analysis" in self._header
 
-    @property
-    def begun(self) -> Sequence[Call]:
-        return self._begun
-
     def push(self, text: str) -> list[Piece]:
         self._held += text
         found = list[Piece]()
@@ -62,21 +58,21 @@ class ChannelParser:
             pass
         if self._header and (name := self._to(self._header)) in self._parameters:
             if not self._scan and self._held.lstrip().startswith("{"):
-                self._scan, self._begun = JsonScan(self._held.index("{")), [Call(name, "")]
+                self._scan, self.begun = JsonScan(self._held.index("{")), [Call(name, "")]
             if self._scan:
-                self._begun = [replace(self._begun[0], arguments=self._scan.written(self._held))]
+                self.begun = [replace(self.begun[0], arguments=self._scan.written(self._held))]
         return [piece for piece in found if piece not in ("", Thought(""))]
 
     def finish(self, *, cut: bool = False) -> list[Piece]:
         found = list[Piece]()
         if self._header is not None or self._free:
-            self._say(found, self._held, whole=True)
+            self._say(found, self._held)
         self._held, self._header = "", None
         return [piece for piece in found if piece not in ("", Thought(""))]
 
     def _step(self, found: list[Piece]) -> bool:
         if self._free:
-            self._say(found, self._held)
+            found.append(self._held)
             self._held = ""
             return False
         if self._header is None:
@@ -90,9 +86,8 @@ class ChannelParser:
         places = [(at, end) for end in ENDS if (at := self._held.find(end)) >= 0]
         if places:
             at, end = min(places)
-            self._say(found, self._held[:at], whole=True)
-            self._held = self._held[at if end == "<|start|>" else at + len(end) :]
-            self._header = None
+            self._say(found, self._held[:at])
+            self._held, self._header = self._held[at if end == "<|start|>" else at + len(end) :], None
             return True
         if not self._to(self._header):
             sure = len(self._held) - max(overlap(self._held, end) for end in ENDS)
@@ -104,14 +99,17 @@ class ChannelParser:
         sent = RECIPIENT.search(header)
         return sent[1] if sent and sent[1] != "assistant" and self._calls else ""
 
-    def _say(self, found: list[Piece], text: str, whole: bool = False) -> None:
+    def _say(self, found: list[Piece], text: str) -> None:
+        """The text of a message, or a part of it; of a call all that there is."""
         if name := self._to(self._header or ""):
-            assert whole
             try:
                 call = made(name, strict_json(text), text.strip())
-                found.append(replace(call, id=self._begun[0].id) if self._begun else call)
+                found.append(replace(call, id=self.begun[0].id) if self.begun else call)
             except (ValueError, RecursionError):
                 found.append(text)
-            self._scan, self._begun = None, []
+            self._scan, self.begun = None, []
         else:
             found.append(Thought(text) if self.thinking else text)
+
+
+Parser = OutputParser | ChannelParser

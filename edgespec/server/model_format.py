@@ -7,11 +7,11 @@ from edgespec.loop.grammar import Grammar
 from edgespec.loop.text import render_chat
 from edgespec.server.call_formats import FORMATS, GENERIC, LOOK_ALIKES, CallFormat
 from edgespec.server.calls_as_text import calls_as_text
-from edgespec.server.channels import ANALYSIS, FINAL, MARKERS, MESSAGE, ChannelParser, comes_in_channels
+from edgespec.server.channels import ANALYSIS, FINAL, MARKERS, MESSAGE, ChannelParser, Parser, comes_in_channels
 from edgespec.server.constrained import ThoughtFirst, answer_or_call, call_grammar, control_tokens
 from edgespec.server.conversation import MOST_TURNS, Conversation, Turn
 from edgespec.server.errors import Refused
-from edgespec.server.parse_output import OutputParser, Parser
+from edgespec.server.parse_output import OutputParser
 from edgespec.server.prompts import template_messages
 from edgespec.server.tool_calls import Tools
 

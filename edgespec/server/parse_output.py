@@ -8,11 +8,11 @@ where nothing follows, since a text about calls looks the same.
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import cast
 
 from edgespec.loop.text import overlap
 from edgespec.server.begun_calls import MOST_HEAD, JsonScan, Reader
-from edgespec.server.call_formats import BARE, CallFormat, as_object, begins_bare, begins_wrapped
+from edgespec.server.call_formats import BARE, NO_CALLS, CallFormat, as_object, begins_bare, begins_wrapped
 from edgespec.server.conversation import Piece, Thought
 from edgespec.server.schema import Unfinished
 from edgespec.server.tool_calls import Call, Parameters
@@ -21,28 +21,6 @@ NO_CALL = (ValueError, KeyError, AttributeError, RecursionError)
 LINE = re.compile(r"(?:\A|\n)\s*+(?=[`<{\[]|\Z)")
 UNWRAPPED = re.compile(r"[\s;,]*(?:</\w+>)?\s*(?:```(?!\w))?\s*")  # what may stand behind a call without markers
 HALF = re.compile(r"</?\w*|`{1,2}")  # of it
-
-
-class Parser(Protocol):
-    @property
-    def thinking(self) -> bool: ...
-
-    @property
-    def begun(self) -> Sequence[Call]:
-        """Calls of the block that is being written, as far as they are certain; all but the last are complete."""
-        ...
-
-    def push(self, text: str) -> list[Piece]:
-        """Add text; the pieces that are certain now."""
-        ...
-
-    def finish(self, *, cut: bool = False) -> list[Piece]:
-        """The pieces held back until the end.
-
-        Args:
-            cut: the answer ended for lack of room.
-        """
-        ...
 
 
 class OutputParser:
@@ -65,10 +43,12 @@ class OutputParser:
             parameters: of the request's tools.
             unmarked: JSON without markers may be a call.
         """
-        self._calls, self._thinking, self._parameters = calls, thinking, parameters or {}
-        opening = [marker for marker in calls.open if marker != BARE] if calls else []
-        heads = [head.partition("{name}")[0] for head in calls.heads] if calls else []
-        self._openings = tuple(dict.fromkeys([*opening, *heads]))  # markers that a call may begin with anywhere
+        self._calls, self._thinking, self._parameters = calls or NO_CALLS, thinking or ("", ""), parameters or {}
+        heads = [head.partition("{name}")[0] for head in self._calls.heads]
+        openings = dict.fromkeys([*self._calls.open, *heads])
+        self._only_first = [BARE] * (openings.pop(BARE, self) is None) + [self._thinking[0]] * (thinking is not None)
+        self._openings = tuple(openings)  # markers that a call may begin with anywhere
+        self._parts = (BARE, *heads)  # markers that are part of the call that they begin
         self.thinking = in_thought and thinking is not None
         self._open = ""
         self._before = ""  # white space and marker of the open call, which count if it is no call
@@ -84,11 +64,11 @@ class OutputParser:
 
     @property
     def begun(self) -> Sequence[Call]:
+        """Calls of the block that is being written, as far as they are certain; all but the last are complete."""
         return self._reader.calls if self._reader else ()
 
     def push(self, text: str) -> list[Piece]:
-        if not self._calls and not self._thinking:
-            return [text] if text else []
+        """Add text; the pieces that are certain now."""
         self._held += text
         found = list[Piece]()
         while self._step(found):
@@ -108,9 +88,9 @@ class OutputParser:
             return self._call(found)
         if self._scan:
             return self._unmarked_call(found)
-        markers = self._markers()
+        markers = [*self._openings, *(self._only_first if self._blank else ())]
         places = [(at, marker) for marker in markers if (at := self._held.find(marker)) >= 0]
-        places = [(at, m) for at, m in places if not self._only_first(m) or not self._held[:at].strip()]
+        places = [(at, m) for at, m in places if m not in self._only_first or not self._held[:at].strip()]
         line, start = self._line() if self._unmarked else (len(self._held), None)
         if places and min(places)[0] <= line + len(self._held[line:]) - len(self._held[line:].lstrip()):
             at, marker = min(places)
@@ -123,15 +103,13 @@ class OutputParser:
                 return True
             before = self._held[:at].rstrip()
             self._say(found, before)
-            if self._thinking and marker == self._thinking[0]:
+            if marker == self._thinking[0]:
                 self.thinking = self._fresh = True
                 self._held = self._held[at + len(marker) :]
             else:
-                behind = at if self._is_part(marker) else at + len(marker)
+                behind = at if marker in self._parts else at + len(marker)
                 self._open, self._before = marker, self._held[len(before) : behind]
-                self._held = self._held[behind:]
-                self._blank = False
-                assert self._calls
+                self._held, self._blank = self._held[behind:], False
                 self._reader = self._calls.reader(self._parameters)
             return True
         if start is not None:
@@ -147,26 +125,12 @@ class OutputParser:
         self._held = self._held[sure:]
         return False
 
-    def _markers(self) -> list[str]:
-        found = [*self._openings]
-        found += [BARE] if self._calls and BARE in self._calls.open else []
-        found += self._thinking[:1] if self._thinking else []
-        return [marker for marker in found if self._blank or not self._only_first(marker)]
-
-    def _only_first(self, marker: str) -> bool:
-        return marker == BARE or (self._thinking is not None and marker == self._thinking[0])
-
-    def _is_part(self, marker: str) -> bool:
-        """Of the call that it begins."""
-        return marker == BARE or bool(self._calls and any(head.startswith(marker) for head in self._calls.heads))
-
     def _begins(self, marker: str, text: str) -> bool | None:
         """True if `text` begins with a marker and what belongs to it; None if it may do so."""
         if marker == BARE:
             return begins_bare(text, self._parameters)
-        if not self._is_part(marker):
+        if marker not in self._parts:
             return True
-        assert self._calls
         starts = [head.replace("{name}", name) for head in self._calls.heads for name in self._parameters]
         if any(map(text.startswith, starts)):
             return True
@@ -185,7 +149,7 @@ class OutputParser:
         return len(self._held), None
 
     def _wrapped(self, text: str) -> tuple[bool | None, int]:
-        return begins_wrapped(text, self._parameters, self._calls.open if self._calls else ())
+        return begins_wrapped(text, self._parameters, self._calls.open)
 
     def _say(self, found: list[Piece], text: str) -> None:
         found.append(text)
@@ -194,7 +158,6 @@ class OutputParser:
         self._blank = self._blank and not text.strip()
 
     def _think(self, found: list[Piece]) -> bool:
-        assert self._thinking
         before, seen, after = self._held.partition(self._thinking[1])
         if seen:
             found.append(Thought(before.rstrip()))
@@ -208,14 +171,14 @@ class OutputParser:
 
     def _call_in_thought(self) -> int:
         """Place in the held text from which there are, or may be, only calls."""
-        if not self._calls or not self._parameters:
+        if not self._parameters:
             return len(self._held)
         text, close, markers, at = self._held, self._calls.close, self._openings, 0
         while begins := min(((place, m) for m in markers if (place := text.find(m, at)) >= 0), default=None):
             start, marker = begins
             at = start
             while marker:
-                body = at if self._is_part(marker) else at + len(marker)
+                body = at if marker in self._parts else at + len(marker)
                 head, reader = text[body : body + MOST_HEAD], self._calls.reader(self._parameters)
                 reader.read(head)
                 at = body + 1
@@ -233,10 +196,9 @@ class OutputParser:
         return len(text) - max(overlap(text, marker) for marker in markers)
 
     def _call(self, found: list[Piece]) -> bool:
-        assert self._calls
         if not self._calls.close:
             return False
-        if self._is_part(self._open):  # up to a first marker, which begins another call
+        if self._open in self._parts:  # up to a first marker, which begins another call
             end = self._held.find(self._calls.close)
             head = self._held[: end if end >= 0 else None]
             if marked := [at for marker in self._calls.open if (at := head.find(marker)) >= 0]:
@@ -263,7 +225,6 @@ class OutputParser:
 
     def _end_call(self, found: list[Piece], at: int, calls: Sequence[Call] = ()) -> None:
         """With the close marker here; without calls it is content, but for those that were complete before."""
-        assert self._calls
         end = at + len(self._calls.close)
         if calls:
             found += self._named(calls)
@@ -278,7 +239,6 @@ class OutputParser:
         self._fresh = self._new_line = False
 
     def _no_call(self, found: list[Piece], text: str, close: str = "") -> None:
-        assert self._calls
         reader = self._calls.reader(self._parameters)
         reader.read(text)
         complete = self._named(reader.calls[:-1])
@@ -294,20 +254,19 @@ class OutputParser:
         return [replace(call, id=ids.get(i, call.id)) for i, call in enumerate(calls)]
 
     def _unmarked_call(self, found: list[Piece]) -> bool:
-        assert self._scan
-        end = self._scan.end(self._held)
-        if end is not None:
+        scan = cast(JsonScan, self._scan)
+        if (end := scan.end(self._held)) is not None:
             behind = UNWRAPPED.match(self._held, end).end()  # type: ignore[union-attr]  # it may be empty
             begins, at = self._wrapped(self._held[behind:])
             if begins:
-                self._objects.append((self._scan.start, end))
+                self._objects.append((scan.start, end))
                 self._scan = JsonScan(behind + at)
                 return True
             if begins is None or HALF.fullmatch(self._held, behind):
                 return False
-        elif not self._scan.broken:
+        elif not scan.broken:
             return False
-        end = max(end or self._scan.at, 1)
+        end = max(end or scan.at, 1)
         marked = min((at for marker in self._openings if (at := self._held.find(marker)) >= 0), default=end)
         end = end if marked >= end else len(self._held[:marked].rstrip())
         self._say(found, self._held[:end])
@@ -315,9 +274,14 @@ class OutputParser:
         return True
 
     def finish(self, *, cut: bool = False) -> list[Piece]:
+        """The pieces held back until the end.
+
+        Args:
+            cut: the answer ended for lack of room.
+        """
         found = list[Piece]()
         calls = self._unended(cut)
-        while self._tried and self._calls and not calls:  # the first close marker was one after all
+        while self._tried and not calls:  # the first close marker was one after all
             self._end_call(found, self._held.find(self._calls.close))
             found += self.push("")
             calls = self._unended(cut)
@@ -327,9 +291,9 @@ class OutputParser:
         held, self._held = self._held, ""
         if calls:
             found += self._named(calls)
-        elif self._open and self._calls:
+        elif self._open:
             self._no_call(found, held)
-        elif self.thinking and self._calls:
+        elif self.thinking:
             at = min((i for m in self._openings if (i := held.find(m)) >= 0), default=len(held))
             inner = OutputParser(self._calls, parameters=self._parameters, unmarked=False)
             pieces = [*inner.push(held[at:]), *inner.finish(cut=cut)]
@@ -342,9 +306,9 @@ class OutputParser:
 
     def _unended(self, cut: bool) -> list[Call]:
         """Calls that only lack their last marker, or are JSON without markers."""
-        if not self._calls or not (self._open or self._scan):
-            return []
         text, parse = self._held, self._calls.parse
+        if not (self._open or self._scan):
+            return []
         if self._scan:
             end = self._scan.end(text)
             if end is None or not UNWRAPPED.fullmatch(text, end):
