@@ -1,7 +1,7 @@
 """A request's tools, and which of them may or must be called."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from secrets import token_hex
@@ -106,20 +106,47 @@ class Tools:
         return found
 
 
+def flat(namespace: Any, name: Any) -> Any:
+    """The name of a function by a tool's namespace and name."""
+    if not isinstance(namespace, str) or not isinstance(name, str) or not namespace:
+        return name
+    return namespace + ("" if namespace.endswith("_") else "__") + name
+
+
 def choose_tools(
-    functions: Sequence[Mapping[str, Any]], mode: str, name: str | None, *, parallel: bool
+    functions: Sequence[Mapping[str, Any]],
+    choice: Any,
+    *,
+    parallel: bool,
+    nested: bool = False,
+    own: Collection[str] = (),
 ) -> Tools | None:
     """The tools of a request; None: it has none, or forbids calls.
 
     Args:
         functions: name, description and parameters (a JSON schema) of each.
-        mode: auto, none or required.
-        name: the only function that may be called, once.
+        choice: auto, none or required. Or an object: the only function that may be called, once; or, of type
+            allowed_tools, a mode and the tools that the model is shown.
         parallel: an answer may make several calls.
+        nested: what such an object tells is in a member with the name of its type.
+        own: types besides `CALLED` that name a function.
 
     Raises:
         Refused: the request contradicts itself.
     """
+    mode, name = choice or "auto", None
+    if isinstance(choice, dict):
+        kind = choice.get("type", "function")
+        if kind not in (*CALLED, *own, "allowed_tools"):
+            says = f"type {shown(kind)} cannot be had here; there are function, custom and allowed_tools"
+            raise Refused(400, f"tool_choice: {says}", param="tool_choice")
+        told = choice.get(kind) if nested else choice
+        if kind == "allowed_tools":
+            mode, functions = _allowed(functions, told)
+        elif not isinstance(told, dict):
+            raise Refused(400, f"tool_choice.{kind} is {shown(told)}, but must be an object", param="tool_choice")
+        else:
+            mode, name = "auto", kind if kind in own else flat(told.get("namespace"), str(told.get("name")))
     if not functions and (mode == "required" or name is not None):
         says = "tool_choice asks for a call, but there is no tool of type function"
         raise Refused(400, says, param="tool_choice")
@@ -127,9 +154,8 @@ def choose_tools(
         return None
     _check_number(functions, "tools")
     if (values := sum(map(len, levels(functions)))) > MOST_TOOL_VALUES:
-        raise Refused(
-            400, f"the tools have {values} values in all, but at most {MOST_TOOL_VALUES} may be given", param="tools"
-        )
+        says = f"the tools have {values} values in all, but at most {MOST_TOOL_VALUES} may be given"
+        raise Refused(400, says, param="tools")
     for function in functions:
         check_function(function)
     if mode not in ("auto", "required"):
@@ -138,8 +164,28 @@ def choose_tools(
     tools = [Tool(function) for function in functions]
     named = [tool for tool in tools if name in (None, tool.name)]
     if not named:
-        raise Refused(400, f"tool_choice names {shown(name)}, which is none of the tools", param="tool_choice")
+        raise _is_none(name)
     return Tools(tools, named if mode == "required" or name is not None else (), parallel and name is None)
+
+
+def _allowed(functions: Sequence[Mapping[str, Any]], choice: Any) -> tuple[str, list[Mapping[str, Any]]]:
+    """The mode of a choice of type allowed_tools, and the functions that it leaves; raises Refused."""
+    mode, tools = (choice.get("mode"), choice.get("tools")) if isinstance(choice, dict) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
+        says = "tool_choice: allowed_tools needs a mode, auto or required, and a list of tools"
+        raise Refused(400, says, param="tool_choice")
+    _check_number(functions, "tools")
+    _check_number(tools, "tool_choice")
+    inner = [next((tool[kind] for kind in CALLED if isinstance(tool.get(kind), dict)), tool) for tool in tools]
+    names = [flat(tool.get("namespace"), tool.get("name", tool.get("type"))) for tool in inner]
+    known = [function.get("name") for function in functions]
+    if missing := [name for name in names if name not in known]:
+        raise _is_none(missing[0])
+    return mode, [function for function in functions if function.get("name") in names]
+
+
+def _is_none(name: Any) -> Refused:
+    return Refused(400, f"tool_choice names {shown(name)}, which is none of the tools", param="tool_choice")
 
 
 def _check_number(found: Sequence[Any], where: str) -> None:
@@ -150,41 +196,12 @@ def _check_number(found: Sequence[Any], where: str) -> None:
 def check_function(function: Mapping[str, Any]) -> None:
     """Raises Refused."""
     name, parameters = function.get("name"), function.get("parameters") or {}
+    says = ""
     if not isinstance(name, str) or not name:
-        raise Refused(400, "tools: a function has no name", param="tools")
-    if not isinstance(function.get("description") or "", str):
-        says = f"tools: the description of {shown(name)} is {shown(function['description'])}, but must be a text"
-        raise Refused(400, says, param="tools")
-    if not isinstance(parameters, dict) or not isinstance(parameters.get("properties") or {}, dict):
-        says = f"tools: the parameters of {shown(name)} must be the JSON schema of an object"
-        raise Refused(400, says, param="tools")
-
-
-def choose_allowed(functions: Sequence[Mapping[str, Any]], choice: Any, *, parallel: bool) -> Tools | None:
-    """The tools that a `tool_choice` of type allowed_tools leaves; others are not shown to the model.
-
-    Args:
-        functions: as for `choose_tools`.
-        choice: its mode, and its tools in the form of either dialect.
-
-    Raises:
-        Refused: the request contradicts itself.
-    """
-    mode, tools = (choice.get("mode"), choice.get("tools")) if isinstance(choice, dict) else (None, None)
-    if mode not in ("auto", "required") or not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
-        says = "tool_choice: allowed_tools needs a mode, auto or required, and a list of tools"
-        raise Refused(400, says, param="tool_choice")
-    _check_number(functions, "tools")
-    _check_number(tools, "tool_choice")
-    inner = [next((tool[kind] for kind in CALLED if isinstance(tool.get(kind), dict)), tool) for tool in tools]
-    names = [tool.get("name", tool.get("type")) for tool in inner]
-    known = [function.get("name") for function in functions]
-    if missing := [name for name in names if name not in known]:
-        raise Refused(400, f"tool_choice names {shown(missing[0])}, which is none of the tools", param="tool_choice")
-    left = [function for function in functions if function.get("name") in names]
-    return choose_tools(left, mode, None, parallel=parallel)
-
-
-def refused_choice(kind: Any) -> Refused:
-    says = f"tool_choice: type {shown(kind)} cannot be had here; there are function, custom and allowed_tools"
-    return Refused(400, says, param="tool_choice")
+        says = "a function has no name"
+    elif not isinstance(function.get("description") or "", str):
+        says = f"the description of {shown(name)} is {shown(function['description'])}, but must be a text"
+    elif not isinstance(parameters, dict) or not isinstance(parameters.get("properties") or {}, dict):
+        says = f"the parameters of {shown(name)} must be the JSON schema of an object"
+    if says:
+        raise Refused(400, f"tools: {says}", param="tools")

@@ -28,11 +28,9 @@ from edgespec.server.tool_calls import (
     FREE_TEXT,
     Call,
     Tools,
-    choose_allowed,
     choose_tools,
     free_text,
     of_free_text,
-    refused_choice,
     replayed,
 )
 from edgespec.server.wire import Listed, TemplateFields
@@ -134,18 +132,8 @@ def tools_of(body: ChatBody) -> Tools | None:
     """Raises Refused."""
     if body.functions and body.function_call != "none":
         raise Refused(400, "functions are not read here: give them as tools", param="functions")
-    functions = functions_of(body)
-    if not isinstance(body.tool_choice, dict):
-        return choose_tools(functions, body.tool_choice or "auto", None, parallel=body.parallel_tool_calls)
-    kind = body.tool_choice.get("type", "function")
-    if kind == "allowed_tools":
-        return choose_allowed(functions, body.tool_choice.get(kind), parallel=body.parallel_tool_calls)
-    if kind not in CALLED:
-        raise refused_choice(kind)
-    chosen = body.tool_choice.get(kind)
-    if not isinstance(chosen, dict):
-        raise Refused(400, f"tool_choice.{kind} is {shown(chosen)}, but must be an object", param="tool_choice")
-    return choose_tools(functions, "auto", str(chosen.get("name")), parallel=body.parallel_tool_calls)
+    functions, parallel = functions_of(body), body.parallel_tool_calls
+    return choose_tools(functions, body.tool_choice, parallel=parallel, nested=True)
 
 
 class ChatWriter(ChoicesWriter):

@@ -11,12 +11,9 @@ from edgespec.server.tool_calls import (
     CLOSED,
     FREE_TEXT,
     Call,
-    Tools,
-    choose_allowed,
-    choose_tools,
+    flat,
     free_text,
     of_free_text,
-    refused_choice,
     replayed,
 )
 
@@ -75,13 +72,6 @@ class Offered:
     namespace: str | None = None
 
 
-def flat(namespace: Any, name: Any) -> Any:
-    """The name of a function by a tool's namespace and name."""
-    if not isinstance(namespace, str) or not isinstance(name, str) or not namespace:
-        return name
-    return namespace + ("" if namespace.endswith("_") else "__") + name
-
-
 def offered_by_all(tools: Sequence[Any] | None, items: str | Sequence[dict[str, Any]]) -> dict[str, Offered]:
     """The tools that the client runs, also those that it has found or added later, by their functions' names.
 
@@ -128,22 +118,6 @@ def is_own(tool: Any, kind: str) -> bool:
     place = tool.get("environment") if isinstance(tool, dict) else None
     in_container = isinstance(place, dict) and place.get("type") != "local"
     return kind in OWN_TOOLS and not in_container and (kind != "tool_search" or tool.get("execution") == "client")
-
-
-def tools_of(tools: Mapping[str, Offered], choice: Any, *, parallel: bool) -> Tools | None:
-    """Raises Refused."""
-    functions = [tool.function for tool in tools.values()]
-    if not isinstance(choice, dict):
-        return choose_tools(functions, str(choice or "auto"), None, parallel=parallel)
-    kind, listed = choice.get("type", "function"), choice.get("tools")
-    if kind == "allowed_tools":
-        if isinstance(listed, list) and all(isinstance(tool, dict) for tool in listed):
-            listed = [{"name": flat(tool.get("namespace"), tool.get("name", tool.get("type")))} for tool in listed]
-        return choose_allowed(functions, {**choice, "tools": listed}, parallel=parallel)
-    if kind not in (*CALLED, *OWN_TOOLS):
-        raise refused_choice(kind)
-    name = kind if kind in OWN_TOOLS else flat(choice.get("namespace"), str(choice.get("name")))
-    return choose_tools(functions, "auto", name, parallel=parallel)
 
 
 def call_of(item: Mapping[str, Any], where: str) -> Call | None:

@@ -199,11 +199,11 @@ def functions_of(body: CountBody) -> list[dict[str, Any]]:
 def tools_of(body: CountBody) -> Tools | None:
     """Raises Refused."""
     choice = body.tool_choice or {}
-    if choice.get("type") == "tool" and choice.get("name") is None:
+    kind, name, parallel = choice.get("type"), choice.get("name"), not choice.get("disable_parallel_tool_use")
+    if kind == "tool" and name is None:
         raise Refused(400, "tool_choice: type tool needs a name", param="tool_choice")
-    mode = {"any": "required", "tool": "auto"}.get(str(choice.get("type")), choice.get("type"))
-    parallel = not choice.get("disable_parallel_tool_use")
-    return choose_tools(functions_of(body), str(mode or "auto"), choice.get("name"), parallel=parallel)
+    wanted = {"type": "function", "name": name} if kind == "tool" else "required" if kind == "any" else str(kind or "")
+    return choose_tools(functions_of(body), wanted, parallel=parallel)
 
 
 def error_body(refused: Refused) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from edgespec.server.answers import Answers, Parts
 from edgespec.server.content import result_of, text_of
 from edgespec.server.conversation import MOST_TURNS, Conversation, Question, Thought, Turn, role_of
 from edgespec.server.dialects.dialect import Dialect, Writer
-from edgespec.server.dialects.items import SKIPPED, Offered, call_item, call_of, offered_by_all, result_in, tools_of
+from edgespec.server.dialects.items import OWN_TOOLS, SKIPPED, Offered, call_item, call_of, offered_by_all, result_in
 from edgespec.server.dialects.openai import OpenAIBody, error_body, template_options
 from edgespec.server.errors import Refused
 from edgespec.server.service import Service
-from edgespec.server.tool_calls import Call
+from edgespec.server.tool_calls import Call, choose_tools
 from edgespec.server.wire import TOKENS, Listed, ServerSent, TemplateFields, json_of, new_id
 
 MOST_ECHO = 2**22  # characters of what answers repeat
@@ -80,7 +80,8 @@ def question_of(body: ResponsesBody) -> Question:
     body.echo  # noqa: B018 (it is made here, not in the server's loop)
     options = template_options((body.reasoning or {}).get("effort")) | body.variables
     most = body.max_tokens if body.max_output_tokens is None else body.max_output_tokens
-    tools = tools_of(body.offered, body.tool_choice, parallel=body.parallel_tool_calls)
+    functions, parallel = [tool.function for tool in body.offered.values()], body.parallel_tool_calls
+    tools = choose_tools(functions, body.tool_choice, parallel=parallel, own=OWN_TOOLS)
     return Question(
         body.sampling, Conversation(turns_of(body), tools, options), max_tokens=most,
         grammar=body.grammar(form, "text.format"),
