@@ -111,7 +111,7 @@ def turns_of(shape: str, arguments: str = ARGUMENTS[0]) -> list[Turn]:
 
 
 def check(template: str, turns: list[Turn]) -> None:
-    tools = choose_tools([{"name": "f", "description": "word-0-0-0."}], "auto", None, parallel=True)
+    tools = choose_tools([{"name": "f", "description": "word-0-0-0."}], "auto", parallel=True)
     form = ModelFormat(ByteVocab(template), template)
     conversation = Conversation(turns, tools)
     if turns[-1].calls or (turns[-1].role == "assistant" and turns[-2:][0].calls and not form.calls.is_generic):
@@ -165,7 +165,7 @@ ODD = (
 
 @pytest.mark.parametrize("odd", ODD)
 def test_a_tool_needs_no_more_than_a_name(odd: dict[str, object]) -> None:
-    tools = choose_tools([{"name": "look", **odd}], "auto", None, parallel=True)
+    tools = choose_tools([{"name": "look", **odd}], "auto", parallel=True)
     for template in [WALKED, *PUBLISHED.values()]:
         form = ModelFormat(ByteVocab(template), template)
         if form.calls:
@@ -195,7 +195,7 @@ def test_a_tool_is_shown_as_it_came() -> None:
     """The order of its members is part of the prompt."""
     parameters = {"properties": {"b": {"type": "string"}, "a": {}}, "required": ["b"], "type": "object"}
     given = {"description": "It looks.", "strict": True, "name": "look", "parameters": parameters}
-    (tool,) = choose_tools([given], "auto", None, parallel=True).all
+    (tool,) = choose_tools([given], "auto", parallel=True).all
     assert json.dumps(tool.shown["function"]) == json.dumps(given)
 
 
@@ -210,7 +210,7 @@ def test_a_tool_is_shown_as_it_came() -> None:
 )
 def test_a_tool_that_no_model_could_read_is_named(odd: dict[str, object], says: str) -> None:
     with pytest.raises(Refused, match=says):
-        choose_tools([{"name": "look", **odd}], "auto", None, parallel=True)
+        choose_tools([{"name": "look", **odd}], "auto", parallel=True)
 
 
 def test_what_a_template_cannot_do_with_a_tool_is_a_mistake_of_the_request() -> None:

@@ -93,15 +93,6 @@ class TestJsonOrACall:
             answer = client.post("/v1/messages", json=HELLO | {"max_tokens": 150, "seed": 1} | more).json()
             (block,) = answer["content"]
             assert json.loads(block["text"])["yes"] in (1, 2)
-        for wrong, says in [
-            ({"type": "xml"}, "must be an object of type 'json_schema'"),
-            ("json", "must be an object of type 'json_schema'"),
-            ({"type": "json_schema"}, "a schema of type object is missing"),
-        ]:
-            for more in ({"output_config": {"format": wrong}}, {"output_format": wrong}):
-                answer = client.post("/v1/messages", json=HELLO | {"max_tokens": 5} | more)
-                assert answer.status_code == 400
-                assert says in answer.json()["error"]["message"]
 
 
 ONE = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
@@ -201,8 +192,6 @@ class TestFields:
             assert answer.status_code == 200, answer.text
         body = HELLO | {"stream": None, "edgespec": {"plain": None, "trace": None}, "max_tokens": 1}
         assert small.post("/v1/chat/completions", json=body).status_code == 200
-        answer = small.post("/v1/chat/completions", json={"messages": None})
-        assert answer.status_code == 400
 
     def test_values_at_the_bounds_are_llama_cpps(self, small):
         def text(**more):
@@ -334,14 +323,10 @@ def test_log_probs_of_parts_of_characters(client):
         assert [value for part in parts if part for value in part[name]] == values
 
 
-def test_a_response_has_its_metadata_and_no_log_probs(client):
+def test_a_response_has_its_metadata(client):
     body = {"input": "hello", "max_output_tokens": 3}
     answer = client.post("/v1/responses", json=body | {"metadata": {"run": "7"}, "top_logprobs": 0, "include": []})
     assert answer.json()["metadata"] == {"run": "7"}
-    for more in ({"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}):
-        answer = client.post("/v1/responses", json=body | more)
-        assert answer.status_code == 400
-        assert "/v1/chat/completions takes logprobs" in answer.json()["error"]["message"]
 
 
 def test_a_regex_that_explodes_is_the_clients_mistake(client):

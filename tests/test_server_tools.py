@@ -18,10 +18,10 @@ from test_server import HELLO, served, served_and_shown, stream
 
 from edgespec.server.app import make_app
 from edgespec.server.call_formats import HERMES
-from edgespec.server.calls_as_text import calls_as_text
 from edgespec.server.conversation import Conversation, Turn
 from edgespec.server.model_format import ModelFormat
 from edgespec.server.parse_output import OutputParser
+from edgespec.server.prompts import calls_as_text
 from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, Tool, Tools
 
@@ -214,11 +214,6 @@ class TestDialects:
             assert answer.status_code == 400
             assert says in answer.json()["error"]["message"]
 
-    def test_the_values_of_all_tools_are_counted(self, client):
-        tool = {"name": "f", "parameters": {"properties": {"a": {"enum": [1] * 2**16}}}}
-        answer = client.post("/v1/chat/completions", json=HELLO | {"tools": [{"type": "function", "function": tool}]})
-        assert answer.json()["error"]["message"] == "the tools have 65543 values in all, but at most 65536 may be given"
-
     def test_tools_are_counted_before_they_are_compared(self, client):
         """Each name would be looked for among all others."""
         for functions, allowed, where in ((TOOLS * 99, TOOLS, "tools"), (TOOLS, TOOLS * 99, "tool_choice")):
@@ -227,20 +222,6 @@ class TestDialects:
             error = answer.json()["error"]
             assert error["message"] == "there are 198 tools, but at most 128 may be given"
             assert error["param"] == where
-
-    @pytest.mark.parametrize(
-        ("path", "more", "says"),
-        [
-            ("chat/completions", {}, "no tool of type function"),
-            ("chat/completions", {"functions": [TIME], "tool_choice": "auto"}, "give them as tools"),
-            ("responses", {"tools": [{"type": "web_search"}]}, "is run by the provider"),
-            ("messages", {"max_tokens": 5, "tool_choice": {"type": "any"}}, "no tool of type function"),
-        ],
-    )
-    def test_a_call_that_must_be_is_not_left_out_without_a_word(self, client, path, more, says):
-        answer = client.post(f"/v1/{path}", json=HELLO | {"input": "hello", "tool_choice": "required"} | more)
-        assert answer.status_code == 400
-        assert says in answer.json()["error"]["message"]
 
     def test_a_call_that_must_be_wins_over_a_schema(self, client):
         """As instructor asks, whose schema is the tool's."""
@@ -272,23 +253,6 @@ class TestDialects:
         ]:
             message = client.post("/v1/chat/completions", json=body | more).json()["choices"][0]["message"]
             assert (len(message["tool_calls"]) > 1) == several, more
-
-    def test_what_cannot_be_called(self, client):
-        for more, says in [
-            ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "cook"}}}, "'cook'"),
-            ({"tools": TOOLS * 65}, "130 tools"),
-            ({"tools": TOOLS, "tool_choice": "required", "edgespec": {"regex": "a+"}}, "together"),
-        ]:
-            answer = client.post("/v1/chat/completions", json=HELLO | more)
-            assert answer.status_code == 400
-            assert says in answer.json()["error"]["message"]
-        tools = [{"name": "time", "input_schema": {}}]
-        body = HELLO | {"max_tokens": 3, "tools": tools, "tool_choice": {"type": "tool"}}
-        answer = client.post("/v1/messages", json=body)
-        assert answer.status_code == 400
-        assert "type tool needs a name" in answer.json()["error"]["message"]
-        body = HELLO | {"tools": TOOLS, "tool_choice": "none", "max_tokens": 3}
-        assert client.post("/v1/chat/completions", json=body).json()["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_conversation_with_tools_has_the_models_template_for_them():

@@ -208,17 +208,6 @@ class Answers:
             pass
 
     @property
-    def usage(self) -> "Usage":
-        """Tokens of all answers; the choices of one prompt count it once, with the first one's cached tokens."""
-        first = [answer for answer in self.all if answer.choice == 0]
-        return Usage(
-            sum(len(answer.request.prompt_ids) for answer in first),
-            sum(answer.stats.cached_tokens for answer in first),
-            sum(answer.stats.tokens for answer in self.all),
-            sum(answer.thought_tokens for answer in self.all),
-        )
-
-    @property
     def predicted(self) -> tuple[int, int]:
         """Tokens accepted and rejected: of the prediction that was sent, else of all drafts."""
         if sent := sum(answer.request.hint_texts.prediction_length for answer in self.all if answer.request.hint_texts):
@@ -231,11 +220,3 @@ class Answers:
     def account(self) -> dict[str, Any]:
         stats = [answer.stats.as_dict() for answer in self.all]
         return {"seed": self.all[0].request.sampling.seed, "stats": stats}
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    prompt: int
-    cached: int
-    written: int
-    thought: int

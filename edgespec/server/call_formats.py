@@ -374,7 +374,7 @@ FORMATS = (
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}", between=None,
     ),
 )  # fmt: skip
-GENERIC = replace(HERMES, seen=())  # `calls_as_text.py` tells models of it
+GENERIC = replace(HERMES, seen=())  # `prompts.calls_as_text` tells models of it
 NO_CALLS = replace(HERMES, open=(), close="")  # of answers without tools
 # Marks of formats that only look like one of them.
 LOOK_ALIKES = ("]<]minimax[>[", "ONLY reply in the following format:\\n<{start_tag}={function_name}>")

@@ -5,7 +5,7 @@ from base64 import b64decode
 from typing import Any
 from urllib.parse import unquote
 
-from edgespec.server.errors import Refused
+from edgespec.server.errors import refuse_if
 
 TEXTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
 # What a text stands for, by the kind of a part.
@@ -49,17 +49,18 @@ def text_of(content: Any, where: str, *, asked: bool = False) -> str:
 
 
 def _part(part: Any, where: str, asked: bool) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
+    kind: Any = part.get("type") if isinstance(part, dict) else None
     if kind in TEXTS:
         text = part.get("text", part.get("refusal"))
-        if not isinstance(text, str):
-            raise Refused(400, f"{where}: a text part has no text", param=where)
-        return text
+        refuse_if(not isinstance(text, str), f"{where}: a text part has no text", where)
+        return str(text)
     if isinstance(part, str):
         return part
-    if not isinstance(kind, str) or kind not in (*MEDIA, *SKIPPED, "search_result", "tool_reference", "compaction"):
-        says = f"{where}: only text can be read here, not {kind or type(part).__name__!r}"
-        raise Refused(400, says, param=where)
+    refuse_if(
+        not isinstance(kind, str) or kind not in (*MEDIA, *SKIPPED, "search_result", "tool_reference", "compaction"),
+        f"{where}: only text can be read here, not {kind or type(part).__name__!r}",
+        where,
+    )
     if kind in SKIPPED:
         return ""
     if kind == "compaction":  # a summary
@@ -70,16 +71,14 @@ def _part(part: Any, where: str, asked: bool) -> str:
         return _lines(part.get("title"), part.get("source"), text_of(part.get("content"), where))
     if (text := _of_file(part, where)) is not None:
         return text
-    if asked:
-        says = f"{where}: this model reads only text, not {kind!r}; leave it out"
-        raise Refused(400, says, param=where)
-    return stand_in(MEDIA[kind], part.get("title") or part.get("filename") or _member(part, "file", "filename"))
+    refuse_if(asked, f"{where}: this model reads only text, not {kind!r}; leave it out", where)
+    return stand_in(MEDIA[kind], _told(part, "title", "filename"))
 
 
 def _of_file(part: dict[str, Any], where: str) -> str | None:
     """The text of a document or file, if it is one, with its title."""
     source = part.get("source")
-    data = part.get("file_data") or _member(part, "file", "file_data")
+    data = _told(part, "file_data")
     if part.get("type") == "document" and isinstance(source, dict) and source.get("type") in ("text", "content"):
         text = text_of(source.get("data") or source.get("content"), where)
     elif isinstance(data, str) and data.startswith("data:text/"):
@@ -90,15 +89,14 @@ def _of_file(part: dict[str, Any], where: str) -> str | None:
             return None
     else:
         return None
-    name = part.get("title") or part.get("filename") or _member(part, "file", "filename")
-    return _lines(name, part.get("context"), text)
+    return _lines(_told(part, "title", "filename"), part.get("context"), text)
 
 
-def _member(part: dict[str, Any], *names: str) -> Any:
-    found: Any = part
-    for name in names:
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+def _told(part: dict[str, Any], *names: str) -> Any:
+    """The first of the members that there is, in the part or in its file."""
+    inner = part.get("file")
+    known = (inner if isinstance(inner, dict) else {}) | {name: value for name, value in part.items() if value}
+    return next((known[name] for name in names if known.get(name)), None)
 
 
 def _lines(*texts: Any) -> str:

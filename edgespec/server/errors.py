@@ -33,6 +33,12 @@ class Refused(Exception):
         return {"Retry-After": "5"} if self.status in (429, 503) else {}
 
 
+def refuse_if(wrong: object, says: str, param: str | None = None) -> None:
+    """Raise Refused, with status 400, if something is wrong."""
+    if wrong:
+        raise Refused(400, says, param=param)
+
+
 def refusal(error: BaseException) -> Refused:
     if isinstance(error, Refused):
         return error

@@ -6,13 +6,12 @@ from edgespec.loop.backend import Vocab
 from edgespec.loop.grammar import Grammar
 from edgespec.loop.text import render_chat
 from edgespec.server.call_formats import FORMATS, GENERIC, LOOK_ALIKES, CallFormat
-from edgespec.server.calls_as_text import calls_as_text
 from edgespec.server.channels import ANALYSIS, FINAL, MARKERS, MESSAGE, ChannelParser, Parser, comes_in_channels
 from edgespec.server.constrained import ThoughtFirst, answer_or_call, call_grammar, control_tokens
 from edgespec.server.conversation import MOST_TURNS, Conversation, Turn
-from edgespec.server.errors import Refused
+from edgespec.server.errors import refuse_if
 from edgespec.server.parse_output import OutputParser
-from edgespec.server.prompts import template_messages
+from edgespec.server.prompts import calls_as_text, template_messages
 from edgespec.server.tool_calls import Tools
 
 THINKING = (
@@ -48,9 +47,11 @@ class ModelFormat:
 
     def prompt_ids(self, conversation: Conversation) -> list[int]:
         parts = len(conversation.turns) + sum(len(turn.calls) for turn in conversation.turns)
-        if parts > MOST_TURNS:
-            says = f"there are {parts} messages and calls, but at most {MOST_TURNS} may be given"
-            raise Refused(400, says, param="messages")
+        refuse_if(
+            parts > MOST_TURNS,
+            f"there are {parts} messages and calls, but at most {MOST_TURNS} may be given",
+            "messages",
+        )
         turns, tools = conversation.turns, conversation.tools
         if self.calls.is_generic:
             turns, tools = calls_as_text(turns, tools), None
@@ -101,8 +102,10 @@ class ModelFormat:
         """
         is_call, call = tools is not None and bool(tools.required), None
         if tools and is_call:
-            if wanted and wanted.kind != "json_schema":
-                raise Refused(400, f"a {wanted.kind} and a tool that must be called cannot be had together")
+            kind = wanted.kind if wanted else ""
+            refuse_if(
+                kind not in ("", "json_schema"), f"a {kind} and a tool that must be called cannot be had together"
+            )
             wanted = call_grammar(self._vocab, self.calls, tools.required, several=tools.parallel)
         elif tools and wanted and wanted.kind == "json_schema":
             call = call_grammar(self._vocab, self.calls.marked(), tools.all, several=tools.parallel)

@@ -144,8 +144,9 @@ def resolve(root: Any, name: str = "", *, strict: bool = False) -> Schema:
     """
     if not isinstance(root, dict) or root.get("type", "object") != "object":
         raise UsageError(f"tools: the parameters of {name!r} are no object's schema")
+    root = {"type": "object", **root}
     try:
-        return _Resolver({"type": "object", **root}, strict).root()
+        return _Resolver(root, strict).made(root)
     except (*NOWHERE, RecursionError) as error:
         raise UsageError(f"tools: the parameters are no JSON schema: {error!r}") from error
 
@@ -157,13 +158,10 @@ class _Resolver:
         self._targets: dict[int, Any] = {}  # of references
         self._room = MOST_LISTED
 
-    def root(self) -> Schema:
-        return self._made(self._root)
-
     def schema_of(self, node: Any) -> Schema:
-        return self._made(self._target(node))
+        return self.made(self._target(node))
 
-    def _made(self, node: Any) -> Schema:
+    def made(self, node: Any) -> Schema:
         """`node` as it stands, without following references; what is no object, as true or null, allows anything."""
         if id(node) not in self._known:
             self._known[id(node)] = found = Schema()

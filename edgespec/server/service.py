@@ -23,7 +23,7 @@ from edgespec.scheduler.requests import Request
 from edgespec.scheduler.sequence import Seq
 from edgespec.server.answers import Answer, Answers, Emit
 from edgespec.server.conversation import UNLIMITED, Conversation, Question
-from edgespec.server.errors import Refused
+from edgespec.server.errors import Refused, refuse_if
 from edgespec.server.model_format import ModelFormat
 from edgespec.server.typing_ahead import TypingAhead
 
@@ -124,24 +124,35 @@ class Service:
         ]  # fmt: skip
 
     def _check(self, question: Question) -> None:
-        if not 1 <= question.choices <= MOST_CHOICES:
-            raise Refused(400, f"n is {question.choices}, but must be from 1 to {MOST_CHOICES}", param="n")
-        if len(question.stop) > MOST_STOPS:
-            says = f"there are {len(question.stop)} stop strings, but at most {MOST_STOPS} may be given"
-            raise Refused(400, says, param="stop")
-        if question.max_tokens is not None and question.max_tokens < 1 and question.max_tokens != UNLIMITED:
-            says = f"max_tokens is {question.max_tokens}, but must be at least 1, or -1 for no limit"
-            raise Refused(400, says, param="max_tokens")
+        refuse_if(
+            not 1 <= question.choices <= MOST_CHOICES,
+            f"n is {question.choices}, but must be from 1 to {MOST_CHOICES}",
+            "n",
+        )
+        refuse_if(
+            len(question.stop) > MOST_STOPS,
+            f"there are {len(question.stop)} stop strings, but at most {MOST_STOPS} may be given",
+            "stop",
+        )
+        refuse_if(
+            question.max_tokens is not None and question.max_tokens < 1 and question.max_tokens != UNLIMITED,
+            f"max_tokens is {question.max_tokens}, but must be at least 1, or -1 for no limit",
+            "max_tokens",
+        )
         if question.conversation and question.begun:
-            if question.grammar or (question.tools and question.tools.required):
-                says = "grammars, JSON and required calls are for whole answers: leave out the assistant's last message"
-                raise Refused(400, says, param="messages")
+            refuse_if(
+                question.grammar or (question.tools and question.tools.required),
+                "grammars, JSON and required calls are for whole answers: leave out the assistant's last message",
+                "messages",
+            )
             thinks = self.format_of(question.conversation).thinking and question.conversation.options.get(
                 "enable_thinking"
             )
-            if thinks and not question.begun.thought:
-                says = "thinking is on, but the assistant's last message has no thought: leave one of both out"
-                raise Refused(400, says, param="messages")
+            refuse_if(
+                thinks and not question.begun.thought,
+                "thinking is on, but the assistant's last message has no thought: leave one of both out",
+                "messages",
+            )
         TextStream(self.model.target.vocab, question.stop)  # refuses an empty string in `stop`
 
     def _read(self, question: Question) -> tuple[list[tuple[list[int], HintTexts | None]], SamplingParams]:
@@ -154,8 +165,7 @@ class Service:
             prompts = [self._encode(prompt) for prompt in question.prompts]
         found = list[tuple[list[int], HintTexts | None]]()
         for ids in prompts:
-            if not ids:
-                raise Refused(400, "the prompt is empty: give at least one word", param="prompt")
+            refuse_if(not ids, "the prompt is empty: give at least one word", "prompt")
             check_room(self.model.target, len(ids))
             found.append((ids, self.model.hint_texts(ids, question.prediction, question.choices)))
         seed = choose_seed(question.sampling.get("seed")) % 2**64
@@ -166,8 +176,11 @@ class Service:
         if isinstance(prompt, str):
             check_length(vocab, len(prompt), self.model.target.capabilities.context_length)
             return vocab.encode(prompt, add_bos=True, parse_special=True) if prompt else []
-        if any(not 0 <= token < vocab.size for token in prompt):
-            raise Refused(400, f"prompt: token ids must be from 0 to {vocab.size - 1}", param="prompt")
+        refuse_if(
+            any(not 0 <= token < vocab.size for token in prompt),
+            f"prompt: token ids must be from 0 to {vocab.size - 1}",
+            "prompt",
+        )
         return list(prompt)
 
     def _grammar(self, question: Question, sender: str, form: ModelFormat, in_thought: bool) -> Compiled | None:
@@ -182,8 +195,7 @@ class Service:
             raise Refused(503, "the server is stopping")
         scheduler = self.model.scheduler
         room, waiting = self.most_waiting + len(self.model.planners), scheduler.waiting + self._preparing
-        if wanted > room:
-            raise Refused(400, f"{wanted} texts are asked for at once, but at most {room} may be")
+        refuse_if(wanted > room, f"{wanted} texts are asked for at once, but at most {room} may be")
         if waiting + scheduler.active + wanted > room:
             raise Refused(429, f"{waiting} requests are waiting already: come again in a moment")
         self._preparing += wanted

@@ -8,7 +8,7 @@ from secrets import token_hex
 from typing import Any
 
 from edgespec.errors import UsageError, shown
-from edgespec.server.errors import Refused
+from edgespec.server.errors import Refused, refuse_if
 from edgespec.server.schema import Schema, levels, resolve, strict_json
 
 MOST_TOOLS = 128
@@ -30,8 +30,7 @@ def replayed(name: Any, arguments: Any, id_: Any, where: str) -> Call:
     Raises:
         Refused: it has no name.
     """
-    if not isinstance(name, str) or not name:
-        raise Refused(400, f"{where}: a call has no name", param=where)
+    refuse_if(not isinstance(name, str) or not name, f"{where}: a call has no name", where)
     known = arguments if isinstance(arguments, str) else json.dumps({} if arguments is None else arguments)
     return Call(name, known, id_ if isinstance(id_, str) else "")
 
@@ -137,9 +136,11 @@ def choose_tools(
     mode, name = choice or "auto", None
     if isinstance(choice, dict):
         kind = choice.get("type", "function")
-        if kind not in (*CALLED, *own, "allowed_tools"):
-            says = f"type {shown(kind)} cannot be had here; there are function, custom and allowed_tools"
-            raise Refused(400, f"tool_choice: {says}", param="tool_choice")
+        refuse_if(
+            kind not in (*CALLED, *own, "allowed_tools"),
+            f"tool_choice: type {shown(kind)} cannot be had here; there are function, custom and allowed_tools",
+            "tool_choice",
+        )
         told = choice.get(kind) if nested else choice
         if kind == "allowed_tools":
             mode, functions = _allowed(functions, told)
@@ -147,20 +148,26 @@ def choose_tools(
             raise Refused(400, f"tool_choice.{kind} is {shown(told)}, but must be an object", param="tool_choice")
         else:
             mode, name = "auto", kind if kind in own else flat(told.get("namespace"), str(told.get("name")))
-    if not functions and (mode == "required" or name is not None):
-        says = "tool_choice asks for a call, but there is no tool of type function"
-        raise Refused(400, says, param="tool_choice")
+    refuse_if(
+        not functions and (mode == "required" or name is not None),
+        "tool_choice asks for a call, but there is no tool of type function",
+        "tool_choice",
+    )
     if not functions or mode == "none":
         return None
     _check_number(functions, "tools")
-    if (values := sum(map(len, levels(functions)))) > MOST_TOOL_VALUES:
-        says = f"the tools have {values} values in all, but at most {MOST_TOOL_VALUES} may be given"
-        raise Refused(400, says, param="tools")
+    refuse_if(
+        (values := sum(map(len, levels(functions)))) > MOST_TOOL_VALUES,
+        f"the tools have {values} values in all, but at most {MOST_TOOL_VALUES} may be given",
+        "tools",
+    )
     for function in functions:
         check_function(function)
-    if mode not in ("auto", "required"):
-        says = f"tool_choice is {shown(mode)}, but must be auto, none, required or a function"
-        raise Refused(400, says, param="tool_choice")
+    refuse_if(
+        mode not in ("auto", "required"),
+        f"tool_choice is {shown(mode)}, but must be auto, none, required or a function",
+        "tool_choice",
+    )
     tools = [Tool(function) for function in functions]
     named = [tool for tool in tools if name in (None, tool.name)]
     if not named:
@@ -168,12 +175,15 @@ def choose_tools(
     return Tools(tools, named if mode == "required" or name is not None else (), parallel and name is None)
 
 
-def _allowed(functions: Sequence[Mapping[str, Any]], choice: Any) -> tuple[str, list[Mapping[str, Any]]]:
+def _allowed(functions: Sequence[Mapping[str, Any]], choice: Any) -> tuple[Any, list[Mapping[str, Any]]]:
     """The mode of a choice of type allowed_tools, and the functions that it leaves; raises Refused."""
-    mode, tools = (choice.get("mode"), choice.get("tools")) if isinstance(choice, dict) else (None, None)
-    if mode not in ("auto", "required") or not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
-        says = "tool_choice: allowed_tools needs a mode, auto or required, and a list of tools"
-        raise Refused(400, says, param="tool_choice")
+    mode: Any = choice.get("mode") if isinstance(choice, dict) else None
+    tools: Any = choice.get("tools") if isinstance(choice, dict) else None
+    refuse_if(
+        mode not in ("auto", "required") or not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools),
+        "tool_choice: allowed_tools needs a mode, auto or required, and a list of tools",
+        "tool_choice",
+    )
     _check_number(functions, "tools")
     _check_number(tools, "tool_choice")
     inner = [next((tool[kind] for kind in CALLED if isinstance(tool.get(kind), dict)), tool) for tool in tools]
@@ -189,8 +199,7 @@ def _is_none(name: Any) -> Refused:
 
 
 def _check_number(found: Sequence[Any], where: str) -> None:
-    if len(found) > MOST_TOOLS:
-        raise Refused(400, f"there are {len(found)} tools, but at most {MOST_TOOLS} may be given", param=where)
+    refuse_if(len(found) > MOST_TOOLS, f"there are {len(found)} tools, but at most {MOST_TOOLS} may be given", where)
 
 
 def check_function(function: Mapping[str, Any]) -> None:
@@ -203,5 +212,4 @@ def check_function(function: Mapping[str, Any]) -> None:
         says = f"the description of {shown(name)} is {shown(function['description'])}, but must be a text"
     elif not isinstance(parameters, dict) or not isinstance(parameters.get("properties") or {}, dict):
         says = f"the parameters of {shown(name)} must be the JSON schema of an object"
-    if says:
-        raise Refused(400, f"tools: {says}", param="tools")
+    refuse_if(says, f"tools: {says}", "tools")

@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from edgespec.errors import first_mistake
-from edgespec.server.errors import Refused
+from edgespec.server.errors import Refused, refuse_if
 from edgespec.server.schema import levels
 
 MOST_BODY = 8 * 2**20  # bytes
@@ -181,8 +181,10 @@ def parsed_body(data: bytes | bytearray, kind: type[Body]) -> Body:
         found = json.loads(data, cls=decoder, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON: {error}") from error
-    if not isinstance(found, dict) or _depth(found) > MOST_DEPTH:
-        raise Refused(400, f"the body must be a JSON object, at most {MOST_DEPTH} deep")
+    refuse_if(
+        not isinstance(found, dict) or sum(1 for _ in levels(found)) > MOST_DEPTH,
+        f"the body must be a JSON object, at most {MOST_DEPTH} deep",
+    )
     try:
         return kind.model_validate(found)
     except ValidationError as error:
@@ -206,10 +208,6 @@ def _finite(number: str) -> float:
     if isinf(found := float(number)):
         raise ValueError(f"{number} is too large")
     return found
-
-
-def _depth(value: Any) -> int:
-    return sum(1 for _ in levels(value))
 
 
 async def answer_whole(

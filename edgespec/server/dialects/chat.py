@@ -16,12 +16,11 @@ from edgespec.server.dialects.dialect import Dialect
 from edgespec.server.dialects.openai import (
     ChoicesBody,
     ChoicesWriter,
-    check_log_probs,
     named,
     template_options,
     thinking_options,
 )
-from edgespec.server.errors import Refused
+from edgespec.server.errors import refuse_if
 from edgespec.server.service import Service
 from edgespec.server.tool_calls import (
     CALLED,
@@ -58,18 +57,15 @@ class ChatBody(ChoicesBody, TemplateFields):
 
 def question_of(body: ChatBody) -> Question:
     tools, most = tools_of(body), body.top_logprobs or 0
-    body.check()
-    check_log_probs("top_logprobs", most)
-    if most and not body.logprobs:
-        raise Refused(400, "top_logprobs needs logprobs; set it to true", param="top_logprobs")
+    refuse_if(most and not body.logprobs, "top_logprobs needs logprobs; set it to true", "top_logprobs")
     limits = (body.max_completion_tokens, body.max_tokens, body.n_predict)
-    return Question(
-        body.sampling, Conversation(turns_of(body), tools, options_of(body)),
+    return body.question(
+        most if body.logprobs else None,
+        "top_logprobs",
+        conversation=Conversation(turns_of(body), tools, options_of(body)),
         max_tokens=next((one for one in limits if one is not None), None),
-        stop=body.stops(), choices=body.n, log_probs=most if body.logprobs else None, plain=body.edgespec.plain,
-        grammar=body.grammar(body.response_format),
         prediction=text_of((body.prediction or {}).get("content"), "prediction.content", asked=True),
-    )  # fmt: skip
+    )
 
 
 def options_of(body: ChatBody) -> dict[str, Any]:
@@ -80,8 +76,7 @@ def options_of(body: ChatBody) -> dict[str, Any]:
 
 
 def turns_of(body: ChatBody) -> list[Turn]:
-    if not body.messages:
-        raise Refused(400, "messages is empty: give at least one", param="messages")
+    refuse_if(not body.messages, "messages is empty: give at least one", "messages")
     return [turn_of(message, i, body.messages) for i, message in enumerate(body.messages)]
 
 
@@ -108,8 +103,9 @@ def calls_of(message: dict[str, Any], where: str) -> Iterator[Call]:
         calls = [{"function": function}]
     for call in calls if isinstance(calls, list) else [calls]:
         kind = next((kind for kind in CALLED if isinstance(call, dict) and isinstance(call.get(kind), dict)), None)
-        if not kind or message.get("role") != "assistant":
-            raise Refused(400, f"{where} is no list of calls of the assistant", param="messages")
+        refuse_if(
+            not kind or message.get("role") != "assistant", f"{where} is no list of calls of the assistant", "messages"
+        )
         called = call[kind]
         arguments = called.get("arguments") if kind == "function" else {FREE_TEXT: called.get("input")}
         yield replayed(called.get("name"), arguments, call.get("id"), where)
@@ -120,9 +116,11 @@ def functions_of(body: ChatBody) -> list[dict[str, Any]]:
     found = list[dict[str, Any]]()
     for i, tool in enumerate(body.tools or ()):
         kind = tool.get("type", "function") if isinstance(tool, dict) else None
-        if kind not in CALLED:
-            says = f"tools.{i}: a tool of type {shown(kind)} cannot be had here; there are function and custom"
-            raise Refused(400, says, param="tools")
+        refuse_if(
+            kind not in CALLED,
+            f"tools.{i}: a tool of type {shown(kind)} cannot be had here; there are function and custom",
+            "tools",
+        )
         given = tool.get(kind) if isinstance(tool.get(kind), dict) else {}
         found.append(given if kind == "function" else of_free_text(given))
     return found
@@ -130,8 +128,9 @@ def functions_of(body: ChatBody) -> list[dict[str, Any]]:
 
 def tools_of(body: ChatBody) -> Tools | None:
     """Raises Refused."""
-    if body.functions and body.function_call != "none":
-        raise Refused(400, "functions are not read here: give them as tools", param="functions")
+    refuse_if(
+        body.functions and body.function_call != "none", "functions are not read here: give them as tools", "functions"
+    )
     functions, parallel = functions_of(body), body.parallel_tool_calls
     return choose_tools(functions, body.tool_choice, parallel=parallel, nested=True)
 

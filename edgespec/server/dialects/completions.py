@@ -10,8 +10,8 @@ from edgespec.scheduler.events import Chunk
 from edgespec.server.answers import Answer, Answers
 from edgespec.server.conversation import Question
 from edgespec.server.dialects.dialect import Dialect
-from edgespec.server.dialects.openai import ChoicesBody, ChoicesWriter, check_log_probs
-from edgespec.server.errors import Refused
+from edgespec.server.dialects.openai import ChoicesBody, ChoicesWriter
+from edgespec.server.errors import refuse_if
 from edgespec.server.service import Service
 from edgespec.server.wire import Listed
 
@@ -28,21 +28,18 @@ class CompletionBody(ChoicesBody):
 
 
 def question_of(body: CompletionBody) -> Question:
-    if body.echo or body.suffix or (body.best_of or 1) > body.n:
-        raise Refused(400, "echo, suffix and best_of are not supported")
+    refuse_if(body.echo or body.suffix or (body.best_of or 1) > body.n, "echo, suffix and best_of are not supported")
     body.edgespec.check("trace", "plain", "regex", "lark")
-    body.check()
-    check_log_probs("logprobs", body.logprobs)
     given: Any = body.prompt
     is_given = "max_tokens" in body.model_fields_set or body.n_predict is None
     prompts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
-    if not 1 <= len(prompts) <= MOST_PROMPTS:
-        says = f"there are {len(prompts)} prompts, but from 1 to {MOST_PROMPTS} may be given at once"
-        raise Refused(400, says, param="prompt")
-    return Question(
-        body.sampling, prompts=prompts, max_tokens=body.max_tokens if is_given else body.n_predict, stop=body.stops(),
-        choices=body.n, log_probs=body.logprobs, plain=body.edgespec.plain, grammar=body.grammar(body.response_format),
-    )  # fmt: skip
+    refuse_if(
+        not 1 <= len(prompts) <= MOST_PROMPTS,
+        f"there are {len(prompts)} prompts, but from 1 to {MOST_PROMPTS} may be given at once",
+        "prompt",
+    )
+    most = body.max_tokens if is_given else body.n_predict
+    return body.question(body.logprobs, "logprobs", prompts=prompts, max_tokens=most)
 
 
 class CompletionWriter(ChoicesWriter):

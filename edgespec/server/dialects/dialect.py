@@ -74,13 +74,13 @@ class Dialect:
         body: the class of its bodies; they have a field `stream`.
         question: of a body; raises Refused or UsageError.
         writer: for a body and its answers.
-        too_long: the stream that refuses a prompt for its length; None: a status does.
+        streams_too_long: a stream refuses a prompt for its length, instead of a status.
     """
 
     body: type[Lenient]
     question: Callable[[Any], Question]
     writer: Callable[[Service, Any, Answers], Writer]
-    too_long: Callable[[Service, Any, Refused], Iterable[ServerSent]] | None = None
+    streams_too_long: bool = False
 
     async def answer(self, http: HttpRequest) -> Response:
         service: Service = http.app.state.service
@@ -90,9 +90,10 @@ class Dialect:
         try:
             answers = await service.start(question, http.scope[SENDER], len(data))
         except ContextFull as error:
-            if not (body.stream and self.too_long):
+            if not (body.stream and self.streams_too_long):
                 raise
-            return EventStream(sse(*sent) for sent in self.too_long(service, body, refusal(error)))
+            writer = self.writer(service, body, Answers((), service.submit, service.ping_seconds))
+            return EventStream(sse(*sent) for sent in (*writer.begin(), *writer.error(refusal(error))))
         with ExitStack() as left_early:
             left_early.callback(answers.cancel)
             writer = self.writer(service, body, answers)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edgespec.server.errors import Refused
+from edgespec.server.errors import Refused, refuse_if
 from edgespec.server.tool_calls import (
     CALLED,
     CLOSED,
@@ -92,8 +92,11 @@ def offered_by_all(tools: Sequence[Any] | None, items: str | Sequence[dict[str, 
 def offered(tool: Any, where: str, namespace: str | None = None) -> Iterator[Offered]:
     """What a tool, or a namespace of tools, is as functions; raises Refused."""
     kind, name = (str(tool.get("type")), tool.get("name")) if isinstance(tool, dict) else (type(tool).__name__, None)
-    if (kind in CALLED or kind == "namespace") and (not isinstance(name, str) or not name):
-        raise Refused(400, f"{where}: a {kind} has no name", param="tools")
+    refuse_if(
+        (kind in CALLED or kind == "namespace") and (not isinstance(name, str) or not name),
+        f"{where}: a {kind} has no name",
+        "tools",
+    )
     if kind in CALLED:
         known = ("name", "description", "parameters", "strict")
         own = of_free_text(tool) if kind == "custom" else {key: tool[key] for key in known if tool.get(key) is not None}

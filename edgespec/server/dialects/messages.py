@@ -17,7 +17,7 @@ from edgespec.server.content import result_of, text_of
 from edgespec.server.conversation import MOST_TURNS, Conversation, Piece, Question, Thought, Turn
 from edgespec.server.dialects.dialect import Dialect, Writer
 from edgespec.server.dialects.openai import Extra, schema_grammar, thinking_options
-from edgespec.server.errors import Refused
+from edgespec.server.errors import Refused, refuse_if
 from edgespec.server.service import Service
 from edgespec.server.tool_calls import CLOSED, Call, Tools, choose_tools, replayed
 from edgespec.server.wire import (
@@ -129,16 +129,20 @@ def conversation_of(body: CountBody) -> Conversation:
     if system := "\n\n".join(text_of([block], "system") for block in blocks):
         turns.append(Turn("system", system))
     for i, message in enumerate(body.messages):
-        role = message.get("role")
-        if role not in ("user", "assistant", "system"):
-            raise Refused(400, f"messages.{i}.role is {shown(role)}, but must be user or assistant", param="messages")
+        role = str(message.get("role"))
+        refuse_if(
+            role not in ("user", "assistant", "system"),
+            f"messages.{i}.role is {shown(message.get('role'))}, but must be user or assistant",
+            "messages",
+        )
         asked = role == "user" and i == len(body.messages) - 1 and not (turns and turns[-1].role == "tool")
         turns += turns_of(role, message.get("content"), f"messages.{i}.content", asked=asked)
-    if not body.messages:
-        raise Refused(400, "messages is empty: give at least one", param="messages")
-    if turns[-1].role == "assistant" and turns[-1].text[-1:].isspace():
-        says = "the assistant's last message ends with white space: remove it, and the answer continues the rest"
-        raise Refused(400, says, param="messages")
+    refuse_if(not body.messages, "messages is empty: give at least one", "messages")
+    refuse_if(
+        turns[-1].role == "assistant" and turns[-1].text[-1:].isspace(),
+        "the assistant's last message ends with white space: remove it, and the answer continues the rest",
+        "messages",
+    )
     return Conversation(turns, tools_of(body), thinking_options(body.thinking) | body.variables)
 
 
@@ -154,8 +158,7 @@ def turns_of(role: str, content: Any, where: str, *, asked: bool) -> list[Turn]:
     found, texts, thoughts, calls = list[Turn](), list[Any](), list[str](), list[Call]()
     for kind, one in zip(kinds, content, strict=True):
         if kind in CALLS:
-            if role != "assistant":
-                raise Refused(400, f"{where}: a {kind} is in a turn of the {role}", param="messages")
+            refuse_if(role != "assistant", f"{where}: a {kind} is in a turn of the {role}", "messages")
             calls.append(replayed(one.get("name"), one.get("input"), one.get("id"), where))
         elif kind == "thinking":
             thoughts.append(str(one.get("thinking") or ""))
@@ -175,8 +178,7 @@ def turns_of(role: str, content: Any, where: str, *, asked: bool) -> list[Turn]:
 def functions_of(body: CountBody) -> list[dict[str, Any]]:
     """The tools that the client runs; raises Refused."""
     found = list[dict[str, Any]]()
-    if body.mcp_servers:
-        raise Refused(400, "mcp_servers: this server calls no others: leave them out", param="mcp_servers")
+    refuse_if(body.mcp_servers, "mcp_servers: this server calls no others: leave them out", "mcp_servers")
     for i, tool in enumerate(body.tools or ()):
         kind = (tool.get("type") or "custom") if isinstance(tool, dict) else type(tool).__name__
         if isinstance(tool, dict) and (kind == "custom" or "input_schema" in tool):
@@ -200,8 +202,7 @@ def tools_of(body: CountBody) -> Tools | None:
     """Raises Refused."""
     choice = body.tool_choice or {}
     kind, name, parallel = choice.get("type"), choice.get("name"), not choice.get("disable_parallel_tool_use")
-    if kind == "tool" and name is None:
-        raise Refused(400, "tool_choice: type tool needs a name", param="tool_choice")
+    refuse_if(kind == "tool" and name is None, "tool_choice: type tool needs a name", "tool_choice")
     wanted = {"type": "function", "name": name} if kind == "tool" else "required" if kind == "any" else str(kind or "")
     return choose_tools(functions_of(body), wanted, parallel=parallel)
 

@@ -13,8 +13,9 @@ from edgespec.loop.grammar import Grammar, json_object, json_schema, lark, regex
 from edgespec.scheduler.events import Chunk, Ended, Event, Wrote
 from edgespec.server.answers import Answer, Answers
 from edgespec.server.constrained import string
+from edgespec.server.conversation import Question
 from edgespec.server.dialects.dialect import Writer
-from edgespec.server.errors import Refused
+from edgespec.server.errors import Refused, refuse_if
 from edgespec.server.service import Service
 from edgespec.server.wire import MOST_NAME, Lenient, Listed, SamplingFields, ServerSent, new_id, not_read
 
@@ -35,9 +36,11 @@ class Extra(Lenient):
     def check(self, *taken: str) -> None:
         """Raise Refused for a member that an interface would ignore, since it takes only these."""
         for name, value in self:
-            if value and name not in taken:
-                says = f"edgespec.{name} is not for this interface; /v1/chat/completions takes it"
-                raise Refused(400, says, param="edgespec")
+            refuse_if(
+                value and name not in taken,
+                f"edgespec.{name} is not for this interface; /v1/chat/completions takes it",
+                "edgespec",
+            )
 
 
 class OpenAIBody(SamplingFields):
@@ -59,9 +62,11 @@ class OpenAIBody(SamplingFields):
             where: its field in the request.
         """
         kind = (form or {}).get("type", "text")
-        if kind not in ("text", "json_object", "json_schema"):
-            says = f"{where}: there is no type {shown(kind)}; there are text, json_object and json_schema"
-            raise Refused(400, says, param=where)
+        refuse_if(
+            kind not in ("text", "json_object", "json_schema"),
+            f"{where}: there is no type {shown(kind)}; there are text, json_object and json_schema",
+            where,
+        )
         given = {f"edgespec.{name}": (name, getattr(self.edgespec, name)) for name in ("regex", "lark")}
         given |= {name: (name.removeprefix("guided_"), getattr(self, name)) for name in OTHER_FORMS}
         given |= {f"structured_outputs.{name}": (name, one) for name, one in (self.structured_outputs or {}).items()}
@@ -69,8 +74,7 @@ class OpenAIBody(SamplingFields):
             name: one for name, one in given.items() if one[1] not in (None, False, "") and one[0] not in NO_FORMS
         }
         names = [where] * (kind != "text") + [*wanted]
-        if len(names) > 1:
-            raise Refused(400, f"{' and '.join(names)} cannot be had together", param="edgespec")
+        refuse_if(len(names) > 1, f"{' and '.join(names)} cannot be had together", "edgespec")
         if form and kind == "json_object":
             return json_object() if form.get("schema") in (None, {}) else schema_grammar(form, where)  # as llama.cpp
         if form and kind == "json_schema":
@@ -101,9 +105,8 @@ def grammar_of(name: str, kind: str, value: Any) -> Grammar:
 
 def schema_grammar(form: Any, where: str) -> Grammar:
     """Raises Refused or UsageError."""
-    schema = form.get("schema") if isinstance(form, dict) else None
-    if not isinstance(schema, dict):
-        raise Refused(400, f"{where}: a schema of type object is missing", param=where)
+    schema: Any = form.get("schema") if isinstance(form, dict) else None
+    refuse_if(not isinstance(schema, dict), f"{where}: a schema of type object is missing", where)
     return json_schema(schema, strict=form.get("strict") is True)
 
 
@@ -121,28 +124,28 @@ def error_body(refused: Refused) -> dict[str, Any]:
     return {"error": error}
 
 
-def usage(answers: Answers) -> dict[str, Any]:
-    counts, (accepted, rejected) = answers.usage, answers.predicted
+def usage(answers: Answers, read: str, wrote: str, **details: int) -> dict[str, Any]:
+    """Tokens of all answers; the choices of one prompt count it once, with the first one's cached tokens.
+
+    Args:
+        answers: which have ended.
+        read: the dialect's word for the prompt.
+        wrote: its word for the answers.
+        details: further counts of the answers.
+    """
+    first = [answer for answer in answers.all if answer.choice == 0]
+    prompt, written = sum(len(one.request.prompt_ids) for one in first), sum(one.stats.tokens for one in answers.all)
     return {
-        "prompt_tokens": counts.prompt,
-        "completion_tokens": counts.written,
-        "total_tokens": counts.prompt + counts.written,
-        "prompt_tokens_details": {"cached_tokens": counts.cached},
-        "completion_tokens_details": {
-            "reasoning_tokens": counts.thought,
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": rejected,
-        },
+        f"{read}_tokens": prompt,
+        f"{wrote}_tokens": written,
+        "total_tokens": prompt + written,
+        f"{read}_tokens_details": {"cached_tokens": sum(one.stats.cached_tokens for one in first)},
+        f"{wrote}_tokens_details": {"reasoning_tokens": sum(one.thought_tokens for one in answers.all)} | details,
     }
 
 
 def finish_reason(answer: Answer) -> str:
     return "tool_calls" if answer.calls and not answer.is_cut else answer.stats.finish_reason
-
-
-def check_log_probs(name: str, count: int | None) -> None:
-    if not 0 <= (count or 0) <= MOST_LOG_PROBS:
-        raise Refused(400, f"{name} is {count}, but must be from 0 to {MOST_LOG_PROBS}", param=name)
 
 
 class StreamOptions(Lenient):
@@ -156,13 +159,25 @@ class ChoicesBody(OpenAIBody):
     response_format: dict[str, Any] | None = None
     n_predict: int | None = None  # llama.cpp's
 
-    def check(self) -> None:
-        """Raise Refused for a member that would be ignored."""
-        if self.edgespec.trace and not self.stream:
-            raise Refused(400, "edgespec.trace is for streams; set stream to true", param="edgespec")
+    def question(self, log_probs: int | None, named: str, **more: Any) -> Question:
+        """What both dialects ask in the same way.
 
-    def stops(self) -> Sequence[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        Args:
+            log_probs: of this many tokens besides the sampled one; None: of none.
+            named: the field of the request that says so.
+            more: what they ask in their own ways.
+
+        Raises:
+            Refused, UsageError: a field is wrong, or would be ignored.
+        """
+        extra, stop = self.edgespec, self.stop or ()
+        refuse_if(extra.trace and not self.stream, "edgespec.trace is for streams; set stream to true", "edgespec")
+        says = f"{named} is {log_probs}, but must be from 0 to {MOST_LOG_PROBS}"
+        refuse_if(not 0 <= (log_probs or 0) <= MOST_LOG_PROBS, says, named)
+        return Question(
+            self.sampling, stop=[stop] if isinstance(stop, str) else stop, choices=self.n, log_probs=log_probs,
+            plain=extra.plain, grammar=self.grammar(self.response_format), **more,
+        )  # fmt: skip
 
 
 class ChoicesWriter(Writer):
@@ -242,7 +257,9 @@ class ChoicesWriter(Writer):
         return {**self._head, "choices": [{"index": number, **part, "finish_reason": reason}]}
 
     def _counts(self) -> dict[str, Any]:
-        return {"usage": usage(self._answers), "edgespec": self._answers.account}
+        accepted, rejected = self._answers.predicted
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        return {"usage": usage(self._answers, "prompt", "completion", **details), "edgespec": self._answers.account}
 
 
 def named(vocab: Vocab, token: int) -> str:

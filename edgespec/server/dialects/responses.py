@@ -18,8 +18,8 @@ from edgespec.server.content import result_of, text_of
 from edgespec.server.conversation import MOST_TURNS, Conversation, Question, Thought, Turn, role_of
 from edgespec.server.dialects.dialect import Dialect, Writer
 from edgespec.server.dialects.items import OWN_TOOLS, SKIPPED, Offered, call_item, call_of, offered_by_all, result_in
-from edgespec.server.dialects.openai import OpenAIBody, error_body, template_options
-from edgespec.server.errors import Refused
+from edgespec.server.dialects.openai import OpenAIBody, error_body, template_options, usage
+from edgespec.server.errors import Refused, refuse_if
 from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, choose_tools
 from edgespec.server.wire import TOKENS, Listed, ServerSent, TemplateFields, json_of, new_id
@@ -69,10 +69,14 @@ class ResponsesBody(OpenAIBody, TemplateFields):
 
 
 def question_of(body: ResponsesBody) -> Question:
-    if body.previous_response_id or body.conversation:
-        raise Refused(400, "answers are not stored here: send the whole conversation as input")
-    if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
-        raise Refused(400, "log-probabilities are not for this interface; /v1/chat/completions takes logprobs")
+    refuse_if(
+        body.previous_response_id or body.conversation,
+        "answers are not stored here: send the whole conversation as input",
+    )
+    refuse_if(
+        body.top_logprobs or "message.output_text.logprobs" in (body.include or ()),
+        "log-probabilities are not for this interface; /v1/chat/completions takes logprobs",
+    )
     body.edgespec.check("regex", "lark")
     form = (body.text or {}).get("format")
     if form is not None and not isinstance(form, dict):
@@ -98,8 +102,9 @@ def turns_of(body: ResponsesBody) -> list[Turn]:
         kind, where = item.get("type") or "message", f"input.{i}"
         if kind == "reasoning":
             parts = item.get("content") or item.get("summary") or ()
-            if not isinstance(parts, list | tuple):
-                raise Refused(400, f"{where}.content is {shown(parts)}, but must be a list", param="input")
+            refuse_if(
+                not isinstance(parts, list | tuple), f"{where}.content is {shown(parts)}, but must be a list", "input"
+            )
             thought = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
         elif kind == "message":
             turn = message_of(item, where, asked=i == len(items) - 1 and not (found and found[-1].role == "tool"))
@@ -123,16 +128,14 @@ def turns_of(body: ResponsesBody) -> list[Turn]:
             found.append(Turn("tool", result_of(result, where), result_of=item.get("call_id") or item.get("id")))
     for at, more in texts.items():
         found[at] = replace(found[at], text=found[at].text + "".join(more))
-    if not found:
-        raise Refused(400, "input is empty: give at least one item", param="input")
+    refuse_if(not found, "input is empty: give at least one item", "input")
     return found
 
 
 def message_of(item: dict[str, Any], where: str, *, asked: bool) -> Turn:
     """Raises Refused."""
     role = role_of(item.get("role"), ROLES, where, "input")
-    if item.get("tool_calls"):
-        raise Refused(400, f"{where}.tool_calls: calls are items of their own here", param="input")
+    refuse_if(item.get("tool_calls"), f"{where}.tool_calls: calls are items of their own here", "input")
     return Turn(role, text_of(item.get("content"), f"{where}.content", asked=asked and role == "user"))
 
 
@@ -154,59 +157,20 @@ def part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def head_of(service: Service, body: ResponsesBody) -> dict[str, Any]:
-    """The members that a response has from its beginning, without its echo."""
-    return {
-        "id": new_id("resp_"), "object": "response", "created_at": int(time.time()),
-        "model": body.model or service.name,
-        "max_output_tokens": body.max_output_tokens, "parallel_tool_calls": body.parallel_tool_calls,
-        "previous_response_id": None, "store": False,
-        "truncation": "disabled", "error": None,
-    }  # fmt: skip
-
-
-def named(kind: str, numbers: Iterator[int], **fields: Any) -> ServerSent:
-    name = f"response.{kind}"
-    return name, {"type": name, "sequence_number": next(numbers), **fields}
-
-
-def with_response(kind: str, numbers: Iterator[int], response: dict[str, Any], echo: str) -> ServerSent:
-    name, fields = named(kind, numbers)
-    return name, f'{json_of(fields)[:-1]},"response":{with_echo(response, echo)}}}'
-
-
-def with_echo(response: dict[str, Any], echo: str) -> str:
-    return f"{json_of(response)[:-1]},{echo[1:]}"
-
-
-def begun(head: dict[str, Any], numbers: Iterator[int], echo: str) -> Iterator[ServerSent]:
-    for kind in ("created", "in_progress"):
-        yield with_response(kind, numbers, head | IN_PROGRESS, echo)
-
-
-def failed(head: dict[str, Any], numbers: Iterator[int], echo: str, refused: Refused) -> Iterator[ServerSent]:
-    """openai-python raises what the member `error` of the first event has; Codex reads only the second."""
-    about = {"code": refused.code, "message": refused.message, "param": refused.param}
-    yield "error", {"type": "error", **about, "sequence_number": next(numbers), **error_body(refused)}
-    code = refused.code or ("server_error" if refused.status >= 500 else "invalid_prompt")
-    error = {"code": code, "message": refused.message}
-    yield with_response("failed", numbers, head | NOTHING | {"status": "failed", "error": error}, echo)
-
-
-def too_long(service: Service, body: ResponsesBody, refused: Refused) -> Iterator[ServerSent]:
-    """As OpenAI does: Codex takes a status 400 for a mistake of its own, and does not shorten the conversation."""
-    head, numbers = head_of(service, body), count()
-    yield from begun(head, numbers, body.echo)
-    yield from failed(head, numbers, body.echo, refused)
-
-
 class ResponsesWriter(Writer):
     def __init__(self, service: Service, body: ResponsesBody, answers: Answers) -> None:
-        (self._answer,), self._answers = answers.all, answers
-        sampling, self._name = self._answer.request.sampling, new_id("msg_")
-        self._head = head_of(service, body) | {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        self._echo = body.echo
-        self._offered = body.offered
+        self._answers, self._name, self._echo, self._offered = answers, new_id("msg_"), body.echo, body.offered
+        # What a response has from its beginning, besides its echo.
+        self._head: dict[str, Any] = {
+            "id": new_id("resp_"), "object": "response", "created_at": int(time.time()),
+            "model": body.model or service.name,
+            "max_output_tokens": body.max_output_tokens, "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None, "store": False,
+            "truncation": "disabled", "error": None,
+        }  # fmt: skip
+        for answer in answers.all:
+            sampling, self._answer = answer.request.sampling, answer
+            self._head |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         self._parts, self._numbers = Parts(), count()
         self._thought: Literal["none", "open", "done"] = "none"
         self._text: dict[str, Any] | None = None  # where its deltas go; it stays open to the end
@@ -214,20 +178,20 @@ class ResponsesWriter(Writer):
         self._cut: dict[int, dict[str, Any]] = {}  # calls that have begun and proved to be none, by their place
 
     def whole(self) -> str:
-        return with_echo(self._response(), self._echo)
+        return self._with_echo(self._response())
+
+    def _with_echo(self, response: dict[str, Any]) -> str:
+        return f"{json_of(response)[:-1]},{self._echo[1:]}"
+
+    def _with_response(self, kind: str, response: dict[str, Any]) -> ServerSent:
+        name, fields = self._named(kind)
+        return name, f'{json_of(fields)[:-1]},"response":{self._with_echo(response)}}}'
 
     def _response(self) -> dict[str, Any]:
-        one, name, counts = self._answer, self._name, self._answers.usage
+        one, name, counts = self._answer, self._name, usage(self._answers, "input", "output")
         cut = one.is_cut
         status = "incomplete" if cut else "completed"
-        usage = {
-            "input_tokens": counts.prompt,
-            "input_tokens_details": {"cached_tokens": counts.cached},
-            "output_tokens": counts.written,
-            "output_tokens_details": {"reasoning_tokens": counts.thought},
-            "total_tokens": counts.prompt + counts.written,
-        }
-        more = {"incomplete_details": {"reason": "max_output_tokens"} if cut else None, "usage": usage}
+        more = {"incomplete_details": {"reason": "max_output_tokens"} if cut else None, "usage": counts}
         told = {"edgespec": self._answers.account, **({} if cut else {"completed_at": int(time.time())})}
         output = [self._call_item(call) for call in one.calls]
         if one.text or not one.calls:
@@ -242,10 +206,11 @@ class ResponsesWriter(Writer):
         return {**self._head, "status": status, "output": output, **more, **told}
 
     def begin(self) -> Iterator[ServerSent]:
-        return begun(self._head, self._numbers, self._echo)
+        yield self._with_response("created", self._head | IN_PROGRESS)
+        yield from self.silent()
 
     def silent(self) -> Iterator[ServerSent]:
-        yield with_response("in_progress", self._numbers, self._head | IN_PROGRESS, self._echo)
+        yield self._with_response("in_progress", self._head | IN_PROGRESS)
 
     def after(self, number: int, event: Event) -> Iterator[ServerSent]:
         for stage, _, piece in self._parts.after(self._answer):
@@ -262,10 +227,15 @@ class ResponsesWriter(Writer):
                 yield self._named("output_text.done", **self._text, text=text, logprobs=[])
                 yield self._named("content_part.done", **self._text, part=part(text))
                 yield self._item("done", index, text_item(self._name, text, done["status"]))
-            yield with_response(done["status"], self._numbers, done, self._echo)
+            yield self._with_response(done["status"], done)
 
     def error(self, refused: Refused) -> Iterator[ServerSent]:
-        return failed(self._head, self._numbers, self._echo, refused)
+        """openai-python raises what the member `error` of the first event has; Codex reads only the second."""
+        about = {"code": refused.code, "message": refused.message, "param": refused.param}
+        yield "error", {"type": "error", **about, "sequence_number": next(self._numbers), **error_body(refused)}
+        code = refused.code or ("server_error" if refused.status >= 500 else "invalid_prompt")
+        error = {"code": code, "message": refused.message}
+        yield self._with_response("failed", self._head | NOTHING | {"status": "failed", "error": error})
 
     def _of_thought(self, stage: str, piece: Thought) -> Iterator[ServerSent]:
         """All thoughts are one item, which ends with the first of them.
@@ -325,7 +295,9 @@ class ResponsesWriter(Writer):
         return self._named(f"output_item.{stage}", output_index=index, item=item)
 
     def _named(self, kind: str, **fields: Any) -> ServerSent:
-        return named(kind, self._numbers, **fields)
+        name = f"response.{kind}"
+        return name, {"type": name, "sequence_number": next(self._numbers), **fields}
 
 
-RESPONSES = Dialect(ResponsesBody, question_of, ResponsesWriter, too_long)
+# Codex takes a status 400 for a mistake of its own, and does not shorten the conversation.
+RESPONSES = Dialect(ResponsesBody, question_of, ResponsesWriter, streams_too_long=True)
