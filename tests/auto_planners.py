@@ -1,8 +1,7 @@
 """`auto` with planners that a test has made."""
 
 from edgespec.loop.planner import Planner
-from edgespec.planners.auto import AutoPlanner, AutoState, Candidate
-from edgespec.planners.candidates import Drafting, Lookup
+from edgespec.planners.auto import AutoPlanner, AutoState, Candidate, Drafting
 
 
 def auto_planner(
@@ -17,7 +16,7 @@ def auto_planner(
     """The planner that asks these two, either of which may be missing; arguments as for `AutoPlanner`, `Drafting`."""
     candidates = list[Candidate]()
     if lookup:
-        candidates.append(Lookup(lookup, state))
+        candidates.append(Candidate(lookup, state))
     if draft:
         candidates.append(Drafting(draft, state, eager=eager, goes_ahead=goes_ahead))
     return AutoPlanner(name, state, candidates)

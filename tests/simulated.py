@@ -20,8 +20,7 @@ from edgespec.loop.planner import Context, Planner, PlannerStats
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.step import step_of
 from edgespec.loop.tree import Proposal, make_tree, only
-from edgespec.planners.auto import AutoPlanner, AutoState, Candidate, new_auto_state
-from edgespec.planners.candidates import Drafting, Lookup
+from edgespec.planners.auto import AutoPlanner, AutoState, Candidate, Drafting, new_auto_state
 from edgespec.planners.cost import worth_reading
 from edgespec.planners.ledger import Accounts
 
@@ -140,7 +139,7 @@ class Run:
             self.state.target.recall(rows)
             self.state.ledger().recall(Accounts(plain=rows[0][2], distance=1, saved=0, accounts={}))
         made: dict[str, Candidate] = {
-            "copies": Lookup(Chain(self, self.claimed, drafts=False), self.state),
+            "copies": Candidate(Chain(self, self.claimed, drafts=False), self.state),
             "draft": Drafting(Chain(self, self.claimed, drafts=True), self.state, eager=streams),
         }
         self.planner = AutoPlanner("auto", self.state, [made[way] for way in self.ways])

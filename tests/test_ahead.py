@@ -108,7 +108,7 @@ def patient(engine, planner):
     forward = engine.forward
 
     def waiting(batch):
-        if planner._thread.busy:
+        if planner._thread._task:
             wait([planner._thread._task], 60)
         return forward(batch)
 
@@ -174,7 +174,7 @@ def test_pearls_draft_ends_with_its_length():
     planner = Two(backend(DRAFTS["good"]), depth=12, nice=False)
     trees, _ = pearl_trees(planner, backend())
     assert max(map(len, trees)) == 1 + 2
-    assert not planner._thread.busy
+    assert not planner._thread._task
 
 
 @pytest.mark.parametrize("sampling", [SAMPLINGS[1], pytest.param(SAMPLINGS[0], marks=pytest.mark.exhaustive)])
@@ -269,7 +269,7 @@ def test_nobody_waits_for_a_pass_that_is_lost_but_for_one_that_is_wanted(lost):
     with worker.doing(task):
         assert begun.wait(20)
     assert worker.join(lost=lost) == lost
-    assert not worker.busy
+    assert not worker._task
     worker.join(lost=True)  # no task is under way, so the next pass is another's
     assert not draft.stop.is_set()
     worker.close()
@@ -312,7 +312,7 @@ def test_a_target_that_fails_ends_the_drafts_pass():
     plain, target.forward = target.forward, failing
     with pytest.raises(Interrupted):
         write(planner, SAMPLINGS[0], target)
-    assert not planner._thread.busy
+    assert not planner._thread._task
     slow.forward = forward
     assert write(planner, SAMPLINGS[0])[0] == write(NonePlanner(), SAMPLINGS[0])[0]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run
+from conftest import Run, converted
 
 import edgespec
 from edgespec.errors import EdgespecError, MissingPackage, UsageError
@@ -215,6 +215,14 @@ def test_doctor_and_a_folder_that_does_not_fit(run: Run, tiny: Path) -> None:
     refused(run, "doctor", str(tiny), "--draft", "smollm2-135m", code=2, says="must both be GGUF files, or folders")
 
 
+@pytest.fixture(scope="module")
+def small_hf(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `small`."""
+    folder = tmp_path_factory.mktemp("small") / "hf"
+    converted(small, folder)
+    return folder
+
+
 class TestPairs:
     """A GGUF and a folder, each on its own engine."""
 
@@ -225,11 +233,11 @@ class TestPairs:
         assert status == 0, err
         return dict(json.loads(out))
 
-    def test_each_engine_by_its_own_path(self, run: Run, smollm2_tiny: Path, smollm2_tiny_hf: Path) -> None:
+    def test_each_engine_by_its_own_path(self, run: Run, small: Path, small_hf: Path) -> None:
         """The folder has the GGUF's weights, so each is nearly a draft of itself; text stays the target's."""
         for target, draft, name in (
-            (smollm2_tiny, smollm2_tiny_hf, "llamacpp"),
-            (smollm2_tiny_hf, smollm2_tiny, choose_backend(True, this_machine())),
+            (small, small_hf, "llamacpp"),
+            (small_hf, small, choose_backend(True, this_machine())),
         ):
             plain = self.write(run, str(target), *self.QUESTION, "--planner", "none")
             drafted = self.write(run, str(target), *self.QUESTION, "--draft", str(draft))
@@ -237,30 +245,30 @@ class TestPairs:
             assert plain["stats"]["backend"] == drafted["stats"]["backend"] == name
             assert drafted["stats"]["acceptance_length"] > 2
 
-    def test_an_option_that_one_of_both_has(self, run: Run, smollm2_tiny: Path, smollm2_tiny_hf: Path) -> None:
+    def test_an_option_that_one_of_both_has(self, run: Run, small: Path, small_hf: Path) -> None:
         has("torch")
         options = ["--threads", "1", "--memory", "4G", "--exact", "off"]
-        drafted = self.write(run, str(smollm2_tiny), *self.QUESTION, "--draft", str(smollm2_tiny_hf), *options)
+        drafted = self.write(run, str(small), *self.QUESTION, "--draft", str(small_hf), *options)
         assert drafted["stats"]["tokens_by_source"]["draft"] > 0
 
-    def test_another_vocabulary(self, run: Run, smollm2_tiny: Path, tiny: Path) -> None:
+    def test_another_vocabulary(self, run: Run, small: Path, tiny: Path) -> None:
         says = "another vocabulary than the target"
-        refused(run, "run", str(smollm2_tiny), "hi", "--draft", str(tiny), "--ctx", "128", code=1, says=says)
+        refused(run, "run", str(small), "hi", "--draft", str(tiny), "--ctx", "128", code=1, says=says)
 
-    def test_a_datastore_serves_both(self, run: Run, smollm2_tiny: Path, smollm2_tiny_hf: Path, tmp_path: Path) -> None:
+    def test_a_datastore_serves_both(self, run: Run, small: Path, small_hf: Path, tmp_path: Path) -> None:
         text, store = tmp_path / "text.txt", tmp_path / "text.store"
         text.write_text("The cat sat on the mat and purred. " * 20, "utf-8")
-        status, out, err = run("datastore", "build", str(store), str(text), "--model", str(smollm2_tiny_hf))
+        status, out, err = run("datastore", "build", str(store), str(text), "--model", str(small_hf))
         assert status == 0, err
         assert "1 documents" in out
-        found = self.write(run, str(smollm2_tiny), *self.QUESTION, "--datastore", str(store))
+        found = self.write(run, str(small), *self.QUESTION, "--datastore", str(store))
         assert found["stats"]["tokens"] == 10
 
-    def test_bench_names_the_engines(self, run: Run, smollm2_tiny: Path, smollm2_tiny_hf: Path, tmp_path: Path) -> None:
+    def test_bench_names_the_engines(self, run: Run, small: Path, small_hf: Path, tmp_path: Path) -> None:
         prompts = tmp_path / "prompts.jsonl"
         prompts.write_text('{"prompt": "Say hello."}\n', "utf-8")
-        options = ["--draft", str(smollm2_tiny_hf), "--planners", "specexec", "-n", "6", "--budget", "4", "--ctx", "64"]
-        status, out, err = run("bench", str(prompts), "--model", str(smollm2_tiny), *options, "--json")
+        options = ["--draft", str(small_hf), "--planners", "specexec", "-n", "6", "--budget", "4", "--ctx", "64"]
+        status, out, err = run("bench", str(prompts), "--model", str(small), *options, "--json")
         assert status == 0, err
         report = json.loads(out)
         assert (report["backend"], report["draft_backend"]) == ("llamacpp", choose_backend(True, this_machine()))

@@ -16,8 +16,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import TILE
 from edgespec.loop.stats import GenerationStats
 from edgespec.planners.ahead import AheadPlanner
-from edgespec.planners.auto import AutoState
-from edgespec.planners.candidates import READ, Drafting
+from edgespec.planners.auto import READ, AutoState, Drafting
 from edgespec.planners.drafting import CATCH_UP
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
@@ -310,7 +309,7 @@ def test_what_a_draft_reads_is_charged_once(length, unpaid):
     drafting = Drafting(SpecExecPlanner(Draft()), state)
     drafting.begin(text[:9])
     ledger = state.ledger(2)
-    account = ledger._account("specexec")
+    account = ledger.accounts["specexec"]
     assert drafting.is_ready(text, ledger) == (unpaid == 0)  # then its proposal reads, which is charged as drafting
     assert account.lost == pytest.approx(READ * unpaid)
     if unpaid:

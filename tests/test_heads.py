@@ -174,7 +174,7 @@ def test_auto_tries_a_head_again_in_the_same_text():
     target, head, text = Target(), HeadOfTest(), [*PROMPT, *range(30)]
     auto = make_planner("auto", [target, head], state=new_auto_state(streams=False))
     generation = generation_of(target, auto, 0.0)
-    [drafting] = auto._with_draft
+    drafting = auto._draft
     generation.begin()
     assert drafting.wait(text) == len(text) - 1  # it would have to read the prompt
     generation.read_prompt()

@@ -83,7 +83,7 @@ def test_a_way_that_loses_rests_each_time_twice_as_long():
 
 def test_a_rest_shortens_when_the_way_gains():
     ledger = started()
-    ledger._account("copies").rest = 256
+    ledger.accounts["copies"].rest = 256
     for _ in range(400):
         if ledger.room("copies"):
             used(ledger, 1.0, 4)
@@ -236,7 +236,7 @@ def test_what_was_not_lost_is_saved_for_trials():
     ledger = started(passes=4)
     for _ in range(400):
         ledger.add({}, None, 1.0, 1)
-    ledger._account("draft").idle = 1000
+    ledger.accounts["draft"].idle = 1000
     ledger.begin()
     assert ledger.saved == pytest.approx(404 * ALLOWANCE, rel=0.01)
     ledger.add({}, None, 1.0, 1)
@@ -250,7 +250,7 @@ def test_what_was_not_lost_is_saved_for_trials():
 
 def test_a_trial_that_drafted_in_vain_comes_later_the_next_time():
     ledger = started(passes=4)
-    ledger._account("draft").idle = 1000
+    ledger.accounts["draft"].idle = 1000
     ledger.add({"draft": 0.5}, None, 1.0, 1)
     assert not ledger.is_due("draft", 0)
     assert ledger.accounts["draft"].rest == 2 * FIRST_REST

@@ -22,7 +22,6 @@ from edgespec.loop.step import step_of
 from edgespec.loop.tree import DraftTree, Source, make_tree, path_to
 from edgespec.planners import auto
 from edgespec.planners.auto import new_auto_state
-from edgespec.planners.candidates import Lookup
 from edgespec.planners.ledger import Ledger
 from edgespec.planners.none import NonePlanner
 
@@ -139,7 +138,7 @@ def test_a_window_that_was_cut_goes_on_where_it_can():
 
 def proposed(slope: float):
     """The nodes that `auto` sends where a node costs so many plain passes."""
-    planner = Lookup(window_only(), new_auto_state(streams=True))
+    planner = auto.Candidate(window_only(), new_auto_state(streams=True))
     planner.begin(PROMPT)
     times = Curve(np.ones(1), np.ones(1), slope)
     context = Context(PROMPT, len(PROMPT), SAMPLINGS[0], Noise(0, 48), 40, 64, pass_times=times)
@@ -218,5 +217,5 @@ def test_what_is_learned_from_logits_is_charged_to_who_was_asked(monkeypatch):
     pace = new_auto_state(streams=True)
     monkeypatch.setattr(Ledger, "add", lambda ledger, looked, *_: spent.append(dict(looked)))
     monkeypatch.setattr(Ledger, "room", lambda ledger, way: 9.0)
-    steps(auto.AutoPlanner("auto", pace, [Lookup(Slow(), pace)]), SAMPLINGS[0], BUDGET, count=4)
+    steps(auto.AutoPlanner("auto", pace, [auto.Candidate(Slow(), pace)]), SAMPLINGS[0], BUDGET, count=4)
     assert spent == [{"slow": 3.0}] * 3

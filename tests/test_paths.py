@@ -10,8 +10,7 @@ from edgespec.loop.backend import Capabilities
 from edgespec.loop.pass_times import Curve
 from edgespec.loop.passes import Proposed, rows_of
 from edgespec.loop.tree import make_tree, only, ranked
-from edgespec.planners.cost import split
-from edgespec.planners.path_cost import best_part, rows_added
+from edgespec.planners.cost import best_part, rows_added, split
 from edgespec.scheduler.batch import plan_trees
 
 TREE = [-1, 0, 0, 1, 1, 2]

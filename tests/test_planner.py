@@ -131,7 +131,7 @@ def test_a_new_planner_in_a_model_and_under_auto(table, monkeypatch):
         assert [result.token_ids for result in results] == plain
         assert sum(result.stats.drafted for result in results) > 0
         assert {result.stats.planner for result in results} == {"bigrams"}
-    assert state.target.at(0).plain_was_seen
+    assert state.target.at(0).sizes[0] == 1
 
 
 class Silent(Planner):

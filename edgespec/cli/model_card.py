@@ -10,7 +10,7 @@ from edgespec.models.gguf_header import check_model, has_states
 from edgespec.models.heads import is_head
 from edgespec.models.own_sampling import own_sampling
 from edgespec.models.registry import SAMPLING, Entry, local_path
-from edgespec.planners.path_cost import note
+from edgespec.planners.cost import note
 
 FILE, OWN, PROGRAM = "models.yaml", "the model's own", "edgespec"
 UNSAID = {

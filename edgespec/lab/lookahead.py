@@ -103,7 +103,7 @@ class LookaheadPlanner(SssdPlanner):
             self._columns.append([*last[1:], text[known * len(text) // count]])
 
 
-METHOD = Method(lambda parts: LookaheadPlanner(parts.datastore(), **parts.options), COPY, datastore=True)
+METHOD = Method(lambda parts: LookaheadPlanner(parts.datastore, **parts.options), COPY, datastore=True)
 
 
 def worth_a_sample(

@@ -265,8 +265,14 @@ def open_pair(
         )
 
     def learn(pace: AutoState) -> None:
-        if remember and not busy:
-            _learn(ways, measured(pace, drafted=len(backends) > 1), drafted=len(backends) > 1)
+        """Remember the speed of a run; one that contradicts what is remembered shows that the other is old, too."""
+        drafted = len(backends) > 1
+        speed, known = measured(pace, drafted=drafted), ways.recalled()
+        before = known.drafted if drafted else known.plain
+        if not remember or busy or not speed or (before and max(speed, before) < CLOSE * min(speed, before)):
+            return
+        known = Speeds() if before else known
+        ways.remember(replace(known, drafted=speed) if drafted else replace(known, plain=speed))
 
     return backends, learn
 
@@ -306,15 +312,3 @@ def _try_both(
             close_all(backends)
     speeds = Speeds(found[True], found[False])
     return loaded(first) if found[first] >= found[not first] else backends, speeds
-
-
-def _learn(ways: Ways, speed: float, *, drafted: bool) -> None:
-    """Remember the speed of a run; one that contradicts what is remembered shows that the other figure is old, too."""
-    if not speed:
-        return
-    known = ways.recalled()
-    before = known.drafted if drafted else known.plain
-    if before and max(speed, before) < CLOSE * min(speed, before):
-        return
-    known = Speeds() if before else known
-    ways.remember(replace(known, drafted=speed) if drafted else replace(known, plain=speed))

@@ -79,7 +79,7 @@ class Curve:
     @cached_property
     def plain(self) -> float:
         """Seconds of a pass over one node."""
-        return float(self.took[0] if self.plain_was_seen and self.sequences == 1 else self.seconds(1))
+        return float(self.took[0] if self.sizes[0] == self.sequences == 1 else self.seconds(1))
 
     @cached_property
     def least(self) -> float:
@@ -87,11 +87,6 @@ class Curve:
         far, whole = self.sizes > self.sequences, self.plain * self.sequences
         on = (float(self.seconds(WIDE)) - self.plain) / (WIDE - 1) if self.experts else self.slope
         return float(min([on, *((self.took[far] - whole) / (self.sizes[far] - self.sequences))]) / self.plain)
-
-    @property
-    def plain_was_seen(self) -> bool:
-        """True if passes over one node were measured."""
-        return bool(self.sizes[0] == 1)
 
 
 def weight(nodes: ArrayLike, experts: tuple[int, int] | None) -> FloatArray:
@@ -115,9 +110,7 @@ class PassTimes:
         slope: plain passes that a further node is expected to cost, until it is measured.
         experts: as for `Curve`.
         """
-        self.slope = slope
-        self.experts = experts
-        self.measured = 0
+        self.slope, self.experts, self.measured = slope, experts, 0
         # Length class -> bit length of the number of nodes -> the last passes (nodes, seconds).
         self._passes: dict[int, dict[int, deque[tuple[float, float]]]] = {}
         self._usual: dict[int, dict[int, tuple[float, float]]] = {}  # as `_passes` -> (mean nodes, median seconds)
@@ -201,7 +194,7 @@ class PassTimes:
     def recall(self, rows: Iterable[Sequence[float]]) -> None:
         """Start from the rows of `as_list`, each of which counts as one pass."""
         for at, nodes, seconds in rows:
-            self.add(nodes, seconds, _length(int(at)))
+            self.add(nodes, seconds, 1024 << int(at) - 1 if at else 0)
         self.measured = 0
         self._remembered = {(at, bits) for at, sizes in self._passes.items() for bits in sizes}
 
@@ -214,7 +207,3 @@ def _takes_as_long(row: Sequence[float], at: float, nodes: float) -> bool:
 def length_class(length: int) -> int:
     """Number of doublings from 512 tokens, at least 0: attention's share of a pass grows with the length."""
     return (length // 1024).bit_length()
-
-
-def _length(at: int) -> int:
-    return 1024 << (at - 1) if at > 0 else 0

@@ -43,7 +43,7 @@ from edgespec.measure.outlook import BEAM, Outlook, draft_passes, sizes
 from edgespec.models.gguf_header import check_magic
 from edgespec.models.heads import refuse_head_folder
 from edgespec.models.registry import OWN_HEAD, OWN_LAYERS, find_model, is_folder
-from edgespec.planners.path_cost import note
+from edgespec.planners.cost import note
 from edgespec.weights.plan import SAFETY, Plan
 from edgespec.weights.ring import can_stream
 

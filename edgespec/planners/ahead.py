@@ -70,10 +70,6 @@ class DraftThread:
         self._executor: ThreadPoolExecutor | None = None
         self._task: Future[None] | None = None
 
-    @property
-    def busy(self) -> bool:
-        return self._task is not None
-
     @contextmanager
     def doing(self, task: Callable[[], None]) -> Iterator[None]:
         """Run `task` within; at the end it is asked to stop, but not joined."""
@@ -90,10 +86,11 @@ class DraftThread:
 
     def pass_on(self, steps: DraftSteps[None]) -> None:
         """Make passes of a task, which `join` may interrupt."""
-        run_one(steps, before=self._note)
 
-    def _note(self, draft: Backend) -> None:
-        self._pass_number = draft.pass_number
+        def note(draft: Backend) -> None:
+            self._pass_number = draft.pass_number
+
+        run_one(steps, before=note)
 
     def join(self, *, lost: bool = False) -> bool:
         """Wait for the task's end, and raise its exception.
@@ -204,7 +201,7 @@ class AheadPlanner(SpecExecPlanner):
 
     def _start_search(self, context: Context, budget: int) -> Search:
         search, self._context = self._search, context
-        known = search is not None and not self._drafter.behind(context.token_ids)
+        known = search is not None and len(self._drafter.session.token_ids) == len(context.token_ids)
         return search if search and known else AheadSearch(context.token_ids[-1], budget)
 
     def _read_root(self, search: Search, scores: ChildScores, context: Context) -> DraftSteps[None]:

@@ -1,9 +1,15 @@
-"""In each step, the candidate with most predicted tokens per second, or plain decoding."""
+"""In each step, the candidate with most predicted tokens per second, or plain decoding.
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+`AutoPlanner` decides. A `Candidate` is a planner that it can ask, which predicts what a step with it gains (`cost.py`).
+The `Ledger` bounds what all of them may lose. `AutoState` is what is known of passes and candidates, also from earlier
+runs.
+"""
+
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -17,10 +23,11 @@ from edgespec.loop.pass_times import FLAT, STEEP, Curve, KnownPass, PassTimes
 from edgespec.loop.passes import Prefill
 from edgespec.loop.planner import Context, Planner, PlannerStats
 from edgespec.loop.step import Step
-from edgespec.loop.tree import DraftTree, FloatArray, Proposal, root_only
+from edgespec.loop.tree import DraftTree, FloatArray, Proposal, ranked, root_only
 from edgespec.machine.measurements import Amount
+from edgespec.planners.cost import best_part, chain_goodput
+from edgespec.planners.drafting import CATCH_UP, agreed
 from edgespec.planners.ledger import Accounts, Ledger
-from edgespec.planners.path_cost import best_part
 
 BELIEF = 4.0  # weight of a prior value, in expected things
 HEAVY = 0.8  # with experts, plain passes that a further unit of `weight` costs, until it is measured
@@ -31,6 +38,12 @@ TOLERANCE = 1.2  # ratio of rates by which a way that has gained may seem slower
 GRAMMAR = "grammar"  # the account of tokens that a grammar forces, where none are drafted
 AHEAD = "+ahead"  # a draft that goes on while the target runs has an account of its own
 FURTHER = 16  # largest tree, as a multiple of the largest pass measured: beyond it pass times are not predictable
+AGREEMENT = 0.7  # prior share of tokens in which draft and target agree
+READ = 0.1  # plain passes of the target that a draft model takes to read a token
+GAIN = 1.1  # ratio of rates that a draft must be predicted to reach: trying costs, too
+DEEPEST = 1024  # tokens of a chain whose gain is predicted: no tree has more nodes
+LEAST_TRUST = 0.05  # of `trust` in `best_part`
+SHARES = ("copies", "agreement", "worth")  # those of `AutoState`
 
 
 @dataclass(slots=True)
@@ -54,9 +67,6 @@ class Share:
     def fade(self, times: float) -> None:
         left = self.fading**times
         self.came, self.hoped = self.came * left, self.hoped * left
-
-    def forget(self) -> None:
-        self.came = self.hoped = 0.0
 
     def value(self, belief: float) -> float:
         return (self.came + belief * BELIEF) / (self.hoped + BELIEF)
@@ -141,7 +151,7 @@ class AutoState:
         return Curve(np.ones(1), np.full(1, plain), plain * self.target.slope, self.target.experts, sequences)
 
     def as_dict(self) -> dict[str, Any]:
-        shares = {name: [share.came, share.hoped] for name, share in self._shares()}
+        shares = {name: [share.came, share.hoped] for name in SHARES for share in [getattr(self, name)]}
         rows = self.target.as_list()
         pace = self._pace(times, 1) if (times := self.target.at(0)) else 1.0
         costs = {"target": [[at, nodes, pace * seconds] for at, nodes, seconds in rows], "draft": self.draft.as_list()}
@@ -153,11 +163,9 @@ class AutoState:
         self.draft.recall(known.draft)
         for sequences, accounts in known.ledgers.items():
             self.ledger(sequences).recall(accounts)
-        for name, share in self._shares():
+        for name in SHARES:
+            share = getattr(self, name)
             share.came, share.hoped = getattr(known, name)
-
-    def _shares(self) -> Iterable[tuple[str, Share]]:
-        return [("copies", self.copies), ("agreement", self.agreement), ("worth", self.worth)]
 
 
 def new_auto_state(streams: bool, experts: tuple[int, int] | None = None) -> AutoState:
@@ -174,35 +182,29 @@ class Offer:
     Attributes:
         proposal: its `nodes` are those that pay.
         rate: predicted tokens per second of a step with it.
-        expected: draft tokens that are expected to be accepted.
-        learn: called after verification with the arguments of `observe`.
+        learn: called after verification, with the step's tokens, and the seconds of its pass; 0: not of this offer.
     """
 
     proposal: Proposal
     rate: float
-    expected: float = 0.0
-    learn: Callable[[Sequence[int], float], None] = lambda tokens, seconds: None
+    learn: Callable[[Sequence[int], float], None]
 
 
-class Candidate(ABC):
-    """A planner that `AutoPlanner` can ask.
+class Candidate:
+    """A planner that `AutoPlanner` can ask. This one looks up draft tokens, which costs nothing.
 
     Attributes:
-        planner: the planner.
+        name: of the planner, and of its account in the ledger.
         goes_ahead: its draft may go on while the target runs.
     """
 
     goes_ahead = False
 
-    def __init__(self, planner: Planner) -> None:
-        self.planner = planner
+    def __init__(self, planner: Planner, state: AutoState) -> None:
+        self.name, self.planner, self._state = planner.name, planner, state
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         self.planner.begin(prompt_ids)
-
-    def unread(self, token_ids: Sequence[int]) -> Prefill | None:
-        """As for `Planner`; None also if it is unlikely to be asked."""
-        return self.planner.unread(token_ids)
 
     def is_ready(self, token_ids: Sequence[int], ledger: Ledger) -> bool:
         """Prepare to be asked.
@@ -216,9 +218,9 @@ class Candidate(ABC):
         """
         return True
 
-    @abstractmethod
     def forget(self) -> None:
         """Propose again as if nothing was known: texts and machines change."""
+        self._state.copies.fade(inf)
 
     def wait(self, token_ids: Sequence[int]) -> int:
         """Tokens to wait for a trial, besides a rest."""
@@ -228,36 +230,143 @@ class Candidate(ABC):
         """Most seconds to expect of drafting trees with these numbers of nodes, where a plain pass takes `plain`."""
         return np.zeros(len(nodes))
 
-    @abstractmethod
     def estimate(self, context: Context, budget: int) -> float:
         """
         Returns:
             Tokens per second to expect if it is asked; 0: do not ask it, inf: asking costs nothing.
         """
+        return inf
 
-    @abstractmethod
     def propose(self, context: Context, budget: int) -> DraftSteps[Offer]:
         """As for `Planner`; `context.pass_times` is None before the target's first pass."""
+        # At most 1: a long accepted run is one event, and makes the next draft tokens no more probable.
+        trust = min(1.0, max(LEAST_TRUST, self._state.copies.value(1.0)))
+        times = context.pass_times or self._state.proportions(context.sequences)
+        likely = replace(context, least=min(0.5, times.least / trust))
+        tree = (yield from self.planner.propose(likely, budget)).tree
+        nodes, rate = best_part(
+            tree, 0.0, times, budget=budget, max_leaves=context.max_leaves, unread=context.unread, trust=trust
+        )
+        return Offer(Proposal(tree, nodes), rate, partial(self._learn, float(np.exp(tree.log_probs[nodes]).sum())))
+
+    def _learn(self, expected: float, tokens: Sequence[int], seconds: float) -> None:
+        if expected and seconds:
+            self._state.copies.add(len(tokens) - 1, expected)
 
     def result(self, step: Step, logits: Logits | None) -> None:
         self.planner.result(step, logits)
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """On which a candidate is asked.
+class Drafting(Candidate):
+    """A planner with draft model; predicts a chain's gain by the share of tokens in which draft and target agree."""
 
-    Attributes:
-        pass_times: of the target.
-        most: most draft nodes.
-        tolerance: ratio of rates by which its offer may seem slower than plain decoding.
-        trial: it is asked whatever its estimate is.
-    """
+    def __init__(
+        self,
+        planner: Planner,
+        state: AutoState,
+        *,
+        eager: bool = False,
+        goes_ahead: bool = False,
+        read: float = READ,
+    ) -> None:
+        """
+        Args:
+            planner: proposes with a draft model.
+            state: measurements, which it continues.
+            eager: a draft that did not fail is asked at once, not after as many tokens as it must read.
+            goes_ahead: as in `Candidate`.
+            read: plain passes of the target that the draft takes to read a token.
+        """
+        super().__init__(planner, state)
+        self.goes_ahead, self._eager, self._read = goes_ahead, eager, read
+        self._agreement_here = Share(0.98)  # `AutoState.agreement` of this sequence
+        self._wanted = 0  # tokens that the draft must read before it is asked
+        self._prompt_length = 0
 
-    pass_times: Curve | None
-    most: int
-    tolerance: float = 1.0
-    trial: bool = False
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        self._agreement_here.fade(inf)
+        self._prompt_length = length = len(prompt_ids)
+        ledger = self._state.ledger()
+        likely = ledger.is_hopeful(self.name) if self._eager else ledger.has_gained(self.name)
+        if likely and (times := self._state.times(length)):
+            likely = self._predict(times, length, 1, min(self.planner.depth, DEEPEST)) > GAIN / times.plain
+        self._wanted = length + 1 if likely else 0  # the first token is known before the draft reads
+        self.planner.begin(prompt_ids)
+
+    def unread(self, token_ids: Sequence[int]) -> Prefill | None:
+        """As for `Planner`; None also if it is unlikely to be asked."""
+        return self.planner.unread(token_ids[: self._wanted]) if self._behind(self._wanted) > 1 else None
+
+    def is_ready(self, token_ids: Sequence[int], ledger: Ledger) -> bool:
+        before, self._wanted = self._wanted, len(token_ids)
+        unread = self._behind(self._wanted) - 1
+        if unread <= CATCH_UP:  # `propose` reads, and its time is charged
+            return True
+        ledger.pay(self.name, self._read * min(unread, self._wanted - before))
+        return False
+
+    def forget(self) -> None:
+        for share in (self._state.agreement, self._state.worth, self._agreement_here):
+            share.fade(inf)
+
+    def wait(self, token_ids: Sequence[int]) -> int:
+        # As many as the draft would have to read. If it has read the prompt, none: by waiting it would fall behind.
+        follows = self._wanted or self._behind(self._prompt_length) <= 1
+        return 0 if follows else max(0, self._behind(len(token_ids)) - 1)
+
+    def draft_seconds(self, nodes: NDArray[np.intp], token_ids: Sequence[int], plain: float) -> FloatArray:
+        length = len(token_ids)
+        times, reading = self._state.draft.at(length), self._read * plain * max(0, self._behind(length) - 1)
+        return reading + (times.plain if times else 0.0) * np.minimum(nodes, self.planner.depth)
+
+    def estimate(self, context: Context, budget: int) -> float:
+        length, depth = len(context.token_ids), min(self.planner.most_depth(context), budget)
+        return self._predict(context.pass_times, length, self._behind(length), depth, context.unread) / GAIN
+
+    def propose(self, context: Context, budget: int) -> DraftSteps[Offer]:
+        times, length, before = context.pass_times, len(context.token_ids), self.planner.stats.draft_seconds
+        draft_times, behind = self._draft_times(length, context.sequences), self._behind(length)
+        tree = (yield from self.planner.propose(context, budget)).tree
+        drafting = self.planner.stats.draft_seconds - before
+        leaves, depth = context.max_leaves, min(self.planner.most_depth(context), budget)
+        found = nodes = ranked(tree.parents, tree.log_probs, budget, leaves)
+        rate = 0.0
+        if times:
+            nodes, rate = best_part(tree, drafting, times, budget=budget, max_leaves=leaves, unread=context.unread)
+
+        def learn(tokens: Sequence[int], seconds: float) -> None:
+            hits, asked = agreed(tree, found, tokens)
+            self._state.agreement.add(hits, asked)
+            self._agreement_here.add(hits, asked)
+            if times and draft_times and seconds:
+                # With what is known now, so that too high an agreement is not counted in `worth`, too.
+                hoped = chain_goodput(self._agreement, behind, depth, times, draft_times, context.unread)
+                self._state.worth.add(len(tokens), hoped * (seconds + drafting))
+
+        return Offer(Proposal(tree, nodes), rate, learn)
+
+    def result(self, step: Step, logits: Logits | None) -> None:
+        super().result(step, logits)
+        self._agreement_here.fade(1)
+
+    @property
+    def _agreement(self) -> float:
+        return self._agreement_here.value(self._state.agreement.value(AGREEMENT))
+
+    def _behind(self, length: int) -> int:
+        session = self.planner.draft_session
+        return length - len(session.token_ids) if session else 0
+
+    def _draft_times(self, length: int, sequences: float) -> Curve | None:
+        times = self._state.draft.at(length)
+        return times.shared(min(self.planner.stats.mean_batch, sequences)) if times else None
+
+    def _predict(self, times: Curve | None, length: int, behind: int, depth: int, unread: int | None = None) -> float:
+        draft_times = self._draft_times(length, times.sequences) if times else None
+        if not times or not draft_times:
+            return inf if self._eager else 0.0
+        rate = chain_goodput(self._agreement, behind, depth, times, draft_times, unread)
+        return rate * self._state.worth.value(1.0)
 
 
 class AutoPlanner(Planner):
@@ -266,87 +375,77 @@ class AutoPlanner(Planner):
         Args:
             name: as users write it.
             state: measurements, which it continues.
-            candidates: the cheapest first; each is asked if its estimate is above the best rate so far.
+            candidates: the cheapest first; each is asked if its estimate is above the best rate so far. At most one has
+                a draft.
         """
-        self.name = name
-        self._state = state
-        self._candidates = candidates
-        self._with_draft = [one for one in candidates if one.planner.draft_session]
-        self._offer: Offer | None = None
+        self.name, self._state, self._candidates = name, state, candidates
+        self._draft = next((one for one in candidates if isinstance(one, Drafting)), None)
+        self._context: Context | None = None  # of the last tree; None: there is none in this sequence
+        self._asked = list[tuple[Candidate, Offer]]()
         self._chosen: Candidate | None = None
-        self._refused: list[Offer] = []  # the others of this step
         # Seconds of each candidate that the ledger allows, asked or not; later of ways.
         self._spent = dict[str, float]()
-        self._context: Context | None = None  # of `_offer`
         self._passes: list[tuple[int, float, int]] = []  # of the target, not learned yet: nodes, seconds, length
         self._drafted: str | None = None  # whose draft tokens were in the last pass
         self._went_ahead = False
 
     @property
     def stats(self) -> PlannerStats:
-        known = [candidate.planner.stats for candidate in self._with_draft]
-        return PlannerStats(
-            sum(one.draft_passes for one in known), sum(one.draft_seconds for one in known),
-            hidden_seconds=sum(one.hidden_seconds for one in known), went_on=sum(one.went_on for one in known),
-        )  # fmt: skip
+        return self._draft.planner.stats if self._draft else PlannerStats()
 
     @property
     def draft_session(self) -> Session | None:
-        return self._with_draft[0].planner.draft_session if self._with_draft else None
+        return self._draft.planner.draft_session if self._draft else None
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        self._offer, self._chosen, self._refused, self._went_ahead, self._drafted = None, None, [], False, None
+        self._context, self._went_ahead, self._drafted = None, False, None
         self._state.ledger().begin()
         for candidate in self._candidates:
             candidate.begin(prompt_ids)
 
     def unread(self, token_ids: Sequence[int]) -> Prefill | None:
-        readings = (candidate.unread(token_ids) for candidate in self._with_draft)
-        return next((reading for reading in readings if reading), None)
+        return self._draft.unread(token_ids) if self._draft else None
 
     def propose(self, context: Context, budget: int) -> DraftSteps[Proposal]:
-        self._offer, self._chosen, self._spent = Offer(Proposal(root_only(context.token_ids[-1])), 0.0), None, {}
-        self._refused = []
-        self._context = context
-        candidates = [one for one in self._candidates if self._may_ask(one, context)]
-        if budget > 0 and candidates:
-            yield from self._choose(candidates, context, budget)
-        return self._offer.proposal
-
-    def _may_ask(self, candidate: Candidate, context: Context) -> bool:
-        """
-        Returns:
-            True if the ledger allows a step of this candidate; the scheduler asks the ledger of a batch.
-        """
-        allowed = context.sequences > 1 or self._ledger.room(candidate.planner.name) > 0
-        return allowed and candidate.planner.most_depth(context) > 0
-
-    def _choose(self, candidates: Sequence[Candidate], context: Context, budget: int) -> DraftSteps[None]:
-        began, sequences = perf_counter(), context.sequences
-        times = self._state.times(len(context.token_ids), sequences)
-        plain = float((times or self._state.proportions(sequences)).seconds(context.plain_rows))
+        self._context, self._asked, self._chosen, self._spent = context, [], None, {}
+        token_ids, sequences, state = context.token_ids, context.sequences, self._state
+        ledger, proposal = state.ledger(sequences), Proposal(root_only(token_ids[-1]))
+        candidates = [  # of several sequences, the scheduler has asked the ledger
+            one for one in self._candidates
+            if (sequences > 1 or ledger.room(one.name) > 0) and one.planner.most_depth(context) > 0
+        ]  # fmt: skip
+        if budget <= 0 or not candidates:
+            return proposal
+        began, times = perf_counter(), state.times(len(token_ids), sequences)
+        plain = float((times or state.proportions(sequences)).seconds(context.plain_rows))
         best = 1 / plain
         if times and (context.unread is None or sequences == 1):  # shared paths are not measured
             budget = min(budget, int(FURTHER * times.sizes[-1] / sequences))
         for candidate in candidates:
-            name, drafted = candidate.planner.name, candidate.planner.stats.draft_seconds
-            terms = self._terms(candidate, context, times, plain, budget)
-            asking = replace(context, pass_times=terms.pass_times)
-            wanted = terms.most > 0 and (terms.trial or candidate.estimate(asking, terms.most) > best)
-            if wanted and candidate.is_ready(context.token_ids, self._state.ledger(sequences)):
-                if terms.trial:
+            drafted, trial = (
+                candidate.planner.stats.draft_seconds,
+                ledger.is_due(candidate.name, candidate.wait(token_ids)),
+            )
+            known, most, tolerance = self._terms(candidate, context, times, plain, budget, trial=trial)
+            asking = replace(context, pass_times=known)
+            wanted = most > 0 and (trial or candidate.estimate(asking, most) > best)
+            if wanted and candidate.is_ready(token_ids, ledger):
+                if trial:
                     candidate.forget()
-                found = yield from candidate.propose(asking, terms.most)
-                if terms.trial and sequences > 1:  # its account is the batch's
-                    self._state.ledger(sequences).put_off(name)
-                if found.rate * (1.0 if self._chosen else terms.tolerance) > best:
-                    self._offer, self._chosen, best, found = found, candidate, found.rate, self._offer
-                self._refused.append(found)
+                found = yield from candidate.propose(asking, most)
+                self._asked.append((candidate, found))
+                if trial and sequences > 1:  # its account is the batch's
+                    ledger.accounts[candidate.name].put_off()
+                if found.rate * (1.0 if self._chosen else tolerance) > best:
+                    proposal, self._chosen, best = found.proposal, candidate, found.rate
             now = perf_counter()
-            self._spent[name] = max(now - began, candidate.planner.stats.draft_seconds - drafted)
+            self._spent[candidate.name] = max(now - began, candidate.planner.stats.draft_seconds - drafted)
             began = now
+        return proposal
 
-    def _terms(self, candidate: Candidate, context: Context, times: Curve | None, plain: float, most: int) -> "Terms":
+    def _terms(
+        self, candidate: Candidate, context: Context, times: Curve | None, plain: float, most: int, *, trial: bool
+    ) -> tuple[Curve | None, int, float]:
         """
         Args:
             candidate: that may be asked.
@@ -354,16 +453,17 @@ class AutoPlanner(Planner):
             times: pass times of the target.
             plain: seconds of a plain pass.
             most: most draft nodes.
+            trial: it is asked whatever its estimate is.
 
         Returns:
-            Terms by which a step of a single sequence loses at most what its ledger allows, even if no draft token is
+            Pass times, most draft nodes, and a ratio of rates by which its offer may seem slower than plain decoding.
+            By these a step of a single sequence loses at most what its ledger allows, even if no draft token is
             accepted. Of several sequences, only what the draft must read first is compared with the ledger.
         """
-        name, ledger, tolerance = candidate.planner.name, self._state.ledger(context.sequences), 1.0
-        trial = ledger.is_due(name, candidate.wait(context.token_ids))
+        name, ledger, tolerance = candidate.name, self._state.ledger(context.sequences), 1.0
         if context.sequences > 1:
             reading = candidate.draft_seconds(np.zeros(1, np.intp), context.token_ids, ledger.plain)[0]
-            return Terms(times, most if reading <= ledger.room(name) else 0, trial=trial)
+            return times, most if reading <= ledger.room(name) else 0, tolerance
         if trial or not times:
             times = self._state.proportions(1, plain)
         elif ledger.is_ahead(name):  # larger passes may take less time than predicted
@@ -371,11 +471,7 @@ class AutoPlanner(Planner):
             times = replace(times, slope=min(times.slope, FLAT * plain))
         nodes = np.arange(1, most + 1)
         lost = times.seconds(nodes + 1) - times.plain + candidate.draft_seconds(nodes, context.token_ids, plain)
-        return Terms(times, int(np.searchsorted(lost, ledger.room(name), side="right")), tolerance, trial)
-
-    @property
-    def _ledger(self) -> Ledger:
-        return self._state.ledger()
+        return times, int(np.searchsorted(lost, ledger.room(name), side="right")), tolerance
 
     def paying(self, tree: DraftTree, context: Context, budget: int) -> NDArray[np.intp]:
         if context.sequences > 1:  # the scheduler chooses
@@ -383,18 +479,18 @@ class AutoPlanner(Planner):
         plain, further = context.plain_rows, np.arange(1, budget + 1)
         times = self._state.times(len(context.token_ids)) or self._state.proportions(1)
         lost = times.seconds(plain + further) - times.seconds(plain)
-        most = int(np.searchsorted(lost, self._ledger.room(self._way), side="right"))
+        most = int(np.searchsorted(lost, self._state.ledger().room(self._way), side="right"))
         nodes, _ = best_part(tree, 0.0, times, budget=most, max_leaves=context.max_leaves, unread=context.unread)
         return nodes
 
     @property
     def _way(self) -> str:
-        return self._chosen.planner.name if self._chosen else GRAMMAR
+        return self._chosen.name if self._chosen else GRAMMAR
 
     def during(self, nodes: int) -> AbstractContextManager[None]:
         chosen = self._chosen
         goes = chosen is not None and chosen.goes_ahead
-        self._went_ahead = goes and self._ledger.room(self._way + AHEAD) > 0
+        self._went_ahead = goes and self._state.ledger().room(self._way + AHEAD) > 0
         return chosen.planner.during(nodes) if chosen and self._went_ahead else nullcontext()
 
     def saw_prompt(self, start: int, count: int, logits: Logits) -> None:
@@ -407,44 +503,51 @@ class AutoPlanner(Planner):
 
     def result(self, step: Step, logits: Logits | None) -> None:
         for candidate in self._candidates:
-            name, began = candidate.planner.name, perf_counter()
+            began = perf_counter()
             candidate.result(step, logits)
-            if name in self._spent:
+            if candidate.name in self._spent:
                 took = perf_counter() - began
-                self._spent[name] += took
+                self._spent[candidate.name] += took
                 self._state.learning_seconds += took
-        if self._offer is None or self._context is None:
+        if self._context is None:
             return
-        state, context, tokens, seconds = self._state, self._context, step.tokens, step.own_seconds
-        length, rows, owes = len(context.token_ids), step.rows, context.owes
         went_ahead, self._went_ahead = self._went_ahead, False
         drafted, self._drafted = self._drafted, None
-        if seconds:
-            state.learning_seconds = 0.0
-            plain = context.plain_rows
-            way = self._way if rows > plain else None
-            if way and went_ahead:
-                self._spent[way + AHEAD] = self._spent.pop(way)
-                way += AHEAD
-            self._drafted = way
-            if drafted and owes and not way:  # the way of the last step pays for what is read again
-                way = drafted
-            if way:
-                self._spent.setdefault(way, 0.0)
-            if way or (plain == 1 and not owes):  # else a pass does not show what plain decoding takes
-                self._ledger.add(self._spent, way, seconds, len(tokens))
-            known = rows == 1 and state.target.has_plain(length)  # the ledger has the last ones
-            if known:
-                state.target.measured += 1
-            elif not went_ahead and (context.unread or not owes):  # a draft meanwhile or a pass before lengthens it
-                self._passes.append((rows, seconds, length))
-            if not way or self._ledger.distance > 1:  # else a plain pass comes next, which shows the pace of this one
-                for one in self._passes:
-                    state.add_pass(*one)
-                self._passes.clear()
-        self._offer.learn(tokens, seconds)
-        for offer in self._refused:  # a draft that was unsure may be right
-            offer.learn(tokens, 0.0)
+        if step.own_seconds:
+            self._account(step, self._context, drafted, went_ahead=went_ahead)
+        for candidate, offer in self._asked:  # a draft that was unsure may be right
+            offer.learn(step.tokens, step.own_seconds if candidate is self._chosen else 0.0)
+
+    def _account(self, step: Step, context: Context, drafted: str | None, *, went_ahead: bool) -> None:
+        """Enter a step into the ledger, and learn its pass time.
+
+        Args:
+            step: with a pass of its own.
+            context: of its tree.
+            drafted: whose draft tokens were in the pass before.
+            went_ahead: the draft went on during the pass.
+        """
+        state, seconds, length, plain = self._state, step.own_seconds, len(context.token_ids), context.plain_rows
+        ledger, state.learning_seconds = state.ledger(), 0.0
+        way = self._way if step.rows > plain else None
+        if way and went_ahead:
+            self._spent[way + AHEAD] = self._spent.pop(way)
+            way += AHEAD
+        self._drafted = way
+        if drafted and context.owes and not way:  # the way of the last step pays for what is read again
+            way = drafted
+        if way:
+            self._spent.setdefault(way, 0.0)
+        if way or (plain == 1 and not context.owes):  # else a pass does not show what plain decoding takes
+            ledger.add(self._spent, way, seconds, len(step.tokens))
+        if step.rows == 1 and state.target.has_plain(length):  # the ledger has the last ones
+            state.target.measured += 1
+        elif not went_ahead and (context.unread or not context.owes):  # a draft meanwhile or a pass before lengthens it
+            self._passes.append((step.rows, seconds, length))
+        if not way or ledger.distance > 1:  # else a plain pass comes next, which shows the pace of this one
+            for one in self._passes:
+                state.add_pass(*one)
+            self._passes.clear()
 
     def close(self) -> None:
         for candidate in self._candidates:

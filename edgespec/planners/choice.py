@@ -9,15 +9,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from edgespec.errors import UsageError, check_flag, check_number, check_whole, no_such
 from edgespec.loop.backend import Backend
 from edgespec.loop.planner import Planner
 from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner
-from edgespec.planners.auto import AutoPlanner, AutoState
-from edgespec.planners.candidates import READ, Drafting, Lookup
+from edgespec.planners.auto import READ, AutoPlanner, AutoState, Candidate, Drafting
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.datastore import Datastore, open_datastore, read_header
 from edgespec.planners.none import NonePlanner
@@ -31,7 +29,7 @@ class Parts:
     Attributes:
         target: a loaded model.
         draft: a loaded model.
-        datastore_file: path of a datastore.
+        datastore: an open datastore.
         state: pass times and gains; None: the budget is fixed.
         ahead: further arguments of `AheadPlanner`; None: the draft does not go on while the target runs.
         options: of the planner.
@@ -39,13 +37,10 @@ class Parts:
 
     target: Backend
     draft: Backend | None = None
-    datastore_file: str | None = None
+    datastore: Datastore | None = None
     state: AutoState | None = None
     ahead: Mapping[str, Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-
-    def datastore(self) -> Datastore | None:
-        return open_datastore(Path(self.datastore_file), self.target.vocab) if self.datastore_file else None
 
     def drafting(self, usual: type[SpecExecPlanner], ahead: type[AheadPlanner] | None = None) -> Planner:
         """A planner with the draft; `ahead` is its class where the draft goes on while the target runs."""
@@ -59,7 +54,7 @@ class Method:
     """A line of `PLANNERS`.
 
     Attributes:
-        make: makes the planner; None: its candidates are made.
+        make: makes the planner; not used where it has candidates.
         options: names of its options.
         draft: it can use a draft model.
         needs_draft: it cannot do without.
@@ -68,7 +63,7 @@ class Method:
         ahead: its draft goes on while the target runs, also where that is not asked for.
     """
 
-    make: Callable[[Parts], Planner] | None = None
+    make: Callable[[Parts], Planner] = lambda parts: NonePlanner()
     options: tuple[str, ...] = ()
     draft: bool = False
     needs_draft: bool = False
@@ -79,12 +74,12 @@ class Method:
 
 SEARCH, CHAIN, COPY = ("depth", "beam", "tau", "coupling"), ("depth", "tau", "coupling"), ("depth", "min_probability")
 PLANNERS = {
-    "auto": Method(None, (*SEARCH, "min_probability"), draft=True, datastore=True, candidates=("sssd", "specexec")),
-    "none": Method(lambda parts: NonePlanner()),
+    "auto": Method(options=(*SEARCH, "min_probability"), draft=True, datastore=True, candidates=("sssd", "specexec")),
+    "none": Method(),
     "specexec": Method(
         lambda parts: parts.drafting(SpecExecPlanner, AheadPlanner), SEARCH, draft=True, needs_draft=True
     ),
-    "sssd": Method(lambda parts: SssdPlanner(parts.datastore(), **parts.options), COPY, datastore=True),
+    "sssd": Method(lambda parts: SssdPlanner(parts.datastore, **parts.options), COPY, datastore=True),
     "chain": Method(lambda parts: parts.drafting(ChainPlanner, AheadChainPlanner), CHAIN, draft=True, needs_draft=True),
 }
 LAB = {  # name -> module, imported when it is asked for; nothing else outside of the lab may import it
@@ -199,8 +194,9 @@ def make_planner(
         own = has_own_processor(target, drafts[0])
         if goes_ahead(method.ahead or ahead, own and state is not None, drafts[0]):
             goes = {"sequences": sequences, "nice": not own}
-    parts = Parts(target, drafts[0] if drafts else None, datastore, state, goes)
-    found = {one: _made(one, replace(parts, options=options_of(one, options))) for one in names}
+    store = open_datastore(datastore, target.vocab) if datastore else None
+    parts = Parts(target, drafts[0] if drafts else None, store, state, goes)
+    found = {one: find_method(one).make(replace(parts, options=options_of(one, options))) for one in names}
     if state is None:
         return found[name]
     eager = name != "auto" or target.capabilities.streams
@@ -209,16 +205,10 @@ def make_planner(
     return AutoPlanner(name, state, [
         Drafting(planner, state, eager=eager, goes_ahead=isinstance(planner, AheadPlanner), read=read)
         if one in drafting
-        else Lookup(planner, state)
+        else Candidate(planner, state)
         for one, planner in found.items()
         if one != "none"  # it proposes nothing; tokens that a grammar forces have an account without it, too
     ])  # fmt: skip
-
-
-def _made(name: str, parts: Parts) -> Planner:
-    make = find_method(name).make
-    assert make, f"{name} is made of its candidates"
-    return make(parts)
 
 
 def has_own_processor(target: Backend, draft: Backend) -> bool:

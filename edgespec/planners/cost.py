@@ -1,52 +1,102 @@
-"""Goodput: tokens per second of a whole step, predicted by pass times (TurboSpec, arXiv 2406.14066).
+"""What steps cost and gain. Goodput: tokens per second of a whole step, by pass times (TurboSpec, arXiv 2406.14066).
 
 Of a tree whose n best nodes are kept, and whose i-th best node is accepted with probability p_i:
 
     goodput(n) = (1 + p_1 + ... + p_n) / (drafting + pass(n + 1))
 
-Each further node of a mixture of experts costs less, since fewer of its experts are new (MoESD, arXiv 2505.19645).
+Each further node of a mixture of experts costs less, since fewer of its experts are new (MoESD, arXiv 2505.19645). With
+recurrent layers, a pass evaluates a tree path by path (`backends/common/paths.py`), and each path has rows of its own.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.loop.pass_times import Curve
-from edgespec.loop.tree import FloatArray
+from edgespec.loop.passes import NO_NODES
+from edgespec.loop.tree import DraftTree, FloatArray, is_leaf, ranked
 
 
 def goodput(
-    log_probs: FloatArray,
-    spent: float,
-    cost: Curve,
-    trust: float = 1.0,
-    sequences: int = 1,
-    rows: FloatArray | None = None,
+    log_probs: FloatArray, spent: float, cost: Curve, sequences: int = 1, rows: FloatArray | None = None
 ) -> FloatArray:
     """
     Args:
         log_probs: [n] of the nodes, best first, the root left out.
         spent: seconds of drafting.
         cost: pass times of the target.
-        trust: accepted draft tokens for each that these probabilities predict.
         sequences: number of sequences that share the pass; each has a root, and gains at least one token.
         rows: [n + 1] rows of the pass that keeps 0 to n nodes; None: one row for each node and root.
 
     Returns:
         Tokens per second of a step that keeps the 0 to n best nodes, shape [n + 1].
     """
-    tokens = sequences + np.concatenate([[0.0], trust * np.cumsum(np.exp(log_probs))])
+    tokens = sequences + np.concatenate([[0.0], np.cumsum(np.exp(log_probs))])
     return tokens / (spent + cost.seconds(np.arange(sequences, sequences + len(tokens)) if rows is None else rows))
 
 
-def best_size(log_probs: FloatArray, spent: float, cost: Curve, trust: float = 1.0) -> tuple[int, float]:
+def best_part(
+    tree: DraftTree,
+    spent: float,
+    cost: Curve,
+    *,
+    budget: int,
+    max_leaves: int,
+    unread: int | None = None,
+    trust: float = 1.0,
+) -> tuple[NDArray[np.intp], float]:
+    """
+    Args:
+        tree: any.
+        spent: seconds of drafting.
+        cost: pass times of the target.
+        budget: most nodes besides the root.
+        max_leaves: most leaves.
+        unread: number of unread tokens that each path begins with; None: trees are not evaluated as paths.
+        trust: accepted draft tokens for each that the tree's probabilities predict.
+
+    Returns:
+        The nodes that make the best step, best first, and the step's predicted tokens per second.
+    """
+    best, chosen = 1 / (spent + float(cost.seconds(1 + (unread or 0)))), NO_NODES
+    paths = range(1, min(max_leaves, int(np.count_nonzero(is_leaf(tree.parents)))) + 1)
+    for leaves in [max_leaves] if unread is None else paths:
+        nodes = ranked(tree.parents, tree.log_probs, budget, leaves)
+        if len(nodes) == 0:
+            break
+        tokens = 1 + trust * np.cumsum(np.exp(tree.log_probs[nodes]))
+        # Tokens that a pass commits are unread, so they are rows of the next one, too.
+        rows = np.arange(2, len(nodes) + 2) if unread is None else path_rows(tree, nodes, unread) + tokens
+        rates = tokens / (spent + cost.seconds(rows))
+        if rates.max() > best:
+            best, chosen = float(rates.max()), nodes[: int(np.argmax(rates)) + 1]
+    return chosen, best
+
+
+def path_rows(tree: DraftTree, nodes: NDArray[np.integer], unread: int) -> FloatArray:
+    """
+    Args:
+        tree: any.
+        nodes: [m] nodes of it, best first.
+        unread: as for `best_part`.
+
+    Returns:
+        [m] rows of passes that evaluate the root and the first 1 to m of `nodes` path by path.
+    """
+    _, at = np.unique(tree.parents[nodes], return_index=True)
+    branches = np.ones(len(nodes))
+    branches[at] = 0  # it continues its parent's path
+    rows: FloatArray = (1 + np.cumsum(branches)) * (unread + 1 + np.maximum.accumulate(tree.depth[nodes]))
+    return rows
+
+
+def rows_added(tree: DraftTree, nodes: NDArray[np.intp], unread: int) -> FloatArray:
     """
     Returns:
-        Number of nodes of the best step, and its tokens per second; arguments as for `goodput`, but nodes in any order.
+        [m] rows that each of `nodes` adds to those of the nodes before it; arguments as for `path_rows`.
     """
-    rates = goodput(-np.sort(-log_probs), spent, cost, trust)
-    size = int(np.argmax(rates))
-    return size, float(rates[size])
+    return np.diff(path_rows(tree, nodes, unread), prepend=unread + 1)
 
 
 def split(
@@ -92,7 +142,7 @@ def chain_goodput(
         deepest: most tokens to draft, at least 1.
         cost: pass times of the target.
         draft_cost: pass times of the draft.
-        unread: as for `path_cost.best_part`.
+        unread: as for `best_part`.
 
     Returns:
         Tokens per second of the best step with a chain of 1 to `deepest` drafted tokens.
@@ -133,3 +183,12 @@ def worth_reading(
     seconds = spent + draft_cost.seconds(more) + cost.seconds(np.minimum(size + more, budget) + 1)
     best = tokens / seconds
     return int(np.argmax(best)) + 1 if len(unread) and best.max() > rates[size] else 0
+
+
+def note(most: int | None = None) -> str:
+    """A note for users on a model with recurrent layers, whose trees have at most `most` paths."""
+    limit = f", at most {most}" if most else ""
+    return (
+        f"some layers are recurrent: trees are evaluated path by path{limit}, so branches cost more "
+        "(docs/guides/exactness.md)"
+    )

@@ -1,14 +1,15 @@
-"""A draft model: its session follows the sequence, and its logits give the children of nodes."""
+"""A draft model or head: its session follows the sequence, and its logits give the children of nodes."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.loop.backend import Backend, Logits, Work
-from edgespec.loop.draft_passes import DraftSteps, Passed, Wanted, read_part, run_one
+from edgespec.loop.backend import Backend, GivesStates, Logits, TakesStates, Work
+from edgespec.loop.draft_passes import DraftSteps, Passed, Wanted, read_part
 from edgespec.loop.pass_times import Curve, PassTimes
-from edgespec.loop.passes import Following, Prefill
+from edgespec.loop.passes import Following, Prefill, prefill
 from edgespec.loop.planner import Context
 from edgespec.loop.same_vocab import lacks
 from edgespec.loop.sampling import Float32Array, IdArray, Scores, adjust
@@ -34,11 +35,8 @@ class Drafter:
 
     def __init__(self, draft: Backend, cost: PassTimes | None) -> None:
         self.draft = draft
-        self.seconds, self.passes = 0.0, 0
-        self.last = 0.0
-        self.evaluated = 0
-        self.mean_batch = 1.0
-        self._last_batch = 1  # sequences that shared the last pass
+        self.evaluated, self.seconds, self.passes, self.last = 0, 0.0, 0, 0.0
+        self.mean_batch, self._last_batch = 1.0, 1  # `_last_batch`: sequences that shared the last pass
         self.pass_cost = PassTimes() if cost is None else cost
         self.session = draft.open()
         self._prompt_length = 0
@@ -71,9 +69,6 @@ class Drafter:
         self._prefill.token_ids = token_ids[:-1]
         return self._prefill
 
-    def behind(self, token_ids: Sequence[int]) -> int:
-        return len(token_ids) - len(self.session.token_ids)
-
     @property
     def cost(self) -> Curve | None:
         cost = self.pass_cost.at(len(self.session.token_ids))
@@ -84,10 +79,6 @@ class Drafter:
         if context.noise.size > self.draft.vocab.size and lacks(self.draft.vocab, context.token_ids):
             return 0
         return min(context.max_depth, self.draft.capabilities.context_length - len(context.token_ids))
-
-    def read(self, token_ids: Sequence[int]) -> tuple[Logits, int]:
-        """`reading` without sharing passes."""
-        return run_one(self.reading(token_ids))
 
     def reading(self, token_ids: Sequence[int]) -> DraftSteps[tuple[Logits, int]]:
         """Yields passes over unread tokens. Returns: logits of the last pass, and the last token's node in them."""
@@ -119,14 +110,34 @@ class Drafter:
         self.session.commit(path)
         self.evaluated = 0
 
-    def saw_prompt(self, start: int, count: int, logits: Logits) -> None:
-        """As for `Planner`."""
-
-    def saw(self, start: int, tree: DraftTree, path: Sequence[int], logits: Logits) -> None:
-        """As for `Planner`."""
+    def saw(self, start: int, nodes: Sequence[int], logits: Logits, *, prompt: bool = False) -> None:
+        """The target has evaluated these nodes, whose tokens stand at `start` and after it."""
 
     def close(self) -> None:
         self.session.close()
+
+
+class HeadDrafter(Drafter):
+    """A `Drafter` of a head: a few layers that draft from the states of a target whose logits are `GivesStates`.
+
+    EAGLE-3 (arXiv 2503.01840) and multi-token prediction (DeepSeek-V3, arXiv 2412.19437). Any planner with a draft can
+    use one. What it reads has states that `saw` gives, and drafted nodes have the head's own, so that no node is kept.
+    """
+
+    _prompt: Sequence[int]
+
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        self._prompt = prompt_ids
+        super().begin(prompt_ids)
+
+    def saw(self, start: int, nodes: Sequence[int], logits: Logits, *, prompt: bool = False) -> None:
+        cast(TakesStates, self.session).give(start, cast(GivesStates, logits).states(nodes))
+        end = start + len(nodes)  # a prompt is read at once, so that few states are kept
+        if prompt and end <= self.draft.capabilities.context_length:
+            prefill(self.draft, self.session, self._prompt[: end + 1])
+
+    def commit(self, path: Sequence[int]) -> None:
+        super().commit([])
 
 
 class ChildScores:

@@ -6,7 +6,7 @@ way that exceeds it rests, each time twice as long. Plain passes between steps w
 decoding takes at present. Predictions choose among the ways that may be used.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -94,27 +94,6 @@ class Account:
         self.tried, self.before, self.is_trial = 0.0, self.lost, False
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One step of a way.
-
-    Attributes:
-        account: of the way.
-        took: seconds of drafting, and of the pass if its draft tokens were in it.
-        gained: tokens.
-        before: `Account.lost` before it.
-    """
-
-    account: Account
-    took: float
-    gained: float
-    before: float
-
-    def post(self, plain: float) -> None:
-        """Enter it, in plain passes of `plain` seconds; again if it turns out that they take another time."""
-        self.account.lost = max(self.before + self.took / plain - self.gained, -MOST_GAINED)
-
-
 @dataclass(slots=True)
 class Ledger:
     """Accounts against plain decoding, for one sequence after the other; or for batches of equally many sequences.
@@ -132,7 +111,7 @@ class Ledger:
     """
 
     first: int = 1
-    accounts: dict[str, Account] = field(default_factory=dict)
+    accounts: defaultdict[str, Account] = field(default_factory=lambda: defaultdict(Account))
     tokens: float = 0.0
     seconds: float = 0.0
     distance: int = 1
@@ -144,7 +123,8 @@ class Ledger:
     _more: deque[float] = field(default_factory=lambda: deque(maxlen=COMPARED))  # passes with draft tokens since
     _seen: int = 0  # plain passes of this sequence
     _usual: float = 0.0  # `plain` of the sequence before
-    _last: list[Entry] = field(default_factory=list)  # of the last step
+    # Of each way in the last step: its account, seconds of drafting and of its pass, tokens gained, `lost` before.
+    _last: list[tuple[Account, float, float, float]] = field(default_factory=list)
 
     def begin(self) -> None:
         """Start a sequence: losses are forgotten, gains and rests in part."""
@@ -176,7 +156,7 @@ class Ledger:
         Returns:
             Seconds that the next step of this way may lose; 0 also while it rests, and where a plain pass is due.
         """
-        one = self._account(way)
+        one = self.accounts[way]
         if one.resting or self.since >= self.distance or (self._seen < self.first and not self.has_gained(way)):
             return 0.0
         saved = self.saved if one.idle >= one.rest else 0.0
@@ -187,7 +167,7 @@ class Ledger:
         Returns:
             True if the way has gained at least a plain pass, in this sequence or the last one.
         """
-        return self._account(way).lost <= -1.0
+        return self.accounts[way].lost <= -1.0
 
     def is_ahead(self, way: str) -> bool:
         """
@@ -205,7 +185,7 @@ class Ledger:
         Returns:
             True if the way was idle for so long that it is to be tried, whatever is predicted of it.
         """
-        one = self._account(way)
+        one = self.accounts[way]
         return one.idle >= one.rest + tokens
 
     def is_hopeful(self, way: str) -> bool:
@@ -213,20 +193,13 @@ class Ledger:
         Returns:
             True if the way has gained, has failed once at most, or is to be tried again.
         """
-        return self.has_gained(way) or self._account(way).rest <= 2 * FIRST_REST or self.is_due(way, 0)
-
-    def put_off(self, way: str) -> None:
-        """Let the next trial of this way come later."""
-        self._account(way).put_off()
+        return self.has_gained(way) or self.accounts[way].rest <= 2 * FIRST_REST or self.is_due(way, 0)
 
     def pay(self, way: str, passes: float) -> None:
         """Charge plain passes that a trial takes before its first step: what was saved pays first."""
         paid = min(self.saved, passes)
         self.saved -= paid
-        self._account(way).lost += passes - paid
-
-    def _account(self, way: str) -> Account:
-        return self.accounts.setdefault(way, Account())
+        self.accounts[way].lost += passes - paid
 
     def add(self, spent: Mapping[str, float], way: str | None, seconds: float, tokens: float) -> None:
         """Record a step.
@@ -244,11 +217,10 @@ class Ledger:
         self._last = []
         for name, drafting in spent.items():
             took, gained = (drafting + seconds, tokens) if name == way else (drafting, 0)
-            self._last.append(Entry(self._account(name), took, gained, self._account(name).lost))
-        for entry in self._last:
-            entry.post(plain)
+            self._last.append((self.accounts[name], took, gained, self.accounts[name].lost))
+        self._enter(plain)
         self.tokens += tokens
-        self.seconds += sum(entry.took for entry in self._last) + (0.0 if way else seconds)
+        self.seconds += sum(spent.values()) + seconds
         for name, one in self.accounts.items():
             one.resting = max(0.0, one.resting - tokens)
             if name == way:
@@ -261,8 +233,18 @@ class Ledger:
             self._more.append(seconds)
             self._find_plain()
             self.since += 1
-        if any(entry.account.lost > self._allowed for entry in self._last):
+        if self._exceeded:
             self.distance = 1  # a plain pass shows whether the way has lost, or all passes take longer
+
+    def _enter(self, plain: float) -> None:
+        """Enter the last step, in plain passes of `plain` seconds; again if these turn out to take another time."""
+        for account, took, gained, before in self._last:
+            account.lost = max(before + took / plain - gained, -MOST_GAINED)
+
+    @property
+    def _exceeded(self) -> bool:
+        """A way of the last step has lost too much."""
+        return any(account.lost > self._allowed for account, *_ in self._last)
 
     def _find_plain(self) -> None:
         usual = min(median(self._plain), SLOW * min(self._plain)) if self._plain else self._usual
@@ -271,10 +253,8 @@ class Ledger:
         self.plain = usual
 
     def _add_plain(self, seconds: float) -> None:
-        lost = any(entry.account.lost > self._allowed for entry in self._last)
-        if (slow := lost and seconds > JUMP * self.plain) or 0 < seconds * JUMP < self.plain:
-            for entry in self._last:  # other programs came or went, which the last step felt, too
-                entry.post(seconds)
+        if (slow := self._exceeded and seconds > JUMP * self.plain) or 0 < seconds * JUMP < self.plain:
+            self._enter(seconds)  # other programs came or went, which the last step felt, too
             self.distance = 1
             if slow:
                 self._plain.clear()
@@ -309,6 +289,4 @@ class Ledger:
         self.distance = min(FARTHEST, known.distance)
         self.saved, self.start = min(MOST_SAVED, known.saved), min(MOST_START, known.start)
         for name, (lost, rest, resting, idle) in known.accounts.items():
-            one = Account(lost, min(LONGEST_REST, max(FIRST_REST, rest)), resting)
-            one.idle = idle
-            self.accounts[name] = one
+            self.accounts[name] = Account(lost, min(LONGEST_REST, max(FIRST_REST, rest)), resting, idle=idle)

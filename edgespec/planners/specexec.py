@@ -23,8 +23,7 @@ from edgespec.loop.sampling import IdArray
 from edgespec.loop.step import Step
 from edgespec.loop.tree import Proposal, root_only
 from edgespec.planners.cost import worth_reading
-from edgespec.planners.drafting import ChildScores, Drafter
-from edgespec.planners.heads import HeadDrafter
+from edgespec.planners.drafting import ChildScores, Drafter, HeadDrafter
 from edgespec.planners.search import COMMITTED, ENOUGH, Search
 
 
@@ -131,7 +130,7 @@ class SpecExecPlanner(Planner):
 
     def result(self, step: Step, logits: Logits | None) -> None:
         if logits:
-            self._drafter.saw(step.start, step.tree, step.path, logits)
+            self._drafter.saw(step.start, step.path, logits)
         self._advance(step.tokens)
 
     def give_up(self) -> None:
@@ -144,7 +143,7 @@ class SpecExecPlanner(Planner):
             self._drafter.commit(search.places_along(search.follow(tokens)))
 
     def saw_prompt(self, start: int, count: int, logits: Logits) -> None:
-        self._drafter.saw_prompt(start, count, logits)
+        self._drafter.saw(start, range(count), logits, prompt=True)
 
     def close(self) -> None:
         self._search = None

@@ -37,7 +37,11 @@ Weights = Mapping[Source, Sequence[Sequence[float]]]
 
 
 class Calibration(dict[tuple[int, int, int, int, int], float]):
-    """Log-probability of a step by (source, matched length, depth, count, total): a logistic function of `features`."""
+    """Log-probability of a step by (source, matched length, depth, count, total).
+
+    `count` of `total` matches go on with the token, whose depth is at least 1. A logistic function of the features 1,
+    log-odds of the share, log(total), log(depth).
+    """
 
     def __init__(self, weights: Weights = WEIGHTS) -> None:
         """Args:
@@ -50,22 +54,10 @@ class Calibration(dict[tuple[int, int, int, int, int], float]):
         source, length, depth, count, total = key
         table = self._weights.get(Source(source), self._weights[Source.INPUT])
         weights = table[min(length, len(table) - 1)]
-        score = sum(w * f for w, f in zip(weights, features(depth, count, total), strict=True))
+        features = 1.0, log((count + 0.5) / (total - count + 0.5)), log(total), log(depth)
+        score = sum(w * f for w, f in zip(weights, features, strict=True))
         value = self[key] = -log(1 + exp(-max(score, -30.0)))
         return value
-
-
-def features(depth: int, count: int, total: int) -> tuple[float, float, float, float]:
-    """
-    Args:
-        depth: of the token, at least 1.
-        count: number of matches that go on with the token.
-        total: number of matches.
-
-    Returns:
-        Features of a step: 1, log-odds of the share, log(total), log(depth).
-    """
-    return 1.0, log((count + 0.5) / (total - count + 0.5)), log(total), log(depth)
 
 
 # Matches that agree with a path: (source, matched length, tokens of the source, places of the next tokens in them).

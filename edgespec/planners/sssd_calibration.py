@@ -13,7 +13,7 @@ Matched lengths with few observations are drawn towards all others. On 270 furth
 
 from edgespec.loop.tree import Source
 
-# Row n, for matches of n tokens: weights of `features`.
+# Row n, for matches of n tokens: weights of the features.
 WEIGHTS: dict[Source, list[tuple[float, float, float, float]]] = {
     Source.INPUT: [
         (-3.241, 1.518, 0.903, 1.291),

@@ -11,8 +11,7 @@ from edgespec.loop.backend import Backend, Capabilities
 from edgespec.loop.draft_passes import run_shared
 from edgespec.loop.passes import Pass, Proposed, Ran, most_nodes
 from edgespec.planners.auto import AutoState
-from edgespec.planners.cost import split
-from edgespec.planners.path_cost import rows_added
+from edgespec.planners.cost import rows_added, split
 from edgespec.scheduler.prompt_chunks import PromptChunks, can_share_passes
 from edgespec.scheduler.sequence import Seq, State
 

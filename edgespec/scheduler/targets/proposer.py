@@ -5,6 +5,7 @@ from typing import Protocol
 
 from edgespec.errors import Interrupted
 from edgespec.loop.backend import Backend
+from edgespec.loop.draft_passes import run_one
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
 from edgespec.planners.drafting import ChildScores, Drafter
@@ -53,7 +54,7 @@ class DraftProposer:
             if self._drafter.most_depth(context) < 1:
                 return
             try:
-                logits, node = self._drafter.read(text)
+                logits, node = run_one(self._drafter.reading(text))
             except Interrupted:  # a `stop` may come when one `after` has ended and before the next one's first pass
                 continue
             ids, _ = ChildScores(context, self._tau, self._coupling).children(logits, [node], [0], 1)
