@@ -14,8 +14,8 @@ MAC_QUESTIONS = {
     "op_offload", "exit", "free memory", "GPU limit", "2 GiB", "page size", "memory over time",
 }  # fmt: skip
 GPU_QUESTIONS = {
-    "512 draft tokens", "pinned memory", "shared pages", "more buffers", "attention", "capped scores", "row classes",
-    "equal sizes", "GPUs", "two GPUs", "4-bit folder",
+    "512 draft tokens", "pinned memory", "more buffers", "capped scores", "row classes", "equal sizes", "two GPUs",
+    "4-bit folder",
 }  # fmt: skip
 
 
@@ -89,8 +89,8 @@ def test_a_measure_that_fails_is_a_row_too() -> None:
     def broken() -> Seen:
         raise OSError("no such device\nand more")
 
-    measures = dict.fromkeys(GPU, broken) | {"GPUs": lambda: Seen(2, "2 of them")}
-    text = flat(answers("To try", GPU, measures, {"attention": Seen(True, "yes, right")}))
+    measures = dict.fromkeys(GPU, broken) | {"two GPUs": lambda: Seen(2, "2 of them")}
+    text = flat(answers("To try", GPU, measures, {"row classes": Seen(True, "yes, right")}))
     assert text.count("failed: no such device") == len(GPU) - 2
     assert "2 of them" in text
     assert "yes, right" in text

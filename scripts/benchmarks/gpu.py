@@ -21,7 +21,7 @@ import torch
 import transformers
 from edgespec.backends.torch import loading
 from edgespec.backends.torch.attention import ATTENTION
-from edgespec.backends.torch.backend import MIN_NODES, MIN_NODES_ON_GPU, assemble, check_tree
+from edgespec.backends.torch.backend import MIN_NODES, MIN_NODES_ON_GPU, assemble
 from edgespec.backends.torch.disk import STAGING
 from edgespec.backends.torch.loading import NF4, Host, cache_shape, decoder_layers, look_at, nf4_form, work_bytes
 from edgespec.backends.torch.offload import (
@@ -36,7 +36,7 @@ from edgespec.backends.torch.offload import (
 from safetensors.torch import load, save
 
 from benchmarks.to_try import Seen, equal_sizes, row_classes, seen_with
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import UsageError
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Capabilities, Vocab, Work
 from edgespec.loop.shapes import TILE
@@ -304,13 +304,10 @@ def measures(device: Any, copies: Copies, folder: Path) -> dict[str, Callable[[]
     make = partial(_make, device, copies)
     return {
         "pinned memory": lambda: compare_pinned(device),
-        "shared pages": pin_halves_of_a_page,
         "more buffers": lambda: compare_buffers(device, copies),
-        "attention": lambda: seen_with(make, check_attention),
         "capped scores": lambda: peak_of_capped(device, copies),
         "row classes": lambda: seen_with(make, row_classes),
         "equal sizes": lambda: seen_with(make, equal_sizes),
-        "GPUs": count_gpus,
         "4-bit folder": lambda: compare_folders(device, folder),
     } | ({"two GPUs": lambda: compare_split(device, copies)} if torch.cuda.device_count() > 1 else {})
 
@@ -342,27 +339,10 @@ def _with_own_layers(config: Any) -> Any:
     return model.to(torch.bfloat16).eval().requires_grad_(False)
 
 
-def check_attention(backend: Any) -> Seen:
-    try:
-        check_tree(backend)
-    except ModelError as error:
-        return Seen(False, str(error))
-    return Seen(True, "yes")
-
-
 def compare_pinned(device: Any, size: int = 256 << 20) -> Seen:
     pinned, pageable = (copy_rate(device, size, pin=pin) for pin in (True, False))
     text = f"{pinned / 1e9:.1f} and {pageable / 1e9:.1f} GB/s" if pinned else "CUDA refuses to pin memory"
     return Seen(pinned / pageable, text)
-
-
-def pin_halves_of_a_page() -> Seen:
-    page = page_aligned(4096)
-    halves = [page[:2048], page[2048:]]
-    pinned = [pin_memory(half) for half in halves]
-    for half in (half for half, there in zip(halves, pinned, strict=True) if there):
-        unpin_memory(half)
-    return Seen(all(pinned), f"{sum(pinned)} of 2")
 
 
 def compare_buffers(device: Any, copies: Copies) -> Seen:
@@ -396,12 +376,6 @@ def peak_of_capped(device: Any, copies: Copies) -> Seen:
     most = torch.cuda.max_memory_allocated(device)
     backend.close()
     return Seen(most / planned, f"{format_size(most)} and {format_size(planned)}")
-
-
-def count_gpus() -> Seen:
-    count = torch.cuda.device_count()
-    peers = sum(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
-    return Seen(count, f"{count}, {peers} of the others reach the first directly")
 
 
 def compare_split(device: Any, copies: Copies) -> Seen:

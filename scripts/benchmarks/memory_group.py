@@ -1,13 +1,9 @@
 """A limit on the memory of processes and on what they cache: a control group of Linux."""
 
-import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from mmap import PAGESIZE, PROT_READ, mmap
 from pathlib import Path
-
-import numpy as np
 
 from edgespec.errors import EdgespecError
 from edgespec.machine.files import weight_files
@@ -74,17 +70,8 @@ def memory_group() -> Iterator[Group]:
         group.folder.rmdir()
 
 
-def evict(model: str) -> float:
-    """Drop a model's weights from the page cache; return the largest part of a file that stays all the same."""
-    return max((_evict(path) for path in weight_files(model) if path.stat().st_size), default=0.0)
-
-
-def _evict(path: Path) -> float:
-    with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        with mmap(file.fileno(), 0, prot=PROT_READ) as view:
-            flags = np.zeros(-(-len(view) // PAGESIZE), np.uint8)
-            address = np.frombuffer(view, np.uint8).ctypes.data
-            pointers = ctypes.c_void_p(address), ctypes.c_size_t(len(view)), ctypes.c_void_p(flags.ctypes.data)
-            ctypes.CDLL(None).mincore(*pointers)
-            return float(np.mean(flags & 1))
+def evict(model: str) -> None:
+    """Drop a model's weights from the page cache."""
+    for path in weight_files(model):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.memory_group import NO_LIMIT, Group, evict, memory_group
 from benchmarks.offload_report import make_report
-from benchmarks.offload_worker import MLX_LM, Task
+from benchmarks.offload_worker import Task
 from benchmarks.turns import turns
 from edgespec.errors import EdgespecError, UsageError
 from edgespec.machine.disk import disk_bandwidth
@@ -57,7 +57,8 @@ def check_variants(text: str | None, *, draft: bool) -> list[str]:
 
 def run(task: Task, group: Group | None) -> dict[str, Any]:
     """Run a task in a process of its own, inside its limit, with its files evicted."""
-    stayed = max(evict(model) for model in (task.target, task.draft) if model)
+    for model in filter(None, (task.target, task.draft)):
+        evict(model)
     if group:
         group.limit(task.limit or NO_LIMIT)
     done = subprocess.run(
@@ -69,7 +70,7 @@ def run(task: Task, group: Group | None) -> dict[str, Any]:
         why = "it was killed: out of memory" if done.returncode == -9 else (done.stderr.strip() or "?").splitlines()[-1]
         return {"failed": why}
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result | {"limit": task.limit, "peak": group.peak() if group else 0, "stayed_in_cache": stayed}
+    return result | {"limit": task.limit, "peak": group.peak() if group else 0}
 
 
 def interleaved(tasks: Mapping[str, Task], rounds: int, group: Group, say: Say) -> dict[str, list[dict[str, Any]]]:
@@ -104,7 +105,7 @@ def measure(
     pair: Task, nodes: Sequence[int], variants: Sequence[str], room: int | None, program: int, *, plain_tokens: int,
     rounds: int, say: Say,
 ) -> dict[str, Any]:  # fmt: skip
-    """Seconds of passes in memory and streamed; tokens per second of plain decoding, of each planner, and of mlx-lm.
+    """Seconds of passes in memory and streamed; tokens per second of plain decoding, and of each planner.
 
     Args:
         pair: of `parse_models`, with its prompts; without prompts no answers.
@@ -141,8 +142,6 @@ def _texts(pair: Task, variants: Sequence[str], plain_tokens: int) -> dict[str, 
         if pair.backend == "llamacpp":
             found["mapped, none"] = replace(plain, stream=False, memory=0)
         found["streamed, none"] = plain
-        if pair.backend == "mlx":
-            found["mlx-lm alone"] = replace(plain, backend=MLX_LM)
     for name in variants:
         found[f"streamed, {name}"] = replace(pair, draft=pair.draft if with_draft([name]) else "", planner=name)
     return found

@@ -16,7 +16,7 @@ TOTALS = (
     "draft_passes", "hidden_seconds",
 )  # fmt: skip
 HEADINGS = (
-    "tokens/s", "acceptance", "s/pass", "draft", "compute", "disk", "planning", "kernel", "read/pass", "peak",
+    "tokens/s", "acceptance", "s/pass", "draft", "compute", "disk", "planning", "read/pass", "peak",
     "drafts/token", "hidden",
 )  # fmt: skip
 
@@ -39,8 +39,8 @@ def _both(results: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict
     """Results of processes that did not fail; and what is said of passes and texts alike."""
     good = [result for result in results if "failed" not in result]
     about: dict[str, Any] = {name: good[0][name] for name in ("limit", "streamed", "notes") if good and name in good[0]}
-    most = {name: max((result[name] for result in good), default=0) for name in ("peak", "stayed_in_cache")}
-    return good, {"failed": [result["failed"] for result in results if "failed" in result], **most, **about}
+    peak = max((result["peak"] for result in good), default=0)
+    return good, {"failed": [result["failed"] for result in results if "failed" in result], "peak": peak, **about}
 
 
 def _passes(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -62,7 +62,6 @@ def _texts(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "tokens_per_second": totals["gained"] / totals["seconds"],
         "acceptance_length": totals["gained"] / totals["passes"],
         "by_prompt": [{"tokens": run["gained"], "seconds": run["seconds"]} for run in runs],
-        **{name: sum(result[name] for result in good) for name in ("user_seconds", "system_seconds")},
         "bytes_per_round": sum(result["bytes"] for result in good) / totals["passes"],  # prompts included
     }  # fmt: skip
 
@@ -106,7 +105,6 @@ def _text_row(name: str, row: dict[str, Any]) -> list[str]:
         f"{row['tokens_per_second']:.2f}",
         f"{row['acceptance_length']:.2f}", f"{row['target_seconds'] / row['passes']:.3f}",
         *(f"{100 * share / row['seconds']:.0f} %" for share in shares),
-        f"{100 * row['system_seconds'] / (row['user_seconds'] + row['system_seconds']):.0f} %",
         format_size(row["bytes_per_round"]), f"{row['peak'] / row['limit']:.2f}",
         f"{row['draft_passes'] / row['tokens']:.2f}", f"{100 * row['hidden_seconds'] / row['seconds']:.0f} %",
     ]  # fmt: skip

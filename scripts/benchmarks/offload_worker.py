@@ -2,13 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
-from time import perf_counter
 from typing import Any
 
 from edgespec.loading.pair import DEFAULT_BUDGET, close_all, open_backends
@@ -24,14 +20,12 @@ from edgespec.planners.auto import Pace, new_auto_state
 from edgespec.planners.choice import make_planner
 
 PLENTY = 1 << 42  # bytes of memory: nothing is streamed
-MLX_LM = "mlx-lm"
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """
     Attributes:
-        backend: an engine, or MLX_LM for mlx-lm itself.
         memory: bytes for streaming; 0: what is free.
         limit: bytes that the process and what it caches may take; 0: no limit.
         by_cost: no more draft tokens than pay.
@@ -57,8 +51,6 @@ class Task:
 
 
 def measure(task: Task) -> dict[str, Any]:
-    if task.backend == MLX_LM:
-        return _measure_mlx_lm(task)
     if not (task.nodes or task.prompts):
         return _measure_needs(task)
     entry = Entry(name="target", target=f"file:{task.target}", defaults=Defaults())
@@ -98,31 +90,13 @@ def _measure_texts(task: Task, backends: list[Backend]) -> dict[str, Any]:
     if pace and task.pace:
         pace.recall(Pace.model_validate(task.pace))
     planner = make_planner(task.planner, backends, state=pace)
-    found: dict[str, Any] = {"runs": []}
+    runs, read = list[dict[str, Any]](), bytes_read()
     sampling = SamplingParams(**task.sampling)
-    with Model(backends[0], planner, budget=task.budget, sampling=sampling) as model, _used(found):
+    with Model(backends[0], planner, budget=task.budget, sampling=sampling) as model:
         for prompt in task.prompts:
             result = model.generate(user_messages(prompt), max_tokens=task.max_tokens, seed=sampling.seed)
-            found["runs"].append(result.stats.as_dict() | {"token_ids": result.token_ids})
-    return found | ({"pace": pace.as_dict()} if pace else {})
-
-
-def _measure_mlx_lm(task: Task) -> dict[str, Any]:
-    from mlx_lm import load, stream_generate
-
-    model, tokenizer = load(task.target)[:2]
-    found: dict[str, Any] = {"runs": []}
-    with _used(found):
-        for prompt in task.prompts:
-            token_ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
-            gained, started = -1, 0.0
-            for _ in stream_generate(model, tokenizer, token_ids, max_tokens=task.max_tokens):
-                gained += 1
-                started = started or perf_counter()  # the prompt does not count
-            seconds = perf_counter() - started
-            counts = {"tokens": gained + 1, "gained": gained, "passes": gained}
-            found["runs"].append(counts | {"seconds": seconds, "target_seconds": seconds})
-    return found
+            runs.append(result.stats.as_dict() | {"token_ids": result.token_ids})
+    return {"runs": runs, "bytes": bytes_read() - read} | ({"pace": pace.as_dict()} if pace else {})
 
 
 def _streamed(target: Any) -> int:
@@ -132,16 +106,6 @@ def _streamed(target: Any) -> int:
         return int(plan.streamed_bytes)
     feeder = getattr(streamer, "feeder", None)
     return sum(source.size for source in feeder.sources) if feeder else 0
-
-
-@contextmanager
-def _used(found: dict[str, Any]) -> Iterator[None]:
-    """Add to `found` the bytes that are read from a disk (Linux), and the seconds on processors."""
-    read, before = bytes_read(), getrusage(RUSAGE_SELF)
-    yield
-    after = getrusage(RUSAGE_SELF)
-    found["bytes"] = bytes_read() - read
-    found["user_seconds"], found["system_seconds"] = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
 
 
 def bytes_read() -> int:

@@ -101,16 +101,9 @@ GPU = {
         "pinned memory's copies are faster than pageable ones", lambda value: value > FASTER, "pinning pays",
         "pinning changes nothing here",
     ),
-    "shared pages": Question(
-        "blocks of one page can be pinned apart", bool, "page-aligned blocks are not needed here",
-        "right: blocks are page-aligned (CUDA error 712 otherwise)",
-    ),
     "more buffers": Question(
         "pass after a pause: time with 2 buffers / with 8", lambda value: value > FASTER,
         "buffers fill while the draft works", "two buffers are enough",
-    ),
-    "attention": Question(
-        "a tree's rows are those of its chains", bool, "the attention kernels are right", "a kernel ignores the mask"
     ),
     "capped scores": Question(
         "most memory of a pass with capped scores / planned", lambda value: value <= 1, "the plan holds",
@@ -123,10 +116,6 @@ GPU = {
     "equal sizes": Question(
         "a row keeps its bits in passes of equal size, by gathered ancestors", bool,
         "padding to one size and gathering ancestors would make texts exact", "padding would not make texts exact",
-    ),
-    "GPUs": Question(
-        "number of GPUs", lambda value: value > 1, "further ones hold layers that the first cannot hold",
-        "one computes all",
     ),
     "two GPUs": Question(
         "pass over 64 nodes: time with half of the layers on a second GPU / on one", lambda value: value < 1.2,

@@ -48,7 +48,7 @@ def command(
     ENGINE is llamacpp, which it is if none is named, mlx, or torch (on a processor).
 
     Seconds of passes against max(computation, bytes / disk speed), and tokens per second of answers: mapped by
-    llama.cpp, streamed, with each planner, and by mlx-lm. The exit code is 1 if something could not be measured.
+    llama.cpp, streamed, and with each planner. The exit code is 1 if something could not be measured.
     """
     if not (prompts or nodes):
         raise UsageError("nothing is to be measured: give --nodes or --prompts")
