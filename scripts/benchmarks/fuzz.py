@@ -524,34 +524,47 @@ def shrunk(case: Case, still: Callable[[Case], bool], seconds: float) -> Case:
         still: whether another case has it.
         seconds: after which no more is tried.
     """
-    end, tried, again = monotonic() + seconds, set[str](), True
+    end, tried = monotonic() + seconds, {repr(case)}
 
     def has_it(one: Case) -> bool:
         new = repr(one) not in tried
         tried.add(repr(one))
         return new and monotonic() < end and still(one)
 
-    while again:
-        again = False
-        for ways in (_fewer_calls, _fewer_options, _shorter_calls):
-            while found := next(filter(has_it, ways(case)), None):
-                case, again = found, True
+    while found := next(filter(has_it, _simpler(case)), None):
+        case = found
     return case
 
 
-def _fewer_calls(case: Case) -> Iterator[Case]:
-    watched = [[_watched(call) for call in calls] for calls in case.rounds]
-    if watched != case.rounds:
-        yield replace(case, rounds=watched)
-    for i in range(len(case.rounds) if len(case.rounds) > 1 else 0):
-        yield replace(case, rounds=[case.rounds[i]])
-    for i in range(len(case.rounds) if len(case.rounds) > 2 else 0):
-        yield replace(case, rounds=[*case.rounds[:i], *case.rounds[i + 1 :]])
+def _simpler(case: Case) -> Iterator[Case]:
+    """Fewer calls, then fewer options, then shorter calls; some may be the case itself."""
+    yield replace(case, rounds=[[_watched(call) for call in calls] for calls in case.rounds])
+    for rounds in _fewer(case.rounds):
+        yield replace(case, rounds=rounds)
     for i, calls in enumerate(case.rounds):
-        half = len(calls) // 2
-        for part in (calls[:half], calls[half:], *([*calls[:j], *calls[j + 1 :]] for j in range(len(calls)))):
-            if 0 < len(part) < len(calls):
-                yield replace(case, rounds=[*case.rounds[:i], part, *case.rounds[i + 1 :]])
+        for some in _fewer(calls):
+            yield replace(case, rounds=[*case.rounds[:i], some, *case.rounds[i + 1 :]])
+    for planner in ("none",) if case.options.get("planner") == "none" else ("none", "sssd"):
+        yield replace(case, draft="", options={**case.options, "planner": planner})
+    for options in _without_one(case.options, {"planner", "context_length", "threads"}):
+        yield replace(case, options=options)
+    for i, calls in enumerate(case.rounds):
+        for j, call in enumerate(calls):
+            for one in _simpler_calls(call):
+                yield replace(
+                    case, rounds=[*case.rounds[:i], [*calls[:j], one, *calls[j + 1 :]], *case.rounds[i + 1 :]]
+                )
+
+
+def _fewer(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    half = len(items) // 2
+    parts = [items[:half], items[half:], *([*items[:i], *items[i + 1 :]] for i in range(len(items)))]
+    return (part for part in parts if part)
+
+
+def _without_one(options: Mapping[str, Any], kept: set[str]) -> Iterator[dict[str, Any]]:
+    for name in sorted(options.keys() - kept):
+        yield {other: value for other, value in options.items() if other != name}
 
 
 def _watched(call: Call) -> Call:
@@ -559,39 +572,15 @@ def _watched(call: Call) -> Call:
     return replace(call, options={"log_probs": 3, **call.options}) if call.how in WATCHED else call
 
 
-def _fewer_options(case: Case) -> Iterator[Case]:
-    options = case.options
-    if options.get("planner") != "none":
-        yield replace(case, draft="", options={**options, "planner": "none"})
-        if case.draft:
-            yield replace(case, draft="", options={**options, "planner": "sssd"})
-    for name in sorted(options.keys() - {"planner", "context_length", "threads"}):
-        yield replace(case, options={other: value for other, value in options.items() if other != name})
-    if options.get("parallel", 1) > 2:
-        yield replace(case, options={**options, "parallel": 2})
-
-
-def _shorter_calls(case: Case) -> Iterator[Case]:
-    for i, calls in enumerate(case.rounds):
-        for j, call in enumerate(calls):
-            for simpler in _simpler_calls(call):
-                one = [*calls[:j], simpler, *calls[j + 1 :]]
-                yield replace(case, rounds=[*case.rounds[:i], one, *case.rounds[i + 1 :]])
-
-
 def _simpler_calls(call: Call) -> Iterator[Call]:
-    if call.how != "generate":
-        yield _watched(replace(call, how="generate", count=1))
-    if call.how == "branch" and call.count > 2:
-        yield replace(call, count=2)
-    for name in sorted(call.options.keys() - {"max_tokens", "log_probs"}):
-        yield replace(call, options={other: kept for other, kept in call.options.items() if other != name})
-    half = len(call.prompt) // 2
-    if half:
-        yield replace(call, prompt=call.prompt[:half])
-        yield replace(call, prompt=call.prompt[half:])
-    most = call.options.get("max_tokens", 0)
-    if most is None or most > 1:
+    yield _watched(replace(call, how="generate", count=1))
+    yield replace(call, count=min(call.count, 2))
+    for options in _without_one(call.options, {"max_tokens", "log_probs"}):
+        yield replace(call, options=options)
+    half, most = len(call.prompt) // 2, call.options.get("max_tokens", 1)
+    for prompt in filter(None, (call.prompt[:half], call.prompt[half:])):
+        yield replace(call, prompt=prompt)
+    if most != 1:
         yield replace(call, options={**call.options, "max_tokens": most // 2 if most else 64})
 
 
