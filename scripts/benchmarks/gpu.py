@@ -7,9 +7,8 @@ extrapolated to all of them.
 import copy
 import gc
 import math
-import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
@@ -22,8 +21,7 @@ import transformers
 from edgespec.backends.torch import loading
 from edgespec.backends.torch.attention import ATTENTION
 from edgespec.backends.torch.backend import MIN_NODES, MIN_NODES_ON_GPU, assemble
-from edgespec.backends.torch.disk import STAGING
-from edgespec.backends.torch.loading import NF4, Host, cache_shape, decoder_layers, look_at, nf4_form, work_bytes
+from edgespec.backends.torch.loading import NF4, cache_shape, decoder_layers, look_at, nf4_form, work_bytes
 from edgespec.backends.torch.offload import (
     BUFFERS,
     CopyEngine,
@@ -40,7 +38,6 @@ from edgespec.errors import UsageError
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Capabilities, Vocab, Work
 from edgespec.loop.shapes import TILE
-from edgespec.machine.disk import disk_bandwidth
 from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import Gpu
 
@@ -58,7 +55,6 @@ LLAMA_70B = {
 CONTEXT = 512  # tokens that the cache holds besides the nodes
 HOST_SHARE = 0.75
 WIDE = 512  # nodes
-DISK_LAYERS = 8  # of a 70 B in 16 bits they are 14 GB
 ONE = {"num_hidden_layers": 1}
 FEW = (1, 2)  # layers of the two models whose difference is the cost of a layer
 
@@ -72,18 +68,16 @@ class Row:
         seconds: of a pass.
         compute_seconds: of the same pass without copies.
         copy_seconds: bytes / bandwidth.
-        disk_seconds: bytes from disk / the disk's speed.
     """
 
     nodes: int
     seconds: float
     compute_seconds: float
     copy_seconds: float
-    disk_seconds: float = 0.0
 
     @property
     def ratio(self) -> float:
-        return self.seconds / max(self.compute_seconds, self.copy_seconds, self.disk_seconds)
+        return self.seconds / max(self.compute_seconds, self.copy_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +86,6 @@ class Report:
     Attributes:
         streamed_bytes: of a pass.
         bandwidth: host to device, bytes per second.
-        from_disk: number of layers that are read from disk.
-        disk: bytes per second.
-        costs: nodes -> seconds of one layer, of one more.
     """
 
     dtype: str
@@ -105,9 +96,6 @@ class Report:
     streamed_bytes: int
     bandwidth: float
     rows: list[Row]
-    from_disk: int = 0
-    disk: float = 0.0
-    costs: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"rows": [asdict(row) | {"ratio": row.ratio} for row in self.rows]}
@@ -212,8 +200,6 @@ def measure(
     host_bytes: int,
     deadline: float = float("inf"),
     copies: Copies = CudaCopies,
-    known: Report | None = None,
-    disk: Path | None = None,
 ) -> Report:
     """
     Args:
@@ -225,46 +211,35 @@ def measure(
         host_bytes: free host memory; more layers than fit are left out.
         deadline: `perf_counter` time after which no further size is begun.
         copies: makes the copy engine.
-        known: what was measured of the same format with all layers in host memory.
-        disk: a folder; with `known`, its resident layers are measured with up to DISK_LAYERS that are read from there.
 
     Raises:
         UsageError: the device's memory is too small.
-        ModelError: layers cannot be written.
     """
     options: dict[str, Any] = {"context_length": CONTEXT + max(sizes), "budget": max(sizes), "sessions": 1}
     vocab = cast(Vocab, NoVocab(shape["vocab_size"]))
-    costs = known.costs if known else layer_costs(shape, dtype, device, sizes, vocab, copies, options)
+    costs = layer_costs(shape, dtype, device, sizes, vocab, copies, options)
     small = random_model(shape | ONE, dtype, device)
-    layer, cache = block_bytes(small.model.layers[0]), cache_bytes(small, device, sizes)
+    layer = block_bytes(small.model.layers[0])
     del small
     _free(device)
-    layers, host = fitting_layers(shape, layer, host_bytes), None
-    if known and disk:
-        there = int(shutil.disk_usage(disk).free * HOST_SHARE // layer)
-        layers = known.layers - known.streamed_layers + min(DISK_LAYERS, known.streamed_layers, there)
-        host = Host(disk, STAGING * layer, 0, apart=True)
-        memory -= (known.layers - layers) * cache  # the same number of layers stays
+    layers = fitting_layers(shape, layer, host_bytes)
     pin = device.type == "cuda"
-    rate = known.bandwidth if known else copy_rate(device, layer, pin=pin) or copy_rate(device, layer, pin=False)
+    rate = copy_rate(device, layer, pin=pin) or copy_rate(device, layer, pin=False)
     model = random_model(shape | {"num_hidden_layers": layers}, dtype, device)
-    backend = assemble(model, vocab, device, memory=memory, gpu=_gpu(device), copies=copies, host=host, **options)
+    backend = assemble(model, vocab, device, memory=memory, gpu=_gpu(device), copies=copies, **options)
     streamed = len(backend.streamer.blocks) if backend.streamer else 0
-    sources = backend.streamer.feeder.sources if backend.streamer and backend.streamer.feeder else []
-    speed = disk_bandwidth(sources[0].path, 1.0) if sources else 0.0
     rows = []
     for nodes in sizes:
         seconds = time_pass(backend, nodes).seconds
         one, more = costs[nodes]
-        reading = len(sources) * layer / speed if sources else 0.0
-        rows.append(Row(nodes, seconds, one + (layers - 1) * more, streamed * layer / rate, reading))
+        rows.append(Row(nodes, seconds, one + (layers - 1) * more, streamed * layer / rate))
         if perf_counter() > deadline:
             break
     backend.close()
     del model, backend
     _free(device)
     full = shape["num_hidden_layers"]
-    return Report(dtype, layers, full, streamed, layer, streamed * layer, rate, rows, len(sources), speed, costs)
+    return Report(dtype, layers, full, streamed, layer, streamed * layer, rate, rows)
 
 
 def layer_costs(
@@ -421,7 +396,7 @@ def known(reports: Sequence[Report]) -> dict[str, Seen]:
     found = {}
     for report in reports:
         seconds = {row.nodes: row.seconds for row in report.rows}
-        if report.streamed_layers and not report.from_disk and {1, WIDE} <= seconds.keys():
+        if report.streamed_layers and {1, WIDE} <= seconds.keys():
             ratio = seconds[WIDE] / seconds[1]
             found["512 draft tokens"] = Seen(ratio, f"{ratio:.2f} ({report.dtype})")
     return found

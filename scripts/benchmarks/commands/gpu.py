@@ -1,4 +1,4 @@
-"""Passes of a 70 B model whose weights are streamed to a CUDA GPU, from host memory and from disk."""
+"""Passes of a 70 B model whose weights are streamed to a CUDA GPU."""
 
 import json
 from importlib import import_module
@@ -30,21 +30,20 @@ TINY = {  # of the shape, with --device cpu
 Examples:
   scripts/bench gpu                                 20 GB of the GPU's memory
   scripts/bench gpu --gpu-memory 10G --json out.json
-  scripts/bench gpu --dtype nf4 --layers 40 --disk /mnt/nvme
+  scripts/bench gpu --dtype nf4 --layers 40
   scripts/bench gpu --device cpu                    a tiny shape: only to see that it runs"""
 )
 @click.option("--device", default="cuda", type=click.Choice(["cuda", "cpu"]))
 @click.option("--gpu-memory", default="20G", metavar="SIZE", help="How much of the GPU's to use.")
 @click.option("--layers", type=click.IntRange(2), default=80, help="Layers of the model.")
 @click.option("--dtype", "dtypes", multiple=True, type=click.Choice(FORMATS), default=["bfloat16", "nf4"])
-@click.option("--disk", type=Path, help="Folder to stream layers from. [default: a temporary one here]")
 @json_out(b"{", default="bench-gpu.json")
-def command(device: str, gpu_memory: str, layers: int, dtypes: tuple[str, ...], disk: Path | None, out: Path) -> None:
+def command(device: str, gpu_memory: str, layers: int, dtypes: tuple[str, ...], out: Path) -> None:
     """Passes of a 70 B model streamed to a GPU.
 
-    Its weights are streamed to a CUDA GPU, from host memory and from disk. It has the shape of Llama 3 70B and random
-    weights, with fewer layers where the host's memory is too small. Passes over 1 to 2048 nodes, with 16-bit and with
-    4-bit weights, are compared with max(computation, bytes / bandwidth, bytes from disk / disk speed).
+    Its weights are streamed to a CUDA GPU from host memory. It has the shape of Llama 3 70B and random weights, with
+    fewer layers where the host's memory is too small. Passes over 1 to 2048 nodes, with 16-bit and with 4-bit weights,
+    are compared with max(computation, bytes / bandwidth).
 
     The table at the end answers questions that no other machine can.
 
@@ -65,45 +64,35 @@ def command(device: str, gpu_memory: str, layers: int, dtypes: tuple[str, ...], 
     found = {"gpu": name, "torch": torch.__version__, "gpu_memory": gpu_memory, "formats": []}
     deadline, reports = started + SECONDS, []
     for dtype in dtypes:
+        if perf_counter() > deadline:
+            click.echo(f"{dtype}: not measured, time is up")
+            continue
         memory = measuring.memory_for(shape, dtype, nodes, 3) if tiny else parse_size(gpu_memory)
-        report = None
-        for from_disk in (False, True):
-            late = perf_counter() > deadline
-            if late or (from_disk and not (report and report.streamed_layers)):
-                why = "time is up" if late else "nothing is streamed"
-                click.echo(f"{dtype}{', from disk' * from_disk}: not measured, {why}")
-                continue
-            click.echo(f"{dtype}: building and measuring", err=True)
-            with TemporaryDirectory(dir=disk or ".") as folder:
-                report = measuring.measure(
-                    shape, dtype, place, memory, nodes, host_bytes=available_memory(), deadline=deadline,
-                    copies=copies, known=report if from_disk else None, disk=Path(folder) if from_disk else None,
-                )  # fmt: skip
-            _show(report, name, len(nodes))
-            reports.append(report)
-            if from_disk and not report.from_disk:
-                click.echo(f"{dtype}, from disk: so few layers fit into the buffers for reading: this is from memory")
-            found["formats"].append(report.as_dict())
-            write_whole(out, json.dumps(found, indent=2) + "\n")
-    with TemporaryDirectory(dir=disk or ".") as folder:
+        click.echo(f"{dtype}: building and measuring", err=True)
+        report = measuring.measure(
+            shape, dtype, place, memory, nodes, host_bytes=available_memory(), deadline=deadline, copies=copies
+        )
+        _show(report, name, len(nodes))
+        reports.append(report)
+        found["formats"].append(report.as_dict())
+        write_whole(out, json.dumps(found, indent=2) + "\n")
+    with TemporaryDirectory(dir=".") as folder:
         measures = {} if tiny else measuring.measures(place, copies, Path(folder))
         click.echo(to_try.answers("To try", to_try.GPU, measures, measuring.known(reports)))
     click.echo(f"Figures: {out}; {perf_counter() - started:.0f} s")
 
 
 def _show(report: Any, name: str, sizes: int) -> None:
-    where = ", from disk" if report.from_disk else ""
-    headings = ("nodes", "pass s", "compute s", "copies s", "disk s", "pass / max")
     rows = []
     for row in report.rows:
-        figures = (row.seconds, row.compute_seconds, row.copy_seconds, row.disk_seconds, row.ratio)
+        figures = (row.seconds, row.compute_seconds, row.copy_seconds, row.ratio)
         rows.append([str(row.nodes), *(f"{figure:.3f}" for figure in figures)])
-    click.echo(table(f"{name}, {report.dtype}{where}", headings, rows))
-    fewer = f" of {report.full_layers}{'' if where else ' (the host has no memory for more)'}"
-    disk = f", {report.from_disk} from disk at {report.disk / 1e9:.2f} GB/s" if where else ""
+    headings = ("nodes", "pass s", "compute s", "copies s", "pass / max")
+    click.echo(table(f"{name}, {report.dtype}", headings, rows))
+    fewer = f" of {report.full_layers} (the host has no memory for more)" if report.layers < report.full_layers else ""
     click.echo(
-        f"{report.layers} layers{fewer if report.layers < report.full_layers else ''}, {report.streamed_layers} of "
-        f"them streamed: {format_size(report.streamed_bytes)} a pass at {report.bandwidth / 1e9:.1f} GB/s{disk}"
+        f"{report.layers} layers{fewer}, {report.streamed_layers} of them streamed: "
+        f"{format_size(report.streamed_bytes)} a pass at {report.bandwidth / 1e9:.1f} GB/s"
     )
     if len(report.rows) < sizes:
         click.echo("Time is up: the larger passes were not measured.")
