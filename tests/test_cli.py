@@ -110,18 +110,10 @@ def refused(run: Run, *arguments: str, code: int, says: str, stdin: str = "") ->
     assert says in lines[-1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        (["run", "nothing.gguf", "hi"], 1, "edgespec: nothing.gguf: there is no such file\n"),
-        (["run", "x.gguf", "hi", "--budget", "0"], 2, "edgespec: budget is 0, "),
-    ],
-)
-def test_a_mistake_ends_the_process_with_its_code(arguments: list[str], code: int, says: str) -> None:
-    done = forked(*arguments)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert done.stderr.startswith(says)
-    assert done.stderr.count("\n") == 1
+def test_a_mistake_ends_the_process_with_its_code() -> None:
+    done = forked("run", "nothing.gguf", "hi")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "edgespec: nothing.gguf: there is no such file\n"
 
 
 @pytest.mark.parametrize(
@@ -263,11 +255,6 @@ def test_a_model_that_is_no_model_is_one_line(run: Run, tmp_path: Path) -> None:
             refused(run, command, str(path), *(["hi"] if command == "run" else []), code=1, says=f"{path}: {says}")
 
 
-def test_python_runs_the_package_as_a_program() -> None:
-    done = subprocess.run([sys.executable, "-m", "edgespec", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"edgespec, version {edgespec.__version__}\n"
-
-
 def test_a_grace_below_zero_is_refused(run: Run) -> None:
     refused(run, "serve", "x.gguf", "--grace", "-1", code=2, says="--grace")
 
@@ -325,11 +312,11 @@ def test_run_writes_the_answer_to_stdout_and_the_summary_to_stderr(run: Run, smo
     assert "acceptance length" in err
 
 
-def test_json_is_one_object_for_every_planner(run: Run, smollm2_tiny: Path) -> None:
+def test_json_is_one_object_for_every_planner(run: Run, small: Path) -> None:
     results = []
     for planner in ("none", "sssd", "chain", "specexec"):
-        draft = ["--draft", str(smollm2_tiny)] if planner in ("chain", "specexec") else []
-        arguments = ["run", str(smollm2_tiny), "-", "--json", "-n", "16", "--planner", planner, "--budget", "6", *draft]
+        draft = ["--draft", str(small)] if planner in ("chain", "specexec") else []
+        arguments = ["run", str(small), "-", "--json", "-n", "16", "--planner", planner, "--budget", "6", *draft]
         arguments += ANY_PASSES
         results.append(json.loads(run(*arguments, stdin="Count from one to ten.")[1]))
     assert all(result["stats"]["tokens"] == len(result["tokens"]) for result in results)
@@ -338,9 +325,9 @@ def test_json_is_one_object_for_every_planner(run: Run, smollm2_tiny: Path) -> N
 
 
 def test_a_variable_sets_an_option_and_a_bad_value_names_it(
-    run: Run, smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ["run", str(smollm2_tiny), "Hello", "--json", "--planner", "none", *ANY_PASSES]
+    arguments = ["run", str(small), "Hello", "--json", "--planner", "none", *ANY_PASSES]
     monkeypatch.setenv("EDGESPEC_RUN_MAX_TOKENS", "3")
     monkeypatch.setenv("EDGESPEC_BENCH_MAX_TOKENS", "5")  # another command's
     assert len(json.loads(run(*arguments)[1])["tokens"]) == 3
@@ -352,16 +339,16 @@ def test_a_variable_sets_an_option_and_a_bad_value_names_it(
     assert "$EDGESPEC_RUN_MAX_TOKENS" in says
 
 
-def test_same_seed_same_text(run: Run, smollm2_tiny: Path) -> None:
-    arguments = ["run", str(smollm2_tiny), "Tell me a story.", "--json", "-n", "16", "-t", "1", "--planner", "none"]
+def test_same_seed_same_text(run: Run, small: Path) -> None:
+    arguments = ["run", str(small), "Tell me a story.", "--json", "-n", "16", "-t", "1", "--planner", "none"]
     first, again, other = (
         json.loads(run(*arguments, *ANY_PASSES, "--seed", seed)[1])["tokens"] for seed in ("5", "5", "6")
     )
     assert first == again != other
 
 
-def test_a_stop_string_ends_the_text_and_is_not_shown(run: Run, smollm2: Path) -> None:
-    arguments = ["run", str(smollm2), "Count: one two three", "--raw", "--json", "-n", "40", "--planner", "none"]
+def test_a_stop_string_ends_the_text_and_is_not_shown(run: Run, small: Path) -> None:
+    arguments = ["run", str(small), "Count: one two three", "--raw", "--json", "-n", "40", "--planner", "none"]
     arguments += ANY_PASSES
     whole = json.loads(run(*arguments)[1])["text"]
     stop = whole[8:11]
@@ -370,8 +357,8 @@ def test_a_stop_string_ends_the_text_and_is_not_shown(run: Run, smollm2: Path) -
     assert cut["stats"]["finish_reason"] == "stop"
 
 
-def test_drafted_tokens_are_tinted(run: Run, smollm2_tiny: Path) -> None:
-    arguments = [str(smollm2_tiny), "Say hello.", "-n", "12", "--planner", "chain", "--draft", str(smollm2_tiny)]
+def test_drafted_tokens_are_tinted(run: Run, small: Path) -> None:
+    arguments = [str(small), "Say hello.", "-n", "12", "--planner", "chain", "--draft", str(small)]
     arguments += [*ANY_PASSES, "--budget", "4"]
     terminal = f"import sys; sys.stdout.isatty = lambda: True; {RUN}"  # click strips colours where there is none
     done = forked("run", *arguments, "--show-drafts", program=terminal)
@@ -379,59 +366,29 @@ def test_drafted_tokens_are_tinted(run: Run, smollm2_tiny: Path) -> None:
     assert "\x1b[32m" not in run("run", *arguments)[1]
 
 
-def test_errors_that_need_a_model(run: Run, smollm2: Path, other_vocab_gguf: Path, tmp_path: Path) -> None:
-    model = str(smollm2)
-    refused(
-        run,
-        "run",
-        model,
-        "-",
-        "--ctx",
-        "64",
-        *ANY_PASSES,
-        code=1,
-        says="context length is 64 tokens",
-        stdin="word " * 100,
-    )
+def test_errors_that_need_a_model(run: Run, small: Path, other_vocab_gguf: Path, tmp_path: Path) -> None:
+    model = str(small)
+    long = {"says": "context length is 64 tokens", "stdin": "word " * 100}
+    refused(run, "run", model, "-", "--ctx", "64", *ANY_PASSES, code=1, **long)
     other = ["--draft", str(other_vocab_gguf)]
     refused(run, "run", model, "hi", *other, *ANY_PASSES, code=1, says="another vocabulary than the target")
     cut = tmp_path / "cut.gguf"
-    cut.write_bytes(smollm2.read_bytes()[:50_000_000])
+    cut.write_bytes(small.read_bytes()[:-1000])
     refused(run, "run", str(cut), "hi", code=1, says="is cut off: fetch or copy it again")
     store = tmp_path / "a.store"
     text = tmp_path / "a.txt"
     text.write_text("some words to copy from " * 50, "utf-8")
     assert run("datastore", "build", str(store), str(text), "--model", model)[0] == 0
-    refused(
-        run,
-        "run",
-        str(other_vocab_gguf),
-        "hi",
-        "--datastore",
-        str(store),
-        *ANY_PASSES,
-        code=1,
-        says="another tokenizer",
-    )
+    asked = ["hi", "--datastore", str(store), *ANY_PASSES]
+    refused(run, "run", str(other_vocab_gguf), *asked, code=1, says="another tokenizer")
     store.write_bytes(store.read_bytes()[:-10])
-    refused(run, "run", model, "hi", "--datastore", str(store), *ANY_PASSES, code=1, says="damaged")
+    refused(run, "run", model, *asked, code=1, says="damaged")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_ctrl_c_keeps_what_was_written_and_exits_with_130(smollm2_tiny: Path) -> None:
-    arguments = [
-        "run",
-        str(smollm2_tiny),
-        "Tell me a very long story.",
-        "-n",
-        "3000",
-        "--ctx",
-        "8192",
-        "--planner",
-        "none",
-    ]
-    arguments += ANY_PASSES
-    with Forked(*arguments) as process:
+def test_ctrl_c_keeps_what_was_written_and_exits_with_130(small: Path) -> None:
+    arguments = [str(small), "Tell me a very long story.", "-n", "3000", "--ctx", "8192", "--planner", "none"]
+    with Forked("run", *arguments, *ANY_PASSES) as process:
         first = process.stdout.read(40)  # it is writing
         process.send_signal(signal.SIGINT)
         rest, errors = process.stdout.read(), process.stderr.read()
@@ -454,14 +411,14 @@ def test_a_closed_pipe_ends_quietly(tiny: str) -> None:
 
 
 def test_bench_compares_planners_and_finds_nothing_wrong(
-    run: Run, smollm2_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(terminal, "LINE_SECONDS", 0.001)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
         '{"prompt": "Say hello.", "category": "a"}\n{"turns": ["Name a colour.", "x"], "category": "b"}\n', "utf-8"
     )
-    model = str(smollm2_tiny)
+    model = str(small)
     arguments = ["bench", str(prompts), "--model", model, "--draft", model, "-n", "12", "--budget", "8"]
     arguments += ANY_PASSES
     status, out, err = run(*arguments, "--planners", "specexec, sssd,chain ", "--json")
@@ -555,11 +512,11 @@ def test_bench_and_doctor_load_a_model_that_may_stream_as_run_does(
     assert loaded.pop().widest == 0
 
 
-def test_bench_counts_seeds_on_beyond_the_largest(run: Run, smollm2_tiny: Path, tmp_path: Path) -> None:
+def test_bench_counts_seeds_on_beyond_the_largest(run: Run, small: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     arguments = ["bench", str(prompts), "--planners", "none", *ANY_PASSES]
-    status, _, err = run(*arguments, "--model", str(smollm2_tiny), "-n", "2", "--seed", str(2**64 - 1))
+    status, _, err = run(*arguments, "--model", str(small), "-n", "2", "--seed", str(2**64 - 1))
     assert status == 0, err
     refused(run, *arguments, "--model", "nothing.gguf", "-n", "0", code=2, says="max_tokens is 0")
 
@@ -593,20 +550,20 @@ def test_bench_refuses_what_run_refuses(
 
 
 def test_bench_refuses_a_prompt_without_room_before_it_measures(
-    run: Run, smollm2_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, answered = tmp_path / "prompts.jsonl", list[str]()
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hi", "word " * 300)))
     monkeypatch.setattr(edgespec.Model, "generate", lambda self, question, **options: answered.append(question))
-    status, _, err = run("bench", str(prompts), "--model", str(smollm2_tiny), "--ctx", "256", "--raw", *ANY_PASSES)
+    status, _, err = run("bench", str(prompts), "--model", str(small), "--ctx", "256", "--raw", *ANY_PASSES)
     assert status == 1
     assert "maximum context length is 256 tokens" in err
     assert not answered
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_a_chat_on_a_terminal_remembers_and_obeys_its_commands(smollm2_tiny: Path, tmp_path: Path) -> None:
-    arguments = ["run", str(smollm2_tiny), "-n", "30", "--planner", "none", *ANY_PASSES]
+def test_a_chat_on_a_terminal_remembers_and_obeys_its_commands(small: Path, tmp_path: Path) -> None:
+    arguments = ["run", str(small), "-n", "30", "--planner", "none", *ANY_PASSES]
     with typing_to(*arguments, environment={"XDG_CACHE_HOME": str(tmp_path)}) as person:
         person.until("/help")
         person.type("/stats\r")
@@ -630,7 +587,7 @@ def test_an_answer_that_was_cut_says_so(run: Run, tiny: str) -> None:
     assert "cut" not in out
     full = "cut: the context is full (--ctx)"
     assert run("run", tiny, "hello", *REFERENCE, "--ctx", "60")[2].splitlines()[1] == full
-    unlimited = run("run", tiny, "hello", *REFERENCE, "--ctx", "900", "-n", "-1")[2]
+    unlimited = run("run", tiny, "hello", *REFERENCE, "--ctx", "600", "-n", "-1")[2]
     assert unlimited.splitlines()[1] == full
     assert int(re.findall(r"(\d+) tokens,", unlimited)[0]) > 512
     whole = run("run", tiny, "hello", *REFERENCE, "-t", "0", "-n", "7")[1]
@@ -713,20 +670,20 @@ def test_no_colours_where_none_are_wanted(tiny: str, environment: dict[str, str]
 
 
 def test_costs_are_kept_from_run_to_run_unless_told_otherwise(
-    run: Run, smollm2_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(remembered.OFF)
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(tmp_path))
-    asked = ["run", str(smollm2_tiny), "one two one two one", "--raw", "-n", "6", "--ctx", "64"]
-    with edgespec.load(str(smollm2_tiny), context_length=64, remember=False) as model:
+    asked = ["run", str(small), "one two one two one", "--raw", "-n", "6", "--ctx", "64"]
+    with edgespec.load(str(small), context_length=64, remember=False) as model:
         texts = [model.generate(asked[2], max_tokens=6, seed=1, temperature=0.0).text + "\n"]
     assert remembered.everything() == []
     passes = [0]
     for _ in range(2):
         texts.append(run(*asked)[1])
         (found,) = remembered.everything()
-        assert found["about"]["target"].startswith(smollm2_tiny.name)
+        assert found["about"]["target"].startswith(small.name)
         passes.append(found["value"]["passes"])
         assert found["value"]["target"]
         assert found["value"]["ledgers"]["1"]["plain"] > 0

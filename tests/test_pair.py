@@ -199,18 +199,18 @@ def test_recurrent_layers_are_no_reason(tmp_path: Path) -> None:
     assert check_pair(*pair, context_length=2048, memory=GB).refusals == []
 
 
-def test_a_file_that_is_cut_off(smollm2_tiny: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off(small: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.gguf"
-    cut.write_bytes(smollm2_tiny.read_bytes()[:-1000])
-    verdict = check_pair(str(smollm2_tiny), str(cut), context_length=2048, memory=GB)
+    cut.write_bytes(small.read_bytes()[:-1000])
+    verdict = check_pair(str(small), str(cut), context_length=2048, memory=GB)
     assert "cut.gguf: is cut off" in verdict.refusals[0]
     assert len(check_pair(str(cut), str(cut), context_length=2048, memory=GB).refusals) == 1
 
 
-def test_a_replay_gains_what_the_target_would_have_given(smollm2_tiny: Path) -> None:
+def test_a_replay_gains_what_the_target_would_have_given(small: Path) -> None:
     """Against the recording of plain decoding, each planner takes as many passes as against the target itself."""
-    entry = find_model(str(smollm2_tiny))
-    backends = open_backends(entry, str(smollm2_tiny), None, LoadOptions(context_length=512, budget=8, exact="off"))
+    entry = find_model(str(small))
+    backends = open_backends(entry, str(small), None, LoadOptions(context_length=512, budget=8, exact="off"))
     try:
         question = user_messages("Count from one to ten.")
         with Model(backends[0], make_planner("none", backends)) as model:
@@ -228,10 +228,10 @@ def test_a_replay_gains_what_the_target_would_have_given(smollm2_tiny: Path) -> 
         close_all(backends)
 
 
-def test_answers_are_recorded_once(smollm2_tiny: Path, tmp_path: Path) -> None:
+def test_answers_are_recorded_once(small: Path, tmp_path: Path) -> None:
     kept, asked = tmp_path / "sub" / "answers.jsonl", questions(["prose", "code"], 1)
     options = LoadOptions(context_length=512, budget=8, exact="off")
-    (target,) = open_backends(find_model(str(smollm2_tiny)), None, None, options)
+    (target,) = open_backends(find_model(str(small)), None, None, options)
     try:
         seen = list[tuple[int, int]]()
         first = record(target, asked, kept, 8, lambda *what: seen.append(what))
@@ -266,21 +266,10 @@ def test_another_file_has_other_answers(tmp_path: Path) -> None:
     a, b = tmp_path / "a.gguf", tmp_path / "b.gguf"
     a.write_bytes(b"1")
     b.write_bytes(b"1")
-    names = {recording.recording_file(str(path), n, 512) for path, n in ((a, 8), (a, 9), (b, 8))}
+    about = ((a, 8, 512), (a, 9, 512), (a, 8, 96), (b, 8, 512))  # its context may cut an answer
+    names = {recording.recording_file(str(path), *limits) for path, *limits in about}
     a.write_bytes(b"12")
-    assert len({*names, recording.recording_file(str(a), 8, 512)}) == 4
-
-
-def test_an_answer_that_its_context_cut_is_recorded_anew_for_another_context(
-    smollm2_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recording, "cache_folder", lambda: tmp_path)
-    entry, asked = Entry(name="a", target=f"file:{smollm2_tiny}"), questions(["chat"], 1)
-    for context_length in (96, 512):
-        measure_pair(entry, None, asked, max_tokens=60, budget=2, context_length=context_length)
-    lines = [line for file in tmp_path.rglob("*.jsonl") for line in file.read_text("utf-8").splitlines()]
-    cut, whole = sorted(len(json.loads(line)["output_ids"]) for line in lines)
-    assert cut < whole
+    assert len({*names, recording.recording_file(str(a), 8, 512)}) == 5
 
 
 def test_questions() -> None:
@@ -352,7 +341,7 @@ def test_tables_and_the_picture(tmp_path: Path) -> None:
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
-    smollm2_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.setattr("edgespec.measure.pair.measure_pair", lambda *_, **__: pytest.fail("began to measure"))
     missing, notes = str(tmp_path / "missing" / "a.png"), tmp_path / "notes.png"
@@ -363,7 +352,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
         (object(), "notes.md", 2, "the picture is a PNG, but notes.md does not end in .png"),
     ):  # fmt: skip
         monkeypatch.setattr("edgespec.measure.pair_report.find_spec", lambda _, there=there: there)
-        status, out, err = run("pair", str(smollm2_tiny), "--png", path)
+        status, out, err = run("pair", str(small), "--png", path)
         assert (status, out, err.count("\n")) == (code, "", 1)
         assert says in err
 
@@ -406,30 +395,16 @@ def test_a_file_that_cannot_take_an_entry(tmp_path: Path, monkeypatch: pytest.Mo
         check_writable("b", path)
 
 
-def test_the_command(run: Run, smollm2_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, own = str(smollm2_tiny), tmp_path / "home" / ".config" / "edgespec" / "models.yaml"
-    arguments = [
-        "pair",
-        model,
-        model,
-        "--tasks",
-        "chat",
-        "--questions",
-        "1",
-        "-n",
-        "6",
-        "--budget",
-        "4",
-        "--ctx",
-        "512",
-    ]
+def test_the_command(run: Run, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, own = str(small), tmp_path / "home" / ".config" / "edgespec" / "models.yaml"
+    arguments = f"pair {model} {model} --tasks chat --questions 1 -n 6 --budget 4 --ctx 512".split()
     status, out, err = run(*arguments, "--json", "--write", "mine")
     assert status == 0, err
     report = json.loads(out)
     assert [(row["planner"], row["budget"]) for row in report["rows"]] == [
         ("none", 0), ("sssd", 2), ("sssd", 4), ("specexec", 2), ("specexec", 4),
     ]  # fmt: skip
-    assert report["rows"][4]["tokens_per_pass"] >= 2  # a model is a good draft of itself
+    assert report["rows"][4]["tokens_per_pass"] > 1.5  # a model is a good draft of itself
     assert "the draft has 1.00 of the target's bytes" in err
     (entry,) = read_models(own)
     assert (entry.name, entry.target, entry.draft) == ("mine", f"file:{model}", f"file:{model}")
@@ -464,9 +439,9 @@ def test_a_split_file_is_one_model_of_the_size_of_its_parts(
     assert drafts_here(str(target), None) == []
 
 
-def test_how_often_two_models_agree(run: Run, smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_often_two_models_agree(run: Run, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_module, "TEACHER", 64)
-    status, out, _ = run("pair", str(smollm2_tiny), str(smollm2_tiny), "--quick", "--json")
+    status, out, _ = run("pair", str(small), str(small), "--quick", "--json")
     assert status == 0
     assert json.loads(out)["agreement"]["1"] == 1.0
 
@@ -503,25 +478,26 @@ def test_without_a_draft_it_is_said_what_is_measured(run: Run) -> None:
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_a_pair_without_a_draft(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
+def test_a_pair_without_a_draft(small: Path, monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
     monkeypatch.setattr(pair_module, "machine_is_busy", lambda: busy)
     found = measure_pair(
-        Entry(name="a", target=f"file:{smollm2_tiny}"), None, questions(["chat"], 1), max_tokens=4, budget=2,
+        Entry(name="a", target=f"file:{small}"), None, questions(["chat"], 1), max_tokens=4, budget=2,
         context_length=512,
     )  # fmt: skip
+    assert recording.recording_file(str(small), 4, 512).exists()
     assert [row.planner for row in found.rows] == ["none", "sssd"]
     assert any("these figures are rough" in note for note in found.notes) == busy
 
 
-def test_answers_of_one_token_are_no_measurement(smollm2_tiny: Path) -> None:
+def test_answers_of_one_token_are_no_measurement(small: Path) -> None:
     with pytest.raises(EdgespecError, match="all answers to chat have one token"):
         measure_pair(
-            Entry(name="a", target=f"file:{smollm2_tiny}"), None, questions(["chat"], 1), max_tokens=1, budget=2,
+            Entry(name="a", target=f"file:{small}"), None, questions(["chat"], 1), max_tokens=1, budget=2,
             context_length=512,
         )  # fmt: skip
 
 
-def test_plain_decoding_is_measured_without_the_draft(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_decoding_is_measured_without_the_draft(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where weights are streamed, the draft takes memory from the target."""
     opened = list[Any]()
 
@@ -534,10 +510,10 @@ def test_plain_decoding_is_measured_without_the_draft(smollm2_tiny: Path, monkey
 
     monkeypatch.setattr(pair_module, "open_backends", streaming)
     found = measure_pair(
-        Entry(name="a", target=f"file:{smollm2_tiny}"), str(smollm2_tiny), questions(["chat"], 1), max_tokens=4,
+        Entry(name="a", target=f"file:{small}"), str(small), questions(["chat"], 1), max_tokens=4,
         budget=2, context_length=512,
     )  # fmt: skip
-    assert opened == [str(smollm2_tiny), None]
+    assert opened == [str(small), None]
     assert [row.planner for row in found.rows] == ["none", "sssd", "specexec"]
     assert found.streams
     assert "nothing has to be streamed" in found.notes[-1]
