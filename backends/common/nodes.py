@@ -9,7 +9,7 @@ import numpy as np
 
 from edgespec.errors import ContextFull
 from edgespec.loop.backend import Work
-from edgespec.loop.session_files import Details, Loaded, Saved, damaged, read
+from edgespec.loop.session_files import Details, Loaded, Saved, damaged, read, write
 from edgespec.loop.shapes import PromptRead
 from edgespec.loop.tree import IntArray, is_leaf, nodes_below, parents_among
 
@@ -130,6 +130,9 @@ class NodeSession:
         self.token_ids, self._prompt = saved.token_ids, PromptRead(details.read, details.short)
         return saved.note
 
+    def save(self, path: str | Path, note: Any = None) -> None:
+        write(path, self._backend, self.token_ids, self._details(), self._write_cells, note)
+
     def _details(self) -> Any:
         """For the session's file, of `_form`."""
         return Details(**self._prompt.as_dict())
@@ -140,10 +143,20 @@ class NodeSession:
 
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
         """Move cells: right after those of the committed tokens come those of `path`, then those of `stay`."""
+        length, order = len(self.token_ids), [*path, *stay]
+        moved = next((i for i, node in enumerate(order) if i != node), len(order))
+        if moved < len(order):
+            self._move_cells(length + moved, [length + node for node in order[moved:]])
+
+    def _move_cells(self, start: int, cells: list[int]) -> None:
+        """Copy cells, by their numbers, to those from `start` on."""
 
     def _copy_cells(self, other: Self) -> None: ...
 
     def _size(self, length: int, details: Any) -> int | None:
         """The engine's bytes in the file of a session with `length` tokens; None: not known."""
+
+    def _write_cells(self, new: Path) -> None:
+        """Write the engine's bytes of a session's file."""
 
     def _load_cells(self, path: str | Path, saved: Saved, details: Any) -> None: ...

@@ -17,7 +17,7 @@ from edgespec.loop.backend import Capabilities, GivesStates, Logits, Work
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import check_batch, common_prefix
 from edgespec.loop.sampling import Float32Array
-from edgespec.loop.session_files import content_of, write
+from edgespec.loop.session_files import content_of
 
 from ..common.heads import HeadSession
 from ..common.interrupts import one_pass
@@ -196,9 +196,6 @@ class AssistantSession(HeadSession, NodeSession):
     @property
     def size(self) -> int:
         return 0
-
-    def save(self, path: str | Path, note: Any = None) -> None:
-        write(path, self._backend, self.token_ids, self._details(), lambda new: None, note)
 
     def close(self) -> None:
         if self.seq_ids:

@@ -6,24 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
+from edgespec.loop.sampling import Float32Array
 
-from ..common.row_logits import RowStateLogits
+from ..common.row_logits import HostLogits, RowStateLogits
 from .ggml.files import llama_cpp
 from .states import RowStates
 
 
-class LlamaLogits:
-    """See `edgespec.loop.backend.Logits`; it reads llama.cpp's output buffer, which the next pass overwrites."""
+class LlamaLogits(HostLogits):
+    """It reads llama.cpp's output buffer, which the next pass overwrites."""
 
     def __init__(self, context: Any, size: int, width: int, batch_index: dict[int, int]) -> None:
         self._context = context
         self._size = size
         self._width = width
         self._batch_index = batch_index
-
-    def row(self, node: int) -> Float32Array:
-        return self.view(node).copy()
 
     def view(self, node: int) -> Float32Array:
         pointer = llama_cpp.llama_get_logits_ith(self._context, self._batch_index[node])
@@ -32,14 +29,9 @@ class LlamaLogits:
 
     def state(self, node: int) -> Float32Array:
         if self._width == 0:
-            return np.zeros(0, np.float32)
+            return super().state(node)
         pointer = llama_cpp.llama_get_embeddings_ith(self._context, self._batch_index[node])
         return np.ctypeslib.as_array(pointer, (self._width,)).copy()
-
-    def top(
-        self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
-    ) -> tuple[list[IdArray], list[Scores]]:
-        return top_of_rows(map(self.view, nodes), k, temperature, noise)
 
 
 class StateLogits(LlamaLogits):

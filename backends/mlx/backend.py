@@ -26,7 +26,7 @@ from edgespec.errors import Closed, ModelError, UsageError, check_whole
 from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
-from edgespec.loop.sampling import Float32Array, IdArray, Scores, top_of_rows
+from edgespec.loop.sampling import Float32Array, IdArray, Scores
 from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import ALWAYS, BatchInvariance, RowClass, also_wanted
 from edgespec.machine import memory as process
@@ -41,6 +41,7 @@ from ..common.hf_vocab import HfVocab, load_vocab
 from ..common.interrupts import Stop, interruptible, one_pass
 from ..common.loader import loader
 from ..common.model_folder import content_files, experts_of, first_line
+from ..common.row_logits import HostLogits
 from .head_files import head_bytes
 from .loading import LazyModel, open_model
 from .memory import (
@@ -72,8 +73,8 @@ BLOCKS = 64  # for `device_top_ids`
 TOLERANCE = {mx.float32: 0.01, mx.float16: 0.2, mx.bfloat16: 2.0}
 
 
-class MlxLogits:
-    """See `edgespec.loop.backend.Logits`, and `GivesStates` there."""
+class MlxLogits(HostLogits):
+    """See `GivesStates` in `edgespec.loop.backend`, too."""
 
     def __init__(self, rows: Any, nodes: Sequence[int], first: int = 0, states: Any = None) -> None:
         """
@@ -92,15 +93,9 @@ class MlxLogits:
         rows: Float32Array = np.array(self._rows, copy=False)
         return rows
 
-    def row(self, node: int) -> Float32Array:
-        return self.view(node).copy()
-
     def view(self, node: int) -> Float32Array:
         row: Float32Array = self._host[self._index[node]]
         return row
-
-    def state(self, node: int) -> Float32Array:
-        return np.zeros(0, np.float32)
 
     def states(self, nodes: Sequence[int]) -> Float32Array:
         states: Float32Array = np.array(self._states, copy=False)[np.asarray(nodes, np.intp) - self._first]
@@ -109,11 +104,9 @@ class MlxLogits:
     def top(
         self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
     ) -> tuple[list[IdArray], list[Scores]]:
-        index = [self._index[node] for node in nodes]
         if on_gpu():
-            return device_top(self._rows, index, k, temperature, noise)
-        rows = (self._host[i] for i in index)  # on a CPU, MLX takes five to ten times as long as numpy
-        return top_of_rows(rows, k, temperature, noise)
+            return device_top(self._rows, [self._index[node] for node in nodes], k, temperature, noise)
+        return super().top(nodes, k, temperature, noise)  # on a CPU, MLX takes five to ten times as long as numpy
 
 
 def device_top(

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field, PositiveInt, Strict
 
 from edgespec.loop.backend import Work
-from edgespec.loop.session_files import Details, Saved, write
+from edgespec.loop.session_files import Details, Saved
 
 from ..common.nodes import NodeSession, Owner
 from .tree import Pass, TreeCache
@@ -89,13 +89,7 @@ class MlxSession(NodeSession):
     def state(self) -> list[Any]:
         return [buffer for cache in self.caches for buffer in (cache.keys, cache.values) if buffer is not None]
 
-    def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
-        length, order = len(self.token_ids), [*path, *stay]
-        moved = next((i for i, node in enumerate(order) if node != i), len(order))
-        if moved < len(order):
-            self._move([length + node for node in order[moved:]], length + moved)
-
-    def _move(self, cells: list[int], start: int) -> None:
+    def _move_cells(self, start: int, cells: list[int]) -> None:
         index, end = mx.array(cells), start + len(cells)
         moved = [(cache.keys[..., index, :], cache.values[..., index, :]) for cache in self.caches]
         mx.eval(moved)  # then nothing else holds the buffers, and MLX writes in place
@@ -120,20 +114,17 @@ class MlxSession(NodeSession):
             cache.fill(next(arrays), next(arrays))
         mx.eval(self.state)
 
-    def save(self, path: str | Path, note: Any = None) -> None:
-        arrays = self._saved()
-        details = ArrayDetails(
+    def _details(self) -> ArrayDetails:
+        return ArrayDetails(
             **self._prompt.as_dict(), buffers=len(self.state) if self.token_ids else 0,
-            arrays=[form_of(array) for array in arrays],
+            arrays=[form_of(array) for array in self._saved()],
             states=self._states(),
         )  # fmt: skip
 
-        def put(new: Path) -> None:
-            with new.open("wb") as file:
-                for array in arrays:
-                    file.write(as_bytes(array))
-
-        write(path, self._backend, self.token_ids, details, put, note)
+    def _write_cells(self, new: Path) -> None:
+        with new.open("wb") as file:
+            for array in self._saved():
+                file.write(as_bytes(array))
 
     def forms(self) -> tuple[list[Form], list[Form | None]]:
         """Of the arrays of a cell, and of a state, after a pass."""

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from edgespec.loop.backend import Work
-from edgespec.loop.session_files import Saved, write
+from edgespec.loop.session_files import Saved
 
 from ..common.nodes import NodeSession, Owner
 from .spans import Cells, out_of_memory
@@ -73,11 +73,11 @@ class TorchSession(NodeSession):
     def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
         if path:
             self.queries = self.latest if path[-1] == self.nodes - 1 else {}
-        length, order = len(self.token_ids), [*path, *stay]
-        moved = next((i for i, node in enumerate(order) if i != node), len(order))
-        if moved < len(order):
-            with torch.inference_mode(), out_of_memory("accepted tokens"):
-                self.cells.move(length + moved, [length + node for node in order[moved:]])
+        super()._commit_cells(path, stay)
+
+    def _move_cells(self, start: int, cells: list[int]) -> None:
+        with torch.inference_mode(), out_of_memory("accepted tokens"):
+            self.cells.move(start, cells)
 
     def _keep_nodes(self, nodes: Sequence[int]) -> None:
         sees = [self._sees[node][nodes[: i + 1]] for i, node in enumerate(nodes)]
@@ -98,13 +98,10 @@ class TorchSession(NodeSession):
 
     def _make(self, details: Any) -> None: ...
 
-    def save(self, path: str | Path, note: Any = None) -> None:
-        def put(new: Path) -> None:
-            with new.open("wb") as file, out_of_memory("a session's file"):
-                for tensor in self._saved(len(self.token_ids)):
-                    tensor.contiguous().view(torch.uint8).cpu().numpy().tofile(file)
-
-        write(path, self._backend, self.token_ids, self._details(), put, note)
+    def _write_cells(self, new: Path) -> None:
+        with new.open("wb") as file, out_of_memory("a session's file"):
+            for tensor in self._saved(len(self.token_ids)):
+                tensor.contiguous().view(torch.uint8).cpu().numpy().tofile(file)
 
     def _load_cells(self, path: str | Path, saved: Saved, details: Any) -> None:
         with torch.inference_mode(), out_of_memory("a session's file"):

@@ -24,7 +24,7 @@ from edgespec.errors import Closed, ContextFull, ModelError, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadPlan, Progress
 from edgespec.loop.passes import check_batch
-from edgespec.loop.session_files import Saved, StateDetails, identity_of, write
+from edgespec.loop.session_files import Saved, StateDetails, identity_of
 from edgespec.loop.shapes import BatchInvariance
 from edgespec.loop.tree import is_leaf, path_to
 
@@ -126,17 +126,14 @@ class ReferenceSession(NodeSession):
         output = model.embedding if model.unembedding is None else model.unembedding
         return RowLogits({node: (output @ found[node]).astype(np.float32) for node in work.wanted.tolist()})
 
-    def _commit_cells(self, path: Sequence[int], stay: Sequence[int]) -> None:
-        length = len(self.token_ids)
-        order = length + np.array([*path, *stay], np.int64)
-        self._cells[length : length + len(order)] = self._cells[order]
+    def _move_cells(self, start: int, cells: list[int]) -> None:
+        self._cells[start : start + len(cells)] = self._cells[cells]
 
     def _copy_cells(self, other: Self) -> None:
         other._cells[: len(self.token_ids)] = self._cells[: len(self.token_ids)]
 
-    def save(self, path: str | Path, note: Any = None) -> None:
-        cells = self._cells[: len(self.token_ids)]
-        write(path, self._backend, self.token_ids, self._details(), lambda new: cells.tofile(new), note)
+    def _write_cells(self, new: Path) -> None:
+        self._cells[: len(self.token_ids)].tofile(new)
 
     def _size(self, length: int, details: Any) -> int:
         return self._cells[:length].nbytes
@@ -228,11 +225,12 @@ class RecurrentSession(ReferenceSession):
         super()._copy_cells(other)
         other._states = self._states.copy()
 
-    def save(self, path: str | Path, note: Any = None) -> None:
-        kept = self._states.kept
-        data = np.concatenate([part.ravel() for part in (self._cells[: len(self.token_ids)], *kept.values())])
-        details = StateDetails(**self._prompt.as_dict(), states=list(kept))
-        write(path, self._backend, self.token_ids, details, lambda new: data.tofile(new), note)
+    def _details(self) -> StateDetails:
+        return StateDetails(**self._prompt.as_dict(), states=list(self._states.kept))
+
+    def _write_cells(self, new: Path) -> None:
+        parts = self._cells[: len(self.token_ids)], *self._states.kept.values()
+        np.concatenate([part.ravel() for part in parts]).tofile(new)
 
     def _size(self, length: int, details: StateDetails) -> int:
         return super()._size(length, details) + len(details.states) * self._empty.nbytes
