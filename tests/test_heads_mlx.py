@@ -267,12 +267,12 @@ def draft_beyond(weights: dict[str, Any]) -> None:
 
 
 BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "a tensor missing": (lose_a_norm, {}, "is no EAGLE-3 head that MLX"),
-    "other widths": (read_less, {}, "reads 93 values of the layers"),
-    "another target": (keep, {"vocab_size": 99}, "for a vocabulary of 99 tokens, but its target has 288"),
+    "a tensor missing": (lose_a_norm, {}, "is no EAGLE-3 head, or is damaged"),
+    "other widths": (read_less, {}, "31 wide vectors"),
+    "another target": (keep, {"vocab_size": 99}, "99 tokens; this target has 32 and 288"),
     "tokens beyond": (draft_beyond, {}, "not all among the target's 288"),
     "layers beyond": (keep, {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"layers \[1, 2, 9\]"),
-    "a config without heads": (keep, {"num_attention_heads": None}, "is no EAGLE-3 head that MLX"),
+    "a config without heads": (keep, {"num_attention_heads": None}, "is no EAGLE-3 head, or is damaged"),
     "no words for its layers": (keep, {"eagle_aux_hidden_state_layer_ids": "all"}, "reads the layers all of"),
     "cut off": (None, {}, "is cut off"),
 }

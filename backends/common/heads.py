@@ -33,6 +33,7 @@ class HeadOwner(Owner, Protocol):
 
 KEPT = 256  # states of unread tokens that a session keeps, besides the last given: each has tens of kilobytes
 TABLES = ("d2t", "t2d")  # tensors of EAGLE-3 heads that are no weights
+NO_EAGLE = "is no EAGLE-3 head, or is damaged"
 
 
 def head_size(stored: Iterable[Stored]) -> tuple[int, int]:

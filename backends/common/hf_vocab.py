@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from edgespec.errors import ModelError, shown
 from edgespec.machine.files import read_json_object
 
-from .model_folder import LOCAL, check_folder, first_line, read_config
+from .model_folder import LOCAL, check_folder, named, read_config, refused
 
 BYTE_LEVEL, SENTENCE_PIECE = "ByteLevel", "SentencePiece"
 
@@ -153,17 +153,13 @@ def load_vocab(path: str) -> HfVocab:
     """
     folder = check_folder(path)
     text_config = read_config(folder).get_text_config()
-    try:
+    with refused(f"{path}: its tokenizer cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
-    except Exception as error:
-        raise ModelError(f"{path}: its tokenizer cannot be read: {first_line(error)}") from error
     if not isinstance(getattr(text_config, "vocab_size", None), int):
         raise ModelError(f"{path}: config.json gives no vocab_size")
     ends = _end_ids(folder, text_config)
-    try:
+    with named(path):
         return HfVocab(tokenizer, text_config.vocab_size, ends)
-    except ModelError as error:
-        raise ModelError(f"{path}: {error}") from error
 
 
 def _end_ids(folder: Path, config: Any) -> list[int]:

@@ -1,12 +1,13 @@
 """A model folder and its config.json, without its tokenizer (`hf_vocab.py`)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
-from edgespec.errors import ModelError
+from edgespec.errors import EdgespecError, ModelError
 from edgespec.machine.files import no_file, no_model_folder
 
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # of `from_pretrained`
@@ -36,10 +37,8 @@ def read_config(folder: Path) -> Any:
     Raises:
         ModelError: it is damaged, or of an architecture that the installed transformers does not know.
     """
-    try:
+    with refused(f"{folder}: config.json cannot be used"):
         return AutoConfig.from_pretrained(folder, **LOCAL)
-    except Exception as error:  # the library raises nearly every type there is
-        raise ModelError(f"{folder}: config.json cannot be used: {first_line(error)}") from error
 
 
 def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -55,6 +54,34 @@ def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     )
     used = config.get("num_experts_per_tok") or 0
     return (count, used) if 0 < used < count else None
+
+
+@contextmanager
+def refused(what: str) -> Iterator[None]:
+    """
+    Raises:
+        ModelError: `what`, with the first line of a library's error.
+    """
+    try:
+        yield
+    except EdgespecError:
+        raise
+    except Exception as error:  # libraries raise nearly every type there is
+        raise ModelError(f"{what}: {first_line(error)}") from error
+
+
+@contextmanager
+def named(path: str) -> Iterator[None]:
+    """
+    Raises:
+        ModelError: one that was raised without the path, with it.
+    """
+    try:
+        yield
+    except ModelError as error:
+        if str(error).startswith(f"{path}: "):
+            raise
+        raise ModelError(f"{path}: {error}") from error
 
 
 def first_line(error: Exception) -> str:

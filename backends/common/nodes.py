@@ -8,7 +8,8 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from edgespec.errors import ContextFull
-from edgespec.loop.backend import Work
+from edgespec.loop.backend import Backend, Session, Work
+from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import Details, Loaded, Saved, damaged, read, write
 from edgespec.loop.shapes import PromptRead
 from edgespec.loop.tree import IntArray, is_leaf, nodes_below, parents_among
@@ -160,3 +161,24 @@ class NodeSession:
         """Write the engine's bytes of a session's file."""
 
     def _load_cells(self, path: str | Path, saved: Saved, details: Any) -> None: ...
+
+
+def last_row(backend: Backend, session: Session, token_ids: list[int], parents: list[int]) -> Float32Array:
+    """The logits of the last of some nodes."""
+    last = len(token_ids) - 1
+    tokens, above, wanted = (np.array(values, np.int32) for values in (token_ids, parents, [last]))
+    return backend.forward([Work(session, tokens, above, wanted)])[0].row(last)
+
+
+def rows_of_tree(backend: Backend, session: Session) -> list[Float32Array]:
+    """For `is_another`: the last logits of a tree, of its chain of ancestors, and of another chain."""
+    found = list[Float32Array]()
+    for token_ids, parents in (([1, 2, 3], [-1, 0, 0]), ([1, 3], [-1, 0]), ([1, 2, 3], [-1, 0, 1])):
+        found.append(last_row(backend, session, token_ids, parents))
+        session.commit([])
+    return found
+
+
+def is_another(row: Float32Array, right: Float32Array, wrong: Float32Array) -> bool:
+    """True if logits are not `right` but for rounding, or those of something else hardly differ from these."""
+    return not np.abs(row - right).max() < 0.25 * np.abs(right - wrong).max()

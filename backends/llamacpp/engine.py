@@ -32,8 +32,7 @@ from .ggml.files import (
     parts,
     without_amx,
 )
-from .head_card import check_target
-from .head_files import find_head
+from .head_files import check_target, find_head
 from .heads import load_head
 from .lending.child_process import ChildBackend, load_in_child
 from .lending.rpc import lent_line, lent_options

@@ -6,14 +6,17 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import ModelError
-from edgespec.models.gguf_header import architecture, own_header
-from edgespec.models.heads import head_layers, is_head
+from edgespec.machine.memory import format_size
+from edgespec.models.gguf_header import architecture, check_model, own_header, own_values
+from edgespec.models.heads import FIRST_LAYER, head_layers, not_a_model
+from edgespec.weights.plan import count_layers, layer_of
 
 from .context import EAGLE3
 from .ggml.files import all_tensors, llama_cpp, metadata
 from .states import NEXTN, functions
 
 ASSISTANT, ITS_TARGET = "gemma4-assistant", "gemma4"
+KINDS = {"eagle3": "EAGLE-3", ASSISTANT: "assistant", "dflash": "DFlash"}  # general.architecture of heads
 OTHER_HEADS = {"dflash": "drafts blocks"}
 # Architectures (general.architecture) of src/models/*.cpp in llama.cpp:
 # with graph_mtp and a plain cache for it (create_memory in llama-model.cpp),
@@ -42,48 +45,95 @@ class HeadFile:
     """
     Attributes:
         architecture: general.architecture of the file.
-        whole: the file has the model of the head, too.
+        layers: of the head.
+        size: of its tensors, in bytes.
+        target: what it drafts for, for a person; "": the model of the same file.
     """
 
     architecture: str
-    whole: bool
+    layers: int
+    size: int
+    target: str
+
+    @property
+    def whole(self) -> bool:
+        """The file has the model of the head, too."""
+        return not self.target
 
     @property
     def is_eagle(self) -> bool:
         return self.architecture == EAGLE3.decode()
 
+    @property
+    def kind(self) -> str:
+        return KINDS.get(self.architecture, "multi-token prediction")
 
-def find_head(path: str) -> HeadFile | None:
+    @property
+    def line(self) -> str:
+        layers = "1 layer" if self.layers == 1 else f"{self.layers} layers"
+        return f"{self.kind}, {layers}, {format_size(self.size)}, {self.target or 'in the file of its model'}"
+
+
+def read_head(path: str) -> HeadFile | None:
     """
     Returns:
-        What the header says of a head; None: the file has none.
+        The head that a file is or has, also one that llama.cpp cannot use; None: neither.
 
     Raises:
-        ModelError: it cannot be read, or its head cannot be used.
+        ModelError: it cannot be read, or llama.cpp would end the process over a count in its header.
     """
-    name = architecture(path)
+    name, values, layers, tensors = architecture(path), own_values(path), head_layers(path), all_tensors(path)
+    size, names = sum(tensor.size for tensor in tensors), {tensor.name for tensor in tensors}
+    if name in KINDS:
+        width = values.get("target_hidden_size", values.get("embedding_length_out", "an unknown size"))
+        family = "gemma4 models" if name == ASSISTANT else "models"
+        return HeadFile(name, int(values.get("block_count", 1)), size, f"for {family} with states of {width}")
+    if layers and FIRST_LAYER not in names:
+        width = values.get("embedding_length", "an unknown size")
+        return HeadFile(name, layers, size, f"for {name} models with states of {width}")
+    first = count_layers(tensors) - layers
+    if f"blk.{first}.nextn.eh_proj.weight" not in names:
+        return None
+    return HeadFile(name, layers, sum(tensor.size for tensor in tensors if layer_of(tensor) >= first), "")
+
+
+def find_head(path: str) -> HeadFile | None:
+    """As `read_head`.
+
+    Raises:
+        ModelError: also if the head cannot be used.
+    """
+    if (head := read_head(path)) is None:
+        return None
+    name = head.architecture
     if name in OTHER_HEADS:
         raise ModelError(f"{path}: is a head that {OTHER_HEADS[name]} ({name}), which is not supported: use another")
-    values, lengths = own_header(path)
-    if name == EAGLE3.decode():
+    if head.is_eagle:
+        values, lengths = own_header(path)
         _check(path, "has block_count", values.get("block_count"), 1)
         _check(path, "has target_layers of number", lengths.get("target_layers"), 3)
         key, value = (values.get(f"attention.{kind}_length") for kind in ("key", "value"))
         _check(path, "has attention.value_length", value, key)
-        return HeadFile(name, whole=False)
-    if name == ASSISTANT:
-        return HeadFile(name, whole=False)
-    layers = head_layers(path)
-    if layers == 0:
-        return None
-    count = int(values.get("block_count", layers))
-    if not any(tensor.name == f"blk.{count - layers}.nextn.eh_proj.weight" for tensor in all_tensors(path)):
-        return None
-    if name not in OWN_HEADS:
+    elif name not in (ASSISTANT, *OWN_HEADS):
         raise ModelError(f"{path}: has a head of {name}, which is not supported: use a draft model")
-    if layers > 1 and name not in CHAINED:
-        raise ModelError(f"{path}: has {layers} heads, but llama.cpp drafts with one of {name}")
-    return HeadFile(name, whole=not is_head(path))
+    elif head.layers > 1 and name not in (ASSISTANT, *CHAINED):
+        raise ModelError(f"{path}: has {head.layers} heads, but llama.cpp drafts with one of {name}")
+    return head
+
+
+def check_target(path: str) -> HeadFile | None:
+    """
+    Returns:
+        As `read_head`.
+
+    Raises:
+        ModelError: also as for `check_model`, or the file is a head.
+    """
+    check_model(path)
+    head = read_head(path)
+    if head and not head.whole:
+        raise not_a_model(path, head.kind, head.target)
+    return head
 
 
 def _check(path: str, what: str, found: Any, right: Any) -> None:

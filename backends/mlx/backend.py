@@ -40,7 +40,8 @@ from edgespec.weights.ring import can_stream, measure_disk
 from ..common.hf_vocab import HfVocab, load_vocab
 from ..common.interrupts import Stop, interruptible, one_pass
 from ..common.loader import loader
-from ..common.model_folder import content_files, experts_of, first_line
+from ..common.model_folder import content_files, experts_of, refused
+from ..common.nodes import is_another, last_row, rows_of_tree
 from ..common.row_logits import HostLogits
 from .head_files import head_bytes
 from .loading import LazyModel, open_model
@@ -497,27 +498,13 @@ def _check_tree(backend: MlxBackend, path: str, model_type: str) -> None:
     Raises:
         ModelError: the last of two siblings has other logits than without the first, so it sees the first.
     """
-    tree, right, wrong = ([1, 2, 3], [-1, 0, 0]), ([1, 3], [-1, 0]), ([1, 2, 3], [-1, 0, 1])
-
-    def work(tokens: list[int], parents: list[int]) -> Work:
-        last = np.array([len(tokens) - 1], np.int32)
-        return Work(backend.small_session(), np.array(tokens, np.int32), np.array(parents, np.int32), last)
-
-    try:
-        works = [work(*tree), work(*right), work(*wrong)]
-        rows = [logits.row(int(work.wanted[0])) for work, logits in zip(works, backend.forward(works), strict=True)]
-    except RuntimeError as error:
-        raise ModelError(f"{path}: MLX cannot run it on this device: {first_line(error)}") from error
-    except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
-        raise ModelError(f"{path}: {model_type} models cannot read a tree on MLX: {first_line(error)}") from error
+    no_tree = f"{path}: {model_type} models cannot read a tree on MLX"
+    with refused(no_tree):
+        rows = rows_of_tree(backend, backend.small_session())
     if len(rows[0]) != backend.vocab.size:
         raise ModelError(f"{path}: the tokenizer has {backend.vocab.size} tokens, the model {len(rows[0])}")
-    error_of_tree, effect = (float(np.abs(row - rows[1]).max()) for row in (rows[0], rows[2]))
-    if not error_of_tree < 0.25 * effect:
-        raise ModelError(
-            f"{path}: {model_type} models cannot read a tree on MLX: a node sees more than its ancestors, or its "
-            f"position is another's"
-        )
+    if is_another(*rows):
+        raise ModelError(f"{no_tree}: a node sees more than its ancestors, or its position is another's")
     if backend.capabilities.paths:
         _check_states(backend, path, model_type)
 
@@ -528,21 +515,11 @@ def _check_states(backend: MlxBackend, path: str, model_type: str) -> None:
         ModelError: tokens in two passes, the second with two paths, do not give the logits of one pass.
     """
 
-    def work(session: MlxSession, tokens: list[int], parents: list[int]) -> Work:
-        last = np.array([len(tokens) - 1], np.int32)
-        return Work(session, np.array(tokens, np.int32), np.array(parents, np.int32), last)
-
-    session = backend.small_session()
-    works = [
-        work(backend.small_session(), [1, 2, 3, 4], [-1, 0, 1, 2]),
-        work(backend.small_session(), [3, 4], [-1, 0]),
-        work(session, [1, 2], [-1, 0]),
-    ]
-    at_once, lost, _ = (
-        logits.row(int(one.wanted[0])) for one, logits in zip(works, backend.forward(works), strict=True)
-    )
+    session, one = backend.small_session(), backend.small_session()
+    at_once = last_row(backend, one, [1, 2, 3, 4], [-1, 0, 1, 2])
+    one.commit([])
+    lost = last_row(backend, one, [3, 4], [-1, 0])
+    last_row(backend, session, [1, 2], [-1, 0])
     session.commit([0, 1])
-    goes_on = backend.forward([work(session, [5, 3, 4], [-1, -1, 1])])[0].row(2)
-    error, effect = (float(np.abs(row - at_once).max()) for row in (goes_on, lost))
-    if not error < 0.25 * effect:
+    if is_another(last_row(backend, session, [5, 3, 4], [-1, -1, 1]), at_once, lost):
         raise ModelError(f"{path}: {model_type} models do not go on from copies of their states here; use a GGUF of it")

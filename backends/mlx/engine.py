@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import cast
 
 from edgespec.errors import ModelError
 from edgespec.loop.backend import Backend
@@ -10,9 +9,11 @@ from edgespec.loop.engines import LoadOptions
 from edgespec.models.heads import is_head
 from edgespec.models.safetensors_header import read_safetensors_header
 
+from ..common.heads import NO_EAGLE
+from ..common.model_folder import named, refused
 from .backend import MlxBackend, MlxEngine
 from .head import load_head
-from .own_layers import load_own_layers
+from .own_layers import MlxOwnLayers
 
 # Names in what models' folders have for multi-token prediction, which mlx-lm leaves out when it loads them.
 IN_FOLDER = re.compile(r"(^|\.)mtp[._]|\.(eh_proj|nextn)\.")
@@ -28,7 +29,13 @@ class MlxHeadEngine(MlxEngine):
         return is_head(path)
 
     def load_head(self, target: Backend, path: str, options: LoadOptions) -> Backend:
-        return (load_own_layers if options.own_layers else load_head)(cast(MlxBackend, target), path, options)
+        assert isinstance(target, MlxBackend)
+        with named(path):
+            if options.own_layers:
+                with refused("MLX cannot leave out layers of it"):
+                    return MlxOwnLayers(target, options.sessions)
+            with refused(NO_EAGLE):
+                return load_head(target, path, options)
 
 
 engine = MlxHeadEngine()

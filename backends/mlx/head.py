@@ -20,11 +20,10 @@ from edgespec.loop.backend import Capabilities, GivesStates, Logits, Work
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of
-from edgespec.models.heads import LAYER, eagle_config, layers_read, own_name
-from edgespec.models.safetensors_header import Stored
+from edgespec.models.heads import LAYER, check_made_for, eagle_config, layers_read, own_name
 
 from ..common.heads import HeadOwner, HeadSession
-from ..common.model_folder import content_files, first_line
+from ..common.model_folder import content_files
 from .backend import MlxBackend
 from .head_files import head_tensors
 from .memory import MIN_NODES
@@ -162,26 +161,12 @@ class MlxHead(MlxBackend):
 def load_head(target: MlxBackend, path: str, options: LoadOptions) -> MlxHead:
     """See `LoadsHeads.load_head`."""
     config, stored = eagle_config(path), head_tensors(path)
-    try:
-        return _load(target, path, options, config, stored)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise ModelError(f"{path}: is no EAGLE-3 head that MLX can load: {first_line(error)}") from error
-
-
-def _load(
-    target: MlxBackend, path: str, options: LoadOptions, config: dict[str, Any], stored: dict[str, Stored]
-) -> MlxHead:
     embed = getattr(runs_layers(target.model), "embed_tokens", None)
     if embed is None:
-        raise ModelError(f"{path}: its target's embedding is not found, so it cannot have a head on MLX")
-    layers = len(target.model.layers)
-    chosen = layers_read(path, config, layers)
-    hidden = embed(mx.array([0])).shape[-1]
+        raise ModelError("its target's embedding is not found, so it cannot have a head on MLX")
+    chosen = layers_read(config, len(target.model.layers))
     fused, vocab = stored["fc.weight"].shape[1], target.vocab.size
-    if fused != hidden * len(chosen):
-        raise ModelError(f"{path}: reads {fused} values of the layers {chosen}, which have {hidden} each in its target")
-    if config["vocab_size"] != vocab:
-        raise ModelError(f"{path}: is for a vocabulary of {config['vocab_size']} tokens, but its target has {vocab}")
+    check_made_for(fused // len(chosen), config["vocab_size"], embed(mx.array([0])).shape[-1], vocab)
     own = "embed_tokens.weight" in stored
     head, weights = Eagle3(config, fused, own), dict[str, Any]()
     for file in sorted(Path(path).glob("*.safetensors")):
@@ -190,7 +175,7 @@ def _load(
     if (offsets := weights.pop("d2t", None)) is not None:
         ids = ids + offsets
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
-        raise ModelError(f"{path}: its tokens are not all among the target's {vocab}")
+        raise ModelError(f"its tokens are not all among the target's {vocab}")
     head.load_weights(list(weights.items()))
     wrap_ropes(head)
     mx.eval(head.parameters())

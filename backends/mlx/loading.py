@@ -11,7 +11,7 @@ from mlx_lm.utils import load_model
 from edgespec.errors import ModelError
 from edgespec.machine.files import read_json_object
 
-from ..common.model_folder import check_folder, first_line
+from ..common.model_folder import check_folder, refused
 from .recurrent import is_recurrent, leaves_of
 from .tree import wrap_ropes
 
@@ -55,12 +55,10 @@ def check_files(folder: Path) -> dict[str, Any]:
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{folder}: config.json does not name a model_type")
     index = folder / "model.safetensors.index.json"
-    try:
+    with refused(f"{folder}: {index.name} is damaged"):
         named = set(read_json_object(index, ModelError)["weight_map"].values()) if index.exists() else set()
         if not all(isinstance(name, str) for name in named):
             raise ValueError("the name of a weight file is not text")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{folder}: {index.name} is damaged: {first_line(error)}") from error
     missing = sorted(name for name in named if not (folder / name).exists())
     if missing:
         raise ModelError(f"{folder}: {len(missing)} of {len(named)} weight files are missing, first {missing[0]}")
@@ -70,10 +68,8 @@ def check_files(folder: Path) -> dict[str, Any]:
 
 
 def load_weights(folder: Path) -> Any:
-    try:
+    with refused(f"{folder}: mlx-lm cannot load it"):
         return load_model(folder, lazy=True)[0]
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
-        raise ModelError(f"{folder}: mlx-lm cannot load it: {first_line(error)}") from error
 
 
 def find_windows(model: Any, path: str) -> list[int | None]:

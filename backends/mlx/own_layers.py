@@ -8,9 +8,7 @@ import numpy as np
 
 from edgespec.errors import ModelError
 from edgespec.loop.backend import Logits, Work
-from edgespec.loop.engines import LoadOptions
 
-from ..common.model_folder import first_line
 from ..common.own_layers import OwnLayersSession, kept_layers, limits_of, shortened, taken_over
 from .backend import MlxBackend
 from .session import MlxOwner, MlxSession
@@ -82,13 +80,3 @@ class MlxOwnLayers(MlxBackend):
     def close(self) -> None:
         super().close()
         self._runs, self._short = None, []  # both hold layers of the target
-
-
-def load_own_layers(target: MlxBackend, path: str, options: LoadOptions) -> MlxOwnLayers:
-    """See `LoadsHeads.load_head`."""
-    try:
-        return MlxOwnLayers(target, options.sessions)
-    except ModelError as error:
-        raise ModelError(f"{path}: {error}") from error
-    except (TypeError, ValueError, AttributeError, IndexError, KeyError, StopIteration) as error:
-        raise ModelError(f"{path}: MLX cannot leave out layers of it: {first_line(error)}") from error

@@ -11,15 +11,13 @@ session's cells:
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakSet
 
-import numpy as np
 import torch
 import transformers
 
@@ -27,7 +25,6 @@ from edgespec.errors import Closed, ModelError, NoRoom, UsageError, check_whole
 from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Machine, Progress
 from edgespec.loop.passes import check_batch, shape_of
-from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import ALWAYS, TILE, BatchInvariance, also_wanted
 from edgespec.machine import memory as process
@@ -42,7 +39,8 @@ from ..common.heads import head_size
 from ..common.hf_vocab import load_vocab
 from ..common.interrupts import Stop, interruptible, one_pass
 from ..common.loader import loader, no_further_positions
-from ..common.model_folder import check_folder, content_files, experts_of
+from ..common.model_folder import check_folder, content_files, experts_of, named
+from ..common.nodes import is_another, rows_of_tree
 from ..common.recurrent import most_paths, states_of
 from .attention import Part, Tree, build_mask, run
 from .disk import NUMBER, mapped_bytes
@@ -615,20 +613,11 @@ def check_tree(backend: TorchBackend) -> None:
         ModelError: a tree's node has not the logits of its chain of ancestors, or they depend on no ancestor.
     """
     session = backend.open()
-
-    def rows(tokens: list[int], parents: list[int], *nodes: int) -> list[Float32Array]:
-        wanted = np.array(nodes, np.int32)
-        work = Work(session, np.array(tokens, np.int32), np.array(parents, np.int32), wanted)
-        logits = backend.forward([work])[0]
-        session.commit([])
-        return [logits.row(node) for node in nodes]
-
     try:
-        tree, other = rows([1, 2, 3, 3], [-1, 0, 0, 1], 2, 3)  # 1 3, and 1 2 3
-        (chain,) = rows([1, 3], [-1, 0], 1)
+        rows = rows_of_tree(backend, session)
     finally:
         session.close()
-    if not np.abs(tree - chain).max() < 0.25 * np.abs(chain - other).max():
+    if is_another(*rows):
         raise ModelError(f"its attention cannot read a tree on {backend.device}: a node sees more than its ancestors")
 
 
@@ -659,11 +648,3 @@ def streaming_notes(streamer: Streamer, layers: int) -> list[str]:
     if not needs_pinning(streamer.device) or streamer.pinned:
         return [note]
     return [note, "CUDA refuses to pin all host memory of the streamed layers, so their copies to the GPU are slower"]
-
-
-@contextmanager
-def named(path: str) -> Iterator[None]:
-    try:
-        yield
-    except ModelError as error:
-        raise ModelError(f"{path}: {error}") from error

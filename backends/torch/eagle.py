@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from edgespec.errors import ModelError
 from edgespec.models.heads import LAYER, eagle_config, layers_read, own_name
 
-from ..common.model_folder import first_line
+from ..common.heads import NO_EAGLE
+from ..common.model_folder import named, refused
 
 LAYERS = 3  # of the target, whose inputs a head reads
 
@@ -152,15 +151,11 @@ def load_head(folder: Path, target_layers: int) -> EagleHead:
     Raises:
         ModelError: the files are missing or damaged, are no EAGLE-3 head, or one of another target.
     """
-    try:
+    with named(str(folder)), refused(NO_EAGLE):
         about = eagle_config(str(folder))
         tensors = {own_name(name, LAYER[0]): one for name, one in load_file(folder / "model.safetensors").items()}
-        layers = layers_read(str(folder), about, target_layers)
+        layers = layers_read(about, target_layers)
         head = EagleHead(LlamaConfig.from_dict(about), layers, own_embeddings="embed_tokens.weight" in tensors)
         head.load_state_dict(tensors)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ModelError(f"{folder}: is no EAGLE-3 head, or is damaged: {first_line(error)}") from error
-    except (AttributeError, KeyError, TypeError, RuntimeError) as error:
-        raise ModelError(f"{folder}: is no EAGLE-3 head: {first_line(error)}") from error
     head.eval().requires_grad_(False)
     return head

@@ -4,7 +4,8 @@ from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions
 from edgespec.models.heads import is_head
 
-from .backend import TorchBackend, TorchEngine, named
+from ..common.model_folder import named
+from .backend import TorchBackend, TorchEngine
 from .head import load_eagle
 from .mtp import load_mtp
 from .mtp_files import head_tensors

@@ -9,11 +9,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from edgespec.errors import ModelError
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of
+from edgespec.models.heads import check_made_for
 
 from ..common.heads import HeadOwner, HeadSession
 from .attention import Tree, finish, tree_attention
@@ -119,12 +119,7 @@ def load_eagle(target: TorchBackend, path: str, options: LoadOptions) -> TorchHe
     """
     layers, config = decoder_layers(target.model), target.model.config.get_text_config()
     head = load_head(Path(path), len(layers))
-    made_for = (head.fc.in_features // len(head.layers), len(head.t2d))
-    if made_for != (config.hidden_size, config.vocab_size):
-        raise ModelError(
-            f"was made for a model with {made_for[0]} wide vectors and {made_for[1]} tokens; this target has "
-            f"{config.hidden_size} and {config.vocab_size}"
-        )
+    check_made_for(head.fc.in_features // len(head.layers), len(head.t2d), config.hidden_size, config.vocab_size)
     as_target(head, target)
     backend = TorchHead(target, head, options.sessions)
     backend.content = content_of(*map(str, sorted(Path(path).glob("*.safetensors"))))

@@ -14,13 +14,13 @@ import transformers
 from rich.console import Console
 from rich.progress import track
 
-from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
+from edgespec.errors import ModelError, NoRoom, UsageError
 from edgespec.loop.backend import Capabilities
 from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import Gpu
 from edgespec.weights.plan import consecutive_layers, layers_by_device, layers_on_gpu
 
-from ..common.model_folder import LOCAL, first_line, read_config
+from ..common.model_folder import LOCAL, read_config, refused
 from .attention import ATTENTION, Probe, run
 from .disk import STAGING, Feeder, Pack, Source, Staging, find_run, mapped_bytes, read_folder, same_bytes
 from .offload import (
@@ -113,13 +113,11 @@ def load_model(folder: Path, dtype: str | None) -> Any:
         about = config.quantization_config
         config.quantization_config = {"quant_method": METHOD, "skipped": about.get("llm_int8_skip_modules")}
         stored["config"] = config
-    try:
+    with refused("cannot be loaded"):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder, **LOCAL, dtype=type_to_load(config, dtype) or "auto", attn_implementation=ATTENTION,
             use_safetensors=True, output_loading_info=True, **stored,
         )  # fmt: skip
-    except Exception as error:
-        raise ModelError(f"cannot be loaded: {first_line(error)}") from error
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ModelError(f"its safetensors files lack {len(missing)} of the model's tensors, such as {missing[0]}")
@@ -508,13 +506,8 @@ def run_probe(model: Any, device: Any) -> Probe:
         ModelError: the model cannot be run with `tree_attention`.
     """
     probe = Probe()
-    try:
-        with torch.inference_mode(), out_of_memory("a pass"):
-            run(model, [0], [0], [0], probe, device)
-    except EdgespecError:
-        raise
-    except Exception as error:
-        raise ModelError(f"{type(model).__name__} cannot be run on a tree: {first_line(error)}") from error
+    with refused(f"{type(model).__name__} cannot be run on a tree"), torch.inference_mode(), out_of_memory("a pass"):
+        run(model, [0], [0], [0], probe, device)
     return probe
 
 

@@ -23,7 +23,7 @@ from edgespec.loop.engines import LoadOptions
 from edgespec.loop.session_files import content_of
 from edgespec.models.safetensors_header import Stored
 
-from ..common.model_folder import content_files, first_line
+from ..common.model_folder import content_files, refused
 from .attention import Tree
 from .backend import TorchBackend
 from .head import TorchHead, as_target
@@ -107,12 +107,10 @@ def load_mtp(target: TorchBackend, path: str, options: LoadOptions) -> TorchMtp:
         raise ModelError("has no head of its own")
     config.layer_types, config.num_hidden_layers = kinds_of(config), len(kinds_of(config))
     config.first_k_dense_replace, config.mlp_only_layers = 0, []  # its layers have experts if any layer has
-    try:
+    with refused("its head does not fit the model"):
         with torch.device("meta"):
             head = MtpHead(target.model, config)
         head.load_state_dict(_stacked(_read(found)), assign=True)
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise ModelError(f"its head does not fit the model: {first_line(error)}") from error
     as_target(head.eval().requires_grad_(False), target)
     backend = TorchMtp(target, head, options.sessions)
     backend.content = content_of(*content_files(path))

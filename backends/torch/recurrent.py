@@ -11,13 +11,13 @@ import numpy as np
 import torch
 import transformers
 
-from edgespec.errors import EdgespecError, ModelError
+from edgespec.errors import ModelError
 from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.passes import check_batch
 from edgespec.loop.session_files import StateDetails
 
 from ..common.interrupts import Stop, interruptible
-from ..common.model_folder import first_line
+from ..common.model_folder import refused
 from ..common.recurrent import Lane, Rectangle, RecurrentSession, RecurrentStates
 from .attention import Part, Probe, Tree, additive, finish
 from .session import TorchOwner, TorchSession
@@ -142,25 +142,20 @@ def make_cache(model: Any, device: Any) -> tuple[StateCache, Probe]:
             logits of one pass.
     """
     probe = Probe()
-    try:
+    with refused(f"{type(model).__name__} cannot be run on paths"), torch.inference_mode(), out_of_memory("a pass"):
         cache = StateCache(model)
-        with torch.inference_mode(), out_of_memory("a pass"):
 
-            def last(tokens: list[list[int]], states: Sequence[State | None]) -> Any:
-                """Logits after the first lane's last token, without attention."""
-                ids = torch.tensor(tokens, device=device)
-                places, rows = torch.arange(ids.shape[1], device=device).expand_as(ids), ids[0, :1] * 0
-                return cache.run(model, ids, places, states, rows + ids.shape[1] - 1, probe)[0].float()
+        def last(tokens: list[list[int]], states: Sequence[State | None]) -> Any:
+            """Logits after the first lane's last token, without attention."""
+            ids = torch.tensor(tokens, device=device)
+            places, rows = torch.arange(ids.shape[1], device=device).expand_as(ids), ids[0, :1] * 0
+            return cache.run(model, ids, places, states, rows + ids.shape[1] - 1, probe)[0].float()
 
-            last([[1, 2]], [])
-            cache.make_empty()
-            (state,) = cache.states(1)
-            at_once, goes_on = last([[1, 2, 3, 4]], [None]), last([[3, 4], [5, 6]], [state, None])
-            lost, part = (last([[3, 4], [5, 6]], [one, None]) for one in (None, cache.without_recurrent(state)))
-    except EdgespecError:
-        raise
-    except Exception as error:
-        raise ModelError(f"{type(model).__name__} cannot be run on paths: {first_line(error)}") from error
+        last([[1, 2]], [])
+        cache.make_empty()
+        (state,) = cache.states(1)
+        at_once, goes_on = last([[1, 2, 3, 4]], [None]), last([[3, 4], [5, 6]], [state, None])
+        lost, part = (last([[3, 4], [5, 6]], [one, None]) for one in (None, cache.without_recurrent(state)))
     error_of_state, effect = (float((row - at_once).abs().max()) for row in (goes_on, lost))
     whole = all(one is other for one, other in zip(state, cache.without_recurrent(state), strict=True))
     if not error_of_state <= 0.25 * effect or (not whole and torch.equal(goes_on, part)):

@@ -208,7 +208,7 @@ def _file_sizes(path: str) -> dict[str, int]:
 
 
 def _head(path: str) -> Any:
-    """The head in a GGUF, as `backends/llamacpp/head_card.py` says; None: it has none.
+    """The head in a GGUF, as `backends/llamacpp/head_files.py` says; None: it has none.
 
     Raises:
         ModelError: the file or folder is a head, or damaged.
@@ -216,9 +216,7 @@ def _head(path: str) -> Any:
     if Path(path).is_dir():
         refuse_head_folder(path)
         return None
-    heads = import_module("edgespec.backends.llamacpp.head_card")
-    heads.check_target(path)
-    return heads.head_card(path)
+    return import_module("edgespec.backends.llamacpp.head_files").check_target(path)
 
 
 def _head_in_folder(path: str, engine: str) -> int:

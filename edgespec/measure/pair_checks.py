@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.backends.llamacpp.ggml.files import check_whole, llama_cpp, load_model, parts, read_tensors
-from edgespec.backends.llamacpp.head_card import check_target
+from edgespec.backends.llamacpp.head_files import check_target
 from edgespec.backends.llamacpp.recurrent import is_recurrent, why_not
 from edgespec.backends.llamacpp.vocab import load_vocab
 from edgespec.errors import EdgespecError, ModelError, VocabMismatch

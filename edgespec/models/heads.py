@@ -63,10 +63,9 @@ def eagle_config(path: str) -> dict[str, Any]:
     return config
 
 
-def layers_read(path: str, config: dict[str, Any], count: int) -> list[int]:
+def layers_read(config: dict[str, Any], count: int) -> list[int]:
     """
     Args:
-        path: of the head.
         config: of `eagle_config`.
         count: of its target's layers.
 
@@ -78,8 +77,26 @@ def layers_read(path: str, config: dict[str, Any], count: int) -> list[int]:
     """
     found = config.get(READ) or default_layers(count)
     if not isinstance(found, list) or not all(isinstance(one, int) and 0 <= one <= count for one in found):
-        raise ModelError(f"{path}: reads the layers {found} of its target, which has {count}")
+        raise ModelError(f"reads the layers {found} of its target, which has {count}")
     return found
+
+
+def check_made_for(width: int, tokens: int, target_width: int, target_tokens: int) -> None:
+    """
+    Args:
+        width: of each of the target's states that a head reads.
+        tokens: of the target's vocabulary.
+        target_width: that of the target which is there.
+        target_tokens: likewise.
+
+    Raises:
+        ModelError: they differ.
+    """
+    if (width, tokens) != (target_width, target_tokens):
+        raise ModelError(
+            f"was made for a model with {width} wide vectors and {tokens} tokens; this target has {target_width} and "
+            f"{target_tokens}"
+        )
 
 
 def default_layers(count: int) -> list[int]:
