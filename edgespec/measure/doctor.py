@@ -130,7 +130,7 @@ def diagnose(
     )  # fmt: skip
     pair = choose_pair(entry, draft, models_file, options, say=say)
     engine, path = pair.names[0], pair.paths[0]
-    if len(set(pair.names)) > 1:
+    if len(set(pair.names)) > 1 or len({Path(one).is_dir() for one in pair.paths}) > 1:
         raise UsageError("doctor looks at a pair on one engine: target and draft must both be GGUF files, or folders")
     card = _head(path)
     head = card.size if card else _head_in_folder(path, engine) if draft == OWN_HEAD else 0
