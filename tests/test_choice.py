@@ -47,12 +47,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tiny_model("llama"), tmp_path_factory.mktemp("tiny") / "model")
 
 
-@pytest.fixture
-def broken(tiny: Path, tmp_path: Path) -> Path:
-    """A copy to take something away from."""
-    return Path(shutil.copytree(tiny, tmp_path / "broken"))
-
-
 def machine(system: str, processor: str, installed: Sequence[str]) -> Machine:
     return replace(this_machine(), platform=system, architecture=processor, packages=tuple(installed))
 
@@ -131,19 +125,23 @@ def test_options_reach_the_engine(tiny: Path) -> None:
     assert limits[None] < limits["bfloat16"]
 
 
-def test_a_folder_without_config(run: Run, engine: str, broken: Path) -> None:
-    (broken / "config.json").unlink()
-    refused(run, "run", str(broken), "hi", "--backend", engine, code=1, says="has no config.json")
-    refused(run, "run", str(broken), "hi", code=1, says="has no config.json")
-
-
-def test_an_architecture_nobody_knows(run: Run, engine: str, broken: Path) -> None:
-    config = json.loads((broken / "config.json").read_text("utf-8")) | {
-        "model_type": "gpt-17",
-        "architectures": ["Gpt17"],
-    }
-    (broken / "config.json").write_text(json.dumps(config), "utf-8")
-    refused(run, "run", str(broken), "hi", "--backend", engine, code=1, says="gpt-17")
+@pytest.mark.parametrize(
+    ("file", "change", "says"),
+    [
+        ("config.json", None, "has no config.json"),
+        ("config.json", {"model_type": "gpt-17", "architectures": ["Gpt17"]}, "gpt-17"),
+        ("model.safetensors", None, "safetensors"),
+    ],
+)
+def test_a_folder_that_is_not_whole_or_that_nobody_knows(
+    run: Run, engine: str, tiny: Path, tmp_path: Path, file: str, change: dict[str, Any] | None, says: str
+) -> None:
+    broken = Path(shutil.copytree(tiny, tmp_path / "broken"))
+    if change:
+        (broken / file).write_text(json.dumps(json.loads((broken / file).read_text("utf-8")) | change), "utf-8")
+    else:
+        (broken / file).unlink()
+    refused(run, "run", str(broken), "hi", "--backend", engine, code=1, says=says)
 
 
 def test_an_architecture_without_attention(run: Run, engine: str, tmp_path: Path) -> None:
@@ -161,24 +159,16 @@ def test_an_architecture_without_attention(run: Run, engine: str, tmp_path: Path
         refused(run, *command, code=1, says="does not go on from copies of its states; use a GGUF")
 
 
-def test_missing_weights(run: Run, engine: str, broken: Path) -> None:
-    (broken / "model.safetensors").unlink()
-    refused(run, "run", str(broken), "hi", "--backend", engine, code=1, says="safetensors")
-
-
 def test_a_file_on_an_engine_for_folders(run: Run, engine: str, tiny: Path) -> None:
     refused(run, "run", str(tiny / "config.json"), "hi", "--backend", engine, code=1, says="is a file")
 
 
-def test_a_device_that_is_not_there(run: Run, tiny: Path) -> None:
-    refused(run, "run", str(tiny), "hi", "--backend", "torch", "--device", "cuda:99", code=2, says="is not there")
-
-
-def test_gpu_memory_smaller_than_two_layers(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_are_not_there_or_too_small(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor takes a GPU's place."""
     from edgespec.backends.torch.engine import engine
 
     options = ["--backend", "torch", "--ctx", "128", "--gpu-memory"]
+    refused(run, "run", str(tiny), "hi", *options[:2], "--device", "cuda:99", code=2, says="is not there")
     refused(run, "run", str(tiny), "hi", *options, "ten", code=2, says="gpu_memory is for GPUs")
     monkeypatch.setattr(engine, "gpus", lambda device: [Gpu("cpu", False, 1 << 40)], raising=False)
     refused(run, "run", str(tiny), "hi", *options, "1M", code=2, says="1 MiB of GPU memory cannot hold 2 layers")
@@ -301,8 +291,3 @@ def test_the_old_argument_for_the_order_is_taken_with_a_warning() -> None:
 def test_settings_of_going_ahead_are_no_options_of_planners(option: str) -> None:
     with pytest.raises(UsageError, match=f"there is no argument '{option}'"):
         edgespec.load("x.gguf", draft="y.gguf", planner="specexec", **{option: 0})
-
-
-def test_errors_are_typed(tiny: Path) -> None:
-    with pytest.raises(EdgespecError, match="has no option 'kv_type'"):
-        edgespec.load(str(tiny), backend="torch", kv_type="q8_0")

@@ -22,6 +22,16 @@ def used(ledger, seconds, tokens, way="copies", drafting=0.0):
     ledger.add({way: drafting}, way, seconds, tokens)
 
 
+def step(ledger, seconds, tokens, way="copies", plain=1.0, least=1e-9):
+    """With draft tokens where the ledger has room for them, else a plain pass; returns which, and its seconds."""
+    drafted = ledger.room(way) >= least
+    if drafted:
+        used(ledger, seconds, tokens, way)
+    else:
+        ledger.add({}, None, plain, 1)
+    return drafted, seconds if drafted else plain
+
+
 STEPS = st.tuples(
     st.sampled_from(["copies", "draft"]),
     st.floats(0.0, 30.0),  # plain passes that the step is to take more than one
@@ -35,39 +45,19 @@ STEPS = st.tuples(
 def test_losses_stay_within_the_allowance_and_what_one_step_takes_longer_than_predicted(steps, plain):
     ledger, tokens, seconds, longer = started(plain), 1, plain, 0.0
     for way, further, gained, factor in steps:
-        if further * plain <= ledger.room(way):
-            took = plain * (1 + factor * further)
-            used(ledger, took, gained, way)
-            longer = max(longer, took - plain * (1 + further))
-        else:
-            took, gained = plain, 1
-            ledger.add({}, None, plain, 1)
-        tokens, seconds = tokens + gained, seconds + took
+        drafted, took = step(ledger, plain * (1 + factor * further), gained, way, plain, further * plain)
+        longer = max(longer, took - plain * (1 + further)) if drafted else longer
+        tokens, seconds = tokens + (gained if drafted else 1), seconds + took
         assert seconds - tokens * plain <= plain + ALLOWANCE * seconds + longer + 1e-6 * seconds
 
 
-def test_nothing_is_allowed_before_a_plain_pass():
-    ledger = Ledger(first=3)
-    for _ in range(3):
-        assert ledger.room("copies") == 0
-        ledger.add({}, None, 2.0, 1)
-    assert ledger.room("copies") == pytest.approx(2.0, rel=0.1)
-
-
 def test_a_step_with_draft_tokens_is_followed_by_a_plain_pass_at_growing_distances():
-    ledger, distances, steps = started(), [], 0
-    while len(distances) < 6:
-        if ledger.room("copies"):
-            used(ledger, 1.1, 1.3)
-            steps += 1
-        else:
-            ledger.add({}, None, 1.0, 1)
-            distances.append(steps)
-            steps = 0
+    ledger = started()
+    kinds = "".join("d" if step(ledger, 1.1, 1.3)[0] else "p" for _ in range(150))
+    distances = [len(steps) for steps in kinds.split("p")[:-1]]
     assert distances[0] == 1
     assert sorted(distances) == distances
-    assert distances[-1] > 8
-    assert ledger.distance <= FARTHEST
+    assert 8 < distances[-1] <= FARTHEST
 
 
 def test_a_way_that_loses_rests_each_time_twice_as_long():
@@ -85,10 +75,7 @@ def test_a_rest_shortens_when_the_way_gains():
     ledger = started()
     ledger.accounts["copies"].rest = 256
     for _ in range(400):
-        if ledger.room("copies"):
-            used(ledger, 1.0, 4)
-        else:
-            ledger.add({}, None, 1.0, 1)
+        step(ledger, 1.0, 4)
     assert ledger.accounts["copies"].rest == FIRST_REST
 
 
@@ -108,26 +95,24 @@ def test_all_ways_share_one_allowance():
     assert ledger.room("draft") < 0.3
 
 
-def test_what_was_earned_while_passes_were_faster_pays_for_few_of_the_present_ones():
-    ledger = started(passes=200)
-    for _ in range(4):
+@pytest.mark.parametrize(
+    ("passes", "slow", "plain", "counted"),
+    [
+        (200, 4, 50.0, 8),  # what was earned while passes were faster pays for few of the present ones
+        (4, 1, 1.0, 5),  # one slow plain pass earns no more than another
+    ],
+)
+def test_what_plain_passes_earn_is_counted_in_those_of_now(passes, slow, plain, counted):
+    ledger = started(passes=passes)
+    for _ in range(slow):
         ledger.add({}, None, 50.0, 1)
-    assert ledger.room("copies") == pytest.approx(50.0 * (1 + ALLOWANCE * 8))
-
-
-def test_one_slow_plain_pass_earns_no_more_than_another():
-    ledger = started(passes=4)
-    ledger.add({}, None, 50.0, 1)
-    assert ledger.room("copies") == pytest.approx(1 + ALLOWANCE * 5)
+    assert ledger.room("copies") == pytest.approx(plain * (1 + ALLOWANCE * counted))
 
 
 def test_gains_pay_for_few_losses_and_fewer_in_the_next_sequence():
     ledger = started()
     for _ in range(50):
-        if ledger.room("copies"):
-            used(ledger, 1.0, 10)
-        else:
-            ledger.add({}, None, 1.0, 1)
+        step(ledger, 1.0, 10)
     assert ledger.accounts["copies"].lost == -MOST_GAINED
     ledger.begin()
     assert ledger.accounts["copies"].lost == -CARRIED
@@ -144,18 +129,19 @@ def test_another_program_that_comes_is_not_charged_to_the_step_that_met_it():
     assert not ledger.accounts["copies"].resting
 
 
-def test_a_pass_with_draft_tokens_that_is_faster_than_a_plain_one_shows_that_plain_decoding_is():
-    ledger = started(4.0, passes=3)
-    used(ledger, 2.4, 1)
-    assert ledger.plain == pytest.approx(2.4)
-
-
-def test_a_slow_start_is_soon_forgotten():
-    ledger = started(4.0, passes=5)
-    ledger.add({}, None, 1.0, 1)
-    assert ledger.plain == pytest.approx(1.5)
-    ledger.add({}, None, 1.0, 1)
-    assert ledger.plain == 1.0
+@pytest.mark.parametrize(
+    ("passes", "further", "plain"),
+    [
+        (3, [("copies", 2.4)], 2.4),  # a pass with draft tokens is faster: so is plain decoding
+        (5, [(None, 1.0)], 1.5),  # a slow start is soon forgotten
+        (5, [(None, 1.0), (None, 1.0)], 1.0),
+    ],
+)
+def test_faster_passes_show_that_plain_decoding_is_faster(passes, further, plain):
+    ledger = started(4.0, passes=passes)
+    for way, seconds in further:
+        ledger.add({way: 0.0} if way else {}, way, seconds, 1)
+    assert ledger.plain == pytest.approx(plain)
 
 
 def test_the_next_run_begins_with_what_this_one_found():
@@ -179,14 +165,8 @@ def test_the_next_run_begins_with_what_this_one_found():
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("period", [600, 40, 20, 10, 6, 3, 1])
 def test_batches_of_two_sizes_in_turn_lose_no_more_than_those_of_one(period, streams):
-    state, plain, spent = new_auto_state(streams), 0.0, 0.0
-    for step in range(600):
-        ledger = state.batch(2 + step // period % 2)
-        way = "batch" if ledger.room("batch") else None
-        seconds = 2.0 if way else 1.0
-        ledger.add({way: 0.0} if way else {}, way, seconds, 1)
-        plain, spent = plain + 1, spent + seconds
-    assert plain >= 0.98 * spent
+    state = new_auto_state(streams)
+    assert 0.98 * sum(step(state.batch(2 + i // period % 2), 2.0, 1, "batch")[1] for i in range(600)) <= 600
 
 
 @pytest.mark.parametrize("took", [1.9, 1.5, 1.2])
@@ -195,19 +175,11 @@ def test_a_batch_that_comes_back_soon_sees_what_plain_decoding_takes_now(took):
     ledger, state, spent = started(2.0), new_auto_state(streams=False), 0.0
     state.ledgers[2], state.batched = ledger, 2
     while ledger.distance < FARTHEST:
-        if ledger.room("batch"):
-            used(ledger, 2.0, 3, "batch")
-        else:
-            ledger.add({}, None, 2.0, 1)
+        step(ledger, 2.0, 3, "batch", 2.0)
     state.batch(3).add({}, None, 2.5, 1)
-    for step in range(1, 401):
-        if state.batch(2).room("batch"):
-            used(ledger, took, 1, "batch")
-            spent += took
-        else:
-            ledger.add({}, None, 1.0, 1)
-            spent += 1.0
-        assert spent <= 1.04 * step + 16
+    for count in range(1, 401):
+        spent += step(state.batch(2), took, 1, "batch")[1]
+        assert spent <= 1.04 * count + 16
 
 
 def test_a_batch_saves_what_many_tokens_allowed():
@@ -221,11 +193,7 @@ def test_short_sequences_share_what_one_may_lose_at_once():
     ledger, taken = Ledger(), 0.0
     for _ in range(40):
         ledger.begin()
-        for _ in range(12):
-            drafted = ledger.room("copies") >= 0.5
-            took = 1.5 if drafted else 1.0
-            ledger.add({"copies": 0.0} if drafted else {}, "copies" if drafted else None, took, 1)
-            taken += took
+        taken += sum(step(ledger, 1.5, 1, least=0.5)[1] for _ in range(12))
     assert 0.5 <= taken - 480 <= 1 + ALLOWANCE * 480
     again = Ledger()
     again.recall(Accounts.model_validate_json(json.dumps(ledger.as_dict())))
@@ -248,18 +216,18 @@ def test_what_was_not_lost_is_saved_for_trials():
     assert (ledger.saved, ledger.room("draft")) == (0.0, 0.0)
 
 
-def test_a_trial_that_drafted_in_vain_comes_later_the_next_time():
+@pytest.mark.parametrize(
+    ("idle", "looks", "drafting", "late"),
+    [
+        (1000, 1, 0.5, True),
+        (0, 30, 0.04, True),  # looks of a trial add up
+        (0, 30, 0.01, False),  # but for those that only look up copies
+    ],
+)
+def test_a_trial_that_drafted_in_vain_comes_later_the_next_time(idle, looks, drafting, late):
     ledger = started(passes=4)
-    ledger.accounts["draft"].idle = 1000
-    ledger.add({"draft": 0.5}, None, 1.0, 1)
-    assert not ledger.is_due("draft", 0)
-    assert ledger.accounts["draft"].rest == 2 * FIRST_REST
-
-
-def test_looks_of_a_trial_add_up_but_for_those_that_only_look_up_copies():
-    ledger = started(passes=4)
-    for _ in range(30):
-        ledger.add({"draft": 0.04, "copies": 0.01}, None, 1.0, 1)
-    assert ledger.accounts["draft"].rest > FIRST_REST
-    assert ledger.accounts["copies"].rest == FIRST_REST
-    assert ledger.is_due("copies", 0)
+    ledger.accounts["draft"].idle = idle
+    for _ in range(looks):
+        ledger.add({"draft": drafting}, None, 1.0, 1)
+    assert (ledger.accounts["draft"].rest > FIRST_REST) == late
+    assert ledger.is_due("draft", 0) == (not late)

@@ -401,6 +401,6 @@ def test_a_bias_is_checked_once_not_in_each_step_of_a_draft(monkeypatch):
     monkeypatch.setattr(sampling, "check_number", None)
     noise = SimpleNamespace(size=4)
     context = SimpleNamespace(sampling=params.changed(seed=5), noise=noise, token_ids=[1, 2], prompt_length=1)
-    assert drafting._offset(context).tolist() == [0, 2, -0.5, 0]
+    assert drafting.ChildScores(context, None, coupling=False)._added(0).tolist() == [0, 2, -0.5, 0]
     monkeypatch.undo()
     assert (params.seed, context.sampling) == (0, replace(params, seed=5))

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from math import inf
 from statistics import fmean, median
 from typing import Annotated
 
@@ -185,11 +186,15 @@ class PassTimes:
     def as_list(self) -> list[list[float]]:
         """
         Returns:
-            [length class, mean nodes, seconds] of each size, for JSON: the median, but at most that of a larger pass,
-            since a smaller one that took longer was held up.
+            [length class, mean nodes, seconds] of each size, for JSON: the median, but at most that of a larger pass
+            with the same kernels, since a smaller one that took longer was held up.
         """
         rows = [[at, *usual] for at, sizes in self._usual.items() for usual in sizes.values()]
-        return [[at, nodes, min(one[2] for one in rows if _takes_as_long(one, at, nodes))] for at, nodes, _ in rows]
+        return [
+            [at, nodes, min(took for *one, took in rows if one[0] == at and nodes <= one[1] < most)]
+            for at, nodes, _ in rows
+            for most in [TILE if nodes < TILE else inf]
+        ]
 
     def recall(self, rows: Iterable[Sequence[float]]) -> None:
         """Start from the rows of `as_list`, each of which counts as one pass."""
@@ -197,11 +202,6 @@ class PassTimes:
             self.add(nodes, seconds, 1024 << int(at) - 1 if at else 0)
         self.measured = 0
         self._remembered = {(at, bits) for at, sizes in self._passes.items() for bits in sizes}
-
-
-def _takes_as_long(row: Sequence[float], at: float, nodes: float) -> bool:
-    """True if `row` is of as many nodes or more, at length class `at`, with the same kernels."""
-    return row[0] == at and row[1] >= nodes and (row[1] < TILE) == (nodes < TILE)
 
 
 def length_class(length: int) -> int:

@@ -154,7 +154,9 @@ class ChildScores:
         self._context = context
         self._coupled = coupling and sampling.temperature > 0
         self._temperature = tau if coupling or sampling.temperature == 0 else sampling.temperature
-        self._offset = _offset(context)
+        additive = sampling.changed(repetition_penalty=1.0)  # bias and additive penalties of this step
+        zeros, output = np.zeros(context.noise.size, np.float32), context.token_ids[context.prompt_length :]
+        self._offset = adjust(zeros, additive, (), output)
         self._noise: dict[int, Float32Array] = {}  # depth -> T * gumbel + offset
 
     def children(
@@ -181,16 +183,6 @@ class ChildScores:
             gumbel = self._context.noise.row(position)
             added = self._noise[depth] = gumbel * np.float32(self._context.sampling.temperature) + self._offset
         return added
-
-
-def _offset(context: Context) -> Float32Array:
-    """
-    Returns:
-        Sum of bias and additive penalties in this step, [V of the target].
-    """
-    additive = context.sampling.changed(repetition_penalty=1.0)
-    zeros = np.zeros(context.noise.size, np.float32)
-    return adjust(zeros, additive, (), context.token_ids[context.prompt_length :])
 
 
 def agreed(tree: DraftTree, nodes: NDArray[np.intp], tokens: Sequence[int]) -> tuple[int, int]:
