@@ -1,10 +1,15 @@
 """`Generation` of the loop, with all passes of a sequence that shares them with no other, and without a scheduler."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from edgespec.loop import generate
+from edgespec.loop.backend import Backend, Session
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.passes import Pass, run
+from edgespec.loop.planner import Planner
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
 from edgespec.loop.step import Step
 
 
@@ -36,3 +41,22 @@ class Generation(generate.Generation):
             with self.during(pass_):
                 [logits], ran = run(self.target, [pass_.work])
             yield self.accept(pass_, logits, ran)
+
+
+def generation_of(
+    target: Backend, planner: Planner, prompt: Sequence[int], sampling: SamplingParams | None = None, *,
+    session: Session | None = None, **options: Any,
+) -> Generation:  # fmt: skip
+    """In a new session, greedy, and of 40 tokens with 12 draft tokens a pass, unless another one is given."""
+    usual = {"max_tokens": 40, "budget": 12, "stats": GenerationStats()}
+    return Generation(
+        target, session or target.open(), planner, prompt, sampling or SamplingParams(), **usual | options
+    )
+
+
+def written(
+    target: Backend, planner: Planner, prompt: Sequence[int], sampling: SamplingParams | None = None, **options: Any
+) -> tuple[list[int], GenerationStats]:
+    """Tokens and statistics of a whole text; arguments as for `generation_of`."""
+    generation = generation_of(target, planner, prompt, sampling, **options)
+    return [token for step in generation.steps() for token in step.tokens], generation.stats

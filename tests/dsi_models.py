@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from random import Random
 from threading import Event
 
-from alone import Generation
+from alone import written
 from reference.backend import ReferenceBackend, random_model
 
 from edgespec.errors import Interrupted
 from edgespec.loop.backend import Backend, Logits, Work
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.stats import GenerationStats
 from edgespec.planners.none import NonePlanner
 
 SIZE = 48  # of the vocabulary
@@ -48,11 +47,7 @@ class Recorded:
 
 
 def plain_text(target: Backend, prompt: Sequence[int], sampling: SamplingParams, tokens: int) -> list[int]:
-    rounds = Generation(
-        target, target.open(), NonePlanner(), prompt, sampling,
-        max_tokens=tokens, budget=1, stats=GenerationStats(), stop_ids=frozenset(),
-    ).steps()  # fmt: skip
-    return [token for round_ in rounds for token in round_.tokens]
+    return written(target, NonePlanner(), prompt, sampling, max_tokens=tokens, budget=1, stop_ids=frozenset())[0]
 
 
 class Slow:

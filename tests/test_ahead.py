@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from alone import Generation
+from alone import written
 from auto_planners import auto_planner
 from reference.backend import ReferenceBackend, perturbed, random_model
 
@@ -66,14 +66,9 @@ def uneven(engine, seed, pause=0.002):
 
 
 def write(planner, sampling, target=None, count=50):
-    target, stats = target or backend(), GenerationStats()
-    rounds = Generation(
-        target, target.open(), planner, PROMPT, sampling,
-        max_tokens=count, budget=12, stats=stats,
-    ).steps()  # fmt: skip
-    tokens = [token for round_ in rounds for token in round_.tokens]
+    found = written(target or backend(), planner, PROMPT, sampling, max_tokens=count)
     planner.close()
-    return tokens, stats
+    return found
 
 
 def planners(draft, pace, **options):

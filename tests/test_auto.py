@@ -10,7 +10,7 @@ from unittest import mock
 import hypothesis
 import numpy as np
 import pytest
-from alone import Generation
+from alone import generation_of, written
 from auto_planners import auto_planner
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -45,7 +45,6 @@ from edgespec.scheduler.batch import BATCH, Batch, account
 
 MODEL = random_model(1, vocab_size=48, sharpness=3.0)
 PROMPT = [1, 2, 3, 4, 1, 2, 3]
-GREEDY = SamplingParams()
 
 
 class GivenCost(PassTimes):
@@ -97,9 +96,7 @@ def drafting(pace, model=MODEL, kind=SpecExecPlanner):
 def begun(planner, prompt=PROMPT, budget=24, target=None, **options):
     """A text whose prompt was read by the target and the draft."""
     target = target or ReferenceBackend(MODEL)
-    generation = Generation(
-        target, target.open(), planner, prompt, GREEDY, max_tokens=60, budget=budget, stats=GenerationStats(), **options
-    )
+    generation = generation_of(target, planner, prompt, max_tokens=60, budget=budget, **options)
     generation.read_prompt()
     generation.read_draft()
     return generation
@@ -109,12 +106,8 @@ def next_tree(generation, most=None, sequences=1):
     return generation.cut(run_one(generation.propose(most, sequences))).tree
 
 
-def write(planner, sampling=GREEDY, prompt=PROMPT, max_tokens=40, **options):
-    target, stats = ReferenceBackend(MODEL), GenerationStats()
-    steps = Generation(
-        target, target.open(), planner, prompt, sampling, max_tokens=max_tokens, budget=24, stats=stats, **options
-    ).steps()
-    return [token for step in steps for token in step.tokens], stats
+def write(planner, sampling=None, prompt=PROMPT, max_tokens=40, **options):
+    return written(ReferenceBackend(MODEL), planner, prompt, sampling, max_tokens=max_tokens, budget=24, **options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

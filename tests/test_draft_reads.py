@@ -3,7 +3,7 @@
 from threading import Event, Thread
 
 import pytest
-from alone import Generation
+from alone import generation_of
 from auto_planners import auto_planner
 from reference.backend import ReferenceBackend
 from test_ahead import wait_for
@@ -12,9 +12,7 @@ from test_scheduler import DRAFT, LONG, PROMPTS, SHAPES, Reader, Recording, back
 
 from edgespec.errors import ContextFull, ModelError
 from edgespec.loop.pass_times import PassTimes
-from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.shapes import TILE
-from edgespec.loop.stats import GenerationStats
 from edgespec.planners.ahead import AheadPlanner
 from edgespec.planners.auto import READ, AutoState, Drafting
 from edgespec.planners.drafting import CATCH_UP
@@ -116,11 +114,8 @@ def test_a_plain_request_has_the_draft_read_nothing():
 
 def test_without_a_scheduler_the_draft_reads_the_prompt_before_the_first_tree():
     """The first token does not wait for it."""
-    draft, target, stats = Draft(sessions=1), backend(sessions=1), GenerationStats()
-    steps = Generation(
-        target, target.open(), SpecExecPlanner(draft, depth=4), LONG, SamplingParams(),
-        max_tokens=4, budget=8, stats=stats,
-    ).steps()  # fmt: skip
+    draft = Draft(sessions=1)
+    steps = generation_of(backend(sessions=1), SpecExecPlanner(draft, depth=4), LONG).steps()
     next(steps)
     assert draft.parts == []
     next(steps)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from alone import Generation
+from alone import written
 from edgespec.backends.common.row_logits import RowLogits
 from edgespec.backends.llamacpp.cells import Rows
 from reference.backend import ReferenceBackend, random_model
@@ -148,13 +148,9 @@ def test_several_targets_write_the_same_first_token(temperature):
 
 def test_a_session_without_the_row_reads_it_again():
     """As in `edgespec bench`, whose generations share a session: the last row is read in a prompt's class."""
-    target, texts = Apart(sessions=1), []
+    target = Apart(sessions=1)
     session = target.open()
-    for _ in range(2):
-        steps = Generation(
-            target, session, NonePlanner(), LONG, SamplingParams(), max_tokens=6, budget=1, stats=GenerationStats()
-        ).steps()
-        texts.append([token for step in steps for token in step.tokens])
+    texts = [written(target, NonePlanner(), LONG, session=session, max_tokens=6)[0] for _ in range(2)]
     assert texts[0] == texts[1]
     assert sum(target.passes) == 4  # three, and one of a row
 

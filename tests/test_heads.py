@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from alone import Generation
+from alone import generation_of
 from edgespec.backends.common.heads import KEPT, HeadSession
 from edgespec.backends.common.row_logits import RowLogits
 from reference.backend import ReferenceBackend, ReferenceSession, random_model
@@ -12,7 +12,6 @@ from reference.backend import ReferenceBackend, ReferenceSession, random_model
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.stats import GenerationStats
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.choice import make_planner
 from edgespec.scheduler.events import Ended, Wrote
@@ -95,17 +94,11 @@ def states_of(tokens):
     return np.stack(found)
 
 
-def generation_of(target, planner, temperature, max_tokens=24, budget=8):
-    return Generation(
-        target, target.open(), planner, PROMPT, SamplingParams(temperature=temperature, seed=3),
-        max_tokens=max_tokens, budget=budget, stats=GenerationStats(),
-    )  # fmt: skip
-
-
 def generated(planner, temperature, max_tokens=24, budget=8, rests=0):
     """Tokens of a text; for the first `rests` steps the planner is not asked."""
     target = Target(len(PROMPT) + max_tokens)
-    generation = generation_of(target, planner, temperature, max_tokens, budget)
+    sampling = SamplingParams(temperature=temperature, seed=3)
+    generation = generation_of(target, planner, PROMPT, sampling, max_tokens=max_tokens, budget=budget)
     generation.read_prompt()
     while not generation.finished:
         pass_ = generation.cut(run_one(generation.propose(0 if generation.stats.passes < rests else None)))
@@ -173,7 +166,7 @@ def test_a_head_that_was_not_asked_for_a_while_reads_what_it_missed_from_the_tar
 def test_auto_tries_a_head_again_in_the_same_text():
     target, head, text = Target(), HeadOfTest(), [*PROMPT, *range(30)]
     auto = make_planner("auto", [target, head], state=new_auto_state(streams=False))
-    generation = generation_of(target, auto, 0.0)
+    generation = generation_of(target, auto, PROMPT)
     drafting = auto._draft
     generation.begin()
     assert drafting.wait(text) == len(text) - 1  # it would have to read the prompt

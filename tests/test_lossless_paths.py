@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from alone import Generation
+from alone import generation_of
 from contract import chain_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +13,6 @@ from edgespec.loop.backend import Work
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.stats import GenerationStats
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 
@@ -62,10 +61,7 @@ def test_a_pass_that_reads_again_what_a_tree_left_is_not_plain(most, monkeypatch
     """Neither where the tokens begin its paths, nor where they have a pass of their own."""
     monkeypatch.setattr("reference.backend.MOST_UNREAD", most)
     target, draft = ReferenceBackend(MODEL, max_leaves=8), ReferenceBackend(perturbed(MODEL, 0.3, 1), max_leaves=8)
-    generation, owed = Generation(
-        target, target.open(), SpecExecPlanner(draft, depth=3), [5, 9], SamplingParams(),
-        max_tokens=60, budget=6, stats=GenerationStats(), stop_ids=frozenset(),
-    ), []  # fmt: skip
+    generation, owed = generation_of(target, SpecExecPlanner(draft, depth=3), [5, 9], stop_ids=frozenset()), []
     generation.read_prompt()
     while not generation.finished:
         pass_ = generation.cut(run_one(generation.propose(6 if generation.stats.passes % 3 == 0 else 0)))
@@ -80,10 +76,7 @@ def test_a_pass_that_reads_again_what_a_tree_left_is_not_plain(most, monkeypatch
 def test_a_text_whose_state_was_lost_owes_it():
     """As on engines that keep a state after some paths only, and after a session was loaded."""
     target = ReferenceBackend(MODEL, max_leaves=8)
-    generation = Generation(
-        target, target.open(), NonePlanner(), [5, 9, 6], SamplingParams(),
-        max_tokens=9, budget=6, stats=GenerationStats(), stop_ids=frozenset(),
-    )  # fmt: skip
+    generation = generation_of(target, NonePlanner(), [5, 9, 6], stop_ids=frozenset())
     generation.read_prompt()
     for lost in (True, False):
         if lost:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from alone import Generation
+from alone import generation_of
 from auto_planners import auto_planner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,7 +85,7 @@ def write(
     options = {"max_tokens": 16, "budget": 12} | options
     own = session or target.open()
     stats, output, rounds = GenerationStats(), list[int](), []
-    for round_ in Generation(target, own, planner, prompt, sampling, stats=stats, **options).steps():
+    for round_ in generation_of(target, planner, prompt, sampling, session=own, stats=stats, **options).steps():
         assert len(round_.tokens) == len(round_.sources) > 0
         output += round_.tokens
         rounds.append(round_)
@@ -217,10 +217,7 @@ def test_no_node_is_deeper_than_the_text_can_still_go(name):
     target, draft = ReferenceBackend(MODELS[2]), ReferenceBackend(MODELS[2])
     planner = PLANNERS[name](draft, lambda low, high: min(high, 8))
     sampling, nothing, left = SamplingParams(temperature=1.0, seed=8), frozenset[int](), 11
-    generation = Generation(
-        target, target.open(), planner, [5] * 9, sampling,
-        max_tokens=left, budget=12, stats=GenerationStats(), stop_ids=nothing,
-    )  # fmt: skip
+    generation = generation_of(target, planner, [5] * 9, sampling, max_tokens=left, stop_ids=nothing)
     left -= len(generation.read_prompt().tokens)
     while not generation.finished:
         pass_ = generation.cut(run_one(generation.propose()))
@@ -273,9 +270,7 @@ def test_a_generation_that_was_left(name):
     planner, session = PLANNERS[name](draft, lambda low, high: min(high, 8)), target.open()
     sampling, prompt = SamplingParams(temperature=0.9, seed=2), [0, 4, 8]
     plain, _ = write(target, NonePlanner(), prompt, sampling)
-    half = Generation(
-        target, session, planner, prompt, sampling, max_tokens=16, budget=12, stats=GenerationStats()
-    ).steps()
+    half = generation_of(target, planner, prompt, sampling, session=session, max_tokens=16).steps()
     for _ in range(2):  # the prompt, and a pass
         next(half)
     half.close()
@@ -293,11 +288,7 @@ def test_generations_that_share_their_passes_write_what_each_writes_alone():
     generations = []
     for name, prompt, sampling in zip(names, prompts, samplings, strict=True):
         planner = NonePlanner() if name == "none" else PLANNERS[name](draft, lambda low, high: min(high, 6))
-        generations.append(
-            Generation(
-                target, target.open(), planner, prompt, sampling, max_tokens=16, budget=6, stats=GenerationStats()
-            )
-        )
+        generations.append(generation_of(target, planner, prompt, sampling, max_tokens=16, budget=6))
         generations[-1].read_prompt()
     while going := [generation for generation in generations if not generation.finished]:
         passes = [generation.cut(run_one(generation.propose())) for generation in going]

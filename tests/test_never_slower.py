@@ -7,13 +7,12 @@ from statistics import fmean
 
 import numpy as np
 import pytest
-from alone import Generation
+from alone import written
 from auto_planners import auto_planner
 from reference.backend import ReferenceBackend, random_model
 from simulated import COSTS, Clock, Run, Timed
 
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import Proposal, make_tree
 from edgespec.planners import auto
 from edgespec.planners.auto import new_auto_state
@@ -284,13 +283,7 @@ def test_what_a_grammar_forces_costs_little_in_vain_and_gains_where_rows_are_che
         target = Timed(model, clock, COSTS[cost], context_length=200)
         target.vocab.eog_ids = frozenset()
         clock.now = 0.0
-        generation = Generation(
-            target, target.open(), planner, [5, 9], SamplingParams(), max_tokens=150, budget=12,
-            stats=GenerationStats(), grammar=grammar,
-        )  # fmt: skip
-        for _ in generation.steps():
-            pass
-        return generation.token_ids, clock.now
+        return [5, 9, *written(target, planner, [5, 9], max_tokens=150, grammar=grammar)[0]], clock.now
 
     text, plain = write(NonePlanner(), None)
     for forced, ratio in [([NEVER] * len(text), 0.97), (text, least)]:

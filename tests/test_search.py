@@ -4,13 +4,12 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from alone import Generation
+from alone import written
 from reference.backend import ReferenceBackend, perturbed, random_model
 
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
-from edgespec.loop.stats import GenerationStats
 from edgespec.loop.step import step_of
 from edgespec.loop.tree import only, ranked
 from edgespec.planners.ahead import AheadChainPlanner, AheadPlanner, AheadSearch
@@ -123,12 +122,7 @@ def test_it_sends_what_a_search_from_there_would_send(kind, sampling):
 
 def write(planner, sampling, prompt=(1, 2, 3), count=60):
     """The target takes trees of one leaf only, so the draft has read more than is sent: exits, too."""
-    backend, stats = draft(max_leaves=1), GenerationStats()
-    rounds = Generation(
-        backend, backend.open(), planner, list(prompt), sampling,
-        max_tokens=count, budget=12, stats=stats,
-    ).steps()  # fmt: skip
-    return [token for round_ in rounds for token in round_.tokens], stats
+    return written(draft(max_leaves=1), planner, list(prompt), sampling, max_tokens=count)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from alone import Generation
+from alone import written
 from reference.backend import ReferenceBackend, random_model
 
 from edgespec.errors import ContextFull
@@ -10,7 +10,6 @@ from edgespec.loop.draft_passes import run_one
 from edgespec.loop.passes import fitting
 from edgespec.loop.planner import Context
 from edgespec.loop.sampling import Noise, SamplingParams
-from edgespec.loop.stats import GenerationStats
 from edgespec.loop.step import step_of
 from edgespec.loop.tree import only
 from edgespec.planners.search import NOT_READ
@@ -98,9 +97,8 @@ def test_the_next_search_reads_less_since_it_knows_what_the_tree_will_take():
 def test_the_draft_reads_no_prompt_whose_answer_has_no_room_for_draft_tokens(max_tokens, reads):
     model = random_model(0, vocab_size=SIZE)
     target, draft = (ReferenceBackend(model, context_length=64) for _ in range(2))
-    generation = Generation(
-        target, target.open(), SpecExecPlanner(draft), list(range(2, 20)), SamplingParams(),
-        max_tokens=max_tokens, budget=8, stats=GenerationStats(), stop_ids=frozenset(),
-    )  # fmt: skip
-    assert sum(len(step.tokens) for step in generation.steps()) == max_tokens
+    text, _ = written(
+        target, SpecExecPlanner(draft), list(range(2, 20)), max_tokens=max_tokens, budget=8, stop_ids=frozenset()
+    )
+    assert len(text) == max_tokens
     assert bool(draft.opened[0].token_ids) == reads
