@@ -148,18 +148,48 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     return started
 
 
-@pytest.mark.parametrize(("predicted", "drafted"), [((4.85, 8.6), False), ((8.6, 4.85), True), ((0.044, 12.3), False)])
-def test_only_the_better_way_is_loaded(
-    start: Start, tmp_path: Path, predicted: tuple[float, float], drafted: bool
+@pytest.mark.parametrize(
+    ("streamed", "alone", "predicted", "tried", "options", "loads"),
+    [
+        # Only the better way is loaded.
+        (0.56, 0.0, (4.85, 8.6), None, {}, [False]),
+        (0.56, 0.0, (8.6, 4.85), None, {}, [True]),
+        # What cannot be predicted is tried where the target would fit.
+        (0.56, 0.0, None, (5.0, 9.0), {}, [False, True, False]),
+        (0.9, 0.5, None, (5.0, 9.0), {}, [True]),
+        # Nothing is tried while other programs compute.
+        (0.56, 0.0, (8.0, 7.0), None, {"busy": True}, [True]),
+        (0.56, 0.0, (7.0, 8.0), None, {"busy": True}, [False]),
+        (0.56, 0.0, None, None, {"busy": True}, [False]),
+        # A draft that takes no memory of the target is loaded at once, and so is one that was asked for.
+        (0.0, 0.0, (1.0, 9.0), None, {}, [True]),
+        (0.5, 0.5, (1.0, 9.0), None, {}, [True]),
+        (0.56, 0.0, (1.0, 9.0), None, {"leave_out": False}, [True]),
+    ],
+)
+def test_what_is_loaded(
+    start: Start, tmp_path: Path, streamed: float, alone: float, predicted: tuple[float, float] | None,
+    tried: tuple[float, float] | None, options: dict[str, bool], loads: list[bool],
+) -> None:  # fmt: skip
+    machine = Machine(tmp_path, streamed, alone)
+    backends, learn = start(machine, predicted, tried or (0.0, 0.0), **options)
+    assert (machine.loads, len(backends)) == (loads, 1 + loads[-1])
+    assert machine.planned[:1] == [True]
+    assert len(machine.planned) == 1 or "leave_out" not in options
+    learn(run(0.5, 0.1))
+    assert bool(remembered.everything()) == (streamed > alone and not options)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "slow", "fast"), [((4.85, 8.6), "4.8", "8.6"), ((0.044, 12.3), "0.044", "12"), ((8.6, 4.85), "", "")]
+)
+def test_what_was_left_out_is_said(
+    start: Start, tmp_path: Path, predicted: tuple[float, float], slow: str, fast: str
 ) -> None:
-    machine = Machine(tmp_path, 0.56, 0.0)
-    backends, _ = start(machine, predicted)
-    assert machine.loads == [drafted]
-    assert len(backends) == 1 + drafted
+    backends, _ = start(Machine(tmp_path, 0.56, 0.0), predicted)
     said = "\n".join(backends[0].notes)
-    assert ("the draft is left out" in said) is not drafted
-    slow, fast = ("0.044", "12") if 0.044 in predicted else ("4.8", "8.6")
-    assert (f"about {slow} tokens/s with it, {fast} without" in said) is not drafted
+    assert ("the draft is left out" in said) == bool(slow)
+    assert (f"about {slow} tokens/s with it, {fast} without" in said) == bool(slow)
 
 
 @pytest.mark.parametrize("tried", [(7.0, 9.0), (9.0, 7.0)])
@@ -178,14 +208,6 @@ def test_ways_that_are_close_are_both_tried_once(
     assert machine.loads == [better]
 
 
-def test_what_cannot_be_predicted_is_tried_where_the_target_would_fit(start: Start, tmp_path: Path) -> None:
-    fits, reads = Machine(tmp_path, 0.56, 0.0), Machine(tmp_path, 0.9, 0.5)
-    backends, _ = start(fits, None, (5.0, 9.0))
-    assert (fits.loads, len(backends)) == ([False, True, False], 1)
-    backends, _ = start(reads, None, (5.0, 9.0))
-    assert (reads.loads, len(backends)) == ([True], 2)
-
-
 def test_a_mixture_whose_experts_would_fit_without_the_draft_is_tried(start: Start, tmp_path: Path) -> None:
     """How many of them a pass reads is known only when it is made."""
     machine = Machine(tmp_path, 0.0, 0.0)
@@ -197,24 +219,6 @@ def test_a_mixture_whose_experts_would_fit_without_the_draft_is_tried(start: Sta
     machine.loads.clear()
     start(machine, (1.0, 9.0))
     assert machine.loads == [True]
-
-
-@pytest.mark.parametrize(("predicted", "drafted"), [((8.0, 7.0), True), ((7.0, 8.0), False), (None, False)])
-def test_nothing_is_tried_or_kept_while_other_programs_compute(
-    start: Start, tmp_path: Path, predicted: tuple[float, float] | None, drafted: bool
-) -> None:
-    machine = Machine(tmp_path, 0.56, 0.0)
-    _, learn = start(machine, predicted, busy=True)
-    assert machine.loads == [drafted]
-    learn(run(0.5))
-    assert remembered.everything() == []
-
-
-def test_a_draft_that_takes_no_memory_of_the_target_is_loaded_at_once(start: Start, tmp_path: Path) -> None:
-    for machine in (Machine(tmp_path, 0.0, 0.0), Machine(tmp_path, 0.5, 0.5)):
-        backends, _ = start(machine, (1.0, 9.0))
-        assert (machine.loads, len(backends)) == ([True], 2)
-    assert Machine(tmp_path, 0.0, 0.0).planned == []
 
 
 @pytest.mark.parametrize("no_plans", [False, True])
@@ -230,12 +234,6 @@ def test_a_draft_without_which_the_target_would_fit_is_left_out(start: Start, tm
     machine.too_little = {True, False}
     with pytest.raises(NoRoom, match="1 GB are too little"):
         start(machine, (9.0, 4.0))
-
-
-def test_who_asks_for_the_draft_gets_it(start: Start, tmp_path: Path) -> None:
-    machine = Machine(tmp_path, 0.56, 0.0)
-    backends, _ = start(machine, (1.0, 9.0), leave_out=False)
-    assert (machine.loads, machine.planned, len(backends)) == ([True], [True], 2)
 
 
 def run(plain: float, step: float | None = None, right: float = 0.7) -> AutoState:

@@ -46,16 +46,27 @@ class Draft(ReferenceBackend):
         return super().forward(batch)
 
 
+OPENED = list[Scheduler]()  # by a test
+
+
 @pytest.fixture(autouse=True)
 def slow_passes(monkeypatch):
     """Others wait for no more than a tile, whatever passes take here."""
     monkeypatch.setattr(PromptChunks, "fast", lambda self, taken, most: TILE)
+    yield
+    while OPENED:
+        OPENED.pop().close()
+
+
+def opened(target, planners):
+    OPENED.append(Scheduler(target, planners, budget=8))
+    return OPENED[-1]
 
 
 def drafting(draft, sessions=2, **options):
     target = backend(sessions=sessions, kind=Recording)
     made = [SpecExecPlanner(draft, depth=4, beam=3, **options) for _ in range(sessions)]
-    return target, Scheduler(target, made, budget=8)
+    return target, opened(target, made)
 
 
 @pytest.mark.covering(2)
@@ -87,7 +98,6 @@ def test_another_sequence_waits_for_one_chunk_at_most(shape, temperature, known)
     run(scheduler)
     first.check()
     long.check()
-    scheduler.close()
 
 
 def test_a_sequence_alone_has_chunks_as_long_as_fit():
@@ -99,17 +109,6 @@ def test_a_sequence_alone_has_chunks_as_long_as_fit():
     assert draft.parts[0] == 2 * TILE
     assert sum(draft.parts[:2]) == len(LONG)
     assert reader.stats.prefill_seconds > 0
-    scheduler.close()
-
-
-def test_a_plain_request_has_the_draft_read_nothing():
-    draft = Draft(sessions=1)
-    _, scheduler = drafting(draft, sessions=1)
-    reader = Reader(scheduler, LONG_PROMPT, 0.7, 1, 5, plain=True)
-    run(scheduler)
-    reader.check()
-    assert draft.parts == []
-    scheduler.close()
 
 
 def test_without_a_scheduler_the_draft_reads_the_prompt_before_the_first_tree():
@@ -130,7 +129,6 @@ def test_a_draft_whose_context_is_full_reads_no_further():
     assert reader.ended.error is None
     reader.check()
     assert reader.stats.drafted > 0
-    scheduler.close()
 
 
 @pytest.mark.parametrize("kind", ["specexec", "auto", "ahead"])
@@ -142,7 +140,7 @@ def test_a_prompt_longer_than_the_drafts_context_is_answered_without_the_draft(k
     made = (AheadPlanner if kind == "ahead" else SpecExecPlanner)(draft, depth=4, cost=state.draft)
     planner = auto_planner("auto", state, draft=made) if kind == "auto" else made
     target = backend(sessions=1)
-    scheduler = Scheduler(target, [planner], budget=8)
+    scheduler = opened(target, [planner])
     long = Reader(scheduler, LONG_PROMPT, 0.7, 1, 20)
     run(scheduler)
     long.check()
@@ -152,14 +150,13 @@ def test_a_prompt_longer_than_the_drafts_context_is_answered_without_the_draft(k
     run(scheduler)
     short.check()
     assert short.stats.drafted > 0
-    scheduler.close()
 
 
 def test_a_full_draft_is_not_blamed():
     """`auto` learns nothing about a draft from steps in which it could not be asked."""
     draft, state = Draft(sessions=1, context_length=90), AutoState(GivenCost(1.0, 0.01), ledgers={1: Free()})
     planner = auto_planner("auto", state, draft=SpecExecPlanner(draft, depth=4, cost=state.draft))
-    scheduler = Scheduler(backend(sessions=1), [planner], budget=8)
+    scheduler = opened(backend(sessions=1), [planner])
     reader = Reader(scheduler, 3, 0.7, 1, 200)
     while len(PROMPTS[3]) + len(reader.tokens) < 90:
         scheduler.step()
@@ -168,7 +165,6 @@ def test_a_full_draft_is_not_blamed():
     assert drafted > 0
     run(scheduler)
     assert (state.worth.hoped, reader.stats.drafted) == (known, drafted)
-    scheduler.close()
 
 
 def test_an_error_in_a_chunk_ends_its_request_alone():
@@ -187,7 +183,6 @@ def test_an_error_in_a_chunk_ends_its_request_alone():
     run(scheduler)
     first.check()
     again.check()
-    scheduler.close()
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -207,7 +202,6 @@ def test_a_draft_whose_cells_are_scattered_reads_again_once(times):
     assert reader.ended.error is None
     reader.check()
     assert (reader.stats.drafted > 0) == (times == 1)  # else it is decoded without the draft
-    scheduler.close()
 
 
 def test_a_request_that_is_cancelled_while_its_draft_reads_ends_at_once():
@@ -240,7 +234,6 @@ def test_a_request_that_is_cancelled_while_its_draft_reads_ends_at_once():
     again = Reader(scheduler, LONG_PROMPT, 0.7, 1, 5)
     run(scheduler)
     again.check()
-    scheduler.close()
 
 
 class Late(Free):
@@ -257,7 +250,7 @@ def test_a_draft_that_is_asked_late_reads_in_chunks_too(temperature):
     ledger, draft = Late(), Draft(sessions=1)
     state = AutoState(GivenCost(1.0, 0.5), worth=GivenShare(1.0), ledgers={1: ledger, 2: ledger})
     late = auto_planner("auto", state, draft=SpecExecPlanner(draft, depth=4, cost=state.draft), eager=False)
-    scheduler = Scheduler(backend(sessions=2), [late, NonePlanner()], budget=8)
+    scheduler = opened(backend(sessions=2), [late, NonePlanner()])
     long, other = Reader(scheduler, 3, temperature, 2, 150), Reader(scheduler, 1, temperature, 1, 200)
     while not draft.parts:
         told = len(long.tokens), len(other.tokens)
@@ -277,25 +270,24 @@ def test_a_draft_that_is_asked_late_reads_in_chunks_too(temperature):
     run(scheduler)
     long.check()
     other.check()
-    scheduler.close()
 
 
-SLOW, UNKNOWN = GivenCost(9.0, 0.5), None
-
-
-@pytest.mark.parametrize("plain", [True, False], ids=["asked to decode plainly", "no gain expected"])
-@pytest.mark.parametrize("cost", [SLOW, UNKNOWN], ids=["slow draft", "unknown draft"])
-def test_a_request_that_is_decoded_plainly_lets_the_draft_read_nothing(plain, cost):
-    draft = Draft(sessions=1)
-    state = AutoState(GivenCost(1.0, 0.5), cost or PassTimes(), worth=GivenShare(1.0), ledgers={1: Free()})
-    planner = auto_planner("auto", state, draft=SpecExecPlanner(draft, depth=4, cost=state.draft), eager=plain)
-    scheduler = Scheduler(backend(sessions=1), [planner], budget=8)
+@pytest.mark.parametrize(
+    ("kind", "plain"),
+    [("specexec", True), ("slow", True), ("slow", False), ("unknown", True), ("unknown", False)],
+)
+def test_a_request_that_is_decoded_plainly_lets_the_draft_read_nothing(kind, plain):
+    """Asked to, or since no gain is expected of a slow draft, or of one that is not known."""
+    draft, cost = Draft(sessions=1), GivenCost(9.0, 0.5) if kind == "slow" else PassTimes()
+    state = AutoState(GivenCost(1.0, 0.5), cost, worth=GivenShare(1.0), ledgers={1: Free()})
+    planner = SpecExecPlanner(draft, depth=4, cost=state.draft)
+    planner = planner if kind == "specexec" else auto_planner("auto", state, draft=planner, eager=plain)
+    scheduler = opened(backend(sessions=1), [planner])
     reader = Reader(scheduler, LONG_PROMPT, max_tokens=100, plain=plain)
     run(scheduler)
     reader.check()
     assert draft.parts == []
     assert reader.stats.draft_passes == 0
-    scheduler.close()
 
 
 @pytest.mark.parametrize(("length", "unpaid"), [(1 + CATCH_UP, 0), (3 * CATCH_UP, 3 * CATCH_UP - 1)])

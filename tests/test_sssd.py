@@ -103,15 +103,15 @@ def test_tree_invariants(tmp_path_factory, tokens, other, budget, max_depth):
     assert [array.dtype for array in (tree.token_ids, tree.parents, tree.depth, tree.source)] == [np.int32] * 4
 
 
-def test_depth_0_is_the_root_alone():
-    assert plan([1, 2, 1, 2, 1], 8, max_depth=0).token_ids.tolist() == [1]
-
-
-def test_copied_text_is_found():
-    tree = plan([5, 6, 7, 8, 9, 10, 11, 1, 2, 5, 6, 7], 4)
-    assert tree.token_ids.tolist() == [7, 8, 9, 10, 11]
-    assert tree.parents.tolist() == [-1, 0, 1, 2, 3]
-    assert tree.source.tolist() == [Source.TARGET] + [Source.INPUT] * 4
+@pytest.mark.parametrize(
+    ("text", "documents", "source"),
+    [([5, 6, 7, 8, 9, 10, 1, 2, 5, 6], [], Source.INPUT), ([50, 5, 6], [[4, 5, 6, 7, 8, 9]], Source.DATASTORE)],
+)
+def test_copied_text_is_found(store, text, documents, source):
+    tree = plan(text, 3, store(*documents) if documents else None, calibration=Calibration(SHARES))
+    assert tree.token_ids.tolist() == [6, 7, 8, 9]
+    assert tree.parents.tolist() == [-1, 0, 1, 2]
+    assert tree.source.tolist() == [Source.TARGET] + [source] * 3
 
 
 def test_below_a_token_shorter_matches_go_on():
@@ -135,13 +135,6 @@ def test_a_new_prompt_forgets_the_old_text_but_for_what_they_share():
     planner.result(step_of([6, 7]), None)
     planner.begin([1, 2, 3, 9, 2])
     assert paths(run_one(planner.propose(context([1, 2, 3, 9, 2]), 10)).tree) == paths(plan([1, 2, 3, 9, 2], 10))
-
-
-def test_datastore_text_is_found(store):
-    tree = plan([50, 5, 6], 3, store([4, 5, 6, 7, 8, 9]), calibration=Calibration(SHARES))
-    assert tree.token_ids.tolist() == [6, 7, 8, 9]
-    assert tree.parents.tolist() == [-1, 0, 1, 2]
-    assert tree.source.tolist() == [Source.TARGET] + [Source.DATASTORE] * 3
 
 
 def test_continuations_do_not_run_into_the_next_document(store):
