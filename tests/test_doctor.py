@@ -115,7 +115,7 @@ def test_a_draft_that_takes_memory_of_its_target_is_predicted_both_ways(speeds: 
     assert "draft or memory" not in report(replace(found, draft_or_memory=None))
 
 
-def test_a_draft_that_has_no_room_is_left_out(run: Any, smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_has_no_room_is_left_out(run: Any, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = find_engine("llamacpp")
     planned = engine.plan
 
@@ -125,7 +125,7 @@ def test_a_draft_that_has_no_room_is_left_out(run: Any, smollm2_tiny: Path, monk
         return planned(path, options, machine)
 
     monkeypatch.setattr(engine, "plan", plan)
-    status, out, _ = run("doctor", str(smollm2_tiny), "--draft", str(smollm2_tiny), "--budget", "8")
+    status, out, _ = run("doctor", str(small), "--draft", str(small), "--budget", "8")
     assert status == 0
     assert "the draft is left out: with it 1 GB is too little" in out
     assert "stays in memory" not in out
@@ -133,32 +133,32 @@ def test_a_draft_that_has_no_room_is_left_out(run: Any, smollm2_tiny: Path, monk
 
 
 @pytest.mark.parametrize(("ctx", "sizes"), [(1, ["1 token"]), (5, ["1 token", "5 nodes"])])
-def test_passes_are_no_longer_than_the_context(ctx: int, sizes: list[str], run: Any, smollm2_tiny: Path) -> None:
-    code, shown, _ = run("doctor", str(smollm2_tiny), "--ctx", str(ctx), "--backend", "llamacpp", "--exact", "off")
+def test_passes_are_no_longer_than_the_context(ctx: int, sizes: list[str], run: Any, small: Path) -> None:
+    code, shown, _ = run("doctor", str(small), "--ctx", str(ctx), "--backend", "llamacpp", "--exact", "off")
     assert code == 0
     lines = [line for line in shown.splitlines() if line.startswith("pass, ")]
     assert [line.removeprefix("pass, ").split("  ")[0] for line in lines] == sizes
 
 
-def test_a_head_that_is_not_there_is_refused_before_anything_is_measured(smollm2_tiny: Path) -> None:
+def test_a_head_that_is_not_there_is_refused_before_anything_is_measured(small: Path) -> None:
     said = list[str]()
     with pytest.raises(UsageError, match="has no head of its own"):
-        diagnose(str(smollm2_tiny), draft="head", say=said.append)
+        diagnose(str(small), draft="head", say=said.append)
     assert said == []
 
 
 def test_an_engine_that_refuses_a_model_hides_no_other(
-    run: Any, smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "installed_backends", lambda *which: ["mlx", "llamacpp"])  # mlx takes folders
-    status, out, err = run("doctor", str(smollm2_tiny), "--budget", "8")
+    status, out, err = run("doctor", str(small), "--budget", "8")
     assert status == 0, err
     assert re.findall(r"engine +(\w+)", out) == ["llamacpp", "mlx"]
     assert "this cannot run, because" in out
     assert "use --backend llamacpp" in out
     assert "mlx cannot run it" in out
-    monkeypatch.setattr(doctor, "installed_backends", lambda *which: ["mlx", "torch"])
-    status, out, err = run("doctor", str(smollm2_tiny), "--budget", "8")
+    monkeypatch.setattr(doctor, "installed_backends", lambda *which: ["mlx"])
+    status, out, err = run("doctor", str(small), "--budget", "8")
     assert (status, out) == (1, "")
     assert "Traceback" not in err
 
@@ -180,17 +180,17 @@ def test_what_is_remembered_has_its_age_and_number() -> None:
 
 
 def test_what_other_machines_measured_is_not_shown(
-    tmp_path: Path, smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A home folder may be shared."""
     monkeypatch.delenv(remembered.OFF)
     monkeypatch.setattr(remembered, "folder", lambda: tmp_path)
     monkeypatch.setattr(doctor, "_try", lambda found, *about: None)
-    about = {"kind": "pace", "target": remembered.identity(str(smollm2_tiny))}
+    about = {"kind": "pace", "target": remembered.identity(str(small))}
     remembered.remember(about | {"machine": "another"}, learned()["value"])
-    assert diagnose(str(smollm2_tiny)).remembered == []
+    assert diagnose(str(small)).remembered == []
     remembered.remember(about | {"machine": remembered.processor_name()}, learned()["value"])
-    (found,) = diagnose(str(smollm2_tiny)).remembered
+    (found,) = diagnose(str(small)).remembered
     assert found["about"]["machine"] == remembered.processor_name()
 
 

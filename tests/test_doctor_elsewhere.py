@@ -226,7 +226,7 @@ def test_json_has_the_machine_and_every_engine() -> None:
 
 
 @pytest.mark.parametrize("few_models", [{"qwen3-8b", "llama-3.3-70b"}], indirect=True)
-def test_models_fit_anpredictor(few_models: None) -> None:
+def test_models_fit_another_machine(few_models: None) -> None:
     lines = asked("models", "--fit", "--machine", "macbook-16").output.splitlines()
     at = {line.split()[0]: lines[i + 1] for i, line in enumerate(lines[:-1]) if line and not line.startswith(" ")}
     assert "stays in memory" in at["qwen3-8b"]
