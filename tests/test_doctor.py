@@ -147,9 +147,7 @@ def test_a_head_that_is_not_there_is_refused_before_anything_is_measured(small: 
     assert said == []
 
 
-def test_an_engine_that_refuses_a_model_hides_no_other(
-    run: Any, small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_refuses_a_model_hides_no_other(run: Any, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "installed_backends", lambda *which: ["mlx", "llamacpp"])  # mlx takes folders
     status, out, err = run("doctor", str(small), "--budget", "8")
     assert status == 0, err

@@ -8,24 +8,10 @@ import pytest
 
 from benchmarks.to_try import GPU, MAC, Question, Seen, answers
 
-SCRIPTS = Path(__file__).parent.parent / "scripts" / "benchmarks"
-MAC_QUESTIONS = {
-    "streamed bits", "row classes, llama.cpp", "row classes, MLX", "equal sizes, MLX", "probing", "MLX or llama.cpp",
-    "op_offload", "exit", "free memory", "GPU limit", "2 GiB", "page size", "memory over time",
-}  # fmt: skip
-GPU_QUESTIONS = {
-    "512 draft tokens", "pinned memory", "more buffers", "capped scores", "row classes", "equal sizes", "two GPUs",
-    "4-bit folder",
-}  # fmt: skip
-
 
 def flat(text: str) -> str:
     """Without the lines of a table, and with one space between words."""
     return re.sub(r"[\s│┃┏┓└┘━─┡┩┴┬╇┳]+", " ", text)
-
-
-def test_every_question_is_asked() -> None:
-    assert (MAC.keys(), GPU.keys()) == (MAC_QUESTIONS, GPU_QUESTIONS)
 
 
 @pytest.mark.parametrize("questions", [MAC, GPU], ids=["mac", "gpu"])
@@ -40,49 +26,6 @@ def test_every_answer_has_a_meaning(questions: dict[str, Question], value: int) 
         for word in f"{name} {value} was seen {meaning}".split():
             assert word in text
         assert meaning != other
-
-
-def test_the_whole_table_of_a_mac() -> None:
-    """As a report would have it: texts of the usual lengths, one that was not tried and one that failed."""
-
-    def fails() -> Seen:
-        raise OSError("memory_pressure: command not found")
-
-    texts = {
-        "streamed bits": (True, "0 of 12 checks failed"),
-        "row classes, llama.cpp": (False, "no row class, so the text is that of plain decoding up to rounding ties"),
-        "row classes, MLX": (False, "no row class"),
-        "equal sizes, MLX": (True, "0 of 786432 logits differ"),
-        "probing": (41.2, "41.2 s; no row class"),
-        "MLX or llama.cpp": (2.1, "streamed pass over 64 nodes: llamacpp 8.400 s, mlx 4.000 s; remembered"),
-        "op_offload": (0.9, "without 1.900 s, with 2.100 s"),
-        "exit": (0, "0"),
-        "GPU limit": (0.67, "10.67 GiB of 16.00 GiB, iogpu.wired_limit_mb = 0"),
-        "2 GiB": (True, "the sum of 536870928 words is 536870928"),
-        "page size": (1.0, "pages of 16384: 2.90 GB/s, blocks 2.90 GB/s"),
-    }
-    seen = {name: Seen(*one) for name, one in texts.items()}
-    shown = answers("To try", MAC, {"free memory": fails}, seen)
-    lines = shown.splitlines()
-    assert max(map(len, lines)) <= 110
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
-    assert "│ not tried " in shown
-    rows: list[list[str]] = []
-    for name, *others in cells:
-        if name in MAC or name == "row classes,":  # which goes on in the next line
-            rows.append([name, *others])
-        else:
-            rows[-1] = [f"{one} {more}".strip() for one, more in zip(rows[-1], [name, *others], strict=True)]
-    found = {name: (about, text, means) for name, about, text, means in rows}
-    assert found.keys() == MAC.keys()
-    for name, question in MAC.items():
-        about, text, means = found[name]
-        assert about == question.about
-        if name in texts:
-            assert text == texts[name][1]
-            assert means == (question.then if question.holds(texts[name][0]) else question.otherwise)
-    assert found["free memory"][1:] == ("failed: memory_pressure: command not found", "")
-    assert found["memory over time"][1:] == ("not tried", "")
 
 
 def test_a_measure_that_fails_is_a_row_too() -> None:

@@ -1,6 +1,5 @@
 """scripts/train-head: what it trains is what drafts, it goes on after a stop, and both forms of its files load."""
 
-import ctypes
 import json
 import os
 import re
@@ -20,15 +19,19 @@ pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed: pip install
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-import llama_cpp
 import torch
 from eagle_folders import attend_cells
+from edgespec.backends.llamacpp.engine import engine
 from edgespec.backends.torch.eagle import load_head
 from gguf_files import VOCAB, small_llama
 from gguf_files import write_gguf as write_target
 from hf_models import save, tiny_model
+from test_heads_llamacpp import read
 
 from edgespec.errors import ModelError, UsageError
+from edgespec.loop.engines import LoadOptions
+from edgespec.loop.passes import prefill
+from edgespec.machine.this_machine import this_machine
 from edgespec.measure.json_lines import resume
 from heads.answers import Line, Sample, read_samples
 from heads.target import Target, load_target, read_states, record
@@ -451,153 +454,44 @@ def test_a_damaged_head_is_one_line(trained, tmp_path, damage):
     assert "\n" not in str(caught.value)
 
 
-# llama.cpp, without edgespec's own binding.
-
-
-def symbol(name: str, mangled: str, arguments: list[Any], result: Any) -> Any:
-    """A function of llama.cpp that its Python binding does not have."""
-    library = llama_cpp.llama_cpp._lib
-    found = getattr(library, name, None) or getattr(library, mangled, None)
-    if found is None:
-        pytest.skip(f"this llama.cpp has no {name}")
-    found.argtypes, found.restype = arguments, result
-    return found
-
-
-class LlamaCpp:
-    """A target and its head, in sequences of one text."""
-
-    def __init__(self, target: Path, head: Path) -> None:
-        low = llama_cpp.llama_cpp
-        self.low, context = low, low.llama_context_p_ctypes
-        floats = ctypes.POINTER(ctypes.c_float)
-        self.ask = symbol(
-            "llama_set_embeddings_layer_inp", "_Z30llama_set_embeddings_layer_inpP13llama_contextjb",
-            [context, ctypes.c_uint32, ctypes.c_bool], None,
-        )  # fmt: skip
-        self.get = symbol(
-            "llama_get_embeddings_layer_inp", "_Z30llama_get_embeddings_layer_inpP13llama_contextj",
-            [context, ctypes.c_uint32], floats,
-        )  # fmt: skip
-        self.own = symbol(
-            "llama_set_embeddings_nextn", "_Z26llama_set_embeddings_nextnP13llama_contextbb",
-            [context, ctypes.c_bool, ctypes.c_bool], None,
-        )  # fmt: skip
-        self.states = symbol(
-            "llama_get_embeddings_nextn", "_Z26llama_get_embeddings_nextnP13llama_context", [context], floats
-        )
-        low.llama_backend_init()
-        self.models, self.contexts = [], []
-        for path in (target, head):
-            self.models.append(low.llama_model_load_from_file(str(path).encode(), low.llama_model_default_params()))
-            assert self.models[-1], path
-            params = low.llama_context_default_params()
-            params.n_ctx, params.type_k, params.type_v, params.n_threads = 256, 0, 0, 1
-            if self.contexts:
-                params.ctx_other = self.contexts[0]
-            self.contexts.append(low.llama_init_from_model(self.models[-1], params))
-            assert self.contexts[-1], path
-        self.own(self.contexts[1], True, False)
-
-    def close(self) -> None:
-        for context in self.contexts[::-1]:
-            self.low.llama_free(context)
-        for model in self.models[::-1]:
-            self.low.llama_model_free(model)
-
-    def batch(self, tokens, embeddings, first: int) -> Any:
-        count, batch = len(tokens if tokens is not None else embeddings), self.low.llama_batch()
-        self._kept = [  # arrays must outlive the pass
-            None if tokens is None else np.array(tokens, np.int32),
-            None if embeddings is None else np.ascontiguousarray(embeddings, np.float32),
-            np.arange(first, first + count, dtype=np.int32),
-            np.ones(count, np.int32),
-            (ctypes.POINTER(ctypes.c_int32) * count)(*[(ctypes.c_int32 * 1)(0)] * count),
-            np.ones(count, np.int8),
-        ]
-        names = ("token", "embd", "pos", "n_seq_id", "seq_id", "logits")
-        kinds = dict(self.low.llama_batch._fields_)
-        batch.n_tokens = count
-        for name, kept in zip(names, self._kept, strict=True):
-            if kept is not None:
-                address = kept.ctypes.data if isinstance(kept, np.ndarray) else ctypes.addressof(kept)
-                setattr(batch, name, ctypes.cast(address, kinds[name]))
-        return batch
-
-    def inputs(self, tokens, layers, width) -> Any:
-        """Inputs of the target's layers over a text."""
-        for layer in layers:
-            self.ask(self.contexts[0], layer, True)
-        assert self.low.llama_decode(self.contexts[0], self.batch(tokens, None, 0)) == 0
-        found = [np.ctypeslib.as_array(self.get(self.contexts[0], layer), (len(tokens), width)) for layer in layers]
-        return np.concatenate(found, -1)
-
-    def fuse(self, inputs, width) -> Any:
-        assert self.low.llama_encode(self.contexts[1], self.batch(None, inputs, 0)) == 0
-        return np.ctypeslib.as_array(self.states(self.contexts[1]), (len(inputs), width)).copy()
-
-    def head(self, tokens, states, first, vocab) -> tuple[Any, Any]:
-        """Logits and states of rows whose first has the position `first`."""
-        assert self.low.llama_decode(self.contexts[1], self.batch(tokens, states, first)) == 0
-        logits = self.low.llama_get_logits(self.contexts[1])
-        return (
-            np.ctypeslib.as_array(logits, (len(tokens), vocab)).copy(),
-            np.ctypeslib.as_array(self.states(self.contexts[1]), (len(tokens), states.shape[1])).copy(),
-        )
-
-
-@pytest.fixture
-def engine(trained, tiny_gguf):
-    found = LlamaCpp(tiny_gguf, trained / "eagle3-tiny.gguf")
-    yield found
-    found.close()
-
+# llama.cpp, whose own drafting tests/test_heads_llamacpp.py compares with this binding's.
 
 TEXT = [17, 40, 99, 23, 140, 201, 64, 8, 17, 99, 150, 31]
 
 
-def test_llama_cpp_gives_the_states_that_are_recorded(engine, tiny_gguf, tmp_path, precise):
-    from edgespec.models.convert.folder_from_gguf import convert
-
-    target = load_target(convert(tiny_gguf, tmp_path / "folder", dtype="float32").path, [2, 2, 1], CPU)
-    record(target, [Sample(TEXT, 2, True, False)], tmp_path / "states", lambda done, total: None)
-    (ours,) = read_states(tmp_path / "states", [Sample(TEXT, 2, True, False)], 4 * 256)
-    theirs = engine.inputs(TEXT, [2, 2, 1], 256)
-    np.testing.assert_allclose(ours[:, : 3 * 256].numpy(), theirs, atol=2e-3 * float(np.abs(theirs).max()))
-
-
-def test_llama_cpp_computes_the_same_head(engine, trained):
-    head = load_head(trained, 4).float()
-    inputs = engine.inputs(TEXT, head.layers, 256)
-    states = engine.fuse(inputs, 256)
-    with torch.no_grad():
-        ours = head.fuse(torch.from_numpy(inputs))
-    np.testing.assert_allclose(ours.numpy(), states, atol=2e-3 * float(np.abs(states).max()))
-    embeddings = torch.from_numpy(embeddings_of(engine))
-    cells = torch.zeros(2, head.config.num_key_value_heads, 32, head.config.head_dim)
-    logits, after = engine.head(TEXT[1:], states[:-1], 1, 288)
-    with torch.no_grad():
-        mine = head(embeddings[TEXT[1:]], torch.from_numpy(states[:-1]), torch.arange(1, 12), attend_cells(cells, 0))
-        check_logits(head.logits(mine).numpy(), logits)
-        np.testing.assert_allclose(mine.numpy(), after, atol=2e-3 * float(np.abs(after).max()))
-        for place in range(12, 15):  # drafted from its own states
-            token = int(logits[-1].argmax())
-            logits, after = engine.head([token], after[-1:], place, 288)
-            mine = head(embeddings[[token]], mine[-1:], torch.tensor([place]), attend_cells(cells, place - 1))
-            check_logits(head.logits(mine).numpy(), logits)
+@pytest.fixture
+def both(trained, tiny_gguf):
+    """The target and its head on llama.cpp."""
+    options = {"context_length": 256, "threads": 1, "budget": 32}
+    target = engine.load(engine.plan(str(tiny_gguf), LoadOptions(**options), this_machine()))
+    yield target, engine.load_head(target, str(trained / "eagle3-tiny.gguf"), LoadOptions(**options).for_draft())
+    target.close()
 
 
-def check_logits(ours, theirs) -> None:
+def check_close(ours, theirs) -> None:
     assert (np.isinf(ours) == np.isinf(theirs)).all()
     finite = np.isfinite(ours)
     np.testing.assert_allclose(ours[finite], theirs[finite], atol=2e-3 * float(np.abs(theirs[finite]).max()))
 
 
-def embeddings_of(engine) -> Any:
-    get = symbol(
-        "llama_model_get_tok_embd", "_Z24llama_model_get_tok_embdPK11llama_modelPf",
-        [engine.low.llama_model_p_ctypes, ctypes.POINTER(ctypes.c_float)], ctypes.c_uint32,
-    )  # fmt: skip
-    found = np.empty((288, 256), np.float32)
-    assert get(engine.models[0], found.ctypes.data_as(ctypes.POINTER(ctypes.c_float))) == found.size
-    return found
+def test_llama_cpp_gives_the_states_that_are_recorded_and_computes_the_same_head(
+    both, trained, tiny_gguf, tmp_path, precise
+):
+    from edgespec.models.convert.folder_from_gguf import convert
+
+    torch_target = load_target(convert(tiny_gguf, tmp_path / "folder", dtype="float32").path, [2, 2, 1], CPU)
+    samples = [Sample(TEXT, 2, True, False)]
+    record(torch_target, samples, tmp_path / "states", lambda done, total: None)
+    (states,) = read_states(tmp_path / "states", samples, 4 * 256)
+    inputs = states[:, : 3 * 256]
+    target, its_head = both
+    given, session = list[Any](), target.open()
+    prefill(target, session, TEXT, saw=lambda work, logits: given.append(logits.states(range(len(TEXT)))))
+    session.close()
+    check_close(inputs.numpy(), np.reshape(given[0], inputs.shape))
+    head = load_head(trained, 4).float()
+    cells = torch.zeros(2, head.config.num_key_value_heads, 32, head.config.head_dim)
+    with torch.no_grad():
+        tokens = torch_target.embeddings[TEXT[1:]]
+        drafted = head(tokens, head.fuse(inputs)[:-1], torch.arange(1, len(TEXT)), attend_cells(cells, 0))
+        check_close(head.logits(drafted)[-1].numpy(), read(target, its_head, TEXT)[2])
