@@ -379,7 +379,7 @@ def test_the_file_of_a_head_has_the_whole_name_of_its_target():
         (["BAD", "PROMPTS", "OUT"], "BAD: is not a GGUF file"),
         (["TARGET", "PROMPTS", "OUT", "--gguf", "BAD"], "BAD: is not a GGUF file"),
         (["TARGET", "PROMPTS", "OUT", "--device", "gpu"], "device 'gpu' is not there"),
-        (["TARGET", "PROMPTS", "OUT", "--as-is"], "--answers is not used with --as-is: the target answers nothing"),
+        (["TARGET", "PROMPTS", "OUT", "--as-is"], "with --as-is the target answers nothing: leave out --answers"),
         (
             ["TARGET", "PROMPTS", "BEGUN", "--epochs", "9"],
             "BEGUN: was begun with epochs 2, and not 9: give the same, or another folder",

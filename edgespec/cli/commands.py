@@ -38,6 +38,7 @@ from edgespec.cli.options import (
     is_from_variable,
     model_option,
     name_variables,
+    not_empty,
     outdated,
 )
 from edgespec.cli.pairs import pair
@@ -158,13 +159,14 @@ Examples:
 )
 @SAMPLING_OPTIONS
 @click.option("--stop", multiple=True, type=TEXT, help="End before this string; repeatable.")
-@click.option("--json-schema", metavar="FILE", help="Answer in JSON by the schema in FILE.")
-@click.option("--grammar", metavar="FILE", help="Answer by the Lark grammar in FILE.")
+@click.option("--json-schema", metavar="FILE", callback=not_empty, help="Answer in JSON by the schema in FILE.")
+@click.option("--grammar", metavar="FILE", callback=not_empty, help="Answer by the Lark grammar in FILE.")
 @click.option("--system", type=TEXT, help="System message.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option(
     "--resume",
     metavar="FILE",
+    callback=not_empty,
     help="Continue the conversation in FILE, if it exists, and save it there. With --raw PROMPT is the whole text, and "
     "what FILE has of it is not prefilled again.",
 )
@@ -204,9 +206,6 @@ def run(
     check_max_tokens(most)
     if "" in stop:
         raise UsageError("--stop is empty: give at least one character")
-    for name, value in (("--json-schema", json_schema), ("--grammar", grammar), ("--resume", resume)):
-        if value == "":
-            raise UsageError(f"{name} is empty: give the name of a file")
     form = _read_grammar(json_schema, grammar)
     if resume and (options["targets"] or options["cluster"]):
         raise UsageError("--resume does not go with --targets and --cluster: each copy has a session of its own")
@@ -609,10 +608,8 @@ def bench(prompts: str, model: str, planners: str | None, yes: bool, as_json: bo
     _take_old_names(options)
     _check_raw(options["raw"], options["system"])
     usual = "none,sssd,specexec" if options["draft"] else "none,sssd"
-    sampling, names = (
-        _sampling(options),
-        [name.strip() for name in (usual if planners is None else planners).split(",")],
-    )
+    sampling = _sampling(options)
+    names = [name.strip() for name in (usual if planners is None else planners).split(",")]
     _check_used(names, options)
     chosen, questions = _planner_options(options), read_prompts(Path(prompts), options.pop("limit"))
     _pull_pair(model, options, yes, drafts=bool(options["approximate"] or with_draft(names)))

@@ -1,7 +1,7 @@
 """Options that several commands have, and the sections in which --help lists them."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -62,25 +62,23 @@ def is_from_variable(option: click.Parameter | None, context: click.Context | No
     return source is click.core.ParameterSource.ENVIRONMENT
 
 
-def given_parameters() -> Iterator[click.Parameter]:
-    """Those that the command line of the running command has."""
-    context = click.get_current_context()
-    for one in context.command.params:
-        if context.get_parameter_source(str(one.name)) is click.core.ParameterSource.COMMANDLINE:
-            yield one
-
-
 def allow_only(why: str, *names: str) -> None:
-    """Refuse given parameters besides these, which would be ignored.
+    """`refuse` all others."""
+    refuse(why, *(str(one.name) for one in click.get_current_context().command.params if one.name not in names))
+
+
+def refuse(why: str, *names: str) -> None:
+    """Refuse parameters that the command line of the running command has, and that would be ignored.
 
     Raises:
         UsageError: begins with `why`.
     """
-    for one in given_parameters():
-        if one.name not in names:
-            raise UsageError(
-                f"{why}: leave out {max(one.opts, key=len) if one.opts[0][0] == '-' else one.human_readable_name}"
-            )
+    context = click.get_current_context()
+    for one in context.command.params:
+        is_given = context.get_parameter_source(str(one.name)) is click.core.ParameterSource.COMMANDLINE
+        if one.name in names and is_given:
+            name = max(one.opts, key=len) if one.opts[0][0] == "-" else one.human_readable_name
+            raise UsageError(f"{why}: leave out {name}")
 
 
 class Text(click.types.StringParamType):
@@ -133,7 +131,7 @@ def model_option(about: str) -> Callable[[Any], Any]:
     return click.option("--model", default=DEFAULT_MODEL, show_default=True, shell_complete=complete_model, help=about)
 
 
-def _not_empty(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+def not_empty(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
     if value == "":
         raise UsageError(f"{option.opts[0]} is empty: give a name, or leave it out")
     return value
@@ -166,7 +164,7 @@ MEMORY_HELP = "Memory to use, such as 12G; what does not fit is read from disk. 
 DRAFT_OPTION = click.option(
     "--draft",
     metavar="MODEL",
-    callback=_not_empty,
+    callback=not_empty,
     shell_complete=complete_model,
     help="Draft model or head: a name, path or source like MODEL; head is the one in the file of MODEL; "
     "layers are those of MODEL that stay in memory (mlx, torch).",
@@ -181,7 +179,7 @@ BUDGET_OPTION = click.option(
 
 def backend_option(default: str) -> Callable[[Any], Any]:
     about = f"Engine: llamacpp, mlx, torch. [default: {default}]"
-    return click.option("--backend", metavar="NAME", callback=_not_empty, help=about)
+    return click.option("--backend", metavar="NAME", callback=not_empty, help=about)
 
 
 def context_option(**more: Any) -> Callable[[Any], Any]:
@@ -196,21 +194,21 @@ MEMORY_OPTION = click.option("--memory", metavar="SIZE", help=MEMORY_HELP)
 KV_TYPE_OPTION = click.option("--kv-type", metavar="NAME", help=KV_TYPE_HELP)
 EXACT_OPTION = click.option("--exact", metavar="NAME", help=EXACT_HELP)
 MODELS_OPTION = click.option(
-    "--models", "models_file", metavar="FILE", callback=_not_empty, help="A models.yaml besides the built-in one."
+    "--models", "models_file", metavar="FILE", callback=not_empty, help="A models.yaml besides the built-in one."
 )
 TEMPLATE_OPTION = click.option(
-    "--chat-template", metavar="FILE", callback=_not_empty, help="A Jinja file, in place of MODEL's own chat template."
+    "--chat-template", metavar="FILE", callback=not_empty, help="A Jinja file, in place of MODEL's own chat template."
 )
 PLANNER_OPTION = click.option(
     "--planner",
     metavar="NAME",
-    callback=_not_empty,
+    callback=not_empty,
     help=f"Where draft tokens come from: {', '.join(PLANNERS)}; others: docs/systems.md. [default: auto]",
 )
 MACHINE_OPTION = click.option(
     "--machine",
     metavar="NAME|FILE",
-    callback=_not_empty,
+    callback=not_empty,
     help="Another machine: a name of machines.yaml, such as macbook-24, or a file of `edgespec doctor --describe`.",
 )
 YES_OPTION = click.option("--yes", "-y", is_flag=True, help="Fetch missing files without asking.")
@@ -223,7 +221,7 @@ MODEL_OPTIONS = together(
     click.option(
         "--datastore",
         metavar="FILE",
-        callback=_not_empty,
+        callback=not_empty,
         help="auto, sssd: datastore to copy draft tokens from.",
     ),
     BUDGET_OPTION,

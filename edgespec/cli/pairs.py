@@ -9,7 +9,7 @@ import click
 
 from edgespec.cli.catalogue import entries_needed, pull_what_is_missing
 from edgespec.cli.completion import complete_model
-from edgespec.cli.options import MODELS_OPTION, YES_OPTION, allow_only, context_option
+from edgespec.cli.options import MODELS_OPTION, YES_OPTION, allow_only, context_option, not_empty
 from edgespec.cli.terminal import Bars
 from edgespec.errors import UsageError, check_whole
 from edgespec.machine.memory import available_memory, in_bytes
@@ -39,8 +39,10 @@ Examples:
 @click.option("--budget", type=int, default=64, show_default=True, help="Largest budget that is tried.")
 @click.option("--memory", metavar="SIZE", help="Memory to use, for example 12G. [default: what is free]")
 @context_option(default=2048, show_default=True, help="Context in tokens.")
-@click.option("--png", metavar="FILE", help="Draw tokens per pass and tokens/s by budget.")
-@click.option("--write", metavar="NAME", help="Add the pair with its figures to your own models.yaml.")
+@click.option("--png", metavar="FILE", callback=not_empty, help="Draw tokens per pass and tokens/s by budget.")
+@click.option(
+    "--write", metavar="NAME", callback=not_empty, help="Add the pair with its figures to your own models.yaml."
+)
 @MODELS_OPTION
 @YES_OPTION
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; with --find one a line for each draft.")
@@ -61,9 +63,6 @@ def pair(
     check_whole("max tokens", max_tokens, 2)  # the first needs no pass
     check_whole("budget", budget, 1)
     room = in_bytes("--memory", options["memory"])
-    for name, value in (("--png", png), ("--write", write)):
-        if value == "":
-            raise UsageError(f"{name} is empty: give a name")
     if find and (draft or quick or write or png):
         raise UsageError("--find tries all drafts there are: it goes without DRAFT, --quick, --write and --png")
     if quick:

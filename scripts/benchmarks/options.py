@@ -1,15 +1,15 @@
 """Options and their types that subcommands share."""
 
 import ast
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import click
 
-from edgespec.cli.options import given_parameters, together
-from edgespec.errors import UsageError, must_be
+from edgespec.cli.options import together
+from edgespec.errors import must_be
 from edgespec.machine.files import check_out
 from edgespec.measure.bench import read_prompts
 
@@ -68,18 +68,3 @@ class Setting(click.types.StringParamType):
             return name, ast.literal_eval(text)
         except (ValueError, SyntaxError):
             return name, text
-
-
-def refuse(names: Collection[str], where: str) -> None:
-    """Refuse options of the command that are given where they are not used.
-
-    Args:
-        names: of the command's parameters.
-        where: says where, for the message.
-
-    Raises:
-        UsageError: names the first of them that is given.
-    """
-    for one in given_parameters():
-        if one.name in names:
-            raise UsageError(f"{one.opts[0]} is not used {where}")

@@ -11,7 +11,8 @@ import click
 
 from benchmarks.offload import check_variants, measure, parse_models
 from benchmarks.offload_report import tables
-from benchmarks.options import AT_LEAST_1, FILE, ROUNDS, asking, json_out, questions, refuse
+from benchmarks.options import AT_LEAST_1, FILE, ROUNDS, asking, json_out, questions
+from edgespec.cli.options import refuse
 from edgespec.errors import UsageError
 from edgespec.loading.pair import DEFAULT_BUDGET
 from edgespec.loop.sampling import SamplingParams
@@ -53,9 +54,8 @@ def command(
     if not (prompts or nodes):
         raise UsageError("nothing is to be measured: give --nodes or --prompts")
     if not prompts:
-        refuse(
-            ("planners", "limit", "max_tokens", "temperature", "top_p", "budget", "plain_tokens"), "without --prompts"
-        )
+        of_answers = ("planners", "limit", "max_tokens", "temperature", "top_p", "budget", "plain_tokens")
+        refuse("without --prompts nothing is asked", *of_answers)
     asked, told = questions(prompts, limit) if prompts else [], list[dict[str, Any]]()
     SamplingParams(temperature=temperature, top_p=top_p)
     about: dict[str, Any] = {

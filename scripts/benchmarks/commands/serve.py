@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from benchmarks import compare_servers, llama_server, stress, wire
-from benchmarks.options import AT_LEAST_1, FILE, PATH, ROUNDS, THREADS, Number, asking, questions, refuse
+from benchmarks.options import AT_LEAST_1, FILE, PATH, ROUNDS, THREADS, Number, asking, questions
 from benchmarks.serving import served
-from edgespec.cli.options import DRAFT_OPTION, MEMORY_OPTION
+from edgespec.cli.options import DRAFT_OPTION, MEMORY_OPTION, refuse
 from edgespec.cli.terminal import Bars
 from edgespec.errors import no_such
 from edgespec.machine.files import check_out, write_whole
@@ -77,7 +77,7 @@ def throughput(
     request to its end, divided by its tokens.
     """
     if not program:
-        refuse(("modes", "llama_options"), "without --llama-server")
+        refuse("without --llama-server it is not measured", "modes", "llama_options")
     known = llama_server.modes(draft)
     if wrong := [mode for mode in modes if mode not in known]:
         raise no_such("mode", wrong[0], known)
