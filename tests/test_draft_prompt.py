@@ -28,6 +28,15 @@ def body(text=TYPED, **more):
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 30, "temperature": 0.9, "seed": 7, **more}
 
 
+def answered(client, **more):
+    """The count of an answer's cached tokens; its text is that of the Python API."""
+    answer = client.post("/v1/chat/completions", json=body(**more)).json()
+    expected = client.model.chat(TYPED, max_tokens=30, temperature=0.9, seed=more.get("seed", 7))
+    assert answer["choices"][0]["message"]["content"] == expected.text
+    assert answer["usage"]["completion_tokens"] == 30
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
 def until(what):
     deadline = time.monotonic() + 20
     while not what():
@@ -64,10 +73,7 @@ def test_while_it_is_typed_the_prompt_is_read(client):
     settled(scheduler, 1)
     assert scheduler.kept_tokens == told["tokens"]
     assert sum(scheduler.counts.tokens.values()) == 0
-    answer = client.post("/v1/chat/completions", json=body()).json()
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 90
-    expected = client.model.chat(TYPED, max_tokens=30, temperature=0.9, seed=7)
-    assert answer["choices"][0]["message"]["content"] == expected.text
+    assert answered(client) >= 90
 
 
 @pytest.mark.parametrize(
@@ -111,33 +117,25 @@ def test_enter_finds_the_answers_first_tokens(client, streaming):
     if answer:
         assert answer["choices"][0]["message"]["content"] == expected.text
         assert answer["usage"]["completion_tokens"] == 30
-    again = client.post("/v1/chat/completions", json=body()).json()
-    assert again["choices"][0]["message"]["content"] == expected.text
+    answered(client)
 
 
 def test_another_request_starts_from_what_was_read(client):
     client.put(PATH, json=body(pause=True))
     settled(client.model.scheduler, 1)
-    answer = client.post("/v1/chat/completions", json=body(seed=8)).json()
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
-    expected = client.model.chat(TYPED, max_tokens=30, temperature=0.9, seed=8)
-    assert answer["choices"][0]["message"]["content"] == expected.text
+    assert answered(client, seed=8) > 100
 
 
 def test_the_tools_of_a_prompt_are_read_with_it():
     """They stand before the messages, so what is read without them is of no use."""
-    with served(template=TEMPLATE) as client:
-        check_tools_are_read(client)
-
-
-def check_tools_are_read(client):
     tools = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]}
-    told = client.put(PATH, json=body(TYPED[:100], **tools)).json()
-    assert told["tokens"] > client.put(PATH, json=body(TYPED[:100])).json()["tokens"] + 30
-    client.put(PATH, json=body(TYPED[:100], **tools))
-    settled(client.model.scheduler, 1)
-    answer = client.post("/v1/chat/completions", json=body(**tools)).json()
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= told["tokens"] - 1
+    with served(template=TEMPLATE) as client:
+        told = client.put(PATH, json=body(TYPED[:100], **tools)).json()
+        assert told["tokens"] > client.put(PATH, json=body(TYPED[:100])).json()["tokens"] + 30
+        client.put(PATH, json=body(TYPED[:100], **tools))
+        settled(client.model.scheduler, 1)
+        answer = client.post("/v1/chat/completions", json=body(**tools)).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= told["tokens"] - 1
 
 
 def test_a_prediction_is_taken_over_as_well(client):
@@ -178,9 +176,7 @@ def test_a_draft_that_nobody_tells_of_again_is_dropped(monkeypatch):
         held = drafts_of(client)[""]
         until(lambda: held.seq.cancelled)
         until(lambda: not any(slot.seq for slot in client.model.scheduler.pool.slots))
-        answer = client.post("/v1/chat/completions", json=body()).json()
-        expected = client.model.chat(TYPED, max_tokens=30, temperature=0.9, seed=7)
-        assert answer["choices"][0]["message"]["content"] == expected.text
+        answered(client)
 
 
 def test_drafts_that_wait_refuse_nobody():
@@ -196,9 +192,7 @@ def test_what_is_prepared_gives_way():
         settled(client.model.scheduler, 1)
         answer = client.post("/v1/chat/completions", json=body("Something else.", seed=1)).json()
         assert answer["usage"]["completion_tokens"] == 30
-        answer = client.post("/v1/chat/completions", json=body()).json()  # its preparation is gone
-        expected = client.model.chat(TYPED, max_tokens=30, temperature=0.9, seed=7)
-        assert answer["choices"][0]["message"]["content"] == expected.text
+        answered(client)  # its preparation is gone
 
 
 def test_only_the_latest_of_a_client_is_kept(client):

@@ -69,6 +69,22 @@ def served_and_shown(**options):
         yield client
 
 
+def prompt(client, path, body):
+    """The prompt of a request to what `served_and_shown` has."""
+    client.shown.clear()
+    answer = client.post(f"/v1/{path}", json={"max_tokens": 2, "max_output_tokens": 2, **body})
+    assert answer.status_code == 200, answer.text
+    return client.shown[-1]
+
+
+def refused(client, path, body):
+    """The one line of a refusal."""
+    answer = client.post(f"/v1/{path}", json=body)
+    assert answer.status_code == 400, answer.text
+    assert "\n" not in answer.json()["error"]["message"]
+    return answer.json()["error"]["message"]
+
+
 @pytest.fixture(scope="module")
 def client():
     with served() as client:
@@ -190,8 +206,7 @@ class TestChat:
             assert details["accepted_prediction_tokens"] > 0
             sent = len(client.model.target.vocab.encode(text, add_bos=False, parse_special=False))
             assert sum(details[f"{kind}_prediction_tokens"] for kind in ("accepted", "rejected")) == sent
-        answer = client.post("/v1/chat/completions", json=body | {"prediction": {"content": [{"type": "image_url"}]}})
-        assert answer.status_code == 400
+        assert refused(client, "chat/completions", body | {"prediction": {"content": [{"type": "image_url"}]}})
 
     def test_log_probs(self, client):
         body = HELLO | {"max_tokens": 6, "seed": 1, "logprobs": True, "top_logprobs": 3}
@@ -595,9 +610,7 @@ class TestErrors:
 
     def test_more_than_ever_fit_need_not_come_again(self):
         with served(slots=1, service={"most_waiting": 1}) as client:
-            answer = client.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
-            assert answer.status_code == 400
-            assert "at most 2" in answer.json()["error"]["message"]
+            assert "at most 2" in refused(client, "completions", {"prompt": ["a", "b", "c"]})
 
     def test_a_server_that_stops_refuses(self):
         with served(service={"stopping": True}) as client:

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
-from test_server import HELLO, served, served_and_shown, stream
+from test_server import HELLO, prompt, refused, served, served_and_shown, stream
 from test_server_forced import Vocabulary, fits
 from test_server_tools import TEMPLATE, TIME, TOOLS, WEATHER
 
@@ -119,13 +119,16 @@ class TestAnAnswerThatIsCutAfterACall:
         answer.stats.finish_reason = "length"
         assert messages.ending(answer, 0) == {"stop_reason": reason, "stop_sequence": None}
 
-    @pytest.mark.parametrize(("parallel", "status"), [(True, "incomplete"), (False, "completed")])
-    def test_responses(self, client, parallel, status):
+    @pytest.mark.parametrize(
+        ("parallel", "most", "status"),
+        [(True, len(ONE), "incomplete"), (False, len(ONE), "completed"), (False, None, "completed")],
+    )
+    def test_responses(self, client, parallel, most, status):
         tools = [{"type": "function", **WEATHER}, {"type": "function", **TIME}]
-        body = {"input": "hello", "tools": tools, "max_output_tokens": len(ONE), "parallel_tool_calls": parallel}
+        body = {"input": "hello", "tools": tools, "max_output_tokens": most, "parallel_tool_calls": parallel}
         answer = client.post("/v1/responses", json=body | written(TWO)).json()
         assert [item["type"] for item in answer["output"]] == ["function_call"]
-        assert answer["status"] == status
+        assert (answer["status"], answer["parallel_tool_calls"]) == (status, parallel)
 
 
 class TestSingleCalls:
@@ -148,13 +151,6 @@ class TestSingleCalls:
         (one, other) = client.post("/v1/chat/completions", json=body | {"n": 2}).json()["choices"]
         assert len(one["message"]["tool_calls"]) == len(other["message"]["tool_calls"]) == 1
 
-    def test_responses(self, client):
-        tools = [{"type": "function", **WEATHER}, {"type": "function", **TIME}]
-        body = {"input": "hello", "tools": tools, "parallel_tool_calls": False} | written(TWO)
-        answer = client.post("/v1/responses", json=body).json()
-        assert [item["type"] for item in answer["output"]] == ["function_call"]
-        assert (answer["status"], answer["parallel_tool_calls"]) == ("completed", False)
-
     def test_messages(self):
         tools = [{"name": f["name"], "input_schema": f["parameters"]} for f in (WEATHER, TIME)]
         choice = {"type": "auto", "disable_parallel_tool_use": True}
@@ -168,11 +164,8 @@ class TestSingleCalls:
         for failed in (True, False, None):
             result = {"type": "tool_result", "tool_use_id": "c1", "content": "no clock", "is_error": failed}
             turns = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
-            client.shown.clear()
-            body = {"messages": [*HELLO["messages"], *turns], "max_tokens": 2}
-            assert client.post("/v1/messages", json=body).status_code == 200
-            assert ("tool\nError: no clock" in client.shown[-1]) == bool(failed)
-            assert "no clock" in client.shown[-1]
+            text = prompt(client, "messages", {"messages": [*HELLO["messages"], *turns]})
+            assert ("tool\nError: no clock" in text, "no clock" in text) == (bool(failed), True)
 
 
 class TestFields:
@@ -331,9 +324,7 @@ def test_a_response_has_its_metadata(client):
 
 def test_a_regex_that_explodes_is_the_clients_mistake(client):
     body = {"prompt": "a", "max_tokens": 400, "edgespec": {"regex": "([a-z]{1,500}[a-y]){300}"}}
-    answer = client.post("/v1/completions", json=body)
-    assert answer.status_code == 400
-    assert "the grammar cannot go on" in answer.json()["error"]["message"]
+    assert "the grammar cannot go on" in refused(client, "completions", body)
     *_, last = stream(client, "/v1/completions", body)
     assert json.loads(last)["error"]["type"] == "invalid_request_error"
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200

@@ -25,6 +25,7 @@ from scripted import answering
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from test_server import slowed
 
 import edgespec.cli.commands
 import edgespec.cli.serve
@@ -108,13 +109,7 @@ def test_events_that_fill_a_silence_change_no_answer_of_the_clients(server, expe
     openai, anthropic = (pytest.importorskip(name, reason="needs the clients") for name in ("openai", "anthropic"))
     seeded = {"seed": 3, "temperature": 0.9}
     with listening(service={"ping_seconds": 0.01}) as (model, port):
-        forward = model.target.forward
-
-        def slow(batch):
-            time.sleep(0.03)
-            return forward(batch)
-
-        model.target.forward = slow
+        slowed(model, 0.03)
         url = f"http://127.0.0.1:{port}"
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             with client.chat.completions.stream(model="any", messages=HELLO, max_tokens=20, **seeded) as events:
@@ -181,13 +176,7 @@ def until(what):
 @pytest.mark.parametrize("streaming", [True, False])
 def test_clients_that_leave_free_their_slots(streaming):
     with listening(slots=1) as (model, port):
-        forward = model.target.forward
-
-        def slow(batch):
-            time.sleep(0.02)
-            return forward(batch)
-
-        model.target.forward = slow
+        slowed(model, 0.02)
         scheduler = model.scheduler
         writing, queued = ask(port, stream=streaming), ask(port, stream=streaming)
         until(lambda: scheduler.active == 1 and scheduler.waiting == 1 and scheduler.counts.passes > 3)
@@ -196,7 +185,6 @@ def test_clients_that_leave_free_their_slots(streaming):
         writing.close()
         until(lambda: scheduler.active == 0)
         until(lambda: scheduler.counts.requests == {"interrupted": 2})
-        model.target.forward = forward
         answer = httpx.post(f"http://localhost:{port}/v1/chat/completions", json={"messages": HELLO, "max_tokens": 3})
         assert answer.json()["usage"]["completion_tokens"] == 3
 
@@ -229,6 +217,19 @@ def test_many_clients_at_once():
         assert threading.active_count() <= threads + 12  # asyncio's workers
 
 
+@contextmanager
+def running(server):
+    """The port on which a server of uvicorn's kind answers in a thread."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            yield sock.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
 @pytest.mark.parametrize("upgrade", ["h2c", "websocket"])
 def test_a_client_that_would_go_on_in_another_protocol_gets_its_answer(upgrade, capfd):
     """Java's do in every request; httptools, which uvicorn takes where it is installed, drops the body then."""
@@ -239,17 +240,11 @@ def test_a_client_that_would_go_on_in_another_protocol_gets_its_answer(upgrade, 
     config = _config(Starlette(routes=[Route("/", echo, methods=["POST"])]), False, 1)
     assert config.http != "auto"  # whose choice depends on what is installed
     server = WatchingServer(config)
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        try:
-            until(lambda: server.started)
-            asked = {"connection": "Upgrade, HTTP2-Settings", "upgrade": upgrade, "http2-settings": "AAMAAABkAAQ"}
-            answer = httpx.post(f"http://127.0.0.1:{sock.getsockname()[1]}", content=b"hello", headers=asked)
-            assert (answer.status_code, answer.content) == (200, b"hello")
-        finally:
-            server.should_exit = True
-            thread.join()
+    with running(server) as port:
+        until(lambda: server.started)
+        asked = {"connection": "Upgrade, HTTP2-Settings", "upgrade": upgrade, "http2-settings": "AAMAAABkAAQ"}
+        answer = httpx.post(f"http://127.0.0.1:{port}", content=b"hello", headers=asked)
+        assert (answer.status_code, answer.content) == (200, b"hello")
     assert not capfd.readouterr().err
 
 
@@ -312,26 +307,19 @@ class TestConnections:
 
         monkeypatch.setattr(connections, "MOST_CONNECTIONS", 2)
         server = WatchingServer(uvicorn.Config(app, http=OneProtocol, log_level="warning", lifespan="off"))
-        with socket.create_server(("127.0.0.1", 0)) as sock:
-            port = sock.getsockname()[1]
-            thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-            thread.start()
-            try:
-                idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
-                until(lambda: len(server.server_state.connections) == 2)
-                with socket.create_connection(("127.0.0.1", port), timeout=20) as third:
-                    head, _, body = b"".join(iter(partial(third.recv, 2**16), b"")).partition(b"\r\n\r\n")
-                assert head.startswith(b"HTTP/1.1 503 ")
-                assert b"retry-after" in head
-                says = "there are 2 connections already: come again in a moment"
-                assert json.loads(body)["error"] == {"type": "overloaded_error", "message": says}
-                idle.pop().close()
-                until(lambda: len(server.server_state.connections) == 1)
-                assert httpx.get(f"http://127.0.0.1:{port}").text == "fine"
-                idle.pop().close()
-            finally:
-                server.should_exit = True
-                thread.join()
+        with running(server) as port:
+            idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
+            until(lambda: len(server.server_state.connections) == 2)
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as third:
+                head, _, body = b"".join(iter(partial(third.recv, 2**16), b"")).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after" in head
+            says = "there are 2 connections already: come again in a moment"
+            assert json.loads(body)["error"] == {"type": "overloaded_error", "message": says}
+            idle.pop().close()
+            until(lambda: len(server.server_state.connections) == 1)
+            assert httpx.get(f"http://127.0.0.1:{port}").text == "fine"
+            idle.pop().close()
 
     def test_a_server_looks_for_no_garbage_in_what_is_loaded_and_gives_way_soon(self, monkeypatch):
         seen, before = [], sys.getswitchinterval()
@@ -364,16 +352,9 @@ class TestConnections:
 
         monkeypatch.setattr(connections, "SLOW_READER", 0.3)
         server = WatchingServer(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=0))
-        with socket.create_server(("127.0.0.1", 0)) as sock:
-            thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-            thread.start()
-            try:
-                with ask(sock.getsockname()[1]):
-                    until(lambda: server.server_state.total_requests or server.server_state.connections)
-                    until(lambda: not server.server_state.connections and not server.server_state.tasks)
-            finally:
-                server.should_exit = True
-                thread.join()
+        with running(server) as port, ask(port):
+            until(lambda: server.server_state.total_requests or server.server_state.connections)
+            until(lambda: not server.server_state.connections and not server.server_state.tasks)
         assert capfd.readouterr().err == ""
 
 

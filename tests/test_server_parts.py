@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
-from test_server import served_and_shown, stream
+import test_server
+from test_server import refused, served_and_shown, stream
 from test_server_tools import TEMPLATE, TIME
 
 from edgespec.errors import UsageError
@@ -41,17 +42,7 @@ def body_of(path, history, **more):
 
 
 def prompt(client, path, history, **more):
-    client.shown.clear()
-    answer = client.post(f"/v1/{path}", json=body_of(path, history, **more))
-    assert answer.status_code == 200, answer.text
-    return client.shown[-1]
-
-
-def says(client, path, history=(ASK,), **more):
-    answer = client.post(f"/v1/{path}", json=body_of(path, list(history), **more))
-    assert answer.status_code == 400, answer.text
-    assert "\n" not in answer.json()["error"]["message"]
-    return answer.json()["error"]["message"]
+    return test_server.prompt(client, path, body_of(path, history, **more))
 
 
 READ = {  # with an image in the result of a tool
@@ -79,7 +70,7 @@ READ = {  # with an image in the result of a tool
 def test_a_text_stands_for_an_image_that_a_program_sends_and_a_person_is_told(client, path, part):
     assert f"a.png: {IMAGE}" in prompt(client, path, READ[path])
     seen = {"role": "user", "content": [part]}
-    assert "reads only text" in says(client, path, [ASK, seen])
+    assert "reads only text" in refused(client, path, body_of(path, [ASK, seen]))
     assert IMAGE in prompt(client, path, [ASK, seen, ASK])
     assert IMAGE in prompt(client, path, [*READ[path], seen])  # as Claude Code shows the pages of a file
 

@@ -82,9 +82,17 @@ def test_a_held_back_beginning_is_text_when_the_tokens_end() -> None:
     assert "".join(pieces(b"so ST", ("STOP",))) == "so ST"
 
 
-def test_an_empty_stop_string_is_refused() -> None:
-    with pytest.raises(UsageError, match="stop string is empty"):
-        TextStream(ByteVocab(), ("",))
+@pytest.mark.parametrize(
+    ("stop", "says"),
+    [
+        (("",), "stop string is empty"),
+        (("a" * 2500,) * 2, "the stop strings have 5000 characters in all, but at most 4096 may be given"),
+    ],
+)
+def test_stop_strings_have_limits(stop: tuple[str, ...], says: str) -> None:
+    """Every token's text is compared with all their beginnings."""
+    with pytest.raises(UsageError, match=says):
+        TextStream(ByteVocab(), stop)
 
 
 def test_a_chat_template_gets_messages_and_asks_for_an_answer() -> None:
@@ -126,12 +134,6 @@ def test_a_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [bytes(render_chat(ByteVocab(template), [{"role": "user", "content": said}])[1:]) for said in "ab"]
     assert texts == [b"compiled once a", b"compiled once b"]
     assert compiled == [template]
-
-
-def test_a_template_can_refuse_messages() -> None:
-    vocab = ByteVocab("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(UsageError, match="roles must alternate"):
-        render_chat(vocab, [{"role": "user", "content": "x"}])
 
 
 FIRST = "{% if messages[0].role == 'system' %}S:{{ messages[0].content }};{% set messages = messages[1:] %}{% endif %}"
@@ -200,22 +202,40 @@ def test_the_last_message_of_the_assistant_begins_its_answer(
 SAID = {"role": "assistant", "content": "So"}
 
 
+HI: dict[str, object] = {"role": "user", "content": "x"}
+CALLED = "calls a tool: give the tool's result after it"
+NO_TEXT = "must be a text, a list of text parts, or None$"
+CANNOT = "^the model's chat template cannot show these messages: "
+
+
 @pytest.mark.parametrize(
-    ("last", "says"),
+    ("template", "messages", "says"),
     [
-        ([SAID | {"tool_calls": [{"function": {}}]}, SAID], "calls a tool: give the tool's result after it"),
-        ([SAID | {"tool_calls": [{"function": {}}]}], "calls a tool: give the tool's result after it"),
-        ([SAID | {"content": ["So"]}], r"content is \['So'\], but must be a text, a list of text parts"),
+        (ALL + LOOP, [HI, SAID | {"tool_calls": [{"function": {}}]}, SAID], CALLED),
+        (ALL + LOOP, [HI, SAID | {"tool_calls": [{"function": {}}]}], CALLED),
+        (ALL + LOOP, [HI, SAID | {"content": ["So"]}], rf"content is \['So'\], but {NO_TEXT}"),
+        ("{{ messages[0].content }}", [HI, SAID], "does not show the assistant's last message: leave it out"),
+        (None, [HI], "no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", [HI], "roles must alternate"),
+        *(
+            (ALL + LOOP, [message, 6], rf"a message is {re.escape(str(message))}, but must be like .*role.*user")
+            for message in (5, {"a": 1}, {"role": None, "content": "Hi"})  # token ids, say
+        ),
+        *(
+            (ALL + LOOP, [HI | {"content": wrong}], rf"^a message's content is {re.escape(repr(wrong))}, but {NO_TEXT}")
+            for wrong in (5, {"type": "text", "text": "a"}, [{"type": "text"}], [{"type": "image_url", "text": "a"}])
+        ),
+        *(
+            ("{{ " + wrong + " }}", [HI], CANNOT)
+            for wrong in ("1 // (messages|length - 1)", "'{9}'.format()", "range(10**7)|list")
+        ),
+        # Hermes 2 Pro's describes the type of a tool's parameter by itself, where the schema gives none.
+        ("{% macro kind(of) %}{{ kind(of) }}{% endmacro %}{{ kind(messages) }}", [HI], CANNOT + ".*recursion"),
     ],
 )
-def test_what_cannot_be_continued_is_said(last: list[dict[str, object]], says: str) -> None:
+def test_what_cannot_be_shown_or_continued_is_said(template: str | None, messages: list[Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        render_chat(ByteVocab(ALL + LOOP), [{"role": "user", "content": "x"}, *last])
-
-
-def test_a_template_without_the_last_message_is_said() -> None:
-    with pytest.raises(UsageError, match="does not show the assistant's last message: leave it out"):
-        render_chat(ByteVocab("{{ messages[0].content }}"), [{"role": "user", "content": "x"}, SAID])
+        render_chat(ByteVocab(template), messages)
 
 
 TEMPLATES = sorted(Path(os.environ.get("EDGESPEC_TEMPLATES", "nowhere")).glob("*.jinja"))
@@ -239,24 +259,11 @@ def test_published_templates_let_an_answer_go_on(path: Path) -> None:
     assert chat_text(ByteVocab(path.read_text("utf-8")), messages, answer=True).endswith("It is ")
 
 
-def test_a_template_knows_the_date() -> None:
-    """Firefunction's cannot do without."""
-    text = chat_text(ByteVocab("{{ 'Today is ' + datetime + '.' + functions }}"), [{"role": "user", "content": "x"}])
-    assert re.fullmatch(r"Today is \d\d [A-Z][a-z]+ \d{4}\.", text)
-
-
 def test_what_was_rendered_stays_the_beginning() -> None:
     """So a kept prefix is used again."""
     messages = [{"role": role, "content": role} for role in ("system", "user", "assistant", "system", "user")]
     vocab = ByteVocab(FIRST + TURNS + LOOP)
     assert chat_text(vocab, messages).startswith(chat_text(vocab, messages[:3]))
-
-
-@pytest.mark.parametrize("message", [5, {"a": 1}, {"role": None, "content": "Hi"}])
-def test_what_is_no_message_is_said(message: Any) -> None:
-    """Token ids, say: a template would show nothing of them."""
-    with pytest.raises(UsageError, match=rf"a message is {re.escape(str(message))}, but must be like .*role.*user"):
-        render_chat(ByteVocab("{% for m in messages %}{{ m.role + m.content }}{% endfor %}"), [message, 6])
 
 
 def test_contents_are_texts_parts_or_none() -> None:
@@ -274,60 +281,26 @@ def test_contents_are_texts_parts_or_none() -> None:
         render_chat(vocab, [{"role": "user", "content": [parts[0] | {"text": "a" * 3000}]}], context_length=100)
 
 
-@pytest.mark.parametrize(
-    "wrong", [5, {"type": "text", "text": "a"}, [{"type": "text"}], [{"type": "image_url", "text": "a"}]]
-)
-def test_a_content_that_is_no_text_is_said(wrong: object) -> None:
-    says = rf"^a message's content is {re.escape(repr(wrong))}, but must be a text, a list of text parts, or None$"
-    with pytest.raises(UsageError, match=says):
-        render_chat(ByteVocab(FIRST + TURNS + LOOP), [{"role": "user", "content": wrong}])
-
-
-def test_no_template_is_said_clearly() -> None:
-    with pytest.raises(UsageError, match="no chat template"):
-        render_chat(ByteVocab(None), [{"role": "user", "content": "x"}])
+WRITTEN = "{{ {'b': 'ä', 'a': 1} | "
 
 
 @pytest.mark.parametrize(
-    ("filters", "written"),
+    ("template", "written"),
     [
-        ("tojson", '{"b": "ä", "a": 1}'),
-        ("tojson(ensure_ascii=False)", '{"b": "ä", "a": 1}'),
-        ("tojson(ensure_ascii=True, sort_keys=True)", '{"a": 1, "b": "\\u00e4"}'),
-        ("tojson(separators=(',', ':'))", '{"b":"ä","a":1}'),
-        ("tojson(indent=1)", '{\n "b": "ä",\n "a": 1\n}'),
+        (WRITTEN + "tojson }}", '{"b": "ä", "a": 1}'),
+        (WRITTEN + "tojson(ensure_ascii=False) }}", '{"b": "ä", "a": 1}'),
+        (WRITTEN + "tojson(ensure_ascii=True, sort_keys=True) }}", '{"a": 1, "b": "\\u00e4"}'),
+        (WRITTEN + "tojson(separators=(',', ':')) }}", '{"b":"ä","a":1}'),
+        (WRITTEN + "tojson(indent=1) }}", '{\n "b": "ä",\n "a": 1\n}'),
+        # So does the template that llama.cpp has for DeepSeek R1.
+        ("{{ messages | map(attribute='role') | tojson }}", '["user", "user"]'),
+        ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}!{% endfor %}", "x!x!"),
+        # Firefunction's cannot do without the date.
+        ("{{ (datetime + '.' + functions).split(' ') | length }}", "3"),
     ],
 )
-def test_templates_write_json_with_the_arguments_that_they_know(filters: str, written: str) -> None:
-    template = "{{ {'b': 'ä', 'a': 1} | " + filters + " }}"
-    _, *text = render_chat(ByteVocab(template), [{"role": "user", "content": "x"}])
-    assert bytes(text).decode() == written
-
-
-def test_templates_write_what_they_pick_of_a_list_as_json() -> None:
-    """So does the template that llama.cpp has for DeepSeek R1."""
-    template = "{{ messages | map(attribute='role') | tojson }}"
-    _, *text = render_chat(ByteVocab(template), [{"role": "user", "content": "x"}])
-    assert bytes(text) == b'["user"]'
-
-
-def test_templates_may_mark_what_is_trained_on() -> None:
-    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}!{% endfor %}"
-    _, *text = render_chat(ByteVocab(template), [{"role": "user", "content": "x"}] * 2)
-    assert bytes(text) == b"x!x!"
-
-
-@pytest.mark.parametrize("wrong", ["1 // (messages|length - 1)", "range(10**7)|list", "'{9}'.format()"])
-def test_a_template_that_fails_is_one_line(wrong: str) -> None:
-    with pytest.raises(UsageError, match=r"^the model's chat template cannot show these messages: "):
-        render_chat(ByteVocab("{{ " + wrong + " }}"), [{"role": "user", "content": "hello"}])
-
-
-def test_a_template_without_an_end_refuses_the_messages() -> None:
-    """Hermes 2 Pro's describes the type of a tool's parameter by itself, where the schema gives none."""
-    vocab = ByteVocab("{% macro kind(of) %}{{ kind(of) }}{% endmacro %}{{ kind(messages) }}")
-    with pytest.raises(UsageError, match=r"^the model's chat template cannot show these messages: .*recursion"):
-        render_chat(vocab, [{"role": "user", "content": "hello"}])
+def test_templates_have_the_filters_tags_and_variables_that_they_know(template: str, written: str) -> None:
+    assert chat_text(ByteVocab(template), [HI] * 2) == written
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('it is rendered') }}", "{{ messages[0].role * 999 }}"])
@@ -349,9 +322,3 @@ def test_many_neighbours_become_one_text() -> None:
     alternate = "{% for m in messages %}{% if loop.index0 %}{{ raise_exception('two') }}{% endif %}{% endfor %}"
     text = chat_text(ByteVocab(alternate + ALL + LOOP), [{"role": "user", "content": "u" * 300}] * 20_000)
     assert text == "u:" + "\n\n".join(["u" * 300] * 20_000) + ";"
-
-
-def test_stop_strings_have_a_limit() -> None:
-    """Every token's text is compared with all their beginnings."""
-    with pytest.raises(UsageError, match="the stop strings have 5000 characters in all, but at most 4096 may be given"):
-        TextStream(ByteVocab(), ("a" * 2500,) * 2)
