@@ -3,26 +3,29 @@
 import json
 import re
 from collections import OrderedDict
+from contextlib import contextmanager
+from functools import lru_cache
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference.backend import CHAT_TEMPLATE, ReferenceVocab
+from reference.backend import ReferenceVocab
 
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
+from scripted import TEMPLATE as SCRIPTED
+from scripted import scripted
+from starlette.testclient import TestClient
 from test_server import HELLO, served, stream
 from test_server_forms import SCHEMA, pieces
 from test_server_forms import TOOLS as WRITTEN_TOOLS
 from test_server_tools import TEMPLATE, TOOLS, check
 
 from edgespec.errors import UsageError
-from edgespec.loop import generate
 from edgespec.loop.grammar import Compiler, json_schema
-from edgespec.planners.none import NonePlanner
 from edgespec.server import constrained
+from edgespec.server.app import make_app
 from edgespec.server.call_formats import FORMATS
 from edgespec.server.channels import ANALYSIS, FINAL, ChannelParser, comes_in_channels
 from edgespec.server.constrained import LARK_START, MARKER, ThoughtFirst
@@ -31,6 +34,7 @@ from edgespec.server.model_format import call_format_of
 from edgespec.server.parse_output import OutputParser
 from edgespec.server.prompts import template_messages
 from edgespec.server.schema import followed, resolve
+from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, Tool, Tools
 
 FUNCTION = {
@@ -109,6 +113,9 @@ class Vocabulary(ReferenceVocab):
         return self.names[token_id - 258] if token_id >= 258 else super().token_text(token_id)
 
 
+TEXT_ONLY = Vocabulary()
+
+
 def call_grammar(vocab, form, functions):
     return constrained.call_grammar(vocab, form, list(map(Tool, functions)))
 
@@ -117,9 +124,12 @@ def names_in(text):
     return sorted({name for name in MARKER.findall(text) if "=" not in name and name != "<odd>"})
 
 
+compiler = lru_cache(Compiler)  # it reads all tokens
+
+
 def fits(vocab, grammar, text):
     """Whether it is all of a text."""
-    matcher = Compiler(vocab).compiled(grammar).start()._matcher
+    matcher = compiler(vocab).compiled(grammar).start()._matcher
     ids = vocab.encode(text, add_bos=False, parse_special=True)
     if matcher.validate_tokens(ids) < len(ids):
         return False
@@ -175,7 +185,13 @@ def test_every_form_can_be_forced():
     assert sorted("".join(form.seen) for form in FORMATS) == sorted(SPELLED)
 
 
-@pytest.mark.parametrize("seen", SPELLED)
+# One form of each notation: JSON, markup, braces, channels.
+OF_EACH_KIND = ("<｜tool▁calls▁begin｜>", "<arg_key>", "<|tool_call>call:", ANALYSIS[0] + FINAL)
+
+
+@pytest.mark.parametrize(
+    "seen", [pytest.param(one, marks=() if one in OF_EACH_KIND else pytest.mark.exhaustive) for one in SPELLED]
+)
 def test_a_model_that_must_call_does(seen):
     """From the template to the answer, however mad the model."""
     shown = "{# " + seen + " #}{% if tools %}"
@@ -199,16 +215,16 @@ def test_parameters_that_cannot_be_forced_are_refused():
     ]:
         functions = [{"name": "f", "parameters": parameters}]
         if says is None:
-            assert fits(Vocabulary(), call_grammar(Vocabulary(), form_named("<tool_call>"), functions), EMPTY)
+            assert fits(TEXT_ONLY, call_grammar(TEXT_ONLY, form_named("<tool_call>"), functions), EMPTY)
         else:
             with pytest.raises(UsageError, match=says):
-                call_grammar(Vocabulary(), form_named("<tool_call>"), functions)
+                call_grammar(TEXT_ONLY, form_named("<tool_call>"), functions)
     circle = {"a": {"$ref": "#/$defs/b"}}
     for properties in (["x"], 5, {"a": {"$ref": "#/$defs/none"}}, circle):
         parameters = {"properties": properties, "$defs": {"b": {"$ref": "#/$defs/b"}}}
         functions = [{"name": "f", "parameters": parameters, "strict": True}]
         with pytest.raises(UsageError, match=r"no JSON schema|the reference '#/\$defs/[a-z]+' leads nowhere"):
-            call_grammar(Vocabulary(), form_named("<arg_key>"), functions)
+            call_grammar(TEXT_ONLY, form_named("<arg_key>"), functions)
 
 
 EMPTY = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -264,15 +280,17 @@ def test_a_schema_is_understood_once(schema, is_text, values):
     assert {text: found.value_of(text) for text in values} == values
 
 
-def test_references_are_followed():
+def test_references_are_followed_and_what_is_no_schema_allows_anything():
     found = resolve({"properties": {"a": {"$ref": "#/$defs/one"}, "b": {"$ref": "#/$defs/x~1y/0"}},
                      "$defs": {"one": {"$ref": "#/$defs/x~1y/0"}, "x/y": [{"type": "null"}]}})  # fmt: skip
     assert found.properties["a"] is found.properties["b"]
     assert found.properties["a"].types == {"null"}
     assert schema_of({"$ref": "https://example.org/schema"}).types is None
+    assert schema_of({"anyOf": [{"type": ["string", "x"]}, {"type": "y"}]}).types == {"string"}
     tree = resolve({"properties": {"child": {"$ref": "#"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}})
     assert tree.properties["child"] is tree
-    assert tree.properties["child"].properties["child"] is tree
+    nothing = resolve({"type": "object", "properties": {"a": None, "b": {"type": "array", "items": None}}})
+    assert nothing.properties["a"].types is nothing.properties["b"].items.types is None
 
 
 def test_values_of_unions_within_unions_are_counted_before_they_are_listed():
@@ -294,16 +312,12 @@ def test_each_reference_is_followed_once(monkeypatch):
     assert len(seen) == 2 * many
 
 
-def test_types_that_are_none_are_not_kept():
-    assert schema_of({"anyOf": [{"type": ["string", "x"]}, {"type": "y"}]}).types == {"string"}
-
-
 def test_schemas_that_many_parameters_refer_to_are_copied_within_a_limit_of_work():
     one = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(1000)}}
     properties = {f"p{i}": {"items": {"$ref": "#/$defs/one"}} for i in range(200)}
     functions = [{"name": "f", "parameters": {"properties": properties, "$defs": {"one": one}}}]
     with pytest.raises(UsageError, match="have more than 2097152 parts and characters"):
-        call_grammar(Vocabulary(), form_named("<arg_key>"), functions)
+        call_grammar(TEXT_ONLY, form_named("<arg_key>"), functions)
 
 
 def test_results_of_unknown_calls_take_the_first_call_without_a_look_at_the_others(monkeypatch):
@@ -321,13 +335,6 @@ def test_results_of_unknown_calls_take_the_first_call_without_a_look_at_the_othe
     assert 0 < len(looked) <= 300
 
 
-def test_null_in_place_of_a_schema_allows_anything():
-    found = resolve({"type": "object", "properties": {"a": None, "b": {"type": "array", "items": None}}})
-    assert found.properties["a"] is not found
-    assert found.properties["a"].types is None
-    assert found.properties["b"].items.types is None
-
-
 @pytest.mark.parametrize("seen", ["<arg_key>", "<|tool_call>call:", "<tool_call>"])
 def test_a_grammar_has_one_rule_for_each_schema(seen):
     """Each level of eight keys refers twice to the next: as texts within each other they would be gigabytes."""
@@ -337,7 +344,7 @@ def test_a_grammar_has_one_rule_for_each_schema(seen):
     }
     levels["l20"] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
     parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/l0"}}, "$defs": levels}
-    grammar = call_grammar(Vocabulary(), form_named(seen), [{"name": "f", "parameters": parameters}])
+    grammar = call_grammar(TEXT_ONLY, form_named(seen), [{"name": "f", "parameters": parameters}])
     assert len(grammar.text) < 50_000
 
 
@@ -356,8 +363,8 @@ ORDINARY = {
 @pytest.mark.parametrize("seen", ["<arg_key>", "<|tool_call>call:", "<tool_call>"])
 @pytest.mark.parametrize("name", ORDINARY)
 def test_ordinary_tools_with_many_optional_parameters_can_be_forced(seen, name):
-    grammar = call_grammar(Vocabulary(), form_named(seen), [{"name": "f", "parameters": ORDINARY[name]}])
-    Compiler(Vocabulary()).compiled(grammar)
+    grammar = call_grammar(TEXT_ONLY, form_named(seen), [{"name": "f", "parameters": ORDINARY[name]}])
+    compiler(TEXT_ONLY).compiled(grammar)
 
 
 def test_a_grammar_that_becomes_too_long_is_not_built_to_its_end(monkeypatch):
@@ -366,7 +373,7 @@ def test_a_grammar_that_becomes_too_long_is_not_built_to_its_end(monkeypatch):
     parameters = object_of(20_000, lambda _: {"type": "string"})
     for seen in ("<arg_key>", "<|tool_call>call:"):
         with pytest.raises(UsageError, match="longer than 65536 bytes"):
-            call_grammar(Vocabulary(), form_named(seen), [{"name": "f", "parameters": parameters}])
+            call_grammar(TEXT_ONLY, form_named(seen), [{"name": "f", "parameters": parameters}])
         assert len(made) < 10_000
         made.clear()
 
@@ -378,7 +385,7 @@ def test_json_within_markup_keeps_what_its_references_mean():
     }
     parameters["properties"] |= {"list": {"type": "array", "items": {"$ref": "#/$defs/t"}},
                                  "all": {"type": "array", "items": {"$ref": "#"}}}  # fmt: skip
-    vocab, form = Vocabulary(), form_named("<arg_key>")
+    vocab, form = TEXT_ONLY, form_named("<arg_key>")
     grammar = call_grammar(vocab, form, [{"name": "f", "parameters": parameters}])
     for key, good, bad in (
         ("list", '[{"key0": 5}]', '[{"key0": "5"}]'),
@@ -394,7 +401,7 @@ def test_parameters_with_an_id_may_refer_to_themselves(name, draft):
     properties = {"all": {"type": "array", "items": {"$ref": "#"}}, "n": {"$ref": "#/$defs/n"}}
     about = {"$schema": f"http://json-schema.org/{draft}", name: "https://example.org/f.json"}
     parameters = {**about, "properties": properties, "$defs": {"n": {"type": "integer"}}}
-    vocab = Vocabulary()
+    vocab = TEXT_ONLY
     grammar = call_grammar(vocab, form_named("<arg_key>"), [{"name": "f", "parameters": parameters}])
     text = '<tool_call>f<arg_key>all</arg_key><arg_value>[{"n": 5}]</arg_value></tool_call>'
     assert fits(vocab, grammar, text)
@@ -409,10 +416,9 @@ def test_tools_whose_parameters_have_more_keywords_can_be_forced(seen, more):
     lists = {"type": "array", "items": {"type": "string", "pattern": "^(?!-)"}}
     one = {"format": tags, "pattern": lists}.get(more, {"$ref": more})
     function = {"name": "f", "parameters": {"type": "object", "properties": {"x": one}}}
-    compiler = Compiler(Vocabulary())
-    compiler.compiled(call_grammar(Vocabulary(), form_named(seen), [function]))
+    compiler(TEXT_ONLY).compiled(call_grammar(TEXT_ONLY, form_named(seen), [function]))
     with pytest.raises(UsageError, match=r"cannot be used|leads nowhere"):
-        compiler.compiled(call_grammar(Vocabulary(), form_named(seen), [function | {"strict": True}]))
+        compiler(TEXT_ONLY).compiled(call_grammar(TEXT_ONLY, form_named(seen), [function | {"strict": True}]))
 
 
 def test_a_grammar_with_an_unclosed_string_is_searched_once():
@@ -628,34 +634,29 @@ def call_in(form, arguments, name="look_up"):
     return re.sub(r"\{(\w+)\}", lambda found: parts[found[1]], form.call.replace("{pairs}", "".join(pairs)))
 
 
+@contextmanager
+def writing(seen, text):
+    """A client of a served model with a form of calls, which writes `text`."""
+    with scripted(lambda prompt: text) as model:
+        model.target.vocab.chat_template = "{# " + seen + " #}" + re.sub("</?[a-z_]+>", "", SCRIPTED)
+        with TestClient(make_app(Service(model, "tiny")), base_url="http://127.0.0.1:8080") as client:
+            yield client
+
+
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("seen", SPELLED)
 @pytest.mark.parametrize("asked", ["auto", "auto, with response_format", "required"])
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_a_client_gets_the_arguments_that_the_model_wrote(seen, asked, streamed, monkeypatch):
+def test_a_client_gets_the_arguments_that_the_model_wrote(seen, asked, streamed):
+    """If the grammar forbade one of the model's tokens, it would write another."""
     form = form_named(seen)
     says = call_in(form.marked() if "response_format" in asked else form, GIVEN)
     tool = {"type": "function", "function": {"name": "look_up", "parameters": EVERY_KIND}}
     body = HELLO | {"tools": [tool], "tool_choice": asked.partition(",")[0], "max_tokens": 900}
     if "response_format" in asked:
-        body["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"schema": PLACE | {"$defs": EVERY_KIND["$defs"]}},
-        }
-    template = f"{{% if tools %}}{{% endif %}}{{# {seen} #}}{CHAT_TEMPLATE}"
-    with served(context=2000, template=template, layers=1, planner=NonePlanner) as client:
-        vocab = client.model.target.vocab
-        ids = [*vocab.encode(says, add_bos=False, parse_special=False), vocab.eos_id]
-
-        first = []  # position of the first token
-
-        def scripted(logits, position, *others):
-            first.append(position)
-            place = position - first[0]
-            assert np.isfinite(logits[ids[place]]), f"the grammar forbids {says[place:]!r}"
-            return ids[place]
-
-        monkeypatch.setattr(generate, "sample", scripted)
+        schema = PLACE | {"$defs": EVERY_KIND["$defs"]}
+        body["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    with writing(seen, says) as client:
         if streamed:
             parts = [json.loads(data)["choices"] for data in stream(client, "/v1/chat/completions", body)[:-1]]
             calls = [call for (part,) in filter(None, parts) for call in part["delta"].get("tool_calls", ())]

@@ -4,16 +4,13 @@ import json
 from contextlib import contextmanager
 
 import pytest
-from reference.backend import CHAT_TEMPLATE
 
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
-from test_server import HELLO, served
-from test_server_forced import EVERY_KIND, SPELLED, call_in, form_named
+from test_server import HELLO
+from test_server_forced import EVERY_KIND, SPELLED, call_in, form_named, writing
 from test_server_forms import WRITTEN
-
-from edgespec.loop import generate
 
 USER = HELLO["messages"]
 GIVEN = {"word": 'a "{b" \\ é</a>', "times": 2}
@@ -22,15 +19,10 @@ KEY = "sk-none"
 
 
 class Says:
-    """A served model with a form of calls, which writes `text`."""
+    """What the clients' own code reads of a served model."""
 
-    def __init__(self, client, text):
-        self.client, vocab, self._first = client, client.model.target.vocab, []
-        self._ids = [*vocab.encode(text, add_bos=False, parse_special=False), vocab.eos_id]
-
-    def sample(self, logits, position, *others):
-        self._first.append(position)
-        return self._ids[position - self._first[0]]
+    def __init__(self, client):
+        self.client = client
 
     def chat(self):
         """An answer and a stream, in which the accumulator of the client has joined the deltas; `told`: these."""
@@ -38,9 +30,7 @@ class Says:
         api = openai.OpenAI(base_url="http://127.0.0.1:8080/v1", api_key=KEY, http_client=self.client).chat.completions
         tools = [{"type": "function", "function": {"name": k, "parameters": v}} for k, v in TOOLS.items()]
         asked = {"model": "any", "messages": USER, "tools": tools, "max_tokens": 900}
-        self._first.clear()
         whole = api.create(**asked).choices[0].message
-        self._first.clear()
         with api.stream(**asked) as events:
             self.told = [e.arguments_delta for e in events if e.type == "tool_calls.function.arguments.delta"]
             joined = events.get_final_completion().choices[0].message
@@ -54,9 +44,7 @@ class Says:
         api = anthropic.Anthropic(base_url="http://127.0.0.1:8080", api_key=KEY, http_client=self.client).messages
         tools = [{"name": k, "input_schema": {"type": "object"} | v} for k, v in TOOLS.items()]
         asked = {"model": "any", "messages": USER, "tools": tools, "max_tokens": 900}
-        self._first.clear()
         whole = api.create(**asked)
-        self._first.clear()
         with api.stream(**asked) as events:
             self.told = [e.partial_json for e in events if e.type == "input_json"]
             joined = events.get_final_message()
@@ -71,9 +59,7 @@ class Says:
         api = openai.OpenAI(base_url="http://127.0.0.1:8080/v1", api_key=KEY, http_client=self.client).responses
         tools = [{"type": "function", "name": k, "parameters": v} for k, v in TOOLS.items()]
         asked = {"model": "any", "input": USER, "tools": tools, "max_output_tokens": 900}
-        self._first.clear()
         whole = api.create(**asked)
-        self._first.clear()
         with api.stream(**asked) as events:
             events = list(events)
         done = [e.item for e in events if e.type == "response.output_item.done"]
@@ -90,23 +76,16 @@ class Says:
         return read
 
 
-@pytest.fixture
-def says(monkeypatch):
-    @contextmanager
-    def start(seen, text):
-        template = f"{{% if tools %}}{{% endif %}}{{# {seen} #}}{CHAT_TEMPLATE}"
-        with served(context=2000, template=template, layers=1) as client:
-            found = Says(client, text)
-            monkeypatch.setattr(generate, "sample", found.sample)
-            yield found
-
-    return start
+@contextmanager
+def says(seen, text):
+    with writing(seen, text) as client:
+        yield Says(client)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("seen", SPELLED)
 @pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
-def test_the_deltas_of_a_call_join_to_the_answer_that_is_not_streamed(seen, dialect, says):
+def test_the_deltas_of_a_call_join_to_the_answer_that_is_not_streamed(seen, dialect):
     with says(seen, call_in(form_named(seen), GIVEN)) as model:
         whole, joined = getattr(model, dialect)()
     assert joined == whole
@@ -118,7 +97,7 @@ def test_the_deltas_of_a_call_join_to_the_answer_that_is_not_streamed(seen, dial
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("seen", WRITTEN)
 @pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
-def test_several_calls_in_a_stream_are_those_of_the_answer(seen, dialect, says):
+def test_several_calls_in_a_stream_are_those_of_the_answer(seen, dialect):
     with says(seen, WRITTEN[seen]) as model:
         whole, joined = getattr(model, dialect)()
     assert joined == whole
@@ -134,7 +113,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
 @pytest.mark.parametrize("seen", BROKEN)
-def test_what_has_begun_as_a_call_and_proves_to_be_none_is_content_and_no_whole_call(seen, dialect, says):
+def test_what_has_begun_as_a_call_and_proves_to_be_none_is_content_and_no_whole_call(seen, dialect):
     with says(seen, BROKEN[seen]) as model:
         (text, calls), (streamed, _) = getattr(model, dialect)()
     assert (text, calls) == (BROKEN[seen], [])
