@@ -294,66 +294,51 @@ def test_what_has_begun_of_a_call_is_how_it_goes_on(seen, odd, data):
     assert len(told[calls[0].id][1]) > len(calls[0].arguments) - 14
 
 
-def test_llama_calls_without_a_marker_only_where_the_answer_begins():
-    form = format_of("<|python_tag|>")
-    call = '{"name": "f", "parameters": {"days": 2}}'
+LLAMA, BRACES = "<|python_tag|>", "<|tool_call>call:"
+READ = [
+    (LLAMA, '\n{"name": "f", "parameters": {"days": 2}}', [("f", {"days": 2})]),
+    (LLAMA, '{"type": "function", "name": "f", "parameters": {"days": 2}}', [("f", {"days": 2})]),
+    (LLAMA, '{\n  "name": "f",\n  "parameters": {\n    "days": 2\n  }\n}', [("f", {"days": 2})]),
+    (LLAMA, '{"name":"f","arguments":{"days":2}}', [("f", {"days": 2})]),
+    *(
+        (LLAMA, text, [text])  # no marker, and not where the answer begins; or an answer in JSON
+        for text in (
+            'For example {"name": "f", "parameters": {"days": 2}}',
+            '{"name": "Bob"',
+            '{"name": "Bob", "age": 3}',
+            '{"name": "Bob", "parameters": {}}',
+            '{"name": "f", "age": 3}',
+            '{"name": "f"}',
+            '{"name": "f", "parameters": 5}',
+            '{"name": "f", "parameters": {"a": NaN}}',
+            '\n{\n "type": "cat", "name": "f", "parameters": {}}',
+            "{}",
+            " {",
+        )
+    ),
+    (
+        BRACES,
+        '<|tool_call>call:f{a: { }, b :[1, "c:d", <|"|>e:f}<|"|>,]}<tool_call|>',
+        [("f", {"a": {}, "b": [1, "c:d", "e:f}"]})],
+    ),
+    (  # as in the template of Gemma 4
+        BRACES,
+        '<|tool_call>call:f{a:None,b:[None],None:<|"|>None<|"|>}<tool_call|>',
+        [("f", {"a": None, "b": [None], "None": "None"})],
+    ),
+    *((seen, "Yes.[TOOL_CALLS]", ["Yes.[TOOL_CALLS]"]) for seen in WRITTEN if "[TOOL_CALLS]" in seen),
+]
 
-    def parser():
-        return OutputParser(form, parameters=TOOLS.parameters)
 
-    assert pieces(parser(), f"\n{call}") == [("f", {"days": 2})]
-    assert pieces(parser(), f"For example {call}") == [f"For example {call}"]
-    assert pieces(parser(), '{"name": "Bob"') == ['{"name": "Bob"']
-
-
-@given(
-    st.sampled_from([
-        '{"type": "function", "name": "f", "parameters": {"days": 2}}',
-        '{\n  "name": "f",\n  "parameters": {\n    "days": 2\n  }\n}',
-        '{"name":"f","arguments":{"days":2}}',
-    ]),
-    st.data(),
-)  # fmt: skip
-def test_llama_calls_may_have_a_type_and_line_breaks(text, data):
-    parser = OutputParser(format_of("<|python_tag|>"), parameters=TOOLS.parameters)
-    assert pieces(parser, text, data) == [("f", {"days": 2})]
-
-
-@given(
-    st.sampled_from([
-        '{"name": "Bob", "age": 3}',
-        '{"name": "Bob", "parameters": {}}',
-        '{"name": "f", "age": 3}',
-        '{"name": "f"}',
-        '{"name": "f", "parameters": 5}',
-        '{"name": "f", "parameters": {"a": NaN}}',
-        '\n{\n "type": "cat", "name": "f", "parameters": {}}',
-        "{}",
-        " {",
-    ]),
-    st.data(),
-)  # fmt: skip
-def test_json_answers_of_llama_stay_answers(text, data):
-    parser = OutputParser(format_of("<|python_tag|>"), parameters=TOOLS.parameters)
-    assert pieces(parser, text, data) == [text]
+@pytest.mark.parametrize(("seen", "text", "expected"), READ)
+def test_what_is_a_call_in_a_form_and_what_only_looks_like_one(seen, text, expected):
+    assert read_in_pieces(text, seen) == expected
 
 
 def test_json_answers_of_llama_are_streamed():
     parser = OutputParser(format_of("<|python_tag|>"), parameters=TOOLS.parameters)
     found = ["".join(parser.push(text)) for text in ('{"name": "', "Bob", '", "age":', " 3}")]
     assert found == ["", '{"name": "Bob', '", "age":', " 3}"]
-
-
-def test_braces_may_hold_spaces_and_strings_of_json():
-    text = '<|tool_call>call:f{a: { }, b :[1, "c:d", <|"|>e:f}<|"|>,]}<tool_call|>'
-    assert pieces(OutputParser(format_of("<|tool_call>call:")), text) == [("f", {"a": {}, "b": [1, "c:d", "e:f}"]})]
-
-
-def test_none_in_braces_is_null_as_in_the_template_of_gemma_4():
-    text = '<|tool_call>call:f{a:None,b:[None],None:<|"|>None<|"|>}<tool_call|>'
-    assert pieces(OutputParser(format_of("<|tool_call>call:")), text) == [
-        ("f", {"a": None, "b": [None], "None": "None"})
-    ]
 
 
 @given(st.sampled_from(list(WRITTEN)), st.data())
@@ -401,11 +386,6 @@ def test_white_space_around_what_is_no_call_stays(seen):
         parser = OutputParser(form, parameters=TOOLS.parameters)
         found = [*parser.push(text[:cut]), *parser.push(text[cut:]), *parser.finish()]
         assert "".join(found) == text
-
-
-@pytest.mark.parametrize("seen", [seen for seen in WRITTEN if "[TOOL_CALLS]" in seen])
-def test_a_marker_without_a_call_is_content(seen):
-    assert pieces(OutputParser(format_of(seen)), "Yes.[TOOL_CALLS]") == ["Yes.[TOOL_CALLS]"]
 
 
 @pytest.mark.parametrize("cut", range(1, 12))

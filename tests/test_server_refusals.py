@@ -24,6 +24,15 @@ CONTINUED = {"messages": BEGUN}  # the assistant's last message begins the answe
 REQUIRED = {"tool_choice": "required"}
 MANY_VALUES = {"name": "f", "parameters": {"properties": {"a": {"enum": [1] * 2**16}}}}
 REFUSED = [
+    *(
+        ("chat/completions", {"tools": [{"type": "function", "function": {"name": "look"} | odd}]}, f"tools: {says}")
+        for odd, says in (
+            ({"description": 5}, "the description of 'look' is 5, but must be a text"),
+            ({"parameters": [1]}, "the parameters of 'look' must be the JSON schema of an object"),
+            ({"parameters": {"properties": [1]}}, "the parameters of 'look' must be the JSON schema of an object"),
+            ({"name": None}, "a function has no name"),
+        )
+    ),
     ("chat/completions", {"messages": None}, "messages is missing"),
     ("chat/completions", {"messages": []}, "messages is empty"),
     ("chat/completions", {"messages": "hello"}, "messages"),

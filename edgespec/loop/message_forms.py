@@ -34,7 +34,8 @@ def shown_whole(render: Render, messages: Messages, tools: Tools) -> str:
         UsageError: the template refuses them in every form.
         ModelError: the template is broken.
     """
-    chosen = _fewest(render, messages, tools) if any(_alters(change, messages) for change in CHANGES) else []
+    alters = any(change(messages) != list(messages) for change in CHANGES)
+    chosen = _fewest(render, messages, tools) if alters else []
     try:
         return render(_changed(messages, chosen), tools)
     except (UsageError, ModelError) as error:
@@ -83,10 +84,6 @@ def _fewest(render: Render, messages: Messages, tools: Tools) -> list[Change]:
         if said == _changed(marked, best) or _missing(render, said, tools) <= least:
             best = fewer
     return best
-
-
-def _alters(change: Change, messages: Messages) -> bool:
-    return change(messages) != list(messages)
 
 
 def _missing(render: Render, marked: Messages, tools: Tools) -> float:

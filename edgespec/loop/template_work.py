@@ -421,6 +421,7 @@ METHODS: dict[type, dict[str, Cost]] = {
     tuple: _costs({_read: "count index"}),
 }  # fmt: skip
 CHANGE = ("append", "pop")  # their list
+MADE: dict[type, int] = {str: 1, Markup: 1, list: ITEM, dict: OBJECT}  # steps of a part
 PASSED: dict[str, Callable[[Any], Any]] = {
     "context": lambda context: context, "environment": attrgetter("environment"),
     "eval_context": attrgetter("eval_ctx"),
@@ -436,16 +437,9 @@ def pay(work: Work, cost: Cost, value: Any, args: Sequence[Any], kwargs: Mapping
 
 def made(work: Work, value: Any) -> Any:
     """Count what a call has made."""
-    kind = type(value)
-    if kind is str or kind is Markup:
-        work.take(len(value))
-    elif kind is list:
-        work.take(ITEM * len(value))
-    elif kind is dict:
-        work.take(OBJECT * len(value))
-    elif kind is int:
-        number(value)
-    return value
+    if steps := MADE.get(type(value)):
+        work.take(steps * len(value))
+    return number(value) if type(value) is int else value
 
 
 def counted(function: Any, cost: Cost) -> Any:

@@ -69,15 +69,6 @@ class CallFormat:
         return not self.seen
 
     @property
-    def is_markup(self) -> bool:
-        return bool(self.pair)
-
-    @property
-    def numbers_ids(self) -> bool:
-        """Ids of calls are functions.NAME:NUMBER."""
-        return "{number}" in self.call
-
-    @property
     def markers(self) -> list[str]:
         return [*self.open, *filter(None, [self.close]), *self.inner]
 

@@ -55,7 +55,7 @@ class ModelFormat:
         turns, tools = conversation.turns, conversation.tools
         if self.calls.is_generic:
             turns, tools = calls_as_text(turns, tools), None
-        numbered = self.calls.numbers_ids
+        numbered = "{number}" in self.calls.call
         messages = template_messages(turns, names_thinking=self._names_thinking, numbered=numbered)
         shown = [tool.shown for tool in tools.all] if tools else None
         return render_chat(self._vocab, list(messages), shown, conversation.options, self._context_length)

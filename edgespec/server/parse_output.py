@@ -208,7 +208,7 @@ class OutputParser:
                 return True
         while (at := self._held.find(self._calls.close, self._tried)) >= 0:
             before, first = self._held[:at], self._held.find(self._calls.close)
-            if self._calls.is_markup and self._open in before[first:]:  # markup cannot tell a value from a next call
+            if self._calls.pair and self._open in before[first:]:  # markup cannot tell a value from a next call
                 self._end_call(found, first)
                 return True
             try:
