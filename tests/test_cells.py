@@ -134,7 +134,7 @@ def test_a_short_part_of_a_prompt_has_room_for_its_padding_on_both_sides(small_q
 
 def test_a_failed_pass_takes_no_cells_of_ids_that_were_not_lent_yet(small, monkeypatch):
     with loaded(llamacpp_factory(small, exact="off"), sessions=4, context_length=200) as backend:
-        backend._ids._free = backend._ids._free[:2]
+        backend.ids._free = backend.ids._free[:2]
         lent, other, failing = (backend.open() for _ in range(3))
         text = random_tokens(backend, 60, 1)
         prefill(backend, lent, text)

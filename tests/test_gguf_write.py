@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import tarfile
@@ -31,8 +32,8 @@ from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageErro
 from edgespec.loop.engines import load_vocab
 from edgespec.models.convert import gguf_write
 from edgespec.models.convert.converter import SCRIPT, convert_folder, count_weights, extract, find_converter
-from edgespec.models.convert.folder_from_gguf import read_gguf
-from edgespec.models.convert.gguf_write import PURPOSES, Recipe, appearing, merge, parse_layers, quantise
+from edgespec.models.convert.folder_from_gguf import appearing, read_gguf
+from edgespec.models.convert.gguf_write import PURPOSES, Recipe, merge, parse_layers, quantise
 
 
 @pytest.fixture(scope="module")
@@ -353,8 +354,8 @@ def test_a_disk_that_becomes_full_is_the_reason(floats: Path, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("in_this_process")
 def test_no_room_and_no_matrix(floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = gguf_write.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(gguf_write.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(EdgespecError, match=r"needs 0\.0 GB, but only 0\.0 GB are free"):
         quantise(floats, tmp_path / "out.gguf", Recipe("Q8_0"))
     monkeypatch.undo()

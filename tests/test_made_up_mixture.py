@@ -1,5 +1,6 @@
 """scripts/make-mixture: the dense model's numbers, a mixture's routing, and nothing half-written."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from gguf_files import small_llama
 from benchmarks.made_up_mixture import Experts, write_mixture
 from edgespec.errors import EdgespecError, ModelError, UsageError
 from edgespec.loop.backend import Work
-from edgespec.models.convert import gguf_write
 from edgespec.models.gguf_header import own_values
 
 Q8_0, Q4_K_M, F16 = 7, 15, 1
@@ -98,8 +98,8 @@ def test_what_is_refused(dense: dict[str, Path], tmp_path: Path, monkeypatch: py
         write_mixture(dense["Q8_0"], out, Experts(4, 2), unseen)
     with pytest.raises(EdgespecError, match="is no dense model of architecture qwen2 or llama"):
         write_mixture(out, tmp_path / "twice.gguf", Experts(4, 2), unseen)
-    usage = gguf_write.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(gguf_write.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(EdgespecError, match="but only"):
         write_mixture(dense["Q8_0"], tmp_path / "large.gguf", Experts(4, 2), unseen)
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]

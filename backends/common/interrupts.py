@@ -59,6 +59,19 @@ class Stop:
             self.flag.value = b""
 
 
+class Interruptible:
+    """The part of a backend that `Stop` makes."""
+
+    stop: Stop
+
+    @property
+    def pass_number(self) -> int:
+        return self.stop.number
+
+    def interrupt(self, pass_number: int) -> None:
+        self.stop.ask(pass_number)
+
+
 def one_pass(forward: Pass) -> Pass:
     """Make `Backend.forward` count as a pass, however it ends; its backend has `stop`."""
 

@@ -46,6 +46,11 @@ class NodeSession:
         return len(self._parents)
 
     @property
+    def size(self) -> int:
+        """Tokens and nodes that have cells, or may get them."""
+        return len(self.token_ids) + len(self._tokens)
+
+    @property
     def parents(self) -> list[int]:
         return self._parents
 

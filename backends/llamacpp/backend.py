@@ -19,7 +19,7 @@ from edgespec.machine.process import at_end
 from edgespec.weights.plan import Plan
 from edgespec.weights.ring import Streamer
 
-from ..common.interrupts import Stop, one_pass
+from ..common.interrupts import Interruptible, Stop, one_pass
 from ..common.signals import Signals
 from .batch import Batch
 from .cells import IN_WINDOWS, Cells, Rows
@@ -39,10 +39,11 @@ from .states import LAST_LAYER, NEXTN, WHOLE_LAST_LAYER, RowStates, states_of
 from .vocab import LlamaVocab
 
 
-class LlamaBackend:
+class LlamaBackend(Interruptible):
     """See `edgespec.loop.backend.Backend`; made by `engine.py`."""
 
     name = "llamacpp"
+    kind: Any = LlamaSession  # of sessions, where no layer is recurrent
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class LlamaBackend:
         self.copies = not window and "lenders" not in computing
         self.content = ""
         self.row_hook: Callable[[int], None] = lambda rows: None
-        self._ids = SeqIds(sessions, ids, ids // sessions if capabilities.paths else IN_WINDOWS if window else 1)
+        self.ids = SeqIds(sessions, ids, ids // sessions if capabilities.paths else IN_WINDOWS if window else 1)
         self.cells = Cells(context, ids, window)
         self._open: list[Any] = []
         self.sessions: Sequence[Any] = self._open
@@ -114,28 +115,18 @@ class LlamaBackend:
 
     def open(self) -> Any:
         self._check_open()
-        if self._ids.all_open:
+        if self.ids.all_open:
             raise UsageError("all sessions of this model are open: load it with a larger `sessions`")
-        session = self.kind(self, self._ids.open())
+        kind = LlamaRecurrentSession if self.capabilities.paths else self.kind
+        session = kind(self, self.ids.open())
         if not self._open:
             self._most_cells = 0
         self._open.append(session)
         return session
 
-    @property
-    def kind(self) -> Any:
-        """The class of sessions."""
-        return LlamaRecurrentSession if self.capabilities.paths else LlamaSession
-
     def release(self, session: LlamaSession | LlamaRecurrentSession) -> None:
         self._open.remove(session)
-        self._ids.close(session.seq_ids)
-
-    def give_id(self, seq: int, session: LlamaSession) -> None:
-        self._ids.give(seq, session, self._open, self.memory)
-
-    def take_back(self, ids: list[int]) -> None:
-        self._ids.take_back(ids)
+        self.ids.close(session.seq_ids)
 
     def make_room(self, rows: int) -> None:
         self.cells.make_room(rows, self._open, trees=len(self._open) * self.capabilities.max_nodes)
@@ -171,7 +162,7 @@ class LlamaBackend:
         # Place all works before the first is added: a refused batch changes nothing.
         placements, taken = list[Placement](), {seq for session in self._open for seq in session.tips}
         for session, work in zip(sessions, batch, strict=True):
-            placements.append(session.place(work, self._ids.offer(session, self._open, taken)))
+            placements.append(session.place(work, self.ids.offer(session, self._open, taken)))
             taken.update(placements[-1].tips)
         if self.in_order:
             most = sum(len(work.token_ids) + work.session.unread_committed + TILE for work in batch)
@@ -273,13 +264,6 @@ class LlamaBackend:
             raise Interrupted("the pass was interrupted")
         if status != 0:
             raise ModelError(f"llama.cpp could not evaluate {total} tokens (code {status}): {last_log()}")
-
-    @property
-    def pass_number(self) -> int:
-        return self.stop.number
-
-    def interrupt(self, pass_number: int) -> None:
-        self.stop.ask(pass_number)
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -79,20 +79,16 @@ class Holder(Protocol):
         cached: committed tokens that have a cell.
         marks: of these cells; two sessions share a cell if its marks are equal.
         aligned: tiles are those of an empty cache.
+        own_ids: sequence ids that no other session gets.
     """
 
     cached: int
     marks: list[int]
     aligned: bool
+    own_ids: list[int]
 
     @property
     def has_nodes(self) -> bool: ...
-
-    @property
-    def first_id(self) -> int: ...
-
-    @property
-    def own_ids(self) -> Sequence[int]: ...
 
     def moved(self, end: int, aligned: bool) -> None:
         """Called when the cells of committed tokens lie before `end`, tagged with the session's own ids only."""
@@ -210,7 +206,7 @@ class Cells:
             self._put_in_order([session for session in holders if session.cached])
 
     def _put_in_order(self, loaded: list[Holder]) -> None:
-        needed = sum(llama_cpp.llama_state_seq_get_size(self._context, session.first_id) for session in loaded)
+        needed = sum(llama_cpp.llama_state_seq_get_size(self._context, session.own_ids[0]) for session in loaded)
         try:
             with self._room_for(needed) as file:
                 self._move_all(loaded, file)
@@ -236,7 +232,7 @@ class Cells:
                 own = session.own_ids
                 if shared:
                     for seq in own:
-                        llama_cpp.llama_memory_seq_cp(self._memory, source.first_id, seq, 0, shared)
+                        llama_cpp.llama_memory_seq_cp(self._memory, source.own_ids[0], seq, 0, shared)
                 if not self._put_all(file, stop, own):
                     raise ModelError("llama.cpp could not put a sequence back into its cache")
                 self.waste(own[:1], 0)
@@ -264,7 +260,7 @@ class Cells:
         edges = [start, *range(start - start % step + step, stop, step), stop] if start < stop else []
         for first, last in pairwise(edges):
             llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
-            llama_cpp.llama_memory_seq_cp(self._memory, session.first_id, seq, first, last)
+            llama_cpp.llama_memory_seq_cp(self._memory, session.own_ids[0], seq, first, last)
             data = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(self._context, seq))()
             llama_cpp.llama_state_seq_get_data(self._context, data, len(data), seq)
             llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)

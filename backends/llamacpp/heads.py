@@ -50,10 +50,6 @@ class LlamaHeadSession(HeadSession, LlamaSession):
                     ids[row] = [self._backend.cells.padding_id]
         return tokens, places, ids
 
-    def hide_first(self) -> None:
-        for seq in self.seq_ids if not self.token_ids else ():
-            llama_cpp.llama_memory_seq_rm(self._memory, seq, 0, 1)
-
 
 class LlamaHead(LlamaBackend):
     """A head of a loaded target; see `edgespec.loop.backend.Backend`.
@@ -64,6 +60,8 @@ class LlamaHead(LlamaBackend):
         heads_in_chain: number of heads: the first drafts after committed tokens, the next after its nodes, and so on;
             the last after all further ones.
     """
+
+    kind: Any = LlamaHeadSession
 
     def __init__(
         self, target: LlamaBackend, path: str, head: HeadFile, model: Any, context: Any, size: ContextSize
@@ -89,10 +87,6 @@ class LlamaHead(LlamaBackend):
         self.heads_in_chain = 1 if one else int(llama_cpp.llama_model_n_layer_nextn(model))
         self._begin()
         target.heads.add(self)
-
-    @property
-    def kind(self) -> Any:
-        return LlamaHeadSession
 
     def close(self) -> None:
         heads = self.target.heads
@@ -152,8 +146,8 @@ class LlamaHead(LlamaBackend):
                 logits[i] = found = cast(StateLogits, found).of_kept(wanted, self._kept)
             if wanted:
                 session.add_states(wanted, cast(GivesStates, found).states(wanted))
-            if self.hides_first:
-                session.hide_first()
+            for seq in session.seq_ids if self.hides_first and not session.token_ids else ():
+                llama_cpp.llama_memory_seq_rm(self.memory, seq, 0, 1)
         return logits
 
     def compute(self, rows: Rows, *, prompt: bool, padding: int) -> None:
@@ -209,9 +203,7 @@ class LlamaAssistant(LlamaHead):
     All rows have the position of the next token, as transformers has it (page gemma4_assistant of its documentation).
     """
 
-    @property
-    def kind(self) -> Any:
-        return AssistantSession
+    kind = AssistantSession
 
     @one_pass
     def forward(self, batch: Sequence[Work]) -> list[Logits]:

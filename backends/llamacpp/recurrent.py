@@ -15,17 +15,14 @@ cells follow those of `text`, so with `in_order` accepted tokens of other paths 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 from edgespec.errors import Interrupted, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.passes import check_batch
-from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import Saved, write
 from edgespec.loop.shapes import TILE
 
-from ..common import nodes
-from ..common.interrupts import Stop
 from ..common.nodes import NodeSession
 from ..common.paths import (
     KEPT_STATES,
@@ -42,7 +39,7 @@ from ..common.row_logits import RowLogits, RowStateLogits
 from .cells import Rows
 from .ggml.files import LLAMA_MAX_SEQ, llama_cpp, metadata
 from .ggml.state_files import CellDetails, load_sequence, save_sequence
-from .states import RowStates
+from .session import Owner
 
 OTHER_MEMORY = ("deepseek4", "glm5-next", "qwen4exp")  # general.architecture of models with another memory
 
@@ -97,31 +94,6 @@ def most_unread(limits: Capabilities) -> int:
 
 class Between(Interrupted):
     """Interrupted between two calls of llama.cpp: only the session's nodes are lost."""
-
-
-class Owner(nodes.Owner, Protocol):
-    """
-    Attributes:
-        memory: llama.cpp's cache; None once it is freed.
-        context: llama.cpp's.
-        in_order: keep cells in the order of the tokens.
-        sessions: all open ones.
-        states: that passes keep for a head, or None.
-        stop: ends a pass.
-    """
-
-    memory: Any
-    context: Any
-    in_order: bool
-    sessions: Sequence[Any]
-    states: RowStates | None
-    stop: Stop
-
-    def release(self, session: Any) -> None: ...
-
-    def compute(self, rows: Rows, *, prompt: bool, padding: int) -> None: ...
-
-    def logits_of(self, row: int) -> Float32Array: ...
 
 
 @dataclass(slots=True)
@@ -330,10 +302,6 @@ class LlamaRecurrentSession(NodeSession):
         for at, seq in self._states.kept.items():
             other._states.kept[at] = other._free.pop()
             self._copy_state(seq, other._states.kept[at])
-
-    @property
-    def size(self) -> int:
-        return len(self.token_ids) + len(self._tokens)
 
     def save(self, path: str | FilePath, note: Any = None) -> None:
         end, context = self._states.last, self._backend.context

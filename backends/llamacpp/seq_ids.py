@@ -42,12 +42,14 @@ class SeqIds:
     def open(self) -> list[int]:
         return self._own.pop(0)
 
-    def close(self, ids: Sequence[int]) -> None:
-        self._own.append(list(ids[: self._share]))
-        self.take_back(ids[self._share :])
+    def close(self, ids: list[int]) -> None:
+        self.take_back(ids)
+        self._own.append(ids)
 
-    def take_back(self, ids: Sequence[int]) -> None:
-        self._free += ids
+    def take_back(self, ids: list[int]) -> None:
+        """Take a session's leaf ids out of its `ids`."""
+        self._free += ids[self._share :]
+        del ids[self._share :]
 
     def offer(self, session: IdHolder, sessions: Sequence[IdHolder], taken: set[int]) -> Iterator[int]:
         others = (other.seq_ids[self._share :] for other in sessions if other is not session)

@@ -18,15 +18,19 @@ from typing import Any, Protocol, Self
 
 from edgespec.errors import ContextFull, SessionFileError
 from edgespec.loop.backend import Work
+from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import Saved, another_version, read, write
 from edgespec.loop.shapes import TILE, PromptRead, whole_tiles
 
 from ..common import nodes
+from ..common.interrupts import Stop
 from ..common.nodes import NodeSession
 from ..common.signals import Signals
-from .cells import Cells
+from .cells import Cells, Rows
 from .ggml.files import forget_log, last_log, llama_cpp
 from .ggml.state_files import CellDetails, load_parts, load_sequence, save_sequence, write_parts
+from .seq_ids import SeqIds
+from .states import RowStates
 
 
 class Owner(nodes.Owner, Protocol):
@@ -37,7 +41,11 @@ class Owner(nodes.Owner, Protocol):
         copies: cells can be copied to continue in another tile.
         in_order: keep cells in the order of the tokens.
         cells: of all sessions.
+        ids: of all sessions.
         tiles: attention over long prompts adds up tiles.
+        sessions: all open ones.
+        states: that passes keep for a head, or None.
+        stop: ends a pass.
     """
 
     memory: Any
@@ -45,17 +53,21 @@ class Owner(nodes.Owner, Protocol):
     copies: bool
     in_order: bool
     cells: Cells
+    ids: SeqIds
     tiles: bool
+    sessions: Sequence[Any]
+    states: RowStates | None
+    stop: Stop
 
     def alone(self, session: "LlamaSession") -> bool: ...
 
-    def give_id(self, seq: int, session: "LlamaSession") -> None: ...
-
-    def take_back(self, seq_ids: list[int]) -> None: ...
-
     def make_room(self, rows: int) -> None: ...
 
-    def release(self, session: "LlamaSession") -> None: ...
+    def release(self, session: Any) -> None: ...
+
+    def compute(self, rows: Rows, *, prompt: bool, padding: int) -> None: ...
+
+    def logits_of(self, row: int) -> Float32Array: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +118,7 @@ class LlamaSession(NodeSession):
 
     Attributes:
         seq_ids: own ids, then leaf ids.
+        own_ids: as of `cells.Holder`.
         cached: committed tokens that have a cell.
         marks, aligned: as of `cells.Holder`.
         tips: id -> the last node of its path.
@@ -116,8 +129,7 @@ class LlamaSession(NodeSession):
     def __init__(self, backend: Owner, seq_ids: list[int]) -> None:
         super().__init__(backend)
         self._memory = backend.memory
-        self.seq_ids = seq_ids
-        self._own_count = len(seq_ids)
+        self.seq_ids, self.own_ids = seq_ids, seq_ids.copy()
         self.cached = 0
         self.marks: list[int] = []
         self.aligned = True
@@ -179,7 +191,7 @@ class LlamaSession(NodeSession):
         first, order, length = placement.first, placement.order, len(self.token_ids)
         for seq in placement.tips:
             if seq not in self.seq_ids:
-                self._backend.give_id(seq, self)
+                self._backend.ids.give(seq, self, self._backend.sessions, self._memory)
         for seq, old in placement.sources.items():
             stop = self.positions[old] + 1
             llama_cpp.llama_memory_seq_cp(self._memory, self._seqs[old], seq, self.cached, stop)
@@ -342,8 +354,7 @@ class LlamaSession(NodeSession):
         return -end % TILE
 
     def moved(self, end: int, aligned: bool) -> None:
-        self._backend.take_back(self.seq_ids[self._own_count :])
-        del self.seq_ids[self._own_count :]
+        self._backend.ids.take_back(self.seq_ids)
         self._edge, self.aligned = end, aligned
         if self._in_tiles and not self.aligned:
             self._prompt.tokens = 0
@@ -364,20 +375,8 @@ class LlamaSession(NodeSession):
         return len(self.token_ids) - self.cached
 
     @property
-    def first_id(self) -> int:
-        return self.seq_ids[0]
-
-    @property
-    def own_ids(self) -> Sequence[int]:
-        return self.seq_ids[: self._own_count]
-
-    @property
     def has_nodes(self) -> bool:
         return bool(self._tokens)
-
-    @property
-    def size(self) -> int:
-        return len(self.token_ids) + len(self._tokens)
 
     def save(self, path: str | Path, note: Any = None) -> None:
         cells = self._backend.cells

@@ -38,7 +38,7 @@ from edgespec.weights.plan import Plan
 from edgespec.weights.ring import can_stream, measure_disk
 
 from ..common.hf_vocab import HfVocab, load_vocab
-from ..common.interrupts import Stop, interruptible, one_pass
+from ..common.interrupts import Interruptible, Stop, interruptible, one_pass
 from ..common.loader import loader
 from ..common.model_folder import content_files, experts_of, refused
 from ..common.nodes import is_another, last_row, rows_of_tree
@@ -150,7 +150,7 @@ def device_top_ids(scores: Any, k: int) -> Any:
     return candidates[mx.argpartition(-scores[candidates], k - 1)[:k]]
 
 
-class MlxBackend:
+class MlxBackend(Interruptible):
     """See `edgespec.loop.backend.Backend`; made by `load`.
 
     Attributes:
@@ -266,13 +266,6 @@ class MlxBackend:
             session.add(work, places)
         self.forms = self.forms or sessions[0].forms()
         return found
-
-    @property
-    def pass_number(self) -> int:
-        return self.stop.number
-
-    def interrupt(self, pass_number: int) -> None:
-        self.stop.ask(pass_number)
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from edgespec.weights.ring import CANNOT_STREAM, can_stream
 
 from ..common.heads import head_size
 from ..common.hf_vocab import load_vocab
-from ..common.interrupts import Stop, interruptible, one_pass
+from ..common.interrupts import Interruptible, Stop, interruptible, one_pass
 from ..common.loader import loader, no_further_positions
 from ..common.model_folder import check_folder, content_files, experts_of, named
 from ..common.nodes import is_another, rows_of_tree
@@ -101,7 +101,7 @@ TOLERANCE = {"float32": 2e-3, "float16": 0.3, "bfloat16": 1.5}
 _on_cpu: "WeakSet[TorchBackend]" = WeakSet()
 
 
-class TorchBackend:
+class TorchBackend(Interruptible):
     """See `edgespec.loop.backend.Backend`; made by `load`.
 
     Attributes:
@@ -241,13 +241,6 @@ class TorchBackend:
     def logits(self, logits: Any, wanted: Sequence[int], rows: Mapping[int, int]) -> Logits:
         """Logits of a work of the last pass; arguments as for `TorchLogitsWithStates`."""
         return self._kept.logits(logits, wanted, rows) if self._kept else TorchLogits(logits, wanted)
-
-    @property
-    def pass_number(self) -> int:
-        return self.stop.number
-
-    def interrupt(self, pass_number: int) -> None:
-        self.stop.ask(pass_number)
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -18,15 +18,13 @@ from edgespec.models.convert.converter import (
     count_weights,
     find_converter,
 )
-from edgespec.models.convert.folder_from_gguf import DTYPES, MLX_BITS, USUAL_DTYPE, check_space
+from edgespec.models.convert.folder_from_gguf import DTYPES, MLX_BITS, USUAL_DTYPE, appearing, check_out, check_space
 from edgespec.models.convert.folder_from_gguf import convert as write_folder
 from edgespec.models.convert.gguf_write import (
     BITS,
     PURPOSES,
     Recipe,
-    appearing,
     check_names,
-    check_out,
     check_tensors,
     merge,
     parse_layers,

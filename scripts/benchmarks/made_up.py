@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelError, UsageError
-from edgespec.models.convert.folder_from_gguf import check_space, read_gguf
-from edgespec.models.convert.gguf_write import appearing, check_out, import_gguf
+from edgespec.models.convert.folder_from_gguf import appearing, check_out, check_space, import_gguf, read_gguf
 
 Bytes = NDArray[np.uint8]  # rows of a tensor as they lie in the file
 BLOCK, BLOCK_BYTES = 256, 144  # weights and bytes of a block of Q4_K

@@ -18,8 +18,7 @@ import numpy as np
 
 from benchmarks.made_up import Bytes, Planned, write_planned
 from edgespec.errors import ModelError, UsageError
-from edgespec.models.convert.folder_from_gguf import read_gguf
-from edgespec.models.convert.gguf_write import check_out, import_gguf
+from edgespec.models.convert.folder_from_gguf import check_out, import_gguf, read_gguf
 
 SCALES = {  # where float16 scales lie in a block (ggml-common.h), by type
     "F32": (), "F16": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2),

@@ -12,8 +12,7 @@ from safetensors.torch import save
 
 from benchmarks.made_up import add_values
 from edgespec.machine.files import write_whole
-from edgespec.models.convert.folder_from_gguf import read_gguf
-from edgespec.models.convert.gguf_write import appearing
+from edgespec.models.convert.folder_from_gguf import appearing, read_gguf
 
 STORED = torch.float16
 

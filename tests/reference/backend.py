@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 import numpy as np
-from edgespec.backends.common.interrupts import Stop, interruptible, one_pass
+from edgespec.backends.common.interrupts import Interruptible, Stop, interruptible, one_pass
 from edgespec.backends.common.loader import loader
 from edgespec.backends.common.nodes import NodeSession
 from edgespec.backends.common.paths import CHEAP, MOST_UNREAD, States, paths_of, state_lane_from
@@ -244,7 +244,7 @@ class RecurrentSession(ReferenceSession):
             start += state.nbytes
 
 
-class ReferenceBackend:
+class ReferenceBackend(Interruptible):
     def __init__(
         self,
         model: Model,
@@ -307,13 +307,6 @@ class ReferenceBackend:
         leaves = sum(np.count_nonzero(is_leaf(parents)) - 1 for parents in trees.values() if parents)
         if limits.spare_leaves is not None and leaves > limits.spare_leaves:
             raise ValueError(f"{leaves} further leaves; all sessions hold {limits.spare_leaves} together")
-
-    @property
-    def pass_number(self) -> int:
-        return self.stop.number
-
-    def interrupt(self, pass_number: int) -> None:
-        self.stop.ask(pass_number)
 
     @property
     def identity(self) -> dict[str, Any]:

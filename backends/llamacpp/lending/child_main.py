@@ -4,10 +4,10 @@ import os
 import pickle
 import signal
 import sys
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from edgespec.loop.backend import Work
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import common_prefix
 from edgespec.machine.this_machine import this_machine
@@ -52,53 +52,33 @@ class Host:
     def reusable_prefix(self, session: int, length: int, short: bool) -> int:
         return int(self._sessions[session].reusable_prefix(length, short=short))
 
-    def commit(self, session: int, path: list[int], known: int) -> tuple[int, list[int], int]:
-        before = self._sessions[session].token_ids[:known]
-        self._sessions[session].commit(path)
-        return self._changed(session, before)
+    def change(self, session: int, method: str, argument: Any, known: int) -> tuple[int, list[int], int]:
+        """Call `commit` or `rewind` of a session, whose first `known` tokens the parent has.
 
-    def rewind(self, session: int, length: int, known: int) -> tuple[int, list[int], int]:
-        before = self._sessions[session].token_ids[:known]
-        self._sessions[session].rewind(length)
-        return self._changed(session, before)
-
-    def _changed(self, session: int, before: list[int]) -> tuple[int, list[int], int]:
-        """
         Returns:
             Number of tokens that stay, the new tokens, and the number of unread tokens.
         """
         found = self._sessions[session]
+        before = found.token_ids[:known]
+        getattr(found, method)(argument)
         same = common_prefix(found.token_ids, before)
         return same, found.token_ids[same:], found.unread_committed
 
-    def save(self, session: int, path: str, note: Any) -> None:
-        self._sessions[session].save(path, note)
-
-    def load_session(self, session: int, path: str) -> Any:
-        return self._sessions[session].load(path)
+    def ask_session(self, session: int, method: str, *arguments: Any) -> Any:
+        return getattr(self._sessions[session], method)(*arguments)
 
     def close(self, session: int) -> None:
         self._sessions.pop(session).close()
 
     def forward(self, parts: list[Any]) -> float:
-        works = [
-            Work(self._sessions[part.session], part.token_ids, part.parents, part.wanted, part.prompt, part.short)
-            for part in parts
-        ]
-        self._logits = self._model.forward(works)
+        self._logits = self._model.forward([replace(part, session=self._sessions[part.session]) for part in parts])
         return self._model.wait_seconds
 
     def wait(self) -> None:
         """Answered when the pass under way has ended."""
 
-    def row(self, index: int, node: int) -> Any:
-        return self._logits[index].row(node)
-
-    def state(self, index: int, node: int) -> Any:
-        return self._logits[index].state(node)
-
-    def top(self, index: int, nodes: list[int], k: int, temperature: float, noise: list[Any]) -> Any:
-        return self._logits[index].top(nodes, k, temperature, noise)
+    def ask_logits(self, index: int, method: str, *arguments: Any) -> Any:
+        return getattr(self._logits[index], method)(*arguments)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -27,9 +27,8 @@ from edgespec.loop.engines import LoadOptions, Progress
 from edgespec.loop.sampling import Float32Array, IdArray, Scores
 from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import BatchInvariance
-from edgespec.loop.tree import IntArray
 
-from ...common.interrupts import Stop, one_pass
+from ...common.interrupts import Interruptible, Stop, one_pass
 from ..ggml.files import parts
 from ..vocab import load_vocab
 from .rpc import check_lender, rpc
@@ -49,17 +48,7 @@ class Facts:
     placed: Placed
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    session: int
-    token_ids: IntArray
-    parents: IntArray
-    wanted: IntArray
-    prompt: bool
-    short: bool
-
-
-class ChildBackend:
+class ChildBackend(Interruptible):
     name = "llamacpp"
 
     def __init__(self, path: str, child: "Child", facts: Facts) -> None:
@@ -79,26 +68,15 @@ class ChildBackend:
 
     @one_pass
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
-        sessions = [cast(ChildSession, work.session) for work in batch]
-        works = [
-            Part(session.number, work.token_ids, work.parents, work.wanted, work.prompt, work.short)
-            for session, work in zip(sessions, batch, strict=True)
-        ]
+        numbered = [replace(work, session=cast(Any, cast(ChildSession, work.session).number)) for work in batch]
         try:
-            self.wait_seconds = self.child.call("forward", works)
+            self.wait_seconds = self.child.call("forward", numbered)
         except KeyboardInterrupt:
             self.stop.ask()
             with suppress(EdgespecError):  # of a child that is gone
                 self.child.call("wait")
             raise
         return [ChildLogits(self.child, index) for index in range(len(batch))]
-
-    @property
-    def pass_number(self) -> int:
-        return self.stop.number
-
-    def interrupt(self, pass_number: int) -> None:
-        self.stop.ask(pass_number)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -117,8 +95,7 @@ class ChildSession:
         self._closed = False
 
     def reusable_prefix(self, length: int, *, short: bool = False) -> int:
-        found: int = self._backend.child.call("reusable_prefix", self.number, length, short)
-        return found
+        return int(self._backend.child.call("reusable_prefix", self.number, length, short))
 
     def commit(self, path: Sequence[int]) -> None:
         self._update("commit", list(path))
@@ -135,11 +112,11 @@ class ChildSession:
         return other
 
     def save(self, path: str | Path, note: Any = None) -> None:
-        self._backend.child.call("save", self.number, os.path.abspath(path), note)
+        self._backend.child.call("ask_session", self.number, "save", os.path.abspath(path), note)
 
     def load(self, path: str | Path) -> Any:
         try:
-            return self._backend.child.call("load_session", self.number, os.path.abspath(path))
+            return self._backend.child.call("ask_session", self.number, "load", os.path.abspath(path))
         finally:
             self.token_ids.clear()
             self._update("rewind", self._backend.capabilities.context_length)
@@ -152,7 +129,8 @@ class ChildSession:
         self.token_ids, self.unread_committed = [], 0
 
     def _update(self, name: str, argument: Any) -> None:
-        same, added, self.unread_committed = self._backend.child.call(name, self.number, argument, len(self.token_ids))
+        known = self.number, name, argument, len(self.token_ids)
+        same, added, self.unread_committed = self._backend.child.call("change", *known)
         del self.token_ids[same:]
         self.token_ids += added
 
@@ -161,24 +139,22 @@ class ChildLogits:
     def __init__(self, child: "Child", index: int) -> None:
         self._child, self._index = child, index
 
-    def row(self, node: int) -> Float32Array:
-        found: Float32Array = self._child.call("row", self._index, node)
-        return found
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        return self._child.call("ask_logits", self._index, method, *arguments)
 
-    def view(self, node: int) -> Float32Array:
-        return self.row(node)
+    def row(self, node: int) -> Float32Array:
+        return cast(Float32Array, self._ask("row", node))
+
+    view = row
 
     def state(self, node: int) -> Float32Array:
-        found: Float32Array = self._child.call("state", self._index, node)
-        return found
+        return cast(Float32Array, self._ask("state", node))
 
     def top(
         self, nodes: Sequence[int], k: int, temperature: float, noise: Sequence[Float32Array | None]
     ) -> tuple[list[IdArray], list[Scores]]:
-        found: tuple[list[IdArray], list[Scores]] = self._child.call(
-            "top", self._index, np.asarray(nodes).tolist(), k, temperature, list(noise)
-        )
-        return found
+        found = self._ask("top", np.asarray(nodes).tolist(), k, temperature, list(noise))
+        return cast(tuple[list[IdArray], list[Scores]], found)
 
 
 class Child:

@@ -4,6 +4,7 @@ Tensors are read, dequantised and written one after the other, so memory stays n
 tensor.
 """
 
+import glob
 import json
 import os
 import secrets
@@ -100,7 +101,8 @@ def convert(
     total = DTYPES[dtype] * sum(tensor.n_elements for tensor in gguf.tensors if tensor.name in names)
     check_space(out, int(total) * (2 if bits or to_mlx else 1))
 
-    with _appearing(out) as folder:
+    with appearing(out, "folder") as folder:
+        folder.mkdir()
         _write_json(folder / "config.json", config | tokens | {"torch_dtype": dtype})
         _write_json(folder / "generation_config.json", tokens | {"eos_token_id": sorted(vocab.eog_ids)})
         tokenizer.save(str(folder / "tokenizer.json"))
@@ -146,17 +148,14 @@ def read_gguf(path: Path, *, weights: bool = True) -> Gguf:
         ModelError: not a GGUF, cut off, or a part is missing.
         MissingPackage: the package gguf is not installed.
     """
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise MissingPackage("gguf", "convert", "reading weights from a GGUF") from error
+    reader = import_gguf("reading weights from a GGUF").GGUFReader
     parts = [path.with_name(name) for name in part_names(path.name)]
     readers, found = [], []
     check_model(parts[0], weights=weights)
     for part in parts:
         check_header(part)
         try:
-            readers.append(GGUFReader(part))
+            readers.append(reader(part))
             found.append({key: field.contents() for key, field in readers[-1].fields.items()})
         except (ValueError, IndexError, KeyError, OverflowError, MemoryError, RecursionError) as error:
             raise damaged(part) from error
@@ -166,15 +165,21 @@ def read_gguf(path: Path, *, weights: bool = True) -> Gguf:
     return Gguf(parts[0], metadata, fields, tensors)
 
 
+def import_gguf(why: str = "writing a GGUF") -> Any:
+    """Raises MissingPackage."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise MissingPackage("gguf", "convert", why) from error
+    return gguf
+
+
 def _check(out: Path, dtype: str, bits: int | None) -> None:
     if dtype not in DTYPES:
         raise UsageError(f"dtype is {dtype!r}, but must be one of {', '.join(DTYPES)}")
     if bits is not None and bits not in MLX_BITS:
         raise UsageError(f"bits is {bits}, but must be one of {', '.join(map(str, MLX_BITS))}")
-    if out.exists() or out.is_symlink():
-        raise UsageError(f"{out}: exists already; name a folder that does not")
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"{out.absolute().parent}: there is no such folder")
+    check_out(out, "folder")
     try:
         import ml_dtypes  # noqa: F401
         import safetensors  # noqa: F401
@@ -206,19 +211,35 @@ def _named(path: Path) -> Iterator[None]:
         raise ModelError(f"{path}: {error}") from error
 
 
-@contextmanager
-def _appearing(out: Path) -> Iterator[Path]:
-    from safetensors import SafetensorError
+def check_out(out: Path, kind: str = "file") -> None:
+    """
+    Raises:
+        UsageError: something is there, or no folder for it.
+    """
+    if kind == "file" and out.is_dir():
+        raise UsageError(f"{out}: is a folder; name a file in it, as in {out / 'model.gguf'}")
+    if out.exists() or out.is_symlink():
+        raise UsageError(f"{out}: exists already; name a {kind} that does not")
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"{out.absolute().parent}: there is no such folder")
 
-    folder = out.absolute().with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
+
+@contextmanager
+def appearing(out: Path, kind: str = "file") -> Iterator[Path]:
+    """A name beside `out` for a new file or folder, which gets that name at the end of the `with`."""
+    partial = out.absolute().with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
     try:
-        folder.mkdir()
-        yield folder
-        os.rename(folder, out)
-    except (OSError, SafetensorError) as error:
-        raise EdgespecError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
+        yield partial
+        if kind == "file":
+            with partial.open("rb+") as file:
+                os.fsync(file.fileno())
+        check_out(out, kind)  # once more, after hours of work
+        os.rename(partial, out)
+    except OSError as error:
+        raise EdgespecError(f"{out}: cannot be written: {error.strerror or error}") from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        for left in partial.parent.glob(f"{glob.escape(partial.name)}*"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
 
 
 def _token_ids(metadata: dict[str, Any], eog_ids: frozenset[int]) -> dict[str, int]:
@@ -283,6 +304,7 @@ def write_safetensors(
         shard_bytes: a larger tensor gets a file of its own.
         progress: called with the bytes read so far.
     """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     shards: list[list[str]] = []
@@ -293,7 +315,10 @@ def write_safetensors(
         file = folder / f"shard-{len(shards)}"
         file.touch()
         mode = file.stat().st_mode  # as the user wants files; safetensors would make them private
-        save_file(held, file, metadata={"format": "pt"})
+        try:
+            save_file(held, file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
         file.chmod(mode)
         shards.append(list(held))
         held.clear()

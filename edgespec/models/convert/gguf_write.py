@@ -3,26 +3,22 @@
 Errors are found before anything is written, and a file appears under its name only when it is complete.
 """
 
-import glob
 import json
 import os
 import re
-import secrets
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from edgespec import __version__
-from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
+from edgespec.errors import ModelError, UsageError
 from edgespec.machine.files import part_names, read_text
 from edgespec.models.convert.calibration import calibration_text
-from edgespec.models.convert.folder_from_gguf import check_space
+from edgespec.models.convert.folder_from_gguf import appearing, check_out, check_space, import_gguf
 from edgespec.models.download import Progress
 from edgespec.models.gguf_header import (
     MOST_LAYERS,
@@ -283,35 +279,6 @@ def _matrix(source: Path, asked: str, partial: Path, report: Progress) -> tuple[
     return str(out), origin
 
 
-def check_out(out: Path) -> None:
-    """
-    Raises:
-        UsageError: the file exists, is a folder, or its folder does not exist.
-    """
-    if out.is_dir():
-        raise UsageError(f"{out}: is a folder; name a file in it, as in {out / 'model.gguf'}")
-    if out.exists() or out.is_symlink():
-        raise UsageError(f"{out}: exists already; name a file that does not")
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"{out.absolute().parent}: there is no such folder")
-
-
-@contextmanager
-def appearing(out: Path) -> Iterator[Path]:
-    partial = out.absolute().with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
-    try:
-        yield partial
-        with partial.open("rb+") as file:
-            os.fsync(file.fileno())
-        check_out(out)  # once more, after hours of work
-        os.rename(partial, out)
-    except OSError as error:
-        raise EdgespecError(f"{out}: cannot be written: {error.strerror or error}") from error
-    finally:
-        for left in partial.parent.glob(f"{glob.escape(partial.name)}*"):
-            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
-
-
 def _child(module: str, job: Mapping[str, Any], progress: Any) -> dict[str, Any]:
     """
     Raises:
@@ -338,15 +305,6 @@ def _child(module: str, job: Mapping[str, Any], progress: Any) -> dict[str, Any]
         why, named = line.get("error", "it ended early"), f"{job['source']}: "
         raise ModelError(why if why.startswith(named) else named + why)
     return line
-
-
-def import_gguf() -> Any:
-    """Raises MissingPackage."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise MissingPackage("gguf", "convert", "writing a GGUF") from error
-    return gguf
 
 
 @cache
