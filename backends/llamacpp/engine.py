@@ -293,11 +293,18 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
         llama_cpp.llama_model_free(model)
         raise
     lanes = most_paths(model, options.budget, options.sessions)
-    capabilities = _capabilities(model, size, lanes, params.n_outputs_max)
     flash = params.flash_attn_type != llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED and not (watch and watch.adds_up_cells)
     here = "device" not in computing and not plan.borrowed
-    capabilities = replace(
-        capabilities,
+    capabilities = Capabilities(
+        context_length=size.length(model),
+        max_nodes=size.max_nodes,
+        max_wanted=params.n_outputs_max,
+        max_leaves=lanes or size.max_leaves,
+        logit_tolerance=tolerance(metadata(model, "general.file_type"), size.kv_type),
+        layers=llama_cpp.llama_model_n_layer(model),
+        paths=lanes > 0,
+        spare_leaves=None if lanes else size.ids - size.own_ids * size.sessions,
+        cells=size.tokens(model) if size.sessions > 1 and size.share < 1 and not lanes else None,
         by_cell=ALWAYS if lanes else by_cell(size.kv_type_in(model), flash=flash, here=here, alike=bool(processors)),
         streams=streams,
         read_seconds=weights.streamed_bytes / speed if weights and speed else 0.0,
@@ -340,18 +347,3 @@ def _model_params(plan: LlamaPlan, way: Computing) -> dict[str, Any]:
     if patterns := str(way.get("kept_off", "")).encode().split():
         params["tensor_buft_overrides"] = ctypes.addressof(overrides(*patterns))
     return params
-
-
-def _capabilities(model: Any, size: ContextSize, lanes: int, most_wanted: int) -> Capabilities:
-    """Capabilities of a model that is not streamed; `lanes` are its paths in a tree, 0: no layer is recurrent."""
-    return Capabilities(
-        context_length=size.length(model),
-        max_nodes=size.max_nodes,
-        max_wanted=most_wanted,
-        max_leaves=lanes or size.max_leaves,
-        logit_tolerance=tolerance(metadata(model, "general.file_type"), size.kv_type),
-        layers=llama_cpp.llama_model_n_layer(model),
-        paths=lanes > 0,
-        spare_leaves=None if lanes else size.ids - size.own_ids * size.sessions,
-        cells=size.tokens(model) if size.sessions > 1 and size.share < 1 and not lanes else None,
-    )

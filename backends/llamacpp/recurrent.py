@@ -140,7 +140,8 @@ class LlamaRecurrentSession(NodeSession):
             self._release(lane)
         self._tips = {}
         self._text_lane: Lane | None = None
-        self._state_lane: Lane | None = None
+        # For unread tokens only; `text` gets its state, unless padding follows its last token.
+        self.state_lane: Lane | None = None
 
     def _copy(self, source: int, target: int, start: int = -1, stop: int = -1) -> None:
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, start, stop)
@@ -210,10 +211,10 @@ class LlamaRecurrentSession(NodeSession):
             rows = max(len(lane.tokens) for lane in lanes)
             at = state_lane_from({0, *self._states.kept}, length, len(lanes), rows, most_rows)
             if at is not None:
-                self._state_lane = Lane(self._lanes.pop(0), self.token_ids[at:], at)
+                self.state_lane = Lane(self._lanes.pop(0), self.token_ids[at:], at)
                 if at:
-                    self._copy(self._text, self._state_lane.id, 0, at)
-                    self._copy_state(self._states.kept[at], self._state_lane.id)
+                    self._copy(self._text, self.state_lane.id, 0, at)
+                    self._copy_state(self._states.kept[at], self.state_lane.id)
         return lanes
 
     def _give_up_a_tip(self, paths: Sequence[Path]) -> None:
@@ -221,26 +222,21 @@ class LlamaRecurrentSession(NodeSession):
         tip = min(self._tips, key=lambda node: (node in used, node))
         self._release(self._tips.pop(tip))
 
-    @property
-    def state_lane(self) -> Lane | None:
-        """A lane for unread tokens only; `text` gets its state, unless padding follows its last token."""
-        return self._state_lane
-
     def evaluated(self, lanes: Sequence[Lane]) -> None:
-        if self._state_lane:
-            if self._state_lane.ended:
+        if self.state_lane:
+            if self.state_lane.ended:
                 assert self._text_lane
                 length = len(self.token_ids)
                 self._copy(self._text_lane.id, self._text, self._states.last, length)
-                self._copy_state(self._state_lane.id, self._text)
+                self._copy_state(self.state_lane.id, self._text)
                 self._keep(length)
-            self._release(self._state_lane.id)
+            self._release(self.state_lane.id)
         for lane in lanes:
             if lane.ended:
                 self._tips[lane.leaf] = lane.id
             else:
                 self._release(lane.id)
-        self._text_lane = self._state_lane = None
+        self._text_lane = self.state_lane = None
 
     def drop_nodes(self) -> None:
         self._tips = {}

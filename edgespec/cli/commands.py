@@ -464,7 +464,7 @@ def serve(
     _take_old_names(options)
     if no_key and (api_key, api_key_file) != (None, None):
         raise UsageError("--no-key goes without --api-key-file, whose keys clients must send: leave one out")
-    keys, most_kept = [] if no_key else server.read_keys(api_key, api_key_file), in_bytes("--keep-size", keep_size)
+    keys, most_kept = [] if no_key else server.read_keys(api_key, api_key_file), in_bytes("--keep-size", keep_size) or 0
     named = any(entry.name == keep for entry in all_models(options["models_file"])) if keep else False
     if keep and (named or Path(keep).is_file()):
         what = "the name of a model" if named else "a file"

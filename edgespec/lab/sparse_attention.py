@@ -7,6 +7,7 @@ root is not the last token that the draft has read.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -121,15 +122,12 @@ def least_in_order(costs: ArrayLike) -> list[int]:
 
 def _read(backend: Any, token_ids: Sequence[int]) -> list[Any]:
     """Attention [rows, cells] of the last rows in each layer."""
-    session = backend.open()
-    try:
+    with closing(backend.open()) as session:
         prefill(backend, session, token_ids)
         rows = [
             attention(session.queries[i], cells[0][:, : len(token_ids)]) for i, cells in session.cells.by_layer.items()
         ]
         return [one.cpu() for one in rows]
-    finally:
-        session.close()
 
 
 def follow(target: Any, draft: Any, share: float, remember: bool, say: Callable[[str], None]) -> None:

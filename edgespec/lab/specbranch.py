@@ -54,11 +54,6 @@ def features(search: Search, path: Sequence[int], share: float) -> FloatArray:
     return np.array(found).reshape(len(path), 4)
 
 
-def chances(rows: FloatArray, weights: FloatArray) -> FloatArray:
-    found: FloatArray = 1 / (1 + np.exp(-rows @ weights))
-    return found
-
-
 class SpecBranchPlanner(AheadPlanner):
     name = "specbranch"
     weights = WEIGHTS
@@ -83,7 +78,7 @@ class SpecBranchPlanner(AheadPlanner):
 
     def branches(self, search: AheadSearch, depth: int) -> NDArray[np.intp]:
         """Unread nodes among the best at the branch point, best first."""
-        accepted = chances(features(search, self._path, self._share), self.weights)
+        accepted: FloatArray = 1 / (1 + np.exp(-features(search, self._path, self._share) @ self.weights))
         at = next((i for i, chance in enumerate(accepted) if chance < EXPECTED), len(accepted) - 1)
         if at < 0:
             return np.zeros(0, np.intp)
@@ -95,12 +90,10 @@ class SpecBranchPlanner(AheadPlanner):
 
     def _advance(self, tokens: Sequence[int]) -> None:
         if tokens and self._search and self._path:
-            self._learn(common_prefix(self._search.token_ids[self._path].tolist(), tokens))
+            accepted = common_prefix(self._search.token_ids[self._path].tolist(), tokens)
+            self._share = accepted / len(self._path)
         super()._advance(tokens)
         self._path = ()  # a step that proposes nothing goes on with another search
-
-    def _learn(self, accepted: int) -> None:
-        self._share = accepted / len(self._path)
 
 
 METHOD = Method(

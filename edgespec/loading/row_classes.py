@@ -10,7 +10,7 @@ take classes away.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from time import perf_counter, process_time
@@ -151,8 +151,7 @@ def probe(backend: Backend) -> list[TriedClass]:
     contexts = sorted({min(length, limits.context_length - sizes[-1] - 1) for length in CONTEXTS})
     longest = max(sizes + larger)
     chains = [(prompt, tokens(backend, longest, 2)) for prompt in (tokens(backend, n, 1) for n in contexts)]
-    session = backend.open()
-    try:
+    with closing(backend.open()) as session:
         prompt, chain = chains[-1]
         prefill(backend, session, prompt)
         if not _gaps_change_nothing(backend, session, chain, _rows(backend, session, chain[: min(SMALL, sizes[-1])])):
@@ -173,8 +172,6 @@ def probe(backend: Backend) -> list[TriedClass]:
             prefill(backend, session, prompt)
             classes[-1] = replace(classes[-1], most=_reach(classes[-1].most, backend, session, chain, larger))
         return _beside(classes, backend, session, *chains[0], sizes[-1])
-    finally:
-        session.close()
 
 
 def timed(backend: Backend, classes: TriedClasses) -> list[TriedClass]:
@@ -183,13 +180,10 @@ def timed(backend: Backend, classes: TriedClasses) -> list[TriedClass]:
         return []
     limits = backend.capabilities
     longest = max(tried.least for tried in classes)
-    session = backend.open()
-    try:
+    with closing(backend.open()) as session:
         prefill(backend, session, tokens(backend, min(CONTEXTS[-1], limits.context_length - longest - 1), 1))
         seconds = _seconds(backend, session, tokens(backend, longest, 2), [tried.least for tried in classes])
         return [replace(tried, seconds=took) for tried, took in zip(classes, seconds, strict=True)]
-    finally:
-        session.close()
 
 
 def _agreeing(
@@ -231,7 +225,7 @@ def _beside(
         other = backend.open()
     except UsageError:  # the model has one session
         return [*classes]
-    try:
+    with closing(other):
         prefill(backend, session, prompt)
         prefill(backend, other, prompt[:BESIDE])
 
@@ -249,8 +243,6 @@ def _beside(
             else tried
             for tried in classes
         ]
-    finally:
-        other.close()
 
 
 def _goes_on(tried: TriedClass, backend: Backend, session: Session, chain: list[int]) -> bool:

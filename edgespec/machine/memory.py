@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import overload
 
 from edgespec.errors import UsageError
 from edgespec.machine.system import control_groups
@@ -32,10 +31,6 @@ def parse_size(text: str) -> int:
     return size
 
 
-@overload
-def in_bytes(name: str, size: int | str) -> int: ...
-@overload
-def in_bytes(name: str, size: int | str | None) -> int | None: ...
 def in_bytes(name: str, size: int | str | None) -> int | None:
     """The size in bytes that the option `name` gives; errors as for `parse_size`."""
     try:
@@ -57,7 +52,7 @@ def left_of(name: str, memory: int | str, taken: int) -> int:
     Raises:
         UsageError: it leaves nothing.
     """
-    given = in_bytes(name, memory)
+    given = in_bytes(name, memory) or 0
     if taken >= given:
         raise UsageError(
             f"{name} is {format_size(given)}, but the draft takes {format_size(taken, up=True)}: give more"

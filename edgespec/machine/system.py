@@ -157,10 +157,17 @@ def check_sizes(paths: Sequence[str], descriptors: Sequence[int], sizes: Sequenc
             raise OSError(f"{path} has shrunk from {then} to {now} bytes")
 
 
+def declare(library: Any, functions: Iterable[tuple[str, Any, Any]]) -> Any:
+    """Tell ctypes names, results and arguments of a library's functions; those that it lacks are left out."""
+    for name, result, arguments in functions:
+        if function := getattr(library, name, None):
+            function.restype, function.argtypes = result, arguments
+    return library
+
+
 def libc() -> Any:
-    library = ctypes.CDLL(None, use_errno=True)
     pointer, size, number, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
-    for name, result, arguments in [
+    functions = [
         ("mmap", pointer, [pointer, size, number, number, number, offset]),
         ("mremap", pointer, [pointer, size, size, number, pointer]),
         ("munmap", number, [pointer, size]),
@@ -168,10 +175,8 @@ def libc() -> Any:
         ("msync", number, [pointer, size, number]),
         ("mlock", number, [pointer, size]),
         ("munlock", number, [pointer, size]),
-    ]:
-        if function := getattr(library, name, None):
-            function.restype, function.argtypes = result, arguments
-    return library
+    ]
+    return declare(ctypes.CDLL(None, use_errno=True), functions)
 
 
 def check_result(result: int | None, what: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from edgespec.errors import MissingPackage, ModelError
 from edgespec.machine.files import part_names
+from edgespec.machine.system import declare
 from edgespec.models.gguf_header import check_header, check_model, own_values
 from edgespec.models.heads import head_layers
 from edgespec.weights.plan import Tensor, count_layers, layer_of
@@ -296,13 +297,14 @@ def ggml_library(name: str) -> Any:
 @cache
 def ggml_base() -> Any:
     """Functions of libggml-base that llama-cpp-python does not name."""
-    library = ggml_library("ggml-base")
     pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64
-    for name, result, arguments in [
+    functions = [
         ("ggml_get_name", text, [pointer]),
         ("ggml_get_data", pointer, [pointer]),
         ("ggml_nelements", number, [pointer]),
         ("ggml_op_desc", text, [pointer]),
+        ("ggml_row_size", ctypes.c_size_t, [ctypes.c_int, number]),
+        ("ggml_type_name", text, [ctypes.c_int]),
         ("ggml_backend_buffer_is_host", ctypes.c_bool, [pointer]),
         ("gguf_init_from_file", pointer, [text, GgufInit]),
         ("gguf_free", None, [pointer]),
@@ -312,17 +314,15 @@ def ggml_base() -> Any:
         ("gguf_get_tensor_offset", ctypes.c_size_t, [pointer, number]),
         ("gguf_get_tensor_size", ctypes.c_size_t, [pointer, number]),
         ("gguf_get_tensor_type", ctypes.c_int, [pointer, number]),
-    ]:
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
+    ]
+    return declare(ggml_library("ggml-base"), functions)
 
 
 @cache
 def ggml() -> Any:
     """Functions of libggml."""
-    library, pointer, size = ggml_library("ggml"), ctypes.c_void_p, ctypes.c_size_t
-    for name, result, arguments in [
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    functions = [
         ("ggml_backend_dev_count", size, []),
         ("ggml_backend_dev_get", pointer, [size]),
         ("ggml_backend_dev_type", ctypes.c_int, [pointer]),
@@ -333,10 +333,8 @@ def ggml() -> Any:
         ("ggml_backend_cpu_buffer_type", pointer, []),
         ("ggml_backend_register", None, [pointer]),
         ("ggml_backend_unload", None, [pointer]),
-    ]:
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
+    ]
+    return declare(ggml_library("ggml"), functions)
 
 
 @cache

@@ -13,6 +13,7 @@ from typing import Any
 
 from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError, pip_install
 from edgespec.machine.memory import format_size
+from edgespec.machine.system import declare
 from edgespec.weights.plan import Tensor, count_layers, layer_of, layers_on_gpu, make_plan
 
 from ..ggml.files import (
@@ -50,13 +51,12 @@ def rpc() -> Any:
     """
     if "rpc" not in compiled_backends():
         raise NoRpc
-    library = ggml_library("ggml-rpc")
-    library.ggml_backend_rpc_add_server.restype = ctypes.c_void_p
-    library.ggml_backend_rpc_add_server.argtypes = [ctypes.c_char_p]
-    size, pointer = ctypes.c_size_t, ctypes.c_void_p
-    library.ggml_backend_rpc_start_server.restype = None
-    library.ggml_backend_rpc_start_server.argtypes = [ctypes.c_char_p, ctypes.c_char_p, size, size, pointer]
-    return library
+    text, size, pointer = ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p
+    functions = [
+        ("ggml_backend_rpc_add_server", pointer, [text]),
+        ("ggml_backend_rpc_start_server", None, [text, text, size, size, pointer]),
+    ]
+    return declare(ggml_library("ggml-rpc"), functions)
 
 
 def lend(host: str, port: int, threads: int, cache: str | None) -> None:

@@ -42,16 +42,9 @@ NEW_TYPE = re.compile(r"(?:MiB \(|converting to )(\w+)")
 
 
 def ggml_types() -> dict[str, int]:
-    name = ggml_base().ggml_type_name
-    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_int]
-    found = {i: name(i) for i in range(llama_cpp.GGML_TYPE_COUNT)}
-    return {text.decode(): i for i, text in found.items() if text and text != b"NONE"}
-
-
-def row_size(type_: int, width: int) -> int:
-    function = ggml_base().ggml_row_size
-    function.restype, function.argtypes = ctypes.c_size_t, [ctypes.c_int, ctypes.c_int64]
-    return int(function(type_, width))
+    """Number of each, by its name in lower case."""
+    found = {i: ggml_base().ggml_type_name(i) for i in range(llama_cpp.GGML_TYPE_COUNT)}
+    return {text.decode().lower(): i for i, text in found.items() if text and text != b"NONE"}
 
 
 class _Log:
@@ -61,7 +54,7 @@ class _Log:
         self.complaints: list[str] = []
         self._say, self._text = say, ""
         self._shape, self._type = list[int](), ""
-        self._types = {name.lower(): number for name, number in ggml_types().items()}
+        self._types = ggml_types()
 
     def take(self, level: int, text: bytes, user_data: Any) -> None:
         if level == 4:  # GGML_LOG_LEVEL_ERROR
@@ -82,7 +75,9 @@ class _Log:
         if new := NEW_TYPE.search(line):
             self._type = new[1]
         if " MiB" in line and self._shape:
-            size = row_size(self._types[self._type.lower()], self._shape[0]) * int(np.prod(self._shape[1:]))
+            size = ggml_base().ggml_row_size(self._types[self._type.lower()], self._shape[0]) * int(
+                np.prod(self._shape[1:])
+            )
             self.bytes += -(-size // ALIGNMENT) * ALIGNMENT
             self._shape = []
 
@@ -129,7 +124,7 @@ def parameters(job: Mapping[str, Any], keep: list[Any]) -> Any:
     if job["drop"]:
         params.prune_layers = (ctypes.c_int32 * (len(job["drop"]) + 1))(*job["drop"], -1)
     if job["types"]:
-        types = {name.lower(): number for name, number in ggml_types().items()}
+        types = ggml_types()
         rows = (llama_cpp.llama_model_tensor_override * (len(job["types"]) + 1))()
         for row, (pattern, type_) in zip(rows, job["types"], strict=False):
             row.pattern, row.type = pattern.encode(), types[type_.lower()]
