@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from edgespec.loop import generate
-from edgespec.loop.backend import Backend, Session
+from edgespec.loop.backend import Backend, Session, Work
 from edgespec.loop.draft_passes import run_one
 from edgespec.loop.passes import Pass, run
 from edgespec.loop.planner import Planner
@@ -60,3 +60,10 @@ def written(
     """Tokens and statistics of a whole text; arguments as for `generation_of`."""
     generation = generation_of(target, planner, prompt, sampling, **options)
     return [token for step in generation.steps() for token in step.tokens], generation.stats
+
+
+def before_passes(backend: Any, note: Callable[[Sequence[Work]], Any]) -> list[Any]:
+    """Call `note` before each pass of a backend, from now on; returns a list of what it gives."""
+    forward, seen = backend.forward, list[Any]()
+    backend.forward = lambda batch: (seen.append(note(batch)), forward(batch))[1]
+    return seen

@@ -5,7 +5,7 @@ from time import sleep
 
 import numpy as np
 import pytest
-from alone import Generation
+from alone import Generation, before_passes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.backend import ReferenceBackend, perturbed, random_model
@@ -114,16 +114,6 @@ def test_the_text_depends_on_no_planner(name, kind, prompt, sampling, alpha, bud
 
 
 @pytest.mark.exhaustive
-def test_a_draft_with_recurrent_layers_changes_no_text():
-    target, draft = pair()
-    draft = ReferenceBackend(random_model(1, vocab_size=48, recurrent=True), sessions=2)
-    plain, _ = write(target, cascade(NonePlanner, draft), PROMPT, SAMPLED, **PLAIN)
-    for session in draft.opened.copy():
-        session.close()
-    assert write(target, cascade(SpecExecPlanner, draft), PROMPT, SAMPLED, **PLAIN)[0] == plain
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_more_draft_tokens_are_accepted_the_larger_alpha_is(temperature):
     passes = []
@@ -137,33 +127,29 @@ def test_more_draft_tokens_are_accepted_the_larger_alpha_is(temperature):
 
 def test_a_pass_of_the_draft_reads_several_tokens_that_are_sampled_from():
     target, draft = pair()
-    planner, rows = cascade(ChainPlanner, draft, 0.95), []
-    inner = draft.forward
-
-    def watched(batch):
-        if batch[0].session is planner._session:
-            rows.append(len(batch[0].token_ids))
-        return inner(batch)
-
-    draft.forward = watched
+    planner = cascade(ChainPlanner, draft, 0.95)
+    passes = before_passes(draft, lambda batch: (batch[0].session is planner._session, len(batch[0].token_ids)))
     output, _ = write(target, planner, PROMPT, SamplingParams(), **PLAIN)
+    rows = [count for mixes, count in passes if mixes]
     assert len(rows) < len(output)
     assert max(rows) > 2
 
 
-def test_the_draft_reads_prompt_and_output_in_their_row_classes():
-    """Else a row of q would depend on what was drafted. Also the session that drafts keeps what it has read."""
+def narrow_pair():
+    """A pair whose draft has row classes, its works by pass (a prompt's, where they start, nodes), and a prompt."""
     target, draft = pair(context_length=200)
     draft.keep_to(BatchInvariance("narrow", RowClass(1, 7), RowClass(16, 20)))
-    inner, seen = draft.forward, []
+    passes = before_passes(
+        draft, lambda batch: [(one.prompt, len(one.session.token_ids), len(one.token_ids)) for one in batch]
+    )
+    return target, draft, passes, [3 + i % 40 for i in range(25)]
 
-    def watched(batch):
-        seen.extend((work.prompt, len(work.session.token_ids), len(work.token_ids)) for work in batch)
-        return inner(batch)
 
-    draft.forward = watched
-    prompt = [3 + i % 40 for i in range(25)]
+def test_the_draft_reads_prompt_and_output_in_their_row_classes():
+    """Else a row of q would depend on what was drafted. Also the session that drafts keeps what it has read."""
+    target, draft, passes, prompt = narrow_pair()
     output, _ = write(target, cascade(SpecExecPlanner, draft), prompt, SAMPLED, **PLAIN)
+    seen = [work for works in passes for work in works]
     assert {(start, count) for is_prompt, start, count in seen if is_prompt} == {(0, 20), (20, 4), (20, 5)}
     assert min(start for is_prompt, start, _ in seen if not is_prompt) == 24
     assert sum(is_prompt for is_prompt, *_ in seen) == 4  # two sessions read it once
@@ -173,19 +159,11 @@ def test_the_draft_reads_prompt_and_output_in_their_row_classes():
 
 def test_after_an_interruption_output_is_read_as_output():
     """The planner begins again, and knows only the prompt."""
-    _, draft = pair(context_length=200)
-    draft.keep_to(BatchInvariance("narrow", RowClass(1, 7), RowClass(16, 20)))
-    inner, seen, planner = draft.forward, [], cascade(NonePlanner, draft)
-
-    def watched(batch):
-        seen.extend((work.prompt, len(work.session.token_ids), len(work.token_ids)) for work in batch)
-        return inner(batch)
-
-    draft.forward = watched
-    prompt = [3 + i % 40 for i in range(25)]
+    _, draft, passes, prompt = narrow_pair()
+    planner = cascade(NonePlanner, draft)
     planner.begin(prompt)
     planner.mix(np.zeros(48, np.float32), SAMPLED, [*prompt, *range(5, 14)], [], None)
-    assert seen == [(True, 0, 20), (True, 20, 4), (False, 24, 7), (False, 31, 2), (False, 33, 1)]
+    assert passes == [[(True, 0, 20)], [(True, 20, 4)], [(False, 24, 7)], [(False, 31, 2)], [(False, 33, 1)]]
 
 
 def test_a_grammar_and_penalties_act_on_both_distributions():
@@ -436,13 +414,7 @@ def test_a_step_that_is_given_up_changes_no_text():
 @pytest.mark.exhaustive
 def test_passes_of_the_draft_that_mix_makes_are_time_of_the_draft():
     target, draft = pair()
-    inner = draft.forward
-
-    def slow(batch):
-        sleep(0.002)
-        return inner(batch)
-
-    draft.forward = slow
+    before_passes(draft, lambda batch: sleep(0.002))
     planner = cascade(NonePlanner, draft)
     planner.propose = planner._planner.propose  # so that `mix` reads all
     _, stats = write(target, planner, PROMPT, SAMPLED, **PLAIN)
@@ -457,15 +429,13 @@ def test_sequences_share_passes_of_the_draft_and_a_full_one_is_read_alone(full):
     for backend in (target, draft):
         for session in backend.opened.copy():
             session.close()
-    inner, sizes = draft.forward, []
 
-    def watched(batch):
+    def count(batch):
         if full and len(batch) > 1:
             raise ContextFull("the cache is full")
-        sizes.append(len(batch))
-        return inner(batch)
+        return len(batch)
 
-    draft.forward = watched
+    sizes = before_passes(draft, count)
     steps = [
         Generation(target, target.open(), cascade(NonePlanner, draft), [5, 9, seed], SAMPLED, **PLAIN | {"budget": 1},
                    stats=GenerationStats())
@@ -484,17 +454,6 @@ def test_sequences_share_passes_of_the_draft_and_a_full_one_is_read_alone(full):
     assert full or steps[0].stats.draft_seconds > 0
 
 
-class Fleeting:
-    """Logits that end with the next pass, as those of llama.cpp do."""
-
-    def __init__(self, logits, passes):
-        self._logits, self._passes, self._number = logits, passes, passes[0]
-
-    def __getattr__(self, name):
-        assert self._passes[0] == self._number, "these logits are of an earlier pass"
-        return getattr(self._logits, name)
-
-
 class Copying(NonePlanner):
     """Proposes the same likely tokens in each step, as from another text."""
 
@@ -507,10 +466,18 @@ class Copying(NonePlanner):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("copied", [[44, 3], [3, 44]])
-def test_a_likely_token_that_the_draft_does_not_have_changes_no_text(copied):
-    target, draft = ReferenceBackend(TARGET), ReferenceBackend(random_model(1, vocab_size=40, sharpness=3.0))
-    planner = CascadePlanner(NonePlanner(), draft, 0.5)
-    plain, _ = write(target, planner, PROMPT, SAMPLED, **PLAIN)
-    planner.close()
-    assert write(target, CascadePlanner(Copying(copied), draft, 0.5), PROMPT, SAMPLED, **PLAIN)[0] == plain
+@pytest.mark.parametrize(
+    ("draft", "planner"),
+    [
+        ({"recurrent": True}, SpecExecPlanner),
+        *(({"vocab_size": 40, "sharpness": 3.0}, lambda draft, copied=copied: Copying(copied))
+          for copied in ([44, 3], [3, 44])),
+    ],
+    ids=["recurrent layers", "a token that it lacks first", "a token that it lacks last"],
+)  # fmt: skip
+def test_no_draft_s_kind_changes_a_text(draft, planner):
+    draft = ReferenceBackend(random_model(1, **{"vocab_size": 48} | draft), sessions=2)
+    plain = cascade(NonePlanner, draft)
+    expected, _ = write(ReferenceBackend(TARGET), plain, PROMPT, SAMPLED, **PLAIN)
+    plain.close()
+    assert write(ReferenceBackend(TARGET), cascade(planner, draft), PROMPT, SAMPLED, **PLAIN)[0] == expected

@@ -92,46 +92,31 @@ def rope(kind: str = "default", theta: float = 10000.0, **settings: float) -> di
     return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **settings}}
 
 
-def make_config(name: str) -> Any:
-    t = transformers
-    experts = {"num_experts_per_tok": 2, "head_dim": 16}
-    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    gemma3_rope = {
-        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    }
-    gemma = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
-    match name:
-        case "llama":
-            return t.LlamaConfig(**SIZES, head_dim=32, **rope())
-        case "llama, biases, linear rope":
-            return t.LlamaConfig(**TIED, attention_bias=True, mlp_bias=True, **rope("linear", factor=4.0))
-        case "llama 3.1":
-            return t.LlamaConfig(**SIZES, head_dim=64, **rope("llama3", 500000.0, factor=8.0, **llama3))
-        case "mixtral":
-            return t.MixtralConfig(**SIZES, **experts, num_local_experts=4, sliding_window=None, **rope())
-        case "qwen2":
-            return t.Qwen2Config(**SIZES, **rope(theta=1e6))
-        case "qwen2, yarn":
-            return t.Qwen2Config(**SIZES, **rope("yarn", factor=4.0, original_max_position_embeddings=4096))
-        case "qwen3":
-            return t.Qwen3Config(**TIED, head_dim=32, **rope(theta=1e6))
-        case "qwen3moe":
-            moe = {"num_experts": 4, "moe_intermediate_size": 48, "norm_topk_prob": True}
-            return t.Qwen3MoeConfig(**SIZES, **experts, **moe, **rope())
-        case "gemma":
-            return t.GemmaConfig(**TIED, head_dim=32, **rope())
-        case "gemma2":
-            return t.Gemma2Config(**TIED, **gemma, **rope())
-        case "gemma3":  # seven layers: every sixth has global attention
-            return t.Gemma3TextConfig(**TIED | {"num_hidden_layers": 7}, **gemma, rope_parameters=gemma3_rope)
-    raise AssertionError(name)
-
-
-NAMES = [
-    "llama", "llama, biases, linear rope", "llama 3.1", "mixtral", "qwen2", "qwen2, yarn", "qwen3", "qwen3moe",
-    "gemma", "gemma2", "gemma3",
-]  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
+QWEN3_EXPERTS = EXPERTS | {"num_experts": 4, "moe_intermediate_size": 48, "norm_topk_prob": True}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' class, and its fields
+    "llama": ("Llama", SIZES | {"head_dim": 32} | rope()),
+    "llama, biases, linear rope": (
+        "Llama",
+        TIED | {"attention_bias": True, "mlp_bias": True} | rope("linear", factor=4.0),
+    ),
+    "llama 3.1": ("Llama", SIZES | {"head_dim": 64} | rope("llama3", 500000.0, **LLAMA3)),
+    "mixtral": ("Mixtral", SIZES | EXPERTS | {"num_local_experts": 4, "sliding_window": None} | rope()),
+    "qwen2": ("Qwen2", SIZES | rope(theta=1e6)),
+    "qwen2, yarn": ("Qwen2", SIZES | rope("yarn", factor=4.0, original_max_position_embeddings=4096)),
+    "qwen3": ("Qwen3", TIED | {"head_dim": 32} | rope(theta=1e6)),
+    "qwen3moe": ("Qwen3Moe", SIZES | QWEN3_EXPERTS | rope()),
+    "gemma": ("Gemma", TIED | {"head_dim": 32} | rope()),
+    "gemma2": ("Gemma2", TIED | GEMMA | rope()),
+    # Seven layers: every sixth has global attention.
+    "gemma3": ("Gemma3Text", TIED | GEMMA | {"num_hidden_layers": 7, "rope_parameters": GEMMA3_ROPE}),
+}
 
 
 @dataclass
@@ -147,7 +132,9 @@ class Tiny:
 
 def make_tiny(name: str, folder: Path) -> Tiny:
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(make_config(name), dtype=torch.float32).eval()
+    kind, fields = CONFIGS[name]
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # as initialised, norms and biases would hide mistakes
             vector = parameter.ndim == 1
@@ -162,7 +149,7 @@ def make_tiny(name: str, folder: Path) -> Tiny:
     return Tiny(name, model, weights, path, folder / "converted")
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=CONFIGS)
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return make_tiny(request.param, tmp_path_factory.mktemp("tiny"))
 

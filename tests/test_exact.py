@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from alone import Generation
+from alone import Generation, before_passes
 from conftest import Run
 from reference.backend import ReferenceBackend, random_model
 
@@ -137,9 +139,7 @@ def test_what_an_engine_adds_up_by_cell_is_no_class_though_trying_shows_no_diffe
     backend = Switching()
     backend.capabilities = replace(backend.capabilities, by_cell=((1, 1), (64, 128)))
     assert groups(backend) == [(1, 1, False, True), (2, 63, True, True), (64, 128, False, True)]
-    exact = choose(probe(backend), LIMITS, None)
-    assert exact is not None
-    assert exact.trees == RowClass(2, 63)
+    assert chosen(probe(backend)).trees == RowClass(2, 63)
     backend.capabilities = replace(backend.capabilities, by_cell=ALWAYS)
     assert probe(backend) == []
 
@@ -179,15 +179,12 @@ def test_a_class_reaches_no_further_than_was_tried(switch: int, most: int) -> No
     """Else prompts that are cut at other tokens would have other bits."""
     found = probe(Switching([switch], context_length=1200, max_nodes=1100))
     assert [(group.least, group.most) for group in found] == [(1, most)]
-    exact = choose(found, replace(LIMITS, max_nodes=4096), None)
-    assert exact is not None
-    assert exact.prompts.most == min(most, 200)
+    assert chosen(found, replace(LIMITS, max_nodes=4096)).prompts.most == min(most, 200)
 
 
 def test_prompts_are_read_in_the_largest_passes_that_were_tried() -> None:
-    exact = choose([group(1, 7), group(8, 63), group(64, 512)], replace(LIMITS, max_nodes=4096), None)
-    assert exact is not None
-    assert exact.prompts == RowClass(64, 512)
+    found = [group(1, 7), group(8, 63), group(64, 512)]
+    assert chosen(found, replace(LIMITS, max_nodes=4096)).prompts == RowClass(64, 512)
 
 
 def test_passes_are_padded_to_multiples() -> None:
@@ -232,6 +229,12 @@ def test_a_comb_has_gaps_and_a_path() -> None:
     assert len(nodes) == len(parents) == 8
 
 
+def chosen(found: list[TriedClass], limits: Capabilities = LIMITS, asked: str | None = None) -> BatchInvariance:
+    exact = choose(found, limits, asked)
+    assert exact is not None
+    return exact
+
+
 LLAMA = [group(1, 1), group(2, 7), group(8, 63, seconds=2.0), group(64, 512, trees=False)]
 
 
@@ -256,9 +259,7 @@ def test_prompts_are_read_in_a_class_whose_rows_can_be_wanted() -> None:
     """More of them than an engine takes would end the process."""
     found = [group(1, 17), group(32, 65), group(128, 512)]
     for most, prompts in ((128, (128, 512)), (127, (32, 65)), (64, (32, 65)), (31, (1, 17))):
-        exact = choose(found, replace(LIMITS, max_wanted=most), "narrow")
-        assert exact is not None
-        assert exact.prompts == RowClass(*prompts)
+        assert chosen(found, replace(LIMITS, max_wanted=most), "narrow").prompts == RowClass(*prompts)
 
 
 @pytest.mark.parametrize(
@@ -274,19 +275,13 @@ def test_prompts_are_read_in_a_class_whose_rows_can_be_wanted() -> None:
 def test_wide_where_weights_are_waited_for_long_enough(read: float, name: str) -> None:
     groups = [group(1, 7, seconds=0.002), group(8, 63, seconds=0.012), group(64, 512, trees=False)]
     limits = Capabilities(1000, 512, 200, 200, logit_tolerance=1.0, streams=True, read_seconds=read, layers=20)
-    found = choose(groups, limits, None)
-    assert found is not None
-    assert found.name == name
-    untimed = choose([replace(one, seconds=0.0) for one in groups], limits, None)
-    assert untimed is not None
-    assert untimed.name == "wide"
+    assert chosen(groups, limits).name == name
+    assert chosen([replace(one, seconds=0.0) for one in groups], limits).name == "wide"
 
 
 def test_wide_costs_nothing() -> None:
     cheap = [*LLAMA[:2], group(8, 63, seconds=1.05), LLAMA[3]]
-    found = choose(cheap, LIMITS, None)
-    assert found is not None
-    assert found.name == "wide"
+    assert chosen(cheap).name == "wide"
 
 
 def test_any_number_of_rows() -> None:
@@ -308,15 +303,9 @@ def test_a_mixture_has_no_wide_class() -> None:
 
 def test_blocks_of_a_prompt() -> None:
     """They begin at multiples of their size, whatever is kept, and are read alone."""
-    backend, seen = ReferenceBackend(random_model(0), sessions=2, context_length=200), []
+    backend = ReferenceBackend(random_model(0), sessions=2, context_length=200)
     backend.keep_to(BatchInvariance("narrow", RowClass(1, 7), RowClass(1, 16), blocks=True))
-    inner = backend.forward
-
-    def watched(batch: Sequence[Work]) -> list[Logits]:
-        seen.append((len(batch[0].session.token_ids), len(batch[0].token_ids)))
-        return inner(batch)
-
-    backend.forward = watched  # type: ignore[method-assign]
+    seen = before_passes(backend, lambda batch: (len(batch[0].session.token_ids), len(batch[0].token_ids)))
     session, text = backend.open(), [5 + i % 50 for i in range(40)]
     prefill(backend, session, text)
     assert seen == [(0, 16), (16, 16), (32, 8)]
@@ -374,31 +363,32 @@ def remembered(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setattr(row_classes, "_known", {})
 
 
-def test_it_is_found_once(remembered: None, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "model"
-    path.write_bytes(b"1")
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "model").write_bytes(b"1")
+    return tmp_path / "model"
+
+
+def settled(path: Path, asked: str | None = None, switches: Sequence[int] = (8,), **options: Any) -> Any:
+    """A backend that keeps to its row class; `options`: of it, and of `apply_row_class`."""
+    backend = Switching(switches, gaps_from=options.pop("gaps_from", 999))
+    backend.capabilities, backend.computing = LIMITS, options.pop("computing", backend.computing)
+    apply_row_class(backend, str(path), asked, **options)
+    return backend
+
+
+def test_it_is_found_once(remembered: None, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[str]()
-
-    def settled(**options: bool) -> BatchInvariance | None:
-        backend = Switching([8])
-        backend.capabilities = LIMITS
-        apply_row_class(backend, str(path), say=said.append, **options)
-        return backend.capabilities.exact
-
-    first = settled()
-    assert first is not None
-    assert first.name == "narrow"
-    assert settled() == first
-    assert len(said) == 1
-    monkeypatch.setattr(row_classes, "_known", {})  # another process
-    assert settled() == first
-    assert len(said) == 1
-    path.write_bytes(b"22")  # another file
-    assert settled() == first
-    assert len(said) == 2
-    monkeypatch.setattr(row_classes, "_known", {})
-    assert settled(remember=False) == first
-    assert len(said) == 3
+    for another_process, content, options, count in (
+        (False, b"1", {}, 1), (False, b"1", {}, 1), (True, b"1", {}, 1), (False, b"22", {}, 2),
+        (True, b"22", {"remember": False}, 3),
+    ):  # fmt: skip
+        if another_process:
+            monkeypatch.setattr(row_classes, "_known", {})
+        if path.read_bytes() != content:  # another file
+            path.write_bytes(content)
+        assert settled(path, say=said.append, **options).capabilities.exact.name == "narrow"
+        assert len(said) == count
 
 
 @pytest.fixture(scope="module")
@@ -428,66 +418,53 @@ def test_a_budget_that_the_row_class_caps_is_told_with_what_lifts_it(
     path = known_classes / f"{switches} {gaps_from}"
     if not path.exists():
         path.write_bytes(b"1")
-    backend = Switching(switches, gaps_from=gaps_from)
-    backend.capabilities = LIMITS
-    apply_row_class(backend, str(path), asked)
+    backend = settled(path, asked, switches, gaps_from=gaps_from)
     told = "".join(note_on_budget(budget, backend, str(path)))
     assert told.startswith(f"passes have at most {most} draft tokens, not {budget}: ") if most else not told
     assert told.endswith(f"; {lifts} lifts this limit") == bool(most)
     for option in lifts.removeprefix("--exact ").split(" or ") if lifts else ():
-        wider = Switching(switches, gaps_from=gaps_from)
-        wider.capabilities = LIMITS
-        apply_row_class(wider, str(path), option)
+        wider = settled(path, option, switches, gaps_from=gaps_from)
         assert most < most_nodes(wider.capabilities, 0) - 1
 
 
 def test_row_classes_that_cannot_be_are_found_again(
-    remembered: None, tmp_path, monkeypatch: pytest.MonkeyPatch
+    remembered: None, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "model"
-    path.write_bytes(b"1")
     said, right = list[str](), {"least": 1, "most": 8, "trees": True, "row_independent": True, "seconds": 1.0}
     wrong = [[{"least": 1}], [1], 3, *([right | part] for part in ({"seconds": -1.0}, {"seconds": "1"}, {"least": 9}))]
     for i, value in enumerate([*wrong, [right]]):
-        backend = Switching([8])
-        backend.capabilities = LIMITS
-        apply_row_class(backend, str(path), say=said.append)
+        settled(path, say=said.append)
         assert len(said) == i + 1
         (found,) = measurements.everything()
         measurements.remember(found["about"], value)
         monkeypatch.setattr(row_classes, "_known", {})
-    apply_row_class(Switching([8]), str(path), say=said.append)  # the last can be
+    settled(path, say=said.append)  # the last can be
     assert len(said) == 7
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_times_of_a_busy_machine_tell_nothing(remembered: None, tmp_path, monkeypatch, busy: bool) -> None:
+def test_times_of_a_busy_machine_tell_nothing(remembered: None, path: Path, monkeypatch, busy: bool) -> None:
     """Passes of all sizes take as long, since all wait for another program: padding would seem to cost nothing."""
-    path = tmp_path / "model"
-    path.write_bytes(b"1")
     monkeypatch.setattr(row_classes, "_one", lambda backend, session, chain: 0.25)
     monkeypatch.setattr(row_classes, "machine_is_busy", lambda: busy)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     said = list[str]()
 
-    def settled(got: float) -> ReferenceBackend:
+    def with_part(got: float) -> ReferenceBackend:
         """`got`: the part of the processors' time that this program had."""
         clock, own = iter([0.0, 1.0]), iter([0.0, 2 * got])
         monkeypatch.setattr(row_classes, "_known", {})  # a process of its own
         monkeypatch.setattr(row_classes, "perf_counter", lambda: next(clock))
         monkeypatch.setattr(row_classes, "process_time", lambda: next(own))
-        backend = Switching([8])
-        backend.capabilities, backend.computing = LIMITS, {"threads": 4, "gpu_layers": 0}  # two at a time
-        apply_row_class(backend, str(path), say=said.append)
-        return backend
+        return settled(path, say=said.append, computing={"threads": 4, "gpu_layers": 0})  # two at a time
 
-    first = settled(0.5)
+    first = with_part(0.5)
     assert first.capabilities.exact.name == "narrow"
     assert "other programs computed" in exactness_line(row_classes._known.popitem()[1], first.capabilities.exact)
-    again = settled(1.0)
+    again = with_part(1.0)
     assert len(said) == (1 if busy else 2)
     assert again.capabilities.exact.name == ("narrow" if busy else "wide")  # as it is where padding costs nothing
-    assert settled(0.5).capabilities.exact == again.capabilities.exact
+    assert with_part(0.5).capabilities.exact == again.capabilities.exact
     assert len(said) == (1 if busy else 2)
 
 
@@ -508,7 +485,7 @@ REPACKED = [group(1, 3, seconds=1.0), replace(group(8, 512, seconds=3.0), step=4
     ],
 )
 def test_the_quicker_way_to_compute(
-    monkeypatch: pytest.MonkeyPatch, tmp_path, repacked: list[TriedClass], otherwise: list[TriedClass],
+    monkeypatch: pytest.MonkeyPatch, path: Path, repacked: list[TriedClass], otherwise: list[TriedClass],
     asked: str | None, better: bool,
 ) -> None:  # fmt: skip
     """Both are tried with a small model, once; without another way it is enough that there is a class."""
@@ -524,8 +501,6 @@ def test_the_quicker_way_to_compute(
     monkeypatch.setattr(row_classes, "probe", lambda found: found)
     monkeypatch.setattr(row_classes, "timed", lambda backend, found: found)
     monkeypatch.setattr(row_classes, "_known", {})
-    path = tmp_path / "model"
-    path.write_bytes(b"1")
     ways = ({"repacked": True}, {})
     plan = LoadPlan(path=str(path), options=LoadOptions(exact=asked), build="build", ways=ways)
     for _ in range(2):
@@ -558,15 +533,10 @@ NARROW = BatchInvariance("narrow", RowClass(2, 5), RowClass(7, 20))
 
 def test_short_prompts_have_a_class_of_their_own() -> None:
     """They are read in one pass, and go on from one another; longer ones from longer ones alone."""
-    backend, seen = ReferenceBackend(random_model(0), context_length=200), []
+    backend = ReferenceBackend(random_model(0), context_length=200)
     backend.keep_to(BatchInvariance("narrow", RowClass(1, 7), RowClass(16, 20), RowClass(4, 12)))
-    inner, session = backend.forward, backend.open()
-
-    def watched(batch: Sequence[Work]) -> list[Logits]:
-        seen.append((len(batch[0].session.token_ids), len(batch[0].token_ids), batch[0].short))
-        return inner(batch)
-
-    backend.forward = watched  # type: ignore[method-assign]
+    session = backend.open()
+    seen = before_passes(backend, lambda batch: (len(session.token_ids), len(batch[0].token_ids), batch[0].short))
     text = row_classes.tokens(backend, 40, 1)
     for length in (7, 12, 13, 20, 24, 12):
         prefill(backend, session, text[:length])
@@ -584,15 +554,10 @@ def test_short_prompts_have_a_class_of_their_own() -> None:
 
 def test_who_wants_the_last_logits_keeps_whole_blocks_too() -> None:
     """All is held: what is read again begins where a block does."""
-    backend, starts = ReferenceBackend(random_model(0), context_length=200), []
+    backend = ReferenceBackend(random_model(0), context_length=200)
     backend.keep_to(BatchInvariance("narrow", RowClass(1, 7), RowClass(1, 16), blocks=True))
-    inner, session, text = backend.forward, backend.open(), row_classes.tokens(backend, 32, 1)
-
-    def watched(batch: Sequence[Work]) -> list[Logits]:
-        starts.append(len(batch[0].session.token_ids))
-        return inner(batch)
-
-    backend.forward = watched  # type: ignore[method-assign]
+    session, text = backend.open(), row_classes.tokens(backend, 32, 1)
+    starts = before_passes(backend, lambda batch: len(batch[0].session.token_ids))
     for _ in range(2):
         prefill(backend, session, text, want_last=True)
     assert starts == [0, 16, 16]
@@ -600,29 +565,18 @@ def test_who_wants_the_last_logits_keeps_whole_blocks_too() -> None:
 
 def test_the_loop_keeps_to_the_class() -> None:
     """Trees and prompts have at most as many rows as their class, and the text is the same."""
-    texts, sizes = [], set()
+    texts = []
     for found in (None, NARROW):
         backend = ReferenceBackend(random_model(0), context_length=200)
         if found:
             backend.keep_to(found)
-        inner = backend.forward
-
-        def counted(batch: Sequence[Work], inner=inner, found=found) -> list[Logits]:
-            if found:
-                sizes.add((batch[0].prompt, sum(len(work.token_ids) for work in batch)))
-            return inner(batch)
-
-        backend.forward = counted  # type: ignore[method-assign]
-        text, prompt = (
-            list[int](),
-            backend.vocab.encode("a b a b a b a b a b a b a b a", add_bos=True, parse_special=False),
-        )
-        for round_ in Generation(
+        sizes = before_passes(backend, lambda batch: (batch[0].prompt, sum(len(work.token_ids) for work in batch)))
+        prompt = backend.vocab.encode("a b a b a b a b a b a b a b a", add_bos=True, parse_special=False)
+        steps = Generation(
             backend, backend.open(), SssdPlanner(), prompt, SamplingParams(), max_tokens=40, budget=30,
             stats=GenerationStats(), stop_ids=frozenset(),
-        ).steps():  # fmt: skip
-            text += round_.tokens
-        texts.append(text)
+        ).steps()  # fmt: skip
+        texts.append([token for step in steps for token in step.tokens])
     assert texts[0] == texts[1]
     assert max(size for prompt, size in sizes if prompt) == 20
     assert 2 <= max(size for prompt, size in sizes if not prompt) <= 5

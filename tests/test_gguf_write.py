@@ -9,6 +9,7 @@ import signal
 import sys
 import tarfile
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -300,23 +301,24 @@ def test_what_is_quantised_already_is_refused(floats: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("layers", "key", "value", "says"),
     [
-        ("attention.sliding_window", 512),
-        ("attention.head_count_kv", [1, 2, 3, 4]),
-        ("ssm.inner_size", 3),
-        ("nothing", 5),
+        (4, "attention.sliding_window", 512, "its layers are not alike"),
+        (4, "attention.head_count_kv", [1, 2, 3, 4], "its layers are not alike"),
+        (4, "ssm.inner_size", 3, "its layers are not alike"),
+        (4, "nothing", 5, ""),
+        ("four", "nothing", 5, "is damaged: block_count is 'four', but must be a whole number from 1 to 512"),
     ],
 )
-def test_layers_that_are_not_alike(tmp_path: Path, key: str, value: int | list[int]) -> None:
+def test_layers_of_which_none_can_be_left_out(
+    tmp_path: Path, layers: int | str, key: str, value: int | list[int], says: str
+) -> None:
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
-    writer.add_block_count(4)
-    writer.add_array(f"llama.{key}", value) if isinstance(value, list) else writer.add_uint32(f"llama.{key}", value)
+    for name, one in (("block_count", layers), (key, value)):
+        add_one = {int: writer.add_uint32, str: writer.add_string, list: writer.add_array}[type(one)]
+        add_one(f"llama.{name}", one)  # type: ignore[operator]
     finish(writer)
-    if key == "nothing":
-        gguf_write.check_drop(tmp_path / "a.gguf", (1,))
-        return
-    with pytest.raises(ModelError, match="its layers are not alike"):
+    with pytest.raises(ModelError, match=says) if says else nullcontext():
         gguf_write.check_drop(tmp_path / "a.gguf", (1,))
 
 
@@ -326,16 +328,6 @@ def test_modules_in_the_folder_of_the_user_are_not_run(
     (tmp_path / "numpy.py").write_text("raise SystemExit('must not run')")
     monkeypatch.chdir(tmp_path)
     assert quantise(floats, tmp_path / "out.gguf", Recipe("Q8_0"), rehearse=True).bytes
-
-
-def test_a_count_of_layers_that_is_none(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
-    writer.add_string("llama.block_count", "four")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(ModelError, match="is damaged: block_count is 'four', but must be a whole number from 1 to 512"):
-        gguf_write.check_drop(tmp_path / "a.gguf", (1,))
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -426,15 +418,15 @@ def test_layers(text: str, layers: tuple[int, ...]) -> None:
     assert parse_layers(text) == layers
 
 
-@pytest.mark.parametrize("text", ["", "a", "3-1", "1,", "-1"])
-def test_no_layers(text: str) -> None:
-    with pytest.raises(UsageError, match="such as 14-21"):
-        parse_layers(text)
-
-
-@pytest.mark.parametrize("text", ["512", "1-9999999999"])
-def test_layers_that_no_model_has_take_no_memory(text: str) -> None:
-    with pytest.raises(UsageError, match="no model has a layer"):
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        *((text, "such as 14-21") for text in ("", "a", "3-1", "1,", "-1")),
+        *((text, "no model has a layer") for text in ("512", "1-9999999999")),  # which take no memory
+    ],
+)
+def test_no_layers(text: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
         parse_layers(text)
 
 

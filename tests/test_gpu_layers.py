@@ -140,14 +140,10 @@ def test_a_mac_whose_gpu_holds_less_than_the_memory() -> None:
         return auto_layers(metal, tensors(), NOTHING, drafts, plans(100 * LAYER), platform="darwin")
 
     total = 10 * LAYER + OUTPUT
-    assert layers(total) == -1
-    assert layers(total - COPY - MIB) == 10
-    assert layers(4 * LAYER) == 5
-    assert layers(4 * LAYER, LAYER) == 4
-    assert layers(LAYER - MIB) == 0
-    assert gpu.kept_off(None, 10, 10, platform="darwin") == (NO_LAYERS,)
-    assert gpu.kept_off(None, -1, 10, platform="darwin") == ()
-    assert gpu.kept_off(None, 10, 10, platform="linux") == ()
+    limits = [(total,), (total - COPY - MIB,), (4 * LAYER,), (4 * LAYER, LAYER), (LAYER - MIB,)]
+    assert [layers(*limit) for limit in limits] == [-1, 10, 5, 4, 0]
+    cases = [(10, "darwin"), (-1, "darwin"), (10, "linux")]
+    assert [gpu.kept_off(None, count, 10, platform=name) for count, name in cases] == [(NO_LAYERS,), (), ()]
 
 
 def test_a_mac_that_streams() -> None:
@@ -228,69 +224,54 @@ def with_experts() -> list[Tensor]:
     return found
 
 
-def test_experts_that_a_gpu_cannot_hold() -> None:
-    assert not gpu.experts_too_large([], with_experts(), -1, NOTHING)
-    assert not gpu.experts_too_large(own(11 * LAYER), with_experts(), -1, NOTHING)
-    assert gpu.experts_too_large(own(9 * LAYER), with_experts(), -1, NOTHING)
-    assert gpu.experts_too_large(
-        own(11 * LAYER), with_experts(), -1, Buffers(0, LAYER, (LAYER // 10,) * 10)
-    )  # caches and buffers
-    assert gpu.experts_too_large(own(2 * LAYER), with_experts(), 4, NOTHING)  # three layers and the output
-    assert not gpu.experts_too_large(own(4 * LAYER), with_experts(), 4, NOTHING)
-    output = Tensor("output.weight", 0, 1 << 40, 2 * LAYER)
-    assert gpu.experts_too_large(own(4 * LAYER), [*with_experts(), output], 4, NOTHING)
-    assert not gpu.experts_too_large(own(2 * LAYER), tensors(), -1, NOTHING)  # no experts
-    assert gpu.kept_off(None, -1, 10, no_experts=True, platform="linux") == (gpu.EXPERTS.pattern.encode(),)
+@pytest.mark.parametrize(
+    ("room", "found", "layers", "buffers", "large"),
+    [
+        (0, with_experts(), -1, NOTHING, False),  # no GPU
+        (11, with_experts(), -1, NOTHING, False),
+        (9, with_experts(), -1, NOTHING, True),
+        (11, with_experts(), -1, Buffers(0, LAYER, (LAYER // 10,) * 10), True),  # caches and buffers
+        (2, with_experts(), 4, NOTHING, True),  # three layers and the output
+        (3, with_experts(), 4, NOTHING, False),
+        (3, with_experts(), 5, NOTHING, True),
+        (4, with_experts(), 4, NOTHING, False),
+        (4, [*with_experts(), Tensor("output.weight", 0, 1 << 40, 2 * LAYER)], 4, NOTHING, True),
+        (2, tensors(), -1, NOTHING, False),  # no experts
+    ],
+)
+def test_experts_that_a_gpu_cannot_hold(
+    room: int, found: list[Tensor], layers: int, buffers: Buffers, large: bool
+) -> None:
+    assert gpu.experts_too_large(own(room * LAYER) if room else [], found, layers, buffers) == large
 
 
 def test_biases_of_experts_count_where_their_weights_do() -> None:
     """As gpt-oss has them."""
     both = [*with_experts(), *(Tensor(f"blk.{i}.ffn_up_exps.bias", 1, i * LAYER, LAYER) for i in range(10))]
-    here, _ = divide(both, -1, gpu.kept_off(None, -1, 10, no_experts=True, platform="linux"))
+    off = gpu.kept_off(None, -1, 10, no_experts=True, platform="linux")
+    assert off == (gpu.EXPERTS.pattern.encode(),)
+    here, _ = divide(both, -1, off)
     plan = make_plan(both, 12 * LAYER, 0, on_device=10, experts_here=True)
     assert plan is not None
     assert plan.pinned_bytes + plan.cached_bytes == sum(tensor.size for tensor in here)
 
 
-def test_of_so_many_layers_the_output_is_one() -> None:
-    assert not gpu.experts_too_large(own(3 * LAYER), with_experts(), 4, NOTHING)
-    assert gpu.experts_too_large(own(3 * LAYER), with_experts(), 5, NOTHING)
-
-
 def test_pools_leave_room_for_libraries_whatever_the_memory() -> None:
-    mixture, needed, slots = with_experts(), 3 * LAYER, set[int]()
+    """Also where it is tightest."""
+    mixture, needed, slots = with_experts(), 3 * LAYER, list[int]()
     layers = experts.find_experts(mixture, 4)
-    for room in range(8 * LAYER, 13 * LAYER, LAYER // 4):
-        plan = memory._plan(mixture, room, needed, {}, layers)
+    assert len(layers) == 10
+    for room in [*range(0, 8 * LAYER, MIB), *range(8 * LAYER, 13 * LAYER, LAYER // 4)]:
+        plan = None
+        with suppress(NoRoom):
+            plan = memory._plan(mixture, room, needed, {}, layers)
         if plan is not None:
             used = needed + plan.pinned_bytes + plan.slots * plan.slot_bytes + plan.pool_bytes
             assert used + memory.pool_reserve(room) <= room
-            slots.add(plan.slots_of_experts)
-    assert len(slots) > 1
-
-
-def test_pools_leave_room_for_libraries_also_where_memory_is_tightest() -> None:
-    mixture = with_experts()
-    layers = experts.find_experts(mixture, 4)
-    assert len(layers) == 10
-    needed, rooms = 3 * LAYER, range(0, 20 * LAYER, MIB)
-
-    def room_is_enough(room: int) -> bool:
-        try:
-            return memory._plan(mixture, room, needed, {}, layers) is not None
-        except NoRoom:
-            return False
-
-    room = next(room for room in rooms if room_is_enough(room))
-    plan = memory._plan(mixture, room, needed, {}, layers)
-    assert plan is not None
-    assert plan.slots_of_experts == 0
-    used = needed + plan.pinned_bytes + plan.slots * plan.slot_bytes + plan.pool_bytes
-    assert used + memory.pool_reserve(room) <= room
-    assert memory.pool_reserve(room) > MARGIN
-    more = memory._plan(mixture, room + 5 * LAYER, needed, {}, layers)
-    assert more is not None
-    assert more.slots_of_experts > 0
+            assert memory.pool_reserve(room) > MARGIN
+            slots.append(plan.slots_of_experts)
+    assert slots[0] == 0 < slots[-1]
+    assert len(set(slots)) > 1
 
 
 def test_a_mac_keeps_the_experts_of_the_layers_on_its_gpu() -> None:
@@ -340,23 +321,17 @@ def test_auto_reaches_the_engine(smollm2_tiny: Path, monkeypatch: pytest.MonkeyP
     assert plain.computing["gpu_layers"] == 0 or find_gpus()
     expected = logits(plain)
     plain.close()
-    monkeypatch.setattr(engine_module, "find_gpus", lambda: [Gpu("GPU0", False, 1 << 40)])
-    backend = load(str(smollm2_tiny), context_length=64)
-    assert backend.computing["gpu_layers"] == -1
-    np.testing.assert_array_equal(logits(backend), expected)
-    backend.close()
-    backend = load(str(smollm2_tiny), context_length=64, gpu_memory="1M")
-    assert backend.computing["gpu_layers"] == 0  # no more than that, whatever is free
-    backend.close()
+    for free, gpu_memory, layers in ((1 << 40, None, -1), (1 << 40, "1M", 0), (1 << 20, None, 0)):
+        monkeypatch.setattr(engine_module, "find_gpus", lambda free=free: [Gpu("GPU0", False, free)])
+        backend = load(str(smollm2_tiny), context_length=64, gpu_memory=gpu_memory)
+        assert backend.computing["gpu_layers"] == layers  # of 1M no more, whatever is free
+        np.testing.assert_array_equal(logits(backend), expected)
+        backend.close()
     with pytest.raises(UsageError, match="gpu_layers and gpu_memory both say"):
         load(str(smollm2_tiny), context_length=64, gpu_memory="1G", gpu_layers=2)
     monkeypatch.setattr(engine_module, "find_gpus", list)
     with pytest.raises(UsageError, match="gpu_memory is given, but this llama"):
         load(str(smollm2_tiny), context_length=64, gpu_memory="1G")
-    monkeypatch.setattr(engine_module, "find_gpus", lambda: [Gpu("GPU0", False, 1 << 20)])
-    backend = load(str(smollm2_tiny), context_length=64)
-    assert backend.computing["gpu_layers"] == 0
-    backend.close()
 
 
 @pytest.fixture

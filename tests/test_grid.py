@@ -72,9 +72,9 @@ def path_of() -> Iterator[Callable[[Any], str]]:
 
 
 def some(first: Sequence[Any], number: int, whole_grid: bool) -> list[tuple[Any, Machine]]:
-    """The machines of `machines.py` with each of two cases: all, else a few that differ by the model's number."""
-    every = list(product(first, MACHINES.values()))
-    return every if whole_grid else every[number % 10 :: 10]
+    """The machines of `machines.py` with each of two cases: all, else a few of which each model has others."""
+    every, step = list(product(first, MACHINES.values())), len(MODELS) - len(HYBRIDS)
+    return every if whole_grid else every[number % step :: step]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`scale`: a draft writes, the target writes again what surprises it most, and a vote chooses."""
 
+import itertools
 import math
 import re
 import signal
@@ -10,6 +11,7 @@ from time import sleep
 
 import numpy as np
 import pytest
+from alone import before_passes
 from reference.backend import ReferenceBackend, perturbed, random_model
 
 import edgespec
@@ -63,27 +65,29 @@ def loss(model, before, scored):
 # The ends
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("reject", [0, 1, None])
-def test_the_ends_are_the_texts_of_the_draft_and_of_the_target(pair, reject):
+ALWAYS = 0.5  # where all chunks are rejected
+
+
+@pytest.mark.parametrize(
+    "reject", [1e-9, *(pytest.param(one, marks=pytest.mark.exhaustive) for one in (0, 1, None, ALWAYS))]
+)
+def test_the_ends_are_the_texts_of_the_draft_and_of_the_target(pair, reject, monkeypatch):
+    """Nothing is scored where one of the two writes all; of chunks, none is rejected, or each."""
     target, draft = pair
-    writer = draft if reject == 0 else target
-    expected = writer.branch(PROMPT, 3, **ASKED)
+    writer, in_chunks = draft if reject in (0, 1e-9) else target, reject in (1e-9, ALWAYS)
+    if reject == ALWAYS:
+        monkeypatch.setattr(scaling.Calibration, "p_values", lambda self, found: [0.0] * len(found))
     given = {} if reject is None else {"reject": reject}
-    result = scale(target, None if reject is None else draft, PROMPT, samples=3, answer="[a-m]", **given, **ASKED)
-    assert texts(result.samples) == texts(expected)
-    assert [one.token_ids for one in result.samples] == [one.token_ids for one in expected]
-    assert (result.chunks, result.rejected) == (0, 0)
+    result = scale(
+        target, None if reject is None else draft, PROMPT, samples=3, chunk=7, answer="[a-m]", **given, **ASKED
+    )
+    assert [one.token_ids for one in result.samples] == [one.token_ids for one in writer.branch(PROMPT, 3, **ASKED)]
+    assert (result.chunks > 0) == in_chunks
+    assert result.rejected == (reject == ALWAYS)
     assert (result.passes == 0) == (reject == 0)
-    assert {one.stats.approximate for one in result.samples} == {f"scale reject {1 if reject is None else reject}"}
-
-
-def test_chunks_that_are_never_rejected_are_the_draft_s_text(pair):
-    target, draft = pair
-    result = scale(target, draft, PROMPT, samples=3, chunk=7, reject=1e-9, answer="[a-m]", **ASKED)
-    assert texts(result.samples) == texts(draft.branch(PROMPT, 3, **ASKED))
-    assert result.rejected == 0
-    assert all(one.stats.tokens_by_source["draft"] == one.stats.tokens for one in result.samples)
+    assert {one.stats.approximate for one in result.samples} == {f"scale reject {1 if reject is None else reject:g}"}
+    source = "draft" if writer is draft else "target"
+    assert not in_chunks or all(one.stats.tokens_by_source[source] == one.stats.tokens for one in result.samples)
 
 
 @pytest.mark.exhaustive
@@ -103,16 +107,6 @@ def test_the_draft_reads_the_prompt_as_the_target_writes_it(pair, reject, monkey
     scale(target, draft, [{"role": "user", "content": PROMPT}], samples=2, reject=reject, chunk=8, **ASKED)
     asked = target.request([{"role": "user", "content": PROMPT}]).prompt_ids
     assert seen == {tuple(asked[:4])}
-
-
-@pytest.mark.exhaustive
-def test_chunks_that_are_always_rejected_are_the_target_s_text(pair, monkeypatch):
-    target, draft = pair
-    monkeypatch.setattr(scaling.Calibration, "p_values", lambda self, found: [0.0] * len(found))
-    result = scale(target, draft, PROMPT, samples=3, chunk=7, reject=0.5, answer="[a-m]", **ASKED)
-    assert texts(result.samples) == texts(target.branch(PROMPT, 3, **ASKED))
-    assert result.rejected == 1
-    assert all(one.stats.tokens_by_source["target"] == one.stats.tokens for one in result.samples)
 
 
 # Scores and p-values
@@ -463,14 +457,8 @@ def test_a_new_prompt_finds_room_beside_old_texts():
 
 
 @pytest.mark.exhaustive
-def test_texts_of_many_threads_share_few_sessions(pair, monkeypatch):
-    forward = pair[0].target.forward
-
-    def slow(batch):
-        sleep(0.002)  # meanwhile other threads ask
-        return forward(batch)
-
-    monkeypatch.setattr(pair[0].target, "forward", slow)
+def test_texts_of_many_threads_share_few_sessions(pair):
+    before_passes(pair[0].target, lambda batch: sleep(0.002))  # meanwhile other threads ask
 
     def found(seed):
         options = {"samples": 4, "chunk": 6, "reject": 0.6, "answer": "[a-m]", **ASKED}
@@ -482,33 +470,29 @@ def test_texts_of_many_threads_share_few_sessions(pair, monkeypatch):
     assert not pair[0].scheduler.active
 
 
+def ctrl_c(model, before_pass):
+    numbers = itertools.count(1)
+    before_passes(
+        model.target,
+        lambda batch: signal.raise_signal(signal.SIGINT) if next(numbers) == before_pass else None,
+    )  # the caller's thread gets it
+
+
 @pytest.mark.exhaustive
-def test_ctrl_c_and_close_end_the_wait(pair, monkeypatch):
+def test_ctrl_c_and_close_end_the_wait(pair):
     target = pair[0]
     prompt, forward = target.encode(PROMPT), target.target.forward
     expected = [target.generate(PROMPT, max_tokens=30, seed=seed, **NO_END).token_ids for seed in range(4)]
-    streams, sent = streams_begun(target, 4), []
-
-    def interrupted(batch):
-        if not sent:
-            sent.append(signal.raise_signal(signal.SIGINT))  # which the caller's thread gets
-        return forward(batch)
-
-    monkeypatch.setattr(target.target, "forward", interrupted)
+    streams = streams_begun(target, 4)
+    ctrl_c(target, before_pass=1)
     with pytest.raises(KeyboardInterrupt):
         scaling.perplexities(target.scheduler, prompt, [(prompt, [5] * 9)], PassCounter())
-    monkeypatch.setattr(target.target, "forward", forward)
+    target.target.forward = forward
     assert target.scheduler.waiting == 0
     assert [[chunk.token_id for chunk in stream] for stream in streams] == [one[1:] for one in expected]
 
     streams, reached, closed = streams_begun(target, 4), Event(), Event()
-
-    def slow(batch):
-        reached.set()
-        assert closed.wait(60)
-        return forward(batch)
-
-    monkeypatch.setattr(target.target, "forward", slow)
+    before_passes(target.target, lambda batch: (reached.set(), closed.wait(60)))
     with ThreadPoolExecutor(2) as threads:
         scored = threads.submit(scaling.perplexities, target.scheduler, prompt, [(prompt, [5] * 9)], PassCounter())
         assert reached.wait(60)
@@ -534,18 +518,11 @@ def test_a_score_leaves_other_requests_their_cells():
 
 
 @pytest.mark.exhaustive
-def test_an_interrupted_score_leaves_the_model_usable(pair, monkeypatch):
+def test_an_interrupted_score_leaves_the_model_usable(pair):
     target, draft = pair
     expected = scale(target, draft, PROMPT, samples=3, chunk=8, answer="x", **ASKED)
-    forward, passes, prompt = target.target.forward, [], target.encode(PROMPT)
-
-    def interrupted(batch):
-        passes.append(batch)
-        if len(passes) == 2:
-            signal.raise_signal(signal.SIGINT)  # which the caller's thread gets
-        return forward(batch)
-
-    monkeypatch.setattr(target.target, "forward", interrupted)
+    prompt = target.encode(PROMPT)
+    ctrl_c(target, before_pass=2)
     with pytest.raises(KeyboardInterrupt):
         scaling.perplexities(target.scheduler, prompt, [(prompt, [5] * 90), (prompt, [6] * 90)], PassCounter())
     again = scale(target, draft, PROMPT, samples=3, chunk=8, answer="x", **ASKED)
@@ -556,20 +533,9 @@ def test_an_interrupted_score_leaves_the_model_usable(pair, monkeypatch):
 def test_close_interrupts_a_scoring_pass(pair, monkeypatch):
     target, asked = pair[0], Event()
     backend, prompt = target.target, target.encode(PROMPT)
-    forward, interrupt = backend.forward, backend.interrupt
-    closing = Thread(target=target.close)
-
-    def forward_until_asked(batch):
-        closing.start()
-        assert asked.wait(60)
-        return forward(batch)
-
-    def ask(pass_number):
-        interrupt(pass_number)
-        asked.set()
-
-    monkeypatch.setattr(backend, "forward", forward_until_asked)
-    monkeypatch.setattr(backend, "interrupt", ask)
+    interrupt, closing = backend.interrupt, Thread(target=target.close)
+    before_passes(backend, lambda batch: (closing.start(), asked.wait(60)))
+    monkeypatch.setattr(backend, "interrupt", lambda number: (interrupt(number), asked.set()))
     with pytest.raises(Closed):
         scaling.perplexities(target.scheduler, prompt, [(prompt, [5] * 9)], PassCounter())
     closing.join(60)
@@ -580,14 +546,8 @@ def test_close_interrupts_a_scoring_pass(pair, monkeypatch):
 def test_the_end_of_another_request_interrupts_no_scoring_pass(pair, monkeypatch):
     backend, prompt, asked = pair[0].target, pair[0].encode(PROMPT), []
     [stream] = streams_begun(pair[0], 1)
-    forward, [seq] = backend.forward, pair[0].scheduler.pool.seqs
-
-    def forward_and_end(batch):
-        if batch[0].session is not seq.slot.session:
-            stream.close()
-        return forward(batch)
-
-    monkeypatch.setattr(backend, "forward", forward_and_end)
+    [seq] = pair[0].scheduler.pool.seqs
+    before_passes(backend, lambda batch: batch[0].session is seq.slot.session or stream.close())
     monkeypatch.setattr(backend, "interrupt", asked.append)
     scaling.perplexities(pair[0].scheduler, prompt, [(prompt, [5] * 9)], PassCounter())
     assert not asked

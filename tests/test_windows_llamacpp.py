@@ -15,6 +15,9 @@ ENOUGH = {"gpt-oss": 0.15}  # rounding alone, where other parts of a text are re
 FLOATS = 2e-3  # where keys are missing, logits differ by more than these
 
 
+of_one = pytest.mark.parametrize("path", ["gemma3"], indirect=True)  # what does not depend on the architecture
+
+
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def path(request, tmp_path_factory):
     return str(write_windowed(tmp_path_factory.mktemp("windows") / "tiny.gguf", request.param))
@@ -57,6 +60,7 @@ def against(path, request):
     found.close()
 
 
+@of_one
 def test_an_interrupted_save_leaves_no_cells_to_the_padding_of_passes(path, tmp_path, monkeypatch):
     backend = llamacpp.load(path, context_length=500, sessions=2, threads=1, exact="off")
     backend.keep_to(BatchInvariance("wide", RowClass(8, 63), RowClass(8, 63)))
@@ -104,6 +108,7 @@ def test_a_text_that_was_saved_or_put_in_order_can_be_rewound(path, against, tmp
     backend.close()
 
 
+@of_one
 def test_a_file_that_lacks_what_had_left_the_window_is_refused(path, tmp_path, monkeypatch):
     backend = llamacpp.load(path, context_length=1024, threads=1)
     session, text = backend.open(), letters(np.random.default_rng(0), 200)
@@ -117,6 +122,7 @@ def test_a_file_that_lacks_what_had_left_the_window_is_refused(path, tmp_path, m
     backend.close()
 
 
+@of_one
 def test_sessions_and_leaves_share_the_ids_that_there_are(path):
     with pytest.raises(UsageError, match="200 texts at once are too many"):
         llamacpp.load(path, context_length=64, sessions=200)
@@ -143,6 +149,7 @@ def test_a_window_beside_recurrent_layers_is_refused(tmp_path, monkeypatch):
         llamacpp.load(str(path))
 
 
+@of_one
 def test_texts_are_counted_before_the_target_is_loaded(path):
     """A cascade's draft has two sessions for each text."""
     with pytest.raises(UsageError, match=r"64 texts at once are too many: .*, so take 63$"):
