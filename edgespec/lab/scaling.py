@@ -313,6 +313,7 @@ def _read(
     except Exception:
         for slot in slots:
             call.pool.renew(slot)
+        scheduler.check_open()  # a pass that `close` has interrupted
         raise
 
 
