@@ -85,32 +85,27 @@ def test_a_file_is_fetched_in_pieces_into_the_hubs_own_cache(fake: FakeHub, tmp_
     assert len(fake.requests) == before
 
 
-def trials(fake: FakeHub, tmp_path: Path, count: int, cut: float) -> None:
-    """Fetch with lines that are cut after any number of bytes, in this share of answers."""
-    listing = hub.ask(parse("owner/repo/model.gguf"))
+@pytest.mark.parametrize(("ranges", "count", "cut"), [(True, 25, 0.5), (False, 10, 0.7)])
+def test_a_line_that_is_cut_anywhere(
+    fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: bool, count: int, cut: float
+) -> None:
+    """In any share of the answers, after any number of bytes."""
+    if not ranges:  # every attempt starts at the first byte, so many of them may bring nothing new
+        monkeypatch.setattr(download, "RETRIES", 100)
+    fake.ranges = ranges
+    fetch()
+    listing, fake.sent = hub.ask(parse("owner/repo/model.gguf")), 0
     for seed in range(count):
         shutil.rmtree(tmp_path / "cache")
         chance = random.Random(seed)
         fake.cut = lambda length, chance=chance: chance.randrange(1, length + 1) if chance.random() < cut else None  # type: ignore[misc]
         assert Path(hub.fetch(listing)).read_bytes() == CONTENT, seed
+    assert not ranges or fake.sent == count * SIZE  # nothing twice
 
 
-def test_a_line_that_is_cut_anywhere(fake: FakeHub, tmp_path: Path) -> None:
-    fetch()
-    fake.sent = 0
-    trials(fake, tmp_path, 25, 0.5)
-    assert fake.sent == 25 * SIZE  # nothing twice
-
-
-def test_a_server_without_ranges(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every attempt starts at the first byte, so many of them may bring nothing new."""
-    monkeypatch.setattr(download, "RETRIES", 100)
-    fake.ranges = False
-    fetch()
-    trials(fake, tmp_path, 10, 0.7)
-
-
-def test_a_later_run_goes_on(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pieces", [9000, 7000])
+def test_a_later_run_goes_on(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: int) -> None:
+    """A record of other pieces is not believed."""
     monkeypatch.setattr(download, "RETRIES", 0)
     monkeypatch.setattr(download, "CONNECTIONS", 1)
     answers = [None, None, 4000, 0]
@@ -120,32 +115,19 @@ def test_a_later_run_goes_on(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.
     assert len(leftovers(tmp_path)) == 2
     assert fake.sent == 22_000
     fake.cut = lambda length: None
+    monkeypatch.setattr(download, "PIECE", pieces)
     assert fetch().read_bytes() == CONTENT
-    assert fake.sent == SIZE
+    assert fake.sent == (SIZE if pieces == 9000 else 22_000 + SIZE)
     assert leftovers(tmp_path) == []
 
 
-def test_a_record_of_other_pieces_is_not_believed(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "RETRIES", 0)
-    answers = [10, 0, 0, 0, 0, 0, 0, 0]
-    fake.cut = lambda length: answers.pop(0) if answers else 0
-    with pytest.raises(EdgespecError):
-        fetch()
-    monkeypatch.setattr(download, "PIECE", 7000)
-    fake.cut = lambda length: None
-    assert fetch().read_bytes() == CONTENT
-
-
-def test_a_busy_server_is_asked_again(fake: FakeHub) -> None:
-    fake.statuses = [503, 429, 500]
-    assert fetch().read_bytes() == CONTENT
-
-
-def test_a_file_that_has_gone_is_not_asked_for_again(fake: FakeHub) -> None:
+def test_a_busy_server_is_asked_again_but_not_for_a_file_that_has_gone(fake: FakeHub) -> None:
     fake.statuses = [403] * 20
     with pytest.raises(EdgespecError, match="the server answers 403"):
         fetch()
     assert len(fake.statuses) > 10
+    fake.statuses = [503, 429, 500]
+    assert fetch().read_bytes() == CONTENT
 
 
 def test_a_wrong_checksum_leaves_nothing(fake: FakeHub, tmp_path: Path) -> None:
@@ -582,13 +564,15 @@ def test_checksums_of_all_models_yaml_count_for_pull_and_load(
         (["run", "hf:owner/re..po", "hi"], 1, "hf:owner/re..po: no such folder here, and it cannot be fetched"),
         (["run", "hf:owner/repo.git/a.gguf", "hi"], 1, "hf:owner/repo.git/a.gguf: cannot be fetched: "),
         (["pull", "owner/repo:Q3_K_M"], 1, "has no GGUF file of the type Q3_K_M"),
+        # Such as a head that was published as pytorch_model.bin.
+        (["pull", "owner/eagle"], 1, "has no weights that engines read: no file model*.safetensors"),
         (["run", SOURCE, "hi"], 1, "0.00 GB are not here yet; say --yes, or fetch them first: edgespec pull"),
     ],
 )
-@pytest.mark.usefixtures("fake")
-def test_bad_input_is_one_line(run: Run, arguments: list[str], code: int, says: str) -> None:
+def test_bad_input_is_one_line(fake: FakeHub, run: Run, arguments: list[str], code: int, says: str) -> None:
+    fake.files |= {"owner/eagle/config.json": b"{}", "owner/eagle/pytorch_model.bin": CONTENT}
     status, out, err = run(*arguments)
-    assert (status, out) == (code, "")
+    assert (status, out, fake.sent) == (code, "", 0)
     assert says in err.strip().splitlines()[-1]
 
 
@@ -829,15 +813,6 @@ def test_a_head_is_deleted_with_the_last_model_that_it_is_for(fake: FakeHub, run
     assert [line.split(" ")[0].rpartition("/")[2] for line in out] == [
         "big-Q4_K_M.gguf", "mtp-big-Q4_K_M.gguf", "mtp-big-Q8_0.gguf",
     ]  # fmt: skip
-
-
-def test_a_folder_without_weights_that_engines_read_is_one_line(fake: FakeHub, run: Run) -> None:
-    """Such as a head that was published as pytorch_model.bin."""
-    fake.files |= {"owner/eagle/config.json": b"{}", "owner/eagle/pytorch_model.bin": CONTENT}
-    status, out, err = run("pull", "owner/eagle")
-    assert (status, out) == (1, "")
-    assert "has no weights that engines read: no file model*.safetensors" in err
-    assert fake.sent == 0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import platform
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,24 @@ def test_a_chat_of_five_turns_keeps_what_it_has_read(granite: Path) -> None:
         planner.close()
 
 
+def check_next_row(target: Any, session: Any, text: list[int]) -> None:
+    """The session has this text, and goes on as one that has read it anew, up to rounding."""
+    assert session.token_ids == text
+    nodes = np.zeros(1, np.int32)
+    row = target.forward([Work(session, nodes + 9, nodes - 1, nodes)])[0].row(0)
+    assert np.abs(row - chain_rows(target, [*text, 9])[-1]).max() < 0.1  # far below what one wrong token does
+
+
+def two_texts(target: Any) -> tuple[Any, Any]:
+    sessions = target.open(), target.open()
+    for session, text in zip(sessions, TWO, strict=True):
+        prefill(target, session, text)
+    return sessions
+
+
+TWO = (PROMPT, PROMPT[:9])
+
+
 def test_what_is_owed_is_brought_on_within_the_pass(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where weights are streamed: no pass of its own reads them again, once there is a state far enough behind."""
     with loaded(granite, sessions=2) as target:
@@ -158,10 +177,7 @@ def test_what_is_owed_is_brought_on_within_the_pass(granite: Path, monkeypatch: 
         assert len(calls) <= 30 + 2  # a pass each, and one or two that bring on what is owed at first
         assert max(owed) <= MOST_UNREAD + 3
         assert sorted(owed)[15] == 3  # usually what the pass before has accepted
-        last = Work(session, np.array([9], np.int32), nodes[:1] - 1, nodes[:1])
-        row = target.forward([last])[0].row(0)
-        expected = chain_rows(target, [*session.token_ids, 9])[-1]
-        assert np.abs(row - expected).max() < 0.1  # of the order of rounding, far below what one wrong token does
+        check_next_row(target, session, list(session.token_ids))
 
 
 @pytest.fixture(scope="module")
@@ -175,9 +191,10 @@ def made_up(tokenizer: Path, folder: Path) -> Path:  # noqa: F811
 def test_streamed_weights_give_the_same_logits(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
     options: dict[str, Any] = {"context_length": 256, "threads": 1, "budget": 16}
-    streamed = load(str(made_up), memory=least_memory(made_up, **options), **options)
-    resident = load(str(made_up), resident=True, repack=False, **options)  # not repacked: other kernels
-    try:
+    with (
+        closing(load(str(made_up), memory=least_memory(made_up, **options), **options)) as streamed,
+        closing(load(str(made_up), resident=True, repack=False, **options)) as resident,  # not repacked: other kernels
+    ):
         assert streamed.streamer
         assert len(streamed.streamer.plan.streamed) >= 4
         tree, tokens = np.array([-1, 0, 0, 1, 2, 4], np.int32), np.arange(30, 36, dtype=np.int32)
@@ -198,18 +215,12 @@ def test_streamed_weights_give_the_same_logits(made_up: Path, monkeypatch: pytes
             write(streamed, SssdPlanner(), PROMPT, sampling, 16)[0]
             == write(resident, NonePlanner(), PROMPT, sampling, 16)[0]
         )
-    finally:
-        streamed.close()
-        resident.close()
 
 
 def test_a_pass_that_fails_leaves_texts_as_they_were(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """States may have been moved without their contents, those of other sessions, too: all texts are read again."""
     with loaded(granite, sessions=3) as target:
-        one, other, nodes = target.open(), target.open(), np.arange(4, dtype=np.int32)
-        prefill(target, one, PROMPT)
-        prefill(target, other, PROMPT[:9])
-        compute = target.compute
+        (one, other), nodes, compute = two_texts(target), np.arange(4, dtype=np.int32), target.compute
 
         def failing(rows: Any, **more: Any) -> None:
             compute(rows, **more)
@@ -219,12 +230,8 @@ def test_a_pass_that_fails_leaves_texts_as_they_were(granite: Path, monkeypatch:
         with pytest.raises(KeyboardInterrupt):
             target.forward([Work(one, nodes + 9, np.array([-1, 0, 0, 1], np.int32), nodes)])
         monkeypatch.setattr(target, "compute", compute)
-        for session in (one, other):
-            text = list(session.token_ids)
-            row = target.forward([Work(session, nodes[:1] + 9, nodes[:1] - 1, nodes[:1])])[0].row(0)
-            assert np.abs(row - chain_rows(target, [*text, 9])[-1]).max() < 0.1
-        assert one.token_ids == PROMPT
-        assert other.token_ids == PROMPT[:9]
+        for session, text in zip((one, other), TWO, strict=True):
+            check_next_row(target, session, text)
 
 
 def test_a_saved_session_goes_on_with_what_it_owes(granite: Path, tmp_path: Path) -> None:
@@ -246,8 +253,7 @@ def test_a_saved_session_goes_on_with_what_it_owes(granite: Path, tmp_path: Path
             logits = target.forward([Work(session, nodes + 20, np.array([-1, 0, 0], np.int32), nodes)])[0]
             found.append(np.array([logits.row(node) for node in range(3)]))
             session.rewind(len(PROMPT) - 1)
-            row = target.forward([Work(session, nodes[:1] + 9, nodes[:1] - 1, nodes[:1])])[0].row(0)
-            assert np.abs(row - chain_rows(target, [*PROMPT[:-1], 9])[-1]).max() < 0.1
+            check_next_row(target, session, PROMPT[:-1])
     np.testing.assert_array_equal(*found)
 
 
@@ -268,9 +274,7 @@ def test_a_prompt_goes_on_from_a_file(granite: Path, tmp_path: Path, run: Run) -
 
 def test_an_interrupt_between_calls_loses_no_state(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with loaded(granite, sessions=3) as target:
-        one, other, compute, nodes = target.open(), target.open(), target.compute, np.arange(4, dtype=np.int32)
-        prefill(target, one, PROMPT)
-        prefill(target, other, PROMPT[:9])
+        (one, other), compute, nodes = two_texts(target), target.compute, np.arange(4, dtype=np.int32)
 
         def interrupted(rows: Any, **more: Any) -> None:
             compute(rows, **more)
@@ -282,10 +286,9 @@ def test_an_interrupt_between_calls_loses_no_state(granite: Path, monkeypatch: p
                 [Work(one, nodes + 9, nodes - 1, nodes), Work(other, nodes[:1] + 9, nodes[:1] - 1, nodes[:1])]
             )
         monkeypatch.setattr(target, "compute", compute)
-        for session, text in ((one, PROMPT), (other, PROMPT[:9])):
-            assert (session.token_ids, session.behind) == (text, 0)
-            row = target.forward([Work(session, nodes[:1] + 9, nodes[:1] - 1, nodes[:1])])[0].row(0)
-            assert np.abs(row - chain_rows(target, [*text, 9])[-1]).max() < 0.1
+        for session, text in zip((one, other), TWO, strict=True):
+            assert session.behind == 0
+            check_next_row(target, session, text)
 
 
 def test_llama_cpp_ends_no_pass_of_a_recurrent_model_within_a_layer(
@@ -308,12 +311,9 @@ def test_a_streamed_pass_is_interrupted_within_a_layer(made_up: Path, monkeypatc
     """Texts are read again then, for states may lie where their contents are not yet."""
     monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
     options: dict[str, Any] = {"context_length": 256, "threads": 1, "budget": 16, "sessions": 3}
-    target = load(str(made_up), memory=least_memory(made_up, **options), **options)
-    try:
+    with closing(load(str(made_up), memory=least_memory(made_up, **options), **options)) as target:
         assert target.streamer
-        one, other, entered, nodes = target.open(), target.open(), target.streamer.enter, np.arange(4, dtype=np.int32)
-        prefill(target, one, PROMPT)
-        prefill(target, other, PROMPT[:9])
+        (one, other), entered, nodes = two_texts(target), target.streamer.enter, np.arange(4, dtype=np.int32)
 
         def enter(layer: int) -> None:
             entered(layer)
@@ -323,12 +323,8 @@ def test_a_streamed_pass_is_interrupted_within_a_layer(made_up: Path, monkeypatc
         with pytest.raises(Interrupted):
             target.forward([Work(one, nodes + 9, np.array([-1, 0, 0, 1], np.int32), nodes)])
         monkeypatch.setattr(target.streamer, "enter", entered)
-        for session, text in ((one, PROMPT), (other, PROMPT[:9])):
-            assert session.token_ids == text
-            row = target.forward([Work(session, nodes[:1] + 9, nodes[:1] - 1, nodes[:1])])[0].row(0)
-            assert np.abs(row - chain_rows(target, [*text, 9])[-1]).max() < 0.1
-    finally:
-        target.close()
+        for session, text in zip((one, other), TWO, strict=True):
+            check_next_row(target, session, text)
 
 
 @streaming

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from math import inf
 from threading import Event, Thread
 from time import monotonic, sleep
 
@@ -75,16 +76,21 @@ def test_a_late_difference_of_long_texts_is_found_without_a_loop():
     assert Tokens.slices < 100
 
 
-def test_texts_wait_until_there_are_cells_for_them():
-    target = pooled(cells=300)
-    scheduler = Scheduler(target, planners("none", 3), budget=4)
-    readers = [Reader(scheduler, prompt, 0.7, seed, 100) for seed, prompt in enumerate((4, 2, 3, 6))]
+def most_at_once(scheduler, kept=inf):
+    """Texts that are written at once, until all are, and sessions keep at most so many tokens."""
     most = 0
     while scheduler.waiting or scheduler.active:
         scheduler.step()
         most = max(most, scheduler.active)
-        assert scheduler.kept_tokens <= 300
-    assert most == 2
+        assert scheduler.kept_tokens <= kept
+    return most
+
+
+def test_texts_wait_until_there_are_cells_for_them():
+    target = pooled(cells=300)
+    scheduler = Scheduler(target, planners("none", 3), budget=4)
+    readers = [Reader(scheduler, prompt, 0.7, seed, 100) for seed, prompt in enumerate((4, 2, 3, 6))]
+    assert most_at_once(scheduler, kept=300) == 2
     for reader in readers:
         reader.check()
     scheduler.close()
@@ -176,11 +182,7 @@ def test_forks_count_once():
     target = pooled(cells=300, slots=4)
     scheduler = Scheduler(target, planners("none", 4), budget=4)
     readers = [Reader(scheduler, 4, 1.0, seed, 20) for seed in range(4)]
-    most = 0
-    while scheduler.waiting or scheduler.active:
-        scheduler.step()
-        most = max(most, scheduler.active)
-    assert most == 3  # 158 tokens, and thrice an answer and what of the prompt does not fill a tile
+    assert most_at_once(scheduler) == 3  # 158 tokens, and thrice an answer and what of the prompt does not fill a tile
     for reader in readers:
         reader.check()
     scheduler.close()
