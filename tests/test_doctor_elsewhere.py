@@ -19,7 +19,7 @@ from edgespec.errors import ModelError, UsageError
 from edgespec.machine import described
 from edgespec.machine.described import BUILT_IN, as_yaml, describe, find_machine, with_measured, with_speeds
 from edgespec.machine.measurements import OFF, remember
-from edgespec.machine.this_machine import Machine, this_machine
+from edgespec.machine.this_machine import this_machine
 from edgespec.weights.plan import FAULT_SPEED, two_digits
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
@@ -412,17 +412,3 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, experts: str | int | None, s
     finish(writer)
     with pytest.raises(ModelError, match=says):
         on(str(tmp_path / "x.gguf"), "laptop-32")
-
-
-def test_names_that_the_documentation_uses_exist() -> None:
-    names = (
-        "macbook-16",
-        "macbook-24",
-        "macbook-36",
-        "studio-64",
-        "laptop-32",
-        "desktop-64",
-        "rtx3060-32",
-        "rtx4090-64",
-    )
-    assert all(isinstance(find_machine(name)[1], Machine) for name in names)

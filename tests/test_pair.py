@@ -453,7 +453,6 @@ def test_how_often_two_models_agree(run: Run, small: Path, monkeypatch: pytest.M
         (["a.gguf", "b.gguf", "--questions", "9"], 2, "there are 1 to 5"),
         (["a.gguf", "b.gguf", "--budget", "0"], 2, "budget is 0"),
         (["a.gguf", "b.gguf", "-n", "1"], 2, "max tokens is 1, but must be at least 2"),
-        (["a.gguf", "b.gguf", "--write", ""], 2, "--write is empty: give a name"),
         (["a.gguf", "b.gguf", "--memory", "abc"], 2, "--memory: 'abc' is not a size"),
         (["a.gguf", "b.gguf", "--ctx", "-1"], 2, "--ctx is -1, but must be from 0 to 16777216"),
         (["a.gguf", "--quick"], 2, "--quick compares two models"),
