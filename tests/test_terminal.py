@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from typing import Any
 
 import click
 import pytest
@@ -29,10 +30,17 @@ class Terminal(io.StringIO):
         return True
 
 
+def at(monkeypatch: pytest.MonkeyPatch, name: str, stream: Any = None, term: str = "xterm", width: int = 120) -> Any:
+    """A standard stream, by default a terminal, of this width."""
+    stream = stream or Terminal()
+    monkeypatch.setattr(sys, name, stream)
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("COLUMNS", str(width))
+    return stream
+
+
 def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> str:
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
+    at(monkeypatch, "stderr", stream)
     with LoadingBar("big.gguf") as bar:
         for done in range(5):
             bar.update(done << 30, 4 << 30)
@@ -55,9 +63,7 @@ def test_a_kill_during_bars_shows_the_cursor_again(monkeypatch: pytest.MonkeyPat
             os.kill(os.getpid(), signal.SIGTERM)
             raise AssertionError
 
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setenv("TERM", "xterm")
+    screen = at(monkeypatch, "stderr")
     with pytest.raises(SystemExit) as ended:
         main(command, [])
     assert ended.value.code == 128 + signal.SIGTERM
@@ -93,9 +99,7 @@ def test_long_work_without_a_terminal_tells_of_itself(monkeypatch: pytest.Monkey
 
 
 def test_a_model_that_is_not_streamed_has_a_spinner_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setenv("TERM", "xterm")
+    stream = at(monkeypatch, "stderr")
     with LoadingBar("small.gguf"):
         pass
     assert "loading small.gguf" in stream.getvalue()
@@ -116,9 +120,7 @@ class Reader:
 
 @pytest.mark.parametrize("length", [LONG_PROMPT - 4, LONG_PROMPT])
 def test_the_prefill_of_a_long_prompt_has_a_bar(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, result = Terminal(), GenerationResult()
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setenv("TERM", "xterm")
+    stream, result = at(monkeypatch, "stderr"), GenerationResult()
     write_answer(Reader(length), "prompt", result, {}, quiet=True)  # type: ignore[arg-type]
     assert result.text == "word"
     assert ("prefill" in stream.getvalue()) == (length == LONG_PROMPT)
@@ -152,9 +154,7 @@ PROSE = "The lighthouse keeper's donkey, unimpressed by storms, chewed  its hay:
 @pytest.mark.parametrize("width", [12, 20, 33, 80])
 @pytest.mark.parametrize("piece", [1, 3, 1000])
 def test_words_stay_whole_at_the_edge(width: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", str(width))
+    at(monkeypatch, "stdout", width=width)
     lines, screen = WordWrap(), Screen(width)
     for start in range(0, len(PROSE), piece):
         screen.write(lines.broken(PROSE[start : start + piece]))
@@ -166,18 +166,14 @@ def test_words_stay_whole_at_the_edge(width: int, piece: int, monkeypatch: pytes
 
 
 def test_wide_characters_break_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "11")
+    at(monkeypatch, "stdout", width=11)
     screen = Screen(11)
     screen.write(WordWrap().broken("a 灯台守は毎朝天気を書いた"))
     assert screen.lines == ["a 灯台守は", "毎朝天気を", "書いた"]
 
 
 def test_code_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "20")
+    at(monkeypatch, "stdout", width=20)
     code = "  ```python\nprint('a long line of code', 1, 2, 3, 4)\n  ```\n"
     assert WordWrap().broken(code) == code
     assert (
@@ -190,8 +186,7 @@ EVIL = "\x1b]52;c;cm0gLXJm\x07\x1b[2J\r\x08\x7f\x9b2J\ta\nb\0"
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
 def test_a_text_gives_a_terminal_no_commands(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    monkeypatch.setenv("TERM", term)
+    at(monkeypatch, "stdout", term=term)
     pictures = "␛]52;c;cm0gLXJm␇␛[2J␍␈␡\ufffd2J\ta\nb␀"
     assert WordWrap().broken(EVIL) == pictures
     assert click.unstyle(WordWrap().broken(EVIL, "green")) == pictures
@@ -207,9 +202,7 @@ def test_a_text_gives_a_terminal_no_commands(term: str, monkeypatch: pytest.Monk
 def test_text_is_not_broken_for_files_and_dumb_terminals(
     stream: io.StringIO, term: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setenv("TERM", term)
-    monkeypatch.setenv("COLUMNS", "12")
+    at(monkeypatch, "stdout", stream, term, 12)
     assert WordWrap().broken(PROSE) == PROSE
 
 
