@@ -344,6 +344,8 @@ def test_errors_that_need_a_model(run: Run, small: Path, other_vocab_gguf: Path,
     refused(run, "run", model, "-", "--ctx", "64", *ANY_PASSES, code=1, **long)
     other = ["--draft", str(other_vocab_gguf)]
     refused(run, "run", model, "hi", *other, *ANY_PASSES, code=1, says="another vocabulary than the target")
+    status, _, err = run("doctor", model, *other, *ANY_PASSES, "--backend", "llamacpp")
+    assert (status, "another vocabulary than the target" in err) == (1, True)
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(small.read_bytes()[:-1000])
     refused(run, "run", str(cut), "hi", code=1, says="is cut off: fetch or copy it again")

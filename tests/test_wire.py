@@ -30,7 +30,7 @@ def test_a_model_of_any_kind_answers_in_their_form(theirs, small, monkeypatch):
     form = {name: {part: theirs[name][part] for part in theirs[name].keys() - {"tokens", "ends"}} for name in names}
     with load(small, **wire.OPTIONS, threads=1) as model, served(model) as port:
         found = wire.compare(form, wire.record(port), 0.0)
-    assert [str(one) for one in found if one.known() is None] == []
+    assert [str(one) for one in found if not one.meant] == []
     assert len(names) > 25
     assert found
 
@@ -44,13 +44,13 @@ def differences(theirs, smollm2_whole):
 
 @pytest.mark.exhaustive
 def test_all_that_differs_is_meant(differences):
-    assert [str(one) for one in differences if one.known() is None] == []
+    assert [str(one) for one in differences if not one.meant] == []
 
 
 @pytest.mark.exhaustive
 def test_all_that_is_meant_differs(differences):
     """A list of reasons that nobody needs any more would hide what changes later."""
-    assert {known.where for known in wire.KNOWN} == {known.where for one in differences if (known := one.known())}
+    assert {one.meant for one in differences} == {*wire.KNOWN.values()}
 
 
 ANSWER = {

@@ -77,17 +77,6 @@ REQUESTS: dict[str, tuple[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """
-    Attributes:
-        where: a regular expression for "name: place", all of it.
-    """
-
-    where: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class Difference:
     where: str
     theirs: Shape
@@ -96,32 +85,28 @@ class Difference:
     def __str__(self) -> str:
         return f"{self.where}: llama-server {json.dumps(self.theirs)[:90]}, here {json.dumps(self.ours)[:90]}"
 
-    def known(self) -> Known | None:
-        return next((known for known in KNOWN if re.fullmatch(known.where, self.where)), None)
+    @property
+    def meant(self) -> str:
+        """The reason for it, or ""."""
+        return next((why for where, why in KNOWN.items() if re.fullmatch(where, self.where)), "")
 
 
-KNOWN = (
-    Known(r".*\.timings", "llama-server's own; here times are in edgespec.loop.stats and /metrics"),
-    Known(r".*logprobs(\.content\[\])?(\.top_logprobs\[\])?\.id", "llama-server's own: OpenAI tells no token ids"),
-    Known(r"chat, stream.*: begin\..*\.content", "OpenAI begins with an empty text, llama-server with null"),
-    Known(r"chat, schema: ends", "JSON has no free white space here, and so comes to its end"),
-    Known(
-        r"completion, log probabilities: .*\.content",
-        "OpenAI's completions have lists here, and chat has these objects",
-    ),
-    Known(
-        r"completion, stream(, usage: order|.*: end: length\.usage)",
-        "OpenAI tells usage in a chunk of its own, and only if it is asked to",
-    ),
-    Known(r"response, cut: (ends|\.completed_at)", "OpenAI calls a response incomplete that max_output_tokens has cut"),
-    Known(r"message, stop string: ends", "Anthropic tells which stop sequence has ended a text"),
-    Known(r"models: \.models", "Ollama's list, beside OpenAI's; its dialect is not spoken here"),
-    Known(r"models: \.data\[\]\.(aliases|tags|meta\..*)", "llama-server's own; /health tells what is loaded here"),
-    Known(r"error, .*: \.error\.code", "OpenAI's codes are names or null, llama-server's the status"),
-    Known(r"error, prompt too long.*: \.error\.n_.*", "llama-server's own; both numbers are in the message"),
-    Known(r"error, (no JSON|role): status", "what the client has done wrong is not an error of the server"),
-    Known(r"error, schema: .*", "llama-server passes over a schema that is none"),
-)
+KNOWN = {  # a regular expression for "name: place", all of it -> why
+    r".*\.timings": "llama-server's own; here times are in edgespec.loop.stats and /metrics",
+    r".*logprobs(\.content\[\])?(\.top_logprobs\[\])?\.id": "llama-server's own: OpenAI tells no token ids",
+    r"chat, stream.*: begin\..*\.content": "OpenAI begins with an empty text, llama-server with null",
+    r"chat, schema: ends": "JSON has no free white space here, and so comes to its end",
+    r"completion, log probabilities: .*\.content": "OpenAI's completions have lists here, and chat has these objects",
+    r"completion, stream(, usage: order|.*: end: length\.usage)": "OpenAI tells it in a chunk of its own, if asked",
+    r"response, cut: (ends|\.completed_at)": "OpenAI calls a response incomplete that max_output_tokens has cut",
+    r"message, stop string: ends": "Anthropic tells which stop sequence has ended a text",
+    r"models: \.models": "Ollama's list, beside OpenAI's; its dialect is not spoken here",
+    r"models: \.data\[\]\.(aliases|tags|meta\..*)": "llama-server's own; /health tells what is loaded here",
+    r"error, .*: \.error\.code": "OpenAI's codes are names or null, llama-server's the status",
+    r"error, prompt too long.*: \.error\.n_.*": "llama-server's own; both numbers are in the message",
+    r"error, (no JSON|role): status": "what the client has done wrong is not an error of the server",
+    r"error, schema: .*": "llama-server passes over a schema that is none",
+}
 
 
 def record(port: int) -> dict[str, Any]:
