@@ -312,7 +312,8 @@ def test_a_target_that_fails_ends_the_drafts_pass():
     assert write(planner, SAMPLINGS[0])[0] == write(NonePlanner(), SAMPLINGS[0])[0]
 
 
-def test_an_error_of_the_draft_does_not_replace_ctrl_c():
+@pytest.mark.parametrize(("stops", "told"), [(True, KeyboardInterrupt), (False, ModelError)])
+def test_an_error_of_the_draft_is_told_but_does_not_replace_ctrl_c(stops, told):
     target, broken = backend(), backend(DRAFTS["good"])
     failed, forward = threading.Event(), broken.forward
 
@@ -325,26 +326,14 @@ def test_an_error_of_the_draft_does_not_replace_ctrl_c():
     def stopped(batch):
         if not any(work.prompt for work in batch):
             assert failed.wait(20)
-            raise KeyboardInterrupt
+            if stops:
+                raise KeyboardInterrupt
         return ReferenceBackend.forward(target, batch)
 
     broken.forward, target.forward = fails, stopped
-    with pytest.raises(KeyboardInterrupt):
-        write(AheadPlanner(broken, depth=6, nice=False), SAMPLINGS[0], target)
-
-
-def test_what_a_draft_fails_with_is_told():
-    engine = backend(DRAFTS["good"])
-    forward = engine.forward
-
-    def failing(batch):
-        if threading.current_thread() is not threading.main_thread():
-            raise ModelError("the draft is broken")
-        return forward(batch)
-
-    engine.forward, planner = failing, AheadPlanner(engine, nice=False)
-    with pytest.raises(ModelError, match="the draft is broken"):
-        write(planner, SAMPLINGS[0], uneven(backend(), 1))
+    planner = AheadPlanner(broken, depth=6, nice=False)
+    with pytest.raises(told, match="" if stops else "the draft is broken"):
+        write(planner, SAMPLINGS[0], target)
     planner.close()
 
 

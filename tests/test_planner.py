@@ -7,7 +7,7 @@ from simulated import Clock, Timed
 
 from edgespec.loop.planner import Planner
 from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.tree import Proposal, Source, make_tree, root_only
+from edgespec.loop.tree import Proposal, Source, make_tree
 from edgespec.model import Model
 from edgespec.planners.auto import AutoPlanner, new_auto_state
 from edgespec.planners.choice import PLANNERS, Method, check_planner, make_planner
@@ -132,23 +132,3 @@ def test_a_new_planner_in_a_model_and_under_auto(table, monkeypatch):
         assert sum(result.stats.drafted for result in results) > 0
         assert {result.stats.planner for result in results} == {"bigrams"}
     assert state.target.at(0).sizes[0] == 1
-
-
-class Silent(Planner):
-    """Has only what a planner must have."""
-
-    def propose(self, context, budget):
-        yield from ()
-        return Proposal(root_only(context.token_ids[-1]))
-
-
-def test_all_hooks_have_defaults():
-    plain, _ = generated([make_planner("none", [target()])], 0.7)
-    outputs, trees = generated([Silent()], 0.7)
-    assert outputs == plain
-    assert {len(tree) for tree in trees} == {1}
-    planner = Silent()
-    assert planner.draft_session is None
-    assert planner.stats.draft_passes == 0
-    with planner.during(1):
-        pass

@@ -66,16 +66,14 @@ class DraftThread:
             nice: on Linux, the thread and those that it starts give way to others.
         """
         self.stopped = Event()
-        self._draft, self._nice, self._pass_number = draft, nice, -1  # of the last pass of a task
-        self._executor: ThreadPoolExecutor | None = None
+        self._draft, self._pass_number = draft, -1  # of the last pass of a task
+        give_way = lower_priority if nice else None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="edgespec ahead", initializer=give_way)
         self._task: Future[None] | None = None
 
     @contextmanager
     def doing(self, task: Callable[[], None]) -> Iterator[None]:
         """Run `task` within; at the end it is asked to stop, but not joined."""
-        if self._executor is None:
-            give_way = lower_priority if self._nice else None
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="edgespec ahead", initializer=give_way)
         self.stopped.clear()
         with frequent_switches():
             try:
@@ -119,9 +117,7 @@ class DraftThread:
         try:
             self.join(lost=True)
         finally:
-            if self._executor:
-                self._executor.shutdown()
-                self._executor = None
+            self._executor.shutdown()
 
 
 class AheadSearch(Search):

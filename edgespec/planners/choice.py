@@ -98,10 +98,6 @@ CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # option -> refuses a wrong
 }
 
 
-def is_planner(name: str) -> bool:
-    return name in PLANNERS or name in NAMES
-
-
 def find_method(name: str) -> Method:
     """
     Raises:
@@ -109,7 +105,7 @@ def find_method(name: str) -> Method:
     """
     if name in PLANNERS:
         return PLANNERS[name]
-    if not is_planner(name):
+    if name not in NAMES:
         raise no_such("planner", name, NAMES)
     method = import_module(LAB[name]).METHOD
     assert isinstance(method, Method)
@@ -117,12 +113,13 @@ def find_method(name: str) -> Method:
 
 
 def with_draft(names: Iterable[str]) -> list[str]:
-    """Those of these planners that can use a draft model; one that does not exist cannot."""
-    return [name for name in names if is_planner(name) and find_method(name).draft]
+    """Those of these planners that can use a draft model; errors as of `find_method`."""
+    return [name for name in names if find_method(name).draft]
 
 
 def with_datastore(names: Iterable[str]) -> list[str]:
-    return [name for name in names if is_planner(name) and find_method(name).datastore]
+    """Those that can use a datastore."""
+    return [name for name in names if find_method(name).datastore]
 
 
 def check_planner(name: str, has_draft: bool, datastore: str | None, options: Mapping[str, Any]) -> None:
@@ -236,5 +233,5 @@ def goes_ahead(asked: bool | None, usual: bool, draft: Backend) -> bool:
 
 
 def options_of(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    known = find_method(name).options if is_planner(name) else ()
+    known = find_method(name).options
     return {option: value for option, value in options.items() if option in known}

@@ -15,6 +15,7 @@ tokens are an addition: where nothing longer matches, the input's latest tokens 
 
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
+from itertools import count
 from math import exp, inf, log
 
 import numpy as np
@@ -62,6 +63,7 @@ class Calibration(dict[tuple[int, int, int, int, int], float]):
 
 # Matches that agree with a path: (source, matched length, tokens of the source, places of the next tokens in them).
 Matches = tuple[int, int, list[int], list[int]]
+Grown = tuple[float, int, int, int, int, int, list[Matches]]
 
 
 def split(text: list[int], places: list[int]) -> dict[int, list[int]]:
@@ -124,26 +126,20 @@ def grow(
         The tree of the root and the most probable nodes.
     """
     highest_cost = -log(min_probability) if min_probability else inf
-    tokens, parents, values, depths, sources = [root_token], [-1], [0.0], [0], [int(Source.TARGET)]
     # (-log-probability, serial number against ties, token, parent, source, depth, matches)
-    queue: list[tuple[float, int, int, int, int, int, list[Matches]]] = []
-    serial, node, cost, level = 0, 0, 0.0, 0
+    best = 0.0, 0, root_token, -1, int(Source.TARGET), 0, groups
+    queue, found, serial = list[Grown](), [best], count(1)
     while True:
+        cost, *_, level, groups = best
         if level < depth:
             for token, (value, source, agreeing) in steps(groups, level + 1, calibration).items():
-                serial += 1
-                heappush(queue, (cost - value, serial, token, node, source, level + 1, agreeing))
-        if not queue or node == budget or queue[0][0] > highest_cost:
+                heappush(queue, (cost - value, next(serial), token, len(found) - 1, source, level + 1, agreeing))
+        if not queue or len(found) > budget or queue[0][0] > highest_cost:
             break
-        cost, _, token, parent, source, level, groups = heappop(queue)
-        node += 1
-        tokens.append(token)
-        parents.append(parent)
-        values.append(-cost)
-        depths.append(level)
-        sources.append(source)
-    as_int = np.array([tokens, parents, depths, sources], np.int32)
-    return DraftTree(as_int[0], as_int[1], np.array(values), as_int[2], as_int[3])
+        found.append(best := heappop(queue))
+    costs, _, *columns, _ = zip(*found, strict=True)
+    tokens, parents, sources, depths = np.array(columns, np.int32)
+    return DraftTree(tokens, parents, -np.array(costs), depths, sources)
 
 
 class SssdPlanner(Planner):
