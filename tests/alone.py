@@ -1,4 +1,4 @@
-"""`Generation` of the loop, with all passes of a sequence that shares them with no other, and without a scheduler."""
+"""Texts to their ends: `Generation` without a scheduler and with passes of its own, or all requests of a scheduler."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,6 +11,9 @@ from edgespec.loop.planner import Planner
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.step import Step
+from edgespec.scheduler.events import Wrote
+from edgespec.scheduler.requests import Request
+from edgespec.scheduler.scheduler import Scheduler
 
 
 class Generation(generate.Generation):
@@ -67,3 +70,17 @@ def before_passes(backend: Any, note: Callable[[Sequence[Work]], Any]) -> list[A
     forward, seen = backend.forward, list[Any]()
     backend.forward = lambda batch: (seen.append(note(batch)), forward(batch))[1]
     return seen
+
+
+def served(
+    scheduler: Scheduler, requests: Sequence[Request]
+) -> tuple[list[list[int]], list[list[Step]], list[GenerationStats]]:
+    """Requests at once, to their ends: tokens, steps and statistics of each. Closes the scheduler."""
+    told = [list[Any]() for _ in requests]
+    jobs = [scheduler.submit(request, events.append) for request, events in zip(requests, told, strict=True)]
+    while scheduler.waiting or scheduler.active:
+        scheduler.step()
+    scheduler.close()
+    assert [events[-1].error for events in told] == [None] * len(requests)
+    steps = [[event.step for event in events if isinstance(event, Wrote)] for events in told]
+    return [[token for step in one for token in step.tokens] for one in steps], steps, [job.stats for job in jobs]

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from alone import served
 from reference.backend import ReferenceBackend, perturbed, random_model
 
 from edgespec.errors import ModelError
@@ -13,7 +14,6 @@ from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.scheduler.events import Ended, Wrote
 from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 
@@ -153,21 +153,8 @@ def test_texts_of_a_scheduler_are_those_written_plainly(temperature):
         target = ReferenceBackend(MODEL, context_length=200, sessions=sessions)
         target.vocab.eog_ids = frozenset()
         scheduler = Scheduler(target, [make() for _ in range(sessions)], budget=12)
-        texts, ended = [[] for _ in TEXTS], []
-        for number, prompt in enumerate(TEXTS):
-
-            def emit(event, number=number):
-                if isinstance(event, Wrote):
-                    texts[number] += event.step.tokens
-                if isinstance(event, Ended):
-                    ended.append(event.error)
-
-            scheduler.submit(Request(prompt, SamplingParams(temperature, seed=number), max_tokens=40), emit)
-        while len(ended) < len(TEXTS):
-            scheduler.step()
-        scheduler.close()
-        assert ended == [None] * len(TEXTS)
-        return texts
+        samplings = [SamplingParams(temperature, seed=i) for i in range(len(TEXTS))]
+        return served(scheduler, [Request(*one, max_tokens=40) for one in zip(TEXTS, samplings, strict=True)])[0]
 
     draft = Counting()
     texts = written(lambda: SpecExecPlanner(draft, depth=5, beam=3), len(TEXTS))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from alone import served
 
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
@@ -71,13 +72,8 @@ samplings = st.builds(
 
 def write(requests, planner, slots=1, budget=12):
     scheduler = Scheduler(TARGET, [PLANNERS[planner]() for _ in range(slots)], budget=budget)
-    found = [[] for _ in requests]
-    jobs = [scheduler.submit(request, events.append) for request, events in zip(requests, found, strict=True)]
-    while scheduler.waiting or scheduler.active:
-        scheduler.step()
-    scheduler.close()
-    tokens = [[c.token_id for e in events if isinstance(e, Wrote) for c in e.chunks] for events in found]
-    return tokens, [job.stats for job in jobs]
+    tokens, _, stats = served(scheduler, requests)
+    return tokens, stats
 
 
 def by_definition(prompt, sampling, grammar, count):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from alone import generation_of
+from alone import generation_of, served
 from edgespec.backends.common.heads import KEPT, HeadSession
 from edgespec.backends.common.row_logits import RowLogits
 from reference.backend import ReferenceBackend, ReferenceSession, random_model
@@ -14,7 +14,6 @@ from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.auto import new_auto_state
 from edgespec.planners.choice import make_planner
-from edgespec.scheduler.events import Ended, Wrote
 from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 
@@ -108,17 +107,10 @@ def generated(planner, temperature, max_tokens=24, budget=8, rests=0):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", ["specexec", "chain"])
-def test_text_with_a_head_is_that_of_plain_decoding(name, temperature):
+def test_text_with_a_head_is_plain_decodings_and_committed_tokens_are_read_from_the_targets_states(name, temperature):
     head = HeadOfTest()
-    found = generated(make_planner(name, [Target(), head]), temperature)
-    assert found == generated(make_planner("none", [Target()]), temperature)
-    assert head.rows
-
-
-@pytest.mark.parametrize("name", ["specexec", "chain"])
-def test_committed_tokens_are_read_from_the_targets_states(name):
-    head = HeadOfTest()
-    tokens = generated(make_planner(name, [Target(), head]), 0.8)
+    tokens = generated(make_planner(name, [Target(), head]), temperature)
+    assert tokens == generated(make_planner("none", [Target()]), temperature)
     states = states_of(tokens)
     read = [(position, token, state) for position, token, committed, state in head.rows if committed]
     assert {position for position, _, _ in read} >= set(range(len(PROMPT)))
@@ -176,32 +168,14 @@ def test_auto_tries_a_head_again_in_the_same_text():
     assert drafting.draft_seconds(np.ones(1), text, plain=1.0) == pytest.approx(missed / LAYERS)
 
 
-def texts_of(scheduler, prompts, temperature):
-    """Tokens for all prompts at once, 12 each."""
-    texts, ended = [[] for _ in prompts], []
-    for number, prompt in enumerate(prompts):
-
-        def emit(event, text=texts[number]):
-            if isinstance(event, Wrote):
-                text += event.step.tokens
-            elif isinstance(event, Ended):
-                ended.append(event.error)
-
-        scheduler.submit(Request(prompt, SamplingParams(temperature, seed=number), max_tokens=12), emit)
-    while len(ended) < len(prompts):
-        scheduler.step()
-    scheduler.close()
-    assert ended == [None] * len(prompts)
-    return texts
-
-
 def test_several_texts_and_second_turns_share_a_head():
     prompts = [PROMPT, [0, 7, 8, 7, 8], [*PROMPT, 3, 3], [0, 7, 8, 7, 8, 1, 2]]
+    requests = [Request(prompt, SamplingParams(0.7, seed=i), max_tokens=12) for i, prompt in enumerate(prompts)]
     found = []
     for name, count in (("none", 1), ("specexec", 2)):
         target, head = Target(sessions=count), HeadOfTest(sessions=count)
         planners = [make_planner(name, [target, *([head] if name != "none" else [])]) for _ in range(count)]
-        found.append(texts_of(Scheduler(target, planners, budget=8), prompts, 0.7))
+        found.append(served(Scheduler(target, planners, budget=8), requests)[0])
     assert found[0] == found[1]
     assert head.rows
 

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
-from alone import written
+from alone import served, written
 from auto_planners import auto_planner
 from reference.backend import ReferenceBackend, random_model
 from simulated import COSTS, Clock, Run, Timed
@@ -20,7 +20,6 @@ from edgespec.planners.choice import make_planner
 from edgespec.planners.ledger import Ledger
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.scheduler.events import Wrote
 from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 
@@ -77,16 +76,6 @@ def test_the_default_is_hardly_slower_than_plain_decoding(cost, agreement, remem
     found = [run(cost, agreement, remembered, ways, load, slow, noise, seed).sequence(512) for seed in range(SEEDS)]
     ratios = {tokens: fmean(speed(steps, tokens) for steps in found) for tokens in (32, 128, 512)}
     assert {tokens: ratio for tokens, ratio in ratios.items() if ratio < LEAST[tokens]} == {}
-
-
-def serve(target, planners, pace, prompts, tokens, budget=16):
-    """Requests at once, to their ends; returns what was told of the first one."""
-    scheduler, found = Scheduler(target, planners, budget=budget, pace=pace), []
-    for i, prompt in enumerate(prompts):
-        scheduler.submit(Request(prompt, SamplingParams(), tokens), lambda event, i=i: i or found.append(event))
-    while scheduler.active or scheduler.waiting:
-        scheduler.step()
-    return found
 
 
 class Free(Ledger):
@@ -190,7 +179,8 @@ def test_requests_at_once_wait_little_for_a_draft_that_is_unsure(count, monkeypa
             state.draft.add(nodes, 0.008 + 0.004 * nodes, 50)
         made = [SpecExecPlanner(draft, cost=state.draft) if planned else NonePlanner() for _ in range(count)]
         planners = [auto_planner("auto", state, draft=one) if planned else one for one in made]
-        serve(target, planners, state if planned else None, [[5 + i, 9] for i in range(count)], 150)
+        requests = [Request([5 + i, 9], SamplingParams(), 150) for i in range(count)]
+        served(Scheduler(target, planners, budget=16, pace=state if planned else None), requests)
         return clock.now
 
     assert seconds(planned=True) <= 1.03 * seconds(planned=False)
@@ -225,14 +215,14 @@ def test_what_batches_of_recurrent_models_read_again_is_no_plain_decoding(monkey
             model, clock, lambda nodes: 0.55 + 0.225 * nodes, context_length=300, sessions=count, max_leaves=8
         )
         target.vocab.eog_ids = frozenset()
-        found = serve(target, planners, pace, [[5, 9]] * count, 150, budget=4)
-        return clock.now, [5, 9, *(one.token_id for event in found if isinstance(event, Wrote) for one in event.chunks)]
+        scheduler = Scheduler(target, planners, budget=4, pace=pace)
+        return [5, 9, *served(scheduler, [Request([5, 9], SamplingParams(), 150)] * count)[0][0]], clock.now
 
-    plain, text = write([NonePlanner() for _ in range(count)], None)
+    text, plain = write([NonePlanner() for _ in range(count)], None)
     for nodes in (1, 2, 8):  # as if rows were cheap
         state.target.add(nodes, 0.7 + 0.03 * nodes)
     monkeypatch.setattr(Ledger, "add", noting)
-    seconds, same = write([auto_planner("auto", state, Guess()) for _ in range(count)], state)
+    same, seconds = write([auto_planner("auto", state, Guess()) for _ in range(count)], state)
     assert same == text
     assert {seconds for way, seconds in entered if way is None} <= {1.0, 0.775}  # two sequences, or the last one
     assert ("batch", 1.9) in entered
@@ -249,7 +239,8 @@ def test_what_planners_learn_from_shared_passes_is_charged(monkeypatch):
     target = Timed(model, clock, lambda nodes: 1.0, context_length=100, sessions=2)
     target.vocab.eog_ids = frozenset()
     planners = [auto_planner("auto", state, Seeing()) for _ in range(2)]
-    serve(target, planners, state, [[5, 9], [6, 9]], 40)
+    requests = [Request(prompt, SamplingParams(), 40) for prompt in ([5, 9], [6, 9])]
+    served(Scheduler(target, planners, budget=8, pace=state), requests)
     assert state.ledger(2).accounts["batch"].lost > 0
     assert state.learning_seconds == 0
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from alone import served
 from reference.backend import ReferenceBackend, random_model
 from simulated import Clock, Timed
 
@@ -11,7 +12,6 @@ from edgespec.loop.tree import Proposal, Source, make_tree
 from edgespec.model import Model
 from edgespec.planners.auto import AutoPlanner, new_auto_state
 from edgespec.planners.choice import PLANNERS, Method, check_planner, make_planner
-from edgespec.scheduler.events import Ended, Wrote
 from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 
@@ -70,23 +70,10 @@ def target(sessions=1):
 
 def generated(planners, temperature, budget=9):
     """Outputs of all prompts, by a scheduler with these planners; and the trees that were verified."""
-    outputs, trees, ended = [[] for _ in PROMPTS], [], []
     scheduler = Scheduler(target(len(planners)), planners, budget=budget)
-    for number, prompt in enumerate(PROMPTS):
-
-        def emit(event, number=number):
-            if isinstance(event, Wrote):
-                outputs[number] += event.step.tokens
-                trees.append(event.step.tree)
-            elif isinstance(event, Ended):
-                ended.append(event.error)
-
-        scheduler.submit(Request(prompt, SamplingParams(temperature, seed=number), max_tokens=40), emit)
-    while len(ended) < len(PROMPTS):
-        scheduler.step()
-    scheduler.close()
-    assert ended == [None] * len(PROMPTS)
-    return outputs, trees
+    requests = [Request(prompt, SamplingParams(temperature, seed=i), max_tokens=40) for i, prompt in enumerate(PROMPTS)]
+    outputs, steps, _ = served(scheduler, requests)
+    return outputs, [step.tree for one in steps for step in one]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
