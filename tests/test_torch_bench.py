@@ -82,12 +82,12 @@ def test_the_deadline():
     assert len(report.rows) == 1
 
 
-def test_a_model_on_two_cards(cards, tmp_path):
+def test_a_model_on_two_cards(cards):
     """It is compared with the same model on one."""
     cards(GIB << 3)
-    assert "two GPUs" not in measures(torch.device("cuda:0"), HostCopies, tmp_path)
+    assert "two GPUs" not in measures(torch.device("cuda:0"), HostCopies)
     cards(GIB << 3, GIB << 3)
-    found = measures(torch.device("cuda:0"), HostCopies, tmp_path)["two GPUs"]()
+    found = measures(torch.device("cuda:0"), HostCopies)["two GPUs"]()
     assert found.value > 0
     assert found.text.endswith("; 0 of 4096 logits differ")
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any, cast
 from unittest.mock import patch
@@ -31,7 +30,6 @@ from edgespec.backends.torch.offload import (
     pin_memory,
     unpin_memory,
 )
-from safetensors.torch import load, save
 
 from benchmarks.to_try import Seen, equal_sizes, row_classes, seen_with
 from edgespec.errors import UsageError
@@ -268,13 +266,12 @@ def layer_costs(
     return {nodes: (one[nodes] - (first - 1) * more[nodes], more[nodes]) for nodes in sizes}
 
 
-def measures(device: Any, copies: Copies, folder: Path) -> dict[str, Callable[[], Seen]]:
+def measures(device: Any, copies: Copies) -> dict[str, Callable[[], Seen]]:
     """Measures for the questions of `to_try.GPU`.
 
     Args:
         device: where models compute.
         copies: as for `measure`.
-        folder: for files of some seconds.
     """
     make = partial(_make, device, copies)
     return {
@@ -283,7 +280,6 @@ def measures(device: Any, copies: Copies, folder: Path) -> dict[str, Callable[[]
         "capped scores": lambda: peak_of_capped(device, copies),
         "row classes": lambda: seen_with(make, row_classes),
         "equal sizes": lambda: seen_with(make, equal_sizes),
-        "4-bit folder": lambda: compare_folders(device, folder),
     } | ({"two GPUs": lambda: compare_split(device, copies)} if torch.cuda.device_count() > 1 else {})
 
 
@@ -369,26 +365,6 @@ def compare_split(device: Any, copies: Copies) -> Seen:
         backend.close()
     ratio, wrong = seconds[1] / seconds[0], int((rows[0] != rows[1]).sum())
     return Seen(ratio, f"{ratio:.2f}; {wrong} of {rows[0].size} logits differ")
-
-
-def compare_folders(device: Any, folder: Path) -> Seen:
-    """Store a model's quantised layers as bitsandbytes does, load both, and compare logits."""
-    from bitsandbytes.functional import quantize_4bit
-    from edgespec.backends.torch.nf4 import NF4Linear, linears
-
-    loaded = random_model(_small(device), "bfloat16", device)
-    for _, _, linear, _ in linears(loaded.model.layers[0]):
-        weight = linear.weight.detach().to(device)
-        codes, state = quantize_4bit(weight, quant_type="nf4", blocksize=64)
-        file = folder / "stored.safetensors"
-        parts = {f"weight.{name}": value.cpu() for name, value in state.as_dict(packed=True).items()}
-        file.write_bytes(save(parts | {"weight": codes.cpu()}))
-        stored, made = NF4Linear(linear), NF4Linear.quantised(linear.to(device))
-        stored.take(load(file.read_bytes()))
-        x = torch.ones(3, weight.shape[1], dtype=torch.bfloat16, device=device)
-        if not torch.equal(stored.to(device)(x), made.to(device)(x)):
-            return Seen(False, "other values")
-    return Seen(True, "yes")
 
 
 def known(reports: Sequence[Report]) -> dict[str, Seen]:

@@ -121,10 +121,6 @@ GPU = {
         "pass over 64 nodes: time with half of the layers on a second GPU / on one", lambda value: value < 1.2,
         "crossing GPUs costs little", "a layer on a second GPU should be compared with a streamed one",
     ),
-    "4-bit folder": Question(
-        "a 4-bit folder has the bits of nf4 made at load", bool, "4-bit folders of the hub can be used",
-        "stored 4-bit weights are read wrongly",
-    ),
 }  # fmt: skip
 
 

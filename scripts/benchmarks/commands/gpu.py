@@ -3,7 +3,6 @@
 import json
 from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -76,9 +75,8 @@ def command(device: str, gpu_memory: str, layers: int, dtypes: tuple[str, ...], 
         reports.append(report)
         found["formats"].append(report.as_dict())
         write_whole(out, json.dumps(found, indent=2) + "\n")
-    with TemporaryDirectory(dir=".") as folder:
-        measures = {} if tiny else measuring.measures(place, copies, Path(folder))
-        click.echo(to_try.answers("To try", to_try.GPU, measures, measuring.known(reports)))
+    measures = {} if tiny else measuring.measures(place, copies)
+    click.echo(to_try.answers("To try", to_try.GPU, measures, measuring.known(reports)))
     click.echo(f"Figures: {out}; {perf_counter() - started:.0f} s")
 
 
