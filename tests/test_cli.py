@@ -23,7 +23,7 @@ import edgespec
 from edgespec.cli import terminal
 from edgespec.cli.commands import cli
 from edgespec.loading import exact
-from edgespec.loading.pair import WIDEST, choose_pair, open_backends
+from edgespec.loading.pair import WIDEST, open_backends, plan_pair
 from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.machine import measurements as remembered
 from edgespec.measure import bench, doctor
@@ -477,7 +477,7 @@ def test_bench_and_doctor_load_a_model_that_may_stream_as_run_does(
         run(*bench_of_reference, *more)
         assert loaded.pop().widest == 0
     monkeypatch.setattr(
-        doctor, "choose_pair", lambda *about, **more: loaded.append(about[3]) or choose_pair(*about, **more)
+        doctor, "plan_pair", lambda *about, **more: loaded.append(about[3]) or plan_pair(*about, **more)
     )
     for more, widest in ([], WIDEST), (["--budget", "64"], 0), (given[2:], WIDEST):
         run("doctor", model, *REFERENCE, *more)

@@ -172,15 +172,16 @@ def with_head(names: Sequence[str], paths: Sequence[str], draft: str, options: L
     return replace(options, own_head=own, draft_files=() if own else tuple(paths[1:]))
 
 
-def choose_pair(
+def plan_pair(
     entry: Entry,
     draft: str | None,
     models_file: str | None,
     options: LoadOptions,
     *,
+    now: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> PairPlan:
-    """The pair without its plan. Arguments and errors as for `open_backends`."""
+    """Arguments and errors as for `open_backends`; without `now` it is left to `PairPlan.planned`."""
     check_choice(options.exact)
     sources = [entry.target, *([find_draft(draft, entry, models_file).target] if draft else [])]
     here = this_machine()
@@ -189,23 +190,14 @@ def choose_pair(
     paths = [local_path(source, models_file, say=say) for source in sources]
     refuse_head_folder(paths[0])
     if draft and (draft in OWN or _has_head(names, paths)):
-        return PairPlan(names, paths, with_head(names, paths, draft, options))
-    if method := find_approximate(options.approximate):
-        method.check_engines(names)
-    pair = PairPlan(names, paths, options)
-    return replace(pair, options=replace(options, draft_files=tuple(paths[1:]))) if pair.at_once else pair
-
-
-def plan_pair(
-    entry: Entry,
-    draft: str | None,
-    models_file: str | None,
-    options: LoadOptions,
-    *,
-    say: Callable[[str], None] = lambda text: None,
-) -> PairPlan:
-    """Arguments and errors as for `open_backends`."""
-    return choose_pair(entry, draft, models_file, options, say=say).planned()
+        pair = PairPlan(names, paths, with_head(names, paths, draft, options))
+    else:
+        if method := find_approximate(options.approximate):
+            method.check_engines(names)
+        pair = PairPlan(names, paths, options)
+        if pair.at_once:
+            pair = replace(pair, options=replace(options, draft_files=tuple(paths[1:])))
+    return pair.planned() if now else pair
 
 
 def _has_head(names: Sequence[str], paths: Sequence[str]) -> bool:

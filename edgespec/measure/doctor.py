@@ -18,10 +18,10 @@ from edgespec.loading.pair import (
     choose_budget,
     choose_context,
     choose_draft,
-    choose_pair,
     choose_widest,
     close_all,
     load_pair,
+    plan_pair,
     remembered_paces,
 )
 from edgespec.loading.timed_pass import Pass, time_pass
@@ -128,7 +128,7 @@ def diagnose(
         widest=choose_widest(budget, entry), memory=memory, kv_type=kv_type,
         exact=exact, lenders=tuple(lenders or ()),
     )  # fmt: skip
-    pair = choose_pair(entry, draft, models_file, options, say=say)
+    pair = plan_pair(entry, draft, models_file, options, now=False, say=say)
     engine, path = pair.names[0], pair.paths[0]
     if len(set(pair.names)) > 1 or len({Path(one).is_dir() for one in pair.paths}) > 1:
         raise UsageError("doctor looks at a pair on one engine: target and draft must both be GGUF files, or folders")
@@ -152,7 +152,7 @@ def diagnose(
         by_head=pair.head and draft != OWN_LAYERS,
         remembered=remembered_paces(path),
     )
-    target_alone = choose_pair(entry, None, models_file, options, say=say)
+    target_alone = plan_pair(entry, None, models_file, options, now=False, say=say)
     try:
         try:
             _try(found, pair, target_alone, say)
