@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from alone import served, written
+from alone import before_passes, served, written
 from auto_planners import auto_planner
 from reference.backend import ReferenceBackend, perturbed, random_model
 
@@ -54,13 +54,8 @@ def wait_for(flag, seconds):
 
 def uneven(engine, seed, pause=0.002):
     """The same with passes that take some random time, and can be ended within it."""
-    draw, forward = random.Random(seed), engine.forward
-
-    def delayed(batch):
-        wait_for(engine.stop, draw.random() * pause)
-        return forward(batch)
-
-    engine.forward = delayed
+    draw = random.Random(seed)
+    before_passes(engine, lambda batch: wait_for(engine.stop, draw.random() * pause))
     return engine
 
 
@@ -99,14 +94,7 @@ def test_the_text_is_plain_decodings(name, kind, sampling):
 
 def patient(engine, planner):
     """The same with passes over trees that wait until the draft has nothing more to read."""
-    forward = engine.forward
-
-    def waiting(batch):
-        if planner._thread._task:
-            wait([planner._thread._task], 60)
-        return forward(batch)
-
-    engine.forward = waiting
+    before_passes(engine, lambda batch: planner._thread._task and wait([planner._thread._task], 60))
     return engine
 
 
@@ -232,17 +220,16 @@ def test_pearls_draft_does_not_give_way_to_the_target(kind, gives_way, monkeypat
 def long_pass(seconds):
     """A draft, its thread, and a task of one pass, which takes so long unless it is interrupted."""
     draft, begun = backend(), threading.Event()
-    forward, work = draft.forward, Work(draft.open(), np.array([3], np.int32), np.array([-1], np.int32), np.zeros(0))
+    work = Work(draft.open(), np.array([3], np.int32), np.array([-1], np.int32), np.zeros(0))
 
     def slow(works):
         begun.set()
         wait_for(draft.stop, seconds)
-        return forward(works)
 
     def steps():
         yield Wanted(draft, work)
 
-    draft.forward = slow
+    before_passes(draft, slow)
     worker = DraftThread(draft, nice=False)
     return draft, worker, lambda: worker.pass_on(steps()), begun
 
@@ -304,22 +291,21 @@ def test_a_target_that_fails_ends_the_drafts_pass():
 @pytest.mark.parametrize(("stops", "told"), [(True, KeyboardInterrupt), (False, ModelError)])
 def test_an_error_of_the_draft_is_told_but_does_not_replace_ctrl_c(stops, told):
     target, broken = backend(), backend(DRAFTS["good"])
-    failed, forward = threading.Event(), broken.forward
+    failed = threading.Event()
 
     def fails(batch):
-        if threading.current_thread() is threading.main_thread():
-            return forward(batch)
-        failed.set()
-        raise ModelError("the draft is broken")
+        if threading.current_thread() is not threading.main_thread():
+            failed.set()
+            raise ModelError("the draft is broken")
 
     def stopped(batch):
         if not any(work.prompt for work in batch):
             assert failed.wait(20)
             if stops:
                 raise KeyboardInterrupt
-        return ReferenceBackend.forward(target, batch)
 
-    broken.forward, target.forward = fails, stopped
+    before_passes(broken, fails)
+    before_passes(target, stopped)
     planner = AheadPlanner(broken, depth=6, nice=False)
     with pytest.raises(told, match=None if stops else "the draft is broken"):
         write(planner, SAMPLINGS[0], target)

@@ -285,9 +285,3 @@ def test_the_old_argument_for_the_order_is_taken_with_a_warning() -> None:
         pytest.raises(EdgespecError, match="there is no such file"),
     ):
         edgespec.load("nothing.gguf", first_come=True)
-
-
-@pytest.mark.parametrize("option", ["keep", "top_up", "forks"])
-def test_settings_of_going_ahead_are_no_options_of_planners(option: str) -> None:
-    with pytest.raises(UsageError, match=f"there is no argument '{option}'"):
-        edgespec.load("x.gguf", draft="y.gguf", planner="specexec", **{option: 0})

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from alone import generation_of
+from alone import before_passes, generation_of
 from contract import chain_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,14 +99,8 @@ def test_plain_decoding_owes_nothing():
 def test_tokens_that_are_owed_stay_few(planner):
     """Steps, and passes of their own, bring the state on, however often guesses prove wrong."""
     target, draft = ReferenceBackend(MODEL, max_leaves=8), ReferenceBackend(perturbed(MODEL, 0.4, 2), max_leaves=8)
-    guesses, session, seen = PLANNERS[planner](draft, lambda low, high: min(high, 4)), target.open(), []
-    forward = target.forward
-
-    def watched(batch):
-        seen.append(session.unread_committed)
-        return forward(batch)
-
-    target.forward = watched
+    guesses, session = PLANNERS[planner](draft, lambda low, high: min(high, 4)), target.open()
+    seen = before_passes(target, lambda batch: session.unread_committed)
     sampling = SamplingParams(temperature=1.0, seed=3)
     write(target, guesses, [0, 4, 8], sampling, session=session, max_tokens=60, stop_ids=frozenset())
     assert max(seen) > 0

@@ -19,11 +19,7 @@ def opened(kind="sssd", slots=4):
     target = ReferenceBackend(random_model(2, vocab_size=258), sessions=slots, context_length=300)
     target.model.unembedding[1] = 0  # texts seldom end early
     pace = new_auto_state(False)
-    make = {
-        "none": NonePlanner,
-        "sssd": SssdPlanner,
-        "auto": lambda: auto_planner("auto", pace, SssdPlanner()),
-    }[kind]
+    make = {"none": NonePlanner, "sssd": SssdPlanner, "auto": lambda: auto_planner("auto", pace, SssdPlanner())}[kind]
     return Model(target, [make() for _ in range(slots)], budget=8, pace=pace if kind == "auto" else None)
 
 
