@@ -305,18 +305,23 @@ def test_a_batchs_drafting_is_charged_where_it_may_draft_also_where_no_draft_tok
     assert 0 < spent < 10
 
 
-def test_agreement_is_counted_along_the_text():
+@pytest.mark.parametrize(
+    ("count", "tokens", "counted"),
+    [
+        (3, [7, 9, 5], (2, 2)),  # below node 3 nothing was asked
+        (3, [8, 1], (0, 1)),
+        (3, [4], (0, 1)),
+        (3, [7, 1], (1, 2)),
+        (2, [7, 1], (1, 1)),  # node 3 would not have been sent
+        (0, [4], (0, 0)),
+    ],
+)
+def test_agreement_is_counted_along_the_text(count, tokens, counted):
     #            0
     #       1 (7)   2 (8)
     #       3 (9)
     tree = make_tree([0, 7, 8, 9], [-1, 0, 0, 1], np.log([1.0, 0.6, 0.3, 0.5]))
-    nodes = np.arange(1, 4)
-    assert agreed(tree, nodes, [7, 9, 5]) == (2, 2)  # below node 3 nothing was asked
-    assert agreed(tree, nodes, [8, 1]) == (0, 1)
-    assert agreed(tree, nodes, [4]) == (0, 1)
-    assert agreed(tree, nodes, [7, 1]) == (1, 2)
-    assert agreed(tree, nodes[:2], [7, 1]) == (1, 1)  # node 3 would not have been sent
-    assert agreed(make_tree([0], [-1], [0.0]), np.arange(0), [4]) == (0, 0)
+    assert agreed(tree, np.arange(1, 1 + count), tokens) == counted
 
 
 def test_a_share_begins_with_a_belief_and_forgets():

@@ -106,14 +106,17 @@ def generated(planner, temperature, max_tokens=24, budget=8, rests=0):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", ["specexec", "chain"])
-def test_text_with_a_head_is_plain_decodings_and_committed_tokens_are_read_from_the_targets_states(name, temperature):
-    head = HeadOfTest()
-    tokens = generated(make_planner(name, [Target(), head]), temperature)
-    assert tokens == generated(make_planner("none", [Target()]), temperature)
+@pytest.mark.parametrize(("name", "rests"), [("specexec", 0), ("chain", 0), ("specexec", 30)])
+def test_text_with_a_head_is_plain_decodings_and_committed_tokens_are_read_from_the_targets_states(
+    name, rests, temperature
+):
+    """Also those that it missed while it was not asked."""
+    head, most = HeadOfTest(), 24 + rests
+    tokens = generated(make_planner(name, [Target(), head]), temperature, most, rests=rests)
+    assert tokens == generated(make_planner("none", [Target()]), temperature, most)
     states = states_of(tokens)
     read = [(position, token, state) for position, token, committed, state in head.rows if committed]
-    assert {position for position, _, _ in read} >= set(range(len(PROMPT)))
+    assert {position for position, _, _ in read} >= set(range(len(PROMPT) + rests))
     for position, token, state in read:
         assert token == tokens[position]
         np.testing.assert_array_equal(state, states[position - 1] if position else np.zeros(SIZE))
@@ -143,16 +146,6 @@ def test_a_head_reads_nothing_of_a_plain_request():
     assert generated(planner, 0.7, budget=0) == usual
     assert (head.rows, head.given) == ([], 0)
     assert generated(planner, 0.7) == usual
-
-
-def test_a_head_that_was_not_asked_for_a_while_reads_what_it_missed_from_the_targets_states():
-    head = HeadOfTest()
-    tokens = generated(make_planner("specexec", [Target(), head]), 0.8, max_tokens=60, rests=30)
-    states = states_of(tokens)
-    read = [(position, state) for position, _, committed, state in head.rows if committed]
-    assert {position for position, _ in read} >= set(range(len(PROMPT) + 30))
-    for position, state in read:
-        np.testing.assert_array_equal(state, states[position - 1] if position else np.zeros(SIZE))
 
 
 def test_auto_tries_a_head_again_in_the_same_text():

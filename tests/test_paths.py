@@ -111,10 +111,15 @@ def best_tree(tree, spent, cost, **options):
 
 
 class TestWhatPays:
-    def test_nodes_that_are_free_all_stay(self):
-        tree, rate = best_tree(wide_tree(), 0.0, curve(0.0), max_leaves=8, unread=0)
-        assert len(tree) == 9
-        assert rate == pytest.approx(np.exp(wide_tree().log_probs).sum())
+    @pytest.mark.parametrize(
+        ("slope", "leaves", "nodes"),
+        [(0.0, 8, 9), (0.0, 2, 7), (1.0, 8, 1)],  # all that are free and fit; none where rows cost as much as passes
+    )
+    def test_nodes_stay_where_they_are_free_and_fit(self, slope, leaves, nodes):
+        tree, rate = best_tree(wide_tree(), 0.0, curve(slope), max_leaves=leaves, unread=0)
+        assert len(tree) == nodes
+        assert rate == pytest.approx(np.exp(tree.log_probs).sum())
+        assert rows_of(tree.parents, 0) <= leaves * (1 + int(tree.depth.max()))
 
     def test_paths_cost_more_than_nodes(self):
         """Where rows cost, a tree is cut to fewer branches than if nodes were computed once."""
@@ -127,15 +132,6 @@ class TestWhatPays:
         few, _ = best_tree(wide_tree(), 0.0, curve(0.02), max_leaves=8, unread=0)
         many, _ = best_tree(wide_tree(), 0.0, curve(0.02), max_leaves=8, unread=12)
         assert len(many) < len(few)
-
-    def test_nothing_pays_where_rows_cost_as_much_as_passes(self):
-        tree, rate = best_tree(wide_tree(), 0.0, curve(1.0), max_leaves=8, unread=0)
-        assert len(tree) == 1
-        assert rate == 1.0
-
-    def test_the_limit_of_paths_holds(self):
-        tree, _ = best_tree(wide_tree(), 0.0, curve(0.0), max_leaves=2, unread=0)
-        assert rows_of(tree.parents, 0) == 2 * (1 + int(tree.depth.max()))
 
 
 def best_of(tree, size, leaves):
