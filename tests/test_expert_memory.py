@@ -13,13 +13,17 @@ from edgespec.errors import ModelError
 from edgespec.machine.system import READ_SIZE, memory_step, open_direct, own_buffer, read_unaligned
 from edgespec.weights import direct_io as direct
 from edgespec.weights.expert_memory import ExpertMemory
-from edgespec.weights.experts import ExpertLayer
-from edgespec.weights.plan import Tensor
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is moved on Linux only")
+from edgespec.weights.experts import SMALL, ExpertLayer
+from edgespec.weights.plan import Pool, Tensor
 
 LAYERS, COUNT = 4, 6
-SIZES = {"aligned": (8192, 12288, 4096), "sectors": (1536, 512 * 2113, 4608), "odd": (1001, 700001, 5003)}
+SIZES = {"aligned": (32768, 20480, 4096), "sectors": (1536, 512 * 2113, 4608), "odd": (1001, 700001, 50003)}
+POOLS = {  # by name, from the smallest to one that holds all
+    "one layer": [Pool((0, 1, 2, 3), COUNT)],
+    "some": [Pool((0, 1, 2, 3), 2 * COUNT + 1)],
+    "by turns": [Pool((0, 2), COUNT + 2), Pool((1, 3), COUNT)],
+    "all": [Pool((0, 1, 2, 3), LAYERS * COUNT)],
+}
 
 
 @pytest.fixture
@@ -38,146 +42,131 @@ def content(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, list[
     return path, layers, data
 
 
+@pytest.fixture
+def opened(content):
+    """Opens experts of the file in pools."""
+    path, layers, _ = content
+    made = []
+
+    def get(pools: str = "some") -> ExpertMemory:
+        made.append(ExpertMemory([str(path)], layers, POOLS[pools]))
+        return made[-1]
+
+    yield get
+    for memory in made:
+        memory.close()
+
+
 def check(memory: ExpertMemory, data: bytes, number: int, experts: list[int]) -> None:
     """Want these, and look at them."""
     slots = memory.want(number, experts)
     layer = memory.layers[number]
     for weight, tensor in enumerate(layer.tensors):
-        memory.wait(number, weight)
+        memory.wait(number, [weight])
         size = layer.expert_size(weight)
         for expert in experts:
-            found = ctypes.string_at(memory.base(number, weight) + int(slots[expert]) * size, size)
+            found = ctypes.string_at(memory.base(number, weight) + int(slots[expert]) * layer.stride(weight), size)
             assert found == data[tensor.start + expert * size :][:size]
 
 
-def test_what_was_expected_and_did_not_come(content):
-    """Another layer is wanted than the one that was read ahead; its slots and experts are its own."""
-    path, layers, data = content
-    for slots in (0, 2, COUNT):
-        memory = ExpertMemory([str(path)], layers, slots)
-        try:
-            for number in (3, 0, 2):
-                memory.want(0, range(COUNT))
-                memory.wait(0)
-                memory.expect_all(1, 0)
-                memory.expect_all(1, 1)
-                check(memory, data, number, [5, 1, 3])
-                check(memory, data, 1, [0, 2, 4, 5])
-                memory.finish()
-        finally:
-            memory.close()
+@pytest.mark.parametrize("pools", POOLS)
+def test_what_was_expected_and_did_not_come(content, opened, pools):
+    """Another layer is wanted than the one that was read ahead, or fewer experts of it."""
+    memory, data = opened(pools), content[2]
+    for number in (3, 0, 2, 1):
+        memory.want(0, range(COUNT))
+        memory.wait(0)
+        memory.expect(1, range(COUNT))
+        check(memory, data, number, [5, 1, 3])
+        check(memory, data, 1, [0, 2, 4, 5])
+        memory.finish()
+        memory.begin()
+        check(memory, data, 1, [1, 3])
+        memory.finish()
 
 
-def test_fewer_than_were_expected(content):
-    """Of the others one weight was read, or two: they are not in memory."""
-    path, layers, data = content
-    for slots in (0, 2, COUNT):
-        for weights in (1, 2):
-            memory = ExpertMemory([str(path)], layers, slots)
-            try:
-                memory.want(0, range(COUNT))
-                memory.wait(0)
-                for weight in range(weights):
-                    memory.expect_all(1, weight)
-                check(memory, data, 1, [0, 2])
-                memory.finish()
-                memory.begin()
-                check(memory, data, 1, [1, 3, 4, 5])
-                memory.finish()
-            finally:
-                memory.close()
+def test_the_layer_that_is_computed_keeps_its_experts(content, opened):
+    memory, data = opened("one layer"), content[2]
+    for used in ([0, 1, 2], list(range(COUNT))):
+        slots = memory.want(0, used).copy()
+        memory.wait(0)
+        memory.expect(1, used)
+        memory.wait(1)
+        assert memory.want(0, used)[used].tolist() == slots[used].tolist()
+        check(memory, data, 0, used)
+        memory.finish()
 
 
-def test_reads_that_are_slow_when_a_pass_ends(content, monkeypatch):
-    path, layers, data = content
+@pytest.mark.parametrize("pools", ["one layer", "some"])
+def test_reads_that_are_slow_when_a_pass_ends(content, opened, pools, monkeypatch):
+    data = content[2]
 
     def slowly(*arguments: int) -> None:
         time.sleep(0.002)
         read_unaligned(*arguments)
 
     monkeypatch.setattr(direct, "read_unaligned", slowly)
-    memory, rng = ExpertMemory([str(path)], layers, 2), np.random.default_rng(5)
-    try:
-        for _ in range(12):
-            memory.begin()
-            memory.want(int(rng.integers(LAYERS)), rng.permutation(COUNT)[: rng.integers(1, COUNT)].tolist())
-            time.sleep(float(rng.random()) * 0.01)
+    memory, rng = opened(pools), np.random.default_rng(5)
+    for _ in range(12):
+        memory.begin()
+        number = int(rng.integers(LAYERS - 1))
+        wanted = rng.permutation(COUNT)[: rng.integers(1, COUNT)].tolist()
+        memory.want(number, wanted)
+        memory.expect(number + 1, wanted)
+        time.sleep(float(rng.random()) * 0.01)
+        if rng.random() < 0.5:
             memory.finish()  # as if stopped by Ctrl-C
             memory.begin()
-            check(memory, data, int(rng.integers(LAYERS)), rng.permutation(COUNT)[:2].tolist())
-            memory.finish()
-    finally:
-        memory.close()
-
-
-def test_memory_that_cannot_be_moved(content, monkeypatch):
-    path, layers, data = content
-    memory = ExpertMemory([str(path)], layers, 1)
-
-    def fail(number: int, weight: int) -> None:
-        raise OSError("no memory")
-
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(memory, "_move", fail)
-            with pytest.raises(OSError, match="no memory"):
-                memory.want(1, [0, 3])
-            memory.finish()
-        check(memory, data, 1, [0])
-        check(memory, data, 1, [0, 3, 4])
-    finally:
-        memory.close()
+        check(memory, data, int(rng.integers(LAYERS)), rng.permutation(COUNT)[:2].tolist())
+        memory.finish()
 
 
 @pytest.mark.parametrize("content", SIZES, indirect=True)
-@pytest.mark.parametrize("slots", [0, 1, 3, COUNT])
-def test_any_passes(content, slots):
+@pytest.mark.parametrize("pools", POOLS)
+def test_any_passes(content, opened, pools):
     """Few and many experts by turns, with and without reading ahead, passes given up in the middle."""
-    path, layers, data = content
-    rng = np.random.default_rng(slots)
-    memory = ExpertMemory([str(path)], layers, slots)
-    try:
-        memory.fill(rng.random((LAYERS, COUNT)).tolist(), lambda done, total: None)
-        assert memory.bytes_read == slots * sum(layer.bytes_each for layer in layers)
-        for _ in range(8):
-            memory.begin()
-            many = rng.random() < 0.5
-            for number in range(rng.integers(1, LAYERS + 1)):
-                experts = rng.permutation(COUNT)[: COUNT if many else rng.integers(1, COUNT + 1)].tolist()
-                check(memory, data, number, experts)
-                if many and number + 1 < LAYERS:
-                    for weight in range(rng.integers(0, 3)):
-                        memory.expect_all(number + 1, weight)
-            memory.finish()
-    finally:
-        memory.close()
-
-
-def test_what_is_in_memory_is_not_read_again(content):
-    path, layers, data = content
-    memory = ExpertMemory([str(path)], layers, 3)
-    try:
-        check(memory, data, 0, [1, 2])
-        before = memory.bytes_read
-        check(memory, data, 0, [2, 1])
-        assert memory.bytes_read == before
-        check(memory, data, 0, [1, 5])
-        assert memory.bytes_read == before + layers[0].bytes_each
-        assert (memory.wanted, memory.hits) == (6, 3)
-        memory.want(0, range(COUNT), score=False)  # a prompt
-        memory.wait(0)
+    _, layers, data = content
+    rng, memory = np.random.default_rng(len(pools)), opened(pools)
+    memory.fill(rng.random((LAYERS, COUNT)).tolist(), lambda done, total: None)
+    assert memory.bytes_read == sum(pool.slots for pool in POOLS[pools]) * layers[0].bytes_each
+    for _ in range(8):
+        memory.begin()
+        many = rng.random() < 0.5
+        for number in range(rng.integers(1, LAYERS + 1)):
+            experts = rng.permutation(COUNT)[: COUNT if many else rng.integers(1, COUNT + 1)].tolist()
+            check(memory, data, number, experts)
+            if many and number + 1 < LAYERS and rng.random() < 0.7:
+                memory.expect(number + 1, experts)
         memory.finish()
-        read = memory.bytes_read
-        check(memory, data, 0, [1, 2, 5])
-        assert memory.bytes_read == read  # it has pushed nothing out
-    finally:
-        memory.close()
 
 
-def test_a_disk_error_is_one_message_and_the_next_pass_works(content, monkeypatch):
-    path, layers, data = content
-    memory = ExpertMemory([str(path)], layers, 2)
-    broken = True
+def test_what_is_in_memory_is_not_read_again(content, opened):
+    _, layers, data = content
+    memory = opened("some")
+    check(memory, data, 0, [1, 2])
+    before = memory.bytes_read
+    check(memory, data, 0, [2, 1])
+    assert memory.bytes_read == before
+    check(memory, data, 0, [1, 5])
+    assert memory.bytes_read == before + layers[0].bytes_each
+    assert (memory.wanted, memory.hits) == (6, 3)
+
+
+def test_a_prompt_leaves_the_experts_of_its_last_tokens(content, opened):
+    data, memory = content[2], opened("some")
+    for number in range(LAYERS):
+        memory.want(number, range(COUNT), [[0, 1], [2, 3], [4, 5], [4, 3]])
+        memory.wait(number)
+    memory.finish()
+    read = memory.bytes_read
+    for number in range(LAYERS):
+        check(memory, data, number, [3, 4])
+    assert memory.bytes_read == read
+    assert memory.wanted == memory.hits == 2 * LAYERS
+
+
+def test_a_disk_error_is_one_message_and_the_next_pass_works(content, opened, monkeypatch):
+    data, memory, broken = content[2], opened(), True
 
     def read(*arguments: int) -> None:
         if broken:
@@ -185,55 +174,61 @@ def test_a_disk_error_is_one_message_and_the_next_pass_works(content, monkeypatc
         read_unaligned(*arguments)
 
     monkeypatch.setattr(direct, "read_unaligned", read)
-    try:
+    memory.begin()
+    memory.want(1, [0, 3])
+    with pytest.raises(ModelError, match="experts of layer 1 cannot be read: the disk is on fire"):
+        memory.wait(1, [0])
+    memory.finish()
+    broken = False
+    for experts in ([0, 3], [1, 2, 3, 4]):
         memory.begin()
-        memory.want(1, [0, 3])
-        with pytest.raises(ModelError, match="experts of layer 1 cannot be read: the disk is on fire"):
-            memory.wait(1, 0)
+        check(memory, data, 1, experts)
         memory.finish()
-        broken = False
-        for experts in ([0, 3], [1, 2, 3, 4]):
-            memory.begin()
-            check(memory, data, 1, experts)
-            memory.finish()
-    finally:
-        memory.close()
 
 
-def test_a_file_that_shrinks(content):
-    path, layers, data = content
-    memory = ExpertMemory([str(path)], layers, 2)
-    try:
-        check(memory, data, 0, [0])
-        os.truncate(path, 4096)
-        with pytest.raises(ModelError, match="has shrunk"):
-            memory.begin()
-        memory.want(2, [1])
-        with pytest.raises(ModelError, match="must have shrunk"):
-            memory.wait(2, 0)
-        memory.finish()
-        path.write_bytes(data)
+def test_a_file_that_shrinks(content, opened):
+    path, _, data = content
+    memory = opened()
+    check(memory, data, 0, [0])
+    os.truncate(path, 4096)
+    with pytest.raises(ModelError, match="has shrunk"):
         memory.begin()
-        check(memory, data, 2, [1])
-    finally:
-        memory.close()
+    memory.want(2, [1])
+    with pytest.raises(ModelError, match="must have shrunk"):
+        memory.wait(2, [0])
+    memory.finish()
+    path.write_bytes(data)
+    memory.begin()
+    check(memory, data, 2, [1])
 
 
-def test_nothing_is_left_behind(content):
-    path, layers, _ = content
-    files, mapped = (
-        len(os.listdir("/proc/self/fd")),
-        len(Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()),
-    )
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_nothing_is_left_behind(content, opened):
+    def used() -> tuple[int, int]:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        return len(os.listdir("/proc/self/fd")), len(maps)
+
+    files, mapped = used()
     for _ in range(5):
-        memory = ExpertMemory([str(path)], layers, 2)
+        memory = opened()
         memory.want(0, range(COUNT))
         memory.close()
         memory.close()
-    assert len(os.listdir("/proc/self/fd")) == files
-    assert (
-        len(Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()) < mapped + 40
-    )  # stacks of threads are kept for others
+    assert used()[0] == files
+    assert used()[1] < mapped + 40  # stacks of threads are kept for others
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="direct reads of other systems need no alignment here")
+def test_experts_are_read_without_a_copy(content, opened, monkeypatch):
+    """Their weights lie in memory as in the file, whichever layer a slot serves."""
+    data, found = content[2], []
+    monkeypatch.setattr(direct, "read_unaligned", lambda *given: found.append(given) or read_unaligned(*given))
+    memory = opened("one layer")
+    for number in range(LAYERS):
+        check(memory, data, number, list(range(COUNT)))
+    large = [(address, start) for _, address, start, stop, _ in found if stop - start >= SMALL]
+    assert len(large) == 2 * LAYERS * COUNT
+    assert all((address - start) % 512 == 0 for address, start in large)
 
 
 @pytest.fixture(scope="module")

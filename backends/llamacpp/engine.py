@@ -216,7 +216,7 @@ def on_gpus(
 
 def _reads(weights: Plan | None) -> bool:
     """True if a pass reads weights from disk."""
-    return weights is not None and bool(weights.streamed or weights.slots_of_experts >= 0)
+    return weights is not None and bool(weights.streamed or weights.pools)
 
 
 def _is_bitwise(options: LoadOptions, computing: Computing, borrowed: Any) -> bool:
@@ -263,7 +263,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
         size = plan.size.of(model)
         params = size.params(model)
         params.n_threads = params.n_threads_batch = computing["threads"]
-        chosen = weights is not None and weights.slots_of_experts >= 0
+        chosen = weights is not None and bool(weights.pools)
         # Callbacks slow a pass, so they are installed only for streamed weights, for chosen experts, or to skip padding
         # of other experts.
         if hooks and (streams or chosen or not weights):
@@ -282,7 +282,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
             operations = hooks.operations(context, whole=plan.gpu_layers != 0)
             hooks.mixture = open_mixture(path, weights, operations, notes, progress, keep=options.remember)
             if hooks.mixture is None:
-                weights = hooks.streamer.plan = replace(weights, slots_of_experts=-1, pool_bytes=0)
+                weights = hooks.streamer.plan = replace(weights, pools=(), pool_bytes=0)
         if weights:
             notes += filter(None, [f"{weights.line(speed)}; {pinned_note}", weights.warning(speed)])
     except BaseException:

@@ -1,32 +1,29 @@
-"""Experts that threads read from disk into their own memory while a model computes (Linux).
+"""Experts that threads read from disk into pools (`experts.py`) while a model computes; any system.
 
-Every weight (gate, up, down) of every layer has addresses for all experts, but memory only for its pool. The overflow
-is one block of memory per weight, which is moved (mremap) behind the pool of the layer that needs it.
-
-While one weight is computed, the next are read. For a pass that wants nearly all experts, `expect_all` reads those of
-the next layer before its router has chosen.
+While one weight is computed, the next are read. For a pass that wants nearly all experts, `expect` reads those of the
+next layer before its router has chosen.
 """
 
+import ctypes
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from queue import Empty, SimpleQueue
 from time import perf_counter
+
+from numpy.typing import ArrayLike
 
 from edgespec.errors import ModelError
 from edgespec.loop.engines import Progress
 from edgespec.machine.disk import recall_reading
-from edgespec.machine.system import (
-    HUGE,
-    MOVE,
-    check_result,
-    libc,
-    new_memory,
-)
+from edgespec.machine.system import BLOCK, libc, read_buffer
 from edgespec.weights.direct_io import DirectFiles
-from edgespec.weights.experts import ExpertLayer, Residents, SlotArray, overflows, pool_size, skew
-from edgespec.weights.linux import MADV_HUGEPAGE
+from edgespec.weights.experts import ExpertLayer, Residents, SlotArray, pool_size
+from edgespec.weights.plan import Pool
+from edgespec.weights.preload import lock
 
 Load = tuple[int, int]  # number of the layer in `ExpertMemory.layers`, of the weight in `ExpertLayer.tensors`
 
@@ -40,44 +37,61 @@ class _Piece:
     address: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A layer's place in its pool.
+
+    Attributes:
+        residents: of the pool.
+        row: of the layer in it.
+        slots: of the pool.
+        starts: address of slot 0, for each weight.
+    """
+
+    residents: Residents
+    row: int
+    slots: int
+    starts: tuple[int, ...]
+
+    def slots_of(self, experts: Iterable[int]) -> list[int]:
+        """Those of experts that are in memory."""
+        found = self.residents.slots_of(self.row)[list(experts)].tolist()
+        return [slot for slot in found if slot >= 0]
+
+
 class ExpertMemory:
     """All methods belong to the thread that computes; `number` and `weight` are as in `Load`."""
 
-    def __init__(self, paths: Sequence[str], layers: Sequence[ExpertLayer], slots: int) -> None:
+    def __init__(self, paths: Sequence[str], layers: Sequence[ExpertLayer], pools: Sequence[Pool]) -> None:
         """Args:
             paths: files of the model.
             layers: layers whose experts are read; at least one.
-            slots: of every layer's pool.
+            pools: of all these layers.
 
         Raises:
             OSError: a file cannot be opened, or there is no memory.
         """
         self.layers = layers
-        self.residents = [Residents(layer.count, slots) for layer in layers]
         self.wait_seconds = 0.0
         self.bytes_read = 0
         self.wanted = self.hits = 0
-        self._libc = libc()
         self._files = DirectFiles(paths)
         self._queue: SimpleQueue[_Piece | None] = SimpleQueue()
         self._changed = threading.Condition()  # notified when a load is read, when nothing is left, or after an error
         self._left: dict[Load, int] = {}
-        self._loading: dict[Load, list[int]] = {}
+        self._loading: dict[int, set[int]] = {}  # number of the layer -> experts that are being read
         self._unread = 0
         self._error: ModelError | None = None
-        self._overflowing: set[int] = set()
-        self._ahead_of = -1  # the layer of `expect_all`; -1: none
-        self._ahead: list[tuple[int, int]] = []
-        self._begun: set[int] = set()
-        self._ranges: list[tuple[int, int]] = []
+        self._memory: list[memoryview] = []
         self._threads: list[threading.Thread] = []
+        self._places: dict[int, _Place] = {}
         try:
-            self._block_sizes = overflows(layers, slots)
-            self._blocks = [self._reserve(size) for size in self._block_sizes]
-            self._starts = [
-                [self._reserve(pool_size(layer, i, slots) + block) for i, block in enumerate(self._block_sizes)]
-                for layer in layers
-            ]
+            for pool in pools:
+                first = layers[pool.layers[0]]
+                starts = tuple(self._reserve(pool_size(first, i, pool.slots)) for i in range(len(first.tensors)))
+                residents = Residents(len(pool.layers), first.count, pool.slots)
+                for row, number in enumerate(pool.layers):
+                    self._places[number] = _Place(residents, row, pool.slots, starts)
             how = recall_reading(paths[layers[0].tensors[0].file])
             self._read_size = how.size
             for i in range(how.threads):
@@ -89,13 +103,25 @@ class ExpertMemory:
             raise
 
     def _reserve(self, size: int) -> int:
-        address = new_memory(self._libc, size + HUGE)
-        self._ranges.append((address, size + HUGE))
-        self._libc.madvise(address, size + HUGE, MADV_HUGEPAGE)
-        return -(-address // HUGE) * HUGE
+        self._memory.append(read_buffer(size))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory[-1]))
+        if sys.platform == "darwin":  # which compresses memory that looks idle
+            lock(libc(), [(address, size)])
+        return address
 
-    def base(self, number: int, tensor: int) -> int:
-        return self._starts[number][tensor] + skew(self.layers[number], tensor)
+    @property
+    def scores(self) -> list[list[float]]:
+        """Of each layer's experts."""
+        places = [self._places[number] for number in range(len(self.layers))]
+        return [place.residents.scores[place.row].tolist() for place in places]
+
+    def slots(self, number: int) -> int:
+        """Number of slots of the layer's pool."""
+        return self._places[number].slots
+
+    def base(self, number: int, weight: int) -> int:
+        """Address of the layer's experts in slot 0; `ExpertLayer.stride` leads to the next slot."""
+        return self._places[number].starts[weight] + self.layers[number].skew(weight)
 
     def begin(self) -> None:
         """Start a pass, also after one that failed.
@@ -119,82 +145,83 @@ class ExpertMemory:
         Raises:
             ModelError: they cannot be read.
         """
-        done, total = 0, sum(layer.bytes_each for layer in self.layers) * self.residents[0].slots
-        if not total:
-            return
-        for number, residents in enumerate(self.residents):
-            residents.scores[:] = scores[number]
-            best = sorted(range(len(residents.scores)), key=lambda expert: -residents.scores[expert])
-            reads = residents.place(best[: residents.slots], score=False)
-            weights = range(len(self._block_sizes))
-            self._start(number, [reads for _ in weights], weights)
+        for number, place in self._places.items():
+            place.residents.scores[place.row] = scores[number]
+        best = {number: place.residents.best()[place.row] for number, place in self._places.items()}
+        sizes = {number: len(chosen) * self.layers[number].bytes_each for number, chosen in best.items()}
+        done = 0
+        for number, chosen in sorted(best.items()):
+            place = self._places[number]
+            self._start(number, place.residents.place(place.row, chosen, ()))
             self.wait(number)
-            done += self.layers[number].bytes_each * residents.slots
-            progress(done, total)
+            done += sizes[number]
+            if chosen:
+                progress(done, sum(sizes.values()))
 
-    def want(self, number: int, experts: Sequence[int], *, score: bool = True) -> SlotArray:
+    def want(self, number: int, experts: Sequence[int], prompt: ArrayLike | None = None) -> SlotArray:
         """Start to read the chosen experts of a layer; all layers before it must be computed.
 
         Args:
             number: of the layer.
             experts: those chosen, each once.
-            score: this use raises their scores; prefill uses nearly all experts and does not.
+            prompt: [tokens, experts of a token] those chosen by a prompt's tokens, which do not count in `wanted`.
 
         Returns:
             [experts of the layer] the slot of each; -1: not in memory.
-
-        Raises:
-            OSError: memory cannot be moved.
         """
-        residents = self.residents[number]
-        if self._ahead_of not in (-1, number):
-            self.finish()
-        for other in self._overflowing - {number}:
-            self.residents[other].leave_overflow()
-        if score:
+        place = self._places[number]
+        residents, row = place.residents, place.row
+        if prompt is None:
+            residents.use(row, experts)
             self.wanted += len(experts)
-            self.hits += sum(0 <= slot < residents.slots for slot in residents.slots_of(experts).tolist())
-        reads = residents.place(experts, score=score)
-        self._overflowing = {number} if residents.overflowing else set()
-        wanted, weights = set(experts), range(len(self._block_sizes))
-        if residents.overflowing:
-            try:
-                for weight in weights:
-                    self._move(number, weight)
-            except OSError:
-                for expert, _ in reads:
-                    residents.forget(expert)
-                raise
-        for expert, _ in self._ahead:
-            if expert not in wanted:
-                residents.forget(expert)  # only the weights of `expect_all` were read
-        also = [read for read in self._ahead if read[0] in wanted]
-        self._start(number, [reads if weight in self._begun else [*also, *reads] for weight in weights], weights)
-        self._ahead_of, self._ahead, self._begun = -1, [], set()
-        return residents.slots_of(range(len(residents.scores)))
+            self.hits += len(place.slots_of(experts))
+        else:
+            residents.use_in_turn(row, prompt)
+        if missing := self._missing(place, experts):
+            if len(missing) > residents.room(kept := self._kept(place, experts)):
+                self.finish()  # experts that were read ahead have the slots
+                missing, kept = self._missing(place, experts), self._kept(place, experts)
+            self._start(number, residents.place(row, missing, kept))
+        return residents.slots_of(row)
 
-    def expect_all(self, number: int, weight: int) -> None:
-        """Start to read one weight of all experts of the next layer, once that weight's overflow block is free.
+    def expect(self, number: int, used: Sequence[int]) -> None:
+        """Start to read as many experts of a layer as have room beside those that the layer before it uses.
 
-        Raises:
-            OSError: memory cannot be moved.
+        Args:
+            number: of the layer.
+            used: experts of the layer before it.
         """
-        residents = self.residents[number]
-        if not self._begun:
-            self._ahead_of, self._ahead = number, residents.place(range(len(residents.scores)), score=False)
-            self._overflowing.add(number)
-        self._begun.add(weight)
-        self._move(number, weight)
-        self._start(number, [self._ahead], [weight])
+        place, before = self._places[number], self._places[number - 1]
+        wanted = range(self.layers[number].count)
+        kept = self._kept(place, wanted)
+        if before.residents is place.residents:
+            kept = sorted({*kept, *before.slots_of(used)})
+        missing = self._missing(place, wanted)[: place.residents.room(kept)]
+        self._start(number, place.residents.place(place.row, missing, kept))
 
-    def wait(self, number: int, weight: int | None = None) -> None:
-        """Wait until the wanted experts of a layer, or of one of its weights, are in memory.
+    @staticmethod
+    def _missing(place: _Place, experts: Iterable[int]) -> list[int]:
+        slots = place.residents.slots_of(place.row)
+        return [expert for expert in experts if slots[expert] < 0]
+
+    def _kept(self, place: _Place, experts: Iterable[int]) -> list[int]:
+        """Slots of a pool that must not be given away: those of `experts`, and those that threads fill."""
+        with self._changed:
+            loading = {number: list(some) for number, some in self._loading.items()}
+        kept = set(place.slots_of(experts))
+        for number, some in loading.items():
+            if self._places[number].residents is place.residents:
+                kept.update(self._places[number].slots_of(some))
+        return sorted(kept)
+
+    def wait(self, number: int, weights: Sequence[int] | None = None) -> None:
+        """Wait until the wanted experts of a layer, or some of their weights, are in memory.
 
         Raises:
             ModelError: they cannot be read.
         """
         started = perf_counter()
-        loads = [(number, one) for one in (range(len(self._block_sizes)) if weight is None else [weight])]
+        loads = [(number, one) for one in (range(len(self.layers[number].tensors)) if weights is None else weights)]
         with self._changed:
             while any(load in self._left for load in loads) and self._error is None:
                 self._changed.wait()
@@ -203,19 +230,17 @@ class ExpertMemory:
             raise self._error
 
     def finish(self) -> None:
+        """End all reads; experts that were not read completely are missing then."""
         self._drop_pieces()
         with self._changed:
             while self._unread:
                 self._changed.wait()
-            unread = {(number, expert) for (number, _), experts in self._loading.items() for expert in experts}
+            unread = {number: list(experts) for number, experts in self._loading.items()}
             self._left.clear()
             self._loading.clear()
-        unread |= {(self._ahead_of, expert) for expert, _ in self._ahead}
-        for number in self._overflowing:
-            self.residents[number].leave_overflow()
-        for number, expert in unread:
-            self.residents[number].forget(expert)
-        self._overflowing, self._ahead_of, self._ahead, self._begun = set(), -1, [], set()
+        for number, experts in unread.items():
+            for expert in experts:
+                self._places[number].residents.forget(self._places[number].row, expert)
 
     def close(self) -> None:
         self._drop_pieces()
@@ -223,17 +248,8 @@ class ExpertMemory:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
-        for address, size in self._ranges:
-            self._libc.munmap(address, size)
         self._files.close()
-        self._threads, self._ranges = [], []
-
-    def _move(self, number: int, weight: int) -> None:
-        here, size = self._blocks[weight], self._block_sizes[weight]
-        there = self._starts[number][weight] + pool_size(self.layers[number], weight, self.residents[number].slots)
-        if size and here != there:
-            check_result(self._libc.mremap(here, size, size, MOVE, there), "mremap")
-            self._blocks[weight] = there
+        self._threads, self._memory = [], []
 
     def _drop_pieces(self) -> None:
         dropped = 0
@@ -244,15 +260,16 @@ class ExpertMemory:
         with self._changed:
             self._unread -= dropped
 
-    def _start(self, number: int, reads: Sequence[Sequence[tuple[int, int]]], weights: Iterable[int]) -> None:
+    def _start(self, number: int, reads: Sequence[tuple[int, int]]) -> None:
+        if not reads:
+            return
         found = list[_Piece]()
         with self._changed:
-            for weight, some in zip(weights, reads, strict=True):
-                if some:
-                    load, pieces = (number, weight), self._pieces(number, weight, some)
-                    self._left[load] = self._left.get(load, 0) + len(pieces)
-                    self._loading.setdefault(load, []).extend(expert for expert, _ in some)
-                    found += pieces
+            self._loading.setdefault(number, set()).update(expert for expert, _ in reads)
+            for weight in range(len(self.layers[number].tensors)):
+                pieces = self._pieces(number, weight, reads)
+                self._left[number, weight] = self._left.get((number, weight), 0) + len(pieces)
+                found += pieces
             self._unread += len(found)
         for piece in found:
             self._queue.put(piece)
@@ -262,10 +279,10 @@ class ExpertMemory:
         tensor, size = layer.tensors[weight], layer.expert_size(weight)
         for expert, slot in reads:
             start = tensor.start + expert * size
-            shift = self.base(number, weight) + slot * size - start
-            read = self._read_size
-            cuts = [start, *range(start // read * read + read, start + size, read)]
-            for first, last in zip(cuts, [*cuts[1:], start + size], strict=True):
+            shift = self.base(number, weight) + slot * layer.stride(weight) - start
+            count = max(1, round(size / self._read_size))
+            inner = [(start + i * size // count) // BLOCK * BLOCK for i in range(1, count)]
+            for first, last in pairwise([start, *inner, start + size]):
                 found.append(_Piece((number, weight), tensor.file, first, last, first + shift))
         return found
 
@@ -285,6 +302,8 @@ class ExpertMemory:
                     self.bytes_read += piece.stop - piece.start
                     self._left[piece.load] -= 1
                     if not self._left[piece.load]:
-                        del self._left[piece.load], self._loading[piece.load]
+                        del self._left[piece.load]
+                        if not any(load[0] == piece.load[0] for load in self._left):
+                            self._loading.pop(piece.load[0], None)
                 if error is not None or piece.load not in self._left or not self._unread:
                     self._changed.notify()

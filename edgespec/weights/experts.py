@@ -1,12 +1,13 @@
 """Mixtures of experts larger than memory: which experts lie in memory, and where; nothing is read here.
 
-Only a layer's router knows which few experts a token uses, so each layer has a *pool* in memory, with `slots` experts:
+Only a layer's router knows which few experts a token uses. Layers whose experts have equal sizes share *pools*:
 
-    hit         a wanted expert that lies in the pool
-    miss        a wanted expert that must be read; it takes the slot with the lowest score
-    overflow    further slots, for passes that want more experts than the pool has; moves from layer to layer
+    slot    memory of one expert of any layer of its pool
+    hit     a wanted expert that lies in a slot
+    miss    a wanted expert that must be read; it takes the slot with the lowest score in the pool
 
-An engine computes an expert's address from its number, so it is given the number of its slot instead.
+A pool has a slot for each expert of a layer at least, so whatever a layer wants has room. An engine computes an
+expert's address from its number, so it is given the number of its slot instead.
 """
 
 import re
@@ -19,11 +20,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from edgespec.machine.system import HUGE
-from edgespec.weights.plan import Tensor, layer_of
+from edgespec.weights.plan import Pool, Tensor, layer_of
 
-FADING = 0.9  # factor on scores per pass: see docs/measured.md
-NAME = re.compile(r"blk\.\d+\.ffn_(gate|up|gate_up|down)_exps\.weight")
-ORDER = ("gate_up", "gate", "up", "down")
+FADING = 0.9  # factor on scores per pass, and per token of a prompt: see docs/measured.md
+FADED = 64  # tokens of a prompt, after which a score is nothing
+MOST_SLOTS = 1024  # of a pool: an engine takes time for each slot, and GPUs of Metal and Vulkan no more
+SMALL = 4 * PAGESIZE  # bytes; smaller weights of an expert, such as biases, lie close together
+STEPS = 1024  # in which a pool's size is chosen
+NAME = re.compile(r"blk\.\d+\.ffn_(gate|up|gate_up|down)_exps\.(weight|bias)")
+ORDER = [f"{part}.{kind}" for part in ("gate_up", "gate", "up", "down") for kind in ("weight", "bias")]
 
 SlotArray = NDArray[np.int32]
 
@@ -34,19 +39,41 @@ class ExpertLayer:
     Attributes:
         index: of the layer in the model.
         count: experts.
-        tensors: one for each weight (gate, up, down), with all experts; in the order of use.
+        tensors: one for each weight and bias (gate, up, down), with all experts; in the order of use.
     """
 
     index: int
     count: int
     tensors: tuple[Tensor, ...]
 
+    def with_bias(self, number: int) -> list[int]:
+        """Numbers of a weight and of its bias."""
+        name = self.tensors[number].name.rpartition(".")[0]
+        return [i for i, tensor in enumerate(self.tensors) if tensor.name.rpartition(".")[0] == name]
+
     def expert_size(self, number: int) -> int:
         return self.tensors[number].size // self.count
+
+    def stride(self, number: int) -> int:
+        """Bytes from one slot to the next: a page more than an expert, so that it lies as in the file (`skew`)."""
+        size = self.expert_size(number)
+        return size if self.is_small(number) else _whole(size, PAGESIZE) + PAGESIZE
+
+    def skew(self, number: int) -> int:
+        """Bytes before an expert in its slot, which align it as in the file: direct reads then need no copy."""
+        return 0 if self.is_small(number) else self.tensors[number].start % PAGESIZE
+
+    def is_small(self, number: int) -> bool:
+        """Direct reads would gain nothing."""
+        return self.expert_size(number) < SMALL
 
     @property
     def bytes_each(self) -> int:
         return sum(tensor.size for tensor in self.tensors) // self.count
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.count, *(tensor.size for tensor in self.tensors)
 
 
 def find_experts(tensors: Iterable[Tensor], count: int) -> list[ExpertLayer]:
@@ -63,7 +90,7 @@ def find_experts(tensors: Iterable[Tensor], count: int) -> list[ExpertLayer]:
         if match := NAME.fullmatch(tensor.name):
             if count < 1 or tensor.size % count:
                 return []
-            found.setdefault(layer_of(tensor), {})[match[1]] = tensor
+            found.setdefault(layer_of(tensor), {})[f"{match[1]}.{match[2]}"] = tensor
     if len({frozenset(weights) for weights in found.values()}) > 1:
         return []
     return [
@@ -72,109 +99,131 @@ def find_experts(tensors: Iterable[Tensor], count: int) -> list[ExpertLayer]:
     ]
 
 
-def skew(layer: ExpertLayer, number: int) -> int:
-    """Bytes before a tensor's first slot, which align it as in the file: direct reads then need no copy."""
-    return layer.tensors[number].start % PAGESIZE
+def memory_of(layers: Sequence[ExpertLayer], pools: Iterable[Pool]) -> int:
+    """Bytes of memory that pools take."""
+    return sum(
+        pool_size(layers[pool.layers[0]], number, pool.slots)
+        for pool in pools
+        for number in range(len(layers[pool.layers[0]].tensors))
+    )
 
 
 def pool_size(layer: ExpertLayer, number: int, slots: int) -> int:
-    """Bytes of one tensor's pool, in whole huge pages, since the overflow's memory is moved behind it."""
-    return _whole(skew(layer, number) + layer.expert_size(number) * slots) if slots else 0
+    return _whole(layer.stride(number) * slots, HUGE)
 
 
-def overflow_size(layer: ExpertLayer, number: int, slots: int) -> int:
-    return _whole(skew(layer, number) + layer.tensors[number].size) - pool_size(layer, number, slots)
+def _whole(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
-def _whole(size: int) -> int:
-    return -(-size // HUGE) * HUGE
+def pools_of(layers: Sequence[ExpertLayer], share: float) -> tuple[Pool, ...]:
+    """Pools for a share of all experts, as far as each holds all experts of one layer.
+
+    Layers of one size take turns in the pools, so that the next layer's experts can be read into another pool.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, layer in enumerate(layers):
+        groups.setdefault(layer.sizes, []).append(number)
+    found = list[Pool]()
+    for group in groups.values():
+        count = layers[group[0]].count
+        slots = max(count, int(share * count * len(group)))
+        pools = -(-slots // _limit(count))
+        found += [Pool(tuple(group[i::pools]), -(-slots // pools)) for i in range(pools)]
+    return tuple(found)
 
 
-def memory_of(layers: Sequence[ExpertLayer], slots: int) -> int:
-    pools = sum(pool_size(layer, i, slots) for layer in layers for i in range(len(layer.tensors)))
-    return pools + sum(overflows(layers, slots))
+def _limit(count: int) -> int:
+    return max(MOST_SLOTS, 2 * count)
 
 
-def overflows(layers: Sequence[ExpertLayer], slots: int) -> list[int]:
-    return [max(overflow_size(layer, i, slots) for layer in layers) for i in range(len(layers[0].tensors))]
+def most_slots(layers: Sequence[ExpertLayer]) -> int:
+    """Most slots of any pool of these layers."""
+    return min(len(layers) * layers[0].count, _limit(layers[0].count))
 
 
-def most_slots(layers: Sequence[ExpertLayer], room: int) -> int:
+def most_pools(layers: Sequence[ExpertLayer], room: int) -> tuple[Pool, ...]:
     """
     Returns:
-        Most slots of each pool that fit into `room` bytes with the overflow; -1: not even the overflow fits.
+        The largest pools that fit into `room` bytes; (): not even the smallest do.
     """
-    return bisect_right(range(layers[0].count + 1), room, key=lambda slots: memory_of(layers, slots)) - 1
+    best = bisect_right(range(STEPS + 1), room, key=lambda step: memory_of(layers, pools_of(layers, step / STEPS))) - 1
+    return pools_of(layers, best / STEPS) if best >= 0 else ()
 
 
 class Residents:
-    """The experts of one layer that lie in memory, and their slots; `place` gives and takes them."""
+    """The experts that lie in one pool, and their slots. `row`: number of a layer within the pool."""
 
-    def __init__(self, count: int, slots: int, fading: float = FADING) -> None:
+    def __init__(self, rows: int, count: int, slots: int, fading: float = FADING) -> None:
         """Args:
-        count: experts.
+        rows: layers of the pool.
+        count: experts of a layer.
         slots: of the pool.
-        fading: factor on all scores per pass. 1: the most used experts stay; 0.5 and below: those used last.
+        fading: factor on a layer's scores per pass. 1: the most used experts stay; 0.5 and below: those used last.
         """
-        self.slots = slots
-        self.scores = np.zeros(count)
+        self.scores = np.zeros((rows, count))
         self._fading = fading
-        self._slot_of = np.full(count, -1, np.int32)  # -1: not in memory
-        self._in_slot = np.full(slots, -1, np.int32)  # by slot; -1: empty
-        self._over: list[int] = []
+        self._slot_of = np.full((rows, count), -1, np.int32)  # -1: not in memory
+        self._in_slot = np.full(slots, -1, np.int64)  # by slot: row * count + expert; -1: empty
 
-    def place(self, wanted: Sequence[int], *, score: bool = True) -> list[tuple[int, int]]:
-        """Give every wanted expert a slot.
+    def use(self, row: int, wanted: Sequence[int]) -> None:
+        """Raise the scores of experts that a pass uses, each once."""
+        self.scores[row] *= self._fading
+        self.scores[row, list(wanted)] += 1
 
-        Args:
-            wanted: experts, each once.
-            score: this use raises their scores.
+    def use_in_turn(self, row: int, chosen: ArrayLike) -> None:
+        """As `use` for each token of a prompt: [tokens, experts of a token]."""
+        last = np.asarray(chosen)[-FADED:]
+        self.scores[row] *= self._fading ** len(last)
+        np.add.at(self.scores[row], last, self._fading ** np.arange(len(last) - 1, -1, -1)[:, None])
 
-        Returns:
-            (expert, slot) of those that must be read.
+    def slots_of(self, row: int) -> SlotArray:
         """
-        if score:
-            self.scores *= self._fading
-            self.scores[list(wanted)] += 1
-        missing = [expert for expert in wanted if self._slot_of[expert] < 0]
-        free = np.flatnonzero(self._in_slot < 0).tolist()
-        if len(wanted) <= self.slots and not self._over:
-            needed = set(wanted)
-            others = [
-                slot for slot in range(self.slots) if self._in_slot[slot] >= 0 and self._in_slot[slot] not in needed
-            ]
-            free += sorted(others, key=lambda slot: self.scores[self._in_slot[slot]])
-        reads = []
-        for expert in missing:
-            if free:
-                slot = free.pop(0)
-                self.forget(int(self._in_slot[slot]))
-                self._in_slot[slot] = expert
-            else:
-                slot = self.slots + len(self._over)
-                self._over.append(expert)
-            self._slot_of[expert] = slot
-            reads.append((expert, slot))
-        return reads
-
-    def slots_of(self, experts: ArrayLike) -> SlotArray:
-        found: SlotArray = self._slot_of[np.asarray(experts)]
+        Returns:
+            [experts of the layer] the slot of each; -1: not in memory.
+        """
+        found: SlotArray = self._slot_of[row]
         return found
 
-    def leave_overflow(self) -> None:
-        for expert in self._over:
-            self._slot_of[expert] = -1
-        self._over = []
+    def room(self, kept: Sequence[int]) -> int:
+        """Number of slots without those of `kept`."""
+        return len(self._in_slot) - len(kept)
 
-    @property
-    def overflowing(self) -> bool:
-        return bool(self._over)
+    def place(self, row: int, experts: Sequence[int], kept: Sequence[int]) -> list[tuple[int, int]]:
+        """Give missing experts of a layer slots, but none of `kept`, of which there must be enough others.
 
-    def forget(self, expert: int) -> None:
-        if expert >= 0 and self._slot_of[expert] >= 0:
-            if self._slot_of[expert] < self.slots:
-                self._in_slot[self._slot_of[expert]] = -1
-            self._slot_of[expert] = -1
+        Returns:
+            (expert, slot) of each, to be read.
+        """
+        worth = np.where(self._in_slot < 0, -1.0, self.scores.ravel()[self._in_slot])
+        worth[list(kept)] = np.inf
+        slots = np.argsort(worth, kind="stable")[: len(experts)].tolist()
+        for expert, slot in zip(experts, slots, strict=True):
+            self._empty(slot)
+            self._in_slot[slot] = row * self.scores.shape[1] + expert
+            self._slot_of[row, expert] = slot
+        return list(zip(experts, slots, strict=True))
 
-    def held(self) -> list[int]:
-        return [int(expert) for expert in self._in_slot if expert >= 0]
+    def forget(self, row: int, expert: int) -> None:
+        """Count an expert as missing: it could not be read."""
+        if (slot := int(self._slot_of[row, expert])) >= 0:
+            self._empty(slot)
+
+    def _empty(self, slot: int) -> None:
+        if self._in_slot[slot] >= 0:
+            self._slot_of.ravel()[self._in_slot[slot]] = -1
+            self._in_slot[slot] = -1
+
+    def best(self) -> list[list[int]]:
+        """
+        Returns:
+            For each layer the experts that are worth a slot by their scores.
+        """
+        rows, count = self.scores.shape
+        of_row, expert = np.divmod(np.arange(rows * count), count)
+        best = np.lexsort((expert, -self.scores.ravel()))[: len(self._in_slot)]  # of equal ones some of each layer
+        return [sorted(expert[best[of_row[best] == row]].tolist()) for row in range(rows)]
+
+    def held(self, row: int) -> list[int]:
+        """The layer's experts that lie in memory."""
+        return np.flatnonzero(self._slot_of[row] >= 0).tolist()

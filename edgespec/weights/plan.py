@@ -124,6 +124,19 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class Pool:
+    """Memory for experts: see `experts.py`.
+
+    Attributes:
+        layers: numbers of the layers that share it, among those with experts.
+        slots: experts that it holds.
+    """
+
+    layers: tuple[int, ...]
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """
     Attributes:
@@ -132,9 +145,9 @@ class Plan:
         pinned, streamed, cached, looked_up: as in the module's docstring.
         slots: streamed parts that are in memory at once.
         layers: of the model.
-        experts: of a layer; 0: `cached` is left to the page cache.
-        slots_of_experts: experts of each layer in memory; -1: as many as the page cache keeps.
-        pool_bytes: memory of these experts and of their overflow.
+        experts: of a layer.
+        pools: for experts; (): `cached` is left to the page cache.
+        pool_bytes: memory of these.
         draft_bytes: part of `needed` that the draft takes.
     """
 
@@ -147,7 +160,7 @@ class Plan:
     layers: int
     looked_up: tuple[Extent, ...] = ()
     experts: int = 0
-    slots_of_experts: int = -1
+    pools: tuple[Pool, ...] = ()
     pool_bytes: int = 0
     draft_bytes: int = 0
 
@@ -168,14 +181,20 @@ class Plan:
         return sum(extent.size for extent in self.cached)
 
     @property
+    def slots_of_experts(self) -> int:
+        """Mean number of experts of a layer in memory; -1: as many as the page cache keeps."""
+        layers = sum(len(pool.layers) for pool in self.pools)
+        return sum(pool.slots for pool in self.pools) // layers if layers else -1
+
+    @property
     def read_bytes(self) -> int:
         """Most bytes that a pass reads, without what is left to the page cache."""
-        missing = 1 - self.slots_of_experts / self.experts if self.slots_of_experts >= 0 else 0
+        missing = max(0.0, 1 - self.slots_of_experts / self.experts) if self.pools else 0
         return self.streamed_bytes + int(missing * self.cached_bytes)
 
     def faults(self, platform: str) -> bool:
         """True if page faults bring experts on a Mac."""
-        return platform == "darwin" and bool(self.cached) and self.slots_of_experts < 0
+        return platform == "darwin" and bool(self.cached) and not self.pools
 
     @property
     def looked_up_bytes(self) -> int:
@@ -205,7 +224,7 @@ class Plan:
             if bandwidth:
                 seconds = self.streamed_bytes / bandwidth
                 text += f", about {two_digits(seconds)} s at {two_digits(bandwidth / 1e9)} GB/s"
-        if self.cached and self.slots_of_experts >= 0:
+        if self.cached and self.pools:
             text += (
                 f", {self.slots_of_experts} of {self.experts} experts of each layer in {format_size(self.pool_bytes)}, "
                 f"the others, of {format_size(self.cached_bytes)}, are read when they are wanted"

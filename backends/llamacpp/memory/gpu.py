@@ -269,7 +269,7 @@ def kept_off(
         return ()
     part = plan is not None or layers_on_gpu(gpu_layers, count) < count
     patterns = [NO_LAYERS] if part and platform == "darwin" else []
-    patterns += [EXPERTS.pattern.encode()] if no_experts or (plan and plan.slots_of_experts >= 0) else []
+    patterns += [EXPERTS.pattern.encode()] if no_experts or (plan and plan.pools) else []
     return tuple(patterns)
 
 

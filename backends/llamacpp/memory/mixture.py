@@ -1,8 +1,9 @@
 """A mixture of experts in llama.cpp: chosen experts are read into slots, and llama.cpp gets their addresses.
 
-llama.cpp finds the weights of expert e at `data + e * nb[2]` of a tensor with all experts of a layer. Before a layer's
-experts are computed, `data` gets the address of the slots of `edgespec/weights/expert_memory.py`, and slot numbers
-replace the numbers of the chosen experts; each pass restores both. An unchanged operation reads the mapped file.
+llama.cpp finds the weights of expert e at `data + e * nb[2]` of a tensor with all experts of a layer, `ne[2]` of them.
+Before a layer's experts are computed, these get the address, distance and number of the slots of
+`edgespec/weights/expert_memory.py`, and slot numbers replace the numbers of the chosen experts; each pass restores all.
+An unchanged operation reads the mapped file. Biases are further weights; their experts are counted by `ne[1]`.
 
 Nodes of a layer (llama-graph.cpp, `build_moe_ffn`):
 
@@ -15,7 +16,8 @@ Nodes of a layer (llama-graph.cpp, `build_moe_ffn`):
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +34,23 @@ from ..ggml.ggml_tensor import GgmlTensor, is_here, is_known, skip_rows
 from .planning import find_expert_layers
 
 NEARLY_ALL = 0.9  # share of a layer's chosen experts that makes all of the next layer's worth a read
-ADD_ROWS = b"ADD_ID"  # adds the chosen experts' rows of a small matrix, such as a bias
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """An operation with chosen experts.
+
+    Attributes:
+        source: its operand with all experts; the third one has the numbers of those chosen.
+        dimension: of this operand, that counts experts.
+    """
+
+    source: int
+    dimension: int
+
+
+PRODUCT = b"MUL_MAT_ID"
+USERS = {PRODUCT: User(0, 2), b"ADD_ID": User(1, 1)}  # the second adds a bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +76,49 @@ def root_of(address: int) -> int:
 class Layer:
     """
     Attributes:
-        weights: addresses, for each: tensor, its own data, data of slot 0.
-        rows: of each operand of `ADD_ROWS`: tensor, its own data, bytes of a row, and a copy in the order of slots.
+        tensors: of its experts, each with its own `Place` and that of the slots.
     """
 
-    weights: list[tuple[int, int, int]] = field(default_factory=list)
-    rows: list[tuple[int, int, int, Any]] = field(default_factory=list)
+    tensors: list[tuple[GgmlTensor, "Place", "Place"]] = field(default_factory=list)
 
-    def tell_slots(self, experts: Sequence[int], slots: Sequence[int]) -> None:
-        for tensor, _, there in self.weights:
-            GgmlTensor.from_address(tensor).data = there
-        for tensor, data, size, copy in self.rows:
-            for expert, slot in zip(experts, slots, strict=True):
-                ctypes.memmove(ctypes.addressof(copy) + slot * size, data + expert * size, size)
-            GgmlTensor.from_address(tensor).data = ctypes.addressof(copy)
+    def add(self, address: int, dimension: int, memory: ExpertMemory, number: int, weight: int) -> None:
+        """Add a tensor, whose `dimension` counts experts."""
+        tensor, stride = GgmlTensor.from_address(address), memory.layers[number].stride(weight)
+        slots = Place(dimension, memory.base(number, weight), memory.slots(number), stride)
+        self.tensors.append((tensor, Place.of(tensor, dimension), slots))
+
+    def tell_slots(self) -> None:
+        for tensor, _, slots in self.tensors:
+            slots.give(tensor)
 
     def tell_experts(self) -> None:
-        for tensor, data, *_ in (*self.weights, *self.rows):
-            GgmlTensor.from_address(tensor).data = data
+        for tensor, experts, _ in self.tensors:
+            experts.give(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor's experts lie.
+
+    Attributes:
+        dimension: that counts experts.
+        data: address of the first.
+        count: of experts or slots.
+        stride: bytes from one to the next.
+    """
+
+    dimension: int
+    data: int
+    count: int
+    stride: int
+
+    @classmethod
+    def of(cls, tensor: GgmlTensor, dimension: int) -> Self:
+        return cls(dimension, tensor.data, tensor.ne[dimension], tensor.nb[dimension])
+
+    def give(self, tensor: GgmlTensor) -> None:
+        """Have llama.cpp's kernels look here."""
+        tensor.data, tensor.ne[self.dimension], tensor.nb[self.dimension] = self.data, self.count, self.stride
 
 
 class Mixture:
@@ -92,15 +135,12 @@ class Mixture:
         self.about = about
         self.shape = memory.layers[0].count, used
         self._layers: list[Layer] = []
-        self._copies: list[Any] = []
-        self._users: dict[bytes, tuple[int, int]] = {}  # indices of layer and weight, by operation
+        self._products: dict[bytes, tuple[int, list[int]]] = {}  # number of the layer, those of weight and bias
         self._first: set[bytes] = set()
         self._before: set[bytes] = set()
         self._told: list[Layer] = []
         self._numbers: tuple[int, int] = (0, 0)  # tensor of chosen experts, its rows without padding
-        self._chosen = -1  # index of the layer whose experts are in slots; -1: none
-        self._used: list[int] = []
-        self._nearly_all = False
+        self._chosen = -1  # number of the layer whose experts are in slots; -1: none
         self._prompt, self._rows, self._padding = False, 0, 0
 
     @property
@@ -131,36 +171,27 @@ class Mixture:
         }
         self._layers = [Layer() for _ in numbers]
         chosen: dict[int, int] = {}
-        for i, operation in enumerate(operations):
-            if operation.op == b"MUL_MAT_ID" and operation.names[0] in places:
-                if operation.name in self._users:
+        for before, operation in pairwise([operations[0], *operations]):
+            at = USERS.get(operation.op)
+            if at and operation.names[at.source] in places:
+                if operation.name in self._products:
                     return f"two operations are called {operation.name.decode()}"
-                if not all(map(is_here, (operation.sources[0], operation.sources[2]))):
+                if not all(map(is_here, (operation.sources[at.source], operation.sources[2]))):
                     return f"{operation.name.decode()} is computed where this program cannot look"
-                number, weight = self._users[operation.name] = places[operation.names[0]]
-                if not self._layers[number].weights:
-                    self._first.add(operation.name)
-                self._before.add(operations[i - 1].name)
-                chosen |= dict.fromkeys((operation.sources[2], root_of(operation.sources[2])), number)
-                data = GgmlTensor.from_address(operation.sources[0]).data
-                self._layers[number].weights.append((operation.sources[0], data, self.memory.base(number, weight)))
-            elif operation.op == ADD_ROWS and operation.sources[2] in chosen:
-                self._add_rows(self._layers[chosen[operation.sources[2]]], operation.sources[1])
+                number, weight = places[operation.names[at.source]]
+                if operation.op == PRODUCT:
+                    if not self._layers[number].tensors:
+                        self._first.add(operation.name)
+                    self._products[operation.name] = number, self.memory.layers[number].with_bias(weight)
+                    self._before.add(before.name)
+                    chosen |= dict.fromkeys((operation.sources[2], root_of(operation.sources[2])), number)
+                self._layers[number].add(operation.sources[at.source], at.dimension, self.memory, number, weight)
             elif chosen.keys() & {*operation.sources, *map(root_of, operation.sources)}:
                 return f"{operation.name.decode()} needs the experts' numbers when they are gone"
         for number, layer in enumerate(self.memory.layers):
-            if len(self._layers[number].weights) != len(layer.tensors):
+            if len(self._layers[number].tensors) != len(layer.tensors):
                 return f"the graph has other experts in layer {layer.index} than the file"
         return ""
-
-    def _add_rows(self, layer: Layer, address: int) -> None:
-        tensor = GgmlTensor.from_address(address)
-        size, at = tensor.nb[1] * tensor.ne[1], len(layer.rows)
-        if at == len(self._copies):
-            self._copies.append(ctypes.create_string_buffer(size))
-        elif ctypes.sizeof(self._copies[at]) < size:  # `len` stays what it was
-            ctypes.resize(self._copies[at], size)
-        layer.rows.append((address, tensor.data, tensor.nb[1], self._copies[at]))
 
     def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
         """
@@ -189,10 +220,9 @@ class Mixture:
 
         Raises:
             ModelError: the disk failed.
-            OSError: memory cannot be moved.
         """
-        if user := self._users.get(name):
-            number, weight = user
+        if user := self._products.get(name):
+            number, weights = user
             if name in self._first:
                 if reported:
                     self._choose(number, tensor)
@@ -201,7 +231,7 @@ class Mixture:
                     self._chosen = -1
             if number == self._chosen:
                 self._leave_padding(tensor if reported else 0)
-                self._go_on(weight, reported)
+                self.memory.wait(number, weights)
         return name in self._before
 
     def _leave_padding(self, product: int) -> None:
@@ -214,16 +244,6 @@ class Mixture:
         else:
             GgmlTensor.from_address(address).ne[1] = self._rows
 
-    def _go_on(self, weight: int, reported: bool) -> None:
-        """Wait for this weight, and prefetch the next layer's experts into the memory of weights that are computed."""
-        # In a prompt, the last layer computes few rows or none.
-        if reported and self._nearly_all and self._chosen + 1 < len(self._layers) - self._prompt:
-            for used in self._used:
-                self.memory.expect_all(self._chosen + 1, used)
-            self._used = []
-        self._used.append(weight)
-        self.memory.wait(self._chosen, weight)
-
     def _choose(self, number: int, tensor: int) -> None:
         self._forget_slots()
         self._chosen = -1
@@ -232,15 +252,17 @@ class Mixture:
         experts: list[int] = np.unique(chosen).tolist()
         if not experts:
             return
-        slots = self.memory.want(number, experts, score=not self._prompt)
+        prompt = chosen[: len(chosen) - self._padding * (len(chosen) == self._rows)].copy() if self._prompt else None
+        slots = self.memory.want(number, experts, prompt)
+        # In a prompt, the last layer computes few rows or none.
+        if len(experts) >= NEARLY_ALL * len(slots) and number + 1 < len(self._layers) - self._prompt:
+            self.memory.expect(number + 1, experts)
         chosen[...] = slots[chosen]
         if self._padding and len(chosen) == self._rows and not self._prompt:
             self._numbers = numbers, self._rows - self._padding
-        layer = self._layers[number]
-        layer.tell_slots(experts, slots[experts].tolist())
-        self._told.append(layer)
-        self._chosen, self._used = number, []
-        self._nearly_all = len(experts) >= NEARLY_ALL * len(slots)
+        self._layers[number].tell_slots()
+        self._told.append(self._layers[number])
+        self._chosen = number
 
     def _chosen_by_row(self, address: int) -> NDArray[np.int32]:
         """A view of the chosen experts [rows, used] in llama.cpp's memory; padding rows get the first row's experts."""
@@ -262,12 +284,12 @@ class Mixture:
 
     def finish(self) -> None:
         self._forget_slots()
-        self._chosen, self._used = -1, []
+        self._chosen = -1
         self.memory.finish()
 
     def close(self) -> None:
-        if self.about is not None and self.memory.wanted:
-            remember(self.about, [residents.scores.round(3).tolist() for residents in self.memory.residents])
+        if self.about is not None and self.memory.bytes_read:
+            remember(self.about, [np.round(scores, 3).tolist() for scores in self.memory.scores])
         self.memory.close()
 
 
@@ -293,7 +315,7 @@ def open_mixture(
     used = int(own_values(path).get("expert_used_count", 1))
     about = {"kind": "experts", "target": identity(path)} if keep else None
     try:
-        mixture = Mixture(ExpertMemory(parts(path), layers, plan.slots_of_experts), used, about)
+        mixture = Mixture(ExpertMemory(parts(path), layers, plan.pools), used, about)
     except OSError as error:
         raise ModelError(f"{path}: experts cannot be read: {error}") from error
     try:

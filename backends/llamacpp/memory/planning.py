@@ -21,7 +21,7 @@ from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.system import HUGE
 from edgespec.models.gguf_header import own_header, own_values, whole_number
 from edgespec.models.heads import is_head
-from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_slots
+from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_pools, most_slots, pools_of
 from edgespec.weights.linux import mappings
 from edgespec.weights.plan import (
     EXPERTS,
@@ -247,7 +247,7 @@ class MemoryPlanner:
 
     def find_expert_layers(self) -> list[ExpertLayer]:
         tensors = loaded_tensors(self.path) if self.options.own_head else self.tensors
-        return find_expert_layers(self.path, tensors) if self.machine.moves_pages else []
+        return find_expert_layers(self.path, tensors)
 
     def plan_memory(
         self, size: ContextSize, gpu_layers: int, experts_here: bool
@@ -274,11 +274,13 @@ class MemoryPlanner:
         gpu |= {"experts_here": experts_here, "output_here": lent}
         sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
         drafts = self._drafts(size)
+        used = whole_number(self.path, own_values(self.path), "expert_used_count", 1, 1 << 16) if layers else 0
 
         def planned(sizes: Sequence[ContextSize]) -> list[Plan | None]:
             for streams in (True, False)[: 1 + (gpu_layers > 0)]:
                 needs = [drafts + one for one in self.needs(sizes, gpu_layers, streams)]
-                plans = _plans(self.tensors, self.room, needs, gpu, layers)
+                works = [work_of(layers, used * one.max_nodes) for one in sizes]
+                plans = _plans(self.tensors, self.room, list(zip(needs, works, strict=True)), gpu, layers)
                 if plans[0] and plans[0].streamed:
                     break
             return plans
@@ -329,31 +331,39 @@ def find_expert_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer
 
 
 def _plans(
-    tensors: Sequence[Tensor], room: int, needs: Sequence[int], gpu: dict[str, Any], layers: Sequence[ExpertLayer]
+    tensors: Sequence[Tensor],
+    room: int,
+    needs: Sequence[tuple[int, int]],
+    gpu: dict[str, Any],
+    layers: Sequence[ExpertLayer],
 ) -> list[Plan | None]:
     """
+    Args:
+        needs: `needed` and `work` of `_plan`, ascending.
+
     Returns:
-        Plans for ascending `needs`, up to the last that is possible.
+        Plans, up to the last that is possible.
 
     Raises:
         UsageError: the first is impossible.
     """
-    plans = [_plan(tensors, room, needs[0], gpu, layers)]
+    plans = [_plan(tensors, room, *needs[0], gpu, layers)]
     with suppress(UsageError):
-        for needed in needs[1:]:
-            plans.append(_plan(tensors, room, needed, gpu, layers))
+        for needed, work in needs[1:]:
+            plans.append(_plan(tensors, room, needed, work, gpu, layers))
     return plans
 
 
 def _plan(
-    tensors: Sequence[Tensor], room: int, needed: int, gpu: dict[str, Any], layers: Sequence[ExpertLayer]
+    tensors: Sequence[Tensor], room: int, needed: int, work: int, gpu: dict[str, Any], layers: Sequence[ExpertLayer]
 ) -> Plan | None:
-    """A plan with slots for experts in the memory that is left.
+    """A plan with pools of experts in the memory that is left.
 
-    If a GPU has layers, and memory cannot hold the experts of the others, all experts stay on the CPU.
+    If a GPU has layers, and memory cannot hold the experts of the others, all experts stay on the CPU. `work`: bytes
+    besides `needed` where there are pools.
     """
-    reserve = pool_reserve(room)
-    least = memory_of(layers, 0) + reserve if layers else 0
+    reserve = pool_reserve(room) + work
+    least = memory_of(layers, pools_of(layers, 0)) + reserve if layers else 0
     if layers and gpu.get("on_device"):
         if make_plan(tensors, room, needed, **gpu) is None:
             return None
@@ -363,8 +373,13 @@ def _plan(
         return plan
     left = room - needed - plan.pinned_bytes - plan.slots * plan.slot_bytes - reserve
     # Linux locks whole pages of the page cache, of up to 2 MiB.
-    slots = max(0, most_slots(layers, left - HUGE * len(plan.pinned)))
-    return replace(plan, experts=layers[0].count, slots_of_experts=slots, pool_bytes=memory_of(layers, slots))
+    pools = most_pools(layers, left - HUGE * len(plan.pinned)) or pools_of(layers, 0)
+    return replace(plan, experts=layers[0].count, pools=pools, pool_bytes=memory_of(layers, pools))
+
+
+def work_of(layers: Sequence[ExpertLayer], chosen: int) -> int:
+    """Bytes in which a kernel sorts the numbers of experts that a pass has chosen (`mmid_row_mapping` in ggml-cpu.c)."""
+    return 8 * most_slots(layers) * chosen if layers else 0
 
 
 def pool_reserve(room: int) -> int:
@@ -495,7 +510,7 @@ def start_streaming(
         store = open_store(files, mapped, plan, machine)
         try:
             store.drop([extent for layer in plan.streamed for extent in layer.extents])
-            if plan.slots_of_experts >= 0:
+            if plan.pools:
                 store.drop(plan.cached)
             store.look_up(plan.looked_up)
             store.preload(plan.pinned, progress)
