@@ -40,11 +40,24 @@ MISSING: dict[Any, str] = {
 }
 
 
+preadv = getattr(os, "preadv", None)
+
+
 class Kernel32:
-    """Windows' answer: GlobalMemoryStatusEx fills a MEMORYSTATUSEX (sysinfoapi.h)."""
+    """Windows' answers: GlobalMemoryStatusEx fills a MEMORYSTATUSEX (sysinfoapi.h), ReadFile reads (fileapi.h)."""
 
     def __init__(self, works: bool = True) -> None:
         self.works = works
+
+    def ReadFile(self, handle: Any, place: Any, size: int, done: Any, at: Any) -> int:  # noqa: N802
+        """Handles are descriptors here; at the end of a file it fails."""
+        offset = int(at._obj.offset) + (int(at._obj.offset_high) << 32)
+        done._obj.value = preadv(handle.value, [place], offset) if preadv and len(place) == size else 0
+        return int(self.works and done._obj.value > 0)
+
+    def GetLastError(self) -> int:  # noqa: N802
+        """ERROR_HANDLE_EOF, or ERROR_READ_FAULT."""
+        return 38 if self.works else 30
 
     def GlobalMemoryStatusEx(self, pointer: Any) -> int:  # noqa: N802
         status = pointer._obj
@@ -103,6 +116,7 @@ def take_away() -> None:
     ctypes.CDLL.__init__ = load  # type: ignore[method-assign]
     no_replacing_of_open_files().__enter__()
     ctypes.windll = SimpleNamespace(kernel32=Kernel32())  # type: ignore[attr-defined]
+    sys.modules["msvcrt"] = SimpleNamespace(get_osfhandle=lambda descriptor: descriptor)  # type: ignore[assignment]
     sys.platform = "win32"
 
 

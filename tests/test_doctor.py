@@ -16,7 +16,7 @@ from edgespec.measure import doctor
 from edgespec.measure.doctor import Diagnosis, Pass, as_dict, diagnose
 from edgespec.measure.report import learned_line, report
 from edgespec.planners.auto import AutoState
-from edgespec.weights.plan import Extent, Layer, Plan
+from edgespec.weights.plan import Extent, Layer, Plan, Pool
 
 GB = 10**9
 
@@ -51,7 +51,7 @@ def test_nothing_is_predicted_where_nothing_is_streamed() -> None:
 
 def test_a_mixture_says_what_its_passes_read() -> None:
     experts = (Extent(0, 0, 10 * GB),)
-    plan = Plan(24 << 30, GB, (), (), experts, 0, 20, experts=16, slots_of_experts=6, pool_bytes=4 << 30)
+    plan = Plan(24 << 30, GB, (), (), experts, 0, 20, experts=16, pools=(Pool((0, 1), 12),), pool_bytes=4 << 30)
     one, many = Pass(1, 0.5, 0.3, experts=2.0, hits=0.5, read=GB // 2), Pass(7, 2.0, 1.0, 9.0, 0.4, 4 * GB)
     text = " ".join(report(diagnosis(plan, one, many)).split())
     assert "experts 9.31 GiB; 6 of 16 of each layer stay, in 4.00 GiB; others are read as they are chosen" in text

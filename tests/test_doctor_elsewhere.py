@@ -20,7 +20,7 @@ from edgespec.machine import described
 from edgespec.machine.described import BUILT_IN, as_yaml, describe, find_machine, with_measured, with_speeds
 from edgespec.machine.measurements import OFF, remember
 from edgespec.machine.this_machine import this_machine
-from edgespec.weights.plan import FAULT_SPEED, two_digits
+from edgespec.weights.plan import two_digits
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
@@ -145,16 +145,13 @@ def test_a_mixture_reads_only_the_experts_of_a_pass() -> None:
     assert 0 < 4 * less.passes[0].read < less.passes[-1].read
 
 
-def test_on_a_mac_page_faults_bring_the_experts_that_do_not_fit() -> None:
-    """A faster disk does not help; published: about 0.6 tokens a second."""
+def test_on_a_mac_the_disk_brings_the_experts_that_do_not_fit() -> None:
     _, mac = find_machine("macbook-24")
-    found, fast, slow = (
-        on("gpt-oss-120b", "macbook-24", disk=replace(mac.disk, speed=speed)).found[0].passes[0]
-        for speed in (5e9, 10e9, 1e8)
+    found, fast = (
+        on("gpt-oss-120b", "macbook-24", disk=replace(mac.disk, speed=speed)).found[0].passes[0] for speed in (1e9, 2e9)
     )
-    assert fast.seconds == pytest.approx(found.seconds, rel=0.01)
-    assert found.seconds == pytest.approx(found.read / FAULT_SPEED)
-    assert slow.seconds > 7 * found.seconds
+    assert found.seconds == pytest.approx(2 * fast.seconds)
+    assert found.seconds == pytest.approx(found.read / 1e9)
 
 
 def test_a_card_that_must_copy_is_predicted_for_pytorch_too() -> None:

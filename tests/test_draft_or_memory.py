@@ -18,7 +18,7 @@ from edgespec.loop.engines import LoadOptions, LoadPlan
 from edgespec.machine import measurements as remembered
 from edgespec.models.registry import find_model
 from edgespec.planners.auto import AutoState
-from edgespec.weights.plan import Extent, Layer, Plan
+from edgespec.weights.plan import Extent, Layer, Plan, Pool
 
 GB, LAYERS = 10**9, 20
 
@@ -212,7 +212,7 @@ def test_a_mixture_whose_experts_would_fit_without_the_draft_is_tried(start: Sta
     """How many of them a pass reads is known only when it is made."""
     machine = Machine(tmp_path, 0.0, 0.0)
     experts = (Extent(0, 0, GB // 2),)
-    machine.weights[True] = replace(plan(0.0), cached=experts, experts=8, slots_of_experts=6)
+    machine.weights[True] = replace(plan(0.0), cached=experts, experts=8, pools=(Pool((0,), 6),))
     start(machine, (1.0, 9.0), (9.0, 7.0))
     assert machine.loads == [False, True]
     machine.weights[True] = replace(plan(0.0), cached=experts)  # left to the page cache

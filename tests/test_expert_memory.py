@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ import pytest
 from edgespec.errors import ModelError
 from edgespec.machine.system import READ_SIZE, memory_step, open_direct, own_buffer, read_unaligned
 from edgespec.weights import direct_io as direct
+from edgespec.weights import expert_memory
 from edgespec.weights.expert_memory import ExpertMemory
-from edgespec.weights.experts import SMALL, ExpertLayer
+from edgespec.weights.experts import SMALL, ExpertLayer, pool_size
 from edgespec.weights.plan import Pool, Tensor
 
 LAYERS, COUNT = 4, 6
@@ -216,6 +218,15 @@ def test_nothing_is_left_behind(content, opened):
         memory.close()
     assert used()[0] == files
     assert used()[1] < mapped + 40  # stacks of threads are kept for others
+
+
+def test_a_mac_does_not_compress_pools(content, opened, monkeypatch):
+    locked = []
+    monkeypatch.setattr(expert_memory, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(expert_memory, "lock", lambda library, ranges: locked.extend(ranges))
+    opened()
+    sizes = [pool_size(content[1][0], i, 2 * COUNT + 1) for i in range(3)]
+    assert [size for _, size in locked] == sizes
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="direct reads of other systems need no alignment here")

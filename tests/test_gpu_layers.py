@@ -38,10 +38,12 @@ from edgespec.loop.passes import prefill
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.models.registry import Defaults, Entry
 from edgespec.weights import experts
-from edgespec.weights.plan import MARGIN, SAFETY, Extent, Plan, Tensor, divide, layers_of_gpus, make_plan, spans
+from edgespec.weights.plan import MARGIN, SAFETY, Extent, Plan, Pool, Tensor, divide, layers_of_gpus, make_plan, spans
+from edgespec.weights.ring import CANNOT_STREAM
 
 MIB = 1 << 20
 LAYER, OUTPUT = 100 * MIB, 50 * MIB
+WORK = 10 * MIB  # of kernels that sort the chosen experts
 COPY = LAYER // 2  # the largest weight of a layer
 NOTHING = Buffers(0, 0, ())
 
@@ -208,7 +210,7 @@ def test_experts_stay_here() -> None:
     plan = make_plan(both, 20 * LAYER, 0, on_device=3)
     assert plan is not None
     assert plan.cached_bytes == 21 * LAYER
-    chosen = replace(plan, slots_of_experts=2)
+    chosen = replace(plan, pools=(Pool(tuple(range(10)), 20),))
     assert gpu.kept_off(chosen, 0, 10, platform="linux") == ()
     (pattern,) = gpu.kept_off(chosen, 4, 10, platform="linux")
     assert next(iter(gpu.overrides(pattern))).pattern == pattern == gpu.EXPERTS.pattern.encode()
@@ -264,10 +266,10 @@ def test_pools_leave_room_for_libraries_whatever_the_memory() -> None:
     for room in [*range(0, 8 * LAYER, MIB), *range(8 * LAYER, 13 * LAYER, LAYER // 4)]:
         plan = None
         with suppress(NoRoom):
-            plan = memory._plan(mixture, room, needed, {}, layers)
+            plan = memory._plan(mixture, room, needed, WORK, {}, layers)
         if plan is not None:
             used = needed + plan.pinned_bytes + plan.slots * plan.slot_bytes + plan.pool_bytes
-            assert used + memory.pool_reserve(room) <= room
+            assert used + memory.pool_reserve(room) + WORK <= room
             assert memory.pool_reserve(room) > MARGIN
             slots.append(plan.slots_of_experts)
     assert slots[0] == 0 < slots[-1]
@@ -496,20 +498,29 @@ def test_a_mixture_that_runs_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch) ->
     assert many.choose_gpu_layers(size) == 0
 
 
-def test_on_a_mac_a_line_warns_of_experts_that_page_faults_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])
+def test_experts_are_read_on_any_system_and_layers_on_two(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
     monkeypatch.setattr(memory, "loaded_tensors", lambda path: with_experts())
+    monkeypatch.setattr(memory, "own_values", lambda path: {"expert_count": 4, "expert_used_count": 2})
     monkeypatch.setattr(memory, "rehearse", lambda path, sizes, free, target: (0, [NOTHING] * len(sizes)))
     size = memory.ContextSize(64, 8, 1, memory.MIN_NODES)
 
-    def notes(platform: str, room: int) -> list[str]:
+    def planned(room: int) -> tuple[Plan | None, list[str]]:
         machine = replace(this_machine(), platform=platform, gpus=(), used=0, free=20 * LAYER, moves_pages=False)
-        planner = memory.MemoryPlanner(__file__, LoadOptions(memory=room), machine)
-        return planner.plan_memory(size, 0, False)[2]
+        plan, _, notes = memory.MemoryPlanner(__file__, LoadOptions(memory=room), machine).plan_memory(size, 0, False)
+        return plan, notes
 
-    (warning,) = notes("darwin", 8 * LAYER)
-    assert "750 MiB of experts page faults bring" in warning
-    assert "\n" not in warning
-    assert notes("linux", 8 * LAYER) == notes("darwin", 14 * LAYER) == []
+    plan, notes = planned(9 * LAYER)
+    assert plan is not None
+    assert plan.pools
+    assert not (plan.streamed)
+    assert not notes
+    assert planned(14 * LAYER) == (None, [])
+    if platform == "win32":
+        assert planned(4 * LAYER) == planned(MIB) == (None, [CANNOT_STREAM])
+    else:
+        assert (plan := planned(4 * LAYER)[0]) is not None
+        assert plan.streamed
 
 
 @pytest.mark.parametrize(("value", "code"), [("auto", 0), ("0", 0), ("many", 2)])

@@ -1,6 +1,7 @@
 """Windows, as far as another system can show it: `as_on_windows.py` takes away what Windows lacks."""
 
 import ast
+import ctypes
 import io
 import json
 import os
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 
 import platformdirs
 import pytest
-from as_on_windows import ROOT, no_replacing_of_open_files
+from as_on_windows import ROOT, Kernel32, no_replacing_of_open_files
 from conftest import Run
 from test_datastore import LetterVocab
 
@@ -23,6 +24,7 @@ from edgespec.cli.terminal import mark_pastes, open_streams
 from edgespec.errors import MissingPackage, UsageError
 from edgespec.loop.engines import LoadOptions, find_engine
 from edgespec.machine import files, measurements
+from edgespec.machine.system import read_into
 from edgespec.machine.this_machine import this_machine
 from edgespec.measure import doctor
 from edgespec.planners.datastore import build, open_datastore
@@ -77,6 +79,67 @@ def test_all_imports_and_a_prompt_need_no_posix_system(tmp_path: Path, left_out:
     failed, length, *answers = map(json.loads, done.stdout.splitlines()[-4:])
     assert (failed, length) == ({}, 5)
     assert [one["stats"]["cached_tokens"] > 0 for one in answers] == [False, True]
+
+
+MIXTURE = """
+import json, sys
+from pathlib import Path
+from edgespec.backends.llamacpp.engine import load
+from edgespec.backends.llamacpp.memory import planning
+from edgespec.loop.passes import prefill
+from edgespec.machine.this_machine import this_machine
+from edgespec.weights.plan import Pool
+path, rows = {path!r}, []
+for pooled in (False, True):
+    if pooled:
+        planning.most_pools = lambda layers, room: (Pool((0, 2), 9), Pool((1,), 8))
+        planning.memory_of, planning.pool_reserve = (lambda layers, pools: 0), (lambda room: 0)
+        Least = planning.ContextSize(512, 32, 1, planning.CHUNKS[0], "f16")
+        memory = planning.memory_needs(path, Least, this_machine()) + Path(path).stat().st_size - (300 << 10)
+        more = dict(memory=memory)
+    else:
+        more = dict(repack=False)
+    with_ = load(path, context_length=512, threads=2, budget=32, kv_type="f16", **more)
+    last = prefill(with_, with_.open(), list(range(1, 40)), want_last=True)
+    rows.append(last[0].row(last[1]).tolist())
+    read = with_.mixture.memory.bytes_read if pooled else 0
+    with_.close()
+print(json.dumps([sys.platform, rows[0] == rows[1], read > 0]))
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="its libraries have Linux's names")
+def test_experts_are_read_as_they_are_chosen(tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
+    from mixture_files import write_mixture
+
+    path = write_mixture(tmp_path / "mixture.gguf", "gpt-oss")
+    done = subprocess.run(
+        [*CHILD, "torch|mlx|common|sparse", MIXTURE.format(path=str(path))], stdin=subprocess.DEVNULL,
+        capture_output=True, encoding="utf-8", check=False, env={**os.environ, "PYTHONPATH": PATHS},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == ["win32", True, True]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_reads_at_any_byte_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(100)))
+    monkeypatch.delattr(os, "preadv")
+    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=Kernel32(works)), raising=False)
+    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(get_osfhandle=lambda descriptor: descriptor))
+    first, second = bytearray(60), bytearray(60)
+    with path.open("rb") as file:
+        if not works:
+            with pytest.raises(OSError, match="ReadFile: error 30"):
+                read_into(file.fileno(), [first], 10)
+            return
+        assert read_into(file.fileno(), [first, second], 10) == 90
+        assert read_into(file.fileno(), [second], 100) == 0
+    assert first + second[:30] == bytes(range(10, 100))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which files are open")

@@ -18,6 +18,7 @@ SECTOR = 512  # bytes; alignment in memory that most disks need
 HUGE = 2 << 20  # a huge page moves in one step if source and destination are equally aligned to this
 LOADED = 0.5  # load per processor above which nothing can be timed
 MAP_FAILED = (1 << 64) - 1
+END_OF_FILE = 38  # ERROR_HANDLE_EOF of winerror.h
 MS_INVALIDATE = 2  # macOS, sys/mman.h
 MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP of linux/mman.h
 
@@ -82,6 +83,43 @@ def _shrunk(end: int) -> OSError:
     return OSError(f"the file ends at byte {end}; it must have shrunk")
 
 
+class Overlapped(ctypes.Structure):
+    """OVERLAPPED of minwinbase.h: where ReadFile begins."""
+
+    _fields_ = (
+        ("internal", ctypes.c_size_t), ("internal_high", ctypes.c_size_t), ("offset", ctypes.c_uint32),
+        ("offset_high", ctypes.c_uint32), ("event", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+def read_into(descriptor: int, buffers: Sequence[Any], start: int) -> int:
+    """`os.preadv`, which Windows lacks: read from byte `start` of a file into buffers, one after the other.
+
+    Returns:
+        Number of bytes; less than the buffers hold at the file's end.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, buffers, start)
+    import msvcrt
+
+    kernel, total = ctypes.windll.kernel32, 0  # type: ignore[attr-defined]
+    handle = ctypes.c_void_p(msvcrt.get_osfhandle(descriptor))  # type: ignore[attr-defined]
+    for buffer in buffers:
+        place = (ctypes.c_char * len(buffer)).from_buffer(buffer)
+        done, at = ctypes.c_uint32(), Overlapped(offset=(start + total) % 2**32, offset_high=(start + total) >> 32)
+        if not kernel.ReadFile(handle, place, len(buffer), ctypes.byref(done), ctypes.byref(at)):
+            code = kernel.GetLastError()
+            if code != END_OF_FILE:
+                raise OSError(code, f"ReadFile: error {code}")
+        total += done.value
+        if done.value < len(buffer):
+            break
+    return total
+
+
 def read_fully(descriptor: int, address: int, start: int, stop: int) -> None:
     """Read bytes `start` to `stop` of a file to an address.
 
@@ -90,7 +128,7 @@ def read_fully(descriptor: int, address: int, start: int, stop: int) -> None:
     """
     while start < stop:
         buffer = (ctypes.c_char * (stop - start)).from_address(address)
-        done = os.preadv(descriptor, [buffer], start)
+        done = read_into(descriptor, [buffer], start)
         if done <= 0:
             raise _shrunk(start)
         start, address = start + done, address + done
@@ -100,10 +138,10 @@ def memory_step(descriptor: int) -> int:
     """The alignment in memory that direct reads of a file need; raises OSError if it is more than a block."""
     buffer = own_buffer()
     try:
-        os.preadv(descriptor, [buffer[SECTOR : SECTOR + BLOCK]], 0)
+        read_into(descriptor, [buffer[SECTOR : SECTOR + BLOCK]], 0)
         return SECTOR
     except OSError:
-        os.preadv(descriptor, [buffer[:BLOCK]], 0)
+        read_into(descriptor, [buffer[:BLOCK]], 0)
         return BLOCK
 
 
@@ -117,12 +155,12 @@ def read_unaligned(descriptor: int, address: int, start: int, stop: int, step: i
         low, high = start // BLOCK * BLOCK, -(-stop // BLOCK) * BLOCK
         inner, end = -(-start // BLOCK) * BLOCK, stop // BLOCK * BLOCK
         if inner >= end or (address + inner - start) % step:
-            done = os.preadv(descriptor, [buffer[: min(high - low, READ_SIZE)]], low)
+            done = read_into(descriptor, [buffer[: min(high - low, READ_SIZE)]], low)
             copies = [(0, start, min(stop, low + done))]
         else:
             head, tail = buffer[: inner - low], buffer[BLOCK : BLOCK + high - end]
             middle = (ctypes.c_char * (end - inner)).from_address(address + inner - start)
-            done = os.preadv(descriptor, [part for part in (head, middle, tail) if len(part)], low)
+            done = read_into(descriptor, [part for part in (head, middle, tail) if len(part)], low)
             copies = [(0, start, min(inner, low + done)), (BLOCK, end, min(stop, low + done))]
         if low + done <= start:
             raise _shrunk(low + done)
@@ -137,7 +175,7 @@ def touch(descriptor: int, start: int, stop: int) -> None:
     """Read bytes `start` to `stop` of a file into the page cache; errors as for `read_fully`."""
     buffer = own_buffer()
     while start < stop:
-        done = os.preadv(descriptor, [buffer[: stop - start]], start)
+        done = read_into(descriptor, [buffer[: stop - start]], start)
         if done <= 0:
             raise _shrunk(start)
         start += done

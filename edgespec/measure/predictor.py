@@ -28,7 +28,6 @@ from edgespec.models.registry import OWN, Entry, find_model, is_folder, local_pa
 from edgespec.models.shapes import BLOCKS, file_of
 from edgespec.weights.plan import (
     EXPERTS,
-    FAULT_SPEED,
     MARGIN,
     SAFETY,
     Plan,
@@ -370,7 +369,7 @@ def _llamacpp(asked: Asked, made: Prediction) -> Prediction:
     has_states = any(name.startswith(OF_STATES) for name in model.values)
     made.where = Where(engine=made.engine, placed=placed, exact=not placed.device and not has_states)
     made.streamed = weights.streamed_bytes if weights else 0
-    if not can_stream(machine):  # the system's pages decide
+    if not (can_stream(machine) or weights):  # the system's pages decide
         made.streamed = max(0, sum(tensor.size for tensor in here) - int(machine.free * (1 - SAFETY)))
     missing = 0.0
     if weights and weights.cached:
@@ -382,8 +381,6 @@ def _llamacpp(asked: Asked, made: Prediction) -> Prediction:
     parts = [(model.part(here), _processor(machine)), *_by_gpu(model, there, shares, machine)]
     with_gpu = [one for one in machine.gpus[:1] if placed.device or not one.shared or not made.streamed]
     reads = [("disk: speed", made.streamed, machine.disk.speed)]
-    if weights and weights.faults(machine.platform):
-        reads.append(("disk: speed", 0, min(FAULT_SPEED, machine.disk.speed)))
     drafting = _gpu(with_gpu[0]) if with_gpu else _processor(machine)
     return _timed(made, asked, parts, reads, drafting, missing=missing)
 

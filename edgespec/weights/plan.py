@@ -37,7 +37,6 @@ WIDTHS = (1024, 512, 256, 128)  # draft tokens of one pass
 CHEAP = 1 / 32
 
 SLOW = 0.5  # tokens per second
-FAULT_SPEED = 0.73e9  # bytes per second of page faults on a Mac whose reads gave 6.4e9 (ggml-org/llama.cpp#9244)
 REMEDY = "a faster disk, more memory or a smaller model would help"
 
 PER_LAYER_ROWS = "per_layer_token_embd.weight"  # Gemma 3n and 4: for each token a row for all layers
@@ -191,10 +190,6 @@ class Plan:
         """Most bytes that a pass reads, without what is left to the page cache."""
         missing = max(0.0, 1 - self.slots_of_experts / self.experts) if self.pools else 0
         return self.streamed_bytes + int(missing * self.cached_bytes)
-
-    def faults(self, platform: str) -> bool:
-        """True if page faults bring experts on a Mac."""
-        return platform == "darwin" and bool(self.cached) and not self.pools
 
     @property
     def looked_up_bytes(self) -> int:

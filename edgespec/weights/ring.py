@@ -17,6 +17,7 @@ from edgespec.weights.darwin import DarwinStore
 from edgespec.weights.linux import CachedLinuxStore, LinuxStore
 from edgespec.weights.plan import Extent, Layer, Mapping, Plan
 from edgespec.weights.preload import pieces
+from edgespec.weights.windows import WindowsStore
 
 
 class Slots(Protocol):
@@ -266,10 +267,11 @@ CANNOT_STREAM = "streaming weights works on Linux and macOS; here the system's o
 
 
 def can_stream(machine: Machine) -> bool:
+    """True if layers can be streamed; experts can be read on any system."""
     return machine.platform in ("linux", "darwin")
 
 
 def open_store(paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan, machine: Machine) -> Store:
     if machine.platform != "linux":
-        return DarwinStore(paths)
+        return DarwinStore(paths) if can_stream(machine) else WindowsStore(paths)
     return (LinuxStore if machine.moves_pages else CachedLinuxStore)(paths, mapped, plan)

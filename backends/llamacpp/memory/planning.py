@@ -25,7 +25,6 @@ from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_
 from edgespec.weights.linux import mappings
 from edgespec.weights.plan import (
     EXPERTS,
-    FAULT_SPEED,
     MARGIN,
     PER_LAYER_ROWS,
     POSITIONS,
@@ -38,7 +37,6 @@ from edgespec.weights.plan import (
     layers_on_gpu,
     make_plan,
     spans,
-    two_digits,
 )
 from edgespec.weights.ring import CANNOT_STREAM, Streamer, can_stream, measure_disk, open_store
 
@@ -262,8 +260,9 @@ class MemoryPlanner:
             A plan of the weights (None: all stay in memory), the context's size, and messages for the user.
         """
         free, lent = self.machine.free, bool(self.borrowed)
-        if not can_stream(self.machine):
-            return None, size, [CANNOT_STREAM] if self.memory is not None or self.file_sizes > self.left else []
+        paging = None, size, [CANNOT_STREAM] if self.memory is not None or self.file_sizes > self.left else []
+        if not (can_stream(self.machine) or self.find_expert_layers()):
+            return paging
         count = count_layers(self.tensors)
         layers = [] if lent and gpu_layers else self.find_expert_layers()
         # The GPU gets the last layers and the output; a Mac's GPU keeps them in the planned memory.
@@ -291,7 +290,12 @@ class MemoryPlanner:
         with suppress(UsageError):
             sizes = asked if asked and planned(asked) == [None] else sizes
         sizes = sizes[: self._sizes_on_gpu(sizes, gpu_layers, experts_here, drafts)]
-        plans = planned(sizes)
+        try:
+            plans = planned(sizes)
+        except NoRoom:
+            if can_stream(self.machine):
+                raise
+            return paging
         # Each chunk of a prompt reads the streamed weights, so large chunks are better, but their buffers use memory.
         most = (plans[0].read_bytes if plans[0] else 0) * (1 + CHUNK_SHARE)
         best = max(i for i, plan in enumerate(plans) if plan is None or plan.read_bytes <= most)
@@ -302,15 +306,11 @@ class MemoryPlanner:
             notes.append(f"{format_size(self.memory)} of memory are asked for, but only {format_size(free)} are free")
         if plan is None:
             return None, sizes[best], notes
+        if plan.streamed and not can_stream(self.machine):
+            return paging
         plan = replace(plan, draft_bytes=drafts)
         if shares:
             check_spans(plan, self.tensors, gpu_layers)
-        if plan.faults(self.machine.platform):
-            notes.append(
-                f"slow: of {format_size(plan.cached_bytes)} of experts page faults bring what does not fit, at about "
-                f"{two_digits(FAULT_SPEED / 1e9)} GB/s; some Macs have stopped with a kernel panic with that "
-                "(ggml-org/llama.cpp#19825); a smaller file of the model would help"
-            )
         kind = self.machine.file_system
         if kind in NETWORK_FILE_SYSTEMS:
             notes.append(
@@ -378,7 +378,7 @@ def _plan(
 
 
 def work_of(layers: Sequence[ExpertLayer], chosen: int) -> int:
-    """Bytes in which a kernel sorts the numbers of experts that a pass has chosen (`mmid_row_mapping` in ggml-cpu.c)."""
+    """Bytes in which a kernel sorts the numbers of the chosen experts (`mmid_row_mapping` in ggml-cpu.c)."""
     return 8 * most_slots(layers) * chosen if layers else 0
 
 
