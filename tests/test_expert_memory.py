@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -222,7 +221,7 @@ def test_nothing_is_left_behind(content, opened):
 
 def test_a_mac_does_not_compress_pools(content, opened, monkeypatch):
     locked = []
-    monkeypatch.setattr(expert_memory, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(expert_memory, "COMPRESSES", True)
     monkeypatch.setattr(expert_memory, "lock", lambda library, ranges: locked.extend(ranges))
     opened()
     sizes = [pool_size(content[1][0], i, 2 * COUNT + 1) for i in range(3)]

@@ -18,6 +18,7 @@ SECTOR = 512  # bytes; alignment in memory that most disks need
 HUGE = 2 << 20  # a huge page moves in one step if source and destination are equally aligned to this
 LOADED = 0.5  # load per processor above which nothing can be timed
 MAP_FAILED = (1 << 64) - 1
+COMPRESSES = sys.platform == "darwin"  # memory that looks idle
 END_OF_FILE = 38  # ERROR_HANDLE_EOF of winerror.h
 MS_INVALIDATE = 2  # macOS, sys/mman.h
 MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP of linux/mman.h

@@ -5,7 +5,6 @@ next layer before its router has chosen.
 """
 
 import ctypes
-import sys
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from numpy.typing import ArrayLike
 from edgespec.errors import ModelError
 from edgespec.loop.engines import Progress
 from edgespec.machine.disk import recall_reading
-from edgespec.machine.system import BLOCK, libc, read_buffer
+from edgespec.machine.system import BLOCK, COMPRESSES, libc, read_buffer
 from edgespec.weights.direct_io import DirectFiles
 from edgespec.weights.experts import ExpertLayer, Residents, SlotArray, pool_size
 from edgespec.weights.plan import Pool
@@ -105,7 +104,7 @@ class ExpertMemory:
     def _reserve(self, size: int) -> int:
         self._memory.append(read_buffer(size))
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory[-1]))
-        if sys.platform == "darwin":  # which compresses memory that looks idle
+        if COMPRESSES:
             lock(libc(), [(address, size)])
         return address
 
