@@ -10,7 +10,7 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edge
 
 import mlx.core as mx
 from conftest import few
-from contract import by_main_check, work
+from contract import Reused, by_main_check, work
 from edgespec.backends.mlx import memory as memory_module
 from edgespec.backends.mlx.backend import load
 from edgespec.backends.mlx.engine import engine
@@ -155,12 +155,15 @@ def test_cells_are_those_of_the_target_where_it_has_read(folder):
     target.close()
 
 
-@by_main_check
-def test_contract(check, llama):
-    def loaded(**options):
-        return own(load(str(llama), **options), llama, sessions=options.get("sessions", 1))
+@pytest.fixture(scope="module")
+def drafts(llama):
+    yield (reused := Reused(lambda **options: own(load(str(llama), **options), llama, options["sessions"])))
+    reused.close()
 
-    check(loaded)
+
+@by_main_check
+def test_contract(check, drafts):
+    check(drafts)
 
 
 @pytest.fixture(scope="module")

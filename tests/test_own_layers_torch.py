@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]
 
 import torch
 from conftest import few
-from contract import by_main_check, work
+from contract import Reused, by_main_check, work
 from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch.backend import load
 from edgespec.backends.torch.engine import engine
@@ -151,15 +151,21 @@ def test_a_draft_reads_nothing_and_takes_no_memory_for_weights(folder):
     assert {id(weight) for weight in draft.model.parameters()} == {id(weight) for weight in target.model.parameters()}
 
 
-@by_main_check
-def test_contract(tmp_path_factory, check, llama):
-    opened = []
+@pytest.fixture(scope="module")
+def drafts(llama):
+    targets = []
 
     def loaded(**options):
-        opened.append(load(str(llama), threads=1, **options))
-        return own(opened[-1], llama, sessions=options.get("sessions", 1))
+        targets.append(load(str(llama), threads=1, **options))
+        return own(targets[-1], llama, sessions=options["sessions"])
 
-    check(loaded)
+    yield (reused := Reused(loaded))
+    reused.close()
+
+
+@by_main_check
+def test_contract(check, drafts):
+    check(drafts)
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from contract import (
     BUDGET,
     CONTEXT,
     TREE,
+    Reused,
     by_main_check,
     chain_rows,
     commit_any_path,
@@ -319,13 +320,14 @@ class TestOffload:
         backend, _, _ = streaming(llama, resident)
         np.testing.assert_array_equal(chain_rows(backend, text), chain_rows(load(str(llama), **OPTIONS), text))
 
-    @by_main_check
-    def test_contract(self, llama, check):
-        def factory(**options):
-            options["context_length"] = options["context_length"] or 640
-            return load(str(llama), **options, threads=1, gpu_memory=2**29 + 2**27, copies=Recorder)
+    @pytest.fixture(scope="class")
+    def reused(self, llama):
+        yield (found := Reused(partial(load, str(llama), threads=1, gpu_memory=2**29 + 2**27, copies=Recorder)))
+        found.close()
 
-        check(factory)
+    @by_main_check
+    def test_contract(self, reused, check):
+        check(reused)
 
     @pytest.mark.parametrize("resident", [0, 1, 2])
     def test_order_overlap_and_reuse(self, llama, resident):
