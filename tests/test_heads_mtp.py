@@ -13,12 +13,12 @@ from edgespec.backends.torch.attention import ATTENTION
 from edgespec.backends.torch.backend import load
 from edgespec.backends.torch.engine import engine
 from edgespec.backends.torch.offload import HostCopies
+from folder_texts import by_temperature, check_lossless, states_of, write
 from hf_models import SMALL, WITH_HEADS, add_head, save, tiny_model, transformers
 from safetensors.torch import load_file, save_file
 from test_heads import texts_of
-from test_heads_torch import head_folder, rows, states_of
+from test_heads_torch import head_folder, rows
 from test_hybrids_torch import streamed
-from test_lossless_torch import by_temperature, check_lossless, write
 from test_torch import memory_for
 
 import edgespec

@@ -64,7 +64,6 @@ from edgespec.errors import (
     NoRoom,
     UsageError,
 )
-from edgespec.loading.by_name import load_backend
 from edgespec.loop.backend import Capabilities
 from edgespec.loop.engines import load_at_once
 from edgespec.loop.passes import prefill
@@ -146,13 +145,6 @@ def test_a_text_model_inside_one_that_sees(tmp_path):
 def test_16_bit_weights(llama):
     for dtype in ("float16", "bfloat16"):
         tree_equals_chains(partial(load, str(llama), threads=1, dtype=dtype))
-
-
-def test_it_is_a_built_in_backend(llama):
-    backend = load_backend("torch", str(llama), context_length=32)
-    assert chain_rows(backend, [5, 6])[-1].shape == (backend.vocab.size,)
-    backend.close()
-    backend.close()
 
 
 class TestMasks:
@@ -802,11 +794,6 @@ class TestStoredNf4:
         assert expected.std() > 1
         np.testing.assert_allclose(found, expected, atol=0.1)
 
-    @pytest.mark.covering(1)
-    @pytest.mark.parametrize("check", [growth_layer_by_layer, several_sessions_in_one_forward])
-    def test_trees_are_texts(self, folder, check):
-        check(partial(load, str(folder), threads=1))
-
     def test_they_are_streamed(self, folder):
         text = [5, 9, 30, 7]
         backend, _, streamed = streaming(folder, 1)
@@ -957,20 +944,10 @@ class TestRefusals:
         self.edit_config(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
         self.refused("weights are quantised already", folder)
 
-    @pytest.mark.parametrize(
-        ("name", "changes", "message"),
-        [
-            ("bloom", {}, "computes attention in its own way"),
-        ],
-    )
-    def test_models_that_cannot_hold_a_tree(self, tmp_path, name, changes, message):
-        small = {"vocab_size": 272, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "n_layer": 2}
-        small |= {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 32, "n_head": 4, "state_size": 4}
-        small |= {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-        small |= {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
-        small |= {"linear_value_head_dim": 8, "shared_expert_intermediate_size": 16, "pad_token_id": 1}
-        config = transformers.AutoConfig.for_model(name, **(small | changes))
-        self.refused(message, save(transformers.AutoModelForCausalLM.from_config(config), tmp_path))
+    def test_models_that_cannot_hold_a_tree(self, tmp_path):
+        small = {"vocab_size": 272, "hidden_size": 32, "n_layer": 2, "n_head": 4, "pad_token_id": 1}
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("bloom", **small))
+        self.refused("computes attention in its own way", save(model, tmp_path))
 
     def test_positions_that_change_with_the_length(self, tmp_path):
         rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}

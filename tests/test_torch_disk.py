@@ -515,9 +515,9 @@ def test_passes_leave_nothing_behind(llama, tiers):
     backend = tiers(llama, 1, 2)
     session = backend.open()
 
-    passes(backend, session, 10)
+    passes(backend, session, 5)
     before = private_memory()
-    passes(backend, session, 50)
+    passes(backend, session, 25)
     assert private_memory() - before < 4 << 20
 
 
