@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from alone import Generation
+from alone import written
 from contract import chain_rows, work
 
 import edgespec
@@ -37,12 +37,11 @@ HYBRID_MAKERS = [
 def write(
     target: Any, planner: Any, prompt: Sequence[int], sampling: SamplingParams, count: int, budget: int = 16
 ) -> tuple[list[int], GenerationStats]:
-    session, stats, output = target.open(), GenerationStats(), list[int]()
-    options: dict[str, Any] = {"max_tokens": count, "budget": budget, "stats": stats, "stop_ids": frozenset[int]()}
-    for round_ in Generation(target, session, planner, prompt, sampling, **options).steps():
-        output += round_.tokens
+    session = target.open()
+    options: dict[str, Any] = {"max_tokens": count, "budget": budget, "stop_ids": frozenset[int]()}
+    found = written(target, planner, prompt, sampling, session=session, **options)
     session.close()
-    return output, stats
+    return found
 
 
 def check_lossless(
