@@ -51,7 +51,7 @@ from edgespec.backends.torch.offload import (
     count_resident,
     streamed_layers,
 )
-from edgespec.backends.torch.session import TorchSession, visible
+from edgespec.backends.torch.session import TorchSession
 from edgespec.backends.torch.spans import Cells
 from hf_models import FAMILIES, SMALL, save, tiny_model, torch, transformers
 from safetensors.torch import load_file, save_file
@@ -148,22 +148,6 @@ def test_16_bit_weights(llama):
 
 
 class TestMasks:
-    def test_visible_is_the_ancestor_mask(self):
-        generator = np.random.default_rng(1)
-        for _ in range(20):
-            parents = [int(generator.integers(-1, i)) for i in range(12)]
-            sees = []
-            for first, end in pairwise([0, 1, 5, 12]):
-                sees.extend(visible(sees, parents[first:end]))
-            expected = ancestor_mask(parents)
-            for node, row in enumerate(sees):
-                np.testing.assert_array_equal(row, expected[node, : len(row)])
-
-    def test_a_chain_needs_no_loop(self):
-        sees = list(visible([], [-1, 0, 0]))
-        np.testing.assert_array_equal(visible(sees, [1, 3, 4]), ancestor_mask([-1, 0, 0, 1, 3, 4])[3:])
-        np.testing.assert_array_equal(visible(sees, [-1, 3]), ancestor_mask([-1, 0, 0, -1, 3])[3:])
-
     @pytest.mark.parametrize("window", [None, 1, 2, 3, 100])
     @pytest.mark.parametrize("length", [0, 1, 7])
     def test_masks_by_their_definition(self, length, window):
@@ -276,13 +260,17 @@ class Recorder:
 
 
 @cache
+def needs(folder, **options):
+    """Bytes of a layer, and of all but layers."""
+    backend = load(str(folder), **options)
+    fixed = options.get("sessions", 1) * backend.open().cells.nbytes
+    fixed += work_bytes(backend.model, backend.capabilities, backend.capabilities.max_wanted)
+    return max(block_bytes(layer) for layer in backend.model.get_decoder().layers), fixed
+
+
 def memory_for(folder, resident, **options):
     """Bytes that let so many layers stay on the device."""
-    backend = load(str(folder), **options)
-    model, cache = backend.model, backend.open().cells
-    fixed = options.get("sessions", 1) * cache.nbytes
-    fixed += work_bytes(model, backend.capabilities, backend.capabilities.max_wanted)
-    layer = max(block_bytes(layer) for layer in model.get_decoder().layers)
+    layer, fixed = needs(folder, **options)
     return fixed + (resident + BUFFERS) * layer
 
 
