@@ -212,5 +212,6 @@ def test_a_folder_of_vllms_speculators_is_the_same_head(tmp_path, folders):
 )
 def test_a_head_of_another_model_is_refused(tmp_path, folders, changes, line):
     target = load(str(folders[0]), **OPTIONS)
-    with pytest.raises(ModelError, match=line):
+    with pytest.raises(ModelError, match=line) as caught:
         engine.load_head(target, str(head_folder(tmp_path / "other", **changes)), DRAFT_OPTIONS)
+    assert str(caught.value).count(f"{tmp_path / 'other'}: ") == 1

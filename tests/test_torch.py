@@ -293,17 +293,18 @@ def streaming(folder, resident, **options):
     return backend, engines[0], streamed
 
 
+@pytest.fixture(scope="module")
+def reused(llama):
+    yield (found := Reused(partial(load, str(llama), threads=1, gpu_memory=2**29 + 2**27, copies=Recorder)))
+    found.close()
+
+
 class TestOffload:
     @pytest.mark.parametrize("resident", [0, 3])
     def test_the_logits_are_the_same_to_the_bit(self, llama, resident):
         text = [5, 9, 30, 7]
         backend, _, _ = streaming(llama, resident)
         np.testing.assert_array_equal(chain_rows(backend, text), chain_rows(load(str(llama), **OPTIONS), text))
-
-    @pytest.fixture(scope="class")
-    def reused(self, llama):
-        yield (found := Reused(partial(load, str(llama), threads=1, gpu_memory=2**29 + 2**27, copies=Recorder)))
-        found.close()
 
     @by_main_check
     def test_contract(self, reused, check):
