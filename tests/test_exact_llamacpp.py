@@ -1,7 +1,7 @@
 """Passes kept in one class of shapes write equal texts, bit for bit, with weights whose kernels differ by shape."""
 
 import signal
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -75,12 +75,9 @@ def loaded(path, asked=None, *, repack=True, **options):
     sizes = {"context_length": 1024, "threads": 2, "budget": 64, "exact": asked}
     plan = engine.plan(str(path), LoadOptions(**sizes | options), this_machine())
     repack = repack and len(plan.ways) > 1 and has_class(plan)
-    backend = engine.load(plan, plan.ways[0 if repack else -1])
-    try:
+    with closing(engine.load(plan, plan.ways[0 if repack else -1])) as backend:
         apply_row_class(backend, str(path), asked)
         yield backend
-    finally:
-        backend.close()
 
 
 @pytest.fixture(scope="session")

@@ -203,12 +203,10 @@ def test_experts_stay_here() -> None:
     large = [Tensor(f"blk.{i}.ffn_up_exps.weight", 0, 8192 + (i + 100) * 4 * LAYER, 3 * LAYER) for i in range(10)]
     both = [*tensors(), *large]
     plan = make_plan(both, 20 * LAYER, 0, on_device=10, experts_here=True)
-    assert plan is not None
     assert plan.cached_bytes == 30 * LAYER
     assert plan.streamed == ()
     assert make_plan(both, 20 * LAYER, 0, on_device=10) is None  # with all of its layers it leaves next to nothing
     plan = make_plan(both, 20 * LAYER, 0, on_device=3)
-    assert plan is not None
     assert plan.cached_bytes == 21 * LAYER
     chosen = replace(plan, pools=(Pool(tuple(range(10)), 20),))
     assert gpu.kept_off(chosen, 0, 10, platform="linux") == ()
@@ -254,7 +252,6 @@ def test_biases_of_experts_count_where_their_weights_do() -> None:
     assert off == (gpu.EXPERTS.pattern.encode(),)
     here, _ = divide(both, -1, off)
     plan = make_plan(both, 12 * LAYER, 0, on_device=10, experts_here=True)
-    assert plan is not None
     assert plan.pinned_bytes + plan.cached_bytes == sum(tensor.size for tensor in here)
 
 
@@ -279,7 +276,6 @@ def test_pools_leave_room_for_libraries_whatever_the_memory() -> None:
 def test_a_mac_keeps_the_experts_of_the_layers_on_its_gpu() -> None:
     """Between the first and the last weight of a layer lie its experts, which the GPU maps, too."""
     plan = make_plan(with_experts(), 6 * LAYER, 0, kept=2)
-    assert plan is not None
     assert plan.streamed == ()
     assert wired(plan, gpu_spans(with_experts(), 2)) == 0
     check_spans(plan, with_experts(), 3)

@@ -115,7 +115,6 @@ def lender() -> Iterator[tuple[str, subprocess.Popen[str]]]:
     process = subprocess.Popen(
         [*PROGRAM, "lend", "--port", "0", "--threads", "1"], env=ENVIRONMENT, text=True, stdout=subprocess.PIPE
     )
-    assert process.stdout
     line = process.stdout.readline()
     assert line.startswith("lending at ")
     for _ in range(100):  # it says so just before it is there
@@ -180,7 +179,6 @@ def test_a_lender_that_dies_is_one_clear_error(lender: tuple[str, Any], smollm2_
         [*PROGRAM, *command, "--lender", address, "--gpu-layers", "-1", "--planner", "none"],
         env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    assert borrower.stdout
     assert borrower.stderr
     assert borrower.stdout.read(10)  # it writes
     process.send_signal(signal.SIGKILL)

@@ -94,7 +94,6 @@ def load_streamed(path: Path, more: int = 0, **options: Any) -> LlamaBackend:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("edgespec.machine.memory.private_memory", lambda: held)
         backend = load(str(path), memory=least_memory(path, **options) + more, **options)
-    assert backend.streamer is not None
     assert len(backend.streamer.plan.streamed) >= 4
     return backend
 
@@ -142,7 +141,6 @@ def fresh(tiny: Path) -> Iterator[LlamaBackend]:
 
 def row_after(backend: LlamaBackend, session: Any, tokens: list[int]) -> np.ndarray:
     last = prefill(backend, session, tokens, want_last=True)
-    assert last
     return last[0].row(last[1])
 
 
@@ -193,7 +191,6 @@ class Enters:
     """Notes what is entered, pass by pass, and can fail at one layer."""
 
     def __init__(self, backend: LlamaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert backend.streamer
         self.really, self.passes, self.fail = backend.streamer.enter, list[list[int]](), dict[int, BaseException]()
         begin = backend.streamer.begin
         monkeypatch.setattr(backend.streamer, "enter", self.enter)
@@ -210,7 +207,6 @@ class Enters:
 
 
 def test_logits_are_the_same_to_the_bit(streamed: LlamaBackend, resident: LlamaBackend) -> None:
-    assert streamed.streamer
     assert 4 < len(streamed.streamer.plan.streamed) < 30  # some stay, some are streamed
     exact(streamed, resident)
     np.testing.assert_array_equal(last_row(streamed, list(range(5, 40))), last_row(resident, list(range(5, 40))))
@@ -249,7 +245,6 @@ def test_every_streamed_byte_is_read_once_in_a_pass(tiny: Path, monkeypatch: pyt
 
     monkeypatch.setattr(kind, "read", counted)
     backend = load_streamed(tiny)
-    assert backend.streamer
     plan, passes = backend.streamer.plan, 6
     for count in range(passes):
         last_row(backend, [5 + count])
@@ -307,8 +302,6 @@ def test_one_file_streamed_twice(tiny: Path, tiny_resident: LlamaBackend) -> Non
     first = load_streamed(tiny)
     last_row(first, [5])
     second = load_streamed(tiny)
-    assert first.streamer
-    assert second.streamer
     if sys.platform == "linux":
         places = [backend.streamer._store._mapped[0] for backend in (first, second)]
         assert places[0].stop <= places[1].start or places[1].stop <= places[0].start
@@ -640,7 +633,6 @@ def test_hundreds_of_passes_do_not_grow(fresh: LlamaBackend) -> None:
 def test_the_least_memory_named_works_and_less_does_not(tiny: Path) -> None:
     least = least_memory(tiny, **OPTIONS)
     backend = load(str(tiny), memory=least, **OPTIONS)
-    assert backend.streamer
     plan = backend.streamer.plan
     assert plan.pinned_bytes + plan.slots * plan.slot_bytes + plan.needed <= least
     backend.close()
@@ -893,7 +885,6 @@ def test_run_warns_of_a_slow_disk_before_it_starts(tiny: Path, monkeypatch: pyte
     told = re.match(
         r"slow: the disk allows (0\.\d+) tokens/s, more only with accepted draft tokens; a faster", lines[1]
     )
-    assert told
     assert float(told[1]) == pytest.approx(1 / int(found[1]), rel=0.1)
     monkeypatch.setattr(disk, "disk_bandwidth", lambda path, seconds, ranges: 1e9)
     assert "the disk allows" not in run(*arguments)[2]

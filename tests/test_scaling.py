@@ -5,6 +5,7 @@ import math
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from threading import Event, Thread
 from time import sleep
@@ -566,11 +567,8 @@ def test_llama_cpp_scores_as_plain_decoding_does(smollm2_tiny, options):
         parts = [[generator.integers(300, 900, size).tolist() for size in both] for both in sizes]
         parts = [([*prompt, *before], scored) for before, scored in parts]
         found = [scaling.perplexities(model.scheduler, prompt, parts, PassCounter()) for _ in range(2)]
-    with_one = load_backend("llamacpp", str(smollm2_tiny), context_length=400)
-    try:
+    with closing(load_backend("llamacpp", str(smollm2_tiny), context_length=400)) as with_one:
         for before, scored, *each in zip(*zip(*parts, strict=True), *found, strict=True):
             rows = zip(plain_logits(with_one, before, scored), scored, strict=True)
             losses = [log_sum_exp(row) - float(row[token]) for row, token in rows]
             assert np.log(each) == pytest.approx(np.mean(losses), abs=0.1)  # rounding moves losses of 20
-    finally:
-        with_one.close()

@@ -56,7 +56,6 @@ def test_only_the_origin_moves():
     search = grown()
     assert search.follow([10, 12, 14, 3]) == [1, 3, 5]
     new = search.rerooted(1, [1])
-    assert new is not None
     assert new.token_ids.tolist() == [10, 12, 13, 14]
     assert new.parents.tolist() == [-1, 0, 0, 1]
     assert new.depth.tolist() == [0, 1, 1, 2]

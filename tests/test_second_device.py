@@ -35,7 +35,6 @@ def command(*arguments: str) -> dict[str, Any]:
 def endpoint() -> Iterator[str]:
     server = subprocess.Popen(**command("serve"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert server.stdin
-    assert server.stdout
     where = server.stdout.readline().strip()
     yield where
     server.stdin.close()  # it ends

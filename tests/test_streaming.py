@@ -208,8 +208,10 @@ def ring_over(
     plan = plan_for(layers, slots)
     store = make(plan.slots)
     streamer = Streamer(plan, store, threads)
-    yield streamer, store
-    within(10, streamer.close)
+    try:
+        yield streamer, store
+    finally:
+        within(10, streamer.close)
     assert store.wrong == []
 
 
@@ -324,9 +326,13 @@ def test_layers_may_be_skipped_entered_again_or_too_late() -> None:
 @pytest.mark.parametrize("entered", [[0, 1, 0], [0, 2, 1, 0]])
 def test_a_layer_entered_too_late_is_not_hidden_while_it_is_computed(entered: list[int]) -> None:
     """One that was left, but is still shown, is hidden before it is computed, not during."""
-    with ring_over(fake_layers([0, 3]), 2, threads=1) as (streamer, store):
-        gate = threading.Event()
-        store.delay = lambda: float(bool(store.shown) and not gate.wait(20))
+    gate = threading.Event()
+
+    def make(slots: int) -> WatchfulStore:
+        store = WatchfulStore(slots, lambda: float(bool(store.shown) and not gate.wait(20)))
+        return store
+
+    with ring_over(fake_layers([0, 3]), 2, make, threads=1) as (streamer, store):
 
         def run() -> None:
             for index in entered:
@@ -381,8 +387,8 @@ def test_a_disk_that_comes_and_goes(slots: int) -> None:
                 self.held[slot] = (self.held[slot][0], layer.size)
             super().show(slot, layer)
 
-    with ring_over(fake_layers([0, 2, 4, 6, 8], pieces=3), slots, Flaky) as (streamer, store):
-        store.delay = lambda: generator.random() * 1e-3
+    made = partial(Flaky, delay=lambda: generator.random() * 1e-3)
+    with ring_over(fake_layers([0, 2, 4, 6, 8], pieces=3), slots, made) as (streamer, store):
         until(lambda: streamer._error is not None)  # from reading ahead
         for _ in range(4):
             gone.clear()
@@ -447,8 +453,8 @@ def test_any_timing(
     """Slow disks and slow layers by turns, passes that end anywhere, also by a close: no rule is broken, none hangs."""
     generator, before = random.Random(seed), threading.active_count()
     scale = generator.choice([0, 0, 1e-4, 5e-4])
-    with ring_over(fake_layers([gap * i for i in range(count)], pieces), slots, threads=threads) as (streamer, store):
-        store.delay = lambda: generator.random() * scale
+    made = partial(WatchfulStore, delay=lambda: generator.random() * scale)
+    with ring_over(fake_layers([gap * i for i in range(count)], pieces), slots, made, threads) as (streamer, store):
 
         def run() -> None:
             for number, stop in enumerate(passes, 1):
@@ -477,7 +483,6 @@ def descriptors(*, collect: bool = False) -> int:
 
 def locked_bytes() -> int:
     found = re.search(r"VmLck:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
-    assert found
     return int(found[1]) * 1024
 
 

@@ -93,7 +93,7 @@ class LlamaBackend(Interruptible):
         self._open: list[Any] = []
         self.sessions: Sequence[Any] = self._open
         self._most_cells = 0
-        self._batch = Batch(llama_cpp.llama_n_batch(context), width)
+        self.batch = Batch(llama_cpp.llama_n_batch(context), width)
         # An aborted pass may have moved recurrent states without their contents.
         here = computing.get("gpu_layers") == 0 or "lenders" in computing
         self._aborts, self.stop = here and not capabilities.paths, Stop()
@@ -222,15 +222,10 @@ class LlamaBackend(Interruptible):
         if NEXTN in layers and name in WHOLE_LAST_LAYER:
             self.computing = {**self.computing, LAST_LAYER: "whole"}
 
-    @property
-    def batch_states(self) -> Float32Array:
-        """States that the next pass's rows start from; see `Batch`."""
-        return self._batch.states
-
     def compute(self, rows: Rows, *, prompt: bool, padding: int) -> None:
         if self._hooks:
             self._hooks.begin(prompt=prompt, rows=len(rows.tokens), padding=padding)
-        self._decode(self._batch.fill(rows))
+        self._decode(self.batch.fill(rows))
 
     def logits_of(self, row: int) -> Float32Array:
         """A copy of a wanted row's logits, shape [V]."""
@@ -251,7 +246,7 @@ class LlamaBackend(Interruptible):
         self.row_hook(total)
         forget_log()
         with (hooks or self).signals.held():
-            status = llama_cpp.llama_decode(self.context, self._batch.struct)
+            status = llama_cpp.llama_decode(self.context, self.batch.struct)
             llama_cpp.llama_synchronize(self.context)
             if hooks:
                 hooks.finish()

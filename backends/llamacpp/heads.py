@@ -151,7 +151,7 @@ class LlamaHead(LlamaBackend):
         return logits
 
     def compute(self, rows: Rows, *, prompt: bool, padding: int) -> None:
-        self.batch_states[: len(rows.tokens)] = np.concatenate(self._inputs)
+        self.batch.states[: len(rows.tokens)] = np.concatenate(self._inputs)
         wanted, every = rows.wanted, list(range(len(rows.tokens)))
         if self.heads_in_chain == 1:
             # Of other rows src/models/eagle3.cpp gives the first, graph_mtp of most models their states.
@@ -225,7 +225,7 @@ class LlamaAssistant(LlamaHead):
                 states += (given[node - first] for node in wanted)
                 found.append(self._logits(index))
             if rows.tokens:
-                self.batch_states[: len(states)] = states
+                self.batch.states[: len(states)] = states
                 rows.wanted = list(range(len(states)))
                 LlamaBackend.compute(self, rows, prompt=False, padding=0)
         except BaseException:
