@@ -712,6 +712,7 @@ class TestGuard:
         with served(keys=["right"], origins=["https://chat.example"]) as client:
             for origin, status in (("https://chat.example", 200), ("null", 400), ("http://evil.example", 400)):
                 asked = {"origin": origin, "access-control-request-method": "POST"}
+                asked |= {"access-control-request-headers": "content-type"}
                 answer = client.options("/v1/chat/completions", headers=asked)
                 allowed = answer.headers.get("access-control-allow-origin")
                 assert (answer.status_code, allowed) == (status, origin if status == 200 else None)

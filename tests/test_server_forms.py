@@ -294,8 +294,20 @@ def test_what_has_begun_of_a_call_is_how_it_goes_on(seen, odd, data):
     assert len(told[calls[0].id][1]) > len(calls[0].arguments) - 14
 
 
-LLAMA, BRACES = "<|python_tag|>", "<|tool_call>call:"
+LLAMA, BRACES, SEEN = "<|python_tag|>", "<|tool_call>call:", "<tool_call>"
 READ = [
+    (SEEN, '<tool_call>{"name": "g"}</tool_call> and more', [("g", {}), " and more"]),
+    *(
+        (SEEN, text, [text])
+        for text in (
+            "plain < text\n",
+            "almost <tool_cal",
+            "<tool_call>not json</tool_call>",
+            '<tool_call>{"name": 5}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
+            'cut <tool_call>{"name": "f"',
+        )
+    ),
     (LLAMA, '\n{"name": "f", "parameters": {"days": 2}}', [("f", {"days": 2})]),
     (LLAMA, '{"type": "function", "name": "f", "parameters": {"days": 2}}', [("f", {"days": 2})]),
     (LLAMA, '{\n  "name": "f",\n  "parameters": {\n    "days": 2\n  }\n}', [("f", {"days": 2})]),

@@ -296,18 +296,12 @@ class Constraint:
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(tree.parents.tolist()):
             children.setdefault(parent, []).append(node)
-        tokens, parents, values, sources = [int(tree.token_ids[0])], [-1], [0.0], [int(tree.source[0])]
+        # Token, parent, log-probability and source of each node.
+        nodes = [(int(tree.token_ids[0]), -1, 0.0, int(tree.source[0]))]
         before = list(token_ids[-SEEN:])
         self._forced = self._completed(self._forced, self._matcher, before, most + len(tree))
         # (old node, its new number, the matcher after it, the last tokens up to it, what is known to be forced)
         stack: list[tuple[int, int, Any, list[int], Forced]] = [(0, 0, self._matcher.deep_copy(), before, self._forced)]
-
-        def add(token: int, parent: int, value: float, source: int) -> int:
-            tokens.append(token)
-            parents.append(parent)
-            values.append(value)
-            sources.append(source)
-            return len(tokens) - 1
 
         while stack:
             old, new, matcher, before, forced_text = stack.pop()
@@ -321,15 +315,18 @@ class Constraint:
                     behind.consume_token(token)
                     value, source = float(tree.log_probs[child]), int(tree.source[child])
                     if forced and token == forced[0]:
-                        value = max(value, values[new] + (SURE if len(forced) > 1 else LAST))
-                    placed[token] = add(token, new, min(value, values[new]), source)
+                        value = max(value, nodes[new][2] + (SURE if len(forced) > 1 else LAST))
+                    placed[token] = len(nodes)
+                    nodes.append((token, new, min(value, nodes[new][2]), source))
                     rest = forced_text.after(token, self._vocab.token_bytes(token))
                     stack.append((child, placed[token], behind, [*before, token][-SEEN:], rest))
             if forced and forced[0] not in placed:
                 at = new
                 for i, token in enumerate(forced[:most]):
-                    at = add(token, at, values[at] + (SURE if i + 1 < len(forced) else LAST), int(Source.GRAMMAR))
-        return make_tree(tokens, parents, values, sources)
+                    value = nodes[at][2] + (SURE if i + 1 < len(forced) else LAST)
+                    nodes.append((token, at, value, int(Source.GRAMMAR)))
+                    at = len(nodes) - 1
+        return make_tree(*zip(*nodes, strict=True))
 
     def _completed(self, forced: Forced, matcher: Any, before: Sequence[int], most: int) -> Forced:
         """What is forced, with `most` tokens of it if it is as long."""

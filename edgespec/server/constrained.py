@@ -156,16 +156,14 @@ class Rules:
             quote = self.spelled(QUOTE)
             return f"{quote} {self.text_until(QUOTE)}"
         if kind == "array":
-            return self._list(self.value(schema.items or ANYTHING))
+            item = self.value(schema.items or ANYTHING)
+            return f'"[" ({item} ("," {item})*)? "]"'
         if kind == "object" and schema.properties:
             return self.members(schema)
         if kind == "object":
             one = self.value(ANYTHING)
             return f'"{{" ({KEY} ":" {one} ("," {KEY} ":" {one})*)? "}}"'
         return self.add(f'%json {{"type": "{kind}"}}')
-
-    def _list(self, item: str) -> str:
-        return f'"[" ({item} ("," {item})*)? "]"'
 
     def members(self, schema: Schema) -> str:
         """The rule of an object in braces: required keys first, each group in the schema's order."""

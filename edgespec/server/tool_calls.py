@@ -13,6 +13,7 @@ from edgespec.server.schema import Schema, levels, resolve, strict_json
 
 MOST_TOOLS = 128
 MOST_TOOL_VALUES = 2**16  # of all tools, in JSON
+NONE = "tool_choice names {}, which is none of the tools"
 CALLED = ("function", "custom")  # types of tools that the client runs and names
 Parameters = Mapping[str, Schema]
 
@@ -170,8 +171,7 @@ def choose_tools(
     )
     tools = [Tool(function) for function in functions]
     named = [tool for tool in tools if name in (None, tool.name)]
-    if not named:
-        raise _is_none(name)
+    refuse_if(not named, NONE.format(shown(name)), "tool_choice")
     return Tools(tools, named if mode == "required" or name is not None else (), parallel and name is None)
 
 
@@ -189,13 +189,9 @@ def _allowed(functions: Sequence[Mapping[str, Any]], choice: Any) -> tuple[Any, 
     inner = [next((tool[kind] for kind in CALLED if isinstance(tool.get(kind), dict)), tool) for tool in tools]
     names = [flat(tool.get("namespace"), tool.get("name", tool.get("type"))) for tool in inner]
     known = [function.get("name") for function in functions]
-    if missing := [name for name in names if name not in known]:
-        raise _is_none(missing[0])
+    for name in names:
+        refuse_if(name not in known, NONE.format(shown(name)), "tool_choice")
     return mode, [function for function in functions if function.get("name") in names]
-
-
-def _is_none(name: Any) -> Refused:
-    return Refused(400, f"tool_choice names {shown(name)}, which is none of the tools", param="tool_choice")
 
 
 def _check_number(found: Sequence[Any], where: str) -> None:
@@ -204,12 +200,10 @@ def _check_number(found: Sequence[Any], where: str) -> None:
 
 def check_function(function: Mapping[str, Any]) -> None:
     """Raises Refused."""
-    name, parameters = function.get("name"), function.get("parameters") or {}
-    says = ""
-    if not isinstance(name, str) or not name:
-        says = "a function has no name"
-    elif not isinstance(function.get("description") or "", str):
-        says = f"the description of {shown(name)} is {shown(function['description'])}, but must be a text"
-    elif not isinstance(parameters, dict) or not isinstance(parameters.get("properties") or {}, dict):
-        says = f"the parameters of {shown(name)} must be the JSON schema of an object"
-    refuse_if(says, f"tools: {says}", "tools")
+    name, about, parameters = (function.get(member) for member in ("name", "description", "parameters"))
+    refuse_if(not isinstance(name, str) or not name, "tools: a function has no name", "tools")
+    says = f"tools: the description of {shown(name)} is {shown(about)}, but must be a text"
+    refuse_if(not isinstance(about or "", str), says, "tools")
+    is_object = isinstance(parameters or {}, dict) and isinstance((parameters or {}).get("properties") or {}, dict)
+    says = f"tools: the parameters of {shown(name)} must be the JSON schema of an object"
+    refuse_if(not is_object, says, "tools")
