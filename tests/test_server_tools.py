@@ -220,7 +220,7 @@ class TestDialects:
             assert re.search(r"""['"]days['"]:""", str(answer)), path
 
     def test_a_required_call_may_be_several_unless_they_are_forbidden(self, client):
-        body = self.BODY | {"tools": TOOLS, "max_tokens": 300, "logit_bias": {"1": -9}}  # as long as it may be
+        body = self.BODY | {"tools": TOOLS, "max_tokens": 200, "logit_bias": {"1": -9}}  # as long as it may be
         for more, several in [
             ({"tool_choice": "required"}, True),
             ({"tool_choice": "required", "parallel_tool_calls": False}, False),

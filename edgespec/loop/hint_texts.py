@@ -98,6 +98,7 @@ class HintTexts:
         prediction: tokens of the predicted answer; empty: none.
         """
         self._head = list(prompt_ids[-LONGEST_INPUT:])
+        self._given = self._head, list(prediction)
         self._predicted = [(Source.PREDICTION, self._index(prediction))] if prediction else []
         self._generated = list[NgramIndex]()
         self._wrote: dict[int, None] = {}  # their numbers; the one that joined or wrote last comes last
@@ -106,10 +107,6 @@ class HintTexts:
     def __eq__(self, other: object) -> bool:
         """Made of the same texts: a prepared request is compared with the one that comes."""
         return isinstance(other, HintTexts) and self._given == other._given
-
-    @property
-    def _given(self) -> tuple[list[int], list[list[int]]]:
-        return self._head, [index.text for _, index in self._predicted]
 
     def _index(self, tokens: Sequence[int]) -> NgramIndex:
         index = NgramIndex(LONGEST_INPUT)

@@ -37,11 +37,10 @@ class Prepared:
         self.seq = self._scheduler.submit(
             request, lambda event: loop.call_soon_threadsafe(self._pass_on, event), idle_limit=tokens
         )
-        self._end: asyncio.TimerHandle | None = None
-        self.keep()
+        self._end = loop.call_later(KEPT_SECONDS, self.seq.cancel)
 
     def keep(self) -> None:
-        self._stop_timer()
+        self._end.cancel()
         self._end = asyncio.get_running_loop().call_later(KEPT_SECONDS, self.seq.cancel)
 
     def drop(self, wanted: Sequence[int] = ()) -> None:
@@ -50,7 +49,7 @@ class Prepared:
         Args:
             wanted: a prompt. A pass that prefills a beginning of it goes on: clients type faster than passes are made.
         """
-        self._stop_timer()
+        self._end.cancel()
         self.seq.cancel(useful=self.begins(wanted))
 
     def begins(self, prompt_ids: Sequence[int]) -> bool:
@@ -64,15 +63,11 @@ class Prepared:
         """Make it a real request; `emit` gets all its events; False: it gave way to a request, or failed."""
         if not self._scheduler.promote(self.seq):
             return False
-        self._stop_timer()
+        self._end.cancel()
         self._emit = emit
         for event in self._kept:
             emit(event)
         return True
-
-    def _stop_timer(self) -> None:
-        if self._end:
-            self._end.cancel()
 
 
 class TypingAhead:
