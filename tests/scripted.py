@@ -144,6 +144,18 @@ def answering(model: Model, sock: socket.socket | None = None, around=lambda app
         yield port
 
 
+@contextmanager
+def asking(script: Script, context: int = 4000, template: str = TEMPLATE):
+    """A client of a server in this process; `client.asked` has the prompts."""
+    from starlette.testclient import TestClient
+
+    with scripted(script, context=context) as model:
+        model.target.vocab.chat_template = template
+        with TestClient(make_app(Service(model, "tiny")), "http://127.0.0.1:8080") as client:
+            client.asked = model.target.asked
+            yield client
+
+
 def turns(prompt: str, bos: str, eos: str) -> list[tuple[str, str]]:
     """(role, text) of all turns of a prompt in `TEMPLATE`, without the answer's head."""
     found = re.findall(f"{re.escape(bos)}(\\w+)\n(.*?){re.escape(eos)}", prompt, re.DOTALL)

@@ -2,7 +2,6 @@
 
 import json
 import re
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,25 +9,11 @@ import pytest
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'edgespec[server]'")
 pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
 
-from scripted import scripted, turns
-from starlette.testclient import TestClient
-
-from edgespec.server.app import make_app
-from edgespec.server.service import Service
+from scripted import asking as served
+from scripted import turns
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Äöln"}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
-
-
-@contextmanager
-def served(script, context=4000):
-    """An HTTP client of a server; `client.asked` has the prompts."""
-    with (
-        scripted(script, context=context) as model,
-        TestClient(make_app(Service(model, "tiny")), "http://127.0.0.1:8080") as client,
-    ):
-        client.asked = model.target.asked
-        yield client
 
 
 def asks_and_tells(prompt):

@@ -3,7 +3,6 @@
 import json
 import re
 from collections import OrderedDict
-from contextlib import contextmanager
 from functools import lru_cache
 
 import pytest
@@ -15,8 +14,7 @@ pytest.importorskip("starlette", reason="the server is not installed: pip instal
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
 from scripted import TEMPLATE as SCRIPTED
-from scripted import scripted
-from starlette.testclient import TestClient
+from scripted import asking
 from test_server import HELLO, served, stream
 from test_server_forms import SCHEMA, pieces
 from test_server_forms import TOOLS as WRITTEN_TOOLS
@@ -25,7 +23,6 @@ from test_server_tools import TEMPLATE, TOOLS, check
 from edgespec.errors import UsageError
 from edgespec.loop.grammar import Compiler, json_schema
 from edgespec.server import constrained
-from edgespec.server.app import make_app
 from edgespec.server.call_formats import FORMATS
 from edgespec.server.channels import ANALYSIS, FINAL, ChannelParser, comes_in_channels
 from edgespec.server.constrained import LARK_START, MARKER, ThoughtFirst
@@ -34,7 +31,6 @@ from edgespec.server.model_format import call_format_of
 from edgespec.server.parse_output import OutputParser
 from edgespec.server.prompts import template_messages
 from edgespec.server.schema import followed, resolve
-from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, Tool, Tools
 
 FUNCTION = {
@@ -634,13 +630,9 @@ def call_in(form, arguments, name="look_up"):
     return re.sub(r"\{(\w+)\}", lambda found: parts[found[1]], form.call.replace("{pairs}", "".join(pairs)))
 
 
-@contextmanager
 def writing(seen, text):
     """A client of a served model with a form of calls, which writes `text`."""
-    with scripted(lambda prompt: text) as model:
-        model.target.vocab.chat_template = "{# " + seen + " #}" + re.sub("</?[a-z_]+>", "", SCRIPTED)
-        with TestClient(make_app(Service(model, "tiny")), base_url="http://127.0.0.1:8080") as client:
-            yield client
+    return asking(lambda prompt: text, template="{# " + seen + " #}" + re.sub("</?[a-z_]+>", "", SCRIPTED))
 
 
 @pytest.mark.covering(2)
