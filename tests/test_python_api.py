@@ -6,7 +6,7 @@ import inspect
 import math
 import os
 import threading
-from contextlib import aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -363,11 +363,22 @@ def test_repr_says_what_is_loaded_and_what_was_written(gguf):
     assert repr(edgespec.model.GenerationResult()).startswith("<GenerationResult '': unfinished, 0 tokens, ")
 
 
-@pytest.mark.parametrize("leave", ["close", "del", "cycle", "break", "raise"])
-def test_a_stream_that_is_left_ends_its_request(gguf, leave):
+@contextmanager
+def left(gguf):
+    """A model and the statistics of a stream without a limit, which is left in the block, and which ends then."""
     options = {"context_length": 512, "planner": "none", "exact": "off", "remember": False}
     with edgespec.load(gguf, **options) as model:
         stats = edgespec.GenerationStats()
+        yield model, stats
+        model.generate("another", max_tokens=2)  # with one sequence, it waits for the end of the first
+        assert model.scheduler.active == model.scheduler.waiting == 0
+        assert stats.finish_reason == "interrupted"
+        assert stats.tokens < 500
+
+
+@pytest.mark.parametrize("leave", ["close", "del", "cycle", "break", "raise"])
+def test_a_stream_that_is_left_ends_its_request(gguf, leave):
+    with left(gguf) as (model, stats):
         chunks = model.stream_chat("hello", max_tokens=None, stats=stats)
         assert model.scheduler.active == model.scheduler.waiting == 0  # nothing was read yet
         next(chunks)
@@ -386,17 +397,11 @@ def test_a_stream_that_is_left_ends_its_request(gguf, leave):
                     raise ZeroDivisionError
         del chunks
         gc.collect()
-        model.generate("another", max_tokens=2)  # with one sequence, it waits for the end of the first
-        assert model.scheduler.active == model.scheduler.waiting == 0
-        assert stats.finish_reason == "interrupted"
-        assert stats.tokens < 500
 
 
 @pytest.mark.parametrize("leave", ["aclose", "del", "cancel", "end of the loop"])
 def test_an_asynchronous_stream_that_is_left_ends_its_request(gguf, leave):
-    options = {"context_length": 512, "planner": "none", "exact": "off", "remember": False}
-    with edgespec.load(gguf, **options) as model:
-        stats = edgespec.GenerationStats()
+    with left(gguf) as (model, stats):
 
         async def read_one():
             chunks = model.astream_chat("hello", max_tokens=None, stats=stats)
@@ -422,10 +427,6 @@ def test_an_asynchronous_stream_that_is_left_ends_its_request(gguf, leave):
 
         kept = asyncio.run(read_one())
         assert (kept is None) == (leave != "end of the loop")
-        model.generate("another", max_tokens=2)
-        assert model.scheduler.active == model.scheduler.waiting == 0
-        assert stats.finish_reason == "interrupted"
-        assert stats.tokens < 500
 
 
 def test_a_stream_that_is_collected_while_another_is_interrupted_locks_nothing_up():

@@ -168,7 +168,7 @@ class ResponsesWriter(Writer):
             "previous_response_id": None, "store": False,
             "truncation": "disabled", "error": None,
         }  # fmt: skip
-        for answer in answers.all:
+        for answer in answers.all:  # one; none where the prompt is too long
             sampling, self._answer = answer.request.sampling, answer
             self._head |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         self._parts, self._numbers = Parts(), count()
