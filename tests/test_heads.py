@@ -116,7 +116,8 @@ def test_text_with_a_head_is_plain_decodings_and_committed_tokens_are_read_from_
     assert tokens == generated(make_planner("none", [Target()]), temperature, most)
     states = states_of(tokens)
     read = [(position, token, state) for position, token, committed, state in head.rows if committed]
-    assert {position for position, _, _ in read} >= set(range(len(PROMPT) + rests))
+    positions = {position for position, _, _ in read}
+    assert positions == set(range(max(positions) + 1)) >= set(range(len(PROMPT) + rests))
     for position, token, state in read:
         assert token == tokens[position]
         np.testing.assert_array_equal(state, states[position - 1] if position else np.zeros(SIZE))

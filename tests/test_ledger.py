@@ -221,7 +221,7 @@ def test_what_was_not_lost_is_saved_for_trials():
     [
         (1000, 1, 0.5, True),
         (0, 30, 0.04, True),  # looks of a trial add up
-        (0, 30, 0.01, False),  # but for those that only look up copies
+        (0, 30, 0.02, False),  # but for those that only look up copies
     ],
 )
 def test_a_trial_that_drafted_in_vain_comes_later_the_next_time(idle, looks, drafting, late):

@@ -115,8 +115,9 @@ class TestWhatPays:
         ("slope", "leaves", "nodes"),
         [(0.0, 8, 9), (0.0, 2, 7), (1.0, 8, 1)],  # all that are free and fit; none where rows cost as much as passes
     )
-    def test_nodes_stay_where_they_are_free_and_fit(self, slope, leaves, nodes):
-        tree, rate = best_tree(wide_tree(), 0.0, curve(slope), max_leaves=leaves, unread=0)
+    @pytest.mark.parametrize("unread", [0, None])
+    def test_nodes_stay_where_they_are_free_and_fit(self, slope, leaves, nodes, unread):
+        tree, rate = best_tree(wide_tree(), 0.0, curve(slope), max_leaves=leaves, unread=unread)
         assert len(tree) == nodes
         assert rate == pytest.approx(np.exp(tree.log_probs).sum())
         assert rows_of(tree.parents, 0) <= leaves * (1 + int(tree.depth.max()))
