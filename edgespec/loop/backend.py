@@ -215,7 +215,7 @@ class KeepsNodes(Protocol):
 
 @runtime_checkable
 class TakesStates(Protocol):
-    """A session of a head, which drafts from the target's states: an optional feature, for `planners/heads.py`.
+    """A session of a head, which drafts from the target's states: an optional feature, for `planners/drafting.py`.
 
     A row of a head takes a token and the state of the position before it. The state is the target's where it was
     given, else the head's own, else zeros.
@@ -279,7 +279,7 @@ class Logits(Protocol):
 
 @runtime_checkable
 class GivesStates(Protocol):
-    """Logits of a target that was loaded with a head: an optional feature, for `planners/heads.py`."""
+    """Logits of a target that was loaded with a head: an optional feature, for `planners/drafting.py`."""
 
     def states(self, nodes: Sequence[int]) -> Float32Array:
         """

@@ -282,7 +282,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class LoadsHeads(Protocol):
-    """An engine that can draft with a head (`planners/heads.py`), or with own layers: an optional feature."""
+    """An engine that can draft with a head (`planners/drafting.py`), or with own layers: an optional feature."""
 
     def has_head(self, path: str) -> bool:
         """
