@@ -36,6 +36,7 @@ from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.weights import direct_io as direct
+from edgespec.weights import expert_memory, experts
 from edgespec.weights.plan import Pool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is locked and dropped on Linux only")
@@ -68,7 +69,7 @@ def from_disk(monkeypatch, mixtures):
         )
         with monkeypatch.context() as patch:
             pools = tuple(Pool(tuple(range(LAYERS))[i :: len(slots)], one) for i, one in enumerate(slots))
-            patch.setattr(llamacpp_memory, "most_pools", lambda layers, room: pools)
+            patch.setattr(experts, "most_pools", lambda layers, room: pools)
             patch.setattr(llamacpp_memory, "memory_of", lambda layers, pools: 0)
             patch.setattr(llamacpp_memory, "pool_reserve", lambda room: 0)
             backend = load(path, memory=memory, **OPTIONS, kv_type="f16", **options)
@@ -223,9 +224,9 @@ def test_what_was_used_is_not_remembered_if_the_user_says_so(monkeypatch, mixtur
             edgespec.load(str(mixtures["mixtral"]), remember=False)
     for remember in (True, False):
         kept = []
-        monkeypatch.setattr(llamacpp_mixture, "remember", lambda about, value, kept=kept: kept.append(about["kind"]))
+        monkeypatch.setattr(expert_memory, "remember", lambda about, value, kept=kept: kept.append(about["kind"]))
         if not remember:
-            monkeypatch.setattr(llamacpp_mixture, "recall", lambda about, form: pytest.fail("experts are looked up"))
+            monkeypatch.setattr(expert_memory, "recall", lambda about, form: pytest.fail("experts are looked up"))
         backend = from_disk("mixtral", EXPERTS + 3, remember=remember)
         logits_of(backend)
         backend.close()

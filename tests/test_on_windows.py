@@ -88,11 +88,12 @@ from edgespec.backends.llamacpp.engine import load
 from edgespec.backends.llamacpp.memory import planning
 from edgespec.loop.passes import prefill
 from edgespec.machine.this_machine import this_machine
+from edgespec.weights import experts
 from edgespec.weights.plan import Pool
 path, rows = {path!r}, []
 for pooled in (False, True):
     if pooled:
-        planning.most_pools = lambda layers, room: (Pool((0, 2), 9), Pool((1,), 8))
+        experts.most_pools = lambda layers, room: (Pool((0, 2), 9), Pool((1,), 8))
         planning.memory_of, planning.pool_reserve = (lambda layers, pools: 0), (lambda room: 0)
         Least = planning.ContextSize(512, 32, 1, planning.CHUNKS[0], "f16")
         memory = planning.memory_needs(path, Least, this_machine()) + Path(path).stat().st_size - (300 << 10)

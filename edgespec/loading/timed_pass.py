@@ -41,20 +41,20 @@ class Pass:
 def time_pass(backend: Backend, nodes: int) -> Pass:
     """Time a pass over a chain of nodes, or of as many as the context holds."""
     mixture, room = backend.mixture if isinstance(backend, ReadsExperts) else None, backend.capabilities.context_length
-    start = min(TEXT_OF_MIXTURES, room - 1) if mixture else 0
+    memory, start = (mixture.memory, min(TEXT_OF_MIXTURES, room - 1)) if mixture else (None, 0)
     nodes = min(nodes, room - start)
     session, chain = backend.open(), np.arange(nodes, dtype=np.int32)
     prefill(backend, session, tokens(backend, start, seed=9))
     found = []
     for seed in range(3):
         path = np.array(tokens(backend, nodes, seed), np.int32)
-        before = mixture.counted if mixture else (0, 0, 0)
+        before = memory.counted if memory else (0, 0, 0)
         waited, started = backend.wait_seconds, perf_counter()
         backend.forward([Work(session, path, chain - 1, chain)])
         made = Pass(nodes, perf_counter() - started, backend.wait_seconds - waited)
-        if mixture:
-            wanted, hits, read = (now - then for now, then in zip(mixture.counted, before, strict=True))
-            made = replace(made, experts=wanted / len(mixture.memory.layers), hits=hits / max(1, wanted), read=read)
+        if memory:
+            wanted, hits, read = (now - then for now, then in zip(memory.counted, before, strict=True))
+            made = replace(made, experts=wanted / len(memory.layers), hits=hits / max(1, wanted), read=read)
         found.append(made)
         session.rewind(start)
     session.close()

@@ -213,7 +213,7 @@ class TellsPlan(Protocol):
 class ReadsExperts(Protocol):
     """
     Attributes:
-        mixture: reads the chosen experts of a mixture only; None: the backend does not.
+        mixture: has `memory`, a `weights.expert_memory.ExpertMemory`; None: not only chosen experts are read.
     """
 
     mixture: Any

@@ -6,23 +6,28 @@ next layer before its router has chosen.
 
 import ctypes
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from queue import Empty, SimpleQueue
 from time import perf_counter
+from typing import Any
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from edgespec.errors import ModelError
 from edgespec.loop.engines import Progress
 from edgespec.machine.disk import recall_reading
+from edgespec.machine.measurements import Amount, recall, remember
 from edgespec.machine.system import BLOCK, COMPRESSES, libc, read_buffer
 from edgespec.weights.direct_io import DirectFiles
 from edgespec.weights.experts import ExpertLayer, Residents, SlotArray, pool_size
 from edgespec.weights.plan import Pool
 from edgespec.weights.preload import lock
+
+NEARLY_ALL = 0.9  # share of a layer's chosen experts that makes all of the next layer's worth a read
 
 Load = tuple[int, int]  # number of the layer in `ExpertMemory.layers`, of the weight in `ExpertLayer.tensors`
 
@@ -44,13 +49,13 @@ class _Place:
         residents: of the pool.
         row: of the layer in it.
         slots: of the pool.
-        starts: address of slot 0, for each weight.
+        memory: for each weight, and its address, where slot 0 begins.
     """
 
     residents: Residents
     row: int
     slots: int
-    starts: tuple[int, ...]
+    memory: tuple[tuple[Any, int], ...]
 
     def slots_of(self, experts: Iterable[int]) -> list[int]:
         """Those of experts that are in memory."""
@@ -58,19 +63,41 @@ class _Place:
         return [slot for slot in found if slot >= 0]
 
 
+def own_memory(size: int) -> tuple[Any, int]:
+    """
+    Returns:
+        Memory of this process, and its address.
+    """
+    memory = read_buffer(size)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if COMPRESSES:
+        lock(libc(), [(address, size)])
+    return memory, address
+
+
 class ExpertMemory:
     """All methods belong to the thread that computes; `number` and `weight` are as in `Load`."""
 
-    def __init__(self, paths: Sequence[str], layers: Sequence[ExpertLayer], pools: Sequence[Pool]) -> None:
+    def __init__(
+        self,
+        paths: Sequence[str],
+        layers: Sequence[ExpertLayer],
+        pools: Sequence[Pool],
+        about: dict[str, Any] | None = None,
+        reserve: Callable[[int], tuple[Any, int]] = own_memory,
+    ) -> None:
         """Args:
             paths: files of the model.
             layers: layers whose experts are read; at least one.
             pools: of all these layers.
+            about: key of the remembered scores; None: they are not remembered.
+            reserve: returns memory of so many bytes, and its address.
 
         Raises:
             OSError: a file cannot be opened, or there is no memory.
         """
         self.layers = layers
+        self._about = about
         self.wait_seconds = 0.0
         self.bytes_read = 0
         self.wanted = self.hits = 0
@@ -81,16 +108,15 @@ class ExpertMemory:
         self._loading: dict[int, set[int]] = {}  # number of the layer -> experts that are being read
         self._unread = 0
         self._error: ModelError | None = None
-        self._memory: list[memoryview] = []
         self._threads: list[threading.Thread] = []
         self._places: dict[int, _Place] = {}
         try:
             for pool in pools:
                 first = layers[pool.layers[0]]
-                starts = tuple(self._reserve(pool_size(first, i, pool.slots)) for i in range(len(first.tensors)))
+                memory = tuple(reserve(pool_size(first, i, pool.slots)) for i in range(len(first.tensors)))
                 residents = Residents(len(pool.layers), first.count, pool.slots)
                 for row, number in enumerate(pool.layers):
-                    self._places[number] = _Place(residents, row, pool.slots, starts)
+                    self._places[number] = _Place(residents, row, pool.slots, memory)
             how = recall_reading(paths[layers[0].tensors[0].file])
             self._read_size = how.size
             for i in range(how.threads):
@@ -101,18 +127,19 @@ class ExpertMemory:
             self.close()
             raise
 
-    def _reserve(self, size: int) -> int:
-        self._memory.append(read_buffer(size))
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory[-1]))
-        if COMPRESSES:
-            lock(libc(), [(address, size)])
-        return address
-
     @property
     def scores(self) -> list[list[float]]:
         """Of each layer's experts."""
         places = [self._places[number] for number in range(len(self.layers))]
         return [place.residents.scores[place.row].tolist() for place in places]
+
+    @property
+    def counted(self) -> tuple[int, int, int]:
+        """
+        Returns:
+            Experts that passes over trees used, those of them that were in memory, and bytes read.
+        """
+        return self.wanted, self.hits, self.bytes_read
 
     def slots(self, number: int) -> int:
         """Number of slots of the layer's pool."""
@@ -120,7 +147,17 @@ class ExpertMemory:
 
     def base(self, number: int, weight: int) -> int:
         """Address of the layer's experts in slot 0; `ExpertLayer.stride` leads to the next slot."""
-        return self._places[number].starts[weight] + self.layers[number].skew(weight)
+        return self.memory(number, weight)[1] + self.layers[number].skew(weight)
+
+    def memory(self, number: int, weight: int) -> tuple[Any, int]:
+        """As `reserve` made it."""
+        return self._places[number].memory[weight]
+
+    def stays(self, number: int) -> SlotArray | None:
+        """Slots of the layer's experts if its pool holds all experts of its layers, after `fill`; else None."""
+        place = self._places[number]
+        whole = place.slots >= place.residents.scores.size
+        return place.residents.slots_of(place.row) if whole else None
 
     def begin(self) -> None:
         """Start a pass, also after one that failed.
@@ -133,6 +170,12 @@ class ExpertMemory:
         except OSError as error:
             raise ModelError(f"the model cannot be read any more: {error}") from error
         self._error = None
+
+    def fill_again(self, progress: Progress) -> None:
+        """`fill` by the remembered scores."""
+        known = (recall(self._about, list[list[Amount]]) if self._about else None) or []
+        whole = [len(one) for one in known] == [layer.count for layer in self.layers]
+        self.fill(known if whole else [[0.0] * layer.count for layer in self.layers], progress)
 
     def fill(self, scores: Sequence[Sequence[float]], progress: Progress) -> None:
         """Read experts into all slots, before the first pass.
@@ -156,6 +199,15 @@ class ExpertMemory:
             done += sizes[number]
             if chosen:
                 progress(done, sum(sizes.values()))
+
+    def choose(self, number: int, chosen: ArrayLike, prompt: ArrayLike | None = None) -> SlotArray:
+        """`want` what tokens chose, [tokens, experts of a token], and `expect` the next layer if that is nearly all."""
+        experts: list[int] = np.unique(chosen).tolist()
+        slots = self.want(number, experts, prompt)
+        # In a prompt, the last layer computes few rows or none.
+        if len(experts) >= NEARLY_ALL * len(slots) and number + 1 < len(self.layers) - (prompt is not None):
+            self.expect(number + 1, experts)
+        return slots
 
     def want(self, number: int, experts: Sequence[int], prompt: ArrayLike | None = None) -> SlotArray:
         """Start to read the chosen experts of a layer; all layers before it must be computed.
@@ -242,13 +294,15 @@ class ExpertMemory:
                 self._places[number].residents.forget(self._places[number].row, expert)
 
     def close(self) -> None:
+        if self._about is not None and self._places and self.bytes_read:
+            remember(self._about, [np.round(scores, 3).tolist() for scores in self.scores])
         self._drop_pieces()
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
         self._files.close()
-        self._threads, self._memory = [], []
+        self._threads, self._places = [], {}
 
     def _drop_pieces(self) -> None:
         dropped = 0
@@ -275,14 +329,15 @@ class ExpertMemory:
 
     def _pieces(self, number: int, weight: int, reads: Sequence[tuple[int, int]]) -> list[_Piece]:
         layer, found = self.layers[number], list[_Piece]()
-        tensor, size = layer.tensors[weight], layer.expert_size(weight)
+        size = layer.expert_size(weight)
         for expert, slot in reads:
-            start = tensor.start + expert * size
+            place = layer.place(weight, expert)
+            start = place.start
             shift = self.base(number, weight) + slot * layer.stride(weight) - start
             count = max(1, round(size / self._read_size))
             inner = [(start + i * size // count) // BLOCK * BLOCK for i in range(1, count)]
             for first, last in pairwise([start, *inner, start + size]):
-                found.append(_Piece((number, weight), tensor.file, first, last, first + shift))
+                found.append(_Piece((number, weight), place.file, first, last, first + shift))
         return found
 
     def _work(self) -> None:

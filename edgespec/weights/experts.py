@@ -13,18 +13,19 @@ expert's address from its number, so it is given the number of its slot instead.
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from mmap import PAGESIZE
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from edgespec.machine.system import HUGE
-from edgespec.weights.plan import Pool, Tensor, layer_of
+from edgespec.weights.plan import Extent, Plan, Pool, Tensor, layer_of
 
 FADING = 0.9  # factor on scores per pass, and per token of a prompt: see docs/measured.md
 FADED = 64  # tokens of a prompt, after which a score is nothing
 MOST_SLOTS = 1024  # of a pool: an engine takes time for each slot, and GPUs of Metal and Vulkan no more
+MOST_OF_ARRAY = 8  # slots for each expert of a layer: with more, Metal's kernel for prompts finds too few rows a slot
 SMALL = 4 * PAGESIZE  # bytes; smaller weights of an expert, such as biases, lie close together
 STEPS = 1024  # in which a pool's size is chosen
 NAME = re.compile(r"blk\.\d+\.ffn_(gate|up|gate_up|down)_exps\.(weight|bias)")
@@ -40,11 +41,14 @@ class ExpertLayer:
         index: of the layer in the model.
         count: experts.
         tensors: one for each weight and bias (gate, up, down), with all experts; in the order of use.
+        places: of each expert, for each tensor, where slots are an array, without bytes between them; (): slots may
+            lie apart, and experts lie side by side in each tensor.
     """
 
     index: int
     count: int
     tensors: tuple[Tensor, ...]
+    places: tuple[tuple[Extent, ...], ...] = ()
 
     def with_bias(self, number: int) -> list[int]:
         """Numbers of a weight and of its bias."""
@@ -54,18 +58,30 @@ class ExpertLayer:
     def expert_size(self, number: int) -> int:
         return self.tensors[number].size // self.count
 
+    def place(self, number: int, expert: int) -> Extent:
+        if self.places:
+            return self.places[number][expert]
+        tensor, size = self.tensors[number], self.expert_size(number)
+        return Extent(tensor.file, tensor.start + expert * size, tensor.start + (expert + 1) * size)
+
     def stride(self, number: int) -> int:
         """Bytes from one slot to the next: a page more than an expert, so that it lies as in the file (`skew`)."""
         size = self.expert_size(number)
-        return size if self.is_small(number) else _whole(size, PAGESIZE) + PAGESIZE
+        return size if self._is_close(number) else _whole(size, PAGESIZE) + PAGESIZE
 
     def skew(self, number: int) -> int:
         """Bytes before an expert in its slot, which align it as in the file: direct reads then need no copy."""
-        return 0 if self.is_small(number) else self.tensors[number].start % PAGESIZE
+        return 0 if self._is_close(number) else self.tensors[number].start % PAGESIZE
 
-    def is_small(self, number: int) -> bool:
-        """Direct reads would gain nothing."""
-        return self.expert_size(number) < SMALL
+    def _is_close(self, number: int) -> bool:
+        """True if slots lie close together: direct reads would gain nothing, or an array needs it."""
+        return bool(self.places) or self.expert_size(number) < SMALL
+
+    @property
+    def most_slots(self) -> int:
+        """Of a pool."""
+        most = max(MOST_SLOTS, 2 * self.count)
+        return min(most, MOST_OF_ARRAY * self.count) if self.places else most
 
     @property
     def bytes_each(self) -> int:
@@ -128,18 +144,14 @@ def pools_of(layers: Sequence[ExpertLayer], share: float) -> tuple[Pool, ...]:
     for group in groups.values():
         count = layers[group[0]].count
         slots = max(count, int(share * count * len(group)))
-        pools = -(-slots // _limit(count))
+        pools = -(-slots // layers[group[0]].most_slots)
         found += [Pool(tuple(group[i::pools]), -(-slots // pools)) for i in range(pools)]
     return tuple(found)
 
 
-def _limit(count: int) -> int:
-    return max(MOST_SLOTS, 2 * count)
-
-
 def most_slots(layers: Sequence[ExpertLayer]) -> int:
     """Most slots of any pool of these layers."""
-    return min(len(layers) * layers[0].count, _limit(layers[0].count))
+    return min(len(layers) * layers[0].count, layers[0].most_slots)
 
 
 def most_pools(layers: Sequence[ExpertLayer], room: int) -> tuple[Pool, ...]:
@@ -149,6 +161,12 @@ def most_pools(layers: Sequence[ExpertLayer], room: int) -> tuple[Pool, ...]:
     """
     best = bisect_right(range(STEPS + 1), room, key=lambda step: memory_of(layers, pools_of(layers, step / STEPS))) - 1
     return pools_of(layers, best / STEPS) if best >= 0 else ()
+
+
+def with_pools(plan: Plan, layers: Sequence[ExpertLayer], room: int) -> Plan:
+    """A plan with the largest pools that fit into `room` bytes, at least the smallest."""
+    pools = most_pools(layers, room) or pools_of(layers, 0)
+    return replace(plan, experts=layers[0].count, pools=pools, pool_bytes=memory_of(layers, pools))
 
 
 class Residents:

@@ -319,7 +319,7 @@ def make_plan(
     movable = range(count - on_device - kept)
     layers = [Layer(index, tuple(extents)) for index in movable if (extents := pages.get((index, "")))]
     looked_up = pages.get((-1, "rows"), [])
-    everything = _merge(Extent(t.file, t.start // page * page, -(-(t.start + t.size) // page) * page) for t in host)
+    everything = merge(Extent(t.file, t.start // page * page, -(-(t.start + t.size) // page) * page) for t in host)
     others = experts + looked_up
     always = sum(
         extent.size for extent in _without(everything, [e for layer in layers for e in layer.extents] + others)
@@ -636,7 +636,7 @@ def _whole_pages(tensors: Sequence[Tensor], page: int, by_rows: bool) -> dict[tu
     return pages
 
 
-def _merge(extents: Iterable[Extent]) -> list[Extent]:
+def merge(extents: Iterable[Extent]) -> list[Extent]:
     merged: list[Extent] = []
     for extent in sorted(extents):
         last = merged[-1] if merged else None

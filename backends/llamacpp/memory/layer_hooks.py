@@ -54,7 +54,7 @@ class LayerHooks:
 
     def close(self) -> None:
         if self.mixture:
-            self.mixture.close()
+            self.mixture.memory.close()
         self.streamer.close()
 
     def _called(self, tensor: int, ask: bool) -> bool:

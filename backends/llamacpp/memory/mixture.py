@@ -17,14 +17,14 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelError
 from edgespec.loop.engines import Progress
-from edgespec.machine.measurements import Amount, identity, recall, remember
+from edgespec.machine.measurements import identity
 from edgespec.models.gguf_header import own_values
 from edgespec.weights.expert_memory import ExpertMemory
 from edgespec.weights.plan import Plan
@@ -32,8 +32,6 @@ from edgespec.weights.plan import Plan
 from ..ggml.files import ggml_base, loaded_tensors, parts
 from ..ggml.ggml_tensor import GgmlTensor, is_here, is_known, skip_rows
 from .planning import find_expert_layers
-
-NEARLY_ALL = 0.9  # share of a layer's chosen experts that makes all of the next layer's worth a read
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +122,13 @@ class Place:
 class Mixture:
     """Keeps an `ExpertMemory` in step with a pass; `LayerHooks` calls it for every operation."""
 
-    def __init__(self, memory: ExpertMemory, used: int, about: dict[str, Any] | None) -> None:
+    def __init__(self, memory: ExpertMemory, used: int) -> None:
         """
         Args:
             memory: slots of experts.
             used: experts that a token uses.
-            about: key of the remembered expert scores; None: they are not remembered.
         """
         self.memory = memory
-        self.about = about
         self.shape = memory.layers[0].count, used
         self._layers: list[Layer] = []
         self._products: dict[bytes, tuple[int, list[int]]] = {}  # number of the layer, those of weight and bias
@@ -142,14 +138,6 @@ class Mixture:
         self._numbers: tuple[int, int] = (0, 0)  # tensor of chosen experts, its rows without padding
         self._chosen = -1  # number of the layer whose experts are in slots; -1: none
         self._prompt, self._rows, self._padding = False, 0, 0
-
-    @property
-    def counted(self) -> tuple[int, int, int]:
-        """
-        Returns:
-            Experts that passes over trees used, those of them that were in memory, and bytes read.
-        """
-        return self.memory.wanted, self.memory.hits, self.memory.bytes_read
 
     def learn(self, addresses: Sequence[int]) -> str:
         """Find the experts' operations.
@@ -249,14 +237,10 @@ class Mixture:
         self._chosen = -1
         numbers = GgmlTensor.from_address(tensor).src[2]
         chosen = self._chosen_by_row(numbers)
-        experts: list[int] = np.unique(chosen).tolist()
-        if not experts:
+        if not chosen.size:
             return
-        prompt = chosen[: len(chosen) - self._padding * (len(chosen) == self._rows)].copy() if self._prompt else None
-        slots = self.memory.want(number, experts, prompt)
-        # In a prompt, the last layer computes few rows or none.
-        if len(experts) >= NEARLY_ALL * len(slots) and number + 1 < len(self._layers) - self._prompt:
-            self.memory.expect(number + 1, experts)
+        prompt = chosen[: len(chosen) - self._padding * (len(chosen) == self._rows)] if self._prompt else None
+        slots = self.memory.choose(number, chosen, prompt)
         chosen[...] = slots[chosen]
         if self._padding and len(chosen) == self._rows and not self._prompt:
             self._numbers = numbers, self._rows - self._padding
@@ -287,11 +271,6 @@ class Mixture:
         self._chosen = -1
         self.memory.finish()
 
-    def close(self) -> None:
-        if self.about is not None and self.memory.bytes_read:
-            remember(self.about, [np.round(scores, 3).tolist() for scores in self.memory.scores])
-        self.memory.close()
-
 
 def open_mixture(
     path: str, plan: Plan, operations: Sequence[int], notes: list[str], progress: Progress, *, keep: bool
@@ -315,7 +294,7 @@ def open_mixture(
     used = int(own_values(path).get("expert_used_count", 1))
     about = {"kind": "experts", "target": identity(path)} if keep else None
     try:
-        mixture = Mixture(ExpertMemory(parts(path), layers, plan.pools), used, about)
+        mixture = Mixture(ExpertMemory(parts(path), layers, plan.pools, about), used)
     except OSError as error:
         raise ModelError(f"{path}: experts cannot be read: {error}") from error
     try:
@@ -323,9 +302,7 @@ def open_mixture(
             notes.append(f"experts are left to the page cache, which is slow: {why}")
             mixture.memory.close()
             return None
-        known = (recall(about, list[list[Amount]]) if about else None) or []
-        whole = len(known) == len(layers) and all(len(one) == layers[0].count for one in known)
-        mixture.memory.fill(known if whole else [[0.0] * layers[0].count] * len(layers), progress)
+        mixture.memory.fill_again(progress)
     except BaseException:
         mixture.memory.close()
         raise

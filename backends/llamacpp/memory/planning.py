@@ -21,7 +21,7 @@ from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.system import HUGE
 from edgespec.models.gguf_header import own_header, own_values, whole_number
 from edgespec.models.heads import is_head
-from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_pools, most_slots, pools_of
+from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_slots, pools_of, with_pools
 from edgespec.weights.linux import mappings
 from edgespec.weights.plan import (
     EXPERTS,
@@ -373,8 +373,7 @@ def _plan(
         return plan
     left = room - needed - plan.pinned_bytes - plan.slots * plan.slot_bytes - reserve
     # Linux locks whole pages of the page cache, of up to 2 MiB.
-    pools = most_pools(layers, left - HUGE * len(plan.pinned)) or pools_of(layers, 0)
-    return replace(plan, experts=layers[0].count, pools=pools, pool_bytes=memory_of(layers, pools))
+    return with_pools(plan, layers, left - HUGE * len(plan.pinned))
 
 
 def work_of(layers: Sequence[ExpertLayer], chosen: int) -> int:
