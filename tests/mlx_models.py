@@ -133,6 +133,7 @@ def write_model(
     damage: float = 0.0,
     dtype: mx.Dtype = mx.float32,
     bits: int = 0,
+    mode: str = "affine",
     mixed: bool = False,
     shards: int = 1,
 ) -> Path:
@@ -145,6 +146,7 @@ def write_model(
         damage: how much noise is on top of them, in parts of each matrix's own size.
         dtype: of the weights, or of what is not quantised.
         bits: 0, or quantise by mlx_lm's own function.
+        mode: of quantising, MLX's name.
         mixed: of every second layer, what leads down in 8 bits.
         shards: number of files.
     """
@@ -170,7 +172,8 @@ def write_model(
         choose = (
             (lambda name, module: eight if re.search(r"[02468].*(down_proj|w2)", name) else True) if mixed else None
         )
-        model, config = quantize_model(model, config, group_size=32, bits=bits, quant_predicate=choose)
+        group = 16 if mode == "nvfp4" else 32
+        model, config = quantize_model(model, config, group, bits, mode, quant_predicate=choose)
     weights = tree_flatten(model.parameters())
     for i in range(shards):
         name = "model.safetensors" if shards == 1 else f"model-{i + 1:05}-of-{shards:05}.safetensors"

@@ -91,8 +91,7 @@ class OwnLayersSession(NodeSession):
             self._copied = min(known, length)
         if (count := known - length) > 0:
             tokens, parents = work.token_ids, work.parents
-            read = replace(work, token_ids=tokens[:count], parents=parents[:count], wanted=work.wanted[:0])
-            self._add_nodes(read, self.check(read))
+            self._add(replace(work, token_ids=tokens[:count], parents=parents[:count], wanted=work.wanted[:0]))
             work = replace(work, token_ids=tokens[count:], parents=parents[count:])
         return work
 
@@ -101,3 +100,6 @@ class OwnLayersSession(NodeSession):
         self._copied = min(self._copied, length)
 
     def _take_cells(self, source: Any, start: int, end: int) -> None: ...
+
+    def _add(self, work: Work) -> None:
+        """Add the nodes of a work whose cells are filled."""

@@ -31,6 +31,7 @@ from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import ALWAYS, BatchInvariance, RowClass, also_wanted
 from edgespec.machine import memory as process
 from edgespec.machine.disk import Reading
+from edgespec.machine.measurements import identity
 from edgespec.machine.memory import in_bytes
 from edgespec.machine.this_machine import Gpu
 from edgespec.models.heads import is_head
@@ -43,6 +44,7 @@ from ..common.loader import loader
 from ..common.model_folder import content_files, experts_of, refused
 from ..common.nodes import is_another, last_row, rows_of_tree
 from ..common.row_logits import HostLogits
+from .experts import Mixture
 from .head_files import head_bytes
 from .loading import LazyModel, open_model
 from .memory import (
@@ -232,7 +234,11 @@ class MlxBackend(Interruptible):
 
     @property
     def wait_seconds(self) -> float:
-        return self._sweep.streamer.wait_seconds if self._sweep else 0.0
+        return self._sweep.wait_seconds if self._sweep else 0.0
+
+    @property
+    def mixture(self) -> Mixture | None:
+        return self._sweep.mixture if self._sweep else None
 
     def forget(self, session: MlxSession) -> None:
         self.sessions = [other for other in self.sessions if other is not session]
@@ -277,10 +283,7 @@ class MlxBackend(Interruptible):
             The results of `graphs`, one for each session; with streamed weights they are already computed.
         """
 
-        def write() -> list[Any]:
-            return [graph() for graph in graphs]
-
-        return self._sweep.run([session.caches for session in sessions], write) if self._sweep else write()
+        return self._sweep.run(sessions, graphs) if self._sweep else [graph() for graph in graphs]
 
     def _begin(self, session: MlxSession, work: Work) -> tuple[Any, Any]:
         """
@@ -288,6 +291,8 @@ class MlxBackend(Interruptible):
             As `_graph`; states of the work's nodes, or None.
         """
         count = len(work.token_ids)
+        if self.mixture:
+            self.mixture.prompt = work.prompt
         if (exact := self.capabilities.exact) and (shape := shape_of(self.capabilities, [work])):
             work = padded(work, session.nodes, shape, exact.trees)
         tokens, rows = session.place(work)
@@ -426,8 +431,10 @@ def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:
     model, size, path, text_config = plan.lazy.model, plan.size, plan.path, plan.lazy.text_config
     recurrent, tolerance, leaves = is_recurrent(model), _tolerance(model), size.paths(model)
     notes, sweep, widened = list(plan.first_notes), None, size.budget > plan.options.budget
-    if plan.weights and plan.layout and plan.weights.streamed:
-        sweep, more = _stream(model, plan.layout, plan.weights, plan.machine.disk, progress, path)
+    if plan.weights and plan.layout and (plan.weights.streamed or plan.weights.pools):
+        sweep, more = _stream(
+            model, plan.layout, plan.weights, plan.machine.disk, progress, path, remember=plan.options.remember
+        )
         notes += more
     weights = sweep.bytes_held if sweep else parameter_bytes(model)
     notes += set_memory_limits(weights, plan.machine.gpus)
@@ -440,8 +447,9 @@ def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:
         paths=recurrent,
         by_cell=ALWAYS,  # softmax adds up groups of cells, on a GPU the products with values, too
         logit_tolerance=tolerance,
-        streams=sweep is not None,
-        experts=None if sweep else experts_of(text_config),  # all experts of a layer are streamed
+        streams=bool(sweep and sweep.streamer.plan.streamed),
+        # Elsewhere all experts of a layer are streamed.
+        experts=None if sweep and not sweep.mixture else experts_of(text_config),
         one_thread=True,  # MLX's streams belong to the thread that made them
     )
     kinds = make_prompt_cache(model) if recurrent else ()
@@ -456,7 +464,7 @@ def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:
 
 
 def _stream(
-    model: Any, layout: Layout, plan: Plan, disk: Reading, progress: Progress, path: str
+    model: Any, layout: Layout, plan: Plan, disk: Reading, progress: Progress, path: str, *, remember: bool
 ) -> tuple[LayerSweep, Sequence[str]]:
     """Read the weights that stay, and start to stream the others.
 
@@ -467,9 +475,10 @@ def _stream(
         ModelError: the files cannot be streamed.
     """
     speed = disk.speed or measure_disk(layout.paths, plan)
+    about = {"kind": "experts", "target": identity(path)} if remember else None
     store = open_slots(layout, plan)
     try:
-        sweep = LayerSweep(model, layout, plan, disk, progress, store)
+        sweep = LayerSweep(model, layout, plan, disk, progress, store, about)
     except BaseException as error:
         store.close()
         if isinstance(error, OSError):

@@ -1,7 +1,7 @@
 """MLX models larger than memory: the places of their weights, and the choice of those that stay.
 
-MLX maps no files, so a tensor stays or is streamed as a whole. Only tensors that MLX uses byte for byte as the file has
-them can be streamed; if mlx-lm rebuilds weights (stacked experts), it has to convert the folder first.
+MLX maps no files, so a tensor stays or is streamed as a whole; of a mixture, chosen experts are read. That needs
+weights that MLX uses byte for byte as the files have them; if mlx-lm rebuilds others, it has to convert the folder.
 """
 
 import glob
@@ -19,21 +19,20 @@ from edgespec.errors import ModelError, NoRoom
 from edgespec.loop.engines import Machine
 from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import Gpu
-from edgespec.models.safetensors_header import Stored, read_safetensors_header
+from edgespec.models.safetensors_header import read_safetensors_header
 from edgespec.weights.direct_io import ALIGNED
+from edgespec.weights.experts import ExpertLayer, memory_of, pools_of, with_pools
 from edgespec.weights.plan import CHEAP, MARGIN, MORE_SLOTS, SAFETY, Plan, Tensor, choose_width, make_plan
 from edgespec.weights.wired import CACHE_SHARE, WIRE, WIRED_FROM, WIRED_SHARE, free_memory, gpu_limit
 
 from ..common.recurrent import most_paths, states_of
+from .expert_files import Experts, find_experts, is_of
 from .loading import LazyModel
 from .recurrent import is_recurrent, sizes_of
 from .tree import Pass, TreeCache
 
 CHUNKS = (128, 256, 512, 1024, 2048)  # prompt tokens per pass, where each pass reads weights again
 MIN_NODES = 512  # prompt tokens per pass, if all weights are in memory
-DTYPES = {
-    "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U32": mx.uint32, "U8": mx.uint8, "I32": mx.int32,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +62,7 @@ class Layout:
         bases: byte at which each file's tensors begin; MLX's own writer does not align it.
         placed: weights as the files have them.
         others: weights that mlx-lm changes, as if in a file -1.
+        experts: those that can be read as they are chosen, which are in none of the lists above.
         rebuilt: names of those of `others` that are in layers.
     """
 
@@ -71,18 +71,28 @@ class Layout:
     placed: tuple[Placed, ...]
     others: tuple[Tensor, ...]
     rebuilt: tuple[str, ...]
+    experts: tuple[Experts, ...] = ()
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*(one.tensor for one in self.placed), *self.others]
+        return [*(one.tensor for one in self.placed), *self.others, *(t for one in self.experts for t in one.tensors)]
+
+    @property
+    def expert_layers(self) -> list[ExpertLayer]:
+        return [one.layer for one in self.experts]
 
     @property
     def size(self) -> int:
         return sum(tensor.size for tensor in self.tensors)
 
 
-def find_layout(model: Any, folder: Path) -> Layout:
+def find_layout(model: Any, folder: Path, *, chosen: bool = True) -> Layout:
     """Compare a model that was loaded lazily with its files.
+
+    Args:
+        model: that was loaded.
+        folder: with its files.
+        chosen: experts may be read as they are chosen.
 
     Raises:
         ModelError: a file cannot be read or is damaged.
@@ -92,11 +102,15 @@ def find_layout(model: Any, folder: Path) -> Layout:
     bases = [header[0].start if header else 0 for header in headers]
     stored = {one.name: (file, one) for file, header in enumerate(headers) for one in header}
     numbers = _layer_numbers(model)
+    experts = find_experts(model, lambda path: _layer_of(path, numbers)[0], stored) if chosen else []
+    apart = {f"{one.path}.{form.name}" for one in experts for form in one.forms}
     placed, others, rebuilt, elsewhere = list[Placed](), list[Tensor](), list[str](), 0
     for name, array in tree_flatten(model.parameters()):
+        if name in apart:
+            continue
         layer, rest = _layer_of(name, numbers)
         file, found = stored.get(name, (-1, None))
-        if found is None or not _is(found, array):
+        if found is None or not is_of(found, array.dtype, array.shape):
             others.append(Tensor(name, -1, elsewhere, array.nbytes))
             elsewhere += array.nbytes + 1  # a gap, so that extents are not joined
             rebuilt += [name] if layer >= 0 else []
@@ -106,11 +120,7 @@ def find_layout(model: Any, folder: Path) -> Layout:
         else:
             layer, rest, tensor = -1, name, Tensor(name, file, found.start, found.size)
         placed.append(Placed(rest, layer, tensor, array.dtype, tuple(array.shape)))
-    return Layout(tuple(paths), tuple(bases), tuple(placed), tuple(others), tuple(rebuilt))
-
-
-def _is(found: Stored, array: Any) -> bool:
-    return DTYPES.get(found.dtype) == array.dtype and found.shape == tuple(array.shape)
+    return Layout(tuple(paths), tuple(bases), tuple(placed), tuple(others), tuple(rebuilt), tuple(experts))
 
 
 def _layer_numbers(model: Any) -> dict[str, int]:
@@ -194,7 +204,7 @@ def plan_memory(
     notes = []
     if memory is not None and memory > found:
         notes.append(f"{format_size(memory)} of memory are asked for, but only {format_size(found)} are free")
-    layout = find_layout(model, folder)
+    layout = find_layout(model, folder, chosen=not own_layers)  # whose layers are streamed whole
     cell, item = cell_bytes(model, lazy.windows)
     fixed = used + MARGIN + drafts + freed_buffers(machine.gpus) + size.states(model)
 
@@ -216,19 +226,19 @@ def plan_memory(
             f"{len(layout.rebuilt)} weights of its layers as it loads them, such as {layout.rebuilt[0]}; write them "
             f"once as MLX needs them: mlx_lm.convert --hf-path {folder} --mlx-path NEW-FOLDER"
         ) from error
-    least = plan.streamed_bytes if plan else 0
+    least = plan.read_bytes if plan else 0
     for one in larger:
         try:
             other = _plan(layout, room, needed(one), own_layers)
         except NoRoom:
             break
-        if other and other.streamed_bytes <= least * (1 + CHEAP):
+        if other and other.read_bytes <= least * (1 + CHEAP):
             best, plan = one, other
     if plan and not is_recurrent(model):
 
         def read(width: int) -> int:
             found = _plan(layout, room, needed(replace(best, budget=width)), own_layers)
-            return found.streamed_bytes if found else 0
+            return found.read_bytes if found else 0
 
         # On a processor, neither reads nor a prompt's passes become larger.
         most, cheap = (widest, CHEAP) if on_gpu() else (min(widest, best.max_nodes - 1), 0.0)
@@ -239,10 +249,13 @@ def plan_memory(
 
 def _plan(layout: Layout, room: int, needed: int, own_layers: bool) -> Plan | None:
     most = max(Counter(one.layer for one in layout.placed if one.layer >= 0).values(), default=0)
-    # Reads are of whole pages: each extent of a layer takes at most 3 pages more in a slot.
-    return make_plan(
-        layout.tensors, room, needed + MORE_SLOTS * 3 * most * ALIGNED, page=1, whole=True, whole_layers=own_layers
-    )
+    needed += MORE_SLOTS * 3 * most * ALIGNED  # reads are of whole pages: an extent takes at most 3 more in a slot
+    layers = layout.expert_layers
+    least = memory_of(layers, pools_of(layers, 0))
+    plan = make_plan(layout.tensors, room, needed, page=1, whole=True, whole_layers=own_layers, experts_at_once=least)
+    if plan is None or not layers:
+        return plan
+    return with_pools(plan, layers, room - needed - plan.pinned_bytes - plan.slots * plan.slot_bytes)
 
 
 KEPT = 32 << 20  # bytes of freed buffers that MLX keeps on the CPU

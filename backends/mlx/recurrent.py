@@ -122,7 +122,7 @@ class MlxRecurrentSession(RecurrentSession[State], MlxSession):
         """
         super().__init__(backend, list(caches))
         limits = backend.capabilities
-        self.states = RecurrentStates[State](limits.max_leaves, limits.streams)
+        self.states = RecurrentStates[State](limits.max_leaves, limits.streams or backend.mixture is not None)
         self._kinds = kinds
         self._rectangle: Rectangle[State] | None = None
         self._arrays, self._given = list[ArraysCache](), list[Any]()

@@ -25,9 +25,13 @@ class MlxOwner(Owner, Protocol):
     """
     Attributes:
         forms: `MlxSession.forms` of any session; None before the first pass, which shows them.
+        mixture: see `edgespec.loop.engines.ReadsExperts`.
     """
 
     forms: tuple[list[Form], list[Form | None]] | None
+
+    @property
+    def mixture(self) -> Any: ...
 
     def forget(self, session: "MlxSession") -> None: ...
 

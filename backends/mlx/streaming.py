@@ -1,14 +1,14 @@
 """MLX models larger than memory: layers are read from disk during a pass.
 
 A slot is an array of words, which the threads of `edgespec/weights/ring.py` fill without MLX; weights are views of it.
-The graphs of all works are made first, and then computed layer by layer, so that weights are read once.
+The graphs of all works are made first, and then computed layer by layer, so that weights are read once. Where chosen
+experts are read (`experts.py`), a work's router must be computed before its graph goes on: works are computed in turn.
 """
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,13 +27,13 @@ from edgespec.weights.preload import warm
 from edgespec.weights.ring import Streamer
 
 from ..common.interrupts import Stop
+from .experts import Mixture
 from .memory import Layout, Placed
 from .recurrent import leaves_of
-from .session import as_bytes
+from .session import MlxSession, as_bytes
 from .tree import TreeCache
+from .words import NUMBER, address, new_words, weight
 
-NUMBER = 16  # bytes; alignment that kernels need
-WORD = 8  # bytes
 Result = TypeVar("Result")
 
 
@@ -86,7 +86,7 @@ class SlotStore:
         for extent in layer.extents:
             if extent.file == tensor.file and extent.start <= tensor.start < tensor.start + tensor.size <= extent.stop:
                 start = self._offsets[slot] + self._inside[layer.index, extent] + tensor.start - extent.start
-                return weight(self._arrays[slot], start, placed)
+                return weight(self._arrays[slot], start, placed.dtype, placed.shape)
         return None
 
     def load(self, tensors: Sequence[Tensor], progress: Progress) -> list[Any]:
@@ -126,24 +126,6 @@ class SlotStore:
         self._arrays = []
 
 
-def new_words(size: int) -> Any:
-    """At least `size` bytes, in words of 8, since an axis of an array is shorter than 2**31."""
-    array = mx.zeros(-(-size // WORD), mx.uint64)
-    mx.eval(array)
-    return array
-
-
-def weight(words: Any, start: int, placed: Placed) -> Any:
-    """A weight that begins at byte `start` of `words`, as a view."""
-    count, skip = prod(placed.shape), start % WORD // placed.dtype.size
-    numbers = words[start // WORD : -(-(start + placed.tensor.size) // WORD)].view(placed.dtype)
-    return numbers[skip : skip + count].reshape(placed.shape)
-
-
-def address(array: Any) -> int:
-    return int(np.asarray(memoryview(array)).ctypes.data)
-
-
 @dataclass(slots=True)
 class LayerGraph:
     """The graph of one layer for one work.
@@ -176,7 +158,14 @@ class LayerSweep:
     """Streams a model's layers; it is made before the model's first pass, and closed after the last."""
 
     def __init__(
-        self, model: Any, layout: Layout, plan: Plan, disk: Reading, progress: Progress, store: SlotStore
+        self,
+        model: Any,
+        layout: Layout,
+        plan: Plan,
+        disk: Reading,
+        progress: Progress,
+        store: SlotStore,
+        about: dict[str, Any] | None,
     ) -> None:
         """
         Args:
@@ -186,12 +175,14 @@ class LayerSweep:
             disk: how it is read.
             progress: gets the number of resident bytes that have been read, and of all.
             store: of the same plan; closed by `close`.
+            about: key of the remembered scores of experts; None: they are not remembered.
 
         Raises:
             ModelError: the files hold other values than mlx-lm takes from them.
             OSError: a file cannot be read.
         """
         self.stop = Stop()
+        self.mixture: Mixture | None = None
         self._graphs = list[LayerGraph]()
         self._order = [layer.index for layer in plan.streamed]
         self._store = store
@@ -207,9 +198,11 @@ class LayerSweep:
             else:
                 staying.append(placed)
         self._check_values(model, layout)
+        if plan.pools:
+            self._take_experts(model, layout)
         for placed, array in zip(staying, store.load([one.tensor for one in staying], progress), strict=True):
             owner = model.layers[placed.layer] if placed.layer >= 0 else model
-            owner.update(tree_unflatten([(placed.name, weight(array, 0, placed))]))
+            owner.update(tree_unflatten([(placed.name, weight(array, 0, placed.dtype, placed.shape))]))
         self._views = {i: [tree_unflatten(names) for names in slots] for i, slots in views.items()}
         mx.eval(self._views)
         for index in self._order:
@@ -219,16 +212,39 @@ class LayerSweep:
             mx.eval(array)
         mx.clear_cache()
         self.streamer = Streamer(store.plan, store, disk.threads, disk.size)
+        if plan.pools:
+            try:
+                self.mixture = Mixture(model, layout, plan, about, self.stop, progress)
+            except BaseException:
+                self.streamer.close()
+                raise
 
     def _check_values(self, model: Any, layout: Layout) -> None:
         """Compare one layer's bytes, because mlx-lm may change values without another shape or type."""
-        placed = [one for one in layout.placed if one.layer == self._order[0]]
-        weights = dict(tree_flatten(model.layers[self._order[0]].parameters()))
-        for one, stored in zip(placed, self._store.load([p.tensor for p in placed], lambda *_: None), strict=True):
-            found = np.asarray(as_bytes(weights[one.name]))
-            if not np.array_equal(np.asarray(memoryview(stored)).view(np.uint8)[: len(found)], found):
+        first = self._order[0] if self._order else 0
+        weights = dict(tree_flatten(model.layers[first].parameters()))
+        for one in layout.placed:
+            if one.layer == first:
+                self._check(f"layer {first}'s weight {one.name}", weights[one.name], [one.tensor])
+
+    def _take_experts(self, model: Any, layout: Layout) -> None:
+        """Compare one layer's experts, and take all from the model, for pools hold them."""
+        modules = dict(model.named_modules())
+        for one in layout.experts:
+            arrays = dict(tree_flatten(modules[one.path].parameters())) if one is layout.experts[0] else {}
+            for form, places in zip(one.forms, one.layer.places, strict=True):
+                if arrays:
+                    each = [Tensor("", extent.file, extent.start, extent.size) for extent in places]
+                    self._check(f"layer {one.layer.index}'s weight {form.name}", arrays.pop(form.name), each)
+                modules[one.path].update(tree_unflatten([(form.name, mx.zeros(0))]))
+
+    def _check(self, name: str, array: Any, stored: Sequence[Tensor]) -> None:
+        found = np.asarray(as_bytes(array))
+        parts = np.split(found, len(stored))
+        for part, words in zip(parts, self._store.load(stored, lambda *_: None), strict=True):
+            if not np.array_equal(np.asarray(memoryview(words)).view(np.uint8)[: len(part)], part):
                 raise ModelError(
-                    f"layer {one.layer}'s weight {one.name} is changed by mlx-lm as it is loaded, so it cannot be "
+                    f"{name} is changed by mlx-lm as it is loaded, so it cannot be "
                     "streamed from this file; write the folder once as MLX needs it, with mlx_lm.convert"
                 )
 
@@ -238,34 +254,59 @@ class LayerSweep:
 
         def call(module: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
             module.update(self._views[index][self.streamer.slot(index)])
+            if self.mixture:
+                mx.async_eval(x)  # earlier layers compute during the wait
+                self.streamer.enter(index)
             made = kind.__call__(module, x, *args, **kwargs)
             found = list(leaves_of((*args, *kwargs.values())))
             cache = next((one for one in found if isinstance(one, TreeCache)), None)
             states = next((one for one in found if type(one) is ArraysCache), None)
-            self._graphs.append(LayerGraph(index, x, made, cache, states))
+            graph = LayerGraph(index, x, made, cache, states)
+            if self.mixture:
+                mx.eval(graph.outputs)
+                self.streamer.leave(index)
+            else:
+                self._graphs.append(graph)
             return made
 
         layer.__class__ = type(kind.__name__, (kind,), {"__call__": call})  # an instance's `__call__` is not used
 
-    def run(self, caches: Sequence[Sequence[TreeCache]], write: Callable[[], Result]) -> Result:
-        """Make a pass over several works; after an error, the caches are as before.
+    def run(self, sessions: Sequence[MlxSession], graphs: Sequence[Callable[[], Result]]) -> list[Result]:
+        """Make a pass over several works; after an error, the sessions' committed tokens are as before.
 
         Args:
-            caches: of each work's session.
-            write: makes the graphs of all works, without computation.
+            sessions: of each work.
+            graphs: make the graph of each work, without computation.
 
         Returns:
-            The result of `write`, which no longer depends on a streamed weight.
+            The results of `graphs`, which no longer depend on a streamed weight.
 
         Raises:
             ModelError: a layer cannot be read.
             Interrupted: `stop` is set.
         """
+        if self.mixture:
+            return [self._in_turn(self.mixture, *one) for one in zip(sessions, graphs, strict=True)]
+        return self._together([session.caches for session in sessions], graphs)
+
+    def _in_turn(self, mixture: Mixture, session: MlxSession, graph: Callable[[], Result]) -> Result:
+        """After an error, only cells of new nodes depend on slots: nobody reads them before they are written again."""
+        self.streamer.begin()
+        try:
+            mixture.begin()
+            made = graph()
+            mx.eval(made, session.state)
+            return made
+        finally:
+            mixture.memory.finish()
+            self.streamer.finish()
+
+    def _together(self, caches: Sequence[Sequence[TreeCache]], graphs: Sequence[Callable[[], Result]]) -> list[Result]:
         self.streamer.begin()
         before = [Before(some) for some in caches]
         self._graphs = []
         try:
-            result = write()
+            result = [graph() for graph in graphs]
             by_layer = {index: [graph for graph in self._graphs if graph.layer == index] for index in self._order}
             self._graphs = []
             for index in self._order:
@@ -298,10 +339,17 @@ class LayerSweep:
 
     @property
     def bytes_held(self) -> int:
-        return self.streamer.plan.pinned_bytes + self.streamer.plan.slots * self._store.slot_bytes
+        plan = self.streamer.plan
+        return plan.pinned_bytes + plan.slots * self._store.slot_bytes + plan.pool_bytes
+
+    @property
+    def wait_seconds(self) -> float:
+        return self.streamer.wait_seconds + (self.mixture.memory.wait_seconds if self.mixture else 0.0)
 
     def close(self) -> None:
         self.streamer.close()
+        if self.mixture:
+            self.mixture.memory.close()
         self._views = {}
 
 
