@@ -384,25 +384,6 @@ class TestOffload:
         backend.close()
         assert recorder.closed
 
-    def test_a_pass_that_breaks_off(self, llama):
-        backend, _, streamed = streaming(llama, 0)
-        expected = chain_rows(backend, [5, 6, 7])
-        session = backend.open()
-        for stop in range(6):
-
-            def interrupt(*_):
-                raise KeyboardInterrupt
-
-            hook = streamed[stop].register_forward_pre_hook(interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                backend.forward([work(session, [9], [-1])])
-            hook.remove()
-            np.testing.assert_array_equal(chain_rows(backend, [5, 6, 7]), expected)
-        assert session.token_ids == []
-        backend.forward([work(session, [5], [-1])])
-        session.commit([0])
-        assert session.token_ids == [5]
-
     def test_ctrl_c_within_a_copy(self, llama, monkeypatch):
         """A layer whose copy was not begun is copied in the next pass."""
         backend, engine, streamed = streaming(llama, 0)
