@@ -28,13 +28,45 @@ CONTEXT, BUDGET = 64, 32
 TREE = [-1, 0, 0, 1, 1, 2, 3, 3, 3, 7]  # parents: branches at every depth
 
 
+class Reused:
+    """A factory whose models one check after the other uses; what a check has opened is closed then."""
+
+    def __init__(self, factory: Factory) -> None:
+        self.load, self.free = factory, dict[str, Backend]()
+
+    def close(self) -> None:
+        for backend in self.free.values():
+            backend.close()
+
+
 @contextmanager
-def loaded(factory: Factory, **options: Any) -> Iterator[Backend]:
-    backend = factory(**({"context_length": CONTEXT, "budget": BUDGET, "sessions": 3} | options))
+def loaded(factory: Factory | Reused, *, anew: bool = False, **options: Any) -> Iterator[Backend]:
+    """Load a model; `anew`: also where others are there."""
+    options = {"context_length": CONTEXT, "budget": BUDGET, "sessions": 3} | options
+    if anew or not isinstance(factory, Reused):
+        backend = (factory.load if isinstance(factory, Reused) else factory)(**options)
+        try:
+            yield backend
+        finally:
+            backend.close()
+        return
+    backend = factory.free.pop(str(options), None) or factory.load(**options)
+    opened, opens = list[Session](), backend.open
+
+    def noted() -> Session:
+        opened.append(opens())
+        return opened[-1]
+
+    backend.open = noted  # type: ignore[method-assign]
     try:
         yield backend
-    finally:
+        for session in opened:
+            session.close()
+    except BaseException:
         backend.close()
+        raise
+    backend.open = opens  # type: ignore[method-assign]
+    factory.free[str(options)] = backend
 
 
 def check_update_is_refused(
@@ -178,7 +210,7 @@ def vocabulary_round_trip(factory: Factory) -> None:
             assert vocab.token_bytes(token) == b""
             assert vocab.encode(vocab.token_text(token), add_bos=False, parse_special=True) == [token]
             assert token not in vocab.encode(vocab.token_text(token), add_bos=False, parse_special=False)
-        with loaded(factory) as again:
+        with loaded(factory, anew=True) as again:
             assert again.vocab.fingerprint == vocab.fingerprint
 
 
@@ -479,7 +511,7 @@ def the_last_leaf_fits(factory: Factory) -> None:
 
 
 def closed_sessions_come_back(factory: Factory) -> None:
-    with loaded(factory, sessions=2) as backend:
+    with loaded(factory, anew=True, sessions=2) as backend:
         text = random_tokens(backend, 5, 130)
         for _ in range(5):
             one, two = backend.open(), backend.open()
@@ -595,7 +627,7 @@ def a_saved_session_goes_on(factory: Factory) -> None:
             session = backend.open()
             assert session.load(path) == {"a": [1]}
             assert all(map(np.array_equal, rows(backend, session), expected))
-        with loaded(factory) as backend:
+        with loaded(factory, anew=True) as backend:
             session, other = backend.open(), backend.open()
             prefill(backend, session, text[::-1])  # goes
             assert session.load(path) == {"a": [1]}

@@ -1,6 +1,7 @@
 """Every backend against tests/contract.py."""
 
 import platform
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from contract import (
     TREE,
     Factory,
+    Reused,
     by_check,
     by_main_check,
     chain_rows,
@@ -28,15 +30,9 @@ from edgespec.loop.shapes import BatchInvariance, RowClass
 from edgespec.loop.tree import nodes_below, path_to
 
 
-def reference_factory(folder: Path) -> Factory:
+def reference_factory(folder: Path, **more: Any) -> Factory:
     path = str(folder / "model.npz")
-    reference.random_model(7, vocab_size=258).save(path)
-    return partial(reference.load, path)
-
-
-def recurrent_factory(folder: Path) -> Factory:
-    path = str(folder / "recurrent.npz")
-    reference.random_model(7, vocab_size=258, layers=3, recurrent=True).save(path)
+    reference.random_model(7, vocab_size=258, **more).save(path)
     return partial(reference.load, path)
 
 
@@ -90,31 +86,26 @@ def padded(factory: Factory) -> Factory:
 ENGINES = ["reference", "recurrent", "torch", "mlx", "smollm2_tiny"]
 PATHS = ["hybrid", "torch paths", "mlx paths"]
 VARIANTS = ["torch padded", "mlx padded", "smollm2_tiny_f32", "q8_0"]
+IN_FOLDERS: dict[str, Callable[[Path], Factory]] = {
+    "reference": reference_factory, "recurrent": partial(reference_factory, layers=3, recurrent=True),
+    "torch": torch_factory, "torch paths": partial(torch_factory, family="granite"),
+    "torch padded": lambda folder: padded(torch_factory(folder)),
+    "mlx": mlx_factory, "mlx paths": partial(mlx_factory, family="falcon-h1"),
+    "mlx padded": lambda folder: padded(mlx_factory(folder)), "hybrid": hybrid_factory,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Factory:
-    if request.param == "torch padded":
-        return padded(torch_factory(tmp_path_factory.mktemp("torch")))
-    if request.param == "mlx padded":
-        return padded(mlx_factory(tmp_path_factory.mktemp("mlx")))
-    if request.param == "torch paths":
-        return torch_factory(tmp_path_factory.mktemp("torch"), "granite")
-    if request.param == "mlx paths":
-        return mlx_factory(tmp_path_factory.mktemp("mlx"), "falcon-h1")
-    if request.param == "reference":
-        return reference_factory(tmp_path_factory.mktemp("reference"))
-    if request.param == "hybrid":
-        return hybrid_factory(tmp_path_factory.mktemp("hybrid"))
-    if request.param == "recurrent":
-        return recurrent_factory(tmp_path_factory.mktemp("reference"))
-    if request.param == "torch":
-        return torch_factory(tmp_path_factory.mktemp("torch"))
-    if request.param == "mlx":
-        return mlx_factory(tmp_path_factory.mktemp("mlx"))
-    if request.param == "q8_0":
-        return llamacpp_factory(request.getfixturevalue("smollm2_tiny"), kv_type="q8_0")
-    return llamacpp_factory(request.getfixturevalue(request.param))
+def factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reused]:
+    if make := IN_FOLDERS.get(request.param):
+        found = make(tmp_path_factory.mktemp("model"))
+    elif request.param == "q8_0":
+        found = llamacpp_factory(request.getfixturevalue("smollm2_tiny"), kv_type="q8_0")
+    else:
+        found = llamacpp_factory(request.getfixturevalue(request.param))
+    reused = Reused(found)
+    yield reused
+    reused.close()
 
 
 @by_check
@@ -144,7 +135,7 @@ def test_a_draft_keeps_what_lies_below_a_commit(name, tmp_path, request):
     if name == "smollm2_tiny":
         load = llamacpp_factory(request.getfixturevalue(name), in_order=False)
     else:
-        load = {"reference": reference_factory, "torch": torch_factory, "mlx": mlx_factory}[name](tmp_path)
+        load = IN_FOLDERS[name](tmp_path)
 
     def checked(**options: int) -> Backend:
         backend = load(**options)

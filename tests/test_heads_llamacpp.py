@@ -12,10 +12,11 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 import llama_cpp
-from conftest import Run
+from conftest import Run, few
 from contract import (
     CHECKS,
     TREE,
+    Reused,
     a_saved_session_goes_on,
     a_tree_with_several_tops,
     random_tokens,
@@ -28,6 +29,7 @@ from edgespec.backends.llamacpp.ggml.files import all_tensors, load_model, loade
 from edgespec.backends.llamacpp.heads import LlamaHeadSession
 from edgespec.backends.llamacpp.memory import planning
 from edgespec.backends.llamacpp.memory.gpu import Buffers
+from folder_texts import states_of
 from gemma4_files import copy, write_assistant, write_gemma4
 from gguf_files import small_llama
 from gguf_writer import add, finish
@@ -226,15 +228,6 @@ def test_states_are_those_of_the_nodes(files, kind):
     """Of a tree, of two texts in one pass, with tokens that are read again, of nodes that are not wanted."""
     with pair(*files[kind], sessions=3) as (target, _):
         tokens = random_tokens(target, len(TREE), 4)
-
-        def chain(text):
-            session, found = target.open(), []
-            prefill(
-                target, session, text, saw=lambda work, logits: found.extend(logits.states(range(len(work.token_ids))))
-            )
-            session.close()
-            return np.stack(found)
-
         texts, sessions = [TEXT, TEXT[3:9]], [target.open(), target.open()]
         for text, session in zip(texts, sessions, strict=True):
             prefill(target, session, text)
@@ -243,14 +236,14 @@ def test_states_are_those_of_the_nodes(files, kind):
         for text, given in zip(texts, every, strict=True):
             assert given.shape == (4, target.capabilities.states)
             for node, state in zip([9, 8, 5, 0], given, strict=True):
-                expected = chain([*text, *(tokens[i] for i in path_to(TREE, node))])[-1]
+                expected = states_of(target, [*text, *(tokens[i] for i in path_to(TREE, node))])[-1]
                 np.testing.assert_allclose(state, expected, atol=2e-3)
         sessions[0].commit(path_to(TREE, 9))  # some of them must be read again, before the next nodes
         sessions[1].commit([])
         [logits] = target.forward([work(sessions[0], [7, 8], [-1, 0])])
         text = [*TEXT, *(tokens[i] for i in path_to(TREE, 9)), 7, 8]
         given = logits.states([0, 1])
-        np.testing.assert_allclose(given, chain(text)[-2:], atol=2e-3)
+        np.testing.assert_allclose(given, states_of(target, text)[-2:], atol=2e-3)
 
 
 def test_without_a_head_nothing_is_kept(files):
@@ -262,12 +255,25 @@ def test_without_a_head_nothing_is_kept(files):
     target.close()
 
 
-@pytest.mark.parametrize(  # those of the others are made by the same classes
-    "kind", ["eagle3", "own", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("mixture", "sidecar"))]
+@pytest.fixture(  # those of the others are made by the same classes
+    scope="module", params=few(["eagle3", "own", "mixture", "sidecar"], "eagle3", "own")
 )
+def heads_of_kind(request, files):
+    target, head = files[request.param]
+
+    def factory(**options: int):
+        options["context_length"] = options["context_length"] or 256
+        backend = load(str(target), own_head=target == head, threads=1, **options)
+        return engine.load_head(backend, str(head), LoadOptions(threads=1, **options).for_draft())
+
+    yield request.param, (reused := Reused(factory))
+    reused.close()
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_contract_of_a_head(check, files, kind, monkeypatch):
+def test_contract_of_a_head(check, heads_of_kind, monkeypatch):
     """With states of zeros, logits depend on tokens only, as the contract has it."""
+    kind, factory = heads_of_kind
     if kind == "eagle3" and check in (a_tree_with_several_tops, a_saved_session_goes_on):
         pytest.skip("its first token, which others must not see, leaves a free cell, so the order of cells changes")
     monkeypatch.setattr(
@@ -275,12 +281,6 @@ def test_contract_of_a_head(check, files, kind, monkeypatch):
         "inputs",
         lambda self, _, positions: np.zeros((len(positions), self._backend.width), np.float32),
     )
-
-    def factory(**options: int):
-        options["context_length"] = options["context_length"] or 256
-        target = load(str(files[kind][0]), own_head=files[kind][0] == files[kind][1], threads=1, **options)
-        return engine.load_head(target, str(files[kind][1]), LoadOptions(threads=1, **options).for_draft())
-
     check(factory)
 
 
@@ -432,20 +432,15 @@ def test_cells_and_buffers_of_a_head_are_counted(files, kind, monkeypatch):
     ],
 )
 def test_a_head_that_llama_cpp_would_end_the_process_over_is_refused(files, tmp_path, changed, line):
-    head = str(write_eagle3(tmp_path / "head.gguf", **changed))
-    target = load(str(files["eagle3"][0]), **OPTIONS)
+    refused(files["eagle3"][0], write_eagle3(tmp_path / "head.gguf", **changed), line)
+
+
+def refused(target: Path, head: Path, line: str) -> None:
+    backend = load(str(target), **OPTIONS)
     with pytest.raises(ModelError, match=line):
-        engine.load_head(target, head, LoadOptions(**OPTIONS).for_draft())
-    session = target.open()  # which goes on
-    target.forward([work(session, [5], [-1])])
-    target.close()
-
-
-def test_a_target_that_gives_no_inputs_of_layers_is_refused_by_name(tmp_path, files, run: Run):
-    target = small_llama(tmp_path / "qwen2.gguf", layers=1, kind="qwen2")
-    code, out, err = run("run", str(target), "--draft", str(files["eagle3"][1]), "hello")
-    assert (code, out) == (1, "")
-    assert "EAGLE-3 needs the inputs of layers, which llama.cpp does not give for qwen2" in err
+        engine.load_head(backend, str(head), LoadOptions(**OPTIONS).for_draft())
+    backend.forward([work(backend.open(), [5], [-1])])  # it goes on
+    backend.close()
 
 
 @pytest.mark.parametrize("name", ["dflash", "deepseek32", "deepseek4", "glm-dsa"])
@@ -467,13 +462,11 @@ def test_what_a_llama_cpp_without_heads_lacks_is_named(monkeypatch):
     states.functions.cache_clear()
 
 
-def test_a_file_without_its_head_and_a_head_that_is_not_loaded(files):
-    path = str(files["own"][0])
+def test_a_file_without_its_head_and_heads_of_other_targets(files):
     assert not engine.has_head(str(files["eagle3"][0]))
-    target = load(path, **OPTIONS)
-    with pytest.raises(ModelError, match="needs that model as its target, loaded with it"):
-        engine.load_head(target, path, LoadOptions(**OPTIONS).for_draft())
-    target.close()
+    refused(*files["own"], "needs that model as its target, loaded with it")
+    line = "is for targets of architecture qwen35, but a head of this kind needs llama"
+    refused(files["eagle3"][0], files["sidecar"][1], line)
 
 
 def test_a_head_is_freed_with_its_target(files):
@@ -497,22 +490,12 @@ def test_row_classes_are_probed_with_the_states_that_a_head_needs(files):
         plain.close()
 
 
-def test_a_head_of_another_kind_of_model_is_refused(files):
-    target = load(str(files["eagle3"][0]), **OPTIONS)
-    with pytest.raises(ModelError, match="is for targets of architecture qwen35, but a head of this kind needs llama"):
-        engine.load_head(target, str(files["sidecar"][1]), LoadOptions(**OPTIONS).for_draft())
-    target.close()
-
-
 @pytest.mark.parametrize("key", ["attention.key_length", "attention.key_length_swa", "attention.head_count_kv"])
 def test_an_assistant_for_another_shape_of_cells_is_refused(files, tmp_path, key):
     """llama.cpp would read the target's keys and values as if they had that shape."""
-    target = load(str(files["assistant"][0]), **OPTIONS)
     changed = {key: (8, gguf.GGUFValueType.UINT32), key.replace("key_l", "value_l"): (8, gguf.GGUFValueType.UINT32)}
     head = copy(files["assistant"][1], tmp_path / "head.gguf", keys=changed)
-    with pytest.raises(ModelError, match=rf"has {key} 8, but a head of this kind needs|cannot be loaded"):
-        engine.load_head(target, str(head), LoadOptions(**OPTIONS).for_draft())
-    target.close()
+    refused(files["assistant"][0], head, rf"has {key} 8, but a head of this kind needs|cannot be loaded")
 
 
 def test_a_header_may_name_a_head_that_the_file_lacks(files, tmp_path):

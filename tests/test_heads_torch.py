@@ -12,9 +12,9 @@ from eagle_folders import attend_cells
 from edgespec.backends.torch.backend import load
 from edgespec.backends.torch.eagle import EagleHead, load_head
 from edgespec.backends.torch.engine import engine
+from folder_texts import SAMPLINGS, by_temperature, check_lossless, states_of
 from hf_models import SMALL, VOCAB_SIZE, check_closing_frees, save, tiny_model, transformers
 from safetensors.torch import load_file, save_file
-from test_lossless_torch import SAMPLINGS, by_temperature, check_lossless
 from test_torch import Recorder, memory_for
 
 from edgespec.errors import ModelError
@@ -63,13 +63,6 @@ def load_both(folders):
 @pytest.fixture
 def pair(folders):
     return load_both(folders)
-
-
-def states_of(target, tokens):
-    session, found = target.open(), []
-    prefill(target, session, tokens, saw=lambda work, logits: found.append(logits.states(range(len(work.token_ids)))))
-    session.close()
-    return np.concatenate(found)
 
 
 def rows(backend, session, tokens, parents):
@@ -219,5 +212,6 @@ def test_a_folder_of_vllms_speculators_is_the_same_head(tmp_path, folders):
 )
 def test_a_head_of_another_model_is_refused(tmp_path, folders, changes, line):
     target = load(str(folders[0]), **OPTIONS)
-    with pytest.raises(ModelError, match=line):
+    with pytest.raises(ModelError, match=line) as caught:
         engine.load_head(target, str(head_folder(tmp_path / "other", **changes)), DRAFT_OPTIONS)
+    assert str(caught.value).count(f"{tmp_path / 'other'}: ") == 1

@@ -11,30 +11,18 @@ import pytest
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
 
 import mlx.core as mx
-from contract import chain_rows, work
+from contract import work
 from edgespec.backends.mlx.backend import load
+from folder_texts import HYBRID_PROMPT as PROMPT
+from folder_texts import SAMPLINGS, check_grid, check_lossless, check_unread
 from mlx_models import HYBRIDS, write_model
-from test_lossless_mlx import SAMPLINGS, check_lossless, write
 from test_mlx_streaming import load_streamed, small_parts  # noqa: F401, fixtures
 
-from edgespec.lab.lookahead import LookaheadPlanner
 from edgespec.loading.exact import apply_row_class
-from edgespec.loop.backend import Work
 from edgespec.loop.passes import prefill
 from edgespec.machine.this_machine import this_machine
-from edgespec.planners.chain import ChainPlanner
-from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.planners.sssd import SssdPlanner
 from edgespec.weights import ring
-
-PROMPT = [*range(5, 25), *range(5, 17)]  # with something to copy
-MAKERS = [
-    lambda draft: SpecExecPlanner(draft, depth=6, beam=4),
-    lambda draft: ChainPlanner(draft, depth=4),
-    lambda draft: SssdPlanner(depth=5),
-    lambda draft: LookaheadPlanner(depth=5),
-]
 
 
 @pytest.mark.parametrize(("number", "family"), list(enumerate(HYBRIDS)), ids=HYBRIDS)
@@ -44,16 +32,9 @@ def test_the_grid(number: int, family: str, tmp_path: Path, whole_grid: bool) ->
         write_model(tmp_path / name, HYBRIDS[family], damage=noise) for name, noise in (("a", 0.0), ("b", 0.1))
     )
     target, draft = (load(str(path), context_length=128, budget=16, sessions=2) for path in (good, bad))
-    assert target.capabilities.paths
-    assert target.capabilities.max_leaves == 8
     apply_row_class(target, str(good), remember=False)
     assert target.capabilities.exact is None  # passes have the shape of their paths, which belong to no class
-    gained = list[float]()
-    for sampling in SAMPLINGS if whole_grid else [SAMPLINGS[number % 3]]:
-        plain, _ = write(target, NonePlanner(), PROMPT, sampling, 24)
-        makers = MAKERS if whole_grid else MAKERS[number % 2 :: 2]  # one that drafts, one that copies
-        gained += [check_lossless(target, make(draft), PROMPT, plain, sampling).acceptance_length for make in makers]
-    assert max(gained) > 1.3  # guesses were right at all
+    assert check_grid(target, draft, number, whole_grid) > 1.3  # guesses were right at all
     target.close()
     draft.close()
 
@@ -106,16 +87,7 @@ def test_streamed_weights(family: str, tokens: int, tmp_path: Path, load_streame
     memory, target = load(str(folder), context_length=128), load_streamed(folder, context_length=128, sessions=2)
     draft = load(str(bad), context_length=128, budget=16)
     prompt = PROMPT[:tokens]  # a step could begin where a short one begins
-    plain, _ = write(target, NonePlanner(), prompt, SAMPLINGS[1], 20)
-    check_lossless(target, SpecExecPlanner(draft, depth=6, beam=4), prompt, plain, SAMPLINGS[1])
-    session, nodes, owed = target.open(), np.arange(6, dtype=np.int32), list[int]()
-    prefill(target, session, prompt)
-    for number in range(12):  # a chain of which three are right
-        owed.append(session.unread_committed)
-        target.forward([Work(session, nodes + 7 * number, nodes - 1, nodes)])
-        session.commit([0, 1, 2])
-    assert sorted(owed)[6] == 3  # usually what the pass before has accepted
-    row = target.forward([Work(session, nodes[:1], nodes[:1] - 1, nodes[:1])])[0].row(0)
-    np.testing.assert_allclose(row, chain_rows(memory, [*session.token_ids, 0])[-1], atol=0.01)
+    check_lossless(target, [SpecExecPlanner(draft, depth=6, beam=4)], prompt, SAMPLINGS[1], 20)
+    check_unread(target, memory, prompt, 0.01)
     memory.close()
     draft.close()

@@ -16,25 +16,17 @@ from edgespec.backends.torch.backend import TorchBackend, load
 from edgespec.backends.torch.loading import decoder_layers
 from edgespec.backends.torch.offload import HostCopies
 from edgespec.backends.torch.recurrent import groups, state_bytes
+from folder_texts import HYBRID_PROMPT as PROMPT
+from folder_texts import SAMPLINGS, check_grid, check_lossless, check_unread
 from hf_models import HYBRIDS, MAMBA, SMALL, perturbed, save, tiny_model, transformers
-from test_lossless_torch import OPTIONS, SAMPLINGS, check_lossless
+from test_lossless_torch import OPTIONS
 from test_torch import memory_for
 
 from edgespec.errors import ModelError
-from edgespec.lab.lookahead import LookaheadPlanner
 from edgespec.loop.backend import Capabilities, Work
 from edgespec.loop.passes import prefill
-from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.specexec import SpecExecPlanner
-from edgespec.planners.sssd import SssdPlanner
 
-PROMPT = [*range(5, 25), *range(5, 17)]  # with something to copy
-MAKERS = [
-    lambda draft: SpecExecPlanner(draft, depth=6, beam=4),
-    lambda draft: ChainPlanner(draft, depth=4),
-    lambda draft: SssdPlanner(depth=5),
-    lambda draft: LookaheadPlanner(depth=5),
-]
 SIZES = [(4, 2), (9, 1), (4, 3), (2, 1), (4, 2)]  # of works: the width of their lanes, and how many
 LAYERS = {
     "lfm2": ["conv", "conv", "full_attention", "conv", "conv"],
@@ -47,13 +39,7 @@ def test_the_grid(number: int, family: str, tmp_path: Path, whole_grid: bool) ->
     """With a draft that is right now and then, and is recurrent itself."""
     target = load(str(save(tiny_model(family), tmp_path / "target")), **OPTIONS)
     draft = load(str(save(perturbed(tiny_model(family), 0.1, 1), tmp_path / "draft")), **OPTIONS, sessions=2)
-    assert target.capabilities.paths
-    assert target.capabilities.max_leaves == 8
-    gained = set[float]()
-    for sampling in SAMPLINGS if whole_grid else [SAMPLINGS[number % 3]]:
-        makers = MAKERS if whole_grid else MAKERS[number % 2 :: 2]  # one that drafts, one that copies
-        gained.update(check_lossless(target, (make(draft) for make in makers), PROMPT, sampling, 24))
-    assert max(gained) > 1  # guesses were right at all
+    assert check_grid(target, draft, number, whole_grid) > 1  # guesses were right at all
 
 
 def streamed(folder: Path, **options: Any) -> TorchBackend:
@@ -74,17 +60,7 @@ def test_streamed_weights(family: str, tmp_path: Path) -> None:
     draft = load(str(save(perturbed(tiny_model(family), 0.1, 1), tmp_path / "draft")), **OPTIONS)
     check_lossless(streamed(folder), [SpecExecPlanner(draft, depth=6, beam=4)], PROMPT, SAMPLINGS[1], 24)
     target, memory = streamed(folder, sessions=2), load(str(folder), **OPTIONS)
-    nodes = np.arange(6, dtype=np.int32)
-    session = target.open()
-    prefill(target, session, PROMPT)
-    owed = []
-    for number in range(12):  # a chain of which three are right
-        owed.append(session.unread_committed)
-        target.forward([Work(session, nodes + 7 * number, nodes - 1, nodes)])
-        session.commit([0, 1, 2])
-    assert sorted(owed)[6] == 3  # usually what the pass before has accepted
-    row = target.forward([Work(session, nodes[:1], nodes[:1] - 1, nodes[:1])])[0].row(0)
-    np.testing.assert_allclose(row, chain_rows(memory, [*session.token_ids, 0])[-1], atol=2e-3)
+    session, nodes = check_unread(target, memory, PROMPT, 2e-3), np.arange(6, dtype=np.int32)
     session.commit([0])
     other = target.open()
     prefill(target, other, PROMPT[:7])

@@ -8,26 +8,16 @@ import pytest
 
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 
-from alone import Generation
 from conftest import few
 from edgespec.backends.torch.backend import load
+from folder_texts import SAMPLINGS, by_temperature, check_lossless, check_wrong_text
 from hf_models import perturbed, save, tiny_model, transformers
 from test_torch import Recorder, memory_for, needs_bitsandbytes
 
 from edgespec.lab.lookahead import LookaheadPlanner
-from edgespec.loop.sampling import SamplingParams
-from edgespec.loop.stats import GenerationStats
-from edgespec.measure.lossless import explain, replay
-from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 
-SAMPLINGS = [
-    SamplingParams(),
-    SamplingParams(temperature=0.7, top_p=0.9, seed=1),
-    SamplingParams(temperature=1.0, seed=2),
-]
-by_temperature = pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=0.7", "T=1"])
 by_few_temperatures = pytest.mark.parametrize(
     "sampling", [pytest.param(one, marks=[pytest.mark.exhaustive] * (one is not SAMPLINGS[1])) for one in SAMPLINGS]
 )
@@ -42,32 +32,6 @@ FAMILIES = {
     "gemma2": 0.8,
     "gemma3": 0.8,
 }
-
-
-def write(target, planner, prompt, sampling, count):
-    session, stats, output = target.open(), GenerationStats(), []
-    for round_ in Generation(
-        target, session, planner, prompt, sampling, max_tokens=count, budget=16, stats=stats
-    ).steps():
-        output += round_.tokens
-    session.close()
-    return output, stats
-
-
-def check_lossless(target, planners, prompt, sampling, count):
-    """Every token is what plain decoding samples after the same text, or ties with it; the runs' acceptance lengths."""
-    plain, _ = write(target, NonePlanner(), prompt, sampling, count)
-    assert replay(target, prompt, plain, sampling) == []  # plain decoding can be repeated to the bit
-    lengths = []
-    for planner in planners:
-        output, stats = write(target, planner, prompt, sampling, count)
-        found = explain(target, prompt, plain, output, sampling)
-        if found is not None:  # what follows can only be checked along the other text
-            bad = [other for other in (found, *replay(target, prompt, output, sampling)) if not other.tie]
-            assert not bad, f"{planner.name}, {sampling}: " + "; ".join(map(str, bad))
-        planner.close()
-        lengths.append(stats.acceptance_length)
-    return lengths
 
 
 @pytest.fixture(scope="module", params=few(FAMILIES, "llama", "mistral, window", "mixtral", "gpt-oss", "gemma2"))
@@ -115,15 +79,9 @@ class TestSmolLM2:
         assert lengths[0] > 2
 
     def test_a_wrong_text_is_noticed(self, smollm2_models):
-        """The check above can fail: another seed's text is no tie."""
         target = smollm2_models[0]
-        prompt = target.vocab.encode("The three most important rivers", add_bos=True, parse_special=False)
-        texts = [
-            write(target, NonePlanner(), prompt, SamplingParams(temperature=1.0, seed=seed), 8)[0] for seed in (1, 2)
-        ]
-        found = explain(target, prompt, *texts, SamplingParams(temperature=1.0, seed=1))
-        assert found is not None
-        assert not found.tie
+        text = "The three most important rivers"
+        check_wrong_text(target, target.vocab.encode(text, add_bos=True, parse_special=False), 8)
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,8 @@ import mlx.core as mx
 from edgespec.backends.mlx import backend as backend_module
 from edgespec.backends.mlx import loading as loading_module
 from edgespec.backends.mlx import memory as memory_module
-from edgespec.backends.mlx import tree as tree_module
 from edgespec.backends.mlx.backend import device_top, load, load_vocab
-from edgespec.backends.mlx.tree import Pass, TreeRope, takes_array
+from edgespec.backends.mlx.tree import Pass, TreeCache, TreeRope, takes_array
 from mlx import nn
 from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
@@ -74,15 +73,6 @@ def test_family(name, tmp_path, whole_grid):
         contract.close_enough(backend, row, own)
     # A mistake would show: the logits are far apart compared with the tolerance.
     assert rows[-1].std() > 2 * backend.capabilities.logit_tolerance or "bfloat16" in name
-    backend.close()
-
-
-def test_every_layer_takes_part(llama):
-    """Other tokens before, another order, another place: other logits."""
-    backend = load(str(llama), context_length=64)
-    texts = [[7, 8, 9, 10], [6, 8, 9, 10], [8, 7, 9, 10], [5, 7, 8, 9, 10]]
-    rows = [contract.chain_rows(backend, text)[-1] for text in texts]
-    assert all(np.abs(row - rows[0]).max() > 0.1 for row in rows[1:])
     backend.close()
 
 
@@ -286,25 +276,22 @@ def test_what_mlx_cannot_compute(tmp_path):
         load(str(folder))
 
 
-@pytest.mark.parametrize("fault", ["mask", "rope"])
+def forgetful(self, keys, values, really=TreeCache.update_and_fetch):
+    every, others = really(self, keys, values)
+    return every, mx.zeros_like(others)
+
+
+FAULTS = {
+    "mask": (Pass, "mask", lambda self, window, as_array: "causal"),
+    "positions": (TreeRope, "__call__", lambda self, x, offset=0: self.rope(x, offset=offset.start)),
+    "no ancestor": (TreeCache, "update_and_fetch", forgetful),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_model_with_its_own_ideas(llama, monkeypatch, fault):
-    """What does not follow mask and positions is noticed by its logits."""
-    if fault == "mask":
-        monkeypatch.setattr(Pass, "mask", lambda self, window, as_array: "causal")
-    else:
-        monkeypatch.setattr(TreeRope, "__call__", lambda self, x, offset=0: self.rope(x, offset=offset.start))
-    with pytest.raises(ModelError, match="a node sees more than its ancestors, or its position"):
-        load(str(llama))
-
-
-def test_a_model_whose_logits_depend_on_no_ancestor(llama, monkeypatch):
-    update = tree_module.TreeCache.update_and_fetch
-
-    def forgetful(self, keys, values):
-        every, others = update(self, keys, values)
-        return every, mx.zeros_like(others)
-
-    monkeypatch.setattr(tree_module.TreeCache, "update_and_fetch", forgetful)
+    """What does not follow mask and positions, or depends on no ancestor, is noticed by its logits."""
+    monkeypatch.setattr(*FAULTS[fault])
     with pytest.raises(ModelError, match="a node sees more than its ancestors, or its position"):
         load(str(llama))
 

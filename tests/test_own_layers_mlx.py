@@ -10,21 +10,19 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edge
 
 import mlx.core as mx
 from conftest import few
-from contract import by_main_check, work
+from contract import Reused, by_main_check, work
 from edgespec.backends.mlx import memory as memory_module
 from edgespec.backends.mlx.backend import load
 from edgespec.backends.mlx.engine import engine
 from edgespec.backends.mlx.loading import load_weights
 from edgespec.backends.mlx.memory import find_layout
+from folder_texts import by_temperature, check_layers_by_name, check_lossless, rows_of
 from mlx_models import FAMILIES, HYBRIDS, check_closing_frees, write_model
-from test_lossless_mlx import IDS, SAMPLINGS, check_lossless, write
 
-import edgespec
 from edgespec.errors import ModelError
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import prefill
 from edgespec.planners.chain import ChainPlanner
-from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.weights import plan as residency
 
@@ -74,23 +72,15 @@ def own(target: Any, folder: Path, sessions: int = 1) -> Any:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=IDS)
+@by_temperature
 @pytest.mark.parametrize("share", [0.0, 0.9, 0.7])
 @pytest.mark.parametrize("planner", [SpecExecPlanner, ChainPlanner])
 def test_texts_are_those_of_plain_decoding(folder, share, planner, sampling, room):
     target, draft = pair(folder, share)
-    plain, _ = write(target, NonePlanner(), PROMPT, sampling, 24)
-    stats = check_lossless(target, planner(draft, depth=6, tau=0.5), PROMPT, plain, sampling)
-    assert stats.drafted
+    before = draft.pass_number
+    check_lossless(target, [planner(draft, depth=6, tau=0.5)], PROMPT, sampling, 24)
+    assert draft.pass_number > before
     target.close()
-
-
-def rows_of(backend: Any, session: Any) -> Any:
-    """Logits after a prompt, and of a tree below it."""
-    logits, node = prefill(backend, session, PROMPT, want_last=True)
-    first = logits.row(node)
-    tree = backend.forward([work(session, [1, 2, 3, 4], [-1, -1, 0, 1])])[0]
-    return np.stack([first, *(tree.row(node) for node in range(4))])
 
 
 @pytest.mark.covering(1)
@@ -101,10 +91,10 @@ def test_streamed_it_drafts_with_the_whole_layers_in_memory_and_reads_nothing(fo
     assert sorted(streamed) == list(range(min(streamed), max(streamed) + 1))
     assert draft._kept == [number for number in range(LAYERS) if number not in streamed]
     monkeypatch.setattr(target._sweep.streamer, "begin", lambda: pytest.fail("the draft has read weights"))
-    found = rows_of(draft, draft.open())
+    found = rows_of(draft, PROMPT)
     other = load(str(folder), **OPTIONS)
     monkeypatch.setattr("edgespec.backends.mlx.own_layers.kept_layers", lambda *_: draft._kept)
-    np.testing.assert_array_equal(found, rows_of(own(other, folder), own(other, folder).open()))
+    np.testing.assert_array_equal(found, rows_of(own(other, folder), PROMPT))
     target.close()
 
 
@@ -123,19 +113,19 @@ def test_rows_are_those_of_a_model_of_these_layers(tmp_path):
             names[name.replace(f".{number}.", f".{draft._kept.index(number)}.", 1)] = array
     mx.save_safetensors(str(short / "model.safetensors"), names)
     other = load(str(short), **OPTIONS)
-    np.testing.assert_array_equal(rows_of(draft, draft.open()), rows_of(other, other.open()))
+    np.testing.assert_array_equal(rows_of(draft, PROMPT), rows_of(other, PROMPT))
     assert 1 < len(draft._kept) < LAYERS
-    before = rows_of(target, target.open())
+    before = rows_of(target, PROMPT)
     target.close()
     again = load(str(folder), **OPTIONS)
-    np.testing.assert_array_equal(before, rows_of(again, again.open()))  # the layers are back
+    np.testing.assert_array_equal(before, rows_of(again, PROMPT))  # the layers are back
 
 
 def test_any_layers_can_be_left_out(folder, monkeypatch):
     """Also those by whose caches a model class makes its masks."""
     monkeypatch.setattr("edgespec.backends.mlx.own_layers.kept_layers", lambda *_: [0, LAYERS - 1])
     target, draft = pair(folder)
-    assert np.isfinite(rows_of(draft, draft.open())).all()
+    assert np.isfinite(rows_of(draft, PROMPT)).all()
     target.close()
 
 
@@ -155,12 +145,15 @@ def test_cells_are_those_of_the_target_where_it_has_read(folder):
     target.close()
 
 
-@by_main_check
-def test_contract(check, llama):
-    def loaded(**options):
-        return own(load(str(llama), **options), llama, sessions=options.get("sessions", 1))
+@pytest.fixture(scope="module")
+def drafts(llama):
+    yield (reused := Reused(lambda **options: own(load(str(llama), **options), llama, options["sessions"])))
+    reused.close()
 
-    check(loaded)
+
+@by_main_check
+def test_contract(check, drafts):
+    check(drafts)
 
 
 @pytest.fixture(scope="module")
@@ -191,9 +184,4 @@ def test_closing_frees_the_model(llama):
 
 
 def test_the_user_names_them_layers(llama):
-    options = {"context_length": 128, "backend": "mlx", "exact": "off", "budget": 8, "remember": False}
-    texts = []
-    for more in ({"planner": "none"}, {"draft": "layers", "planner": "specexec"}, {"draft": "layers"}):
-        with edgespec.load(str(llama), **options, **more) as model:
-            texts.append(model.generate("abc", max_tokens=12).text)
-    assert len(set(texts)) == 1
+    check_layers_by_name(llama, "mlx")

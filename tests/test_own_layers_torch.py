@@ -10,14 +10,14 @@ pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]
 
 import torch
 from conftest import few
-from contract import by_main_check, work
+from contract import Reused, by_main_check, work
 from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch.backend import load
 from edgespec.backends.torch.engine import engine
 from edgespec.backends.torch.offload import BUFFERS, HostCopies
+from folder_texts import by_temperature, check_layers_by_name, check_lossless, rows_of
 from hf_models import SMALL, check_closing_frees, save, tiny_model
 from test_heads import texts_of
-from test_lossless_torch import by_temperature, check_lossless
 from test_torch import Recorder, memory_for
 
 import edgespec
@@ -78,21 +78,13 @@ def test_texts_are_those_of_plain_decoding(folder, resident, planner, sampling):
     assert tokens > 1 or resident == 2
 
 
-def test_several_texts_share_the_layers(folder):
+def test_several_texts_share_the_layers(llama):
     prompts, found = [PROMPT, [7, 8, 7, 8], [*PROMPT, 3, 3]], []
     for name in ("none", "specexec"):
-        target, draft = pair(folder, 5, sessions=2)
+        target, draft = pair(llama, 5, sessions=2)
         planners = [make_planner(name, [target, *([draft] if name != "none" else [])]) for _ in range(2)]
         found.append(texts_of(Scheduler(target, planners, budget=8), prompts, 0.7))
     assert found[0] == found[1]
-
-
-def rows_of(backend, session):
-    """Logits after a prompt, and of a tree below it."""
-    logits, node = prefill(backend, session, PROMPT, want_last=True)
-    first = logits.row(node)
-    tree = backend.forward([work(session, [1, 2, 3, 4], [-1, -1, 0, 1])])[0]
-    return np.stack([first, *(tree.row(node) for node in range(4))])
 
 
 @pytest.mark.covering(1)
@@ -112,7 +104,7 @@ def test_rows_are_those_of_a_model_of_these_layers(tmp_path, folder, resident):
     for file in folder.glob("tokenizer*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     short = load(str(tmp_path), **OPTIONS)
-    np.testing.assert_array_equal(rows_of(draft, draft.open()), rows_of(short, short.open()))
+    np.testing.assert_array_equal(rows_of(draft, PROMPT), rows_of(short, PROMPT))
     assert [list(cells.open().cells.by_layer) for cells in pair(folder, resident)] == [list(range(8)), KEPT[resident]]
 
 
@@ -142,24 +134,29 @@ def test_cells_are_those_of_the_target_where_it_has_read(folder):
 
 def test_a_draft_reads_nothing_and_takes_no_memory_for_weights(folder):
     target, draft = pair(folder, 5)
-    session = draft.open()
     target.streamer._engine.events.clear()
-    rows_of(draft, session)
+    rows_of(draft, PROMPT)
     assert target.streamer._engine.events == []
     assert draft.wait_seconds == 0
     gc.collect()
     assert {id(weight) for weight in draft.model.parameters()} == {id(weight) for weight in target.model.parameters()}
 
 
-@by_main_check
-def test_contract(tmp_path_factory, check, llama):
-    opened = []
+@pytest.fixture(scope="module")
+def drafts(llama):
+    targets = []
 
     def loaded(**options):
-        opened.append(load(str(llama), threads=1, **options))
-        return own(opened[-1], llama, sessions=options.get("sessions", 1))
+        targets.append(load(str(llama), threads=1, **options))
+        return own(targets[-1], llama, sessions=options["sessions"])
 
-    check(loaded)
+    yield (reused := Reused(loaded))
+    reused.close()
+
+
+@by_main_check
+def test_contract(check, drafts):
+    check(drafts)
 
 
 @pytest.fixture(scope="module")
@@ -214,12 +211,7 @@ def test_closing_frees_the_model(llama):
 
 
 def test_the_user_names_them_layers(llama, run):
-    options = {"context_length": 128, "backend": "torch", "exact": "off", "budget": 8, "remember": False}
-    texts = []
-    for more in ({"planner": "none"}, {"draft": "layers", "planner": "specexec"}, {"draft": "layers"}):
-        with edgespec.load(str(llama), **options, **more) as model:
-            texts.append(model.generate("abc", max_tokens=12).text)
-    assert len(set(texts)) == 1
+    check_layers_by_name(llama, "torch")
     code, out, err = run("doctor", str(llama), "--draft", "layers", "--backend", "torch", "--exact", "off")
     assert code == 0, err
     assert "draft     " not in out
@@ -229,9 +221,9 @@ def test_the_user_names_them_layers(llama, run):
 def test_plain_decoding_after_a_draft_reads_the_whole_model(llama):
     """The layers that were left out are back."""
     target, draft = pair(llama)
-    rows_of(draft, draft.open())
+    rows_of(draft, PROMPT)
     other = load(str(llama), **OPTIONS)
-    np.testing.assert_array_equal(rows_of(target, target.open()), rows_of(other, other.open()))
+    np.testing.assert_array_equal(rows_of(target, PROMPT), rows_of(other, PROMPT))
 
 
 def test_measurements_are_not_those_of_the_model_as_its_own_draft(llama, monkeypatch):

@@ -19,9 +19,9 @@ from edgespec.backends.torch import loading as loading_module
 from edgespec.backends.torch.backend import TorchBackend, load
 from edgespec.backends.torch.loading import choose_placement, work_bytes
 from edgespec.backends.torch.offload import BUFFERS, block_bytes, stored_tensors
+from folder_texts import SAMPLINGS, write
 from hf_models import FAMILIES, HYBRIDS, save, tiny_model, torch
 from test_hybrids_torch import LAYERS
-from test_lossless_torch import SAMPLINGS, write
 
 from edgespec.errors import NoRoom
 from edgespec.planners.none import NonePlanner

@@ -24,6 +24,7 @@ from contract import (
     BUDGET,
     CONTEXT,
     TREE,
+    Reused,
     by_main_check,
     chain_rows,
     commit_any_path,
@@ -50,7 +51,7 @@ from edgespec.backends.torch.offload import (
     count_resident,
     streamed_layers,
 )
-from edgespec.backends.torch.session import TorchSession, visible
+from edgespec.backends.torch.session import TorchSession
 from edgespec.backends.torch.spans import Cells
 from hf_models import FAMILIES, SMALL, save, tiny_model, torch, transformers
 from safetensors.torch import load_file, save_file
@@ -63,7 +64,6 @@ from edgespec.errors import (
     NoRoom,
     UsageError,
 )
-from edgespec.loading.by_name import load_backend
 from edgespec.loop.backend import Capabilities
 from edgespec.loop.engines import load_at_once
 from edgespec.loop.passes import prefill
@@ -147,30 +147,7 @@ def test_16_bit_weights(llama):
         tree_equals_chains(partial(load, str(llama), threads=1, dtype=dtype))
 
 
-def test_it_is_a_built_in_backend(llama):
-    backend = load_backend("torch", str(llama), context_length=32)
-    assert chain_rows(backend, [5, 6])[-1].shape == (backend.vocab.size,)
-    backend.close()
-    backend.close()
-
-
 class TestMasks:
-    def test_visible_is_the_ancestor_mask(self):
-        generator = np.random.default_rng(1)
-        for _ in range(20):
-            parents = [int(generator.integers(-1, i)) for i in range(12)]
-            sees = []
-            for first, end in pairwise([0, 1, 5, 12]):
-                sees.extend(visible(sees, parents[first:end]))
-            expected = ancestor_mask(parents)
-            for node, row in enumerate(sees):
-                np.testing.assert_array_equal(row, expected[node, : len(row)])
-
-    def test_a_chain_needs_no_loop(self):
-        sees = list(visible([], [-1, 0, 0]))
-        np.testing.assert_array_equal(visible(sees, [1, 3, 4]), ancestor_mask([-1, 0, 0, 1, 3, 4])[3:])
-        np.testing.assert_array_equal(visible(sees, [-1, 3]), ancestor_mask([-1, 0, 0, -1, 3])[3:])
-
     @pytest.mark.parametrize("window", [None, 1, 2, 3, 100])
     @pytest.mark.parametrize("length", [0, 1, 7])
     def test_masks_by_their_definition(self, length, window):
@@ -283,13 +260,17 @@ class Recorder:
 
 
 @cache
+def needs(folder, **options):
+    """Bytes of a layer, and of all but layers."""
+    backend = load(str(folder), **options)
+    fixed = options.get("sessions", 1) * backend.open().cells.nbytes
+    fixed += work_bytes(backend.model, backend.capabilities, backend.capabilities.max_wanted)
+    return max(block_bytes(layer) for layer in backend.model.get_decoder().layers), fixed
+
+
 def memory_for(folder, resident, **options):
     """Bytes that let so many layers stay on the device."""
-    backend = load(str(folder), **options)
-    model, cache = backend.model, backend.open().cells
-    fixed = options.get("sessions", 1) * cache.nbytes
-    fixed += work_bytes(model, backend.capabilities, backend.capabilities.max_wanted)
-    layer = max(block_bytes(layer) for layer in model.get_decoder().layers)
+    layer, fixed = needs(folder, **options)
     return fixed + (resident + BUFFERS) * layer
 
 
@@ -312,6 +293,12 @@ def streaming(folder, resident, **options):
     return backend, engines[0], streamed
 
 
+@pytest.fixture(scope="module")
+def reused(llama):
+    yield (found := Reused(partial(load, str(llama), threads=1, gpu_memory=2**29 + 2**27, copies=Recorder)))
+    found.close()
+
+
 class TestOffload:
     @pytest.mark.parametrize("resident", [0, 3])
     def test_the_logits_are_the_same_to_the_bit(self, llama, resident):
@@ -320,12 +307,8 @@ class TestOffload:
         np.testing.assert_array_equal(chain_rows(backend, text), chain_rows(load(str(llama), **OPTIONS), text))
 
     @by_main_check
-    def test_contract(self, llama, check):
-        def factory(**options):
-            options["context_length"] = options["context_length"] or 640
-            return load(str(llama), **options, threads=1, gpu_memory=2**29 + 2**27, copies=Recorder)
-
-        check(factory)
+    def test_contract(self, reused, check):
+        check(reused)
 
     @pytest.mark.parametrize("resident", [0, 1, 2])
     def test_order_overlap_and_reuse(self, llama, resident):
@@ -781,11 +764,6 @@ class TestStoredNf4:
         assert expected.std() > 1
         np.testing.assert_allclose(found, expected, atol=0.1)
 
-    @pytest.mark.covering(1)
-    @pytest.mark.parametrize("check", [growth_layer_by_layer, several_sessions_in_one_forward])
-    def test_trees_are_texts(self, folder, check):
-        check(partial(load, str(folder), threads=1))
-
     def test_they_are_streamed(self, folder):
         text = [5, 9, 30, 7]
         backend, _, streamed = streaming(folder, 1)
@@ -936,20 +914,10 @@ class TestRefusals:
         self.edit_config(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
         self.refused("weights are quantised already", folder)
 
-    @pytest.mark.parametrize(
-        ("name", "changes", "message"),
-        [
-            ("bloom", {}, "computes attention in its own way"),
-        ],
-    )
-    def test_models_that_cannot_hold_a_tree(self, tmp_path, name, changes, message):
-        small = {"vocab_size": 272, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "n_layer": 2}
-        small |= {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 32, "n_head": 4, "state_size": 4}
-        small |= {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-        small |= {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
-        small |= {"linear_value_head_dim": 8, "shared_expert_intermediate_size": 16, "pad_token_id": 1}
-        config = transformers.AutoConfig.for_model(name, **(small | changes))
-        self.refused(message, save(transformers.AutoModelForCausalLM.from_config(config), tmp_path))
+    def test_models_that_cannot_hold_a_tree(self, tmp_path):
+        small = {"vocab_size": 272, "hidden_size": 32, "n_layer": 2, "n_head": 4, "pad_token_id": 1}
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("bloom", **small))
+        self.refused("computes attention in its own way", save(model, tmp_path))
 
     def test_positions_that_change_with_the_length(self, tmp_path):
         rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}

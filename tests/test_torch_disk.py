@@ -12,7 +12,6 @@ import threading
 import time
 from dataclasses import replace
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,9 +29,10 @@ from edgespec.backends.torch import loading as loading_module
 from edgespec.backends.torch.backend import load
 from edgespec.backends.torch.disk import FOLDER, STAGING, Pack, Staging
 from edgespec.backends.torch.loading import WORKSPACE, Host, Placement, check_folder_fits, work_bytes
-from edgespec.backends.torch.offload import BUFFERS, block_bytes
+from edgespec.backends.torch.offload import BUFFERS
 from hf_models import save, tiny_model, torch
 from safetensors.torch import load_file, save_file
+from test_torch import needs, needs_bitsandbytes
 
 import edgespec
 from edgespec.errors import ModelError, NoRoom, UsageError
@@ -41,9 +41,6 @@ from edgespec.machine.memory import private_memory
 from edgespec.machine.this_machine import this_machine
 from edgespec.weights.ring import CANNOT_STREAM
 
-needs_bitsandbytes = pytest.mark.skipif(
-    find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install 'edgespec[nf4]'"
-)
 LAYERS = 10
 SHARES = [(5, 5), (3, 3)]  # 50 % on the device and 50 waiting; 30, 30 and 40 on disk. `expected` has all on the device
 OPTIONS = {"context_length": 64, "budget": 8, "sessions": 2, "threads": 1}
@@ -129,16 +126,6 @@ def tiers(monkeypatch):
     yield load_tiers
     for backend in opened:
         backend.close()
-
-
-@cache
-def needs(folder, **options):
-    """Bytes of a layer, and of all but layers."""
-    backend = load(str(folder), **options)
-    cache = backend.open().cells
-    fixed = options["sessions"] * cache.nbytes
-    fixed += work_bytes(backend.model, backend.capabilities, backend.capabilities.max_wanted)
-    return max(block_bytes(layer) for layer in backend.model.get_decoder().layers), fixed
 
 
 @cache
@@ -515,9 +502,9 @@ def test_passes_leave_nothing_behind(llama, tiers):
     backend = tiers(llama, 1, 2)
     session = backend.open()
 
-    passes(backend, session, 10)
+    passes(backend, session, 5)
     before = private_memory()
-    passes(backend, session, 50)
+    passes(backend, session, 25)
     assert private_memory() - before < 4 << 20
 
 

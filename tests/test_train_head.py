@@ -23,6 +23,7 @@ import torch
 from eagle_folders import attend_cells
 from edgespec.backends.llamacpp.engine import engine
 from edgespec.backends.torch.eagle import load_head
+from folder_texts import states_of
 from gguf_files import VOCAB, small_llama
 from gguf_files import write_gguf as write_target
 from hf_models import save, tiny_model
@@ -30,7 +31,6 @@ from test_heads_llamacpp import read
 
 from edgespec.errors import ModelError, UsageError
 from edgespec.loop.engines import LoadOptions
-from edgespec.loop.passes import prefill
 from edgespec.machine.this_machine import this_machine
 from edgespec.measure.json_lines import resume
 from heads.answers import Line, Sample, read_samples
@@ -485,10 +485,7 @@ def test_llama_cpp_gives_the_states_that_are_recorded_and_computes_the_same_head
     (states,) = read_states(tmp_path / "states", samples, 4 * 256)
     inputs = states[:, : 3 * 256]
     target, its_head = both
-    given, session = list[Any](), target.open()
-    prefill(target, session, TEXT, saw=lambda work, logits: given.append(logits.states(range(len(TEXT)))))
-    session.close()
-    check_close(inputs.numpy(), np.reshape(given[0], inputs.shape))
+    check_close(inputs.numpy(), states_of(target, TEXT))
     head = load_head(trained, 4).float()
     cells = torch.zeros(2, head.config.num_key_value_heads, 32, head.config.head_dim)
     with torch.no_grad():

@@ -91,7 +91,8 @@ class OwnLayersSession(NodeSession):
             self._copied = min(known, length)
         if (count := known - length) > 0:
             tokens, parents = work.token_ids, work.parents
-            self._add(replace(work, token_ids=tokens[:count], parents=parents[:count], wanted=work.wanted[:0]))
+            read = replace(work, token_ids=tokens[:count], parents=parents[:count], wanted=work.wanted[:0])
+            self._add_nodes(read, self.check(read))
             work = replace(work, token_ids=tokens[count:], parents=parents[count:])
         return work
 
@@ -100,6 +101,3 @@ class OwnLayersSession(NodeSession):
         self._copied = min(self._copied, length)
 
     def _take_cells(self, source: Any, start: int, end: int) -> None: ...
-
-    def _add(self, work: Work) -> None:
-        """Add the nodes of a work whose cells are filled."""

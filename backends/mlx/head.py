@@ -22,12 +22,12 @@ from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of
 from edgespec.models.heads import LAYER, check_made_for, eagle_config, layers_read, own_name
 
-from ..common.heads import HeadOwner, HeadSession
+from ..common.heads import HeadSession
 from ..common.model_folder import content_files
 from .backend import MlxBackend
 from .head_files import head_tensors
 from .memory import MIN_NODES
-from .session import MlxOwner, MlxSession
+from .session import MlxSession
 from .tree import Pass, TreeCache, runs_layers, wrap_ropes
 
 
@@ -95,11 +95,8 @@ class HeadCache(TreeCache):
         return mx.array(seen)
 
 
-class MlxHeadOwner(HeadOwner, MlxOwner): ...
-
-
 class MlxHeadSession(HeadSession, MlxSession):
-    _backend: MlxHeadOwner
+    _backend: Any  # a `HeadOwner`
 
 
 class MlxHead(MlxBackend):
@@ -126,7 +123,7 @@ class MlxHead(MlxBackend):
         self._dtype = head.fc.weight.dtype
 
     def _session(self, capacity: int) -> MlxSession:
-        return MlxHeadSession(cast(MlxHeadOwner, self), [HeadCache(capacity, None)])
+        return MlxHeadSession(self, [HeadCache(capacity, None)])
 
     def fuse(self, states: Float32Array) -> Float32Array:
         return np.array(self._model.fuse(mx.array(states).astype(self._dtype)).astype(mx.float32))

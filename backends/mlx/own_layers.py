@@ -35,9 +35,6 @@ class MlxOwnLayersSession(OwnLayersSession, MlxSession):
             cache.take(source.caches[number], start, end)
         mx.eval(self.state)
 
-    def _add(self, work: Work) -> None:
-        self.add(work, self.check(work))
-
     def close(self) -> None:
         super().close()
         self._given = []

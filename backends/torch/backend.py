@@ -27,6 +27,7 @@ from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Mach
 from edgespec.loop.passes import check_batch, shape_of
 from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import ALWAYS, TILE, BatchInvariance, also_wanted
+from edgespec.loop.tree import ancestor_mask
 from edgespec.machine import memory as process
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.memory import format_size, in_bytes
@@ -81,7 +82,6 @@ from .recurrent import (
     state_bytes,
     with_cells,
 )
-from .session import Placement as NodePlacement
 from .session import TorchSession
 from .spans import Cells, Spans, connect, out_of_memory
 
@@ -194,27 +194,27 @@ class TorchBackend(Interruptible):
                 return forward_recurrent(cast(RecurrentOwner, self), batch)
         check_batch(batch, self.capabilities)
         sessions = [cast(TorchSession, work.session) for work in batch]
-        placements = [session.place(work) for session, work in zip(sessions, batch, strict=True)]
+        places = [session.check(work) for session, work in zip(sessions, batch, strict=True)]
         tokens, positions, wanted, parts = list[int](), list[int](), list[int](), list[Part]()
         with torch.inference_mode(), out_of_memory("a pass"):
-            for session, work, placement in zip(sessions, batch, placements, strict=True):
+            for session, work, new in zip(sessions, batch, places, strict=True):
                 start = len(tokens)
                 tokens += work.token_ids.tolist()
-                positions += placement.positions
-                wanted += [start + node - placement.first for node in work.wanted.tolist()]
-                parts.append(self._part(session, work, placement, slice(start, len(tokens))))
+                positions += new
+                wanted += [start + node - session.nodes for node in work.wanted.tolist()]
+                parts.append(self._part(session, work, new, slice(start, len(tokens))))
             if (exact := self.capabilities.exact) and (shape := shape_of(self.capabilities, batch)):
                 more = shape.rows(len(tokens)) - len(tokens)
                 tokens, positions = tokens + [0] * more, positions + [0] * more
                 wanted += also_wanted(wanted, len(tokens), exact.trees)
             tree = Tree(tuple(parts), self.windows, self.stop)
             with interruptible(sessions, self.stop):
-                logits = self._run(batch, placements, tokens, positions, wanted, tree)
+                logits = self._run(batch, places, tokens, positions, wanted, tree)
         found = list[Logits]()
-        for session, work, placement, part in zip(sessions, batch, placements, parts, strict=True):
-            session.add(work, placement)
+        for session, work, new, part in zip(sessions, batch, places, parts, strict=True):
+            rows = dict(enumerate(range(part.rows.start, part.rows.stop), session.nodes))
+            session.add(work, new)
             session.latest = part.queries
-            rows = dict(enumerate(range(part.rows.start, part.rows.stop), placement.first))
             found.append(self.logits(logits[: len(work.wanted)], work.wanted.tolist(), rows))
             logits = logits[len(work.wanted) :]
         return found
@@ -222,7 +222,7 @@ class TorchBackend(Interruptible):
     def _run(
         self,
         batch: Sequence[Work],
-        placements: Sequence[NodePlacement],
+        places: Sequence[Sequence[int]],
         token_ids: Sequence[int],
         positions: Sequence[int],
         wanted: Sequence[int],
@@ -239,21 +239,21 @@ class TorchBackend(Interruptible):
         self.capabilities = replace(self.capabilities, states=size)
 
     def logits(self, logits: Any, wanted: Sequence[int], rows: Mapping[int, int]) -> Logits:
-        """Logits of a work of the last pass; arguments as for `TorchLogitsWithStates`."""
-        return self._kept.logits(logits, wanted, rows) if self._kept else TorchLogits(logits, wanted)
+        """Logits of a work of the last pass; arguments as for `TorchLogits`."""
+        return TorchLogits(logits, wanted, rows, tuple(self._kept.parts) if self._kept else ())
 
     @property
     def identity(self) -> dict[str, Any]:
         return identity_of(self, self.content)
 
-    def _part(self, session: TorchSession, work: Work, placement: NodePlacement, rows: slice) -> Part:
-        length = len(session.token_ids)
-        everywhere = session.positions + placement.positions
+    def _part(self, session: TorchSession, work: Work, positions: list[int], rows: slice) -> Part:
+        length, everywhere = len(session.token_ids), session.positions + positions
+        sees = ancestor_mask(session.parents + work.parents.tolist())[session.nodes :]
         masks = {
-            window: build_mask(placement.sees, everywhere, length, window, self.dtype, self.device, self.hides_first)
+            window: build_mask(sees, everywhere, length, window, self.dtype, self.device, self.hides_first)
             for window in set(self.windows)
         }
-        start = length + placement.first
+        start = length + session.nodes
         end = start + rows.stop - rows.start
         chosen = self.choose_cells(session, work, end, self.device) if self.choose_cells else {}
         return Part(

@@ -15,22 +15,19 @@ from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import content_of
 from edgespec.models.heads import check_made_for
 
-from ..common.heads import HeadOwner, HeadSession
+from ..common.heads import HeadSession
 from .attention import Tree, finish, tree_attention
 from .backend import TorchBackend
 from .eagle import load_head
 from .loading import cache_shape, decoder_layers
-from .session import Placement, TorchOwner, TorchSession
+from .session import TorchSession
 from .spans import Cells
 
 LAYER = SimpleNamespace(layer_idx=0)  # a head's only one, for `tree_attention`
 
 
-class TorchHeadOwner(HeadOwner, TorchOwner): ...
-
-
 class TorchHeadSession(HeadSession, TorchSession):
-    _backend: TorchHeadOwner
+    _backend: Any  # a `HeadOwner`
 
 
 class TorchHead(TorchBackend):
@@ -56,7 +53,7 @@ class TorchHead(TorchBackend):
         self._embed = head.embed_tokens or target.model.get_input_embeddings()
 
     def _new_session(self, cells: Cells) -> TorchHeadSession:
-        return TorchHeadSession(cast(TorchHeadOwner, self), cells)
+        return TorchHeadSession(self, cells)
 
     def close(self) -> None:
         if self.model is not None:
@@ -75,19 +72,16 @@ class TorchHead(TorchBackend):
     def _run(
         self,
         batch: Sequence[Work],
-        placements: Sequence[Placement],
+        places: Sequence[Sequence[int]],
         token_ids: Sequence[int],
         positions: Sequence[int],
         wanted: Sequence[int],
         tree: Tree,
     ) -> Any:
         sessions = [cast(TorchHeadSession, work.session) for work in batch]
-        inputs = [
-            session.inputs(work, placement.positions)
-            for session, work, placement in zip(sessions, batch, placements, strict=True)
-        ]
-        ids, places, rows = (torch.tensor(list(row), device=self.device) for row in (token_ids, positions, wanted))
-        states = self._states(self._embed(ids), self._on_device(np.concatenate(inputs)), places, tree)
+        inputs = [session.inputs(work, new) for session, work, new in zip(sessions, batch, places, strict=True)]
+        ids, at, rows = (torch.tensor(list(row), device=self.device) for row in (token_ids, positions, wanted))
+        states = self._states(self._embed(ids), self._on_device(np.concatenate(inputs)), at, tree)
         states = states[rows.long()]
         logits, kept = self.model.logits(states), states.float().cpu().numpy()
         finish(self.device)

@@ -13,11 +13,20 @@ from .spans import out_of_memory
 
 
 class TorchLogits(HostLogits):
-    """`logits` has shape [wanted, V]."""
+    """See `edgespec.loop.backend.GivesStates`, too."""
 
-    def __init__(self, logits: Any, wanted: Sequence[int]) -> None:
+    def __init__(
+        self, logits: Any, wanted: Sequence[int], rows: Mapping[int, int] | None = None, kept: Sequence[Any] = ()
+    ) -> None:
+        """Args:
+        logits: [wanted, V].
+        wanted: their nodes.
+        rows: row of each node in the pass.
+        kept: parts of the states of all rows, each [rows, size]; none: the model gives no states.
+        """
         self._logits = logits
         self._index = {node: i for i, node in enumerate(wanted)}
+        self._rows, self._kept = rows or {}, kept
 
     def view(self, node: int) -> Float32Array:
         with out_of_memory("logits"):
@@ -31,20 +40,6 @@ class TorchLogits(HostLogits):
             return super().top(nodes, k, temperature, noise)
         with out_of_memory("the best tokens"):
             return top_on_device(self._logits, [self._index[node] for node in nodes], k, temperature, noise)
-
-
-class TorchLogitsWithStates(TorchLogits):
-    """See `edgespec.loop.backend.GivesStates`."""
-
-    def __init__(self, logits: Any, wanted: Sequence[int], kept: Sequence[Any], rows: Mapping[int, int]) -> None:
-        """Args:
-        logits: [wanted, V].
-        wanted: their nodes.
-        kept: parts of the states of all rows of the pass, each [rows, size].
-        rows: row of each node.
-        """
-        super().__init__(logits, wanted)
-        self._kept, self._rows = kept, rows
 
     def states(self, nodes: Sequence[int]) -> Float32Array:
         rows = torch.tensor([self._rows[node] for node in nodes])
@@ -67,10 +62,6 @@ class KeptInputs:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-
-    def logits(self, logits: Any, wanted: Sequence[int], rows: Mapping[int, int]) -> TorchLogits:
-        """Logits of the last pass; arguments as for `TorchLogitsWithStates`."""
-        return TorchLogitsWithStates(logits, wanted, tuple(self.parts), rows)
 
     def _keeper(self, i: int) -> Callable[[Any, tuple[Any, ...]], None]:
         def keep(module: Any, args: tuple[Any, ...]) -> None:

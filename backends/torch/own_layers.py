@@ -21,9 +21,6 @@ class TorchOwnLayersSession(OwnLayersSession, TorchSession):
             for layer, cells in self.cells.by_layer.items():
                 cells[:, :, start:end] = source.cells.by_layer[layer][:, :, start:end]
 
-    def _add(self, work: Work) -> None:
-        self.add(work, self.place(work))
-
 
 class TorchOwnLayers(TorchBackend):
     def __init__(self, target: TorchBackend, sessions: int) -> None:

@@ -201,7 +201,7 @@ def forward_recurrent(backend: RecurrentOwner, batch: Sequence[Work]) -> list[Lo
     limits = backend.capabilities
     check_batch(batch, limits)
     sessions = [cast(TorchRecurrentSession, work.session) for work in batch]
-    placements = [session.place(work) for session, work in zip(sessions, batch, strict=True)]
+    positions = [session.check(work) for session, work in zip(sessions, batch, strict=True)]
     with interruptible(sessions, backend.stop):
         for session in sessions:
             while rectangle := session.states.unread(session.token_ids, limits.max_nodes):
@@ -229,8 +229,8 @@ def forward_recurrent(backend: RecurrentOwner, batch: Sequence[Work]) -> list[Lo
                 found[i], logits, start = of_work, logits[len(wanted) :], start + rectangle.nodes.size
                 taken.append((session, rectangle, states[:count]))
                 states = states[count:]
-    for session, work, placement in zip(sessions, batch, placements, strict=True):
-        session.add(work, placement)
+    for session, work, new in zip(sessions, batch, positions, strict=True):
+        session.add(work, new)
     for session, rectangle, behind in taken:
         session.states.take(rectangle, behind)
     return [found[i] for i in range(len(batch))]

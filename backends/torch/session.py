@@ -1,13 +1,11 @@
-"""One sequence's cells: places of nodes, the nodes that each node sees, and the moves of a commit."""
+"""One sequence's cells, and the moves of a commit."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from edgespec.loop.backend import Work
 from edgespec.loop.session_files import Saved
@@ -18,20 +16,6 @@ from .spans import Cells, out_of_memory
 
 class TorchOwner(Owner, Protocol):
     def release(self, cells: Cells) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """
-    Attributes:
-        first: number of the first new node.
-        positions: of the new nodes.
-        sees: [new, first + new], the nodes that each new node sees.
-    """
-
-    first: int
-    positions: list[int]
-    sees: NDArray[np.bool_]
 
 
 class TorchSession(NodeSession):
@@ -49,17 +33,8 @@ class TorchSession(NodeSession):
         self.latest: Mapping[int, Any] = {}
         self.cells: Any = cells  # None when closed
 
-    def _forget_nodes(self) -> None:
-        super()._forget_nodes()
-        self._sees: list[NDArray[np.bool_]] = []  # by node, as in `Placement.sees`; row i may end after node i
-
-    def place(self, work: Work) -> Placement:
-        """Check `work` and place its nodes, without a change of the session; errors as for `check`."""
-        return Placement(self.nodes, self.check(work), visible(self._sees, work.parents.tolist()))
-
-    def add(self, work: Work, placement: Placement) -> None:
-        self._add_nodes(work, placement.positions)
-        self._sees.extend(placement.sees)
+    def add(self, work: Work, positions: Sequence[int]) -> None:
+        self._add_nodes(work, positions)
 
     def rewind(self, length: int) -> None:
         super().rewind(length)
@@ -78,11 +53,6 @@ class TorchSession(NodeSession):
     def _move_cells(self, start: int, cells: list[int]) -> None:
         with torch.inference_mode(), out_of_memory("accepted tokens"):
             self.cells.move(start, cells)
-
-    def _keep_nodes(self, nodes: Sequence[int]) -> None:
-        sees = [self._sees[node][nodes[: i + 1]] for i, node in enumerate(nodes)]
-        super()._keep_nodes(nodes)
-        self._sees = sees
 
     def _copy_cells(self, other: Self) -> None:
         length = len(self.token_ids)
@@ -116,28 +86,3 @@ class TorchSession(NodeSession):
             self._backend.release(self.cells)
             self.rewind(0)
         self.cells = None
-
-
-def visible(sees: Sequence[NDArray[np.bool_]], parents: Sequence[int]) -> NDArray[np.bool_]:
-    """
-    Args:
-        sees: rows of the earlier nodes.
-        parents: of the new nodes; numbers from len(sees) on are new nodes.
-
-    Returns:
-        The nodes that each new node sees, its ancestors and itself: [new, all].
-    """
-    first, count = len(sees), len(parents)
-    rows = np.zeros((count, first + count), np.bool_)
-    if list(parents[1:]) == list(range(first, first + count - 1)):
-        rows[:, first:] = np.tri(count, dtype=np.bool_)
-        if count and parents[0] >= 0:
-            rows[:, : len(sees[parents[0]])] |= sees[parents[0]]
-        return rows
-    for i, parent in enumerate(parents):
-        if parent >= first:
-            rows[i] = rows[parent - first]
-        elif parent >= 0:
-            rows[i, : len(sees[parent])] = sees[parent]
-        rows[i, first + i] = True
-    return rows

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from edgespec.backends.torch.loading import decoder_layers, load_model
+from edgespec.backends.torch.logits import KeptInputs
 
 from edgespec.errors import ModelError
 from edgespec.models.convert.folder_from_gguf import check_space
@@ -96,23 +97,13 @@ def record(target: Target, samples: Sequence[Sample], path: Path, progress: Call
 
 
 def _states(target: Target, token_ids: Sequence[int]) -> Any:
-    inputs = dict[int, Any]()
-
-    def keep(layer: int) -> Callable[..., None]:
-        def hook(module: Any, args: Any, kwargs: Any) -> None:
-            inputs[layer] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
-
-    layers = decoder_layers(target.model)
-    hooks = [layers[layer].register_forward_pre_hook(keep(layer), with_kwargs=True) for layer in set(target.layers)]
+    layers, ids = decoder_layers(target.model), torch.tensor([list(token_ids)], device=target.device)
+    kept = KeptInputs([layers[layer] for layer in target.layers])
     try:
-        ids = torch.tensor([list(token_ids)], device=target.device)
         last = target.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
     finally:
-        for hook in hooks:
-            hook.remove()
-    return torch.cat([*(inputs[layer] for layer in target.layers), last], -1)[0]
+        kept.close()
+    return torch.cat([*kept.parts, last[0]], -1)
 
 
 def read_states(path: Path, samples: Sequence[Sample], width: int) -> list[Any]:
