@@ -20,7 +20,7 @@ from typing import Any, Self, cast
 from edgespec.errors import Interrupted, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Work
 from edgespec.loop.passes import check_batch
-from edgespec.loop.session_files import Saved, write
+from edgespec.loop.session_files import Saved
 from edgespec.loop.shapes import TILE
 
 from ..common.nodes import NodeSession
@@ -299,13 +299,11 @@ class LlamaRecurrentSession(NodeSession):
             other._states.kept[at] = other._free.pop()
             self._copy_state(seq, other._states.kept[at])
 
-    def save(self, path: str | FilePath, note: Any = None) -> None:
-        end, context = self._states.last, self._backend.context
+    def _details(self) -> CellDetails:
+        return CellDetails(**self._prompt.as_dict(), held=self._states.last)
 
-        def put(new: FilePath) -> None:
-            save_sequence(context, new, self._text, self.token_ids[:end])
-
-        write(path, self._backend, self.token_ids, CellDetails(**self._prompt.as_dict(), held=end), put, note)
+    def _write_cells(self, new: FilePath) -> None:
+        save_sequence(self._backend.context, new, self._text, self.token_ids[: self._states.last])
 
     def _load_cells(self, path: str | FilePath, saved: Saved, details: CellDetails) -> None:
         end = details.held

@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self
 from edgespec.errors import ContextFull, SessionFileError
 from edgespec.loop.backend import Work
 from edgespec.loop.sampling import Float32Array
-from edgespec.loop.session_files import Saved, another_version, read, write
+from edgespec.loop.session_files import Saved, another_version, read
 from edgespec.loop.shapes import TILE, PromptRead, whole_tiles
 
 from ..common import nodes
@@ -378,24 +378,21 @@ class LlamaSession(NodeSession):
     def has_nodes(self) -> bool:
         return bool(self._tokens)
 
-    def save(self, path: str | Path, note: Any = None) -> None:
-        cells = self._backend.cells
-        details = CellDetails(**self._prompt.as_dict(), held=self.cached, parts=cells.window)
+    def _details(self) -> CellDetails:
+        return CellDetails(**self._prompt.as_dict(), held=self.cached, parts=self._backend.cells.window)
 
-        def put(new: Path) -> None:
-            seq = cells.padding_id
-            with Signals().held():  # passes need this id empty
-                try:
-                    if cells.window:
-                        with new.open("wb") as file:
-                            write_parts(file, cells.parts(self, 0, self.cached))
-                        return
-                    llama_cpp.llama_memory_seq_cp(self._memory, self.seq_ids[0], seq, 0, self.cached)
-                    save_sequence(self._backend.context, new, seq, self.token_ids[: self.cached])
-                finally:
-                    llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
-
-        write(path, self._backend, self.token_ids, details, put, note)
+    def _write_cells(self, new: Path) -> None:
+        cells, seq = self._backend.cells, self._backend.cells.padding_id
+        with Signals().held():  # passes need this id empty
+            try:
+                if cells.window:
+                    with new.open("wb") as file:
+                        write_parts(file, cells.parts(self, 0, self.cached))
+                    return
+                llama_cpp.llama_memory_seq_cp(self._memory, self.seq_ids[0], seq, 0, self.cached)
+                save_sequence(self._backend.context, new, seq, self.token_ids[: self.cached])
+            finally:
+                llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
 
     def load(self, path: str | Path) -> Any:
         saved, details = read(path, self._backend, CellDetails)
