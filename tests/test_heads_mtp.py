@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 
 import torch
+from alone import served
 from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch.attention import ATTENTION
 from edgespec.backends.torch.backend import load
@@ -16,7 +17,6 @@ from edgespec.backends.torch.offload import HostCopies
 from folder_texts import by_temperature, check_lossless, states_of, write
 from hf_models import SMALL, WITH_HEADS, add_head, save, tiny_model, transformers
 from safetensors.torch import load_file, save_file
-from test_heads import texts_of
 from test_heads_torch import head_folder, rows
 from test_hybrids_torch import streamed
 from test_torch import memory_for
@@ -33,6 +33,7 @@ from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.choice import make_planner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 
 OPTIONS = {"context_length": 128, "budget": 16, "threads": 1}
@@ -227,12 +228,13 @@ def test_a_head_that_knows_the_text_drafts_it(family, tmp_path):
 def test_several_texts_and_second_turns_share_a_head(planner, tmp_path):
     made = Made("qwen3-next", tmp_path, sessions=2)
     prompts = [TEXT, [7, 8, 7, 8], [*TEXT, 3, 3], [7, 8, 7, 8, 1, 2]]
+    requests = [Request(prompt, SamplingParams(0.8, seed=i), max_tokens=12) for i, prompt in enumerate(prompts)]
     found = []
     for name in ("none", planner):
         backends = [made.target, *([made.head] if name != "none" else [])]
         state = AutoState() if name == "auto" else None
         planners = [make_planner(name, backends, state=state, sequences=2) for _ in range(2)]
-        found.append(texts_of(Scheduler(made.target, planners, budget=8), prompts, 0.8))
+        found.append(served(Scheduler(made.target, planners, budget=8), requests)[0])
     assert found[0] == found[1]
 
 

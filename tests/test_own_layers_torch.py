@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 
 import torch
+from alone import served
 from conftest import few
 from contract import Reused, by_main_check, work
 from edgespec.backends.torch import backend as backend_module
@@ -17,7 +18,6 @@ from edgespec.backends.torch.engine import engine
 from edgespec.backends.torch.offload import BUFFERS, HostCopies
 from folder_texts import by_temperature, check_layers_by_name, check_lossless, rows_of
 from hf_models import SMALL, check_closing_frees, save, tiny_model
-from test_heads import texts_of
 from test_torch import Recorder, memory_for
 
 import edgespec
@@ -25,9 +25,11 @@ from edgespec.errors import ModelError, UsageError
 from edgespec.loading.pair import with_head
 from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import prefill
+from edgespec.loop.sampling import SamplingParams
 from edgespec.planners.chain import ChainPlanner
 from edgespec.planners.choice import make_planner
 from edgespec.planners.specexec import SpecExecPlanner
+from edgespec.scheduler.requests import Request
 from edgespec.scheduler.scheduler import Scheduler
 
 LAYERS = 8
@@ -80,10 +82,11 @@ def test_texts_are_those_of_plain_decoding(folder, resident, planner, sampling):
 
 def test_several_texts_share_the_layers(llama):
     prompts, found = [PROMPT, [7, 8, 7, 8], [*PROMPT, 3, 3]], []
+    requests = [Request(prompt, SamplingParams(0.7, seed=i), max_tokens=12) for i, prompt in enumerate(prompts)]
     for name in ("none", "specexec"):
         target, draft = pair(llama, 5, sessions=2)
         planners = [make_planner(name, [target, *([draft] if name != "none" else [])]) for _ in range(2)]
-        found.append(texts_of(Scheduler(target, planners, budget=8), prompts, 0.7))
+        found.append(served(Scheduler(target, planners, budget=8), requests)[0])
     assert found[0] == found[1]
 
 
