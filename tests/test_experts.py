@@ -1,5 +1,6 @@
 """Which experts stay in memory: pools, slots, replacement, and what that takes."""
 
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -20,7 +21,7 @@ from edgespec.weights.experts import (
     pool_size,
     pools_of,
 )
-from edgespec.weights.plan import Pool, Tensor
+from edgespec.weights.plan import Extent, Pool, Tensor
 
 MIB = 1 << 20
 KINDS = ("weight", "bias")
@@ -187,6 +188,20 @@ def test_a_pool_has_no_more_slots_than_engines_take(count: int, layers: int, poo
         assert count <= pool.slots <= most_slots([layer(i, count) for i in range(layers)])
         assert pool.slots <= max(MOST_SLOTS, 2 * count)
         assert pools == 1 or not any(number + 1 in pool.layers for number in pool.layers)  # the next is read meanwhile
+
+
+def test_a_pool_in_an_array_has_rows_enough_for_each_slot() -> None:
+    """Metal's kernel for prompts wants 4; slots have no bytes between them, and experts may lie anywhere."""
+    apart = [
+        replace(one, places=tuple(tuple(Extent(i, 5 * e, 5 * e + 3 * MIB) for e in range(8)) for i in range(3)))
+        for one in map(layer, range(100))
+    ]
+    found = pools_of(apart, 1)
+    assert 8 * 7 < max(pool.slots for pool in found) <= 8 * 8
+    assert sum(pool.slots for pool in found) >= 8 * 100
+    assert [(apart[0].stride(i), apart[0].skew(i)) for i in range(3)] == [(3 * MIB, 0)] * 3
+    assert apart[7].place(2, 3) == Extent(2, 15, 15 + 3 * MIB)
+    assert layer(1).place(2, 3) == Extent(0, 100 + 57 * MIB, 100 + 60 * MIB)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,11 +23,22 @@ from edgespec.backends.mlx.backend import load
 from edgespec.backends.mlx.expert_files import find_experts
 from edgespec.backends.mlx.loading import load_weights
 from edgespec.backends.mlx.memory import find_layout
+from edgespec.backends.mlx.streaming import SlotStore
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU
 from mlx_models import FAMILIES, HYBRIDS, write_model
-from test_mlx_streaming import DESCRIPTORS, LAYERS, Pair, do_everything, many_layers, needed_by, shift, unstack_experts
+from test_mlx_streaming import (
+    DESCRIPTORS,
+    LAYERS,
+    Pair,
+    do_everything,
+    many_layers,
+    needed_by,
+    poisoned,
+    shift,
+    unstack_experts,
+)
 
 from edgespec.errors import Interrupted, ModelError, NoRoom
 from edgespec.loading.timed_pass import time_pass
@@ -35,6 +47,7 @@ from edgespec.models.safetensors_header import Stored
 from edgespec.weights import direct_io, expert_memory, experts
 from edgespec.weights import plan as residency
 from edgespec.weights.expert_memory import ExpertMemory
+from edgespec.weights.plan import Pool
 
 MIXTRAL, QWEN = (
     many_layers(FAMILIES["mixtral"]),
@@ -84,7 +97,8 @@ def make(folder: Path, name: str) -> Path:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    """Tiny weights count as large."""
+    """Tiny weights count as large, and free slots of layers are poisoned."""
+    monkeypatch.setattr(SlotStore, "hide", poisoned)
     monkeypatch.setattr(residency, "SMALL", 64)
     monkeypatch.setattr(memory_module, "ALIGNED", 0)
     monkeypatch.setattr(experts, "HUGE", 1)
@@ -92,17 +106,18 @@ def _small(monkeypatch):
 
 @pytest.fixture
 def pooled(monkeypatch):
-    """Loads a folder with so many slots for a layer, or where dense weights are streamed, too (0)."""
+    """Loads a folder with so many slots for a layer, or where dense weights are streamed, too (0); or these pools."""
     made = []
 
-    def get(folder: Path, slots: float = 0, **options):
+    def get(folder: Path, slots: float = 0, given: Sequence[Pool] = (), **options):
         def plan_memory(lazy, size, *_):
             layout = find_layout(lazy.model, lazy.folder)
             layers, all_experts = layout.expert_layers, [t for one in layout.experts for t in one.tensors]
             pools = experts.memory_of(layers, experts.pools_of(layers, slots / layers[0].count))
             dense = layout.size - sum(tensor.size for tensor in all_experts)
             room = pools + (dense if slots else int(0.7 * dense))
-            return memory_module._plan(layout, room, 0, own_layers=False), size, layout, []
+            plan = memory_module._plan(layout, room, 0, own_layers=False)
+            return replace(plan, pools=tuple(given) or plan.pools), size, layout, []
 
         with monkeypatch.context() as patch:
             patch.setattr(backend_module, "plan_memory", plan_memory)
@@ -204,16 +219,17 @@ def test_a_file_that_shrinks(tmp_path, pooled):
     assert session.token_ids == []
 
 
-def test_a_slow_disk(mixtral, pooled, monkeypatch):
-    """Reads that take any time, and end in any order, change nothing."""
-    resident, backend = load(str(mixtral), **OPTIONS), pooled(mixtral, 1.5)
-    read, draw = direct_io.read_unaligned, random.Random(1)
+@pytest.mark.parametrize(("slots", "where", "name"), [(0, SlotStore, "read"), (1.5, direct_io, "read_unaligned")])
+def test_a_slow_disk(slots, where, name, mixtral, pooled, monkeypatch):
+    """Reads of layers and of experts that take any time, and end in any order, change nothing."""
+    resident, backend = load(str(mixtral), **OPTIONS), pooled(mixtral, slots)
+    read, draw = getattr(where, name), random.Random(1)
 
     def slowly(*arguments):
-        time.sleep(draw.choice([0, 0, 0, 0.002]))
+        time.sleep(draw.choice([0, 0.001, 0.004]))
         read(*arguments)
 
-    monkeypatch.setattr(direct_io, "read_unaligned", slowly)
+    monkeypatch.setattr(where, name, slowly)
     do_everything(Pair(resident, backend), 1)
     assert backend.wait_seconds > 0
     resident.close()
@@ -232,15 +248,13 @@ def test_one_process_loads_a_mixture_twice_and_closing_frees_all(mixtral, pooled
     assert (len(os.listdir(DESCRIPTORS)), threading.active_count()) == before[1:]
 
 
-def test_layers_whose_experts_all_stay_compute_as_they_are(tmp_path, pooled):
-    """Such as one with larger experts, which has a pool for itself."""
-    config = FAMILIES["qwen3 moe"] | {"num_hidden_layers": 3, "moe_intermediate_size": 32, "hidden_size": 64}
-    folder = write_model(tmp_path / "model", config, bits=4, mixed=[1])
-    resident, backend = load(str(folder), **OPTIONS), pooled(folder, 1.4)
-    modules = [layer.mlp.switch_mlp for layer in backend.model.layers]
-    assert [type(one) is SwitchGLU for one in modules] == [False, True, False]
+def test_layers_whose_experts_all_stay_compute_as_they_are(mixtral, pooled):
+    resident = load(str(mixtral), **OPTIONS)
+    backend = pooled(mixtral, 1.5, [Pool((0, 3, 5), 5), Pool((1, 6), 9), Pool((4,), 4), Pool((2,), 6)])
+    modules = [layer.block_sparse_moe.switch_mlp for layer in backend.model.layers]
+    assert [type(one) is SwitchGLU for one in modules] == [False, True, True, False, True, False, True]
     do_everything(Pair(resident, backend), 1)
-    assert backend.mixture.memory.wanted > 0
+    assert 0 < backend.mixture.memory.hits < backend.mixture.memory.wanted
     resident.close()
 
 
@@ -310,8 +324,11 @@ def test_a_prompt_counts_and_what_was_used_is_remembered(mixtral, pooled, monkey
     )
     for remember in (False, True, True):
         backend = pooled(mixtral, 1.5, remember=remember)
+        memory = backend.mixture.memory
+        wanted, scores = memory.wanted, memory.scores
         prefill(backend, backend.open(), list(range(20)))
-        assert np.max(backend.mixture.memory.scores) > 1
+        assert memory.wanted == wanted  # which is of generated tokens
+        assert memory.scores != scores
         backend.close()
     assert len(kept) == 2
     assert np.max(filled[1]) == 0

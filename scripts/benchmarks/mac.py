@@ -21,7 +21,8 @@ import mlx.core as mx
 import numpy as np
 from edgespec.backends.mlx import backend as engine
 from edgespec.backends.mlx.memory import find_layout
-from edgespec.backends.mlx.streaming import SlotStore, new_words
+from edgespec.backends.mlx.streaming import SlotStore
+from edgespec.backends.mlx.words import new_words
 
 from benchmarks.to_try import Seen, equal_sizes, row_classes, seen_with
 from edgespec.loading.by_name import load_backend
