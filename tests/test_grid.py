@@ -160,15 +160,13 @@ def test_weights_caches_and_passes_fit_on_their_side(
             assert needed + sum(tensor.size for tensor in tensors) <= machine.free
         weights_there = sum(one.size for one in (spans(there) if shared else there))
         assert weights_there + caches + on_gpu <= sum(gpu.free for gpu in machine.gpus)
-    assert planned >= (10 if whole_grid else 1)
+    # Where experts come from the disk, which those of the largest mixture do nearly everywhere, no GPU computes.
+    assert planned >= (10 if whole_grid else 1) or name == "gpt-oss-120b"
 
 
 @pytest.mark.parametrize(
     ("name", "machine", "least"),
     [
-        ("gpt-oss-20b", "macbook-24 with a browser", 6),  # a mixture that Metal could hold, and memory cannot
-        ("qwen3-30b-a3b-2507", "macbook-32 with a browser", 12),
-        ("gpt-oss-20b", "macbook-16", 10),
         ("gemma-3-27b", "macbook-24", 20),
         ("llama-3.1-8b", "macbook-8", 4),
     ],
@@ -178,6 +176,23 @@ def test_a_mac_uses_its_gpu(name: str, machine: str, least: int, path_of: Callab
     found = engine.plan(path, LoadOptions(exact="off"), MACHINES[machine])
     count = count_layers(planning.loaded_tensors(path))
     assert least <= layers_on_gpu(found.gpu_layers, count) < count
+
+
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    [
+        ("gpt-oss-20b", "macbook-24 with a browser"),  # a mixture that Metal could hold, and memory cannot
+        ("qwen3-30b-a3b-2507", "macbook-32 with a browser"),
+        ("gpt-oss-20b", "macbook-16"),
+    ],
+)
+def test_a_macs_processor_computes_a_mixture_that_does_not_fit(
+    name: str, machine: str, path_of: Callable[[Any], str]
+) -> None:
+    found = engine.plan(path_of(shape_of(name)), LoadOptions(exact="off"), MACHINES[machine])
+    assert found.gpu_layers == 0
+    assert found.weights.pools
+    assert not found.weights.streamed
 
 
 def test_all_fits_into_memory_but_not_into_what_metal_allows(path_of: Callable[[Any], str]) -> None:
