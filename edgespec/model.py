@@ -97,7 +97,7 @@ class Model:
         self.budget = budget
         self.sampling = sampling or SamplingParams()
         self.system = system
-        self.scheduler: Any = targets or Scheduler(target, self.planners, budget=budget, pace=pace)
+        self.decoder: drive.Decoder = targets or Scheduler(target, self.planners, budget=budget, pace=pace)
         self._closed, self._process = False, os.getpid()
         self.owned, self._notes, self._names, self._at_close = owned, notes, names, at_close
         self._gpu_layers = gpu_layers
@@ -108,6 +108,16 @@ class Model:
         about += [f"planner {self.planners[0].name}"] if self.planners else []
         about += [f"context {self.target.capabilities.context_length}", *(["closed"] if self._closed else [])]
         return f"<Model {name or 'without a name'} on {self.target.name}, {', '.join(about)}>"
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """
+        Raises:
+            UsageError: several targets decode.
+        """
+        if not isinstance(self.decoder, Scheduler):
+            raise UsageError("several targets have no sessions: load the target without targets and cluster")
+        return self.decoder
 
     def _check_open(self) -> None:
         """
@@ -141,7 +151,7 @@ class Model:
             options: see `RequestKeywords`; errors as for `request`.
         """
         _check_reports(stats, progress)
-        return drive.chunks(self.scheduler, self.request(prompt, **options), stats, progress)
+        return drive.chunks(self.decoder, self.request(prompt, **options), stats, progress)
 
     async def astream(
         self,
@@ -159,8 +169,8 @@ class Model:
         def emit(event: Event) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-        self.scheduler.start()
-        seq = self.scheduler.submit(request, emit, stats)
+        self.decoder.start()
+        seq = self.decoder.submit(request, emit, stats)
         try:
             event: Event | None = None
             while not isinstance(event, Ended):
@@ -282,7 +292,7 @@ class Model:
         self._check_open()
         if not isinstance(requests, Sequence) or not all(isinstance(one, Request) for one in requests):
             raise must_be("requests", requests, "a list of results of the method request")
-        return drive.results_of(self.scheduler, requests)
+        return drive.results_of(self.decoder, requests)
 
     def search(
         self, prompt: Prompt, score: Callable[[list[str]], Sequence[float]], **options: Any
@@ -350,7 +360,7 @@ class Model:
         self._closed = True
         if not is_here(self._process):
             return
-        self.scheduler.close()  # first: its thread changes pass times
+        self.decoder.close()  # first: its thread changes pass times
         at_close, self._at_close = self._at_close, lambda: None
         try:
             at_close()

@@ -135,7 +135,7 @@ class Conversation:
         self.file = self.file and path
 
     def _session_file(self, command: str, name: str) -> Path:
-        if not isinstance(self.model.scheduler, Scheduler):
+        if not isinstance(self.model.decoder, Scheduler):
             raise UsageError(f"{command} does not go with --targets and --cluster: each copy has a session of its own")
         return session_file(name, command)
 

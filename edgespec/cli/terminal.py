@@ -137,7 +137,7 @@ def write_answer(
             if not form:
                 return model.stream(prompt, stats=result.stats, progress=prefilled, **options)
             request = replace(model.request(prompt, **options), shown=form.shown(None))
-            return drive.chunks(model.scheduler, request, result.stats, prefilled)
+            return drive.chunks(model.decoder, request, result.stats, prefilled)
 
         try:
             for chunk in begin():

@@ -427,7 +427,7 @@ def scale(
     known_names = dict.fromkeys([*signature(scale).parameters, *SamplingParams.__dataclass_fields__])
     for name in sampling.keys() - known_names:
         raise no_such("argument", name, known_names)
-    if not isinstance(target.scheduler, Scheduler):
+    if not isinstance(target.decoder, Scheduler):
         raise UsageError("several targets give no scores: load the target without targets and cluster")
     exact, both_write = target.target.capabilities.exact, 0 < reject < 1
     if exact and exact.blocks and (both_write or not (find or score)):

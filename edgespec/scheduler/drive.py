@@ -4,31 +4,60 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from queue import SimpleQueue
+from typing import Protocol
 
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.tree import Source
 from edgespec.machine.process import check_process
 from edgespec.scheduler.events import Chunk, Ended, Event, GenerationResult, Reading, Wrote
 from edgespec.scheduler.requests import Request
-from edgespec.scheduler.scheduler import Scheduler
-from edgespec.scheduler.sequence import Seq
+from edgespec.scheduler.sequence import Seq, never
 
 
-def events(scheduler: Scheduler, request: Request, stats: GenerationStats | None = None) -> Generator[Event]:
+class Decoder(Protocol):
+    """What decodes requests: a `Scheduler`, or several targets.
+
+    Attributes:
+        process: that made it.
+    """
+
+    process: int
+
+    def start(self) -> None:
+        """As `Scheduler.start`."""
+
+    def wake(self) -> None:
+        """As `Scheduler.wake`."""
+
+    def submit(
+        self,
+        request: Request,
+        emit: Callable[[Event], None],
+        stats: GenerationStats | None = None,
+        *,
+        is_full: Callable[[], bool] = never,
+    ) -> Seq:
+        """As `Scheduler.submit`."""
+
+    def close(self) -> None:
+        """As `Scheduler.close`."""
+
+
+def events(decoder: Decoder, request: Request, stats: GenerationStats | None = None) -> Generator[Event]:
     """The events of one request; arguments and errors as for `Scheduler.submit`."""
-    with closing(events_of(scheduler, [request], [stats] if stats is not None else ())) as found:
+    with closing(events_of(decoder, [request], [stats] if stats is not None else ())) as found:
         for _, event in found:
             yield event
 
 
 def chunks(
-    scheduler: Scheduler,
+    decoder: Decoder,
     request: Request,
     stats: GenerationStats | None,
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[Chunk]:
     """The chunks of one request; otherwise as `events`."""
-    with closing(events(scheduler, request, stats)) as found:
+    with closing(events(decoder, request, stats)) as found:
         for event in found:
             yield from chunks_in(event, progress)
 
@@ -68,21 +97,21 @@ class Mailbox:
 
 
 def events_of(
-    scheduler: Scheduler, requests: Sequence[Request], stats: Sequence[GenerationStats] = ()
+    decoder: Decoder, requests: Sequence[Request], stats: Sequence[GenerationStats] = ()
 ) -> Generator[tuple[int, Event]]:
     """
     Yields:
         (number of the request, event), otherwise as `events`, for several requests.
     """
     seqs, left = list[Seq](), len(requests)
-    found = Mailbox(scheduler.wake, left)
+    found = Mailbox(decoder.wake, left)
     try:
-        scheduler.start()
+        decoder.start()
         for number, request in enumerate(requests):
             tell, counts = partial(found.put, number), stats[number] if stats else None
-            seqs.append(scheduler.submit(request, tell, counts, is_full=found.is_full))
+            seqs.append(decoder.submit(request, tell, counts, is_full=found.is_full))
         while left:
-            check_process(scheduler.process)
+            check_process(decoder.process)
             number, event = found.take()
             left -= isinstance(event, Ended)
             found.most = max(left, 1)
@@ -92,13 +121,13 @@ def events_of(
             seq.cancel()
 
 
-def results_as_they_end(scheduler: Scheduler, requests: Sequence[Request]) -> Generator[tuple[int, GenerationResult]]:
+def results_as_they_end(decoder: Decoder, requests: Sequence[Request]) -> Generator[tuple[int, GenerationResult]]:
     """
     Yields:
         (number of the request, its whole result); errors as for `Scheduler.submit`.
     """
     results = [GenerationResult() for _ in requests]
-    with closing(events_of(scheduler, requests, [result.stats for result in results])) as found:
+    with closing(events_of(decoder, requests, [result.stats for result in results])) as found:
         for number, event in found:
             for chunk in chunks_in(event):
                 results[number].add(chunk)
@@ -106,9 +135,9 @@ def results_as_they_end(scheduler: Scheduler, requests: Sequence[Request]) -> Ge
                 yield number, results[number]
 
 
-def results_of(scheduler: Scheduler, requests: Sequence[Request]) -> list[GenerationResult]:
+def results_of(decoder: Decoder, requests: Sequence[Request]) -> list[GenerationResult]:
     """The whole result of each request, which share passes; errors as for `Scheduler.submit`."""
-    found = dict(results_as_they_end(scheduler, requests))
+    found = dict(results_as_they_end(decoder, requests))
     return [found[number] for number in range(len(requests))]
 
 

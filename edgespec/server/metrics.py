@@ -9,7 +9,7 @@ def metrics(service: Service) -> str:
     scheduler, counts = service.model.scheduler, service.model.scheduler.counts
     fresh = counts.prompt_tokens - counts.cached_tokens
     answered = {f'path="{path}",status="{status}"': count for (path, status), count in service.answered.items()}
-    counters = {
+    counters: dict[str, Mapping[str, float]] = {
         "prompt_tokens": {'cached="false"': fresh, 'cached="true"': counts.cached_tokens},
         "tokens": {f'source="{source}"': count for source, count in counts.tokens.items()},
         "passes": {"": counts.passes},
