@@ -85,8 +85,9 @@ def test_a_model_of_which_only_the_shape_is_known_cannot_be_fetched() -> None:
     known = {one.name: one for one in read_models(BUILT_IN)}
     shapes = [name for name, one in known.items() if one.target.startswith("shape:")]
     assert shapes == [name for name, one in known.items() if "cannot be fetched" in one.description]
-    assert shapes == ["mistral-large-123b"]
-    ends = [fit(known[name], with_room(GB)).verdict.endswith("; cannot be fetched") for name in (*shapes, "qwen3-8b")]
+    assert {"mistral-large-123b", "glm-4.5-air"} < {*shapes}
+    some = ("mistral-large-123b", "qwen3-8b")
+    ends = [fit(known[name], with_room(GB)).verdict.endswith("; cannot be fetched") for name in some]
     assert ends == [True, False]
 
 

@@ -10,6 +10,7 @@ of them: llama-arch.cpp), and
     types           of tensors whose type is not as the file's type makes it: {token_embd: Q8_0}
     tied            the embedding is the output, too; default: false
     rope_freqs      there are factors of the rotary frequencies, as in Llama 3.1 to 3.3; default: false
+    ple.rows        of the table of n-grams, of Qwen3.8-Flash-Next
 
 `table` returns the tensors, in the order in which llama-quantize writes them. `file_of` writes a GGUF with this table:
 a sparse file that takes some hundred kilobytes of disk, whatever its size. Engines plan for it as for any file.
@@ -34,7 +35,8 @@ ALIGNMENT = 32  # GGUF_DEFAULT_ALIGNMENT of gguf.h
 # Name -> number in ggml.h, weights of a block, bytes of a block.
 BLOCKS = {
     "F32": (0, 1, 4), "F16": (1, 1, 2), "Q4_0": (2, 32, 18), "Q5_0": (6, 32, 22), "Q8_0": (8, 32, 34),
-    "Q4_K": (12, 256, 144), "Q5_K": (13, 256, 176), "Q6_K": (14, 256, 210), "BF16": (30, 1, 2), "MXFP4": (39, 32, 17),
+    "Q4_K": (12, 256, 144), "Q5_K": (13, 256, 176), "Q6_K": (14, 256, 210), "I32": (26, 1, 4), "BF16": (30, 1, 2),
+    "MXFP4": (39, 32, 17),
 }  # fmt: skip
 # Type of a file -> its number (llama_ftype of llama.h), and the type of most weights.
 TYPES = {
@@ -42,23 +44,44 @@ TYPES = {
     "MXFP4_MOE": (38, "Q8_0"),
 }  # fmt: skip
 SHORTER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q8_0", "Q6_K": "Q8_0"}  # for rows that are no multiple of 256
-NOT_QUANTISED = ("norm.weight", "ffn_gate_inp.weight", "altup", "laurel", "ssm_conv1d")  # llama-quant.cpp
+# llama-quant.cpp
+NOT_QUANTISED = (
+    "norm.weight",
+    "ffn_gate_inp.weight",
+    "altup",
+    "laurel",
+    "ssm_conv1d",
+    "indexer.q_proj",
+    "indexer.k_proj",
+)
+# Key -> numbers in its list, at most (llama-hparams.h). No size depends on them.
+HASHES = {"ple.layer_multipliers": 8, "ple.head_offsets": 64, "ple.head_vocab_sizes": 64}
 ARCHITECTURES = (
-    "llama", "qwen2", "qwen3", "qwen3moe", "qwen3next", "qwen35", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt-oss",
-    "command-r", "falcon-h1",
+    "llama", "llama4", "qwen2", "qwen3", "qwen3moe", "qwen3next", "qwen35", "qwen35moe", "qwen4exp", "gemma2", "gemma3",
+    "gemma3n", "gemma4", "gpt-oss", "command-r", "falcon-h1", "glm4moe", "glm5-next", "deepseek2", "deepseek32",
+    "deepseek4", "minimax-m2", "nemotron_h_moe",
 )  # fmt: skip
-DELTA_NETS = ("qwen3next", "qwen35")  # whose attention layers have gates
+DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe", "qwen4exp")  # whose attention layers have gates
+LATENT = ("deepseek2", "deepseek32", "glm5-next")  # multi-head latent attention
+BIASED = ("glm4moe", *LATENT, "deepseek4", "minimax-m2", "nemotron_h_moe")  # whose routers have a bias of each expert
 SSM = ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")
+MLA = ("q_lora_rank", "kv_lora_rank", "key_length_mla", "value_length_mla")
+INDEXER = ("indexer.head_count", "indexer.key_length")
+OUTPUT = ("output_group_count", "output_lora_rank")
 ALTUP, LAUREL = 4, 64  # n_altup and laurel_rank of llama-hparams.h
 OWN_KEYS = ("architecture", "type", "types", "tied", "rope_freqs")  # that are not in a header
-BY_LAYER = ("attention.head_count_kv", "attention.sliding_window_pattern")  # may be lists, which repeat
+# May be lists, which repeat.
+BY_LAYER = ("attention.head_count_kv", "attention.sliding_window_pattern", "feed_forward_length")
 # The least values of keys that are sizes of tensors, or say how many there are.
 LEAST = dict.fromkeys((
-    "block_count", "embedding_length", "vocab_size", "attention.head_count", "feed_forward_length",
-    "full_attention_interval", *(f"ssm.{name}" for name in SSM),
+    "block_count", "embedding_length", "vocab_size", "attention.head_count", "full_attention_interval",
+    *(f"ssm.{name}" for name in SSM), *(f"attention.{name}" for name in (*MLA, *INDEXER, *OUTPUT)),
+    "hyper_connection.count", "hyper_connection.low_rank", "kda.head_dim", "attention.indexer.kpool", "ple.rows",
+    "ple.conv_kernel",
 ), 1) | dict.fromkeys((
     "embedding_length_per_layer_input", "nextn_predict_layers", "attention.key_length", "attention.key_length_swa",
-    "expert_count", "expert_feed_forward_length", "expert_shared_feed_forward_length", *BY_LAYER,
+    "expert_count", "expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_shared_count",
+    "leading_dense_block_count", *BY_LAYER,
 ), 0)  # fmt: skip
 MOST_BYTES = 1 << 44  # of a file, on ext4
 DEFAULTS = {  # what llama.cpp asks for and no size depends on
@@ -100,6 +123,8 @@ def table(shape: Shape) -> list[TensorPlace]:
     names = sorted(tensors, key=lambda name: (_layer(name), name))
     values = [_layer(name) for name in names if name.endswith((".attn_v.weight", ".attn_qkv.weight"))]
     for name in names:
+        if min(tensors[name]) < 1:
+            raise UsageError(f"by the shape {name} has the sizes {tensors[name]}, but all must be at least 1")
         kind = _type(name, tensors[name], shape, values)
         _, weights, block = BLOCKS[kind]
         size = math.prod(tensors[name]) // weights * block
@@ -157,7 +182,8 @@ def file_of(shape: Shape) -> Iterator[str]:
 def _header(shape: Shape) -> dict[str, Any]:
     layers = range(shape["block_count"])
     by_layer = {key: [_of_layer(shape[key], layer) for layer in layers] for key in BY_LAYER if key in shape}
-    return {key: value for key, value in {**shape, **by_layer}.items() if key not in OWN_KEYS}
+    hashes = {key: (1,) * count for key, count in HASHES.items()} if "ple.layers" in shape else {}
+    return {key: value for key, value in {**shape, **by_layer, **hashes}.items() if key not in OWN_KEYS}
 
 
 def _text(text: str) -> bytes:
@@ -166,8 +192,12 @@ def _text(text: str) -> bytes:
 
 def _value(value: Any) -> bytes:
     """With the number of its type, of gguf.h."""
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
     if isinstance(value, str):
         return struct.pack("<I", 8) + _text(value)
+    if isinstance(value, tuple):
+        return struct.pack(f"<IIQ{len(value)}Q", 9, 10, len(value), *value)
     if isinstance(value, list):
         return struct.pack(f"<IIQ{len(value)}I", 9, 4, len(value), *value)
     return struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value)
@@ -181,7 +211,14 @@ def _tensors(shape: Shape) -> Iterator[tuple[str, Sizes]]:
     """As llama.cpp asks for them: src/models/*.cpp."""
     width, layers, words = (shape[key] for key in ("embedding_length", "block_count", "vocab_size"))
     yield "token_embd.weight", (width, words)
-    yield "output_norm.weight", (width,)
+    if shape["architecture"] == "qwen4exp":
+        wide, rank = shape["hyper_connection.count"] * width, shape["hyper_connection.low_rank"]
+        yield "output_hc_norm.weight", (wide,)
+        yield "output_hc_down.weight", (wide, rank)
+        yield "output_hc_up.weight", (rank, wide)
+        yield "per_layer_token_embd.weight", (shape["embedding_length_per_layer_input"], shape["ple.rows"])
+    else:
+        yield "output_norm.weight", (width,)
     if not shape.get("tied"):
         yield "output.weight", (width, words)
     if shape.get("rope_freqs"):
@@ -195,11 +232,29 @@ def _tensors(shape: Shape) -> Iterator[tuple[str, Sizes]]:
         yield "altup_unembd_proj.weight", (width, width, ALTUP - 1)
     if shape["architecture"] == "gemma4":
         yield "rope_freqs.weight", (_head_size(shape) // 2,)
+    if shape["architecture"] == "deepseek4":
+        streams = shape["hyper_connection.count"]
+        yield "output_hc_fn.weight", (streams * width, streams)
+        yield "output_hc_base.weight", (streams,)
+        yield "output_hc_scale.weight", (1,)
     for layer in range(layers):
-        tensors = _delta_net(shape) if _is_recurrent(shape, layer) else _attention(shape, layer)
+        tensors = _mixers(shape, layer) | _norms(shape)
+        tensors |= _ngrams(shape) if shape.get("ple.layers") == [layer] else {}
         tensors |= _mtp_head(shape) if layer >= layers - shape.get("nextn_predict_layers", 0) else {}
-        tensors |= _norms(shape) | (_mixture(shape) if shape.get("expert_count") else _feed_forward(shape))
         yield from ((f"blk.{layer}.{name}", sizes) for name, sizes in tensors.items())
+
+
+def _mixers(shape: Shape, layer: int) -> dict[str, Sizes]:
+    """Tensors of a layer but its norms: attention or what takes its place, and the feed-forward network."""
+    architecture, dense = shape["architecture"], layer < shape.get("leading_dense_block_count", 0)
+    if architecture == "nemotron_h_moe":  # has one of them in a layer
+        if _of_layer(shape["feed_forward_length"], layer):
+            return _mixture(shape, layer)
+        return _attention(shape, layer) if _of_layer(shape["attention.head_count_kv"], layer) else _mamba2(shape)
+    found = _delta_net(shape) if _is_recurrent(shape, layer) else _attention(shape, layer)
+    if not shape.get("expert_count") or dense or architecture == "gemma4":
+        found |= _feed_forward(shape, layer)
+    return found | (_mixture(shape, layer) if shape.get("expert_count") and not dense else {})
 
 
 def _head_size(shape: Shape) -> int:
@@ -215,6 +270,8 @@ def _is_recurrent(shape: Shape, layer: int) -> bool:
 def _mtp_head(shape: Shape) -> dict[str, Sizes]:
     width = shape["embedding_length"]
     sizes: dict[str, Sizes] = {f"nextn.{name}.weight": (width,) for name in ("enorm", "hnorm", "shared_head_norm")}
+    if shape["architecture"] == "glm4moe":  # github.com/ikawrakow/ik_llama.cpp/pull/668
+        sizes |= {f"nextn.{name}.weight": (width, shape["vocab_size"]) for name in ("embed_tokens", "shared_head_head")}
     return sizes | {"nextn.eh_proj.weight": (2 * width, width)}
 
 
@@ -224,6 +281,10 @@ def _of_layer(value: Any, layer: int) -> Any:
 
 def _attention(shape: Shape, layer: int) -> dict[str, Sizes]:
     architecture, width, head = shape["architecture"], shape["embedding_length"], _head_size(shape)
+    if architecture == "deepseek4":
+        return _compressed_attention(shape, layer)
+    if architecture in LATENT:
+        return _latent_attention(shape, layer)
     windowed = _of_layer(shape.get("attention.sliding_window_pattern", 0), layer)
     head = shape["attention.key_length_swa"] if windowed else head
     queries, keys = (head * _of_layer(shape[f"attention.head_count{kind}"], layer) for kind in ("", "_kv"))
@@ -232,16 +293,95 @@ def _attention(shape: Shape, layer: int) -> dict[str, Sizes]:
     if architecture == "gemma4" and not windowed:
         del sizes["v"]  # the keys are the values, too
     found: dict[str, Sizes] = {f"attn_{name}.weight": size for name, size in sizes.items()}
-    if architecture in ("qwen2", "gpt-oss"):
+    if architecture in ("qwen2", "gpt-oss", "glm4moe"):
         biased = sizes if architecture == "gpt-oss" else ("q", "k", "v")
         found |= {f"attn_{name}.bias": sizes[name][1:] for name in biased}
-    if architecture in ("qwen3", "qwen3moe", *DELTA_NETS, "gemma3", "gemma3n", "gemma4"):
+    large = architecture == "glm4moe" and shape["block_count"] > 90  # "GLM-4.5 355B variant" of glm4-moe.cpp
+    if large or architecture in ("qwen3", "qwen3moe", *DELTA_NETS, "gemma3", "gemma3n", "gemma4"):
         found |= {"attn_q_norm.weight": (head,), "attn_k_norm.weight": (head,)}
+    if architecture == "minimax-m2":
+        found |= {"attn_q_norm.weight": (queries,), "attn_k_norm.weight": (keys,)}
     if architecture == "command-r" and shape["block_count"] >= 64:
         found |= {f"attn_{name}_norm.weight": (head, sizes[name][1] // head) for name in ("q", "k")}
     if architecture == "gpt-oss":
         found["attn_sinks.weight"] = (shape["attention.head_count"],)
+    if architecture == "qwen4exp":
+        count, length = (shape[f"attention.{name}"] for name in INDEXER)
+        found |= {"indexer.q_proj.weight": (width, count * length), "indexer.k_proj.weight": (width, length)}
+        found |= {"indexer.q_norm.weight": (length,), "indexer.k_norm.weight": (length,)}
     return found | (_mamba2(shape) if architecture == "falcon-h1" else {})
+
+
+def _latent_attention(shape: Shape, layer: int) -> dict[str, Sizes]:
+    architecture, width, heads = (shape[key] for key in ("architecture", "embedding_length", "attention.head_count"))
+    found: dict[str, Sizes] = {}
+    if architecture == "glm5-next":
+        found = _hyper_connections(shape) if layer < shape["block_count"] - shape["nextn_predict_layers"] else {}
+        if not _of_layer(shape["attention.head_count_kv"], layer):
+            return found | _kimi_delta(shape)
+    rotated = shape["rope.dimension_count"]
+    ranks, rank, key, value = (shape[f"attention.{name}"] for name in MLA)
+    sizes: dict[str, Sizes] = {"attn_q_a": (width, ranks), "attn_q_a_norm": (ranks,), "attn_q_b": (ranks, heads * key)}
+    sizes |= {"attn_kv_a_mqa": (width, rank + rotated), "attn_kv_a_norm": (rank,)}
+    sizes |= {"attn_k_b": (key - rotated, rank, heads), "attn_v_b": (rank, value, heads)}
+    sizes |= {"attn_output": (heads * value, width)}
+    if architecture != "deepseek2":
+        count, length = (shape[f"attention.{name}"] for name in INDEXER)
+        found["indexer.k_norm.bias"] = (length,)
+        sizes |= {"indexer.k_norm": (length,), "indexer.proj": (width, count)}
+        sizes |= {"indexer.attn_k": (width, length), "indexer.attn_q_b": (ranks, count * length)}
+        if architecture == "glm5-next":
+            pooled = shape["attention.indexer.kpool"]
+            sizes |= {"indexer_compressor_gate": (width, length), "indexer_compressor_ape": (length, pooled)}
+    return found | {f"{name}.weight": size for name, size in sizes.items()}
+
+
+def _hyper_connections(shape: Shape) -> dict[str, Sizes]:
+    width, streams = shape["embedding_length"], shape["hyper_connection.count"]
+    mixed, wide = (2 + streams) * streams, streams * width
+    sizes: dict[str, Sizes] = {"fn": (wide, mixed), "base": (mixed,), "scale": (3,)}
+    if rank := shape.get("hyper_connection.low_rank"):
+        sizes = {"norm": (wide,), "down": (wide, rank), "up": (rank, wide), "inject": (wide, streams)}
+    return {f"hc_{part}_{name}.weight": size for part in ("attn", "ffn") for name, size in sizes.items()}
+
+
+def _ngrams(shape: Shape) -> dict[str, Sizes]:
+    width, wide = shape["embedding_length"], shape["hyper_connection.count"] * shape["embedding_length"]
+    sizes: dict[str, Sizes] = {f"norm_{name}": (wide,) for name in ("key", "query", "conv")}
+    sizes |= {"key": (width, wide), "value": (width, width), "conv1d": (shape["ple.conv_kernel"], wide)}
+    return {f"ple_{name}.weight": size for name, size in sizes.items()}
+
+
+def _compressed_attention(shape: Shape, layer: int) -> dict[str, Sizes]:
+    """Of DeepSeek V4: all heads have one key, and most layers compress what is before the window."""
+    width, heads, head = (shape[key] for key in ("embedding_length", "attention.head_count", "attention.key_length"))
+    ranks, groups, narrow = (shape[f"attention.{name}"] for name in ("q_lora_rank", *OUTPUT))
+    sizes: dict[str, Sizes] = {"attn_q_a": (width, ranks), "attn_q_a_norm": (ranks,), "attn_q_b": (ranks, heads * head)}
+    sizes |= {"attn_kv": (width, head), "attn_kv_a_norm": (head,), "attn_sinks": (heads,)}
+    sizes |= {"attn_output_a": (heads * head // groups, narrow * groups), "attn_output_b": (groups * narrow, width)}
+    compressors = [("attn_compressor", head)]
+    ratio = _of_layer(shape["attention.compress_ratios"], layer)
+    if ratio == 4:
+        count, length = (shape[f"attention.{name}"] for name in INDEXER)
+        sizes |= {"indexer.proj": (width, count), "indexer.attn_q_b": (ranks, count * length)}
+        compressors.append(("indexer_compressor", length))
+    for name, size in compressors if ratio else []:
+        mixed = 2 * size if ratio == 4 else size
+        sizes |= {f"{name}_kv": (width, mixed), f"{name}_gate": (width, mixed)}
+        sizes |= {f"{name}_ape": (mixed, ratio), f"{name}_norm": (size,)}
+    return _hyper_connections(shape) | {f"{name}.weight": size for name, size in sizes.items()}
+
+
+def _kimi_delta(shape: Shape) -> dict[str, Sizes]:
+    width, heads, kernel, head = (
+        shape[key] for key in ("embedding_length", "attention.head_count", "ssm.conv_kernel", "kda.head_dim")
+    )
+    inner = heads * head
+    sizes: dict[str, Sizes] = {f"attn_{name}": (width, inner) for name in "qkv"}
+    sizes |= {f"ssm_conv1d_{name}": (kernel, 1, inner) for name in "qkv"}
+    sizes |= {f"ssm_{name}_a": (width, head) for name in "fg"} | {f"ssm_{name}_b": (head, inner) for name in "fg"}
+    sizes |= {"ssm_beta": (width, heads), "ssm_norm": (head,), "attn_output": (inner, width)}
+    return {f"{name}.weight": size for name, size in sizes.items()} | {"ssm_a": (heads,), "ssm_dt.bias": (inner,)}
 
 
 def _mamba2(shape: Shape) -> dict[str, Sizes]:
@@ -273,13 +413,17 @@ def _delta_net(shape: Shape) -> dict[str, Sizes]:
 
 def _norms(shape: Shape) -> dict[str, Sizes]:
     architecture, width = shape["architecture"], (shape["embedding_length"],)
+    if architecture == "qwen4exp":
+        return _hyper_connections(shape)
     found = ["attn_norm.weight"]
-    if architecture in ("gpt-oss", *DELTA_NETS):
+    if architecture in ("gpt-oss", "glm4moe", *DELTA_NETS):
         found.append("post_attention_norm.weight")
-    elif architecture != "command-r":
+    elif architecture not in ("command-r", "nemotron_h_moe"):
         found.append("ffn_norm" if architecture == "falcon-h1" else "ffn_norm.weight")
     if architecture.startswith("gemma"):
         found += ["post_attention_norm.weight", "post_ffw_norm.weight"]
+    if architecture == "gemma4" and shape.get("expert_count"):
+        found += ["pre_ffw_norm_2.weight", "post_ffw_norm_1.weight", "post_ffw_norm_2.weight", "ffn_gate_inp.scale"]
     scale: dict[str, Sizes] = {"layer_output_scale.weight": (1,)} if architecture == "gemma4" else {}
     return dict.fromkeys(found, width) | scale | (_altup(shape) if architecture == "gemma3n" else {})
 
@@ -296,23 +440,39 @@ def _altup(shape: Shape) -> dict[str, Sizes]:
     return {f"{name}.weight": size for name, size in sizes.items()}
 
 
-def _feed_forward(shape: Shape) -> dict[str, Sizes]:
-    width, inner = shape["embedding_length"], shape["feed_forward_length"]
-    return {"ffn_gate.weight": (width, inner), "ffn_up.weight": (width, inner), "ffn_down.weight": (inner, width)}
+def _matrices(shape: Shape, inner: int) -> dict[str, tuple[int, int]]:
+    """Of a feed-forward network or an expert of this width."""
+    width = shape["embedding_length"]
+    gate = {} if shape["architecture"] == "nemotron_h_moe" else {"gate": (width, inner)}
+    return gate | {"up": (width, inner), "down": (inner, width)}
 
 
-def _mixture(shape: Shape) -> dict[str, Sizes]:
-    width, count = shape["embedding_length"], shape["expert_count"]
+def _feed_forward(shape: Shape, layer: int) -> dict[str, Sizes]:
+    sizes = _matrices(shape, _of_layer(shape["feed_forward_length"], layer))
+    return {f"ffn_{name}.weight": size for name, size in sizes.items()}
+
+
+def _mixture(shape: Shape, layer: int) -> dict[str, Sizes]:
+    architecture, width, count = shape["architecture"], shape["embedding_length"], shape["expert_count"]
     inner = shape.get("expert_feed_forward_length") or shape["feed_forward_length"]
-    sizes = {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
-    found: dict[str, Sizes] = {f"ffn_{name}_exps.weight": (*size, count) for name, size in sizes.items()}
+    sizes = _matrices(shape, inner)
+    merged = {"gate_up": (width, 2 * inner), "down": (inner, width)} if architecture == "gemma4" else sizes
+    found: dict[str, Sizes] = {f"ffn_{name}_exps.weight": (*size, count) for name, size in merged.items()}
     found["ffn_gate_inp.weight"] = (width, count)
-    if shape["architecture"] == "gpt-oss":
+    if architecture == "gpt-oss":
         found |= {f"ffn_{name}_exps.bias": (size[1], count) for name, size in sizes.items()}
         found["ffn_gate_inp.bias"] = (count,)
-    if shared := shape.get("expert_shared_feed_forward_length"):
-        found |= {"ffn_gate_shexp.weight": (width, shared), "ffn_up_shexp.weight": (width, shared)}
-        found |= {"ffn_down_shexp.weight": (shared, width), "ffn_gate_inp_shexp.weight": (width,)}
+    elif architecture == "gemma4":
+        found["ffn_down_exps.scale"] = (count,)
+    elif layer < shape.get("hash_layer_count", 0):
+        found["ffn_gate_tid2eid.weight"] = (shape["expert_used_count"], shape["vocab_size"])
+    elif architecture in BIASED:
+        found["exp_probs_b.bias"] = (count,)
+    shared = shape.get("expert_shared_feed_forward_length") or inner * shape.get("expert_shared_count", 0)
+    if shared:
+        found |= {f"ffn_{name}_shexp.weight": size for name, size in _matrices(shape, shared).items()}
+    if shared and architecture in DELTA_NETS:
+        found["ffn_gate_inp_shexp.weight"] = (width,)
     return found
 
 
