@@ -4,7 +4,7 @@ from importlib import import_module
 
 import click
 
-COMMANDS = ("accuracy", "fuzz", "gpu", "offload", "serve")
+COMMANDS = ("accuracy", "fuzz", "gpu", "offload", "routes", "serve")
 
 
 class Bench(click.Group):
