@@ -1,6 +1,7 @@
 """Routers of made-up mixtures, recorded routing, and its statistics."""
 
 import gzip
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_a_router_follows_what_two_layers_share(mixture: Path) -> None:
     states = np.float32(shared + random.normal(scale=2, size=(600, 2, 96)) + random.normal(scale=9, size=(2, 96)))
     first, second = routers([states], 32, unseen)
     assert np.abs(second @ states[:, 1].mean(0)).max() < 0.01
-    text = routing.Text(0, [{INPUTS: states, CHOSEN: np.argsort(-(states @ second.T), axis=2)[:, :, :4]}])
+    text = routing.Text(0, [], [{INPUTS: states, CHOSEN: np.argsort(-(states @ second.T), axis=2)[:, :, :4]}])
     assert float(foreseen([text], [first, second]).removesuffix(" %")) > 70
     others = random.normal(size=second.shape)
     text.parts[0][CHOSEN] = np.argsort(-(states @ others.T), axis=2)[:, :, :4]
@@ -132,10 +133,11 @@ def test_a_table_of_a_mixture_and_a_trace(
     prompts.write_text('{"prompt": "hello you there"}\n')
     rows = [(0, 1, i // 2, i % 2, 0, i % 8, 1.0) for i in range(120)]
     path = trace(tmp_path / "t.csv.gz", rows)
-    code, shown, _ = bench("routes", path, mixture, "--prompts", prompts, "-n", 26)
+    code, shown, _ = bench("routes", path, mixture, "--prompts", prompts, "-n", 26, "--draft", dense)
     assert code == 0
     for found in ("mixture", "chosen by 25 tokens (p)", "hits, 1/8 in memory", "foreseen by the layer before"):
         assert found in shown
+    assert re.search(r"drafted by the small model .* 100.0 %", shown)  # it is the mixture's dense model
     for given, said in (
         ((mixture,), "answers prompts: give --prompts"),
         ((dense, "--prompts", prompts), "is no mixture of experts"),

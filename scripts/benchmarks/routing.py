@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from edgespec.backends.llamacpp.backend import LlamaBackend
-from edgespec.backends.llamacpp.engine import load_here, plan_here
+from edgespec.backends.llamacpp.engine import load, load_here, plan_here
 from edgespec.backends.llamacpp.ggml.ggml_tensor import GgmlTensor
 from edgespec.backends.llamacpp.memory.watch import Watch
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
@@ -71,10 +71,12 @@ class Text:
     """
     Attributes:
         prompt: tokens of it.
+        token_ids: those that were read, first the prompt's.
         parts: what operations gave in each pass, by operation.
     """
 
     prompt: int
+    token_ids: list[int] = field(default_factory=list)
     parts: list[dict[str, Values]] = field(default_factory=list)
 
     def values(self, operation: str) -> Values:
@@ -117,7 +119,7 @@ def _tokens(vocab: Vocab, text: str) -> list[int]:
 
 
 def _answer(backend: LlamaBackend, recorder: Recorder, asked: list[list[int]], tokens: int) -> list[Text]:
-    found = [Text(len(ids)) for ids in asked]
+    found = [Text(len(ids), [*ids]) for ids in asked]
     sessions = [backend.open() for _ in asked]
     live = list[tuple[int, Any]]()  # number of a text and its next token
     for number, ids in enumerate(asked):
@@ -133,8 +135,9 @@ def _answer(backend: LlamaBackend, recorder: Recorder, asked: list[list[int]], t
             break
         passed = backend.forward([Work(sessions[number], root + token, root - 1, root) for number, token in live])
         taken = recorder.taken()
-        for row, (number, _) in enumerate(live):
+        for row, (number, token) in enumerate(live):
             sessions[number].commit([0])
+            found[number].token_ids.append(int(token))
             found[number].parts.append({name: values[row : row + 1] for name, values in taken.items()})
         live = [(number, logits.row(0).argmax()) for (number, _), logits in zip(live, passed, strict=True)]
     for session in sessions:
@@ -217,3 +220,21 @@ def foreseen(texts: Sequence[Text], routers: Sequence[Float32Array]) -> str:
             best = np.argsort(-(inputs[:, layer - 1] @ rows.T), axis=1)[:, : chosen.shape[2]]
             shares.append((best[:, :, None] == chosen[:, layer, None]).any(1).mean())
     return _percent(shares)
+
+
+def agreement(draft: str, texts: Sequence[Text]) -> str:
+    """Tokens of the answers that this model finds likeliest, too.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    most, found = max(len(text.token_ids) for text in texts), list[bool]()
+    with closing(load(draft, context_length=most, budget=most, exact="off")) as backend:
+        for text in texts:
+            ids, session = np.array(text.token_ids, np.int32), backend.open()
+            nodes = np.arange(len(ids) - 1, dtype=np.int32)
+            wanted = nodes[text.prompt - 1 :]
+            (logits,) = backend.forward([Work(session, ids[:-1], nodes - 1, wanted)])
+            found += [logits.row(node).argmax() == ids[node + 1] for node in wanted.tolist()]
+            session.close()
+    return _percent(found)

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from benchmarks.options import AT_LEAST_1, FILE, questions
-from benchmarks.routing import CHOSEN, foreseen, read_trace, record, statistics
+from benchmarks.routing import CHOSEN, agreement, foreseen, read_trace, record, statistics
 from edgespec.cli.terminal import Bars
 from edgespec.errors import ModelError, UsageError
 from edgespec.measure.tables import table
@@ -26,14 +26,16 @@ Example:
 @click.option(
     "--max-tokens", "-n", type=click.IntRange(26), default=128, help="Of an answer; shorter ones do not count."
 )
-def command(sources: tuple[str, ...], prompts: Path | None, limit: int, max_tokens: int) -> None:
+@click.option("--draft", help="A small model: how many tokens of the answers it would draft.")
+def command(sources: tuple[str, ...], prompts: Path | None, limit: int, max_tokens: int, draft: str | None) -> None:
     """Statistics of SOURCES: mixtures, whose answers to prompts are recorded, and route traces (.csv.gz)."""
     columns = list[dict[str, str]]()
     for source in sources:
         if source.endswith(".csv.gz"):
             columns.append(statistics(*read_trace(Path(source))))
         elif prompts:
-            columns.append(_recorded(local_path(find_model(source).target), questions(prompts, limit), max_tokens))
+            asked = questions(prompts, limit)
+            columns.append(_recorded(local_path(find_model(source).target), asked, max_tokens, draft))
         else:
             raise UsageError(f"{source} answers prompts: give --prompts")
     names = list(dict.fromkeys(name for column in columns for name in column))
@@ -41,7 +43,7 @@ def command(sources: tuple[str, ...], prompts: Path | None, limit: int, max_toke
     click.echo(table("", ["", *(Path(source).name.split(".")[0] for source in sources)], rows))
 
 
-def _recorded(path: str, prompts: list[str], tokens: int) -> dict[str, str]:
+def _recorded(path: str, prompts: list[str], tokens: int, draft: str | None) -> dict[str, str]:
     named = {tensor.name: tensor.data for tensor in read_gguf(Path(path)).tensors}
     routers = [
         data for layer in range(len(named)) if (data := named.get(f"blk.{layer}.ffn_gate_inp.weight")) is not None
@@ -55,4 +57,7 @@ def _recorded(path: str, prompts: list[str], tokens: int) -> dict[str, str]:
         raise UsageError(f"no answer has {tokens} tokens: give a smaller --max-tokens")
     found = statistics([text.answer(CHOSEN) for text in texts], len(routers[0]))
     hashed = sha256(b"".join(rows.tobytes() for rows in routers)).hexdigest()[:16]
-    return found | {"foreseen by the layer before": foreseen(texts, routers), "routers (SHA-256)": hashed}
+    found |= {"foreseen by the layer before": foreseen(texts, routers), "routers (SHA-256)": hashed}
+    if draft:
+        found["drafted by the small model"] = agreement(local_path(find_model(draft).target), texts)
+    return found
