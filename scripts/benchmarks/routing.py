@@ -203,12 +203,16 @@ def _percent(shares: Sequence[float]) -> str:
 
 def _hits(text: Values, count: int, slots: int) -> float:
     """Of a pool for each layer, empty before the first token; the first quarter of the text does not count."""
-    missed = 0
+    hits, start = 0, len(text) // 4
     for layer in range(text.shape[1]):
-        residents = Residents(count, slots)
-        reads = [len(residents.place(experts.tolist())) for experts in text[:, layer]]
-        missed += sum(reads[len(reads) // 4 :])
-    return 1 - missed / text[len(text) // 4 :].size
+        residents = Residents(1, count, slots)
+        for token, experts in enumerate(text[:, layer]):
+            residents.use(0, experts.tolist())
+            found = residents.slots_of(0)[experts]
+            here = found[found >= 0].tolist()
+            residents.place(0, experts[found < 0][: residents.room(here)].tolist(), here)
+            hits += len(here) * (token >= start)
+    return hits / text[start:].size
 
 
 def foreseen(texts: Sequence[Text], routers: Sequence[Float32Array]) -> str:
