@@ -13,8 +13,7 @@ import numpy as np
 from edgespec.errors import UsageError
 from edgespec.loop.sampling import Float32Array
 
-DIRECTIONS = 24
-EVEN = 0.5  # 0: the strongest direction counts most; 1: all count alike
+DIRECTIONS = 32
 TINY = 1e-4  # of the strongest direction: one that is nothing but rounding
 STEPS = 25  # of k-means
 
@@ -53,7 +52,7 @@ def _rows(before: Float32Array, inputs: Float32Array, count: int, random: np.ran
     shared = before.T @ inputs
     values, vectors = np.linalg.eigh(shared + shared.T)
     directions = vectors[:, values > TINY * values[-1]][:, : -DIRECTIONS - 1 : -1]
-    directions /= (inputs @ directions).std(0) ** EVEN
+    directions /= (inputs @ directions).std(0)  # the strongest would hide the others
     points = _unit(inputs @ directions)
     rows = _centroids(points, count, random) @ directions.T
     return np.asarray(rows / (inputs @ rows.T).std(), np.float32)
