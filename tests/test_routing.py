@@ -74,7 +74,7 @@ def test_prompts_that_are_too_long_are_left_out(dense: Path, monkeypatch: pytest
 def test_a_router_follows_what_two_layers_share(mixture: Path) -> None:
     """It ignores the mean, and hardly follows noise of each layer."""
     random = np.random.default_rng(0)
-    shared = np.repeat(random.normal(size=(600, 1, 24)), 2, axis=1) @ random.normal(size=(24, 96))
+    shared = np.repeat(random.normal(size=(600, 1, 32)), 2, axis=1) @ random.normal(size=(32, 96))
     states = np.float32(shared + random.normal(scale=2, size=(600, 2, 96)) + random.normal(scale=9, size=(2, 96)))
     first, second = routers([states], 32, unseen)
     assert np.abs(second @ states[:, 1].mean(0)).max() < 0.01
