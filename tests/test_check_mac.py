@@ -7,16 +7,25 @@ import pytest
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
 
 from edgespec.backends.mlx import backend as engine
+from edgespec.backends.mlx import memory
 from edgespec.backends.mlx.streaming import SlotStore
 from mlx_models import FAMILIES, write_model
 
 from benchmarks import mac
+from edgespec.weights import experts
 from edgespec.weights import plan as residency
 
 
-@pytest.fixture
-def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny weights count as large."""
     monkeypatch.setattr(residency, "SMALL", 64)
+    monkeypatch.setattr(memory, "ALIGNED", 0)
+    monkeypatch.setattr(experts, "HUGE", 1)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
     return write_model(tmp_path / "model", FAMILIES["llama-3"] | {"num_hidden_layers": 7})
 
 
@@ -29,6 +38,13 @@ def test_all_checks_hold_here(llama: Path) -> None:
     assert any("layers streamed, reads 0 ms later: 0 of " in line for line in told)
     assert any("pass over 1 nodes" in line for line in told)
     assert (engine.plan_memory, SlotStore.read) == before
+
+
+def test_chosen_experts_are_compared_too(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", FAMILIES["mixtral"] | {"num_hidden_layers": 7})
+    found = mac.check_equality(folder, 0.6, 0.0, 3)
+    assert found.good
+    assert "experts read as they are chosen" in found.name
 
 
 def test_a_wrong_bit_is_found(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +65,6 @@ def test_the_faster_engine_is_remembered_only_of_a_large_model(
     monkeypatch.delenv(OFF, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = write_model(tmp_path / "model", FAMILIES["llama-3"] | {"num_hidden_layers": 7})
-    monkeypatch.setattr(residency, "SMALL", 64)
     found = mac.compare_engines(str(smollm2), folder, 0.6, nodes=8)
     assert "llamacpp" in found.text
     assert "not remembered" in found.text

@@ -153,6 +153,18 @@ def test_what_is_in_memory_is_not_read_again(content, opened):
     assert (memory.wanted, memory.hits) == (6, 3)
 
 
+def test_the_next_layer_is_read_where_nearly_all_experts_are_chosen(content, opened):
+    """But not the last one in a prompt, which computes few rows."""
+    memory, read = opened("all"), []
+    for number, chosen, prompt in ((0, range(COUNT), None), (1, range(3), None), (2, range(COUNT), [[0, 1]])):
+        before = memory.bytes_read
+        memory.choose(number, [list(chosen)], prompt)
+        memory.wait(number)
+        memory.wait(number + 1)
+        read.append((memory.bytes_read - before) // content[1][0].bytes_each)
+    assert read == [2 * COUNT, 0, COUNT]
+
+
 def test_a_prompt_leaves_the_experts_of_its_last_tokens(content, opened):
     data, memory = content[2], opened("some")
     for number in range(LAYERS):

@@ -87,7 +87,7 @@ def load_streamed(monkeypatch) -> Iterator[Callable]:
     def load_part(folder, share=0.6, part=None, *, chosen=False, **options):
         def plan_memory(lazy, size, *rest):
             layout = find_layout(lazy.model, lazy.folder, chosen=chosen)
-            return memory_module._plan(layout, int(layout.size * share), 0, own_layers=False), size, layout, []
+            return memory_module.plan_weights(layout, int(layout.size * share), 0, own_layers=False), size, layout, []
 
         with monkeypatch.context() as patch:
             patch.setattr(backend_module, "plan_memory", plan_memory)

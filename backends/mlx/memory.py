@@ -217,7 +217,7 @@ def plan_memory(
     sizes = [replace(size, chunk=chunk) for chunk in sorted({size.chunk, *CHUNKS})]
     try:
         smallest, *larger = [one for one in sizes if one.chunk >= min(size.chunk, size.budget + 1)]
-        best, plan = smallest, _plan(layout, room, needed(smallest), own_layers)
+        best, plan = smallest, plan_weights(layout, room, needed(smallest), own_layers)
     except NoRoom as error:
         if not layout.rebuilt:
             raise
@@ -229,7 +229,7 @@ def plan_memory(
     least = plan.read_bytes if plan else 0
     for one in larger:
         try:
-            other = _plan(layout, room, needed(one), own_layers)
+            other = plan_weights(layout, room, needed(one), own_layers)
         except NoRoom:
             break
         if other and other.read_bytes <= least * (1 + CHEAP):
@@ -237,17 +237,17 @@ def plan_memory(
     if plan and not is_recurrent(model):
 
         def read(width: int) -> int:
-            found = _plan(layout, room, needed(replace(best, budget=width)), own_layers)
+            found = plan_weights(layout, room, needed(replace(best, budget=width)), own_layers)
             return found.read_bytes if found else 0
 
         # On a processor, neither reads nor a prompt's passes become larger.
         most, cheap = (widest, CHEAP) if on_gpu() else (min(widest, best.max_nodes - 1), 0.0)
         best = replace(best, budget=choose_width(best.budget, most, cheap, read))
-        plan = _plan(layout, room, needed(best), own_layers)
+        plan = plan_weights(layout, room, needed(best), own_layers)
     return (replace(plan, draft_bytes=drafts) if plan else None), best, layout, notes
 
 
-def _plan(layout: Layout, room: int, needed: int, own_layers: bool) -> Plan | None:
+def plan_weights(layout: Layout, room: int, needed: int, own_layers: bool) -> Plan | None:
     most = max(Counter(one.layer for one in layout.placed if one.layer >= 0).values(), default=0)
     needed += MORE_SLOTS * 3 * most * ALIGNED  # reads are of whole pages: an extent takes at most 3 more in a slot
     layers = layout.expert_layers

@@ -6,7 +6,7 @@ experts are read (`experts.py`), a work's router must be computed before its gra
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -155,7 +155,7 @@ class LayerGraph:
 
 
 class LayerSweep:
-    """Streams a model's layers; it is made before the model's first pass, and closed after the last."""
+    """Streams a model's layers, and reads chosen experts; made before the model's first pass, closed after the last."""
 
     def __init__(
         self,
@@ -197,7 +197,9 @@ class LayerSweep:
                     views.setdefault(placed.layer, [[] for _ in range(plan.slots)])[slot].append((placed.name, view))
             else:
                 staying.append(placed)
-        self._check_values(model, layout)
+        first = self._order[0] if self._order else 0
+        if self._is_changed(model, layout, first, {name for slots in views.get(first, []) for name, _ in slots}):
+            staying = []  # mlx-lm makes what stays
         if plan.pools:
             self._take_experts(model, layout)
         for placed, array in zip(staying, store.load([one.tensor for one in staying], progress), strict=True):
@@ -219,13 +221,22 @@ class LayerSweep:
                 self.streamer.close()
                 raise
 
-    def _check_values(self, model: Any, layout: Layout) -> None:
-        """Compare one layer's bytes, because mlx-lm may change values without another shape or type."""
-        first = self._order[0] if self._order else 0
-        weights = dict(tree_flatten(model.layers[first].parameters()))
-        for one in layout.placed:
-            if one.layer == first:
-                self._check(f"layer {first}'s weight {one.name}", weights[one.name], [one.tensor])
+    def _is_changed(self, model: Any, layout: Layout, layer: int, streamed: Collection[str]) -> bool:
+        """Compare one layer's bytes, because mlx-lm may change values without another shape or type.
+
+        Returns:
+            True if it changes a weight that stays.
+
+        Raises:
+            ModelError: it changes one that is streamed.
+        """
+        weights = dict(tree_flatten(model.layers[layer].parameters()))
+        of_layer = [one for one in layout.placed if one.layer == layer]
+        changed = [one.name for one in of_layer if not self._is_stored(weights[one.name], [one.tensor])]
+        for name in changed:
+            if name in streamed:
+                raise _changed(layer, name)
+        return bool(changed)
 
     def _take_experts(self, model: Any, layout: Layout) -> None:
         """Compare one layer's experts, and take all from the model, for pools hold them."""
@@ -233,20 +244,18 @@ class LayerSweep:
         for one in layout.experts:
             arrays = dict(tree_flatten(modules[one.path].parameters())) if one is layout.experts[0] else {}
             for form, places in zip(one.forms, one.layer.places, strict=True):
-                if arrays:
-                    each = [Tensor("", extent.file, extent.start, extent.size) for extent in places]
-                    self._check(f"layer {one.layer.index}'s weight {form.name}", arrays.pop(form.name), each)
+                each = [Tensor("", extent.file, extent.start, extent.size) for extent in places]
+                if arrays and not self._is_stored(arrays.pop(form.name), each):
+                    raise _changed(one.layer.index, form.name)
                 modules[one.path].update(tree_unflatten([(form.name, mx.zeros(0))]))
 
-    def _check(self, name: str, array: Any, stored: Sequence[Tensor]) -> None:
-        found = np.asarray(as_bytes(array))
-        parts = np.split(found, len(stored))
-        for part, words in zip(parts, self._store.load(stored, lambda *_: None), strict=True):
-            if not np.array_equal(np.asarray(memoryview(words)).view(np.uint8)[: len(part)], part):
-                raise ModelError(
-                    f"{name} is changed by mlx-lm as it is loaded, so it cannot be "
-                    "streamed from this file; write the folder once as MLX needs it, with mlx_lm.convert"
-                )
+    def _is_stored(self, array: Any, stored: Sequence[Tensor]) -> bool:
+        """True if an array has the bytes of these tensors, one after the other."""
+        parts = np.split(np.asarray(as_bytes(array)), len(stored))
+        return all(
+            np.array_equal(np.asarray(memoryview(words)).view(np.uint8)[: len(part)], part)
+            for part, words in zip(parts, self._store.load(stored, lambda *_: None), strict=True)
+        )
 
     def _watch(self, layer: Any, index: int) -> None:
         """Make a layer take its weights from this pass's slot, and record its graph."""
@@ -290,13 +299,17 @@ class LayerSweep:
         return self._together([session.caches for session in sessions], graphs)
 
     def _in_turn(self, mixture: Mixture, session: MlxSession, graph: Callable[[], Result]) -> Result:
-        """After an error, only cells of new nodes depend on slots: nobody reads them before they are written again."""
+        """After an error, only cells of new nodes have changed: nobody reads them before they are written again."""
         self.streamer.begin()
         try:
             mixture.begin()
             made = graph()
             mx.eval(made, session.state)
             return made
+        except BaseException:
+            with suppress(RuntimeError):
+                mx.eval(session.state)  # no work on a slot may remain
+            raise
         finally:
             mixture.memory.finish()
             self.streamer.finish()
@@ -351,6 +364,13 @@ class LayerSweep:
         if self.mixture:
             self.mixture.memory.close()
         self._views = {}
+
+
+def _changed(layer: int, name: str) -> ModelError:
+    return ModelError(
+        f"layer {layer}'s weight {name} is changed by mlx-lm as it is loaded, so it cannot be streamed from this file; "
+        "write the folder once as MLX needs it, with mlx_lm.convert"
+    )
 
 
 class Before:
