@@ -1,4 +1,4 @@
-"""Where a folder has the experts of a mixture: all in one tensor, gate and up in one, or a tensor for each expert.
+"""Places of experts in a model folder: all in one tensor, gate and up in one, or a tensor for each expert.
 
 mlx-lm stacks what lies apart as it loads. `streaming.py` checks that values are those of the files.
 """
@@ -101,7 +101,7 @@ def find_experts(model: Any, layer_of: Callable[[str], int], stored: Mapping[str
 
 
 def _ways(form: Form, count: int, whole: Place | None, others: Mapping[str, Place]) -> Iterator[tuple[Extent, ...]]:
-    """Where the experts of an array may lie: in a tensor of its name, in one of another name, or each in its own."""
+    """Places of an array's experts: in a tensor of its name, in one of another name, or each in its own."""
     matrix, _, kind = form.name.partition(".")
     rows, *rest = form.shape or (1,)
     down = [others[name] for name in DOWN if name in others and matrix == "down_proj"]

@@ -1,7 +1,7 @@
 """MLX models larger than memory: the places of their weights, and the choice of those that stay.
 
-MLX maps no files, so a tensor stays or is streamed as a whole; of a mixture, chosen experts are read. That needs
-weights that MLX uses byte for byte as the files have them; if mlx-lm rebuilds others, it has to convert the folder.
+MLX maps no files, so a tensor stays or is streamed as a whole; of a mixture, chosen experts are read. Both need
+weights that MLX uses byte for byte as the files have them. If mlx-lm rebuilds others, it has to convert the folder.
 """
 
 import glob

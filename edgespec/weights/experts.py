@@ -41,8 +41,8 @@ class ExpertLayer:
         index: of the layer in the model.
         count: experts.
         tensors: one for each weight and bias (gate, up, down), with all experts; in the order of use.
-        places: of each expert, for each tensor, where slots are an array, without bytes between them; (): slots may
-            lie apart, and experts lie side by side in each tensor.
+        places: of each expert, for each tensor, where slots are an array, without bytes between them. (): experts lie
+            side by side in each tensor, and slots may lie apart.
     """
 
     index: int
