@@ -374,8 +374,7 @@ def _llamacpp(asked: Asked, made: Prediction) -> Prediction:
     missing = 0.0
     if weights and weights.cached:
         left = weights.memory - weights.needed - weights.pinned_bytes - weights.slots * weights.slot_bytes
-        chosen = weights.experts and weights.slots_of_experts >= 0  # else the page cache has what is left
-        kept = weights.slots_of_experts / weights.experts if chosen else left / weights.cached_bytes
+        kept = weights.share_of_experts if weights.pools else left / weights.cached_bytes  # by the page cache
         missing = weights.cached_bytes * (1 - min(1.0, max(0.0, kept)))
     made.stays = model.size - made.streamed - missing - (weights.looked_up_bytes if weights else 0)
     parts = [(model.part(here), _processor(machine)), *_by_gpu(model, there, shares, machine)]

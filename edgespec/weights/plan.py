@@ -182,13 +182,18 @@ class Plan:
     @property
     def slots_of_experts(self) -> int:
         """Mean number of experts of a layer in memory; -1: as many as the page cache keeps."""
+        return int(self.share_of_experts * self.experts) if self.pools else -1
+
+    @property
+    def share_of_experts(self) -> float:
+        """Share of all experts for which pools have slots."""
         layers = sum(len(pool.layers) for pool in self.pools)
-        return sum(pool.slots for pool in self.pools) // layers if layers else -1
+        return sum(pool.slots for pool in self.pools) / (layers * self.experts) if layers else 0.0
 
     @property
     def read_bytes(self) -> int:
         """Most bytes that a pass reads, without what is left to the page cache."""
-        missing = max(0.0, 1 - self.slots_of_experts / self.experts) if self.pools else 0
+        missing = max(0.0, 1 - self.share_of_experts) if self.pools else 0
         return self.streamed_bytes + int(missing * self.cached_bytes)
 
     @property

@@ -58,6 +58,7 @@ MIN_NODES = 512  # prompt tokens per pass, if all weights are in memory; llama.c
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # prompt tokens per pass, where each pass reads weights again
 SHARE = 1 / 4  # of a context, for each session after the first where memory is short
 CHUNK_SHARE = 1 / 32  # maximum relative increase of streamed bytes by the buffers of larger chunks
+CHUNK_SHARE_OF_EXPERTS = 1 / 128  # the same where experts are read: pools lose more than their share
 RESERVED_SHARE = 1 / 32  # of memory, with a MARGIN, for pages of libraries and page tables
 ROOM_FOR_BUFFERS = 2 << 30
 # Bytes in llama-kv-cells.h, as measured: of a cell, and of a node of `used` or, for each sequence id, of `seq_pos`.
@@ -297,7 +298,8 @@ class MemoryPlanner:
                 raise
             return paging
         # Each chunk of a prompt reads the streamed weights, so large chunks are better, but their buffers use memory.
-        most = (plans[0].read_bytes if plans[0] else 0) * (1 + CHUNK_SHARE)
+        share = CHUNK_SHARE_OF_EXPERTS if plans[0] and plans[0].pools else CHUNK_SHARE
+        most = (plans[0].read_bytes if plans[0] else 0) * (1 + share)
         best = max(i for i, plan in enumerate(plans) if plan is None or plan.read_bytes <= most)
         if not most:
             best = min(best, max(i for i, one in enumerate(sizes) if i == 0 or one.chunk <= size.chunk))
