@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edgespec.errors import EdgespecError, ModelError
+from edgespec.errors import EdgespecError, ModelError, NoRoom
 from edgespec.machine.described import with_measured
 from edgespec.machine.files import weight_files
 from edgespec.machine.this_machine import Machine
 from edgespec.measure.predictor import machine_here, predict
 from edgespec.models.registry import Entry, local_path
+from edgespec.models.shapes import table
 from edgespec.weights.plan import SAFETY
 
 # Where only a size is known: most bytes besides weights, and the part of these that does not grow with the model.
@@ -56,8 +57,11 @@ def fit(entry: Entry, machine: Machine, disk: int | None = None) -> Fit:
         disk: bytes that are free where models are kept; None: not known.
     """
     (target, have), (draft, have_draft) = (_size(entry, source) for source in (entry.target, entry.draft))
-    speed = 0.0
+    speed, only_shape = 0.0, entry.target.startswith("shape:")
     try:
+        if only_shape:  # such models are many, and llama.cpp takes seconds for the buffers of some
+            target = sum(one.size for one in table(entry.files[entry.target].shape))
+            raise NoRoom(f"edgespec doctor {entry.name} --machine NAME computes it")
         found = predict(entry, machine, "")
         first, target = found.found[0], target or found.size
         streamed, cannot_run = int(first.streamed + first.chosen), bool(first.cannot_run)
@@ -75,7 +79,7 @@ def fit(entry: Entry, machine: Machine, disk: int | None = None) -> Fit:
         verdict = "too little memory"
     if disk is not None and missing > disk:
         verdict, cannot_run, speed = f"too large for the disk: {disk / 1e9:.0f} GB are free", True, 0.0
-    verdict += "; cannot be fetched" if entry.target.startswith("shape:") else ""
+    verdict += "; cannot be fetched" if only_shape else ""
     return Fit(entry, target, draft, missing, streamed, verdict, cannot_run, speed)
 
 
