@@ -1,7 +1,8 @@
 """One sequence: propose a tree, evaluate it in one pass, verify, accept what the target would have sampled.
 
-Only `verify.walk` and `sampling.sample` decide the tokens; the prompt's last row gives the first one. The scheduler
-makes the passes, so that sequences can share them. For a single sequence, a step is:
+Only `verify.walk` and `sampling.sample` decide the tokens, of those that a grammar allows, up to a stop. The prompt's
+last row gives the first one. The scheduler makes the target's passes, so that sequences can share them. For a single
+sequence, a step is:
 
     proposed = run_one(generation.propose())            draft
     pass_ = generation.cut(proposed)                    keep the nodes that the pass has room for

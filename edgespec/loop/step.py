@@ -1,4 +1,4 @@
-"""The record of a step. `Generation` makes it once, after the pass; counts, statistics and planners read it."""
+"""The record of a step. `Generation` makes it once, after the pass; statistics and planners read it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

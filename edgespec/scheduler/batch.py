@@ -1,4 +1,4 @@
-"""Composes one pass: the draft trees of several sequences, and a chunk of a prompt."""
+"""Composes one pass: planners propose trees of several sequences, and a prompt gives a chunk."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +19,7 @@ BATCH = "batch"  # the account of trees that share passes
 TIMES_FAIR = 2  # equal shares of a pass that one sequence's proposal may fill
 
 
-class Wanted(Protocol):
+class Waiter(Protocol):
     """Something for which a pass is made, unless it is cancelled."""
 
     cancelled: bool
@@ -30,12 +30,12 @@ class CurrentPass:
 
     def __init__(self) -> None:
         self._closed = False
-        self._now: tuple[Sequence[Wanted], Backend, int] | None = None  # replaced whole
+        self._now: tuple[Sequence[Waiter], Backend, int] | None = None  # replaced whole
 
     @contextmanager
-    def of(self, wanted: Sequence[Wanted], model: Backend) -> Iterator[None]:
+    def of(self, waiters: Sequence[Waiter], model: Backend) -> Iterator[None]:
         """Wrap a pass for these."""
-        self._now = wanted, model, model.pass_number
+        self._now = waiters, model, model.pass_number
         self.check()
         try:
             yield
@@ -49,8 +49,8 @@ class CurrentPass:
     def check(self) -> None:
         """Interrupt the pass under way if nobody needs it, from any thread."""
         if now := self._now:
-            wanted, model, pass_number = now
-            if self._closed or all(one.cancelled for one in wanted):
+            waiters, model, pass_number = now
+            if self._closed or all(one.cancelled for one in waiters):
                 model.interrupt(pass_number)
 
 

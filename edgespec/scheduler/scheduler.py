@@ -1,6 +1,7 @@
 """Many requests, one model: each pass of the target serves as many sequences as fit.
 
-All passes are made in one thread of the scheduler, which no signal reaches: Ctrl-C in a caller's thread cancels.
+All passes of the target are made in one thread, which no signal reaches: Ctrl-C in a caller's thread cancels. Several
+targets (`targets/`) decode without it.
 """
 
 import os
@@ -245,11 +246,11 @@ class Scheduler:
         return found if self._queue.waiting else [seq for seq in found if not seq.is_held]
 
     def step(self) -> None:
-        """One pass of the target, for as many sequences as fit."""
+        """At most one pass of the target, for as many sequences as fit."""
         self._settle()  # cancelled sequences end, lost sessions are replaced, cells are freed
         self._admit()  # a waiting sequence gets a slot
-        self._read_draft()  # a chunk of one sequence
-        batch = self._compose()
+        self._read_draft()  # the draft reads a chunk of one text
+        batch = self._compose()  # planners propose trees, which may take draft passes
         logits, ran = self._run(batch)
         gained = sum(self._accept(*part, one, ran) for part, one in zip(batch.parts, logits, strict=False))
         if logits and self._pace:
