@@ -28,7 +28,10 @@ Example:
 )
 @click.option("--draft", help="A small model: how many tokens of the answers it would draft.")
 def command(sources: tuple[str, ...], prompts: Path | None, limit: int, max_tokens: int, draft: str | None) -> None:
-    """Statistics of SOURCES: mixtures, whose answers to prompts are recorded, and route traces (.csv.gz)."""
+    """Statistics of the experts that tokens choose.
+
+    SOURCES are mixtures, whose answers to prompts are recorded, and route traces (.csv.gz).
+    """
     columns = list[dict[str, str]]()
     for source in sources:
         if source.endswith(".csv.gz"):
