@@ -1,14 +1,13 @@
 """Experts that tokens of real mixtures chose, and the bytes that pools would have read for them.
 
-    python tests/routes.py FILE.route.csv.gz …     a table for recorded routes
-    python tests/routes.py --write FILE …          `data/routes.npz` from these
+    python tests/routes.py                                            a table for `data/routes.npz`
+    PYTHONPATH=scripts python tests/routes.py FILE.route.csv.gz …     for other recorded routes
+    PYTHONPATH=scripts python tests/routes.py --write FILE …          `data/routes.npz` from these
 
 The routes in `data/routes.npz` are of Qwen3-30B-A3B and Gemma-4-26B-A4B: a prompt and 128 tokens, 6 experts of 128
 (github.com/Helldez/BigMoeOnEdge, docs/bench-data/2026-07-15-route-trace, Apache-2.0).
 """
 
-import csv
-import gzip
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,25 +60,18 @@ def write_routes(routes: dict[str, Route], path: Path = ROUTES) -> None:
 
 
 def read_csv(path: Path) -> Route:
-    """A route_trace of BigMoeOnEdge, version 1."""
-    about, sizes, rows = dict[str, str](), list[int](), list[list[int]]()
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("#"):
-                found = dict(word.split("=", 1) for word in line.split() if "=" in word)
-                about |= found
-                sizes += [int(found["expert_bytes"])] if "expert_bytes" in found else []
-                continue
-            break  # names of columns: turn, phase, step, layer, slot, expert, …
-        rows = [list(map(int, fields[1:6])) for fields in csv.reader(file)]
-    layers, used, parts = int(about["n_layer"]), int(about["n_expert_used"]), list[Any]()
-    for phase in (0, 1):
-        _, steps, at, slots, experts = np.array([row for row in rows if row[0] == phase]).T
+    """A route trace with one text."""
+    from benchmarks.routing import GENERATED, read_rows  # it needs llama.cpp
+
+    head, sizes, rows = read_rows(path)
+    layers, used, parts = int(head["n_layer"]), int(head["n_expert_used"]), list[Any]()
+    for phase in (0, GENERATED):
+        _, _, steps, at, slots, experts = rows[rows[:, 1] == phase].T
         tokens = steps - steps.min()
         parts.append(np.full((1 + tokens.max(), layers, used), NONE, np.uint16))
         parts[-1][tokens, at, slots] = experts
     prompt, text = parts
-    return Route(int(about["n_expert"]), sizes, prompt, text)
+    return Route(int(head["n_expert"]), sizes, prompt, text)
 
 
 def layers_of(route: Route) -> list[ExpertLayer]:
@@ -131,22 +123,16 @@ def read_by_pools(route: Route, memory: int, width: int) -> float:
         for row, number in enumerate(pool.layers)
     }
 
-    def place(layer: int, wanted: list[int]) -> int:
-        residents, row = places[layer]
-        slots = residents.slots_of(row)
-        missing = [expert for expert in wanted if slots[expert] < 0]
-        residents.place(row, missing, [int(slots[expert]) for expert in wanted if slots[expert] >= 0])
-        return len(missing)
-
     for layer in range(len(route.sizes)):
         residents, row = places[layer]
         chosen = route.prompt[route.prompt[:, layer, 0] < NONE, layer]
         residents.use_in_turn(row, chosen)
-        place(layer, np.unique(chosen).tolist())
+        residents.place(row, np.unique(chosen).tolist())
     for one in passes:
         for layer, wanted in enumerate(one):
-            places[layer][0].use(places[layer][1], wanted)
-            read += place(layer, wanted) * route.sizes[layer]
+            residents, row = places[layer]
+            residents.use(row, wanted)
+            read += len(residents.place(row, wanted)) * route.sizes[layer]
     return read / (len(passes) * width)
 
 

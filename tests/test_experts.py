@@ -43,9 +43,12 @@ def place(residents: Residents, wanted: list[int], row: int = 0, *, use: bool = 
     """As a pass does."""
     if use:
         residents.use(row, wanted)
-    slots = residents.slots_of(row)
-    missing = [expert for expert in wanted if slots[expert] < 0]
-    return residents.place(row, missing, [int(slots[expert]) for expert in wanted if slots[expert] >= 0])
+    return residents.place(row, wanted)
+
+
+def held(residents: Residents, row: int) -> list[int]:
+    """The layer's experts that lie in memory."""
+    return [expert for expert, slot in enumerate(residents.slots_of(row).tolist()) if slot >= 0]
 
 
 def test_what_is_missing_is_read_once() -> None:
@@ -62,7 +65,7 @@ def test_the_least_used_goes_or_the_one_that_was_used_longest_ago(fading: float,
     for expert in (0, 0, 2):
         place(residents, [expert])
     place(residents, [1])
-    assert set(residents.held(0)) == {0, 1, 2} - {goes}
+    assert set(held(residents, 0)) == {0, 1, 2} - {goes}
 
 
 def test_layers_of_a_pool_have_the_slots_that_they_use() -> None:
@@ -70,11 +73,11 @@ def test_layers_of_a_pool_have_the_slots_that_they_use() -> None:
     for _ in range(3):
         place(residents, [0, 1, 2], 1)
         place(residents, [3], 0)
-    assert (residents.held(0), residents.held(1)) == ([3], [0, 1, 2])
+    assert (held(residents, 0), held(residents, 1)) == ([3], [0, 1, 2])
     place(residents, [1], 0)
-    assert (residents.held(0), residents.held(1)) == ([1], [0, 1, 2])  # expert 3 of the first has faded
+    assert (held(residents, 0), held(residents, 1)) == ([1], [0, 1, 2])  # expert 3 of the first has faded
     place(residents, [2], 0)
-    assert (residents.held(0), residents.held(1)) == ([2], [0, 1, 2])
+    assert (held(residents, 0), held(residents, 1)) == ([2], [0, 1, 2])
 
 
 def test_a_prompt_counts_by_its_last_tokens() -> None:
@@ -124,7 +127,7 @@ def test_every_wanted_expert_has_a_slot_of_its_own(
             assert len(set(slots)) == len(wanted)
             assert [memory[slot] for slot in slots] == [(row, expert) for expert in wanted]
             for other in range(rows):
-                for expert in residents.held(other):
+                for expert in held(residents, other):
                     assert memory[int(residents.slots_of(other)[expert])] == (other, expert)
 
 

@@ -194,7 +194,7 @@ class ExpertMemory:
         done = 0
         for number, chosen in sorted(best.items()):
             place = self._places[number]
-            self._start(number, place.residents.place(place.row, chosen, ()))
+            self._start(number, place.residents.place(place.row, chosen))
             self.wait(number)
             done += sizes[number]
             if chosen:
@@ -228,11 +228,10 @@ class ExpertMemory:
             self.hits += len(place.slots_of(experts))
         else:
             residents.use_in_turn(row, prompt)
-        if missing := self._missing(place, experts):
-            if len(missing) > residents.room(kept := self._kept(place, experts)):
-                self.finish()  # experts that were read ahead have the slots
-                missing, kept = self._missing(place, experts), self._kept(place, experts)
-            self._start(number, residents.place(row, missing, kept))
+        self._start(number, residents.place(row, experts, self._filling(residents)))
+        if len(place.slots_of(experts)) < len(experts):
+            self.finish()  # experts that were read ahead have the slots
+            self._start(number, residents.place(row, experts))
         return residents.slots_of(row)
 
     def expect(self, number: int, used: Sequence[int]) -> None:
@@ -243,27 +242,17 @@ class ExpertMemory:
             used: experts of the layer before it.
         """
         place, before = self._places[number], self._places[number - 1]
-        wanted = range(self.layers[number].count)
-        kept = self._kept(place, wanted)
+        kept = self._filling(place.residents)
         if before.residents is place.residents:
-            kept = sorted({*kept, *before.slots_of(used)})
-        missing = self._missing(place, wanted)[: place.residents.room(kept)]
-        self._start(number, place.residents.place(place.row, missing, kept))
+            kept += before.slots_of(used)
+        self._start(number, place.residents.place(place.row, range(self.layers[number].count), kept))
 
-    @staticmethod
-    def _missing(place: _Place, experts: Iterable[int]) -> list[int]:
-        slots = place.residents.slots_of(place.row)
-        return [expert for expert in experts if slots[expert] < 0]
-
-    def _kept(self, place: _Place, experts: Iterable[int]) -> list[int]:
-        """Slots of a pool that must not be given away: those of `experts`, and those that threads fill."""
+    def _filling(self, residents: Residents) -> list[int]:
+        """Slots of a pool that threads fill."""
         with self._changed:
             loading = {number: list(some) for number, some in self._loading.items()}
-        kept = set(place.slots_of(experts))
-        for number, some in loading.items():
-            if self._places[number].residents is place.residents:
-                kept.update(self._places[number].slots_of(some))
-        return sorted(kept)
+        places = [(self._places[number], some) for number, some in loading.items()]
+        return [slot for place, some in places if place.residents is residents for slot in place.slots_of(some)]
 
     def wait(self, number: int, weights: Sequence[int] | None = None) -> None:
         """Wait until the wanted experts of a layer, or some of their weights, are in memory.

@@ -203,24 +203,30 @@ class Residents:
         found: SlotArray = self._slot_of[row]
         return found
 
-    def room(self, kept: Sequence[int]) -> int:
-        """Number of slots without those of `kept`."""
-        return len(self._in_slot) - len(kept)
+    def place(self, row: int, wanted: Sequence[int], kept: Sequence[int] = ()) -> list[tuple[int, int]]:
+        """Give missing experts of a layer slots, as many as have room.
 
-    def place(self, row: int, experts: Sequence[int], kept: Sequence[int]) -> list[tuple[int, int]]:
-        """Give missing experts of a layer slots, but none of `kept`, of which there must be enough others.
+        Args:
+            row: of the layer.
+            wanted: experts, each once; those that are in memory stay.
+            kept: other slots that must not be given away.
 
         Returns:
-            (expert, slot) of each, to be read.
+            (expert, slot) of each that was missing, to be read.
         """
+        slots = self._slot_of[row, list(wanted)].tolist()
+        missing = [expert for expert, slot in zip(wanted, slots, strict=True) if slot < 0]
+        if not missing:
+            return []
         worth = np.where(self._in_slot < 0, -1.0, self.scores.ravel()[self._in_slot])
-        worth[list(kept)] = np.inf
-        slots = np.argsort(worth, kind="stable")[: len(experts)].tolist()
-        for expert, slot in zip(experts, slots, strict=True):
+        worth[[*kept, *(slot for slot in slots if slot >= 0)]] = np.inf
+        free = np.argsort(worth, kind="stable")[: np.count_nonzero(np.isfinite(worth))].tolist()
+        reads = list(zip(missing, free, strict=False))
+        for expert, slot in reads:
             self._empty(slot)
             self._in_slot[slot] = row * self.scores.shape[1] + expert
             self._slot_of[row, expert] = slot
-        return list(zip(experts, slots, strict=True))
+        return reads
 
     def forget(self, row: int, expert: int) -> None:
         """Count an expert as missing: it could not be read."""
@@ -241,7 +247,3 @@ class Residents:
         of_row, expert = np.divmod(np.arange(rows * count), count)
         best = np.lexsort((expert, -self.scores.ravel()))[: len(self._in_slot)]  # of equal ones some of each layer
         return [sorted(expert[best[of_row[best] == row]].tolist()) for row in range(rows)]
-
-    def held(self, row: int) -> list[int]:
-        """The layer's experts that lie in memory."""
-        return np.flatnonzero(self._slot_of[row] >= 0).tolist()

@@ -145,10 +145,29 @@ def _answer(backend: LlamaBackend, recorder: Recorder, asked: list[list[int]], t
     return found
 
 
-def read_trace(path: Path) -> tuple[list[Values], int]:
+def read_rows(path: Path) -> tuple[dict[str, str], list[int], NDArray[np.int64]]:
     """
     Args:
         path: of a route trace of BigMoeOnEdge, version 1, gzipped.
+
+    Returns:
+        What its head says, bytes of an expert by layer, and rows of turn, phase, step, layer, slot and expert.
+
+    Raises:
+        OSError, EOFError, zlib.error, ValueError: it is another file, or damaged.
+    """
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        lines = [line for line in file if line.strip()]
+    heads = [dict(pair.split("=", 1) for pair in line.split() if "=" in pair) for line in lines if line[0] == "#"]
+    sizes = [int(head["expert_bytes"]) for head in heads if "expert_bytes" in head]
+    rows = np.array([line.split(",")[:6] for line in lines if line[0].isdigit()]).astype(np.int64)
+    return {name: value for head in heads for name, value in head.items()}, sizes, rows
+
+
+def read_trace(path: Path) -> tuple[list[Values], int]:
+    """
+    Args:
+        path: as for `read_rows`.
 
     Returns:
         Experts chosen in each text that was generated, [tokens, layers, used], and experts of a layer.
@@ -157,11 +176,8 @@ def read_trace(path: Path) -> tuple[list[Values], int]:
         ModelError: it is another file, or damaged.
     """
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            lines = [line for line in file if line.strip()]
-        head = dict(pair.split("=", 1) for line in lines if line[0] == "#" for pair in line.split() if "=" in pair)
+        head, _, rows = read_rows(path)
         layers, count, used = (int(head[key]) for key in ("n_layer", "n_expert", "n_expert_used"))
-        rows = np.array([line.split(",")[:6] for line in lines if line[0].isdigit()]).astype(np.int64)
         turns, phases, experts = rows[:, 0], rows[:, 1], rows[:, 5]
         if not 0 <= experts.min() <= experts.max() < count:
             raise ValueError
@@ -208,10 +224,8 @@ def _hits(text: Values, count: int, slots: int) -> float:
         residents = Residents(1, count, slots)
         for token, experts in enumerate(text[:, layer]):
             residents.use(0, experts.tolist())
-            found = residents.slots_of(0)[experts]
-            here = found[found >= 0].tolist()
-            residents.place(0, experts[found < 0][: residents.room(here)].tolist(), here)
-            hits += len(here) * (token >= start)
+            hits += int(np.count_nonzero(residents.slots_of(0)[experts] >= 0)) * (token >= start)
+            residents.place(0, experts.tolist())
     return hits / text[start:].size
 
 
