@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edgespec.errors import EdgespecError, ModelError, NoRoom
+from edgespec.errors import EdgespecError, ModelError, UsageError
 from edgespec.machine.described import with_measured
 from edgespec.machine.files import weight_files
 from edgespec.machine.this_machine import Machine
-from edgespec.measure.predictor import machine_here, predict
+from edgespec.measure.predictor import Elsewhere, machine_here, predict
 from edgespec.models.registry import Entry, local_path
 from edgespec.models.shapes import table
 from edgespec.weights.plan import SAFETY
@@ -57,12 +57,9 @@ def fit(entry: Entry, machine: Machine, disk: int | None = None) -> Fit:
         disk: bytes that are free where models are kept; None: not known.
     """
     (target, have), (draft, have_draft) = (_size(entry, source) for source in (entry.target, entry.draft))
-    speed, only_shape = 0.0, entry.target.startswith("shape:")
+    speed = 0.0
     try:
-        if only_shape:  # such models are many, and llama.cpp takes seconds for the buffers of some
-            target = sum(one.size for one in table(entry.files[entry.target].shape))
-            raise NoRoom(f"edgespec doctor {entry.name} --machine NAME computes it")
-        found = predict(entry, machine, "")
+        found = _predicted(entry, machine)
         first, target = found.found[0], target or found.size
         streamed, cannot_run = int(first.streamed + first.chosen), bool(first.cannot_run)
         verdict = f"reads {streamed / 1e9:.1f} GB per pass" if streamed else "stays in memory"
@@ -79,8 +76,19 @@ def fit(entry: Entry, machine: Machine, disk: int | None = None) -> Fit:
         verdict = "too little memory"
     if disk is not None and missing > disk:
         verdict, cannot_run, speed = f"too large for the disk: {disk / 1e9:.0f} GB are free", True, 0.0
-    verdict += "; cannot be fetched" if only_shape else ""
+    verdict += "; cannot be fetched" if entry.target.startswith("shape:") else ""
     return Fit(entry, target, draft, missing, streamed, verdict, cannot_run, speed)
+
+
+def _predicted(entry: Entry, machine: Machine) -> Elsewhere:
+    """
+    Raises:
+        EdgespecError: it cannot be predicted; or only its shape is known: such models are many, and llama.cpp takes
+            seconds for the buffers of some.
+    """
+    if entry.target.startswith("shape:"):
+        raise UsageError(f"edgespec doctor {entry.name} --machine NAME computes it")
+    return predict(entry, machine, "")
 
 
 def measured_here(entries: Sequence[Entry], folder: Path) -> Machine:
@@ -112,6 +120,8 @@ def _size(entry: Entry, source: str | None) -> tuple[int, bool]:
     if files := _files(source):
         return sum(file.stat().st_size for file in files), True
     facts = entry.files.get(source)
+    if facts and source.startswith("shape:"):
+        return sum(one.size for one in table(facts.shape)), False
     return (facts.bytes if facts else 0), False
 
 
