@@ -816,7 +816,7 @@ def test_dropped_layers_leave_the_page_cache_and_pinned_ones_stay(tmp_path: Path
     if resident(middle) == middle.size:
         pytest.skip("this file system does not let go of its cache")
     assert resident(middle) <= 4 * MIB
-    os.posix_fadvise(store._cached[0], 0, 0, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(store._files.descriptors[0], 0, 0, os.POSIX_FADV_DONTNEED)
     store.preload(plan.pinned, unseen)
     assert [resident(extent) for extent in edges] == [extent.size for extent in edges]
     assert "8 MiB" in store.note

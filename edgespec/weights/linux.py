@@ -17,15 +17,13 @@ from edgespec.machine.system import (
     HUGE,
     MOVE,
     check_result,
-    check_sizes,
-    file_sizes,
     libc,
     lines_of,
     new_memory,
     open_direct,
     read_fully,
-    touch,
 )
+from edgespec.weights.open_files import OpenFiles
 from edgespec.weights.plan import Extent, Layer, Mapping, Plan
 from edgespec.weights.preload import lock, warm
 
@@ -60,7 +58,6 @@ class LinuxStore:
         library: the C library; for tests.
         """
         self._libc = library or libc()
-        self._paths = paths
         self._mapped = mapped
         self._locked: list[tuple[int, int]] = []
         self._inside: dict[Extent, int] = {}
@@ -76,16 +73,14 @@ class LinuxStore:
         self._slots: list[tuple[int, int]] = []
         self._shown: dict[int, Layer] = {}
         self._moved: set[Extent] = set()
-        self._cached: list[int] = []
+        self._files = OpenFiles(paths)
         self._direct: list[int] = []
         self.is_direct = True
         try:
             for path in paths:
-                self._cached.append(os.open(path, os.O_RDONLY))
                 descriptor, direct = open_direct(path)
                 self._direct.append(descriptor)
                 self.is_direct &= direct
-            self._sizes = file_sizes(self._cached)
             for _ in range(plan.slots):
                 address = new_memory(self._libc, self._slot_size + HUGE)
                 self._slots.append((-(-address // HUGE) * HUGE, address))
@@ -95,27 +90,24 @@ class LinuxStore:
             raise
 
     def check(self) -> None:
-        check_sizes(self._paths, self._cached, self._sizes)
+        self._files.check()
 
     def preload(self, extents: Sequence[Extent], progress: Progress) -> None:
         ranges = [(self._address(extent), extent.size) for extent in extents]
         for address, size in ranges:
             self._libc.madvise(address, size, MADV_HUGEPAGE)
-        warm([self._within_file(extent) for extent in extents], self._populate, progress)
+        warm([self._files.within(extent) for extent in extents], self._populate, progress)
         self._locked, self.note = lock(self._libc, ranges)
 
     def _populate(self, piece: Extent) -> None:
         # Twice as fast as reading into a buffer, but it fails before Linux 5.14 and beyond the end of a file.
         if self._libc.madvise(self._address(piece), piece.size, MADV_POPULATE_READ) != 0:
-            touch(self._cached[piece.file], piece.start, piece.stop)
-
-    def _within_file(self, extent: Extent) -> Extent:
-        return replace(extent, stop=min(extent.stop, self._sizes[extent.file]))
+            self._files.touch(piece)
 
     def drop(self, extents: Sequence[Extent]) -> None:
         for extent in extents:  # first madvise, as the page cache keeps pages that are mapped
             check_result(self._libc.madvise(self._address(extent), extent.size, MADV_DONTNEED), "madvise")
-            os.posix_fadvise(self._cached[extent.file], extent.start, extent.size, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._files.descriptors[extent.file], extent.start, extent.size, os.POSIX_FADV_DONTNEED)
 
     def look_up(self, extents: Sequence[Extent]) -> None:
         self.drop(extents)
@@ -146,7 +138,7 @@ class LinuxStore:
             if extent in self._moved:
                 self._move(address, self._place(slot, extent), extent.size)
                 self._moved.remove(extent)
-            flags, descriptor = mmap.MAP_SHARED | MAP_FIXED, self._cached[extent.file]
+            flags, descriptor = mmap.MAP_SHARED | MAP_FIXED, self._files.descriptors[extent.file]
             check_result(self._libc.mmap(address, extent.size, mmap.PROT_READ, flags, descriptor, extent.start), "mmap")
         self._shown.pop(slot, None)
 
@@ -157,9 +149,10 @@ class LinuxStore:
             self._libc.munmap(address, self._slot_size + HUGE)
         for address, size in self._locked:
             self._libc.munlock(address, size)
-        for descriptor in (*self._cached, *self._direct):
+        for descriptor in self._direct:
             os.close(descriptor)
-        self._slots, self._locked, self._cached, self._direct = [], [], [], []
+        self._files.close()
+        self._slots, self._locked, self._direct = [], [], []
 
     def _address(self, extent: Extent) -> int:
         return self._mapped[extent.file].address(extent)
@@ -181,7 +174,7 @@ class CachedLinuxStore(LinuxStore):
         self.note += "; through the page cache, as this kernel cannot move pages (Linux 5.7 and later can)"
 
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
-        touch(self._cached[extent.file], start, stop)
+        self._files.touch(Extent(extent.file, start, stop))
 
     def show(self, slot: int, layer: Layer) -> None:
         pass
