@@ -4,7 +4,10 @@ import ctypes
 import os
 import signal
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -155,6 +158,51 @@ def test_a_disk_error_in_the_middle(monkeypatch, from_disk):
     session.close()
     monkeypatch.setattr(direct, "read_unaligned", real)
     assert all(np.array_equal(*rows) for rows in zip(logits_of(backend), right, strict=True))
+
+
+def test_ctrl_c_while_an_expert_is_read(monkeypatch, from_disk):
+    backend = from_disk("mixtral", EXPERTS + 3)
+    right = logits_of(backend)
+    real, before, pressed = direct.read_unaligned, signal.signal(signal.SIGINT, signal.default_int_handler), list[int]()
+
+    def read(*arguments: Any) -> None:
+        if not pressed:
+            pressed.append(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.02)  # the layer's last weights are not read yet when the pass ends
+        real(*arguments)
+
+    session = backend.open()
+    try:
+        monkeypatch.setattr(direct, "read_unaligned", read)
+        with pytest.raises(KeyboardInterrupt):
+            prefill(backend, session, [1, 2, 3, 4, 5, 6, 7, 8], want_last=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert session.token_ids == []
+    session.close()
+    monkeypatch.setattr(direct, "read_unaligned", real)
+    assert all(np.array_equal(*rows) for rows in zip(logits_of(backend), right, strict=True))
+
+
+def test_two_of_one_file_in_two_threads_on_a_slow_disk(monkeypatch, from_disk):
+    """Reads that take any time, and end in any order, change nothing."""
+    both, draw, real = (
+        [from_disk("mixtral", slots) for slots in (EXPERTS, EXPERTS + 3)],
+        Random(1),
+        direct.read_unaligned,
+    )
+    right = logits_of(both[0])
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(draw.choice([0, 0.001, 0.004]))
+        real(*arguments)
+
+    monkeypatch.setattr(direct, "read_unaligned", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(logits_of, both):
+            assert all(np.array_equal(*rows) for rows in zip(found, right, strict=True))
+    assert all(backend.wait_seconds > 0 for backend in both)
 
 
 def test_llama_cpp_finds_its_own_weights_after_every_pass(from_disk):
