@@ -8,9 +8,9 @@ import gguf
 USUAL = {"file_type": 0, "context_length": 2048, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0}
 
 
-def begin(path: Path, arch: str, **values: Any) -> Any:
-    """A writer of a file with these values in its header, and `USUAL` ones."""
-    writer = gguf.GGUFWriter(path, arch)
+def begin(path: Path, arch: str, split: int = 0, **values: Any) -> Any:
+    """A writer of a file, or of parts of `split` tensors, with these values in its header, and `USUAL` ones."""
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
     add(writer, **USUAL | values)
     return writer
 

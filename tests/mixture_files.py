@@ -16,7 +16,9 @@ KINDS = {  # architecture, experts used, width of an expert
 }
 
 
-def write_mixture(path: Path, kind: str, seed: int = 0, *, bits: int = 8, used: int | None = None) -> Path:
+def write_mixture(
+    path: Path, kind: str, seed: int = 0, *, bits: int = 8, used: int | None = None, split: int = 0
+) -> Path:
     """A model that llama.cpp loads, with matrices of 8 or of 32 bits.
 
     Args:
@@ -25,12 +27,14 @@ def write_mixture(path: Path, kind: str, seed: int = 0, *, bits: int = 8, used: 
         seed: of the weights.
         bits: of the matrices: 8 or 32.
         used: number of experts that a row chooses; None: that of `kind`.
+        split: tensors of a part; 0: one file.
     """
     architecture, chosen, inner = KINDS[kind]
     rng = np.random.default_rng(seed)
     writer = begin(
         path,
         architecture,
+        split,
         block_count=LAYERS,
         embedding_length=WIDTH,
         feed_forward_length=inner,

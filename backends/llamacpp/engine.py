@@ -28,22 +28,25 @@ from .ggml.files import (
     engine_build,
     llama_cpp,
     load_model,
+    loaded_tensors,
     metadata,
     parts,
     without_amx,
 )
+from .ggml.skeleton import skeleton
 from .head_files import check_target, find_head
 from .heads import load_head
 from .lending.child_process import ChildBackend, load_in_child
 from .lending.rpc import lent_line, lent_options
 from .memory.attention import ALIKE, by_cell, can_be_alike, capture_cpu_backend, row_hook
-from .memory.gpu import find_gpus, kept_off, overrides
+from .memory.gpu import find_gpus, kept_off, needs_skeleton, overrides
 from .memory.layer_hooks import LayerHooks
 from .memory.mixture import open_mixture
 from .memory.planning import (
     MIN_NODES,
     SHARE,
     MemoryPlanner,
+    find_expert_layers,
     mappings_of,
     start_streaming,
 )
@@ -238,11 +241,15 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
     """
     path, options, weights = plan.path, plan.options, plan.weights
     notes, computing = list(plan.notes or ()), dict(way)
-    before = mappings_of(path, plan.machine) if weights else []
+    file = path
+    if needs_skeleton(weights, plan.gpu_layers, plan.machine.platform):
+        file = skeleton(path, find_expert_layers(path, loaded_tensors(path)), progress)
+        notes.append(f"weights without experts are mapped from {file}")
+    before = mappings_of(file, plan.machine) if weights else []
     bitwise = _is_bitwise(options, computing, plan.borrowed)
     if plan.borrowed:
         notes.append(lent_line(path, plan.gpu_layers))
-    model = load_model(path, **_model_params(plan, way))
+    model = load_model(file, **_model_params(plan, way))
     hooks: LayerHooks | SkipPadding | None = None
     context = None
     try:
@@ -253,7 +260,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
             computing = {name: value for name, value in computing.items() if name not in ALIKE}
         speed = 0.0
         if weights:
-            streamer, speed, pinned_note = start_streaming(path, weights, plan.machine, before, progress)
+            streamer, speed, pinned_note = start_streaming(file, weights, plan.machine, before, progress)
             hooks = LayerHooks(streamer)
         elif watch:
             hooks = watch
@@ -280,7 +287,9 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
             hooks.skip_padding.learn(context)
         elif isinstance(hooks, LayerHooks) and weights and chosen:
             operations = hooks.operations(context, whole=plan.gpu_layers != 0)
-            hooks.mixture = open_mixture(path, weights, operations, notes, progress, keep=options.remember)
+            hooks.mixture = open_mixture(
+                path, weights, operations, notes, progress, keep=options.remember, mapped=file == path
+            )
             if hooks.mixture is None:
                 weights = hooks.streamer.plan = replace(weights, pools=(), pool_bytes=0)
         if weights:

@@ -194,7 +194,7 @@ def read_tensors(path: str, file: int = 0) -> list[Tensor]:
         ModelError: the file is missing, not a GGUF, or damaged.
     """
     library = ggml_base()
-    with _table(path) as table:
+    with open_table(path) as table:
         base = library.gguf_get_data_offset(table)
         return [
             Tensor(
@@ -251,11 +251,17 @@ def loaded_tensors(path: str) -> list[Tensor]:
 
 
 @contextmanager
-def _table(path: str) -> Iterator[Any]:
+def open_table(path: str, described: Any = None) -> Iterator[Any]:
+    """
+    Args:
+        path: of one GGUF file.
+        described: a pointer, which gets a ggml context with the file's tensors, without their data.
+    """
     check_header(path)
     keep_log()
+    to_tensors = None if described is None else ctypes.addressof(described)
     with Signals().held():
-        table = ggml_base().gguf_init_from_file(os.fsencode(path), GgufInit(no_alloc=True))
+        table = ggml_base().gguf_init_from_file(os.fsencode(path), GgufInit(no_alloc=True, ctx=to_tensors))
         if not table:
             raise ModelError(f"{path}: is a damaged GGUF file: {last_log()}")
         try:
@@ -314,6 +320,15 @@ def ggml_base() -> Any:
         ("gguf_get_tensor_offset", ctypes.c_size_t, [pointer, number]),
         ("gguf_get_tensor_size", ctypes.c_size_t, [pointer, number]),
         ("gguf_get_tensor_type", ctypes.c_int, [pointer, number]),
+        ("gguf_get_meta_size", ctypes.c_size_t, [pointer]),
+        ("gguf_init_empty", pointer, []),
+        ("gguf_set_kv", None, [pointer, pointer]),
+        ("gguf_set_val_str", None, [pointer, text, text]),
+        ("gguf_remove_key", number, [pointer, text]),
+        ("gguf_add_tensor", None, [pointer, pointer]),
+        ("gguf_write_to_file", ctypes.c_bool, [pointer, text, ctypes.c_bool]),
+        ("ggml_get_tensor", pointer, [pointer, text]),
+        ("ggml_free", None, [pointer]),
     ]
     return declare(ggml_library("ggml-base"), functions)
 

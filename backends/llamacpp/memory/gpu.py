@@ -268,9 +268,15 @@ def kept_off(
     if gpu_layers == 0:
         return ()
     part = plan is not None or layers_on_gpu(gpu_layers, count) < count
-    patterns = [NO_LAYERS] if part and platform == "darwin" else []
+    in_file = platform == "darwin" and not needs_skeleton(plan, gpu_layers, platform)
+    patterns = [NO_LAYERS] if part and in_file else []
     patterns += [EXPERTS.pattern.encode()] if no_experts or (plan and plan.pools) else []
     return tuple(patterns)
+
+
+def needs_skeleton(plan: Plan | None, gpu_layers: int, platform: str) -> bool:
+    """True if a GPU would map experts that are read as they are chosen: they lie between its own weights."""
+    return platform == "darwin" and gpu_layers != 0 and plan is not None and bool(plan.pools)
 
 
 @cache

@@ -122,13 +122,14 @@ class Place:
 class Mixture:
     """Keeps an `ExpertMemory` in step with a pass; `LayerHooks` calls it for every operation."""
 
-    def __init__(self, memory: ExpertMemory, used: int) -> None:
+    def __init__(self, memory: ExpertMemory, used: int, mapped: bool = True) -> None:
         """
         Args:
             memory: slots of experts.
             used: experts that a token uses.
+            mapped: they lie in the mapped file, too.
         """
-        self.memory = memory
+        self.memory, self._mapped = memory, mapped
         self.shape = memory.layers[0].count, used
         self._layers: list[Layer] = []
         self._products: dict[bytes, tuple[int, list[int]]] = {}  # number of the layer, those of weight and bias
@@ -214,7 +215,9 @@ class Mixture:
             if name in self._first:
                 if reported:
                     self._choose(number, tensor)
-                else:  # use the mapped file
+                elif not self._mapped:
+                    raise ModelError(f"{name.decode()} would be computed before its experts are chosen")
+                else:
                     self._layers[number].tell_experts()
                     self._chosen = -1
             if number == self._chosen:
@@ -273,7 +276,14 @@ class Mixture:
 
 
 def open_mixture(
-    path: str, plan: Plan, operations: Sequence[int], notes: list[str], progress: Progress, *, keep: bool
+    path: str,
+    plan: Plan,
+    operations: Sequence[int],
+    notes: list[str],
+    progress: Progress,
+    *,
+    keep: bool,
+    mapped: bool = True,
 ) -> Mixture | None:
     """
     Args:
@@ -283,6 +293,7 @@ def open_mixture(
         notes: gets messages for the user.
         progress: of reading experts at load.
         keep: remember which experts were used most, and begin with what is remembered.
+        mapped: as for `Mixture`.
 
     Returns:
         The mixture, ready to read experts as they are chosen; None if the page cache must hold them.
@@ -294,11 +305,13 @@ def open_mixture(
     used = int(own_values(path).get("expert_used_count", 1))
     about = {"kind": "experts", "target": identity(path)} if keep else None
     try:
-        mixture = Mixture(ExpertMemory(parts(path), layers, plan.pools, about), used)
+        mixture = Mixture(ExpertMemory(parts(path), layers, plan.pools, about), used, mapped)
     except OSError as error:
         raise ModelError(f"{path}: experts cannot be read: {error}") from error
     try:
         if why := mixture.learn(operations):
+            if not mapped:
+                raise ModelError(f"{path}: experts cannot be read as they are chosen: {why}; use --gpu-layers 0")
             notes.append(f"experts are left to the page cache, which is slow: {why}")
             mixture.memory.close()
             return None

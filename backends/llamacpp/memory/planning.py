@@ -50,6 +50,7 @@ from ..ggml.files import (
     parts,
     size_lines,
 )
+from ..ggml.skeleton import skeleton_tensors
 from ..head_files import find_head, starts_from
 from ..lending.rpc import choose_lent, memory_of_lenders
 from .gpu import Buffers, auto_layers, check_spans, experts_too_large, kept_off, largest_copy, room_on
@@ -229,15 +230,17 @@ class MemoryPlanner:
         room, drafts = room_on(self.gpus, buffers), self._drafts(size)
         return largest_copy(self.tensors, True) <= room - (drafts if drafts <= room // 2 else 0)
 
-    def _sizes_on_gpu(self, sizes: Sequence[ContextSize], gpu_layers: int, experts_here: bool, drafts: int) -> int:
+    def _sizes_on_gpu(
+        self, sizes: Sequence[ContextSize], gpu_layers: int, experts_here: bool, drafts: int, tensors: Sequence[Tensor]
+    ) -> int:
         """
         Returns:
             How many of these ascending sizes have buffers for which GPUs have room; at least 1.
         """
         if not gpu_layers or self.borrowed or not self.gpus:
             return len(sizes)
-        patterns = kept_off(None, gpu_layers, count_layers(self.tensors), experts_here, platform=self.machine.platform)
-        _, there = divide(self.tensors, gpu_layers, patterns)
+        patterns = kept_off(None, gpu_layers, count_layers(tensors), experts_here, platform=self.machine.platform)
+        _, there = divide(tensors, gpu_layers, patterns)
         mapped = self.machine.platform == "darwin"
         weights = sum(one.size for one in (spans(there) if mapped else there))
         buffers = self._rehearse(self.path, sizes)
@@ -271,6 +274,10 @@ class MemoryPlanner:
         shares = self.machine.platform == "darwin" and not lent
         gpu: dict[str, Any] = {"kept": max(on_gpu if shares else 0, self.head_layers - (0 if shares else on_gpu))}
         gpu |= {"on_device": 0 if shares else on_gpu}
+        # A Mac's GPU would map experts between its weights, so a skeleton has these in another order.
+        hollow = shares and gpu_layers != 0 and bool(layers)
+        tensors = skeleton_tensors(self.path, layers, self.tensors) if hollow else self.tensors
+        experts_here |= hollow
         gpu |= {"experts_here": experts_here, "output_here": lent}
         sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
         drafts = self._drafts(size)
@@ -280,17 +287,17 @@ class MemoryPlanner:
             for streams in (True, False)[: 1 + (gpu_layers > 0)]:
                 needs = [drafts + one for one in self.needs(sizes, gpu_layers, streams)]
                 works = [work_of(layers, used * one.max_nodes) for one in sizes]
-                plans = _plans(self.tensors, self.room, list(zip(needs, works, strict=True)), gpu, layers)
+                plans = _plans(tensors, self.room, list(zip(needs, works, strict=True)), gpu, layers)
                 if plans[0] and plans[0].streamed:
                     break
             return plans
 
         # Where nothing is read, no larger chunk than asked for gains anything; contexts of six sizes take seconds.
         asked = [one for one in sizes if one.chunk <= size.chunk]
-        asked = asked[: self._sizes_on_gpu(asked, gpu_layers, experts_here, drafts)][-1:]
+        asked = asked[: self._sizes_on_gpu(asked, gpu_layers, experts_here, drafts, tensors)][-1:]
         with suppress(UsageError):
             sizes = asked if asked and planned(asked) == [None] else sizes
-        sizes = sizes[: self._sizes_on_gpu(sizes, gpu_layers, experts_here, drafts)]
+        sizes = sizes[: self._sizes_on_gpu(sizes, gpu_layers, experts_here, drafts, tensors)]
         try:
             plans = planned(sizes)
         except NoRoom:
@@ -311,7 +318,7 @@ class MemoryPlanner:
         if plan.streamed and not can_stream(self.machine):
             return paging
         plan = replace(plan, draft_bytes=drafts)
-        if shares:
+        if shares and not hollow:
             check_spans(plan, self.tensors, gpu_layers)
         kind = self.machine.file_system
         if kind in NETWORK_FILE_SYSTEMS:
