@@ -1,5 +1,7 @@
 """The size of a context, and llama.cpp's parameters for it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,6 +156,18 @@ def make_context(path: str, model: Any, size: ContextSize, params: Any) -> Any:
     return context
 
 
+@contextmanager
+def trial_context(path: str, model: Any, size: ContextSize, params: Any) -> Iterator[Any]:
+    """A context for few tokens of one sequence, without `op_offload`."""
+    trial = type(params).from_buffer_copy(params)
+    trial.n_ctx, trial.n_seq_max, trial.op_offload = 1, 1, False
+    context = make_context(path, model, size, trial)
+    try:
+        yield context
+    finally:
+        llama_cpp.llama_free(context)
+
+
 def settle_attention(path: str, model: Any, size: ContextSize, params: Any) -> None:
     """Let `params` have flash attention if the model's devices compute it.
 
@@ -162,10 +176,7 @@ def settle_attention(path: str, model: Any, size: ContextSize, params: Any) -> N
     """
     if params.flash_attn_type != llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO:
         return
-    trial = type(params).from_buffer_copy(params)
-    trial.n_ctx, trial.n_seq_max, trial.op_offload = 1, 1, False
-    with logged() as lines:
-        llama_cpp.llama_free(make_context(path, model, size, trial))
+    with logged() as lines, trial_context(path, model, size, params):
         refused = any("Flash Attention" in line and "disabled" in line for line in lines)
     kinds = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED, llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.flash_attn_type = kinds[refused]

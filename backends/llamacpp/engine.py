@@ -8,6 +8,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from edgespec.errors import ModelError, UsageError, check_whole
@@ -41,7 +42,7 @@ from .lending.rpc import lent_line, lent_options
 from .memory.attention import ALIKE, by_cell, can_be_alike, capture_cpu_backend, row_hook
 from .memory.gpu import find_gpus, kept_off, needs_skeleton, overrides
 from .memory.layer_hooks import LayerHooks
-from .memory.mixture import open_mixture
+from .memory.mixture import open_memory, open_mixture
 from .memory.planning import (
     MIN_NODES,
     SHARE,
@@ -50,6 +51,7 @@ from .memory.planning import (
     mappings_of,
     start_streaming,
 )
+from .memory.pools import place_experts
 from .memory.probe_model import CARRIED, REPACKED, probe_file, probe_options
 from .memory.skip_padding import SkipPadding, has_experts
 from .memory.threads import other_load
@@ -251,7 +253,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
         notes.append(lent_line(path, plan.gpu_layers))
     model = load_model(file, **_model_params(plan, way))
     hooks: LayerHooks | SkipPadding | None = None
-    context = None
+    context, memory = None, None
     try:
         content = content_of(*parts(path))
         if is_recurrent(model):
@@ -281,15 +283,19 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
         params.op_offload = "op_offload" not in computing and not plan.borrowed
         if params.op_offload and "device" in computing:
             settle_attention(path, model, size, params)
+        if isinstance(hooks, LayerHooks) and weights and weights.device_pools:
+            whole = partial(hooks.operations, whole=True)
+            memory = place_experts(path, model, size, params, weights, whole, notes, keep=options.remember)
+            if memory is None:
+                weights = hooks.streamer.plan = replace(weights, device_pools=())
         with capture_cpu_backend() if ALIKE.keys() <= computing.keys() else nullcontext(list[int]()) as processors:
             context = make_context(path, model, size, params)
         if hooks and hooks.skip_padding:
             hooks.skip_padding.learn(context)
         elif isinstance(hooks, LayerHooks) and weights and chosen:
             operations = hooks.operations(context, whole=plan.gpu_layers != 0)
-            hooks.mixture = open_mixture(
-                path, weights, operations, notes, progress, keep=options.remember, mapped=file == path
-            )
+            memory = memory or open_memory(path, weights, options.remember)
+            hooks.mixture = open_mixture(path, memory, operations, notes, progress, mapped=file == path)
             if hooks.mixture is None:
                 weights = hooks.streamer.plan = replace(weights, pools=(), pool_bytes=0)
         if weights:
@@ -297,6 +303,8 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
     except BaseException:
         if context:
             llama_cpp.llama_free(context)
+        if memory:
+            memory.close()
         if hooks:
             hooks.close()
         llama_cpp.llama_model_free(model)

@@ -6,7 +6,7 @@ next layer before its router has chosen.
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -76,7 +76,13 @@ def own_memory(size: int) -> tuple[Any, int]:
 
 
 class ExpertMemory:
-    """All methods belong to the thread that computes; `number` and `weight` are as in `Load`."""
+    """All methods belong to the thread that computes; `number` and `weight` are as in `Load`.
+
+    Attributes:
+        on_devices: numbers of layers whose slots are a device's.
+    """
+
+    on_devices: Collection[int] = ()
 
     def __init__(
         self,
@@ -234,18 +240,20 @@ class ExpertMemory:
             self._start(number, residents.place(row, experts))
         return residents.slots_of(row)
 
-    def expect(self, number: int, used: Sequence[int]) -> None:
+    def expect(self, number: int, used: Sequence[int], experts: Sequence[int] | None = None) -> None:
         """Start to read as many experts of a layer as have room beside those that the layer before it uses.
 
         Args:
             number: of the layer.
             used: experts of the layer before it.
+            experts: those that may be wanted; None: all.
         """
         place, before = self._places[number], self._places[number - 1]
         kept = self._filling(place.residents)
         if before.residents is place.residents:
             kept += before.slots_of(used)
-        self._start(number, place.residents.place(place.row, range(self.layers[number].count), kept))
+        some = range(self.layers[number].count) if experts is None else experts
+        self._start(number, place.residents.place(place.row, some, kept))
 
     def _filling(self, residents: Residents) -> list[int]:
         """Slots of a pool that threads fill."""

@@ -129,10 +129,12 @@ class Pool:
     Attributes:
         layers: numbers of the layers that share it, among those with experts.
         slots: experts that it holds.
+        device: in whose memory it lies; "": in this one.
     """
 
     layers: tuple[int, ...]
     slots: int
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,7 @@ class Plan:
         experts: of a layer.
         pools: for experts; (): `cached` is left to the page cache.
         pool_bytes: memory of these.
+        device_pools: for experts of layers that devices compute; what these lack comes from `pools`.
         draft_bytes: part of `needed` that the draft takes.
     """
 
@@ -161,6 +164,7 @@ class Plan:
     experts: int = 0
     pools: tuple[Pool, ...] = ()
     pool_bytes: int = 0
+    device_pools: tuple[Pool, ...] = ()
     draft_bytes: int = 0
 
     @property

@@ -312,6 +312,16 @@ def ggml_base() -> Any:
         ("ggml_row_size", ctypes.c_size_t, [ctypes.c_int, number]),
         ("ggml_type_name", text, [ctypes.c_int]),
         ("ggml_backend_buffer_is_host", ctypes.c_bool, [pointer]),
+        ("ggml_backend_buffer_clear", None, [pointer, ctypes.c_uint8]),
+        ("ggml_backend_buffer_free", None, [pointer]),
+        ("ggml_backend_buffer_get_base", pointer, [pointer]),
+        ("ggml_backend_buffer_set_usage", None, [pointer, ctypes.c_int]),
+        ("ggml_backend_buft_alloc_buffer", pointer, [pointer, ctypes.c_size_t]),
+        ("ggml_backend_buft_get_alloc_size", ctypes.c_size_t, [pointer, pointer]),
+        ("ggml_backend_dev_buffer_type", pointer, [pointer]),
+        ("ggml_backend_tensor_alloc", ctypes.c_int, [pointer, pointer, pointer]),
+        ("ggml_backend_tensor_get", None, [pointer, pointer, ctypes.c_size_t, ctypes.c_size_t]),
+        ("ggml_backend_tensor_set", None, [pointer, pointer, ctypes.c_size_t, ctypes.c_size_t]),
         ("gguf_init_from_file", pointer, [text, GgufInit]),
         ("gguf_free", None, [pointer]),
         ("gguf_get_data_offset", ctypes.c_size_t, [pointer]),
@@ -350,6 +360,12 @@ def ggml() -> Any:
         ("ggml_backend_unload", None, [pointer]),
     ]
     return declare(ggml_library("ggml"), functions)
+
+
+def find_device(name: str) -> int | None:
+    library = ggml()
+    devices = map(library.ggml_backend_dev_get, range(library.ggml_backend_dev_count()))
+    return next((one for one in devices if library.ggml_backend_dev_name(one) == name.encode()), None)
 
 
 @cache

@@ -4,6 +4,7 @@ llama.cpp finds the weights of expert e at `data + e * nb[2]` of a tensor with a
 Before a layer's experts are computed, these get the address, distance and number of the slots of
 `edgespec/weights/expert_memory.py`, and slot numbers replace the numbers of the chosen experts; each pass restores all.
 An unchanged operation reads the mapped file. Biases are further weights; their experts are counted by `ne[1]`.
+Tensors of layers on devices keep the addresses of slots (`pools.py`), so there an unchanged operation would be wrong.
 
 Nodes of a layer (llama-graph.cpp, `build_moe_ffn`):
 
@@ -14,7 +15,7 @@ Nodes of a layer (llama-graph.cpp, `build_moe_ffn`):
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Self
@@ -81,9 +82,12 @@ class Layer:
 
     def add(self, address: int, dimension: int, memory: ExpertMemory, number: int, weight: int) -> None:
         """Add a tensor, whose `dimension` counts experts."""
-        tensor, stride = GgmlTensor.from_address(address), memory.layers[number].stride(weight)
-        slots = Place(dimension, memory.base(number, weight), memory.slots(number), stride)
-        self.tensors.append((tensor, Place.of(tensor, dimension), slots))
+        tensor = GgmlTensor.from_address(address)
+        slots = experts = Place.of(tensor, dimension)
+        if number not in memory.on_devices:
+            stride = memory.layers[number].stride(weight)
+            slots = Place(dimension, memory.base(number, weight), memory.slots(number), stride)
+        self.tensors.append((tensor, experts, slots))
 
     def tell_slots(self) -> None:
         for tensor, _, slots in self.tensors:
@@ -165,14 +169,18 @@ class Mixture:
             if at and operation.names[at.source] in places:
                 if operation.name in self._products:
                     return f"two operations are called {operation.name.decode()}"
-                if not all(map(is_here, (operation.sources[at.source], operation.sources[2]))):
-                    return f"{operation.name.decode()} is computed where this program cannot look"
                 number, weight = places[operation.names[at.source]]
+                there, first = number in self.memory.on_devices, not self._layers[number].tensors
+                if not there and not all(map(is_here, (operation.sources[at.source], operation.sources[2]))):
+                    return f"{operation.name.decode()} is computed where this program cannot look"
+                if not first and chosen.get(operation.sources[2]) != number:
+                    return f"{operation.name.decode()} has other experts' numbers than its layer"
                 if operation.op == PRODUCT:
-                    if not self._layers[number].tensors:
+                    if first:
                         self._first.add(operation.name)
                     self._products[operation.name] = number, self.memory.layers[number].with_bias(weight)
-                    self._before.add(before.name)
+                    if first or not there:
+                        self._before.add(before.name)
                     chosen |= dict.fromkeys((operation.sources[2], root_of(operation.sources[2])), number)
                 self._layers[number].add(operation.sources[at.source], at.dimension, self.memory, number, weight)
             elif chosen.keys() & {*operation.sources, *map(root_of, operation.sources)}:
@@ -215,7 +223,7 @@ class Mixture:
             if name in self._first:
                 if reported:
                     self._choose(number, tensor)
-                elif not self._mapped:
+                elif number in self.memory.on_devices or not self._mapped:
                     raise ModelError(f"{name.decode()} would be computed before its experts are chosen")
                 else:
                     self._layers[number].tell_experts()
@@ -239,26 +247,26 @@ class Mixture:
         self._forget_slots()
         self._chosen = -1
         numbers = GgmlTensor.from_address(tensor).src[2]
-        chosen = self._chosen_by_row(numbers)
+        content = numbers_at(numbers)
+        chosen = self._chosen_by_row(numbers, content)
         if not chosen.size:
             return
         prompt = chosen[: len(chosen) - self._padding * (len(chosen) == self._rows)] if self._prompt else None
         slots = self.memory.choose(number, chosen, prompt)
         chosen[...] = slots[chosen]
-        if self._padding and len(chosen) == self._rows and not self._prompt:
+        if not is_here(numbers):
+            ggml_base().ggml_backend_tensor_set(numbers, content.ctypes.data, 0, content.nbytes)
+        elif self._padding and len(chosen) == self._rows and not self._prompt:
             self._numbers = numbers, self._rows - self._padding
         self._layers[number].tell_slots()
         self._told.append(self._layers[number])
         self._chosen = number
 
-    def _chosen_by_row(self, address: int) -> NDArray[np.int32]:
-        """A view of the chosen experts [rows, used] in llama.cpp's memory; padding rows get the first row's experts."""
+    def _chosen_by_row(self, address: int, numbers: NDArray[np.int32]) -> NDArray[np.int32]:
+        """A view of the chosen experts [rows, used] in `numbers`; padding rows get the first row's experts."""
         tensor = GgmlTensor.from_address(address)
-        used, rows, stride = tensor.ne[0], tensor.ne[1], tensor.nb[1] // 4
-        if rows == 0:
-            return np.zeros((0, used), np.int32)
-        numbers = (ctypes.c_int32 * (stride * (rows - 1) + used)).from_address(tensor.data)
-        found = np.lib.stride_tricks.as_strided(np.frombuffer(numbers, np.int32), (rows, used), (4 * stride, 4))
+        rows = tensor.ne[1]
+        found = np.lib.stride_tricks.as_strided(numbers, (rows, tensor.ne[0]), (tensor.nb[1], 4))
         if self._padding and rows == self._rows and not self._prompt:
             found[rows - self._padding :] = found[0]
         return found
@@ -275,24 +283,54 @@ class Mixture:
         self.memory.finish()
 
 
+def numbers_at(address: int) -> NDArray[np.int32]:
+    """The memory of a tensor of whole numbers; a copy, if a device has it."""
+    tensor = GgmlTensor.from_address(address)
+    if not tensor.ne[1]:
+        return np.empty(0, np.int32)
+    size = tensor.nb[1] // 4 * (tensor.ne[1] - 1) + tensor.ne[0]
+    if is_here(address):
+        return np.ctypeslib.as_array((ctypes.c_int32 * size).from_address(tensor.data))
+    found = np.empty(size, np.int32)
+    ggml_base().ggml_backend_tensor_get(address, found.ctypes.data, 0, found.nbytes)
+    return found
+
+
+def open_memory(path: str, plan: Plan, keep: bool, kind: Callable[..., ExpertMemory] = ExpertMemory) -> ExpertMemory:
+    """
+    Args:
+        path: of the model; for a split one its first file.
+        plan: that gives experts slots.
+        keep: remember which experts were used most, and begin with what is remembered.
+        kind: makes it.
+
+    Raises:
+        ModelError: the experts cannot be read.
+    """
+    layers = find_expert_layers(path, loaded_tensors(path))
+    about = {"kind": "experts", "target": identity(path)} if keep else None
+    try:
+        return kind(parts(path), layers, plan.pools, about)
+    except OSError as error:
+        raise ModelError(f"{path}: experts cannot be read: {error}") from error
+
+
 def open_mixture(
     path: str,
-    plan: Plan,
+    memory: ExpertMemory,
     operations: Sequence[int],
     notes: list[str],
     progress: Progress,
     *,
-    keep: bool,
     mapped: bool = True,
 ) -> Mixture | None:
     """
     Args:
         path: of the model; for a split one its first file.
-        plan: that gives experts slots.
+        memory: closed if there is no mixture.
         operations: of a pass: `LayerHooks.operations`.
         notes: gets messages for the user.
         progress: of reading experts at load.
-        keep: remember which experts were used most, and begin with what is remembered.
         mapped: as for `Mixture`.
 
     Returns:
@@ -301,22 +339,16 @@ def open_mixture(
     Raises:
         ModelError: the experts cannot be read.
     """
-    layers = find_expert_layers(path, loaded_tensors(path))
-    used = int(own_values(path).get("expert_used_count", 1))
-    about = {"kind": "experts", "target": identity(path)} if keep else None
-    try:
-        mixture = Mixture(ExpertMemory(parts(path), layers, plan.pools, about), used, mapped)
-    except OSError as error:
-        raise ModelError(f"{path}: experts cannot be read: {error}") from error
+    mixture = Mixture(memory, int(own_values(path).get("expert_used_count", 1)), mapped)
     try:
         if why := mixture.learn(operations):
-            if not mapped:
+            if memory.on_devices or not mapped:
                 raise ModelError(f"{path}: experts cannot be read as they are chosen: {why}; use --gpu-layers 0")
             notes.append(f"experts are left to the page cache, which is slow: {why}")
-            mixture.memory.close()
+            memory.close()
             return None
-        mixture.memory.fill_again(progress)
+        memory.fill_again(progress)
     except BaseException:
-        mixture.memory.close()
+        memory.close()
         raise
     return mixture

@@ -1,0 +1,247 @@
+"""Pools of experts in the memory of devices, for layers that devices compute.
+
+The tensors of these layers' experts get the addresses of slots before the model's context is made, and keep them. So a
+pass rewrites only the numbers of chosen experts, and the device computes all of the layer. What its pool lacks is
+wanted from the pools in this machine's memory, and uploaded from there: once it is read, if it was on disk.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from edgespec.loop.engines import Progress
+from edgespec.weights.expert_memory import ExpertMemory
+from edgespec.weights.experts import ExpertLayer, Residents, SlotArray
+from edgespec.weights.plan import Plan, Pool
+
+from ..context import ContextSize, trial_context
+from ..ggml.files import find_device, ggml_base, loaded_tensors
+from ..ggml.ggml_tensor import GgmlTensor
+from .mixture import USERS, Mixture, open_memory, operation_at
+from .planning import find_expert_layers
+
+WEIGHTS = 1  # GGML_BACKEND_BUFFER_USAGE_WEIGHTS
+Tensors = dict[str, tuple[int, int]]  # by name: its address, and its dimension that counts experts
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A layer's place in its pool on a device.
+
+    Attributes:
+        residents: of the pool.
+        row: of the layer in it.
+        tensors: addresses of the layer's, for each weight.
+    """
+
+    residents: Residents
+    row: int
+    tensors: tuple[int, ...]
+
+
+class DevicePools:
+    """Memory of devices in which tensors of experts lie until `close`."""
+
+    def __init__(self, layers: Sequence[ExpertLayer], pools: Iterable[Pool], tensors: Tensors) -> None:
+        """Args:
+            layers: of the model.
+            pools: of some of them.
+            tensors: of all their experts.
+
+        Raises:
+            OSError: a device has no memory.
+        """
+        self.places: dict[int, _Place] = {}
+        self._buffers: list[int] = []
+        self._before: list[tuple[int, bytes]] = []
+        try:
+            for pool in pools:
+                residents = Residents(len(pool.layers), layers[pool.layers[0]].count, pool.slots)
+                for row, number in enumerate(pool.layers):
+                    addresses = tuple(tensors[tensor.name][0] for tensor in layers[number].tensors)
+                    self.places[number] = _Place(residents, row, addresses)
+                for i in range(len(layers[pool.layers[0]].tensors)):
+                    self._move(pool, [tensors[layers[number].tensors[i].name] for number in pool.layers])
+        except BaseException:
+            self.close()
+            raise
+
+    def _move(self, pool: Pool, tensors: Sequence[tuple[int, int]]) -> None:
+        """Have tensors of one kind lie in one array of slots, of which a computing device reads whole rows beyond."""
+        library, buffer, device = ggml_base(), 0, find_device(pool.device)
+        for address, dimension in tensors:
+            tensor = GgmlTensor.from_address(address)
+            self._before.append((address, bytes(tensor)))
+            tensor.ne[dimension] = pool.slots
+            for i in range(dimension + 1, len(tensor.ne)):
+                tensor.nb[i] = tensor.nb[i - 1] * tensor.ne[i - 1]
+            if not buffer:
+                kind = library.ggml_backend_dev_buffer_type(device)
+                size = library.ggml_backend_buft_get_alloc_size(kind, address)
+                buffer = library.ggml_backend_buft_alloc_buffer(kind, size) or 0
+                if not buffer:
+                    raise OSError(f"{pool.device} has no {size} bytes for a pool")
+                self._buffers.append(buffer)
+                library.ggml_backend_buffer_set_usage(buffer, WEIGHTS)
+                library.ggml_backend_buffer_clear(buffer, 0)
+            tensor.buffer = tensor.data = None
+            library.ggml_backend_tensor_alloc(buffer, address, library.ggml_backend_buffer_get_base(buffer))
+
+    def close(self) -> None:
+        """Give the tensors back what they had; no context may use them any more."""
+        for address, content in self._before:
+            ctypes.memmove(address, content, len(content))
+        for buffer in self._buffers:
+            ggml_base().ggml_backend_buffer_free(buffer)
+        self._before, self._buffers, self.places = [], [], {}
+
+
+class TieredMemory(ExpertMemory):
+    """An `ExpertMemory` with pools on devices before its own, for some layers."""
+
+    def __init__(self, devices: DevicePools, *given: Any) -> None:
+        """
+        Args:
+            devices: closed with this memory.
+            given: as for `ExpertMemory`.
+        """
+        self._devices = devices
+        self._missing: tuple[int, list[tuple[int, int]]] = -1, []  # number of the layer; (expert, slot) to be uploaded
+        super().__init__(*given)
+        self.on_devices = devices.places.keys()
+
+    @property
+    def scores(self) -> list[list[float]]:
+        found = super().scores
+        for number, place in self._devices.places.items():
+            found[number] = place.residents.scores[place.row].tolist()
+        return found
+
+    def fill(self, scores: Sequence[Sequence[float]], progress: Progress) -> None:
+        for number, place in self._devices.places.items():
+            place.residents.scores[place.row] = scores[number]
+        super().fill(scores, progress)
+
+    def want(self, number: int, experts: Sequence[int], prompt: ArrayLike | None = None) -> SlotArray:
+        if (place := self._devices.places.get(number)) is None:
+            return super().want(number, experts, prompt)
+        residents, row = place.residents, place.row
+        missing = [expert for expert in experts if residents.slots_of(row)[expert] < 0]
+        if prompt is None:
+            residents.use(row, experts)
+            self.wanted += len(experts) - len(missing)
+            self.hits += len(experts) - len(missing)
+        else:
+            residents.use_in_turn(row, prompt)
+        if missing:  # a prompt counts once there
+            super().want(number, missing, None if prompt is None else [missing])
+            self._missing = number, residents.place(row, experts)
+        return residents.slots_of(row)
+
+    def expect(self, number: int, used: Sequence[int], experts: Sequence[int] | None = None) -> None:
+        if self._missing[0] == number - 1:
+            used = [expert for expert, _ in self._missing[1]]
+        if place := self._devices.places.get(number):
+            experts = np.flatnonzero(place.residents.slots_of(place.row) < 0).tolist()
+        super().expect(number, used, experts)
+
+    def wait(self, number: int, weights: Sequence[int] | None = None) -> None:
+        """As before; what a device lacks is uploaded, all weights together."""
+        if (place := self._devices.places.get(number)) is None:
+            super().wait(number, weights)
+            return
+        if self._missing[0] != number:
+            return
+        super().wait(number)
+        layer, here = self.layers[number], self._places[number]
+        slots = here.residents.slots_of(here.row)
+        for i, tensor in enumerate(place.tensors):
+            base, stride, size = self.base(number, i), layer.stride(i), layer.expert_size(i)
+            for expert, slot in self._missing[1]:
+                source = base + int(slots[expert]) * stride
+                upload(tensor, source, slot * size, size)
+        self._missing = -1, []
+
+    def _forget_missing(self) -> None:
+        number, missing = self._missing
+        for expert, _ in missing:
+            self._devices.places[number].residents.forget(self._devices.places[number].row, expert)
+        self._missing = -1, []
+
+    def finish(self) -> None:
+        self._forget_missing()
+        super().finish()
+
+    def close(self) -> None:
+        super().close()
+        self._devices.close()
+
+
+def place_experts(
+    path: str,
+    model: Any,
+    size: ContextSize,
+    params: Any,
+    plan: Plan,
+    operations: Callable[[Any], Sequence[int]],
+    notes: list[str],
+    *,
+    keep: bool,
+) -> ExpertMemory | None:
+    """Move experts of a model to devices, before its context is made.
+
+    Args:
+        path: of the model; for a split one its first file.
+        model: with all experts in this machine's memory.
+        size, params: of the context.
+        plan: with pools on devices.
+        operations: returns the addresses of all operations of a pass in a context.
+        notes: gets messages for the user.
+        keep: as for `open_memory`.
+
+    Returns:
+        For `open_mixture`; None: they stay where they were.
+
+    Raises:
+        ModelError: the experts cannot be read.
+    """
+    layers, memory = find_expert_layers(path, loaded_tensors(path)), None
+    try:
+        with trial_context(path, model, size, params) as context:
+            tensors = expert_tensors(operations(context), layers)
+        if len(tensors) < sum(len(layer.tensors) for layer in layers):
+            raise OSError("the graph has other experts than the file")
+        devices = DevicePools(layers, plan.device_pools, tensors)
+        memory = open_memory(path, plan, keep, lambda *given: TieredMemory(devices, *given))
+        with trial_context(path, model, size, params) as context:
+            why = Mixture(memory, 1).learn(operations(context))
+    except OSError as error:
+        why = str(error)
+    except BaseException:
+        if memory:
+            memory.close()
+        raise
+    if why:
+        names = ", ".join(sorted({pool.device for pool in plan.device_pools}))
+        notes.append(f"{names} gets no experts: {why}")
+        if memory:
+            memory.close()
+        return None
+    return memory
+
+
+def upload(tensor: int, source: int, offset: int, size: int) -> None:
+    ggml_base().ggml_backend_tensor_set(tensor, source, offset, size)
+
+
+def expert_tensors(operations: Iterable[int], layers: Iterable[ExpertLayer]) -> Tensors:
+    names, found = {tensor.name.encode() for layer in layers for tensor in layer.tensors}, Tensors()
+    for operation in map(operation_at, operations):
+        user = USERS.get(operation.op)
+        if user and (name := operation.names[user.source]) in names:
+            found[name.decode()] = operation.sources[user.source], user.dimension
+    return found

@@ -1,0 +1,203 @@
+"""Experts of a mixture in pools on a device: as with all of them there, to the bit.
+
+The device is this processor by another name (`mapped_device.py`), whose memory is its own.
+"""
+
+import ctypes
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
+
+import mapped_device
+from edgespec.backends.llamacpp import engine
+from edgespec.backends.llamacpp.backend import LlamaBackend
+from edgespec.backends.llamacpp.ggml.ggml_tensor import GgmlTensor, is_here
+from edgespec.backends.llamacpp.memory import mixture, planning, pools
+from mixture_files import EXPERTS, KINDS, LAYERS, mixtures
+from test_mixture_llamacpp import logits_of
+
+from edgespec.errors import ModelError
+from edgespec.machine.this_machine import Gpu
+from edgespec.weights import direct_io
+from edgespec.weights.plan import Plan, Pool, make_plan
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is locked and dropped on Linux only")
+__all__ = ["mixtures"]
+
+NAME = mapped_device.NAME.decode()
+OPTIONS: dict[str, Any] = {"context_length": 512, "threads": 2, "budget": 32, "kv_type": "f16", "exact": "off"}
+Load = Callable[..., LlamaBackend]
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch, mixtures: Any) -> Iterator[Load]:
+    """Loads a mixture with layers on the device, and their experts in pools there and in memory."""
+    made, device, load = (
+        list[LlamaBackend](),
+        mapped_device.device(own=True),
+        engine.llama_cpp.llama_model_load_from_file,
+    )
+
+    def load_there(path: bytes, params: Any) -> Any:
+        params.devices = params.devices or ctypes.cast(device, ctypes.c_void_p)
+        return load(path, params)
+
+    monkeypatch.setattr(engine.llama_cpp, "llama_model_load_from_file", load_there)
+    monkeypatch.setattr(pools, "find_device", lambda name: device[0] if name == NAME else None)
+    monkeypatch.setattr(engine, "find_gpus", lambda: [Gpu(NAME, False, 1 << 40)])
+
+    def get(kind: str, slots: int = EXPERTS + 3, here: int = EXPERTS, there: int = LAYERS) -> LlamaBackend:
+        def plan_memory(planner: planning.MemoryPlanner, size: Any, *given: Any) -> tuple[Plan | None, Any, list[str]]:
+            plan = make_plan(planner.tensors, 1 << 19, 0, on_device=there, experts_here=True)
+            assert plan
+            on_disk = (Pool(tuple(range(LAYERS)), here),)
+            device_pools = (Pool(tuple(range(LAYERS - there, LAYERS)), slots, NAME),) if slots else ()
+            return replace(plan, experts=EXPERTS, pools=on_disk, device_pools=device_pools), size, []
+
+        with monkeypatch.context() as patch:
+            patch.setattr(planning.MemoryPlanner, "plan_memory", plan_memory)
+            made.append(engine.load(str(mixtures[kind]), gpu_layers=there + 1, memory="1G", **OPTIONS))
+        return made[-1]
+
+    yield get
+    for backend in made:
+        backend.close()
+
+
+@pytest.fixture
+def expected(mixtures: Any) -> Callable[[str], list[Any]]:
+    def get(kind: str) -> list[Any]:
+        backend = engine.load(str(mixtures[kind]), repack=False, **OPTIONS)
+        found = logits_of(backend)
+        backend.close()
+        return found
+
+    return get
+
+
+def check(backend: LlamaBackend, right: list[Any]) -> None:
+    for row, one in zip(logits_of(backend), right, strict=True):
+        assert np.array_equal(row, one)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("there", [LAYERS, 1])
+@pytest.mark.parametrize(("slots", "here"), [(EXPERTS, EXPERTS), (EXPERTS + 3, 2 * EXPERTS)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_numbers_are_those_of_the_model_in_memory(kind, slots, here, there, on_device, expected):
+    right, backend = expected(kind), on_device(kind, slots, here, there)
+    memory = backend.mixture.memory
+    assert len(memory.on_devices) == there
+    for _ in range(2):  # with empty pools, and as they were left
+        check(backend, right)
+    assert 0 < memory.hits < memory.wanted
+
+
+def test_devices_compute_the_experts_of_their_layers(on_device):
+    backend = on_device("gpt-oss", there=2)
+    operations = backend._hooks.operations(backend.context, whole=True)
+    products = [one for one in operations if mixture.operation_at(one).op in mixture.USERS]
+    assert [is_here(one) for one in products] == [True] * 6 + [False] * 12
+
+
+def test_what_is_on_the_device_is_read_once(on_device):
+    backend = on_device("mixtral", slots=LAYERS * EXPERTS)
+    logits_of(backend)
+    read = backend.mixture.memory.bytes_read
+    right = logits_of(backend)
+    assert backend.mixture.memory.bytes_read == read
+    check(backend, right)
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_an_operation_that_is_not_reported_fails_the_pass(layer, on_device, expected):
+    """As if llama.cpp had changed its graph: an expert's number is not that of its slot."""
+    backend = on_device("qwen3 moe")
+    before = backend.mixture._before
+    stops = [name for name in before if f"-{layer}".encode() in name]
+    assert len(stops) == 1
+    before.difference_update(stops)
+    with pytest.raises(ModelError, match=r"would be computed before its experts are chosen"):
+        logits_of(backend)
+    for session in [*backend.sessions]:
+        session.close()
+    before.update(stops)
+    check(backend, expected("qwen3 moe"))
+
+
+@pytest.mark.parametrize("uploads", [0, 1, 4, 20])
+def test_an_expert_that_is_not_there_completely_is_missing(uploads, on_device, expected, monkeypatch):
+    backend, real, left = on_device("mixtral"), pools.upload, uploads
+
+    def upload(*given: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        real(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pools, "upload", upload)
+        with pytest.raises(KeyboardInterrupt):
+            logits_of(backend)
+    for session in [*backend.sessions]:
+        session.close()
+    check(backend, expected("mixtral"))
+
+
+def test_a_disk_error_in_the_middle(on_device, expected, monkeypatch):
+    backend, real, left = on_device("mixtral"), direct_io.read_unaligned, 7
+
+    def read(*given: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError("the disk is on fire")
+        real(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(direct_io, "read_unaligned", read)
+        with pytest.raises(ModelError, match="cannot be read: the disk is on fire"):
+            logits_of(backend)
+    for session in [*backend.sessions]:
+        session.close()
+    check(backend, expected("mixtral"))
+
+
+def test_experts_stay_in_memory_where_a_device_cannot_have_them(on_device, expected, monkeypatch):
+    """It has no memory left, or its graph has operations that nobody knows."""
+    right, library = expected("gpt-oss"), pools.ggml_base()
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "ggml_backend_buft_alloc_buffer", lambda kind, size: None)
+        full = on_device("gpt-oss")
+    learn = mixture.Mixture.learn
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            mixture.Mixture, "learn", lambda one, found: "of that" if one.memory.on_devices else learn(one, found)
+        )
+        unknown = on_device("gpt-oss")
+    for backend, why in ((full, f"{NAME} has no [0-9]+ bytes for a pool"), (unknown, "of that")):
+        assert not backend.mixture.memory.on_devices
+        [note] = [note for note in backend.notes if note.startswith(f"{NAME} gets no experts: ")]
+        assert re.search(why, note)
+        check(backend, right)
+
+
+def test_tensors_get_back_what_they_had(on_device):
+    backend = on_device("gpt-oss")
+    places = backend.mixture.memory._devices.places
+    tensors = [GgmlTensor.from_address(address) for place in places.values() for address in place.tensors]
+    assert len(tensors) == LAYERS * 6
+    before = backend.mixture.memory._devices._before
+    moved = [bytes(tensor) for tensor in tensors]
+    assert not set(moved) & {content for _, content in before}
+    logits_of(backend)
+    assert [bytes(tensor) for tensor in tensors] == moved
