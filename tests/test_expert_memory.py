@@ -23,6 +23,7 @@ POOLS = {  # by name, from the smallest to one that holds all
     "one layer": [Pool((0, 1, 2, 3), COUNT)],
     "some": [Pool((0, 1, 2, 3), 2 * COUNT + 1)],
     "by turns": [Pool((0, 2), COUNT + 2), Pool((1, 3), COUNT)],
+    "half of all": [Pool((0, 2), 2 * COUNT), Pool((1, 3), COUNT)],
     "all": [Pool((0, 1, 2, 3), LAYERS * COUNT)],
 }
 
@@ -126,10 +127,8 @@ def test_reads_that_are_slow_when_a_pass_ends(content, opened, pools, monkeypatc
 @pytest.mark.parametrize("pools", POOLS)
 def test_any_passes(content, opened, pools):
     """Few and many experts by turns, with and without reading ahead, passes given up in the middle."""
-    _, layers, data = content
+    data = content[2]
     rng, memory = np.random.default_rng(len(pools)), opened(pools)
-    memory.fill(rng.random((LAYERS, COUNT)).tolist(), lambda done, total: None)
-    assert memory.bytes_read == sum(pool.slots for pool in POOLS[pools]) * layers[0].bytes_each
     for _ in range(8):
         memory.begin()
         many = rng.random() < 0.5
@@ -139,6 +138,35 @@ def test_any_passes(content, opened, pools):
             if many and number + 1 < LAYERS and rng.random() < 0.7:
                 memory.expect(number + 1, experts)
         memory.finish()
+
+
+@pytest.mark.parametrize(("pools", "whole"), [("all", [0, 1, 2, 3]), ("half of all", [0, 2]), ("some", [])])
+def test_only_pools_that_hold_all_are_read_before_a_pass(content, opened, pools, whole):
+    """An answer uses all of these anyway, and the numbers of their slots never change."""
+    _, layers, data = content
+    memory, told = opened(pools), []
+    assert memory.bytes_read == 0
+    memory.fill(lambda *done: told.append(done))
+    filled = len(whole) * COUNT * layers[0].bytes_each
+    assert memory.bytes_read == filled
+    assert told[-1:] == [(filled, filled)] * bool(whole)
+    stay = [slots if slots is None else slots.tolist() for slots in map(memory.stays, range(LAYERS))]
+    for number in range(LAYERS):
+        check(memory, data, number, [4, 1])
+    assert [number for number in range(LAYERS) if stay[number]] == whole
+    assert all(stay[number] == memory.stays(number).tolist() for number in whole)
+    assert memory.bytes_read == filled + 2 * (LAYERS - len(whole)) * layers[0].bytes_each
+
+
+def test_scores_that_are_remembered_count_and_read_nothing(content, monkeypatch):
+    path, layers, _ = content
+    scores = np.random.default_rng(0).random((LAYERS, COUNT)).tolist()
+    for known in ([], scores, scores[1:], [one[1:] for one in scores]):
+        monkeypatch.setattr(expert_memory, "recall", lambda about, form, known=known: known)
+        memory = ExpertMemory([str(path)], layers, POOLS["some"], {"kind": "experts"})
+        assert memory.scores == (scores if known is scores else np.zeros((LAYERS, COUNT)).tolist())
+        assert memory.bytes_read == 0
+        memory.close()
 
 
 def test_what_is_in_memory_is_not_read_again(content, opened):

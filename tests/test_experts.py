@@ -100,13 +100,6 @@ def test_what_could_not_be_read_is_missing() -> None:
     assert place(residents, [0, 1]) == [(0, 0)]
 
 
-def test_the_best_of_all_layers_are_kept_and_of_equal_ones_some_of_each() -> None:
-    residents = Residents(2, 4, 5)
-    assert residents.best() == [[0, 1, 2], [0, 1]]
-    residents.scores[:] = [[0, 3, 0, 1], [2, 4, 5, 6]]
-    assert residents.best() == [[1], [0, 1, 2, 3]]
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     st.integers(1, 12),

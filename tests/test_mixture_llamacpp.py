@@ -40,6 +40,7 @@ from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.weights import direct_io as direct
 from edgespec.weights import expert_memory, experts
+from edgespec.weights.expert_memory import ExpertMemory
 from edgespec.weights.plan import Pool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is locked and dropped on Linux only")
@@ -110,11 +111,13 @@ def test_the_numbers_are_those_of_the_model_in_memory(kind, slots, mixtures, fro
     backend = from_disk(kind, *slots)
     memory = backend.mixture.memory
     assert backend.capabilities.experts == (EXPERTS, KINDS[kind][1])
-    for _ in range(2):  # with pools as they were filled, and as they were left
+    for before in ((0, 0), None):  # with empty pools, and as they were left
+        before = before or (memory.wanted, memory.hits)
         for row, right in zip(logits_of(backend), expected, strict=True):
             assert np.array_equal(row, right)
-    assert 0 < memory.hits <= memory.wanted
-    assert (memory.hits == memory.wanted) == (slots == [LAYERS * EXPERTS])
+    wanted, hits = memory.wanted - before[0], memory.hits - before[1]
+    assert 0 < hits <= wanted
+    assert (hits == wanted) == (slots == [LAYERS * EXPERTS])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,8 +143,8 @@ def test_texts_are_equal(kind, mixtures, from_disk):
 
 
 def test_a_disk_error_in_the_middle(monkeypatch, from_disk):
-    backend = from_disk("mixtral", EXPERTS + 3)
-    right = logits_of(backend)
+    right = logits_of(from_disk("mixtral", EXPERTS + 3))
+    backend = from_disk("mixtral", EXPERTS + 3)  # whose slots are empty
     real, left = direct.read_unaligned, 7
 
     def read(*arguments: Any) -> None:
@@ -242,8 +245,8 @@ def test_a_system_that_cannot_move_memory(monkeypatch, from_disk):
     right = logits_of(from_disk("mixtral", EXPERTS + 3))
     monkeypatch.setenv("EDGESPEC_PAGE_CACHE", "1")
     backend = from_disk("mixtral", EXPERTS + 3)
-    assert backend.mixture.memory.bytes_read
     assert all(np.array_equal(*rows) for rows in zip(logits_of(backend), right, strict=True))
+    assert backend.mixture.memory.bytes_read
 
 
 def test_the_page_cache_is_spared_experts_of_padding(monkeypatch, from_disk, mixtures):
@@ -291,13 +294,31 @@ def test_what_was_used_is_remembered(monkeypatch, tmp_path, from_disk):
     first.close()
     second = from_disk("mixtral", EXPERTS + 3).mixture.memory
     assert np.allclose(second.scores, scores, atol=1e-3)
-    best = np.argsort(-scores.round(3).T.ravel(), kind="stable")[: EXPERTS + 3]  # by expert, then by layer
-    held = [
-        (expert, number)
-        for number, place in second._places.items()
-        for expert in np.flatnonzero(place.residents.slots_of(place.row) >= 0)
-    ]
-    assert sorted(held) == sorted((int(at) // LAYERS, int(at) % LAYERS) for at in best)
+    assert second.bytes_read == 0
+
+
+@pytest.mark.parametrize("slots", [[EXPERTS], [LAYERS * EXPERTS]])
+def test_the_first_token_reads_the_experts_that_it_uses(slots, monkeypatch, tmp_path, from_disk):
+    """Nothing else, whether or not it is remembered which were used; and the bits of all loads are equal."""
+    monkeypatch.delenv("EDGESPEC_NO_MEMORY_OF_COSTS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rows, used, want = [], set(), ExpertMemory.want
+    monkeypatch.setattr(
+        ExpertMemory,
+        "want",
+        lambda memory, layer, some, *rest: (
+            used.update((layer, one) for one in some) or want(memory, layer, some, *rest)
+        ),
+    )
+    for _ in range(2):
+        used.clear()
+        backend = from_disk("qwen3 moe", *slots)
+        memory = backend.mixture.memory
+        logits, node = prefill(backend, backend.open(), [5, 9, 2, 7, 5, 9, 1, 4], want_last=True)
+        assert 0 < memory.bytes_read <= 1.1 * len(used) * memory.layers[0].bytes_each
+        rows.append(logits.row(node).copy())
+        backend.close()
+    assert np.array_equal(*rows)
 
 
 def test_padding_reads_nothing(from_disk, mixtures):

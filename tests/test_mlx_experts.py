@@ -336,7 +336,7 @@ def test_no_more_is_read_than_llama_cpp_reads(mixtral, pooled, monkeypatch):
     memory = backend.mixture.memory
     layers = [replace(layer, places=()) for layer in memory.layers]  # as llama.cpp has them: one stack each
     other = ExpertMemory(find_layout(load_weights(mixtral), mixtral).paths, layers, backend.plan.pools)
-    other.fill_again(lambda *_: None)
+    other.fill(lambda *_: None)
     for call in calls:
         if call is None:
             other.finish()
@@ -349,23 +349,21 @@ def test_no_more_is_read_than_llama_cpp_reads(mixtral, pooled, monkeypatch):
 
 
 def test_a_prompt_counts_and_what_was_used_is_remembered(mixtral, pooled, monkeypatch):
-    kept, filled, fill = [], [], ExpertMemory.fill
+    kept, first = [], []
     monkeypatch.setattr(expert_memory, "remember", lambda about, scores: kept.append(scores))
     monkeypatch.setattr(expert_memory, "recall", lambda about, form: kept[-1] if kept else None)
-    monkeypatch.setattr(
-        ExpertMemory, "fill", lambda memory, scores, *rest: filled.append(scores) or fill(memory, scores, *rest)
-    )
     for remember in (False, True, True):
         backend = pooled(mixtral, 1.5, remember=remember)
         memory = backend.mixture.memory
         wanted, scores = memory.wanted, memory.scores
+        first.append(scores)
         prefill(backend, backend.open(), list(range(20)))
         assert memory.wanted == wanted  # which is of generated tokens
         assert memory.scores != scores
         backend.close()
     assert len(kept) == 2
-    assert np.max(filled[1]) == 0
-    assert filled[2] == kept[0]
+    assert np.max(first[1]) == 0
+    assert first[2] == kept[0]
 
 
 def test_experts_of_a_pass_are_counted(mixtral, pooled):

@@ -295,7 +295,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
         elif isinstance(hooks, LayerHooks) and weights and chosen:
             operations = hooks.operations(context, whole=plan.gpu_layers != 0)
             memory = memory or open_memory(path, weights, options.remember)
-            hooks.mixture = open_mixture(path, memory, operations, notes, progress, mapped=file == path)
+            hooks.mixture = open_mixture(path, memory, operations, notes, mapped=file == path)
             if hooks.mixture is None:
                 weights = hooks.streamer.plan = replace(weights, pools=(), pool_bytes=0)
         if weights:

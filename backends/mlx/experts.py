@@ -32,7 +32,7 @@ class Mixture:
     def __init__(
         self, model: Any, layout: Layout, plan: Plan, about: dict[str, Any] | None, stop: Stop, progress: Progress
     ) -> None:
-        """Read experts into all slots, and let the model use them.
+        """Let a model use experts in slots; those of layers whose experts all have room are read now.
 
         Args:
             model: without experts.
@@ -50,7 +50,7 @@ class Mixture:
         self._stop = stop
         self.memory = ExpertMemory(layout.paths, layout.expert_layers, plan.pools, about, words)
         try:
-            self.memory.fill_again(progress)
+            self.memory.fill(progress)
             modules = dict(model.named_modules())
             for number, one in enumerate(layout.experts):
                 self._place(modules[one.path], number, one.forms)

@@ -1,7 +1,7 @@
 """Experts that threads read from disk into pools (`experts.py`) while a model computes; any system.
 
-While one weight is computed, the next are read. For a pass that wants nearly all experts, `expect` reads those of the
-next layer before its router has chosen.
+Slots are empty at first, and fill as passes want experts. While one weight is computed, the next are read. For a pass
+that wants nearly all experts, `expect` reads those of the next layer before its router has chosen.
 """
 
 import ctypes
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any
@@ -96,7 +96,7 @@ class ExpertMemory:
             paths: files of the model.
             layers: layers whose experts are read; at least one.
             pools: of all these layers.
-            about: key of the remembered scores; None: they are not remembered.
+            about: key of the scores, which begin as they are remembered; None: they are not remembered.
             reserve: returns memory of so many bytes, and its address.
 
         Raises:
@@ -132,6 +132,10 @@ class ExpertMemory:
         except BaseException:
             self.close()
             raise
+        known = (recall(about, list[list[Amount]]) if about else None) or []
+        if [len(one) for one in known] == [layer.count for layer in layers]:
+            for number, place in self._places.items():
+                place.residents.scores[place.row] = known[number]
 
     @property
     def scores(self) -> list[list[float]]:
@@ -177,34 +181,22 @@ class ExpertMemory:
             raise ModelError(f"the model cannot be read any more: {error}") from error
         self._error = None
 
-    def fill_again(self, progress: Progress) -> None:
-        """`fill` by the remembered scores."""
-        known = (recall(self._about, list[list[Amount]]) if self._about else None) or []
-        whole = [len(one) for one in known] == [layer.count for layer in self.layers]
-        self.fill(known if whole else [[0.0] * layer.count for layer in self.layers], progress)
-
-    def fill(self, scores: Sequence[Sequence[float]], progress: Progress) -> None:
-        """Read experts into all slots, before the first pass.
+    def fill(self, progress: Progress) -> None:
+        """Read the experts of pools that hold all of their layers', before the first pass: their slots stay.
 
         Args:
-            scores: of each layer's experts; the best are read, and the scores count from now on.
             progress: called with bytes done and bytes in all.
 
         Raises:
             ModelError: they cannot be read.
         """
-        for number, place in self._places.items():
-            place.residents.scores[place.row] = scores[number]
-        best = {number: place.residents.best()[place.row] for number, place in self._places.items()}
-        sizes = {number: len(chosen) * self.layers[number].bytes_each for number, chosen in best.items()}
-        done = 0
-        for number, chosen in sorted(best.items()):
+        whole = [number for number in sorted(self._places) if self.stays(number) is not None]
+        sizes = [sum(tensor.size for tensor in self.layers[number].tensors) for number in whole]
+        for number, done in zip(whole, accumulate(sizes), strict=True):
             place = self._places[number]
-            self._start(number, place.residents.place(place.row, chosen))
+            self._start(number, place.residents.place(place.row, range(self.layers[number].count)))
             self.wait(number)
-            done += sizes[number]
-            if chosen:
-                progress(done, sum(sizes.values()))
+            progress(done, sum(sizes))
 
     def choose(self, number: int, chosen: ArrayLike, prompt: ArrayLike | None = None) -> SlotArray:
         """`want` what tokens chose, [tokens, experts of a token], and `expect` the next layer if that is nearly all."""

@@ -237,13 +237,3 @@ class Residents:
         if self._in_slot[slot] >= 0:
             self._slot_of.ravel()[self._in_slot[slot]] = -1
             self._in_slot[slot] = -1
-
-    def best(self) -> list[list[int]]:
-        """
-        Returns:
-            For each layer the experts that are worth a slot by their scores.
-        """
-        rows, count = self.scores.shape
-        of_row, expert = np.divmod(np.arange(rows * count), count)
-        best = np.lexsort((expert, -self.scores.ravel()))[: len(self._in_slot)]  # of equal ones some of each layer
-        return [sorted(expert[best[of_row[best] == row]].tolist()) for row in range(rows)]

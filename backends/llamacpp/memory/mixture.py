@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelError
-from edgespec.loop.engines import Progress
 from edgespec.machine.measurements import identity
 from edgespec.models.gguf_header import own_values
 from edgespec.weights.expert_memory import ExpertMemory
@@ -320,7 +319,6 @@ def open_mixture(
     memory: ExpertMemory,
     operations: Sequence[int],
     notes: list[str],
-    progress: Progress,
     *,
     mapped: bool = True,
 ) -> Mixture | None:
@@ -330,7 +328,6 @@ def open_mixture(
         memory: closed if there is no mixture.
         operations: of a pass: `LayerHooks.operations`.
         notes: gets messages for the user.
-        progress: of reading experts at load.
         mapped: as for `Mixture`.
 
     Returns:
@@ -347,7 +344,6 @@ def open_mixture(
             notes.append(f"experts are left to the page cache, which is slow: {why}")
             memory.close()
             return None
-        memory.fill_again(progress)
     except BaseException:
         memory.close()
         raise

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgespec.loop.engines import Progress
 from edgespec.weights.expert_memory import ExpertMemory
 from edgespec.weights.experts import ExpertLayer, Residents, SlotArray
 from edgespec.weights.plan import Plan, Pool
@@ -113,6 +112,9 @@ class TieredMemory(ExpertMemory):
         self._missing: tuple[int, list[tuple[int, int]]] = -1, []  # number of the layer; (expert, slot) to be uploaded
         super().__init__(*given)
         self.on_devices = devices.places.keys()
+        for number, known in enumerate(super().scores):
+            if place := devices.places.get(number):
+                place.residents.scores[place.row] = known
 
     @property
     def scores(self) -> list[list[float]]:
@@ -120,11 +122,6 @@ class TieredMemory(ExpertMemory):
         for number, place in self._devices.places.items():
             found[number] = place.residents.scores[place.row].tolist()
         return found
-
-    def fill(self, scores: Sequence[Sequence[float]], progress: Progress) -> None:
-        for number, place in self._devices.places.items():
-            place.residents.scores[place.row] = scores[number]
-        super().fill(scores, progress)
 
     def want(self, number: int, experts: Sequence[int], prompt: ArrayLike | None = None) -> SlotArray:
         if (place := self._devices.places.get(number)) is None:
