@@ -349,14 +349,14 @@ def test_no_more_is_read_than_llama_cpp_reads(mixtral, pooled, monkeypatch):
 
 
 def test_a_prompt_counts_and_what_was_used_is_remembered(mixtral, pooled, monkeypatch):
-    kept, first = [], []
+    kept, first, fill = [], [], ExpertMemory.fill
     monkeypatch.setattr(expert_memory, "remember", lambda about, scores: kept.append(scores))
     monkeypatch.setattr(expert_memory, "recall", lambda about, form: kept[-1] if kept else None)
+    monkeypatch.setattr(ExpertMemory, "fill", lambda memory, how: first.append(memory.scores) or fill(memory, how))
     for remember in (False, True, True):
         backend = pooled(mixtral, 1.5, remember=remember)
         memory = backend.mixture.memory
         wanted, scores = memory.wanted, memory.scores
-        first.append(scores)
         prefill(backend, backend.open(), list(range(20)))
         assert memory.wanted == wanted  # which is of generated tokens
         assert memory.scores != scores
