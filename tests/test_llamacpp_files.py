@@ -33,7 +33,7 @@ def test_kernels_for_amx_are_left_out_where_llama_cpp_was_built_with_them() -> N
 def test_weights_are_repacked_unless_a_stream_is_compared_with_them(repack, smollm2, monkeypatch) -> None:
     asked = {}
 
-    def stop(path, **params):
+    def stop(path, mapped, **params):
         asked.update(params)
         raise ModelError("enough was seen")
 

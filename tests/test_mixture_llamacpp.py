@@ -17,9 +17,11 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
 from alone import Generation
+from edgespec.backends.llamacpp import engine as llamacpp_engine
 from edgespec.backends.llamacpp.backend import LlamaBackend
 from edgespec.backends.llamacpp.engine import load
 from edgespec.backends.llamacpp.ggml import ggml_tensor
+from edgespec.backends.llamacpp.ggml.files import PROCESSOR_ONLY, llama_cpp, load_model
 from edgespec.backends.llamacpp.ggml.ggml_tensor import GgmlTensor, is_known
 from edgespec.backends.llamacpp.memory import mixture as llamacpp_mixture
 from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
@@ -319,6 +321,35 @@ def test_the_first_token_reads_the_experts_that_it_uses(slots, monkeypatch, tmp_
         rows.append(logits.row(node).copy())
         backend.close()
     assert np.array_equal(*rows)
+
+
+def mapped_pages(path: str) -> tuple[int, set[str]]:
+    """Bytes of a file's mappings that are in memory, and their flags."""
+    size, flags, ours = 0, set[str](), False
+    with open("/proc/self/smaps", encoding="utf-8") as lines:
+        for name, *rest in map(str.split, lines):
+            ours = rest[-1:] == [path] if "-" in name else ours
+            size += 1024 * int(rest[0]) if ours and name == "Rss:" else 0
+            flags |= {*rest} if ours and name == "VmFlags:" else set()
+    return size, flags
+
+
+def test_a_load_reads_no_weights_that_stay_on_disk(from_disk, mixtures, monkeypatch):
+    """llama.cpp would have the system read the whole file; nor does Linux read single pages of it afterwards."""
+    path, seen, start = os.path.realpath(mixtures["mixtral"]), [], llamacpp_engine.start_streaming
+    model = load_model(path, load_mode=llama_cpp.LLAMA_LOAD_MODE_MMAP, **PROCESSOR_ONLY)
+    whole, _ = mapped_pages(path)
+    llama_cpp.llama_model_free(model)
+    assert whole > os.path.getsize(path) // 2
+    monkeypatch.setattr(
+        llamacpp_engine, "start_streaming", lambda *given: seen.append(mapped_pages(path)) or start(*given)
+    )
+    backend = from_disk("mixtral", EXPERTS + 3)
+    [(read, flags)] = seen
+    assert read < whole // 4
+    assert "rd" in flags
+    assert "rr" not in flags
+    assert np.isfinite(logits_of(backend)[0]).all()
 
 
 def test_padding_reads_nothing(from_disk, mixtures):

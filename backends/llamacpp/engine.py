@@ -34,6 +34,7 @@ from .ggml.files import (
     parts,
     without_amx,
 )
+from .ggml.registry import unread
 from .ggml.skeleton import skeleton
 from .head_files import check_target, find_head
 from .heads import load_head
@@ -251,7 +252,8 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
     bitwise = _is_bitwise(options, computing, plan.borrowed)
     if plan.borrowed:
         notes.append(lent_line(path, plan.gpu_layers))
-    model = load_model(file, **_model_params(plan, way))
+    with unread(file, plan.machine.platform) if _reads(weights) else nullcontext(lambda: None) as mapped:
+        model = load_model(file, mapped, **_model_params(plan, way))
     hooks: LayerHooks | SkipPadding | None = None
     context, memory = None, None
     try:

@@ -28,7 +28,7 @@ from edgespec.weights.plan import Extent, Layer, Mapping, Plan
 from edgespec.weights.preload import lock, warm
 
 MAP_FIXED = 0x10
-MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ = 1, 4, 14, 22
+MADV_NORMAL, MADV_RANDOM, MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ = 0, 1, 4, 14, 22
 
 
 def mappings(path: str, maps: Path = Path("/proc/self/maps")) -> list[Mapping]:

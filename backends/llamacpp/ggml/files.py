@@ -7,7 +7,7 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -91,11 +91,12 @@ def logged() -> Iterator[list[str]]:
         forget_log()
 
 
-def load_model(path: str, **params: Any) -> Any:
+def load_model(path: str, mapped: Callable[[], None] = lambda: None, /, **params: Any) -> Any:
     """Load a llama_model, which the caller must free.
 
     Args:
         path: the GGUF file.
+        mapped: called when the file is mapped.
         params: fields of llama.cpp's llama_model_params.
 
     Raises:
@@ -112,8 +113,13 @@ def load_model(path: str, **params: Any) -> Any:
     for name, value in (params | without_amx(llama_cpp.llama_print_system_info())).items():
         setattr(model_params, name, value)
     signals = Signals()
-    go_on = llama_cpp.llama_progress_callback(lambda share, user_data: not signals.stop())
-    model_params.progress_callback = go_on
+
+    def report(share: float, user_data: Any) -> bool:
+        if not share:
+            mapped()
+        return not signals.stop()
+
+    model_params.progress_callback = llama_cpp.llama_progress_callback(report)
     with signals.held():
         model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
         if model and signals.stop():

@@ -9,21 +9,19 @@ other types, where it selects slower kernels and other rotations.
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Lock, get_ident
 from typing import Any
 
 from edgespec.loop.shapes import ALWAYS, TILE
 
 from ..context import kv_types
-from ..ggml.files import PROCESSOR, ggml
+from ..ggml.files import ggml
+from ..ggml.registry import processor, replaced
 
 ALIKE: dict[str, str | int | None] = {"attention": "alike"}  # in `computing`, if one row has the kernel for a few rows
 TILED = "f16"  # keys and values
-LAYOUT = 2  # GGML_BACKEND_API_VERSION, with which a registry begins
 INIT = 5  # index of `init_backend` among the function pointers of a device (ggml-backend-impl.h)
 
 Init = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-_lock = Lock()
 
 
 def has_kernels(kv_type: str) -> bool:
@@ -57,24 +55,15 @@ def capture_cpu_backend() -> Iterator[list[int]]:
 
     llama.cpp does not expose a context's backend, so the device's `init_backend` is replaced for that time.
     """
-    made, here = list[int](), get_ident()
-    with _lock:
-        slots = ctypes.cast(_device() or 0, ctypes.POINTER(ctypes.c_void_p))
-        usual = slots[INIT]
-        make = Init(usual or 0)
+    made = list[int]()
 
-        def capture(device: int, params: int) -> Any:
-            backend = make(device, params)
-            if backend and get_ident() == here:
-                made.append(backend)
-            return backend
+    def capture(usual: Any, device: int, params: int) -> Any:
+        if backend := usual(device, params):
+            made.append(backend)
+        return backend
 
-        other = Init(capture)  # lives until the slot is restored
-        slots[INIT] = ctypes.cast(other, ctypes.c_void_p).value
-        try:
-            yield made
-        finally:
-            slots[INIT] = usual
+    with replaced(_device() or 0, INIT, Init, capture):
+        yield made
 
 
 def row_hook(backend: int) -> Callable[[int], None]:
@@ -83,14 +72,8 @@ def row_hook(backend: int) -> Callable[[int], None]:
 
 
 def _device() -> int | None:
-    library = ggml()
-    for i in range(library.ggml_backend_dev_count()):
-        device: int = library.ggml_backend_dev_get(i)
-        if library.ggml_backend_dev_type(device) == PROCESSOR:
-            registry = library.ggml_backend_dev_backend_reg(device)
-            known = ctypes.cast(registry, ctypes.POINTER(ctypes.c_int)).contents.value == LAYOUT
-            return device if known and _use_ref_switch(device) else None
-    return None
+    device = processor()
+    return device if device and _use_ref_switch(device) else None
 
 
 def _use_ref_switch(device: int | None) -> int | None:
