@@ -1,7 +1,9 @@
 """A closed model says so: engines have freed what they would be asked about, and asking would end the process."""
 
 import asyncio
+import contextlib
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -193,6 +195,37 @@ def test_pass_times_are_kept_when_none_is_measured_any_more_and_an_error_there_f
     with pytest.raises(RuntimeError):
         model.close()
     assert (alive, freed) == ([False], ["target"])
+
+
+def test_a_thread_that_starts_while_the_model_is_closed_ends_before_anything_is_freed(monkeypatch):
+    target = ReferenceBackend(random_model(2, vocab_size=258), sessions=1)
+    model, alive, entered = Model(target, NonePlanner(), owned=[target]), list[bool](), threading.Event()
+    queue, forward = model.scheduler._queue, target.forward
+    real = queue.close
+
+    def close():  # it waits for the lock, which `start` holds
+        entered.set()
+        real()
+
+    class Starting(threading.Thread):
+        def start(self):
+            super().start()
+            closing.start()
+            assert entered.wait(60)
+
+    def slowly(batch):
+        time.sleep(0.2)
+        return forward(batch)
+
+    closing = threading.Thread(target=model.close)
+    monkeypatch.setattr(target, "forward", slowly)
+    monkeypatch.setattr(queue, "close", close)
+    monkeypatch.setattr("edgespec.scheduler.scheduler.Thread", Starting)
+    monkeypatch.setattr(target, "close", lambda: alive.append(model.scheduler.thread.is_alive()))
+    with contextlib.suppress(edgespec.Closed):
+        model.generate("hello", max_tokens=2)
+    closing.join(60)
+    assert alive == [False]
 
 
 def test_two_threads_that_close_a_model_free_it_once(gguf, monkeypatch):

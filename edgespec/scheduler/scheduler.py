@@ -157,6 +157,7 @@ class Scheduler:
         """End all requests and the pass under way, and free sessions and planners; safe to call twice."""
         if not is_here(self.process):
             return
+        self._queue.close()  # from now on `start` makes no thread: one that it has just made is waited for
         _stop(self._queue, self.pass_now, self.thread)
         with self._closing:
             self._end_all(Closed())

@@ -491,7 +491,7 @@ def in_child(case: Case, folder: Path, seconds: float, enough: str = "") -> Foun
     if found and code == 0:
         return found
     kind = "hang" if code in (None, HANGS) else signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return Found(wrong=[(kind, log.read_text("utf-8", "replace")[-3000:].strip())])
+    return Found(wrong=[(kind, log.read_text("utf-8", "replace")[-9000:].strip())])
 
 
 def _in_child(sender: Any, case: Case, folder: Path, seconds: float, enough: str, log: Path) -> None:
