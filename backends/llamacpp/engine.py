@@ -44,6 +44,7 @@ from .memory.attention import ALIKE, by_cell, can_be_alike, capture_cpu_backend,
 from .memory.gpu import find_gpus, kept_off, needs_skeleton, overrides
 from .memory.layer_hooks import LayerHooks
 from .memory.mixture import open_memory, open_mixture
+from .memory.own_memory import OwnMemory, find_weights
 from .memory.planning import (
     MIN_NODES,
     SHARE,
@@ -263,16 +264,21 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
                 raise ModelError(f"{path}: {reason}; use another model")
             computing = {name: value for name, value in computing.items() if name not in ALIKE}
         speed = 0.0
+        size = plan.size.of(model)
+        params = size.params(model)
         if weights:
-            streamer, speed, pinned_note = start_streaming(file, weights, plan.machine, before, progress)
-            hooks = LayerHooks(streamer)
+            make = None
+            if plan.machine.platform == "darwin" and file == path:
+                tensors = loaded_tensors(path)
+                found = find_weights(path, model, size, params, tensors)
+                make = partial(OwnMemory, tensors=tensors, plan=weights, found=found)
+            streamer, speed, store = start_streaming(file, weights, plan.machine, before, progress, make)
+            hooks = LayerHooks(streamer, store if isinstance(store, OwnMemory) else None)
         elif watch:
             hooks = watch
         elif bitwise and has_experts(path):
             hooks = SkipPadding()
         streams = bool(weights and weights.streamed)
-        size = plan.size.of(model)
-        params = size.params(model)
         params.n_threads = params.n_threads_batch = computing["threads"]
         chosen = weights is not None and bool(weights.pools)
         # Callbacks slow a pass, so they are installed only for streamed weights, for chosen experts, or to skip padding
@@ -301,7 +307,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
             if hooks.mixture is None:
                 weights = hooks.streamer.plan = replace(weights, pools=(), pool_bytes=0)
         if weights:
-            notes += filter(None, [f"{weights.line(speed)}; {pinned_note}", weights.warning(speed)])
+            notes += filter(None, [f"{weights.line(speed)}; {store.note}", weights.warning(speed)])
     except BaseException:
         if context:
             llama_cpp.llama_free(context)
