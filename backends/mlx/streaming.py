@@ -234,7 +234,7 @@ class LayerSweep:
         for one in layout.experts:
             arrays = dict(tree_flatten(modules[one.path].parameters())) if one is layout.experts[0] else {}
             for form, places in zip(one.forms, one.layer.places, strict=True):
-                each = [Tensor("", extent.file, extent.start, extent.size) for extent in places]
+                each = [Tensor("", part.file, part.start, part.size) for parts in places for part in parts]
                 if arrays and not self._is_stored(arrays.pop(form.name), each):
                     raise _changed(one.layer.index, form.name)
                 modules[one.path].update(tree_unflatten([(form.name, mx.zeros(0))]))
