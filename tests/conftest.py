@@ -132,6 +132,13 @@ def once(path: Path, make: Callable[[Path], object]) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_line_because_the_machine_is_busy() -> None:
+    from edgespec.cli import terminal
+
+    terminal.FIRST_LINE = terminal.LINE_SECONDS
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _row_classes_of_this_run(request: pytest.FixtureRequest) -> Iterator[None]:
     """Which passes agree to the bit takes seconds to find: all processes of a run share it, and nothing else."""
     from edgespec.machine import measurements

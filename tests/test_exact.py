@@ -497,7 +497,11 @@ def test_the_quicker_way_to_compute(
     tried = list[bool]()
 
     class FakeEngine(Engine):
-        def probe_model(self, path: str, computing: Computing, *, watched: bool = False):
+        def probe_copy(self, path: str, computing: Computing):
+            return nullcontext("copy")
+
+        def probe_model(self, path: str, computing: Computing, *, watched: bool = False, copy: str | None = None):
+            assert copy == "copy"
             if watched:
                 tried.append("repacked" in computing)
             return nullcontext(repacked if "repacked" in computing else otherwise)

@@ -6,7 +6,7 @@
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -131,10 +131,15 @@ class LlamaEngine(Engine):
     def load_vocab(self, path: str) -> Vocab:
         return load_vocab(path)
 
+    def probe_copy(self, path: str, computing: Computing) -> AbstractContextManager[str]:
+        return probe_file(path, computing)
+
     @contextmanager
-    def probe_model(self, path: str, computing: Computing, *, watched: bool = False) -> Iterator[Backend]:
-        options = probe_options(path, computing)
-        with probe_file(path, computing) as copy:
+    def probe_model(
+        self, path: str, computing: Computing, *, watched: bool = False, copy: str | None = None
+    ) -> Iterator[Backend]:
+        options, again = probe_options(path, computing), bool(watched and copy)
+        with nullcontext(copy) if copy else probe_file(path, computing) as copy:
             plan = plan_here(copy, options, this_machine(copy, self.gpus(None)))
             repacked = REPACKED.keys() <= computing.keys()
             way = next((way for way in plan.ways if (REPACKED.keys() <= way.keys()) == repacked), None)
@@ -144,7 +149,7 @@ class LlamaEngine(Engine):
             way |= {name: computing[name] for name in CARRIED & computing.keys()}
             watch = Watch() if watched else None
             with closing(load_here(plan, way, lambda done, total: None, watch)) as backend:
-                if copy != path:
+                if copy != path and not again:
                     remove_name(copy)
                 if LAST_LAYER in computing:
                     backend.keep_states([NEXTN])
