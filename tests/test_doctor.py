@@ -54,7 +54,7 @@ def test_a_mixture_says_what_its_passes_read() -> None:
     plan = Plan(24 << 30, GB, (), (), experts, 0, 20, experts=16, pools=(Pool((0, 1), 12),), pool_bytes=4 << 30)
     one, many = Pass(1, 0.5, 0.3, experts=2.0, hits=0.5, read=GB // 2), Pass(7, 2.0, 1.0, 9.0, 0.4, 4 * GB)
     text = " ".join(report(diagnosis(plan, one, many)).split())
-    assert "experts 9.31 GiB; 6 of 16 of each layer stay, in 4.00 GiB; others are read as they are chosen" in text
+    assert "experts 9.31 GiB; 6 of 16 experts of each layer in 4.00 GiB; others are read as they are chosen" in text
     assert "experts 9.0 of a layer, 4.5 times those of one token; 40 % were in memory, 3.73 GiB read" in text
     assert "predicted 2.00 s: 1.00 s of computing, 2.00 s of reading" in text
 

@@ -128,7 +128,7 @@ def test_the_readme_has_two_machines_that_were_not_measured() -> None:
 
 
 def test_more_memory_and_a_faster_disk_are_never_slower() -> None:
-    seconds = [on("qwen2.5-32b", "laptop-32", free=gib << 30).found[0].passes[0].seconds for gib in (8, 12, 28)]
+    seconds = [on("qwen2.5-32b", "laptop-32", free=gib << 30).found[0].passes[0].seconds for gib in (8, 12, 20, 28)]
     assert seconds == sorted(seconds, reverse=True)
     _, laptop = find_machine("laptop-32")
     disk = replace(laptop.disk, speed=2 * laptop.disk.speed)
@@ -143,6 +143,18 @@ def test_a_mixture_reads_only_the_experts_of_a_pass() -> None:
     less = on("gpt-oss-20b", "laptop-32", free=8 << 30).found[0]
     assert [made.read for made in less.passes] == sorted(made.read for made in less.passes)
     assert 0 < 4 * less.passes[0].read < less.passes[-1].read
+
+
+def test_what_lies_in_a_cards_pools_is_not_read_and_what_they_lack_comes_over_its_link() -> None:
+    _, machine = find_machine("rtx3060-32")
+    link = machine.gpus[0].link_speed
+    fast, slow, none = (
+        on("gpt-oss-120b", "rtx3060-32", gpus=gpus).found[0].passes[0]
+        for gpus in (machine.gpus, (replace(machine.gpus[0], link_speed=link / 100),), ())
+    )
+    assert fast.read == slow.read < none.read
+    assert fast.seconds < none.seconds
+    assert fast.seconds - fast.waited < slow.seconds - slow.waited
 
 
 def test_on_a_mac_the_disk_brings_the_experts_that_do_not_fit() -> None:

@@ -1,6 +1,7 @@
 """How many layers go to a GPU that llama.cpp reports: a fake list of devices; and the override, on a real model."""
 
 import ctypes
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from edgespec.loop.passes import prefill
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.models.registry import Defaults, Entry
 from edgespec.weights import experts
+from edgespec.weights.experts import LEAST_ON_DEVICE
 from edgespec.weights.plan import MARGIN, SAFETY, Extent, Plan, Pool, Tensor, divide, layers_of_gpus, make_plan, spans
 from edgespec.weights.ring import CANNOT_STREAM
 
@@ -59,9 +61,9 @@ def tensors(order: list[int] | None = None, output: bool = True) -> list[Tensor]
     return found
 
 
-def own(room: int) -> list[Gpu]:
-    """A GPU with so much memory for layers, and for a copy of another layer's weight."""
-    return [Gpu("GPU0", False, int((room + COPY + RESERVE) / 0.95) + 100)]
+def own(*rooms: int) -> list[Gpu]:
+    """GPUs with so much memory for layers, and for a copy of another layer's weight."""
+    return [Gpu(f"GPU{i}", False, int((room + COPY + RESERVE) / 0.95) + 100) for i, room in enumerate(rooms)]
 
 
 def gpu_spans(tensors: list[Tensor], layers: int) -> list[Extent]:
@@ -481,17 +483,79 @@ def test_libraries_that_are_there_already_need_no_room_again() -> None:
         assert gpu.room_on([Gpu("GPU0", False, 1 << 30, used)], NOTHING) == int((1 << 30) * (1 - SAFETY)) - reserve
 
 
-def test_a_mixture_that_runs_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too little memory for its experts to be read as they are chosen."""
+@pytest.fixture
+def mixture(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes planners of `with_experts` by memory and GPUs."""
     monkeypatch.setattr(memory, "loaded_tensors", lambda path: with_experts())
-    monkeypatch.setattr(memory, "find_expert_layers", lambda path, tensors: experts.find_experts(tensors, 4))
+    monkeypatch.setattr(memory, "own_values", lambda path: {"expert_count": 4, "expert_used_count": 2})
     monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
     monkeypatch.setattr(memory, "rehearse", lambda path, sizes, free, target: (0, [NOTHING] * len(sizes)))
-    size = memory.ContextSize(64, 8, 1, memory.MIN_NODES)
-    machine = this_machine(gpus=own(5 * LAYER))
-    few, many = (memory.MemoryPlanner("", LoadOptions(memory=room), machine) for room in (MIB, 9 * LAYER))
-    assert few.choose_gpu_layers(size) > 1
-    assert many.choose_gpu_layers(size) == 0
+
+    def get(room: int, gpus: Sequence[Gpu], platform: str = "linux") -> memory.MemoryPlanner:
+        machine = replace(this_machine(gpus=gpus), platform=platform, used=0, free=40 * LAYER)
+        return memory.MemoryPlanner(__file__, LoadOptions(memory=room), machine)
+
+    return get
+
+
+SIZE = memory.ContextSize(64, 8, 1, memory.MIN_NODES)
+
+
+@pytest.mark.parametrize(
+    ("room", "gpus", "platform", "layers"),
+    [
+        (MIB, own(5 * LAYER), "linux", 5),  # too little memory for experts to be read as they are chosen
+        (9 * LAYER, own(5 * LAYER), "linux", 5),  # memory holds the other layers
+        (5 * LAYER, own(5 * LAYER), "linux", -1),  # it does not: the GPU gets the other weights of all
+        (5 * LAYER, own(LAYER), "linux", 6),  # or of some
+        (5 * LAYER, own(2 * LAYER, 3 * LAYER), "linux", -1),
+        (9 * LAYER, [Gpu("iGPU", True, 9 * LAYER)], "linux", 0),
+        (9 * LAYER, own(5 * LAYER), "darwin", 0),
+    ],
+)
+def test_layers_of_a_mixture_that_a_gpu_gets(
+    room: int, gpus: Sequence[Gpu], platform: str, layers: int, mixture: Any
+) -> None:
+    assert mixture(room, gpus, platform).choose_gpu_layers(SIZE) == layers
+
+
+@pytest.mark.parametrize(("rooms", "gpu_layers"), [((5,), -1), ((5,), 5), ((4, 3), -1), ((3,), -1)])
+def test_what_a_gpu_has_left_holds_experts(rooms: tuple[int, ...], gpu_layers: int, mixture: Any) -> None:
+    """Most of them, of as many of its last layers; pools in memory serve these, too."""
+    gpus = own(*(room * LAYER for room in rooms))
+    plan, _, _ = mixture(5 * LAYER, gpus).plan_memory(SIZE, gpu_layers, True)
+    assert [pool.layers for pool in plan.pools] == [tuple(range(10))]
+    assert [pool.device for pool in plan.device_pools] == [one.name for one in gpus]
+    first, expert = 10, 3 * LAYER // 4 // 4
+    for pool, room, (count, _) in reversed(
+        list(zip(plan.device_pools, rooms, layers_of_gpus(gpus, gpu_layers, 10), strict=True))
+    ):
+        first -= count
+        left, all_of_them = room * LAYER + COPY - count * LAYER // 4, 4 * len(pool.layers)
+        assert pool.slots * expert <= left
+        assert LEAST_ON_DEVICE * all_of_them <= pool.slots <= all_of_them
+        assert set(pool.layers) <= set(range(first, first + count))
+        assert max(pool.layers) == first + count - 1
+        assert len(pool.layers) == count or (pool.slots + 1 + len(pool.layers)) * expert > left - 2 * MIB
+    of_last = plan.device_pools[-1]
+    each = of_last.slots // len(of_last.layers)
+    assert f"{each} of 4 experts of {len(of_last.layers)} layers on {gpus[-1].name}, " in plan.line()
+
+
+@pytest.mark.parametrize("room", [2 * LAYER, 0])
+def test_a_gpu_without_room_for_a_layers_experts_gets_none(room: int, mixture: Any) -> None:
+    """They are computed here then."""
+    plan, _, _ = mixture(5 * LAYER, own(room)).plan_memory(SIZE, -1, True)
+    assert plan.pools
+    assert plan.device_pools == ()
+
+
+def test_pools_on_a_device_are_as_small_as_its_kernels_need() -> None:
+    """At most 1,024 slots, and 4 GiB of each weight, but all experts of a layer."""
+    for size, count, most in ((1 << 20, 128, 1024), (16 << 20, 128, 255), (64 << 20, 128, 128)):
+        one = Tensor("blk.0.ffn_up_exps.weight", 0, 0, size * count)
+        [layer] = experts.find_experts([one], count)
+        assert replace(layer, on_device=True).most_slots == most
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])

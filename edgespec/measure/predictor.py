@@ -4,6 +4,7 @@ No pass is made. A pass takes the longer of computing and reading; computing tak
 memory and of its operations, device by device.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -31,6 +32,7 @@ from edgespec.weights.plan import (
     MARGIN,
     SAFETY,
     Plan,
+    Pool,
     Tensor,
     divide,
     layer_of,
@@ -237,6 +239,11 @@ class Weights:
         used = whole_number(path, self.values, "expert_used_count", 0, count)
         self.experts = (count, used) if count else None
 
+    def layers_of(self, pools: Sequence[Pool]) -> set[int]:
+        """Numbers of layers in the model."""
+        mixed = sorted({layer_of(tensor) for tensor in self.tensors if EXPERTS.search(tensor.name)})
+        return {mixed[number] for pool in pools for number in pool.layers}
+
     def numbers(self, tensor: Tensor) -> float:
         weights, size = OF_BLOCKS.get(tensor.type, (32, 18))
         return tensor.size / size * weights
@@ -365,6 +372,9 @@ def _llamacpp(asked: Asked, made: Prediction) -> Prediction:
     weights: Plan | None = plan.weights
     shares, kept_off = layers_of_gpus(machine.gpus, plan.gpu_layers, model.layers), plan.ways[-1].get("kept_off", "")
     here, there = divide(model.tensors, plan.gpu_layers, str(kept_off).encode().split())
+    pools = weights.device_pools if weights else ()
+    pooled = [tensor for tensor in here if EXPERTS.search(tensor.name) and layer_of(tensor) in model.layers_of(pools)]
+    here, there = [tensor for tensor in here if tensor not in pooled], [*there, *pooled]
     placed = Placed.on(shares, model.layers, len(weights.streamed) if weights else 0)
     has_states = any(name.startswith(OF_STATES) for name in model.values)
     made.where = Where(engine=made.engine, placed=placed, exact=not placed.device and not has_states)
@@ -378,10 +388,22 @@ def _llamacpp(asked: Asked, made: Prediction) -> Prediction:
         missing = weights.cached_bytes * (1 - min(1.0, max(0.0, kept)))
     made.stays = model.size - made.streamed - missing - (weights.looked_up_bytes if weights else 0)
     parts = [(model.part(here), _processor(machine)), *_by_gpu(model, there, shares, machine)]
+    parts += [_uploads(model, pooled, gpu, pools) for gpu in machine.gpus if gpu.link_speed]
     with_gpu = [one for one in machine.gpus[:1] if placed.device or not one.shared or not made.streamed]
     reads = [("disk: speed", made.streamed, machine.disk.speed)]
     drafting = _gpu(with_gpu[0]) if with_gpu else _processor(machine)
     return _timed(made, asked, parts, reads, drafting, missing=missing)
+
+
+def _uploads(model: Weights, pooled: Sequence[Tensor], gpu: Gpu, pools: Sequence[Pool]) -> tuple[Part, Speeds]:
+    """Experts that a GPU's pools lack: those used come over its link."""
+    lacking = 0.0
+    for pool in pools:
+        if pool.device == gpu.name and model.experts:
+            layers = model.layers_of([pool])
+            size = sum(tensor.size for tensor in pooled if layer_of(tensor) in layers)
+            lacking += size * max(0.0, 1 - pool.slots / (len(layers) * model.experts[0]))
+    return Part(experts_size=lacking, experts=1.0), Speeds(gpu.name, gpu.link_speed, math.inf)
 
 
 def _by_gpu(

@@ -48,8 +48,8 @@ def _of_this(found: Diagnosis) -> list[Line]:
             ("is streamed", f"{format_size(plan.streamed_bytes)} per pass, from {layers}"),
         ]
         if plan.cached and plan.slots_of_experts >= 0:
-            stay = f"{plan.slots_of_experts} of {plan.experts} of each layer stay, in {format_size(plan.pool_bytes)}"
-            lines.append(("experts", f"{format_size(plan.cached_bytes)}; {stay}; others are read as they are chosen"))
+            stay = f"{format_size(plan.cached_bytes)}; {plan.experts_by_place}"
+            lines.append(("experts", f"{stay}; others are read as they are chosen"))
         elif plan.cached:
             lines.append(("page cache", f"{format_size(plan.cached_bytes)} of experts"))
     for made in found.passes:

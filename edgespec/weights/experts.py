@@ -25,6 +25,10 @@ from edgespec.weights.plan import Extent, Plan, Pool, Tensor, layer_of
 FADING = 0.9  # factor on scores per pass, and per token of a prompt: see docs/measured.md
 FADED = 64  # tokens of a prompt, after which a score is nothing
 MOST_SLOTS = 1024  # of a pool: an engine takes time for each slot, and GPUs of Metal and Vulkan no more
+MOST_OF_BUFFER = (4 << 30) - HUGE  # bytes: Vulkan's shaders count them in 32 bits
+# Share of a layer's experts on a device, for about 0.9 of hits (docs/measured.md): to upload more can take longer than
+# the processor computes them.
+LEAST_ON_DEVICE = 3 / 4
 MOST_OF_ARRAY = 8  # slots for each expert of a layer: with more, Metal's kernel for prompts finds too few rows a slot
 SMALL = 4 * PAGESIZE  # bytes; smaller weights of an expert, such as biases, lie close together
 STEPS = 1024  # in which a pool's size is chosen
@@ -41,14 +45,16 @@ class ExpertLayer:
         index: of the layer in the model.
         count: experts.
         tensors: one for each weight and bias (gate, up, down), with all experts; in the order of use.
-        places: of each expert, for each tensor, where slots are an array, without bytes between them; its parts follow
-            each other in a slot. (): experts lie side by side in each tensor, and slots may lie apart.
+        places: of each expert, for each tensor, where slots are an array, without bytes between them. (): experts lie
+            side by side in each tensor, and slots may lie apart.
+        on_device: slots lie in a device's memory, without bytes between them.
     """
 
     index: int
     count: int
     tensors: tuple[Tensor, ...]
-    places: tuple[tuple[tuple[Extent, ...], ...], ...] = ()
+    places: tuple[tuple[Extent, ...], ...] = ()
+    on_device: bool = False
 
     def with_bias(self, number: int) -> list[int]:
         """Numbers of a weight and of its bias."""
@@ -58,11 +64,11 @@ class ExpertLayer:
     def expert_size(self, number: int) -> int:
         return self.tensors[number].size // self.count
 
-    def place(self, number: int, expert: int) -> tuple[Extent, ...]:
+    def place(self, number: int, expert: int) -> Extent:
         if self.places:
             return self.places[number][expert]
         tensor, size = self.tensors[number], self.expert_size(number)
-        return (Extent(tensor.file, tensor.start + expert * size, tensor.start + (expert + 1) * size),)
+        return Extent(tensor.file, tensor.start + expert * size, tensor.start + (expert + 1) * size)
 
     def stride(self, number: int) -> int:
         """Bytes from one slot to the next: a page more than an expert, so that it lies as in the file (`skew`)."""
@@ -75,11 +81,14 @@ class ExpertLayer:
 
     def _is_close(self, number: int) -> bool:
         """True if slots lie close together: direct reads would gain nothing, or an array needs it."""
-        return bool(self.places) or self.expert_size(number) < SMALL
+        return bool(self.places) or self.on_device or self.expert_size(number) < SMALL
 
     @property
     def most_slots(self) -> int:
         """Of a pool."""
+        if self.on_device:
+            largest = max(map(self.expert_size, range(len(self.tensors))))
+            return max(self.count, min(MOST_SLOTS, MOST_OF_BUFFER // largest))
         most = max(MOST_SLOTS, 2 * self.count)
         return min(most, MOST_OF_ARRAY * self.count) if self.places else most
 
@@ -161,6 +170,26 @@ def most_pools(layers: Sequence[ExpertLayer], room: int) -> tuple[Pool, ...]:
     """
     best = bisect_right(range(STEPS + 1), room, key=lambda step: memory_of(layers, pools_of(layers, step / STEPS))) - 1
     return pools_of(layers, best / STEPS) if best >= 0 else ()
+
+
+def device_pools(layers: Sequence[ExpertLayer], numbers: Sequence[int], room: int, device: str) -> tuple[Pool, ...]:
+    """Pools in a device's memory.
+
+    Args:
+        layers: of the model.
+        numbers: of those that the device computes.
+        room: bytes of its memory.
+        device: its name.
+
+    Returns:
+        The largest pools of as many last layers as have `LEAST_ON_DEVICE` of their experts there.
+    """
+    some = [replace(layers[number], on_device=True) for number in numbers]
+    for first in range(len(some)):
+        pools, left = most_pools(some[first:], room), numbers[first:]
+        if all(pool.slots >= LEAST_ON_DEVICE * len(pool.layers) * some[0].count for pool in pools) and pools:
+            return tuple(Pool(tuple(left[i] for i in pool.layers), pool.slots, device) for pool in pools)
+    return ()
 
 
 def with_pools(plan: Plan, layers: Sequence[ExpertLayer], room: int) -> Plan:

@@ -186,13 +186,27 @@ class Plan:
     @property
     def slots_of_experts(self) -> int:
         """Mean number of experts of a layer in memory; -1: as many as the page cache keeps."""
-        return int(self.share_of_experts * self.experts) if self.pools else -1
+        return int(_slots_each(self.pools)) if self.pools else -1
 
     @property
     def share_of_experts(self) -> float:
-        """Share of all experts for which pools have slots."""
+        """Share of all experts for which pools have slots, where none has two."""
         layers = sum(len(pool.layers) for pool in self.pools)
-        return sum(pool.slots for pool in self.pools) / (layers * self.experts) if layers else 0.0
+        slots = sum(pool.slots for pool in (*self.pools, *self.device_pools))
+        return min(1.0, slots / (layers * self.experts)) if layers else 0.0
+
+    @property
+    def experts_by_place(self) -> str:
+        """Such as "96 of 128 experts of 21 layers on CUDA0, 40 of each layer in 3.20 GiB of memory"."""
+        found = list[str]()
+        for name in sorted({pool.device for pool in self.device_pools}):
+            pools = [pool for pool in self.device_pools if pool.device == name]
+            layers = sum(len(pool.layers) for pool in pools)
+            found.append(f"{int(_slots_each(pools))} of {self.experts} experts of {layers} layers on {name}")
+        of_all, memory = (
+            (" of each layer", " of memory") if found else (f" of {self.experts} experts of each layer", "")
+        )
+        return ", ".join([*found, f"{self.slots_of_experts}{of_all} in {format_size(self.pool_bytes)}{memory}"])
 
     @property
     def read_bytes(self) -> int:
@@ -230,7 +244,7 @@ class Plan:
                 text += f", about {two_digits(seconds)} s at {two_digits(bandwidth / 1e9)} GB/s"
         if self.cached and self.pools:
             text += (
-                f", {self.slots_of_experts} of {self.experts} experts of each layer in {format_size(self.pool_bytes)}, "
+                f", {self.experts_by_place}, "
                 f"the others, of {format_size(self.cached_bytes)}, are read when they are wanted"
             )
         elif self.cached:
@@ -251,6 +265,11 @@ class Plan:
         if most >= SLOW:
             return ""
         return f"slow: the disk allows {two_digits(most)} tokens/s, more only with accepted draft tokens; {REMEDY}"
+
+
+def _slots_each(pools: Sequence[Pool]) -> float:
+    """Mean slots for a layer."""
+    return sum(pool.slots for pool in pools) / sum(len(pool.layers) for pool in pools)
 
 
 def two_digits(number: float) -> str:

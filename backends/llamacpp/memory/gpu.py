@@ -4,8 +4,10 @@
 
 A GPU with its own memory gets as many layers as fit there with caches, buffers and the draft model. A Mac's GPU shares
 the memory of the plan, and keeps the file in it from the first to the last of its weights. Where that is less than the
-whole file, it gets layers only: other tensors lie far in front of them. Experts that are read as they are chosen stay
-on the CPU, as with llama.cpp's --cpu-moe.
+whole file, it gets layers only: other tensors lie far in front of them.
+
+Of a mixture whose experts are read from disk it gets the other weights first, and pools of experts in the rest of its
+own memory (`pools.py`). On a Mac, such experts stay on the CPU, as with llama.cpp's --cpu-moe.
 """
 
 import ctypes

@@ -5,7 +5,7 @@ stay. A `Streamer` reads the others; `layer_hooks.py` keeps it in step with a pa
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -21,7 +21,15 @@ from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.system import HUGE
 from edgespec.models.gguf_header import own_header, own_values, whole_number
 from edgespec.models.heads import is_head
-from edgespec.weights.experts import ExpertLayer, find_experts, memory_of, most_slots, pools_of, with_pools
+from edgespec.weights.experts import (
+    ExpertLayer,
+    device_pools,
+    find_experts,
+    memory_of,
+    most_slots,
+    pools_of,
+    with_pools,
+)
 from edgespec.weights.linux import mappings
 from edgespec.weights.plan import (
     EXPERTS,
@@ -31,14 +39,17 @@ from edgespec.weights.plan import (
     SAFETY,
     Mapping,
     Plan,
+    Pool,
     Tensor,
     count_layers,
     divide,
+    layer_of,
+    layers_of_gpus,
     layers_on_gpu,
     make_plan,
     spans,
 )
-from edgespec.weights.ring import CANNOT_STREAM, Store, Streamer, can_stream, measure_disk, open_store
+from edgespec.weights.ring import CANNOT_STREAM, Streamer, can_stream, measure_disk, open_store
 
 from ..context import ContextSize, make_context, of_head
 from ..ggml.files import (
@@ -54,7 +65,6 @@ from ..ggml.skeleton import skeleton_tensors
 from ..head_files import find_head, starts_from
 from ..lending.rpc import choose_lent, memory_of_lenders
 from .gpu import Buffers, auto_layers, check_spans, experts_too_large, kept_off, largest_copy, room_on
-from .own_memory import OwnMemory
 
 MIN_NODES = 512  # prompt tokens per pass, if all weights are in memory; llama.cpp's default for n_ubatch
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # prompt tokens per pass, where each pass reads weights again
@@ -63,7 +73,6 @@ CHUNK_SHARE = 1 / 32  # maximum relative increase of streamed bytes by the buffe
 CHUNK_SHARE_OF_EXPERTS = 1 / 128  # the same where experts are read: pools lose more than their share
 RESERVED_SHARE = 1 / 32  # of memory, with a MARGIN, for pages of libraries and page tables
 ROOM_FOR_BUFFERS = 2 << 30
-OWN: dict[str, Any] = {"page": 1, "whole": True}  # of plans for `OwnMemory`, to which whole weights are read
 # Bytes in llama-kv-cells.h, as measured: of a cell, and of a node of `used` or, for each sequence id, of `seq_pos`.
 CELL, TAG = 48, 48
 
@@ -209,13 +218,23 @@ class MemoryPlanner:
                     break
             return best
 
-        layers = auto_layers(self.gpus, self.tensors, buffers, drafts, plan, platform=self.machine.platform)
-        # The GPU gets no layers if experts are read from disk: that combination is not measured.
+        def layers_of(tensors: Sequence[Tensor]) -> int:
+            return auto_layers(self.gpus, tensors, buffers, drafts, plan, platform=self.machine.platform)
+
+        layers = layers_of(self.tensors)
         try:
-            from_disk = layers > 0 and bool(self.find_expert_layers()) and plan(0) is not None
+            if layers < 0 or not self.find_expert_layers() or plan(0) is None:
+                return layers
         except NoRoom:
-            from_disk = False
-        return 0 if from_disk else layers
+            return layers
+        if self.machine.platform == "darwin" or all(gpu.shared for gpu in self.gpus):
+            return 0  # the processor computes experts that are read from disk
+        with suppress(NoRoom):
+            on_gpu = layers_on_gpu(layers, count_layers(self.tensors))
+            if not make_plan(self.tensors, self.room, self.needs([size], layers)[0] + drafts, on_device=on_gpu):
+                return layers
+        # The others come first; pools of experts get the rest of the GPU's memory.
+        return layers_of([tensor for tensor in self.tensors if not EXPERTS.search(tensor.name)])
 
     def keeps_experts(self, gpu_layers: int, size: ContextSize) -> bool:
         """True if GPUs cannot hold the experts of these layers."""
@@ -249,6 +268,23 @@ class MemoryPlanner:
         rooms = [room_on(self.gpus, one) - one.caches_on_gpu(gpu_layers) for one in buffers]
         return max(1, sum(weights <= room - (drafts if drafts <= room // 2 else 0) for room in rooms))
 
+    def _with_device_pools(
+        self, plan: Plan, size: ContextSize, gpu_layers: int, layers: Sequence[ExpertLayer], drafts: int
+    ) -> Plan:
+        """A plan with pools on GPUs, in the memory that other weights, caches and buffers leave there."""
+        [buffers], count = self._rehearse(self.path, [size]), count_layers(self.tensors)
+        _, dense = divide(self.tensors, gpu_layers, (EXPERTS.pattern.encode(),))
+        own, found = [gpu for gpu in self.gpus if not gpu.shared], list[Pool]()
+        drafts = drafts // len(own) if drafts <= room_on(own, buffers) // 2 else 0
+        stop, last = count - layers_on_gpu(gpu_layers, count), own[-1]
+        for gpu, (some, name) in zip(own, layers_of_gpus(own, gpu_layers, count), strict=True):
+            first, stop = stop, stop + some
+            sizes = [t.size for t in dense if first <= layer_of(t) < stop or (layer_of(t) < 0 and gpu is last)]
+            room = room_on([gpu], buffers) - sum(sizes) - sum(buffers.caches[first:stop]) - drafts
+            numbers = [number for number, layer in enumerate(layers) if first <= layer.index < stop]
+            found += device_pools(layers, numbers, room, name)
+        return replace(plan, device_pools=tuple(found))
+
     def find_expert_layers(self) -> list[ExpertLayer]:
         tensors = loaded_tensors(self.path) if self.options.own_head else self.tensors
         return find_expert_layers(self.path, tensors)
@@ -280,9 +316,7 @@ class MemoryPlanner:
         hollow = shares and gpu_layers != 0 and bool(layers)
         tensors = skeleton_tensors(self.path, layers, self.tensors) if hollow else self.tensors
         experts_here |= hollow
-        gpu |= {"experts_here": experts_here, "output_here": lent} | ({"kept": count} if hollow else {})
-        if self.machine.platform == "darwin" and not hollow:
-            gpu |= OWN
+        gpu |= {"experts_here": experts_here, "output_here": lent}
         sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
         drafts = self._drafts(size)
         used = whole_number(self.path, own_values(self.path), "expert_used_count", 1, 1 << 16) if layers else 0
@@ -292,6 +326,11 @@ class MemoryPlanner:
                 needs = [drafts + one for one in self.needs(sizes, gpu_layers, streams)]
                 works = [work_of(layers, used * one.max_nodes) for one in sizes]
                 plans = _plans(tensors, self.room, list(zip(needs, works, strict=True)), gpu, layers)
+                if gpu["on_device"] and not lent:
+                    plans = [
+                        self._with_device_pools(plan, one, gpu_layers, layers, drafts) if plan and plan.pools else plan
+                        for plan, one in zip(plans, sizes, strict=False)
+                    ]
                 if plans[0] and plans[0].streamed:
                     break
             return plans
@@ -493,13 +532,8 @@ def mappings_of(path: str, machine: Machine) -> list[list[Mapping]]:
 
 
 def start_streaming(
-    path: str,
-    plan: Plan,
-    machine: Machine,
-    before: Sequence[Sequence[Mapping]],
-    progress: Progress,
-    own: Callable[[Sequence[str]], OwnMemory] | None = None,
-) -> tuple[Streamer, float, Store]:
+    path: str, plan: Plan, machine: Machine, before: Sequence[Sequence[Mapping]], progress: Progress
+) -> tuple[Streamer, float, str]:
     """Pin weights of a newly loaded model, and start to stream the others.
 
     Args:
@@ -508,10 +542,9 @@ def start_streaming(
         machine: that was planned for.
         before: `mappings_of` the model before the load.
         progress: called while pinned weights are read.
-        own: makes a store of a model's files; None: its pages stay in the mapping.
 
     Returns:
-        The streamer, the disk's bytes per second (0: nothing is streamed), and the store.
+        The streamer, the disk's bytes per second (0: nothing is streamed), and a note on pinned weights.
 
     Raises:
         ModelError: the model cannot be read or mapped.
@@ -525,7 +558,7 @@ def start_streaming(
         # Another streamed model of the same file may add smaller mappings meanwhile.
         mapped.append(max(new, key=lambda mapping: mapping.stop - mapping.start))
     try:
-        store = own(files) if own else open_store(files, mapped, plan, machine)
+        store = open_store(files, mapped, plan, machine)
         try:
             store.drop([extent for layer in plan.streamed for extent in layer.extents])
             if plan.pools:
@@ -533,8 +566,7 @@ def start_streaming(
             store.look_up(plan.looked_up)
             store.preload(plan.pinned, progress)
             speed = (machine.disk.speed or measure_disk(files, plan)) if plan.streamed else 0.0
-            plan = store.plan if isinstance(store, OwnMemory) else plan
-            return Streamer(plan, store, machine.disk.threads, machine.disk.size), speed, store
+            return Streamer(plan, store, machine.disk.threads, machine.disk.size), speed, store.note
         except BaseException:
             store.close()
             raise
