@@ -15,6 +15,7 @@ from contract import chain_rows, check_session, loaded, random_tokens, work
 from edgespec.backends.common.paths import KEPT_STATES
 from edgespec.backends.llamacpp import cells as module
 from edgespec.backends.llamacpp.cells import with_sources
+from edgespec.backends.llamacpp.ggml.files import llama_cpp
 from edgespec.backends.llamacpp.recurrent import LlamaRecurrentSession
 from edgespec.backends.llamacpp.session import LlamaSession, depth_first
 from test_contract import hybrid_factory, llamacpp_factory
@@ -233,3 +234,36 @@ def test_a_pass_or_commit_that_ctrl_c_ends_parts_no_states(call, tmp_path, monke
         other = backend.open()
         prefill(backend, other, text[2:])
         check_session(backend, other, text[2:])
+
+
+def padding_in_use(backend):
+    cells = backend.cells
+    return llama_cpp.llama_memory_seq_pos_max(cells._memory, cells.padding_id) >= 0
+
+
+def test_cells_of_padding_are_free_after_the_pass_and_waste_where_used_ones_follow(small_q4):
+    with loaded(llamacpp_factory(small_q4), sessions=2, context_length=512) as backend:
+        backend.keep_to(BatchInvariance("wide", RowClass(8, 63), RowClass(8, 63)))
+        one, other = backend.open(), backend.open()
+        backend.forward([work(one, [5], [-1])])  # seven rows of padding follow
+        assert (backend.cells.end, backend.cells.wasted, padding_in_use(backend)) == (1, False, False)
+        one.commit([0])
+        backend.cells.drop_padding(0)
+        assert not backend.cells.wasted
+        backend.cells.fill(3, [one])
+        assert (backend.cells.end, backend.cells.wasted, padding_in_use(backend)) == (4, True, False)
+        backend.forward([work(other, [6], [-1])])
+        assert backend.cells.end == 5
+
+
+@pytest.mark.parametrize(("wasted", "end"), [(20, 40), (21, 19)])
+def test_cells_are_put_in_order_when_more_are_waste_than_in_use(small, monkeypatch, wasted, end):
+    monkeypatch.setattr(module, "MUCH_WASTE", 20)
+    with loaded(llamacpp_factory(small), sessions=2, context_length=512) as backend:
+        below, above = backend.open(), backend.open()
+        prefill(backend, below, random_tokens(backend, 30, 1))
+        prefill(backend, above, random_tokens(backend, 10, 2))
+        below.rewind(30 - wasted)
+        assert backend.cells.end == 40
+        backend.make_room(1)
+        assert (backend.cells.end, backend.cells.wasted) == (end, True)

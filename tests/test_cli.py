@@ -373,6 +373,23 @@ def test_ctrl_c_keeps_what_was_written_and_exits_with_130(small: Path) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.parametrize(
+    ("place", "shown"),
+    [("edgespec.cli.commands._loaded", ""), ("edgespec.cli.terminal.GenerationResult.add", "tokens/s")],
+)
+def test_ctrl_c_exits_with_130_before_a_model_is_loaded_and_while_it_writes(
+    run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch, place: str, shown: str
+) -> None:
+    def pressed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, pressed)
+    code, _, err = run("run", tiny, "hello", "-n", "8", *REFERENCE)
+    assert code == 130
+    assert shown in err
+    assert "Traceback" not in err
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes")
 def test_a_closed_pipe_ends_quietly(tiny: str) -> None:
     arguments = ["run", tiny, "Tell me a long story.", "-n", "4000", "--ctx", "8000", "--planner", "none", *REFERENCE]

@@ -18,7 +18,7 @@ from edgespec.errors import UsageError
 from edgespec.server.content import result_of, text_of
 from edgespec.server.dialects import chat, messages, responses
 from edgespec.server.errors import Refused
-from edgespec.server.tool_calls import Call
+from edgespec.server.tool_calls import Call, flat
 from edgespec.server.wire import parsed_body
 
 ONLY = "this model reads only text"
@@ -240,6 +240,13 @@ def forced(client, choice, *tools):
     assert {**done, "id": "", "call_id": ""} == {**item, "id": "", "call_id": ""}
     assert (added["type"], added["id"], added["status"]) == (done["type"], done["id"], "in_progress")
     return item, events
+
+
+@pytest.mark.parametrize(
+    ("namespace", "whole"), [("mcp__x", "mcp__x__look"), ("mcp__x__", "mcp__x__look"), ("", "look"), (None, "look")]
+)
+def test_two_underscores_stand_between_a_namespace_and_a_name(namespace, whole):
+    assert flat(namespace, "look") == whole
 
 
 def test_tools_of_a_namespace_are_called_by_it_and_their_name(client):

@@ -81,6 +81,20 @@ def test_a_mixture_has_as_many_tensors_as_its_published_file() -> None:
     assert {name: len(table(TARGETS[name])) for name in COUNTED} == COUNTED
 
 
+def test_queries_and_keys_of_the_larger_glm_have_norms_and_those_of_the_smaller_none() -> None:
+    found = {
+        name: {row.name.rpartition("blk.3.")[2] for row in table(TARGETS[name])} for name in ("glm-4.6", "glm-4.5-air")
+    }
+    norms = {"attn_q_norm.weight", "attn_k_norm.weight"}
+    assert (norms & found["glm-4.6"], norms & found["glm-4.5-air"]) == (norms, set())
+
+
+def test_convolutions_of_recurrent_layers_are_not_quantised() -> None:
+    rows = [row for row in table(TARGETS["qwen3-next-80b-a3b"]) if "ssm_conv1d" in row.name]
+    assert {row.type for row in rows} == {"F32"}
+    assert len(rows) == 36  # of 48 layers, every fourth is attention
+
+
 def test_narrow_experts_have_the_types_that_a_published_file_has() -> None:
     """Rows of 704 are no multiple of 256: github.com/scrya-com/rotorquant/issues/9, which prints 15.63 GiB, too."""
     rows = table(TARGETS["gemma-4-26b-a4b"])
