@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if find_spec("hypothesis"):
         from hypothesis import settings
 
-        settings.register_profile("edgespec", max_examples=200 if config.getoption("exhaustive") else 40, deadline=None)
+        settings.register_profile("edgespec", max_examples=200 if config.getoption("exhaustive") else 20, deadline=None)
         settings.load_profile("edgespec")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
 
@@ -129,6 +129,13 @@ def once(path: Path, make: Callable[[Path], object]) -> Path:
             make(new)
             new.rename(path)
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_line_because_the_machine_is_busy() -> None:
+    from edgespec.cli import terminal
+
+    terminal.FIRST_LINE = terminal.LINE_SECONDS
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -83,7 +83,7 @@ def check_grid(target: Any, draft: Any, number: int, whole: bool) -> float:
     gained = list[float]()
     for sampling in SAMPLINGS if whole else [SAMPLINGS[number % 3]]:
         makers = HYBRID_MAKERS if whole else HYBRID_MAKERS[number % 2 :: 2]  # one that drafts, one that copies
-        gained += check_lossless(target, (make(draft) for make in makers), HYBRID_PROMPT, sampling, 24)
+        gained += check_lossless(target, (make(draft) for make in makers), HYBRID_PROMPT, sampling, 24 if whole else 16)
     return max(gained)
 
 

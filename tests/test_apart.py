@@ -1,6 +1,7 @@
 """A model in a process of its own, as borrowed layers need it, is a backend like any other; here nobody lends."""
 
 import pickle
+from collections.abc import Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,7 +16,7 @@ from edgespec.machine.this_machine import this_machine
 
 pytest.importorskip("llama_cpp")
 
-CHECKS = [  # which call everything at least once; starting a process takes a second
+CHECKS = [  # which call everything at least once
     contract.forks_are_independent,
     contract.top_is_a_full_softmax,
     contract.a_broken_work_changes_nothing,
@@ -23,6 +24,14 @@ CHECKS = [  # which call everything at least once; starting a process takes a se
     contract.a_saved_session_goes_on,
     contract.an_interrupted_pass_leaves_the_text,
 ]
+
+
+@pytest.fixture(scope="module")
+def apart(smollm2_tiny: Path) -> Iterator[contract.Reused]:
+    """A process starts in a second, so the checks share one."""
+    reused = contract.Reused(partial(load, smollm2_tiny))
+    yield reused
+    reused.close()
 
 
 def load(model: Path, **options: int) -> Backend:
@@ -34,8 +43,8 @@ def load(model: Path, **options: int) -> Backend:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_contract(check: object, smollm2_tiny: Path) -> None:
-    check(partial(load, smollm2_tiny))  # type: ignore[operator]
+def test_contract(check: object, apart: contract.Reused) -> None:
+    check(apart)  # type: ignore[operator]
 
 
 def test_a_process_that_is_gone_is_an_error_and_frees_what_it_had(smollm2_tiny: Path) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from alone import generation_of, written
 from auto_planners import auto_planner
-from hypothesis import settings
 from hypothesis import strategies as st
 from reference.backend import ReferenceBackend, perturbed, random_model
 
@@ -362,7 +361,6 @@ def test_who_asks_for_a_draft_gets_it_and_so_does_who_waits_for_a_disk(name, str
 COSTS = st.tuples(st.floats(1e-6, 1e3), st.floats(0, 1e3))
 
 
-@settings(max_examples=80, deadline=None)
 @hypothesis.given(
     st.sampled_from(["auto", "specexec", "chain", "sssd"]),
     st.sampled_from([0.0, 0.7, 1.0]),

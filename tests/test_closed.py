@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from conftest import few
 from forked import forked
 from gguf_files import small_llama
 from reference.backend import ReferenceBackend, ReferenceVocab, random_model
@@ -155,8 +156,12 @@ def until_closed(call, begun, found):
         begun.set()
 
 
+# Of each kind of call: one text, several, a stream, words alone, a grammar, and what the scheduler's thread does.
+USUAL = ("generate", "branch", "astream_chat", "encode", "compile", "submit", "save", "load")
+
+
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("name", [*CALLS, *OF_SCHEDULER])
+@pytest.mark.parametrize("name", few([*CALLS, *OF_SCHEDULER], *USUAL))
 def test_a_model_that_is_closed_while_other_threads_use_it_says_so_in_each(model, name, tmp_path):
     if name == "compile":
         pytest.importorskip("llguidance")

@@ -83,9 +83,9 @@ def padded(factory: Factory) -> Factory:
     return load
 
 
-ENGINES = ["reference", "recurrent", "torch", "mlx", "smollm2_tiny"]
+ENGINES = ["reference", "recurrent", "torch", "mlx", "small_q4"]
 PATHS = ["hybrid", "torch paths", "mlx paths"]
-VARIANTS = ["torch padded", "mlx padded", "smollm2_tiny_f32", "q8_0"]
+VARIANTS = ["torch padded", "mlx padded", "small", "q8_0"]
 IN_FOLDERS: dict[str, Callable[[Path], Factory]] = {
     "reference": reference_factory, "recurrent": partial(reference_factory, layers=3, recurrent=True),
     "torch": torch_factory, "torch paths": partial(torch_factory, family="granite"),
@@ -100,7 +100,7 @@ def factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if make := IN_FOLDERS.get(request.param):
         found = make(tmp_path_factory.mktemp("model"))
     elif request.param == "q8_0":
-        found = llamacpp_factory(request.getfixturevalue("smollm2_tiny"), kv_type="q8_0")
+        found = llamacpp_factory(request.getfixturevalue("small_q4"), kv_type="q8_0")
     else:
         found = llamacpp_factory(request.getfixturevalue(request.param))
     reused = Reused(found)
@@ -129,10 +129,10 @@ def test_contract_of_variants(check, factory):
     check(factory)
 
 
-@pytest.mark.parametrize("name", ["reference", "torch", "mlx", "smollm2_tiny"])
+@pytest.mark.parametrize("name", ["reference", "torch", "mlx", "small_q4"])
 def test_a_draft_keeps_what_lies_below_a_commit(name, tmp_path, request):
     """As drafts are loaded, the nodes do stay, beside another session's, and they and their ids are free at the end."""
-    if name == "smollm2_tiny":
+    if name == "small_q4":
         load = llamacpp_factory(request.getfixturevalue(name), in_order=False)
     else:
         load = IN_FOLDERS[name](tmp_path)

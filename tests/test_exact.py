@@ -375,7 +375,14 @@ def settled(path: Path, asked: str | None = None, switches: Sequence[int] = (8,)
     return backend
 
 
-def test_it_is_found_once(remembered: None, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done with the classes does not depend on how many passes were tried."""
+    monkeypatch.setattr(row_classes, "SIZES", (1, 2, 7, 8, 9, 64))
+    monkeypatch.setattr(row_classes, "LARGER", (128,))
+
+
+def test_it_is_found_once(remembered: None, few_sizes: None, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[str]()
     for another_process, content, options, count in (
         (False, b"1", {}, 1), (False, b"1", {}, 1), (True, b"1", {}, 1), (False, b"22", {}, 2),
@@ -426,7 +433,7 @@ def test_a_budget_that_the_row_class_caps_is_told_with_what_lifts_it(
 
 
 def test_row_classes_that_cannot_be_are_found_again(
-    remembered: None, path: Path, monkeypatch: pytest.MonkeyPatch
+    remembered: None, few_sizes: None, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said, right = list[str](), {"least": 1, "most": 8, "trees": True, "row_independent": True, "seconds": 1.0}
     wrong = [[{"least": 1}], [1], 3, *([right | part] for part in ({"seconds": -1.0}, {"seconds": "1"}, {"least": 9}))]
@@ -490,7 +497,11 @@ def test_the_quicker_way_to_compute(
     tried = list[bool]()
 
     class FakeEngine(Engine):
-        def probe_model(self, path: str, computing: Computing, *, watched: bool = False):
+        def probe_copy(self, path: str, computing: Computing):
+            return nullcontext("copy")
+
+        def probe_model(self, path: str, computing: Computing, *, watched: bool = False, copy: str | None = None):
+            assert copy == "copy"
             if watched:
                 tried.append("repacked" in computing)
             return nullcontext(repacked if "repacked" in computing else otherwise)

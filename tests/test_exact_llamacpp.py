@@ -27,6 +27,7 @@ from gguf_files import small_llama
 from benchmarks.made_up import Shape, write_made_up
 from edgespec.errors import ContextFull, Interrupted, UsageError
 from edgespec.lab.lookahead import LookaheadPlanner
+from edgespec.loading import row_classes
 from edgespec.loading.exact import FEW, apply_row_class, usable
 from edgespec.loading.row_classes import MANY, _rows, find, tokens
 from edgespec.loop.backend import Work
@@ -631,8 +632,11 @@ def test_attention_that_adds_up_cells_has_no_row_class(wide_heads):
     ("kv_type", "tiled"),
     [("f16", True), pytest.param("f32/f16", True, marks=pytest.mark.exhaustive), ("f16/q8_0", False)],
 )
-def test_passes_that_attend_in_tiles_take_no_trees(wide_heads, kv_type, tiled):
+def test_passes_that_attend_in_tiles_take_no_trees(wide_heads, kv_type, tiled, monkeypatch, whole_grid):
     """Where the cells of a tree's path lie decides in which tile a key is added up."""
+    if not whole_grid:
+        monkeypatch.setattr(row_classes, "SIZES", (1, 8, 63, 64, 65, 128))
+        monkeypatch.setattr(row_classes, "LARGER", ())
     computing = {"threads": 2, "gpu_layers": 0, "kv_type": kv_type} | (attention.ALIKE if tiled else {})
     found = find("llamacpp", "build", computing, str(wide_heads), remember=False, say=lambda text: None)
     assert not any(one.least < 64 <= one.most for one in found) or not tiled

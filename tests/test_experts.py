@@ -189,15 +189,15 @@ def test_a_pool_has_no_more_slots_than_engines_take(count: int, layers: int, poo
 def test_a_pool_in_an_array_has_rows_enough_for_each_slot() -> None:
     """Metal's kernel for prompts wants 4; slots have no bytes between them, and experts may lie anywhere."""
     apart = [
-        replace(one, places=tuple(tuple(Extent(i, 5 * e, 5 * e + 3 * MIB) for e in range(8)) for i in range(3)))
+        replace(one, places=tuple(tuple((Extent(i, 5 * e, 5 * e + 3 * MIB),) for e in range(8)) for i in range(3)))
         for one in map(layer, range(100))
     ]
     found = pools_of(apart, 1)
     assert 8 * 7 < max(pool.slots for pool in found) <= 8 * 8
     assert sum(pool.slots for pool in found) >= 8 * 100
     assert [(apart[0].stride(i), apart[0].skew(i)) for i in range(3)] == [(3 * MIB, 0)] * 3
-    assert apart[7].place(2, 3) == Extent(2, 15, 15 + 3 * MIB)
-    assert layer(1).place(2, 3) == Extent(0, 100 + 57 * MIB, 100 + 60 * MIB)
+    assert apart[7].place(2, 3) == (Extent(2, 15, 15 + 3 * MIB),)
+    assert layer(1).place(2, 3) == (Extent(0, 100 + 57 * MIB, 100 + 60 * MIB),)
 
 
 @pytest.mark.parametrize(

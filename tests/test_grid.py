@@ -71,8 +71,10 @@ def path_of() -> Iterator[Callable[[Any], str]]:
         yield path_of
 
 
-def some(first: Sequence[Any], number: int, whole_grid: bool, step: int = 10) -> list[tuple[Any, Machine]]:
-    """The machines of `machines.py` with each of two cases: all, else a few of which each model has others."""
+def some(first: Sequence[Any], number: int, whole_grid: bool, step: int) -> list[tuple[Any, Machine]]:
+    """The machines of `machines.py` with each of two cases: all, else a few of which each model has others.
+
+    `step`: how many models there are, so that together they have all."""
     every = list(product(first, MACHINES.values()))
     return every if whole_grid else every[number % step :: step]
 
@@ -136,7 +138,7 @@ def test_weights_caches_and_passes_fit_on_their_side(
 ) -> None:
     """llama.cpp computes what a pass takes of each side, with a second device that has memory of its own."""
     path, planned = path_of(shape_of(name)), 0
-    for length, machine in some([4096, 32768], number, whole_grid):
+    for length, machine in some([4096, 32768], number, whole_grid, len(MODELS) - len(HYBRIDS)):
         try:
             found = engine.plan(path, LoadOptions(exact="off", budget=16, context_length=length), machine)
         except NoRoom:

@@ -11,6 +11,7 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edge
 
 import contract
 import mlx.core as mx
+from conftest import few
 from eagle_folders import WIDTH, attend_cells, head_weights, write_head
 from edgespec.backends.mlx import backend as backend_module
 from edgespec.backends.mlx import memory as memory_module
@@ -50,7 +51,7 @@ def rows_of(head: Any, tokens: list[int], states: Any) -> Any:
     return np.array([logits.row(node) for node in range(len(tokens))])
 
 
-def taught(target: Any, head: Any, tokens: list[int], steps: int = 60) -> None:
+def taught(target: Any, head: Any, tokens: list[int], steps: int = 30) -> None:
     """Train the head until it knows this text by heart."""
     states, model = mx.array(states_of(target, tokens[:-1])), head.model
     embedded = head._embed(mx.array(tokens)[None])
@@ -179,15 +180,15 @@ MAKERS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["in memory", "streamed", "recurrent", "4 bits"])
+@pytest.mark.parametrize("kind", few(KINDS := ("in memory", "streamed", "recurrent", "4 bits"), *KINDS[1:]))
 def test_text_with_a_head_is_that_of_plain_decoding(kind: str, tmp_path: Path, load_streamed: Any) -> None:  # noqa: F811
     target = loaded(kind, tmp_path / "target", load_streamed)
     head = load_head(target, write_head(tmp_path / "head", head_weights(VOCAB_SIZE, DRAFTS)))
     plain, _ = write(target, NonePlanner(), PROMPT, SAMPLINGS[0], 24)
     taught(target, head, PROMPT + plain)
     gained = list[float]()
-    for sampling in SAMPLINGS[:2]:
-        gained += check_lossless(target, (make(head) for make in MAKERS), PROMPT, sampling, 24)
+    for sampling, makers in zip(SAMPLINGS, (MAKERS, MAKERS[:1]), strict=False):
+        gained += check_lossless(target, (make(head) for make in makers), PROMPT, sampling, 24)
     assert max(gained) > 1.3  # it drafts from the right states
     head.close()
     target.close()

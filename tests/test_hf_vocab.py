@@ -202,15 +202,15 @@ def test_folders_that_are_not_models(tmp_path):
 def test_where_a_package_is_missing_the_extra_of_the_engine_is_named():
     engines = [one for one, library in (("torch", "torch"), ("mlx", "mlx_lm")) if find_spec(library)]
     script = (
-        "import sys, tokenizers, transformers\n"
+        "import sys\n"
         "from edgespec.loop.engines import load_vocab\n"
         "from edgespec.errors import MissingPackage\n"
         f"for engine in {engines}:\n"
         "    for package in ('tokenizers', 'transformers'):\n"
-        "        there, sys.modules[package] = sys.modules[package], None\n"
+        "        sys.modules[package] = None\n"
         "        try: load_vocab(engine, 'folder')\n"
         "        except MissingPackage as error: print(error)\n"
-        "        sys.modules[package] = there"
+        "        del sys.modules[package]"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     expected = [pip_install(f"edgespec[{engine}]") for engine in engines for _ in range(2)]

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]'")
 
+from conftest import few
 from contract import chain_rows
 from edgespec.backends.common.recurrent import Lane, states_of
 from edgespec.backends.torch.backend import TorchBackend, load
@@ -53,12 +54,12 @@ def streamed(folder: Path, **options: Any) -> TorchBackend:
     return found
 
 
-@pytest.mark.parametrize("family", ["lfm2", "granite"])
+@pytest.mark.parametrize("family", few(["lfm2", "granite"], "lfm2"))  # qwen3.5: test_heads_mtp.py
 def test_streamed_weights(family: str, tmp_path: Path) -> None:
     """Steps bring states on; texts are those of weights in memory, or part where rounding decides."""
     folder = save(tiny_model(family, num_hidden_layers=5, layer_types=LAYERS[family]), tmp_path / "target")
     draft = load(str(save(perturbed(tiny_model(family), 0.1, 1), tmp_path / "draft")), **OPTIONS)
-    check_lossless(streamed(folder), [SpecExecPlanner(draft, depth=6, beam=4)], PROMPT, SAMPLINGS[1], 24)
+    check_lossless(streamed(folder), [SpecExecPlanner(draft, depth=6, beam=4)], PROMPT, SAMPLINGS[1], 12)
     target, memory = streamed(folder, sessions=2), load(str(folder), **OPTIONS)
     session, nodes = check_unread(target, memory, PROMPT, 2e-3), np.arange(6, dtype=np.int32)
     session.commit([0])

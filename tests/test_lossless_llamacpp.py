@@ -124,9 +124,6 @@ def check_lossless(target, planner, sampling, count, prompts=PROMPTS[:2]):
 
 
 by_temperature = pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=0.7", "T=1"])
-seldom_at_others = pytest.mark.parametrize(
-    "sampling", [SAMPLINGS[1], *(pytest.param(one, marks=pytest.mark.exhaustive) for one in SAMPLINGS[::2])]
-)
 
 
 @pytest.mark.covering(1)
@@ -208,12 +205,12 @@ def test_what_pays(target, draft, sampling, streams):
     )
 
 
-@seldom_at_others
-def test_the_whole_model(smollm2, smollm2_q2k, sampling, whole_grid):
+@pytest.mark.exhaustive
+@by_temperature
+def test_the_whole_model(smollm2, smollm2_q2k, sampling):
     """Thirty layers round more often, and write sense: drafts are right in other places."""
     with loaded(smollm2) as target, loaded(smollm2_q2k) as draft:
-        count = 24 if whole_grid else 8
-        check_lossless(target, SpecExecPlanner(draft, depth=6, beam=2), sampling, count, PROMPTS[1:2])
+        check_lossless(target, SpecExecPlanner(draft, depth=6, beam=2), sampling, 24, PROMPTS[1:2])
 
 
 def test_cells_out_of_order_are_a_matter_of_rounding(small_q4, small_q2k):

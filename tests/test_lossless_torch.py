@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgespec[torch]
 
 from conftest import few
 from edgespec.backends.torch.backend import load
-from folder_texts import SAMPLINGS, by_temperature, check_lossless, check_wrong_text
+from folder_texts import by_temperature, check_lossless, check_wrong_text
 from hf_models import perturbed, save, tiny_model, transformers
 from test_torch import Recorder, memory_for, needs_bitsandbytes
 
@@ -18,9 +18,6 @@ from edgespec.lab.lookahead import LookaheadPlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 
-by_few_temperatures = pytest.mark.parametrize(
-    "sampling", [pytest.param(one, marks=[pytest.mark.exhaustive] * (one is not SAMPLINGS[1])) for one in SAMPLINGS]
-)
 OPTIONS = {"context_length": 128, "budget": 16, "threads": 1}
 # Family -> noise that leaves a draft right now and then.
 FAMILIES = {
@@ -68,20 +65,18 @@ def test_streamed_weights(tmp_path, sampling, options):
     assert check_lossless(target, planners, [5, 9, 30, 7, 9, 30], sampling, 16)[0] > 2
 
 
-class TestSmolLM2:
-    @by_few_temperatures
-    def test_trees_and_copies(self, smollm2_models, sampling):
-        target, same, damaged = smollm2_models
-        prompt = target.vocab.encode("def is_prime(n):\n    ", add_bos=True, parse_special=False)
-        drafted = [SpecExecPlanner(same, depth=6, beam=4), SpecExecPlanner(damaged, depth=4, beam=4)]
-        planners = [*drafted, SssdPlanner(), LookaheadPlanner()]
-        lengths = check_lossless(target, planners, prompt, sampling, 12)
-        assert lengths[0] > 2
+def test_a_wrong_text_is_noticed(tmp_path):
+    check_wrong_text(load(str(save(tiny_model("llama"), tmp_path)), **OPTIONS), [5, 9, 30, 7, 9, 30], 24)
 
-    def test_a_wrong_text_is_noticed(self, smollm2_models):
-        target = smollm2_models[0]
-        text = "The three most important rivers"
-        check_wrong_text(target, target.vocab.encode(text, add_bos=True, parse_special=False), 8)
+
+@pytest.mark.exhaustive
+@by_temperature
+def test_smollm2_with_trees_and_copies(smollm2_models, sampling):
+    target, same, damaged = smollm2_models
+    prompt = target.vocab.encode("def is_prime(n):\n    ", add_bos=True, parse_special=False)
+    drafted = [SpecExecPlanner(same, depth=6, beam=4), SpecExecPlanner(damaged, depth=4, beam=4)]
+    lengths = check_lossless(target, [*drafted, SssdPlanner(), LookaheadPlanner()], prompt, sampling, 12)
+    assert lengths[0] > 2
 
 
 @pytest.fixture(scope="module")

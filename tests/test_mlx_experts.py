@@ -29,11 +29,10 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU
 from mlx_models import FAMILIES, HYBRIDS, write_model
+from same_bits import Pair, do_everything
 from test_mlx_streaming import (
     DESCRIPTORS,
     LAYERS,
-    Pair,
-    do_everything,
     many_layers,
     needed_by,
     poisoned,
@@ -426,7 +425,7 @@ def test_experts_are_found_by_their_names(names, starts):
     else:
         parts = [form.name.partition("_")[0] for form in found[0].forms]
         places = dict(zip(parts, found[0].layer.places, strict=True))
-        assert [[one.start // unit for one in places[part]] for part in ("gate", "up", "down")] == starts
+        assert [[one.start // unit for (one,) in places[part]] for part in ("gate", "up", "down")] == starts
         assert sum(tensor.size for tensor in found[0].tensors) == 6 * unit
 
 

@@ -35,6 +35,7 @@ from edgespec.backends.llamacpp.context import ContextSize
 from edgespec.backends.llamacpp.engine import engine, load
 from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
 from edgespec.backends.llamacpp.memory.gpu import Buffers
+from edgespec.backends.llamacpp.memory.own_memory import OwnMemory
 from edgespec.backends.llamacpp.memory.planning import MIN_NODES, SHARE
 from gguf_files import small_llama
 from hybrid_files import write_with_head
@@ -57,7 +58,6 @@ from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.weights import ring
-from edgespec.weights.darwin import DarwinStore
 from edgespec.weights.linux import LinuxStore, mappings
 from edgespec.weights.plan import SAFETY, Tensor
 
@@ -130,6 +130,11 @@ def tiny_resident(tiny: Path) -> Iterator[LlamaBackend]:
 def tiny_streamed(tiny: Path) -> Iterator[LlamaBackend]:
     with closing_one(lambda: load_streamed(tiny)) as backend:
         yield backend
+
+
+@pytest.fixture
+def store_here() -> type[Any]:
+    return LinuxStore if sys.platform == "linux" else OwnMemory
 
 
 @pytest.fixture
@@ -234,16 +239,17 @@ def test_texts_are_the_same(
     planner.close()
 
 
-def test_every_streamed_byte_is_read_once_in_a_pass(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_streamed_byte_is_read_once_in_a_pass(
+    tiny: Path, store_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes: list[int] = []
-    kind = LinuxStore if sys.platform == "linux" else DarwinStore
-    really = kind.read
+    really = store_here.read
 
     def counted(self: Any, slot: int, layer: Any, extent: Any, start: int, stop: int) -> None:
         really(self, slot, layer, extent, start, stop)
         sizes.append(stop - start)
 
-    monkeypatch.setattr(kind, "read", counted)
+    monkeypatch.setattr(store_here, "read", counted)
     backend = load_streamed(tiny)
     plan, passes = backend.streamer.plan, 6
     for count in range(passes):
@@ -468,10 +474,9 @@ def test_a_pass_on_another_thread(tiny: Path, tiny_resident: LlamaBackend) -> No
 
 
 def test_a_read_error_is_one_model_error_until_the_disk_is_back(
-    tiny: Path, tiny_resident: LlamaBackend, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tiny_resident: LlamaBackend, store_here: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = LinuxStore if sys.platform == "linux" else DarwinStore
-    really, calls = kind.read, list[int]()
+    really, calls = store_here.read, list[int]()
     broken = range(20, 10**9)
 
     def flaky(self: Any, *arguments: Any) -> None:
@@ -480,7 +485,7 @@ def test_a_read_error_is_one_model_error_until_the_disk_is_back(
             raise OSError(5, "Input/output error")
         really(self, *arguments)
 
-    monkeypatch.setattr(kind, "read", flaky)
+    monkeypatch.setattr(store_here, "read", flaky)
     before = reading_threads()
     backend = load_streamed(tiny)
     for _ in range(2):  # as long as the disk is broken

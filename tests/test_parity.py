@@ -20,7 +20,7 @@ PAIRS = [("llamacpp", "torch"), ("llamacpp", "mlx"), ("torch", "mlx")]
 STORY = "The lighthouse keeper wrote down the weather, every ship that passed, and what the gulls had stolen from him. "
 PROMPTS = ["Once upon a time, a fox", "def is_prime(n):\n    "]
 SAMPLINGS = [SamplingParams(), SamplingParams(temperature=0.8, seed=1)]
-NODES, TOKENS = 40, 8
+NODES, TOKENS = 30, 8
 OPTIONS = {"context_length": 256, "budget": NODES}
 
 
@@ -30,7 +30,7 @@ class Engine:
 
     backend: Backend
     tree: np.ndarray  # logits, shape [NODES, V]
-    texts: list[list[int]]  # for each prompt and sampling
+    texts: list[list[int]]  # for each prompt, with its sampling
 
 
 def compute(backend: Backend) -> Engine:
@@ -41,20 +41,19 @@ def compute(backend: Backend) -> Engine:
     logits = backend.forward([Work(session, tokens, parents, nodes)])[0]
     tree = np.stack([logits.row(node) for node in range(NODES)])
     texts = []
-    for ids in prompts(backend):
-        for sampling in SAMPLINGS:
-            rounds = Generation(
-                backend, session, NonePlanner(), ids, sampling, max_tokens=TOKENS, budget=1, stats=GenerationStats()
-            ).steps()
-            texts.append([token for round_ in rounds for token in round_.tokens])
+    for ids, sampling in zip(prompts(backend), SAMPLINGS, strict=True):
+        rounds = Generation(
+            backend, session, NonePlanner(), ids, sampling, max_tokens=TOKENS, budget=1, stats=GenerationStats()
+        ).steps()
+        texts.append([token for round_ in rounds for token in round_.tokens])
     session.close()
     return Engine(backend, tree, texts)
 
 
 def a_tree(backend: Backend) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """100 tokens of prose, and the tokens and parents of a tree with branches and chains."""
-    prompt = backend.vocab.encode(STORY * 20, add_bos=True, parse_special=False)[:100]
-    assert len(prompt) == 100
+    """50 tokens of prose, and the tokens and parents of a tree with branches and chains."""
+    prompt = backend.vocab.encode(STORY * 20, add_bos=True, parse_special=False)[:50]
+    assert len(prompt) == 50
     generator = np.random.default_rng(3)
     tokens = generator.choice(np.arange(100, backend.vocab.size), NODES, replace=False).astype(np.int32)
     parents = np.array([generator.integers(max(-1, i - 6), i) for i in range(NODES)], np.int32)
@@ -124,7 +123,7 @@ def test_texts_agree(pair: list[Engine]) -> None:
     """Same seed, same text. Where texts part, both engines' rounding together must explain it, there and after it."""
     one, other = pair
     tolerance = sum(engine.backend.capabilities.logit_tolerance for engine in pair)
-    cases = [(prompt, sampling) for prompt in prompts(one.backend) for sampling in SAMPLINGS]
+    cases = zip(prompts(one.backend), SAMPLINGS, strict=True)
     for (prompt, sampling), plain, text in zip(cases, one.texts, other.texts, strict=True):
         found = explain(one.backend, prompt, plain, text, sampling, tolerance)
         if found is not None:

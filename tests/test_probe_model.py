@@ -20,6 +20,7 @@ from gguf_files import gguf, small_llama
 from gguf_writer import finish
 
 from edgespec.errors import ModelError
+from edgespec.loading import row_classes
 from edgespec.machine import disk
 from edgespec.weights.plan import Tensor, layer_of
 
@@ -59,6 +60,17 @@ def test_the_copy_is_small_and_goes(smollm2: Path) -> None:
         assert "token_embd.weight" in copied
         assert Path(path).stat().st_size < smollm2.stat().st_size / 2
     assert not Path(path).exists()
+
+
+def test_one_copy_is_written_for_both_trials(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of bits and that of times."""
+    really, made, tried = module.llama_cpp.llama_model_quantize, list[bool](), list[bool]()
+    monkeypatch.setattr(module.llama_cpp, "llama_model_quantize", lambda *given: made.append(True) or really(*given))
+    monkeypatch.setattr(row_classes, "probe", lambda backend: tried.append(backend.watch is not None) or [])
+    monkeypatch.setattr(row_classes, "timed", lambda backend, found: tried.append(backend.watch is not None) or found)
+    computing = {"threads": 1, "gpu_layers": 0, "kv_type": "f16"}
+    assert row_classes.find("llamacpp", "a", computing, str(smollm2_tiny), remember=False, say=print) == []
+    assert (len(made), tried) == (1, [True, False])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a file without a name is Linux's")

@@ -31,6 +31,12 @@ def floors() -> dict[str, int]:
 
 
 @cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Of the syntax tree of a file."""
+    return [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+
+
+@cache
 def modules() -> dict[str, set[str]]:
     """Every module of the package -> the package's modules that it imports, wherever in the file."""
     files = {}
@@ -45,7 +51,7 @@ def imported(path: Path, module: str) -> set[str]:
     """Modules that a file imports; of `from a import b` both a and a.b, since b may be a module."""
     found = set[str]()
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -159,7 +165,7 @@ def test_only_the_edge_asks_the_system() -> None:
     asking, measuring = set[str](), set[str]()
     for path in (*(ROOT / "edgespec").rglob("*.py"), *(ROOT / "backends").rglob("*.py")):
         name = str(path.relative_to(ROOT))
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in ASKS:
                 asking |= {name} if node.value.id in ("os", "platform", "sys") else set()
             elif isinstance(node, ast.ImportFrom) and node.module in ("os", "platform", "sys", "psutil"):
@@ -176,8 +182,8 @@ def test_what_decides_the_text_is_pure() -> None:
     allowed |= {"edgespec.errors", "edgespec.loop.tree", "edgespec.loop.sampling"}
     for name in ("tree", "sampling", "verify"):
         path = ROOT / "edgespec" / "loop" / f"{name}.py"
-        found = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
-        names = (node.names for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import))
+        found = {node.module for node in nodes(path) if isinstance(node, ast.ImportFrom)}
+        names = (node.names for node in nodes(path) if isinstance(node, ast.Import))
         assert found | {alias.name for aliases in names for alias in aliases} <= allowed, name
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import math
-import os
 import weakref
 from contextlib import aclosing, contextmanager, suppress
 from functools import cache
@@ -17,7 +16,7 @@ import pytest
 from alone import Generation
 from auto_planners import auto_planner
 from forked import forked
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference.backend import ReferenceBackend, ReferenceSession, perturbed, random_model
 
@@ -204,7 +203,6 @@ def play(scheduler, schedule, slots):
         reader.check()
 
 
-@settings(max_examples=int(os.environ.get("EDGESPEC_SCHEDULES", "40")), deadline=None)
 @given(
     st.sampled_from(["none", "sssd", "specexec", "auto"]),
     st.sampled_from(list(SHAPES)),

@@ -41,7 +41,7 @@ def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder, tmp_path
         apply_row_class(target, str(path), asked)
         shelf = Counting(tmp_path, target, 1 << 30, least=32, say=pytest.fail)
         ids = [target.vocab.encode(prompt, add_bos=True, parse_special=False) for prompt in PROMPTS]
-        asks = [Request(ids[i % 5], SamplingParams(temperature=1.0, seed=i), 10 + 3 * i) for i in range(9)]
+        asks = [Request(ids[i % 5], SamplingParams(temperature=1.0, seed=i), 8 + 2 * i) for i in range(9)]
 
         def write(slots, planner, cache):
             """All texts, with so many at once; between passes the cache is put in order now and then."""

@@ -28,11 +28,11 @@ from edgespec.machine import disk, system
 from edgespec.machine.system import READ_SIZE, READ_THREADS
 from edgespec.machine.this_machine import this_machine
 from edgespec.weights import linux, ring
-from edgespec.weights.darwin import DarwinStore
 from edgespec.weights.linux import CachedLinuxStore, LinuxStore, mappings
 from edgespec.weights.plan import Extent, Layer, Mapping, Plan
 from edgespec.weights.preload import lock, warm
 from edgespec.weights.ring import Streamer
+from edgespec.weights.windows import WindowsStore
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
@@ -1120,73 +1120,30 @@ def test_a_model_in_two_files(tmp_path: Path) -> None:
 # --- macOS -------------------------------------------------------------------------------------------------------
 
 
-class DarwinLibrary:
-    """Notes the calls; `fails` names the one that does not work."""
+class NotingLibrary:
+    """Notes the calls, which do nothing."""
 
-    def __init__(self, fails: str = "", after: int = 0) -> None:
+    def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.fails, self.after = fails, after
 
-    def result(self, name: str, arguments: tuple[int, ...], good: int = 0, bad: int = -1) -> int:
-        before = sum(call[0] == name for call in self.calls)
-        self.calls.append((name, *arguments))
-        if name == self.fails and before >= self.after:
-            ctypes.set_errno(13)
-            return bad
-        return good
-
-    def mmap(self, *arguments: Any) -> int:
-        number = sum(call[0] == "mmap" for call in self.calls)
-        return self.result("mmap", arguments, (number + 1) << 40, system.MAP_FAILED)
-
-    def msync(self, *arguments: int) -> int:
-        return self.result("msync", arguments)
-
-    def mlock(self, *arguments: int) -> int:
-        return self.result("mlock", arguments)
-
-    def munlock(self, *arguments: int) -> int:
-        return self.result("munlock", arguments)
-
-    def munmap(self, *arguments: int) -> int:
-        return self.result("munmap", arguments)
-
-    def named(self, name: str) -> list[tuple[Any, ...]]:
-        return [call[1:] for call in self.calls if call[0] == name]
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *arguments: (self.calls.append((name, *arguments)), 0)[1]
 
 
-@pytest.fixture
-def two_files(tmp_path: Path) -> list[str]:
-    for name, size in (("a", 9 * MIB), ("b", 2 * MIB + 17)):
-        (tmp_path / name).write_bytes(os.urandom(1) * size)
-    return [str(tmp_path / "a"), str(tmp_path / "b")]
-
-
-FIRST, SECOND = 1 << 40, 2 << 40  # where DarwinLibrary maps the files
-DARWIN_LAYER = Layer(3, (Extent(0, 16384, 16384 + 6 * MIB), Extent(1, 32768, 32768 + MIB)))
-
-
-class EveryLibrary(DarwinLibrary):
-    def madvise(self, *arguments: int) -> int:
-        return self.result("madvise", arguments)
+FIRST = 1 << 40  # where the file is mapped
 
 
 @posix_only
-@pytest.mark.parametrize("kind", ["linux", "cached", "darwin"])
+@pytest.mark.parametrize("kind", [LinuxStore, CachedLinuxStore])
 def test_no_address_outside_the_mapping_of_the_file_is_touched(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """llama.cpp unmaps the ends of a file that it does not use, and other memory of the process may lie there."""
     Limits(monkeypatch, 1 << 40, 1 << 40)
-    path, library = tmp_path / "model", EveryLibrary()
+    path, library = tmp_path / "model", NotingLibrary()
     path.write_bytes(bytes(3 * MIB))
-    first, last = (0, 3 * MIB) if kind == "darwin" else (MIB, 2 * MIB)
-    linux_store = LinuxStore if kind == "linux" else CachedLinuxStore
-    store: Any = (
-        DarwinStore([str(path)], library)
-        if kind == "darwin"
-        else linux_store([str(path)], [Mapping(FIRST, FIRST + MIB, MIB)], plan_for([]), library)
-    )
+    first, last = MIB, 2 * MIB
+    store = kind([str(path)], [Mapping(FIRST, FIRST + MIB, MIB)], plan_for([]), library)
     before = list(library.calls)
     outside = [(first - PAGE, first), (first - PAGE, first + PAGE), (last - PAGE, last + PAGE), (last, last + PAGE)]
     for start, stop in [*outside, (first, 1 << 62)]:
@@ -1206,102 +1163,14 @@ def test_no_address_outside_the_mapping_of_the_file_is_touched(
 
 
 @posix_only
-def test_darwin_maps_locks_drops_and_unmaps(two_files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    Limits(monkeypatch, 1 << 40, 1 << 40)
-    files, library = descriptors(collect=True), DarwinLibrary()
-    store = DarwinStore(two_files, library)
-    mapped = library.named("mmap")
-    assert [call[:4] for call in mapped] == [
-        (None, size, mmap.PROT_READ, mmap.MAP_SHARED) for size in (9 * MIB, 2 * MIB + 17)
-    ]
-    assert [call[5] for call in mapped] == [0, 0]
-    assert [os.fstat(call[4]).st_size for call in mapped] == [9 * MIB, 2 * MIB + 17]
-
-    store.drop(DARWIN_LAYER.extents)
-    ranges = [(FIRST + 16384, 6 * MIB, 2), (SECOND + 32768, MIB, 2)]  # MS_INVALIDATE = 2 in <sys/mman.h>
-    assert library.named("msync") == ranges
-    store.preload([Extent(0, 0, 16384), Extent(1, 2 * MIB, 2 * MIB + 16384)], unseen)  # the last page is not full
-    assert library.named("mlock") == [(FIRST, 16384), (SECOND + 2 * MIB, 16384)]
-    assert store.note == "0 MiB locked in memory"
-    for extent in DARWIN_LAYER.extents:
-        store.read(0, DARWIN_LAYER, extent, extent.start, min(extent.stop, extent.start + READ_SIZE))
-    store.show(0, DARWIN_LAYER)
-    assert library.named("msync") == ranges
-    store.hide(0, DARWIN_LAYER)
-    assert library.named("msync") == ranges * 2
-    store.close()
-    assert library.named("munlock") == library.named("mlock")
-    assert library.named("munmap") == [(FIRST, 9 * MIB), (SECOND, 2 * MIB + 17)]
-    store.close()
-    assert len(library.named("munmap")) == 2
-    assert descriptors() == files
-
-
-@posix_only
-def test_darwin_errors(two_files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    Limits(monkeypatch, 1 << 40, 1 << 40)
-    files = descriptors(collect=True)
-    library = DarwinLibrary("mmap", after=1)
-    with pytest.raises(PermissionError, match="mmap: Permission denied"):
-        DarwinStore(two_files, library)
-    assert library.named("munmap") == [(FIRST, 9 * MIB)]
-    assert descriptors() == files
-    with pytest.raises(FileNotFoundError):
-        DarwinStore([two_files[0], two_files[1] + ".missing"], DarwinLibrary())
-    assert descriptors() == files
-
-    store = DarwinStore(two_files, DarwinLibrary("msync"))
-    with pytest.raises(PermissionError, match="msync: Permission denied"):
-        store.hide(0, DARWIN_LAYER)
-    store.close()
-
-    library = DarwinLibrary("mlock", after=1)
-    store = DarwinStore(two_files, library)
-    store.preload([Extent(0, 0, MIB), Extent(0, 2 * MIB, 5 * MIB)], unseen)
-    assert store.note.startswith("1 MiB locked in memory, 3 MiB kept in the page cache")
-    store.close()
-    assert library.named("munlock") == [(FIRST, MIB)]  # only what was locked
-    assert descriptors() == files
-
-
-@posix_only
-def test_darwin_a_file_that_shrinks(two_files: list[str]) -> None:
-    store = DarwinStore(two_files, DarwinLibrary())
-    store.check()
-    os.truncate(two_files[0], 3 * MIB + 5)
-    with pytest.raises(OSError, match=r"a has shrunk from 9437184 to 3145733 bytes"):
-        store.check()
-    extent = DARWIN_LAYER.extents[0]
-    with pytest.raises(OSError, match="it must have shrunk"):  # in the middle of a read
-        store.read(0, DARWIN_LAYER, extent, extent.start, extent.start + READ_SIZE)
-    with pytest.raises(OSError, match="it must have shrunk"):  # behind the end
-        store.read(0, DARWIN_LAYER, extent, 5 * MIB, extent.stop)
-    with pytest.raises(OSError, match="it must have shrunk"):
-        store.preload([extent], unseen)
-    store.close()
-
-
-@posix_only
-def test_darwin_read_errors_reach_the_one_who_computes(two_files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> int:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", broken)
-    streamer = Streamer(plan_for([DARWIN_LAYER]), DarwinStore(two_files, DarwinLibrary()))
-    with pytest.raises(ModelError, match=r"layer 3 cannot be read: .*Input/output error"):
-        within(10, lambda: streamer.enter(3))
-    within(5, streamer.close)
-
-
-@posix_only
 def test_the_system_chooses_the_store(mapped: Mapped) -> None:
     seen = mappings(str(mapped.path)) if sys.platform == "linux" else []
-    for platform, kind in (("linux", LinuxStore), ("darwin", DarwinStore)):
+    for platform, kind in (("linux", LinuxStore), ("win32", WindowsStore)):
         if platform == "linux" != sys.platform:
             continue
         machine = replace(this_machine(), platform=platform)
-        assert ring.can_stream(machine)
+        assert ring.can_stream(machine) == (platform == "linux")
         store = ring.open_store([str(mapped.path)], seen, mapped.plan, machine)
         assert type(store) is kind
         store.close()
-    assert not ring.can_stream(replace(this_machine(), platform="win32"))
+    assert ring.can_stream(replace(this_machine(), platform="darwin"))

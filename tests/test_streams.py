@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Run
+from conftest import Run, few
 from forked import RUN, forked
 
 EDGESPEC = [sys.executable, "-m", "edgespec"]
 FULL = Path("/dev/full")
 ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+LOCALES: dict[str, dict[str, str]] = {"UTF-8": {}, "C": {"LC_ALL": "C"}, "ASCII": ASCII}
 NO_UTF8 = b"\xff\xfe"
 
 
@@ -42,8 +43,9 @@ def test_closed_streams(run: Run, tiny: str) -> None:
     assert shell("<&- 2>&-")[:2] == run(*answer(tiny, "hello", "--seed", "1"))[:2]
 
 
-@pytest.mark.parametrize("locale", [{}, {"LC_ALL": "C"}, ASCII], ids=["UTF-8", "C", "ASCII"])
-def test_text_that_is_no_utf8_is_refused_in_every_locale(tiny: str, tmp_path: Path, locale: dict[str, str]) -> None:
+@pytest.mark.parametrize("name", few(LOCALES, "UTF-8", "ASCII"))
+def test_text_that_is_no_utf8_is_refused_in_every_locale(tiny: str, tmp_path: Path, name: str) -> None:
+    locale = LOCALES[name]
     file, text = tmp_path / "text", os.fsdecode(NO_UTF8)
     file.write_bytes(NO_UTF8)
     cases = [

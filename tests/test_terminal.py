@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from threading import Event
 from typing import Any
 
 import click
@@ -75,8 +76,15 @@ def test_nothing_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_long_work_without_a_terminal_tells_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = SimpleQueue[str]()
-    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.001)
+    lines, waited = SimpleQueue[str](), list[float]()
+
+    class Hasty(Event):
+        def wait(self, seconds: float | None = None) -> bool:
+            waited.append(seconds or 0)
+            return super().wait(0.001)
+
+    monkeypatch.setattr(terminal, "Event", Hasty)
+    monkeypatch.setattr(terminal, "FIRST_LINE", 1)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setattr(terminal.click, "echo", lambda text, err: lines.put(text))
 
@@ -96,6 +104,7 @@ def test_long_work_without_a_terminal_tells_of_itself(monkeypatch: pytest.Monkey
         bars.update("fetching a", 1, 3)
         bars.update("fetching b", 2, 4)
         assert re.fullmatch(r"fetching b: 50 %, \d+ s", next_line("fetching b"))
+    assert waited[:2] == [1, terminal.LINE_SECONDS]
 
 
 def test_a_model_that_is_not_streamed_has_a_spinner_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ from .memory.attention import ALIKE, by_cell, can_be_alike, capture_cpu_backend,
 from .memory.gpu import find_gpus, kept_off, needs_skeleton, overrides
 from .memory.layer_hooks import LayerHooks
 from .memory.mixture import open_memory, open_mixture
+from .memory.own_memory import OwnMemory, find_weights
 from .memory.planning import (
     MIN_NODES,
     SHARE,
@@ -130,10 +131,15 @@ class LlamaEngine(Engine):
     def load_vocab(self, path: str) -> Vocab:
         return load_vocab(path)
 
+    def probe_copy(self, path: str, computing: Computing) -> AbstractContextManager[str]:
+        return probe_file(path, computing)
+
     @contextmanager
-    def probe_model(self, path: str, computing: Computing, *, watched: bool = False) -> Iterator[Backend]:
-        options = probe_options(path, computing)
-        with probe_file(path, computing) as copy:
+    def probe_model(
+        self, path: str, computing: Computing, *, watched: bool = False, copy: str | None = None
+    ) -> Iterator[Backend]:
+        options, again = probe_options(path, computing), bool(watched and copy)
+        with nullcontext(copy) if copy else probe_file(path, computing) as copy:
             plan = plan_here(copy, options, this_machine(copy, self.gpus(None)))
             repacked = REPACKED.keys() <= computing.keys()
             way = next((way for way in plan.ways if (REPACKED.keys() <= way.keys()) == repacked), None)
@@ -143,7 +149,7 @@ class LlamaEngine(Engine):
             way |= {name: computing[name] for name in CARRIED & computing.keys()}
             watch = Watch() if watched else None
             with closing(load_here(plan, way, lambda done, total: None, watch)) as backend:
-                if copy != path:
+                if copy != path and not again:
                     remove_name(copy)
                 if LAST_LAYER in computing:
                     backend.keep_states([NEXTN])
@@ -263,16 +269,21 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
                 raise ModelError(f"{path}: {reason}; use another model")
             computing = {name: value for name, value in computing.items() if name not in ALIKE}
         speed = 0.0
+        size = plan.size.of(model)
+        params = size.params(model)
         if weights:
-            streamer, speed, pinned_note = start_streaming(file, weights, plan.machine, before, progress)
-            hooks = LayerHooks(streamer)
+            make = None
+            if plan.machine.platform == "darwin" and file == path:
+                tensors = loaded_tensors(path)
+                found = find_weights(path, model, size, params, tensors)
+                make = partial(OwnMemory, tensors=tensors, plan=weights, found=found)
+            streamer, speed, store = start_streaming(file, weights, plan.machine, before, progress, make)
+            hooks = LayerHooks(streamer, store if isinstance(store, OwnMemory) else None)
         elif watch:
             hooks = watch
         elif bitwise and has_experts(path):
             hooks = SkipPadding()
         streams = bool(weights and weights.streamed)
-        size = plan.size.of(model)
-        params = size.params(model)
         params.n_threads = params.n_threads_batch = computing["threads"]
         chosen = weights is not None and bool(weights.pools)
         # Callbacks slow a pass, so they are installed only for streamed weights, for chosen experts, or to skip padding
@@ -301,7 +312,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
             if hooks.mixture is None:
                 weights = hooks.streamer.plan = replace(weights, pools=(), pool_bytes=0)
         if weights:
-            notes += filter(None, [f"{weights.line(speed)}; {pinned_note}", weights.warning(speed)])
+            notes += filter(None, [f"{weights.line(speed)}; {store.note}", weights.warning(speed)])
     except BaseException:
         if context:
             llama_cpp.llama_free(context)

@@ -16,8 +16,8 @@ from edgespec.loop.engines import Progress
 from edgespec.weights.expert_memory import ExpertMemory
 from edgespec.weights.plan import Plan
 
+from ..common.expert_files import Form
 from ..common.interrupts import Stop
-from .expert_files import Form
 from .memory import Layout
 from .words import NUMBER, address, new_words, weight
 

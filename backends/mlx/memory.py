@@ -25,8 +25,9 @@ from edgespec.weights.experts import ExpertLayer, memory_of, pools_of, with_pool
 from edgespec.weights.plan import CHEAP, MARGIN, MORE_SLOTS, SAFETY, Plan, Tensor, choose_width, make_plan
 from edgespec.weights.wired import CACHE_SHARE, WIRE, WIRED_FROM, WIRED_SHARE, free_memory, gpu_limit
 
+from ..common.expert_files import Experts, is_of
 from ..common.recurrent import most_paths, states_of
-from .expert_files import Experts, find_experts, is_of
+from .expert_files import CODES, find_experts
 from .loading import LazyModel
 from .recurrent import is_recurrent, sizes_of
 from .tree import Pass, TreeCache
@@ -110,7 +111,7 @@ def find_layout(model: Any, folder: Path, *, chosen: bool = True) -> Layout:
             continue
         layer, rest = _layer_of(name, numbers)
         file, found = stored.get(name, (-1, None))
-        if found is None or not is_of(found, array.dtype, array.shape):
+        if found is None or not is_of(found, CODES.get(array.dtype, ""), array.shape):
             others.append(Tensor(name, -1, elsewhere, array.nbytes))
             elsewhere += array.nbytes + 1  # a gap, so that extents are not joined
             rebuilt += [name] if layer >= 0 else []

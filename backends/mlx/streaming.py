@@ -51,7 +51,7 @@ class SlotStore:
             OSError: a file cannot be opened.
         """
         self._files = DirectFiles(paths)
-        self.plan = replace(plan, streamed=tuple(self._widened(layer) for layer in plan.streamed))
+        self.plan = replace(plan, streamed=tuple(map(self._files.widened, plan.streamed)))
         self._inside: dict[tuple[int, Extent], int] = {}  # offset in the slot, by layer and extent
         size = 0
         for layer in self.plan.streamed:
@@ -66,16 +66,6 @@ class SlotStore:
         self._offsets = [-address(array) % HUGE for array in self._arrays]  # of slots in their arrays
         for slot in range(plan.slots):
             wish_huge_pages(self.address(slot), size)
-
-    def _widened(self, layer: Layer) -> Layer:
-        extents = list[Extent]()
-        for extent in layer.extents:
-            pages, last = self._files.whole_pages(extent), extents[-1] if extents else None
-            if last and last.file == pages.file and pages.start <= last.stop:
-                extents[-1] = Extent(last.file, last.start, pages.stop)
-            else:
-                extents.append(pages)
-        return Layer(layer.index, tuple(extents))
 
     def address(self, slot: int) -> int:
         return address(self._arrays[slot]) + self._offsets[slot]
@@ -244,7 +234,7 @@ class LayerSweep:
         for one in layout.experts:
             arrays = dict(tree_flatten(modules[one.path].parameters())) if one is layout.experts[0] else {}
             for form, places in zip(one.forms, one.layer.places, strict=True):
-                each = [Tensor("", extent.file, extent.start, extent.size) for extent in places]
+                each = [Tensor("", part.file, part.start, part.size) for parts in places for part in parts]
                 if arrays and not self._is_stored(arrays.pop(form.name), each):
                     raise _changed(one.layer.index, form.name)
                 modules[one.path].update(tree_unflatten([(form.name, mx.zeros(0))]))

@@ -12,6 +12,7 @@ session's cells:
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -30,10 +31,12 @@ from edgespec.loop.shapes import ALWAYS, TILE, BatchInvariance, also_wanted
 from edgespec.loop.tree import ancestor_mask
 from edgespec.machine import memory as process
 from edgespec.machine.disk import disk_speed
+from edgespec.machine.measurements import identity
 from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.models.safetensors_header import read_safetensors_header
-from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, choose_width, two_digits
+from edgespec.weights.experts import memory_of, pools_of
+from edgespec.weights.plan import CHEAP, MARGIN, SAFETY, Plan, choose_width, two_digits
 from edgespec.weights.ring import CANNOT_STREAM, can_stream
 
 from ..common.heads import head_size
@@ -45,6 +48,7 @@ from ..common.nodes import is_another, rows_of_tree
 from ..common.recurrent import most_paths, states_of
 from .attention import Part, Tree, build_mask, run
 from .disk import NUMBER, mapped_bytes
+from .experts import ExpertFolder, Mixture, find_folder, open_mixture, plan_pools
 from .loading import (
     NF4,
     PLAIN,
@@ -97,7 +101,7 @@ MIN_NODES_ON_GPU = 2048  # larger, because a chunk may copy all weights to the G
 TOLERANCE = {"float32": 2e-3, "float16": 0.3, "bfloat16": 1.5}
 
 
-# On the CPU. `private_memory` counts neither mapped weights nor cells that no pass has written.
+# On the CPU. `private_memory` counts neither mapped weights nor cells and slots that no pass has written.
 _on_cpu: "WeakSet[TorchBackend]" = WeakSet()
 
 
@@ -105,6 +109,8 @@ class TorchBackend(Interruptible):
     """See `edgespec.loop.backend.Backend`; made by `load`.
 
     Attributes:
+        plan: of pools of experts; None: there are none.
+        mixture: None: not only chosen experts are read.
         cache: of states; None: no layer is recurrent.
         streamer: None: all layers are resident.
         sessions: that are open.
@@ -116,6 +122,8 @@ class TorchBackend(Interruptible):
 
     name = "torch"
     hides_first = False
+    plan: Plan | None = None
+    mixture: Mixture | None = None
 
     def __init__(
         self,
@@ -152,7 +160,7 @@ class TorchBackend(Interruptible):
         self._kept: KeptInputs | None = None
         self.choose_cells: Callable[[TorchSession, Work, int, Any], dict[int, Any]] | None = None
         self.keeps_queries = 0
-        self.mapped = 0  # bytes of mapped weights
+        self.mapped = 0  # bytes of mapped weights, and of pools
         self.content = ""
         for layer in decoder_layers(model) if cache else ():  # others look at the flag in `tree_attention`
             layer.register_forward_pre_hook(self._check_stop)
@@ -181,7 +189,8 @@ class TorchBackend(Interruptible):
 
     @property
     def wait_seconds(self) -> float:
-        return self.streamer.wait_seconds if self.streamer is not None else 0.0
+        waited = self.mixture.memory.wait_seconds if self.mixture else 0.0
+        return waited + (self.streamer.wait_seconds if self.streamer is not None else 0.0)
 
     def keep_to(self, exact: BatchInvariance) -> None:
         self.capabilities = replace(self.capabilities, exact=exact, logit_tolerance=0.0)
@@ -189,6 +198,10 @@ class TorchBackend(Interruptible):
     @one_pass
     def forward(self, batch: Sequence[Work]) -> list[Logits]:
         self._check_open()
+        with self.mixture.reading(prompt=any(work.prompt for work in batch)) if self.mixture else nullcontext():
+            return self._forward(batch)
+
+    def _forward(self, batch: Sequence[Work]) -> list[Logits]:
         if self.capabilities.paths:
             with torch.inference_mode(), out_of_memory("a pass"):
                 return forward_recurrent(cast(RecurrentOwner, self), batch)
@@ -263,6 +276,8 @@ class TorchBackend(Interruptible):
     def close(self) -> None:
         if self.streamer is not None:
             self.streamer.close()
+        if self.mixture:
+            self.mixture.memory.close()
         self.model = self.streamer = self.cache = None
         self._free = []
         _on_cpu.discard(self)
@@ -341,7 +356,7 @@ class TorchEngine(Engine):
         )  # fmt: skip
 
     def load(self, plan: TorchPlan, way: Computing | None = None, progress: Progress | None = None) -> TorchBackend:
-        return load_folder(plan)
+        return load_folder(plan, progress or (lambda done, total: None))
 
     def load_vocab(self, path: str) -> Vocab:
         return load_vocab(path)
@@ -371,14 +386,18 @@ def load(
         backend: TorchBackend = loader(TorchEngine())(path, **options)
         return backend
     machine = replace(this_machine(path), gpus=tuple(gpus))
-    return load_folder(TorchEngine().plan(path, LoadOptions(**{"exact": "off"} | options), machine), copies)
+    plan = TorchEngine().plan(path, LoadOptions(**{"exact": "off"} | options), machine)
+    return load_folder(plan, lambda done, total: None, copies)
 
 
-def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None = None) -> TorchBackend:
+def load_folder(
+    plan: TorchPlan, progress: Progress, copies: Callable[[Any, int], CopyEngine] | None = None
+) -> TorchBackend:
     """Load a model folder.
 
     Args:
         plan: of the folder.
+        progress: of reading experts into pools.
         copies: makes the copy engine for a device and a number of buffers; None: the device's own.
 
     Raises:
@@ -391,8 +410,16 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
     vocab = load_vocab(path)
     with named(path), out_of_memory("the model"):
         folder = check_folder(path)
-        check_folder_fits(folder, dtype, plan.memory)
-        model = load_model(folder, dtype)
+
+        def load_whole() -> Any:
+            check_folder_fits(folder, dtype, plan.memory)
+            return load_model(folder, dtype)
+
+        chosen = plan.streams and not gpu and device.type == "cpu" and not options.own_layers  # which need whole layers
+        experts = find_folder(folder, dtype) if chosen else None
+        model = load_model(folder, dtype, experts.loader(), experts.config) if experts else load_whole()
+        if experts and not experts.take(model):
+            model, experts = load_whole(), None
         weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
         # The plan counts copies of weights as layers and embeddings.
         grown = max(0, process.private_memory() - before - (weights - mapped_bytes(model, folder)))
@@ -426,7 +453,8 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
             sessions=options.sessions, memory=device_memory, gpu=gpu, others=plan.others,
             gpu_layers=options.gpu_layers if gpu else None,
             copies=copies or (CudaCopies if device.type == "cuda" else HostCopies), host=host,
-            form=form, head=head, own_layers=options.own_layers,
+            form=form, head=head, own_layers=options.own_layers, experts=experts, load_whole=load_whole,
+            about={"kind": "experts", "target": identity(path)} if options.remember else None, progress=progress,
         )  # fmt: skip
         if device.type != "cpu":
             try:
@@ -445,7 +473,7 @@ def load_folder(plan: TorchPlan, copies: Callable[[Any, int], CopyEngine] | None
     if dtype == NF4:
         backend.computing = {**backend.computing, "dtype": NF4}
     if device.type == "cpu" and backend.streamer is None:
-        backend.mapped = mapped_bytes(model, folder)
+        backend.mapped = mapped_bytes(backend.model, folder) + (backend.plan.pool_bytes if backend.plan else 0)
         _on_cpu.add(backend)
     return backend
 
@@ -468,6 +496,10 @@ def assemble(
     form: Form = PLAIN,
     head: Sequence[int] = (0, 0),
     own_layers: bool = False,
+    experts: ExpertFolder | None = None,
+    load_whole: Callable[[], Any] | None = None,
+    about: dict[str, Any] | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> TorchBackend:
     """Place a transformers model that uses `tree_attention` on a device, and make its caches.
 
@@ -488,6 +520,10 @@ def assemble(
         form: of the placed layers.
         head: bytes of the weights of a head that will be loaded, and of a cell of it, or of own layers that draft.
         own_layers: of `LoadOptions`.
+        experts: that the model lacks; pools hold them, if not all fit.
+        load_whole: loads the model with experts.
+        about: as for `Mixture`.
+        progress: as for `Mixture`.
 
     Raises:
         ModelError: the model cannot hold a tree.
@@ -499,7 +535,8 @@ def assemble(
     check_rope(config, context_length)
     recurrent, state, attending = is_recurrent(config), state_bytes(model), with_cells(config)
     most = sys.maxsize if memory is None else memory
-    weights = model.num_parameters() * model.dtype.itemsize
+    of_experts = (experts.sizes if experts else lambda count: [0] * count)(config.num_hidden_layers)
+    weights = model.num_parameters() * model.dtype.itemsize + sum(of_experts)
     leaves = most_paths(state, weights, budget, sessions) if recurrent else 0
 
     def limits(width: int) -> Capabilities:
@@ -529,6 +566,7 @@ def assemble(
         memory = free if memory is None else memory
     form.make(decoder_layers(model)[0])  # `work_bytes` looks for 4-bit weights in it
     streamer, notes, spans = None, list[str](), [(device, range(config.num_hidden_layers))]
+    mixture, weights_plan, in_pools = None, None, 0
     if memory is not None or gpu_layers is not None or form is not PLAIN:
         sizes = [form.size(layer) for layer in decoder_layers(model)]
         states = [states_of(leaves) * state_bytes(model, layer) for layer in decoder_layers(model)]
@@ -541,16 +579,29 @@ def assemble(
             wanted = limits(width).max_wanted
             work = work_bytes(model, limits(width), wanted) + head[0] + sessions * cells(width)[3] * head[1]
             # The workspace is CUDA's, so a processor needs none.
-            return int(held + sum(caches_of(width)) + work - (WORKSPACE if host and not host.apart else 0))
+            return int(held + sum(caches_of(width)) + work + in_pools - (WORKSPACE if host and not host.apart else 0))
+
+        here = sys.maxsize if memory is None else memory
 
         def place(width: int) -> Placement:
             work = work_bytes(model, limits(width), None)
             rooms = [min(most, one.free + one.used) - one.used - work for one in others]
-            here = sys.maxsize if memory is None else memory
             return choose_placement(
                 sizes, here, fixed(width), host, gpu_layers, rooms, caches_of(width), own_layers
             )  # fmt: skip
 
+        if experts and host:
+            dense, sizes = sizes, [size + more for size, more in zip(sizes, of_experts, strict=True)]
+            try:
+                fits = not place(budget).streamed
+                model = load_whole() if fits and load_whole else model
+            except NoRoom:
+                fits = False
+            if not fits:
+                sizes, others, least = dense, (), memory_of(experts.layers, pools_of(experts.layers, 0))
+                host = replace(host, needed=host.needed + least)
+                in_pools = experts.work_bytes(limits(budget).max_nodes) + least * host.apart
+            experts = None if fits else experts
         if device.type == "mps" and memory is not None and fixed(budget) + sum(sizes) > memory:
             raise NoRoom(
                 f"the model takes {format_size(fixed(budget) + sum(sizes), up=True)}, and the GPU can hold "
@@ -561,6 +612,8 @@ def assemble(
             most_width, cheap = (widest, CHEAP) if gpu else (min(widest, limits(budget).max_nodes - 1), 0.0)
             width = choose_width(budget, most_width, cheap, lambda width: sum(sizes[i] for i in place(width).streamed))
         placement = place(width)
+        if experts and host:
+            weights_plan = plan_pools(experts, model, host, here, fixed(width), sizes, placement)
         ends = list(accumulate(placement.counts))
         devices = [device, *(torch.device(one.name) for one in others)]
         every = zip(devices, map(range, [0, *ends], ends), strict=True)
@@ -569,13 +622,17 @@ def assemble(
     shape, capabilities = cells(width), limits(width)
     try:
         if streamer is not None:
-            capabilities = replace(capabilities, streams=True, experts=None)  # all experts of a layer are streamed
+            # Without pools all experts of a layer are streamed.
+            capabilities = replace(capabilities, streams=True, experts=capabilities.experts if weights_plan else None)
             notes = streaming_notes(streamer, config.num_hidden_layers)
         place_others(model, device)
         for where, numbers in spans:
             decoder_layers(model)[numbers.start : numbers.stop].to(where)
         align(model)
         connect(decoder_layers(model), spans)
+        if experts and weights_plan:
+            mixture = open_mixture(model, experts, weights_plan, about, progress)
+            notes.append(weights_plan.line())
         cache, probe = make_cache(model, device) if recurrent else (None, run_probe(model, device))
         if not recurrent and max(probe.calls.values(), default=0) > 1:  # `make_cache` makes several passes
             raise ModelError(f"{type(model).__name__} computes attention twice in a layer, which this backend cannot")
@@ -584,9 +641,13 @@ def assemble(
     except BaseException:
         if streamer is not None:
             streamer.close()
+        if mixture:
+            mixture.memory.close()
         raise
     notes = [*notes, *no_further_positions(context_length, asked)]
-    return TorchBackend(model, vocab, capabilities, windows, caches, spans, streamer, notes, cache)
+    backend = TorchBackend(model, vocab, capabilities, windows, caches, spans, streamer, notes, cache)
+    backend.plan, backend.mixture = weights_plan, mixture
+    return backend
 
 
 def name_of(device: Any) -> str:

@@ -93,8 +93,14 @@ def find_device(name: str | None, gpus: Sequence[Gpu]) -> str:
     return wanted
 
 
-def load_model(folder: Path, dtype: str | None) -> Any:
+def load_model(folder: Path, dtype: str | None, loader: Any = None, loader_config: Any = None) -> Any:
     """
+    Args:
+        folder: of the model.
+        dtype: of `LoadOptions`.
+        loader: a model class; None: the folder's.
+        loader_config: for it.
+
     Returns:
         The model on the CPU, with `tree_attention`. Weights whose type stays are mapped, not read.
 
@@ -113,8 +119,10 @@ def load_model(folder: Path, dtype: str | None) -> Any:
         about = config.quantization_config
         config.quantization_config = {"quant_method": METHOD, "skipped": about.get("llm_int8_skip_modules")}
         stored["config"] = config
+    if loader:
+        stored["config"] = loader_config
     with refused("cannot be loaded"):
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        model, report = (loader or transformers.AutoModelForCausalLM).from_pretrained(
             folder, **LOCAL, dtype=type_to_load(config, dtype) or "auto", attn_implementation=ATTENTION,
             use_safetensors=True, output_loading_info=True, **stored,
         )  # fmt: skip

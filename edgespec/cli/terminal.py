@@ -31,7 +31,7 @@ THOUGHT = "bright_black"
 # Control characters, which a terminal would obey, as pictures of them.
 PICTURES = {one: chr(0x2400 + one) for one in range(32) if chr(one) not in "\n\t"}
 PICTURES |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
-LINE_SECONDS = 10.0  # between lines that tell of long work
+FIRST_LINE, LINE_SECONDS = 1.0, 10.0  # seconds before the first line that tells of long work, and between others
 LONG_PROMPT = 256  # tokens, from which on the prefill gets a bar
 
 
@@ -275,7 +275,7 @@ def mark_pastes(on: bool) -> None:
 
 
 class Lines:
-    """A line on standard error every few seconds, with the time so far."""
+    """A line on standard error after a second and then every few seconds, with the time so far."""
 
     def __init__(self, tell: Callable[[], str]) -> None:
         self._tell, self._started, self._ended = tell, perf_counter(), Event()
@@ -287,7 +287,9 @@ class Lines:
         self._thread.join()
 
     def _repeat(self) -> None:
-        while not self._ended.wait(LINE_SECONDS):
+        wait = FIRST_LINE
+        while not self._ended.wait(wait):
+            wait = LINE_SECONDS
             click.echo(f"{self._tell()}, {perf_counter() - self._started:.0f} s", err=True)
 
 
@@ -349,7 +351,7 @@ class Bars:
 
 
 class LoadingBar:
-    """A spinner while a model loads, and a bar once `update` is called; without a terminal lines, if it takes long."""
+    """A spinner while a model loads, and a bar once `update` is called; without a terminal lines, after a second."""
 
     def __init__(self, model: str) -> None:
         self._model = model

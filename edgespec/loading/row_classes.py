@@ -88,16 +88,16 @@ def find(
     if (known := _recall(about, remember)) is not None:
         return known
     made = find_engine(engine)
-    small, unwatched = made.probe_model(path, computing, watched=True), made.probe_model(path, computing)
-    entire = nullcontext(loaded) if loaded else None
-    if not ((watched := small or entire) and (model := unwatched or entire)):
+    small = made.probe_copy(path, computing)
+    if small is None and loaded is None:
         return []
     say(TRYING)
     try:
-        with watched as backend:
-            found = probe(backend)
-        with model as backend:
-            found = timed(backend, found)
+        with small or nullcontext() as copy:
+            with made.probe_model(path, computing, watched=True, copy=copy) as backend:
+                found = probe(backend)
+            with made.probe_model(path, computing, copy=copy) as backend:
+                found = timed(backend, found)
     except (ModelError, NoRoom, OSError):
         if loaded is None:
             return []

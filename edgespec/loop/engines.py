@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from edgespec.errors import (
     MissingPackage,
+    ModelError,
     UsageError,
     check_flag,
     check_text,
@@ -262,22 +263,27 @@ class Engine(Protocol):
         """
         ...
 
+    def probe_copy(self, path: str, computing: Computing) -> AbstractContextManager[str] | None:
+        """The file of probe models, deleted at the end; None: this engine makes none. Else as for `probe_model`."""
+        return None
+
     def probe_model(
-        self, path: str, computing: Computing, *, watched: bool = False
-    ) -> AbstractContextManager[Backend, bool | None] | None:
+        self, path: str, computing: Computing, *, watched: bool = False, copy: str | None = None
+    ) -> AbstractContextManager[Backend, bool | None]:
         """
         Args:
             path: path of the whole model.
             computing: `Backend.computing` of the whole model.
             watched: `Logits.state` of a row also tells products that later operations round, which takes time.
+            copy: of `probe_copy`, from which the model that is watched is loaded before the other; None: of its own.
 
         Returns:
-            A small model that computes as the one at `path`, freed at the end; None: this engine makes none.
+            A small model that computes as the one at `path`, freed at the end.
 
         Raises:
             ModelError: on entering the `with`, if it cannot be made.
         """
-        return None
+        raise ModelError(f"{path}: this engine makes no probe model of it")
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ from edgespec.machine.system import (
     open_direct,
     read_unaligned,
 )
-from edgespec.weights.plan import Extent
+from edgespec.weights.plan import Extent, Layer
 
 ALIGNED = max(BLOCK, mmap.PAGESIZE)  # bytes; direct reads start and end at multiples, in the file and in memory
 
@@ -43,6 +43,17 @@ class DirectFiles:
     def whole_pages(self, extent: Extent) -> Extent:
         start, stop = extent.start // ALIGNED * ALIGNED, -(-extent.stop // ALIGNED) * ALIGNED
         return Extent(extent.file, start, min(stop, self.sizes[extent.file]))
+
+    def widened(self, layer: Layer) -> Layer:
+        """A layer whose extents are of whole pages, and do not overlap."""
+        extents = list[Extent]()
+        for extent in layer.extents:
+            pages, last = self.whole_pages(extent), extents[-1] if extents else None
+            if last and last.file == pages.file and pages.start <= last.stop:
+                extents[-1] = Extent(last.file, last.start, pages.stop)
+            else:
+                extents.append(pages)
+        return Layer(layer.index, tuple(extents))
 
     def read(self, file: int, address: int, start: int, stop: int) -> None:
         """Read bytes `start` to `stop` to an address; without a copy if they are aligned alike in file and memory."""

@@ -318,15 +318,14 @@ class ExpertMemory:
 
     def _pieces(self, number: int, weight: int, reads: Sequence[tuple[int, int]]) -> list[_Piece]:
         layer, found = self.layers[number], list[_Piece]()
-        size = layer.expert_size(weight)
         for expert, slot in reads:
-            place = layer.place(weight, expert)
-            start = place.start
-            shift = self.base(number, weight) + slot * layer.stride(weight) - start
-            count = max(1, round(size / self._read_size))
-            inner = [(start + i * size // count) // BLOCK * BLOCK for i in range(1, count)]
-            for first, last in pairwise([start, *inner, start + size]):
-                found.append(_Piece((number, weight), place.file, first, last, first + shift))
+            address = self.base(number, weight) + slot * layer.stride(weight)
+            for part in layer.place(weight, expert):
+                count, shift = max(1, round(part.size / self._read_size)), address - part.start
+                inner = [(part.start + i * part.size // count) // BLOCK * BLOCK for i in range(1, count)]
+                for first, last in pairwise([part.start, *inner, part.stop]):
+                    found.append(_Piece((number, weight), part.file, first, last, first + shift))
+                address += part.size
         return found
 
     def _work(self) -> None:

@@ -45,15 +45,15 @@ class ExpertLayer:
         index: of the layer in the model.
         count: experts.
         tensors: one for each weight and bias (gate, up, down), with all experts; in the order of use.
-        places: of each expert, for each tensor, where slots are an array, without bytes between them. (): experts lie
-            side by side in each tensor, and slots may lie apart.
+        places: of each expert, for each tensor, where slots are an array, without bytes between them; its parts follow
+            each other in a slot. (): experts lie side by side in each tensor, and slots may lie apart.
         on_device: slots lie in a device's memory, without bytes between them.
     """
 
     index: int
     count: int
     tensors: tuple[Tensor, ...]
-    places: tuple[tuple[Extent, ...], ...] = ()
+    places: tuple[tuple[tuple[Extent, ...], ...], ...] = ()
     on_device: bool = False
 
     def with_bias(self, number: int) -> list[int]:
@@ -64,11 +64,11 @@ class ExpertLayer:
     def expert_size(self, number: int) -> int:
         return self.tensors[number].size // self.count
 
-    def place(self, number: int, expert: int) -> Extent:
+    def place(self, number: int, expert: int) -> tuple[Extent, ...]:
         if self.places:
             return self.places[number][expert]
         tensor, size = self.tensors[number], self.expert_size(number)
-        return Extent(tensor.file, tensor.start + expert * size, tensor.start + (expert + 1) * size)
+        return (Extent(tensor.file, tensor.start + expert * size, tensor.start + (expert + 1) * size),)
 
     def stride(self, number: int) -> int:
         """Bytes from one slot to the next: a page more than an expert, so that it lies as in the file (`skew`)."""

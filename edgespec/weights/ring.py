@@ -13,7 +13,6 @@ from edgespec.errors import EdgespecError, ModelError
 from edgespec.loop.engines import Machine, Progress
 from edgespec.machine.disk import disk_speed
 from edgespec.machine.system import READ_SIZE, READ_THREADS
-from edgespec.weights.darwin import DarwinStore
 from edgespec.weights.linux import CachedLinuxStore, LinuxStore
 from edgespec.weights.plan import Extent, Layer, Mapping, Plan
 from edgespec.weights.preload import pieces
@@ -272,6 +271,7 @@ def can_stream(machine: Machine) -> bool:
 
 
 def open_store(paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan, machine: Machine) -> Store:
+    """A store of Linux, or of Windows; macOS has `OwnMemory` of the backend for llama.cpp."""
     if machine.platform != "linux":
-        return DarwinStore(paths) if can_stream(machine) else WindowsStore(paths)
+        return WindowsStore(paths)
     return (LinuxStore if machine.moves_pages else CachedLinuxStore)(paths, mapped, plan)

@@ -6,6 +6,7 @@ from ...common.interrupts import Stop
 from ..ggml.callback import OperationCallback
 from ..ggml.files import ggml_base
 from .mixture import Mixture
+from .own_memory import OwnMemory
 from .skip_padding import SkipPadding
 
 
@@ -20,12 +21,12 @@ class LayerHooks:
         error: raised in the callback; `forward` raises it again, because C code cannot.
     """
 
-    def __init__(self, streamer: Streamer) -> None:
+    def __init__(self, streamer: Streamer, own: OwnMemory | None = None) -> None:
         self.error: BaseException | None = None
         self._watched = OperationCallback(self._called)
         self.callback, self.signals = self._watched.callback, self._watched.signals
         self.operations = self._watched.operations
-        self.streamer = streamer
+        self.streamer, self._own = streamer, own
         self.mixture: Mixture | None = None
         self.skip_padding: SkipPadding | None = None
         self.stop: Stop | None = None
@@ -93,6 +94,8 @@ class LayerHooks:
             self.streamer.enter(layer)
         if not new or self._reported:
             self._layer = max(layer, self._layer)
+        if self._own:
+            self._own.follow(tensor)
         stop = self.mixture is not None and self.mixture.asked(name, tensor, self._reported)
         # In a graph unlike the first, a layer may begin without a report: report this operation, then enter the layer.
         self._reported = stop or self._learning or name in self._last_operations or self._layer < layer

@@ -5,7 +5,7 @@ stay. A `Streamer` reads the others; `layer_hooks.py` keeps it in step with a pa
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -49,7 +49,7 @@ from edgespec.weights.plan import (
     make_plan,
     spans,
 )
-from edgespec.weights.ring import CANNOT_STREAM, Streamer, can_stream, measure_disk, open_store
+from edgespec.weights.ring import CANNOT_STREAM, Store, Streamer, can_stream, measure_disk, open_store
 
 from ..context import ContextSize, make_context, of_head
 from ..ggml.files import (
@@ -65,6 +65,7 @@ from ..ggml.skeleton import skeleton_tensors
 from ..head_files import find_head, starts_from
 from ..lending.rpc import choose_lent, memory_of_lenders
 from .gpu import Buffers, auto_layers, check_spans, experts_too_large, kept_off, largest_copy, room_on
+from .own_memory import OwnMemory
 
 MIN_NODES = 512  # prompt tokens per pass, if all weights are in memory; llama.cpp's default for n_ubatch
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # prompt tokens per pass, where each pass reads weights again
@@ -73,6 +74,7 @@ CHUNK_SHARE = 1 / 32  # maximum relative increase of streamed bytes by the buffe
 CHUNK_SHARE_OF_EXPERTS = 1 / 128  # the same where experts are read: pools lose more than their share
 RESERVED_SHARE = 1 / 32  # of memory, with a MARGIN, for pages of libraries and page tables
 ROOM_FOR_BUFFERS = 2 << 30
+OWN: dict[str, Any] = {"page": 1, "whole": True}  # of plans for `OwnMemory`, to which whole weights are read
 # Bytes in llama-kv-cells.h, as measured: of a cell, and of a node of `used` or, for each sequence id, of `seq_pos`.
 CELL, TAG = 48, 48
 
@@ -316,7 +318,9 @@ class MemoryPlanner:
         hollow = shares and gpu_layers != 0 and bool(layers)
         tensors = skeleton_tensors(self.path, layers, self.tensors) if hollow else self.tensors
         experts_here |= hollow
-        gpu |= {"experts_here": experts_here, "output_here": lent}
+        gpu |= {"experts_here": experts_here, "output_here": lent} | ({"kept": count} if hollow else {})
+        if self.machine.platform == "darwin" and not hollow:
+            gpu |= OWN
         sizes = [replace(size, chunk=n) for n in CHUNKS if n >= min(size.chunk, size.sessions * (size.budget + 1))]
         drafts = self._drafts(size)
         used = whole_number(self.path, own_values(self.path), "expert_used_count", 1, 1 << 16) if layers else 0
@@ -532,8 +536,13 @@ def mappings_of(path: str, machine: Machine) -> list[list[Mapping]]:
 
 
 def start_streaming(
-    path: str, plan: Plan, machine: Machine, before: Sequence[Sequence[Mapping]], progress: Progress
-) -> tuple[Streamer, float, str]:
+    path: str,
+    plan: Plan,
+    machine: Machine,
+    before: Sequence[Sequence[Mapping]],
+    progress: Progress,
+    own: Callable[[Sequence[str]], OwnMemory] | None = None,
+) -> tuple[Streamer, float, Store]:
     """Pin weights of a newly loaded model, and start to stream the others.
 
     Args:
@@ -542,9 +551,10 @@ def start_streaming(
         machine: that was planned for.
         before: `mappings_of` the model before the load.
         progress: called while pinned weights are read.
+        own: makes a store of a model's files; None: its pages stay in the mapping.
 
     Returns:
-        The streamer, the disk's bytes per second (0: nothing is streamed), and a note on pinned weights.
+        The streamer, the disk's bytes per second (0: nothing is streamed), and the store.
 
     Raises:
         ModelError: the model cannot be read or mapped.
@@ -558,7 +568,7 @@ def start_streaming(
         # Another streamed model of the same file may add smaller mappings meanwhile.
         mapped.append(max(new, key=lambda mapping: mapping.stop - mapping.start))
     try:
-        store = open_store(files, mapped, plan, machine)
+        store = own(files) if own else open_store(files, mapped, plan, machine)
         try:
             store.drop([extent for layer in plan.streamed for extent in layer.extents])
             if plan.pools:
@@ -566,7 +576,8 @@ def start_streaming(
             store.look_up(plan.looked_up)
             store.preload(plan.pinned, progress)
             speed = (machine.disk.speed or measure_disk(files, plan)) if plan.streamed else 0.0
-            return Streamer(plan, store, machine.disk.threads, machine.disk.size), speed, store.note
+            plan = store.plan if isinstance(store, OwnMemory) else plan
+            return Streamer(plan, store, machine.disk.threads, machine.disk.size), speed, store
         except BaseException:
             store.close()
             raise

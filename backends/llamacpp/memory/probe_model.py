@@ -85,8 +85,10 @@ def probe_file(path: str, computing: Computing) -> Iterator[str]:
         computing: `Backend.computing` of the whole model.
 
     Raises:
-        ModelError: it cannot be made.
+        ModelError: it cannot be made, or would compute in another way.
     """
+    if "lenders" in computing:
+        raise ModelError(f"{path}: a copy with fewer layers would have none lent")
     tensors = all_tensors(path)
     chosen, _ = chosen_layers(tensors, _gpu_layers(computing), _heads(path, tensors))
     if len(chosen) > MOST_LAYERS:
@@ -120,13 +122,7 @@ def _gpu_layers(computing: Computing) -> int:
 
 
 def probe_options(path: str, computing: Computing) -> LoadOptions:
-    """Options for a probe model of a model with this `computing`.
-
-    Raises:
-        ModelError: a probe model would compute in another way.
-    """
-    if "lenders" in computing:
-        raise ModelError(f"{path}: a copy with fewer layers would have none lent")
+    """Options for a probe model of a model with this `computing`."""
     others = ALIKE.keys() | REPACKED.keys() | CARRIED | {LAST_LAYER}
     given: dict[str, Any] = {name: value for name, value in computing.items() if name not in others}
     tensors = all_tensors(path)

@@ -1,0 +1,314 @@
+"""A mixture of experts that is larger than memory: chosen experts are read into slots of a pool.
+
+`Slots` stand for the arrays [experts, …] of a module with a layer's experts. Experts keep their numbers there, so that
+transformers computes them in the same order as with all experts in memory, to the bit.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from edgespec.errors import ModelError
+from edgespec.loop.engines import Progress
+from edgespec.models.safetensors_header import read_safetensors_header
+from edgespec.weights.expert_memory import ExpertMemory
+from edgespec.weights.experts import ExpertLayer, memory_of, pools_of, with_pools
+from edgespec.weights.plan import Extent, Layer, Plan, merge
+
+from ..common.expert_files import Experts, Form, by_layer, find_experts
+from ..common.model_folder import experts_of, read_config, refused
+from .attention import ATTENTION
+from .disk import STAGING, TYPES
+from .loading import NF4, Host, Placement, decoder_layers, type_to_load
+from .offload import BUFFERS
+
+MATRICES = {"gate_up_proj": ("gate_proj", "up_proj")}  # that an array holds; others hold one of their name
+CODES = {dtype: code for code, dtype in TYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFolder:
+    """A model folder whose experts can be read as they are chosen.
+
+    Attributes:
+        kind: the model's class.
+        config: for it.
+        paths: of the files.
+        experts: of its layers.
+    """
+
+    kind: Any
+    config: Any
+    paths: tuple[str, ...]
+    experts: tuple[Experts, ...]
+
+    @property
+    def layers(self) -> list[ExpertLayer]:
+        return [one.layer for one in self.experts]
+
+    @property
+    def extents(self) -> list[Extent]:
+        return merge(Extent(one.file, one.start, one.start + one.size) for each in self.experts for one in each.tensors)
+
+    def sizes(self, count: int) -> list[int]:
+        """Bytes of the experts of each of `count` layers."""
+        found = [0] * count
+        for layer in self.layers:
+            found[layer.index] = layer.count * layer.bytes_each
+        return found
+
+    def work_bytes(self, nodes: int) -> int:
+        """Bytes of intermediate values in a layer of a pass: rows for each expert that a token uses."""
+        used = (experts_of(self.config.to_dict()) or (0, 0))[1]
+        forms = self.experts[0].forms
+        return sum(nodes * used * sum(form.shape) * int(form.dtype.itemsize) for form in forms)
+
+    def loader(self) -> Any:
+        """A class that loads the model with the experts of one layer only."""
+        kind = self.kind
+
+        def init(model: Any, *args: Any, **options: Any) -> None:
+            kind.__init__(model, *args, **options)
+            for one in self.experts[1:]:
+                _empty(_module(model, one))
+
+        return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
+
+    def take(self, model: Any) -> bool:
+        """Take the last experts from a model that `loader` has loaded.
+
+        Returns:
+            False: their values are not those of the files.
+
+        Raises:
+            ModelError: the files cannot be read.
+        """
+        first = self.experts[0]
+        module = _module(model, first)
+        with refused("its experts cannot be read"):
+            same = all(map(self._is_stored, map(module.get_parameter, _names(first)), first.layer.places))
+        _empty(module)
+        model.__class__ = self.kind
+        return same
+
+    def _is_stored(self, array: Any, places: Sequence[Sequence[Extent]]) -> bool:
+        values, at = array.detach().contiguous().flatten().view(torch.uint8).numpy(), 0
+        for part in (part for parts in places for part in parts):
+            found = np.fromfile(self.paths[part.file], np.uint8, part.size, offset=part.start)
+            if not np.array_equal(values[at : at + part.size], found):
+                return False
+            at += part.size
+        return True
+
+
+def _names(one: Experts) -> list[str]:
+    return [form.name for form in one.forms]
+
+
+def _module(model: Any, one: Experts) -> Any:
+    return decoder_layers(model)[one.layer.index].get_submodule(one.path)
+
+
+def _empty(module: Any) -> None:
+    module._parameters.clear()
+    module._is_hf_initialized = True  # transformers would fill what it misses with random values
+
+
+def find_folder(folder: Path, dtype: str | None) -> ExpertFolder | None:
+    """
+    Returns:
+        None: the model is no mixture, or its experts do not lie in the folder as a pass needs them. `load_model` says
+        what is wrong with a folder.
+    """
+    try:
+        config = read_config(folder)
+        if dtype == NF4 or experts_of(config.get_text_config().to_dict()) is None:
+            return None
+        paths = sorted(map(str, folder.glob("*.safetensors")))
+        headers = [read_safetensors_header(Path(path)) for path in paths]
+        stored = by_layer({one.name: (file, one) for file, header in enumerate(headers) for one in header})
+        made = type_to_load(config, dtype)
+        how = {"dtype": getattr(torch, made)} if made else {}
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, **how)
+        found = [
+            _find(path, index, module, stored.get(index, {}))
+            for index, layer in enumerate(decoder_layers(model))
+            for path, module in layer.named_modules()
+            if hasattr(module, "has_gate")  # transformers' mark of modules that get experts by their numbers
+        ]
+    except Exception:
+        return None
+    one_each = len({one.layer.index for one in found if one}) == len(found) > 0
+    return ExpertFolder(type(model), model.config, tuple(paths), tuple(filter(None, found))) if one_each else None
+
+
+def _find(path: str, index: int, module: Any, stored: Mapping[str, Any]) -> Experts | None:
+    arrays, count = module._parameters, int(module.num_experts)
+    forms = [
+        Form(
+            name, MATRICES.get(name, (name,)), array.dtype, CODES.get(array.dtype, ""), tuple(array.shape[1:]),
+            array.nbytes // count,
+        )
+        for name, array in arrays.items()
+    ]  # fmt: skip
+    whole = all(len(array) == count for array in arrays.values())
+    return find_experts(path, index, count, forms, {}, stored) if whole else None
+
+
+def plan_pools(
+    experts: ExpertFolder, model: Any, host: Host, here: int, fixed: int, sizes: Sequence[int], placement: Placement
+) -> Plan:
+    """
+    Args:
+        experts: of the model.
+        model: without experts.
+        host: as for `choose_placement`; its `needed` counts the smallest pools.
+        here: bytes of the device.
+        fixed: bytes of them for all but layers and pools.
+        sizes: bytes of layers without experts.
+        placement: of these.
+    """
+    layers, streamed, most = experts.layers, placement.streamed, max(sizes)
+    staging = STAGING * most if placement.on_disk else 0
+    room = here - fixed - sum(sizes) + sum(sizes[i] for i in streamed) - (BUFFERS * most if streamed else 0)
+    left = room - host.needed - staging
+    weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    moving = tuple(Layer(i, (Extent(-1, 0, sizes[i]),)) for i in placement.on_disk)
+    least = memory_of(layers, pools_of(layers, 0))
+    plan = Plan(
+        memory=here, needed=fixed + host.needed - least - weights + sum(sizes),
+        pinned=(Extent(-1, 0, weights - sum(layer.size for layer in moving)),), streamed=moving,
+        cached=tuple(experts.extents), slots=min(STAGING, len(moving)), layers=len(sizes),
+    )  # fmt: skip
+    return with_pools(plan, layers, left + least)
+
+
+class Slots:
+    """Stands for a weight [experts, …] whose experts lie in slots."""
+
+    def __init__(self, pool: Any, table: Any) -> None:
+        """Args:
+        pool: [slots, …].
+        table: [experts] the slot of each; others than the wanted ones have none.
+        """
+        self._pool, self._table = pool, table
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def __getitem__(self, experts: Any) -> Any:
+        return self._pool[self._table[experts]]
+
+    def transpose(self, *axes: int) -> "Slots":
+        return Slots(self._pool.transpose(*axes), self._table)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "grouped_mm" not in str(func) or not isinstance(args[1], cls):
+            raise TypeError(f"experts in slots cannot be used by {func}")
+        return args[1]._grouped(func, args[0], (kwargs or {})["offs"])
+
+    def _grouped(self, func: Callable[..., Any], x: Any, ends: Any) -> Any:
+        """Rows of x, sorted by experts, times the experts; `ends` [experts] is the row behind those of each."""
+        if self._pool.device.type == "cpu":  # as PyTorch does it, without experts that have no rows
+            out, start = x.new_empty(len(x), self._pool.shape[2]), 0
+            for expert, end in enumerate(ends.tolist()):
+                if end > start:
+                    torch.mm(x[start:end], self[expert], out=out[start:end])
+                start = end
+            return out
+        return by_slots(func, x, ends, self._pool, self._table)
+
+
+def by_slots(func: Callable[..., Any], x: Any, ends: Any, pool: Any, table: Any) -> Any:
+    """`Slots._grouped` on a device: one call of `func`, with the rows sorted by slots."""
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    in_slots = ends.new_zeros(len(pool)).index_add_(0, table.clamp(min=0), counts)
+    order = torch.argsort(torch.repeat_interleave(table, counts, output_size=len(x)), stable=True)
+    found = func(x[order], pool, offs=in_slots.cumsum(0, dtype=torch.int32))
+    return torch.empty_like(found).index_copy_(0, order, found)
+
+
+class Mixture:
+    """
+    Attributes:
+        memory: slots of experts.
+    """
+
+    def __init__(
+        self, model: Any, folder: ExpertFolder, plan: Plan, about: dict[str, Any] | None, progress: Progress
+    ) -> None:
+        """Let a model use experts in slots; those of layers whose experts all have room are read now.
+
+        Args:
+            model: without experts.
+            folder: with them.
+            plan: with their pools.
+            about: key of the remembered scores; None: they are not remembered.
+            progress: of reading.
+
+        Raises:
+            OSError: a file cannot be opened.
+            ModelError: experts cannot be read.
+        """
+        self._prompt = False
+        self.memory = ExpertMemory(folder.paths, folder.layers, plan.pools, about)
+        try:
+            self.memory.fill(progress)
+            for number, one in enumerate(folder.experts):
+                self._place(_module(model, one), number, one)
+        except BaseException:
+            self.memory.close()
+            raise
+
+    def _place(self, module: Any, number: int, one: Experts) -> None:
+        table, stay = torch.zeros(one.layer.count, dtype=torch.int64), self.memory.stays(number)
+        for i, form in enumerate(one.forms):
+            slots, memory = self.memory.slots(number), self.memory.memory(number, i)[0]
+            count = slots * form.size // form.dtype.itemsize
+            pool = torch.frombuffer(memory, dtype=form.dtype, count=count).view(slots, *form.shape)
+            # No parameters: what moves and counts a model's weights leaves them alone.
+            vars(module)[form.name] = Slots(pool, table) if stay is None else pool[int(stay[0]) :][: len(stay)]
+        if stay is None:
+            module.register_forward_pre_hook(partial(self._bring, number, table))
+
+    def _bring(self, number: int, table: Any, module: Any, args: Sequence[Any]) -> None:
+        chosen = args[1].flatten(0, -2).cpu().numpy()
+        slots = self.memory.choose(number, chosen, chosen if self._prompt else None)
+        self.memory.wait(number)
+        table.copy_(torch.from_numpy(slots))
+
+    @contextmanager
+    def reading(self, *, prompt: bool) -> Iterator[None]:
+        """During a pass.
+
+        Raises:
+            ModelError: the model cannot be read.
+        """
+        self._prompt = prompt
+        self.memory.begin()
+        try:
+            yield
+        finally:
+            self.memory.finish()
+
+
+def open_mixture(
+    model: Any, folder: ExpertFolder, plan: Plan, about: dict[str, Any] | None, progress: Progress
+) -> Mixture:
+    """
+    Raises:
+        ModelError: experts cannot be read.
+    """
+    try:
+        return Mixture(model, folder, plan, about, progress)
+    except OSError as error:
+        raise ModelError(f"experts cannot be read: {error}") from error

@@ -1,0 +1,391 @@
+"""Mixtures larger than memory on PyTorch: chosen experts are read, and the bits are those of the model in memory."""
+
+import gc
+import os
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+import contract
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'edgespec[torch]'")
+
+from edgespec.backends.torch import backend as backend_module
+from edgespec.backends.torch import experts as experts_module
+from edgespec.backends.torch.backend import load
+from edgespec.backends.torch.experts import ExpertFolder, Slots, by_slots, find_folder
+from edgespec.backends.torch.loading import WORKSPACE, Placement
+from hf_models import save, tiny_model, torch
+from same_bits import Pair, do_everything
+from test_torch import needs, needs_bitsandbytes
+
+from edgespec.errors import Interrupted, ModelError, NoRoom
+from edgespec.loading.timed_pass import time_pass
+from edgespec.loop.passes import prefill
+from edgespec.weights import direct_io, expert_memory, experts
+from edgespec.weights.expert_memory import ExpertMemory
+from edgespec.weights.plan import Pool
+
+LAYERS = 7
+DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
+OPTIONS = {"context_length": 64, "budget": 8, "sessions": 2, "threads": 1, "remember": False, "device": "cpu"}
+HYBRIDS = ("granite", "qwen3-next", "nemotron-h moe")
+
+
+def many_layers(family):
+    if family == "nemotron-h moe":
+        return {"layers_block_type": ["mamba", "moe", "attention", "moe", "mamba", "moe", "moe"]}
+    kinds = {"gpt-oss": ["sliding_attention", "full_attention"], "granite": ["mamba", "attention"]}
+    kinds["qwen3-next"] = ["linear_attention", "full_attention"]
+    return {"num_hidden_layers": LAYERS} | ({"layer_types": (kinds[family] * 4)[:LAYERS]} if family in kinds else {})
+
+
+def make(folder, family, *, stacked=False, **changes):
+    """As the hub has such a folder, or as transformers computes: with all experts of a layer in a tensor."""
+    model = tiny_model(family, **many_layers(family) | changes)
+    torch.manual_seed(1)
+    for name, one in model.named_parameters():  # routers that are not all zeros
+        if "gate.weight" in name or "router.weight" in name:
+            torch.nn.init.normal_(one.data)
+    save(model, folder)
+    if stacked:
+        model.save_pretrained(folder, save_original_format=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("torch") / "mixtral", "mixtral")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """Tiny weights count, and nothing else does."""
+    monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
+    monkeypatch.setattr(backend_module, "MARGIN", 0)
+    monkeypatch.setattr(backend_module, "_on_cpu", type("Nobody", (set,), {"add": lambda *_: None})())
+    monkeypatch.setattr(experts, "HUGE", 1)
+    monkeypatch.setattr(ExpertFolder, "work_bytes", lambda *_: 0)
+
+
+@pytest.fixture
+def pooled(monkeypatch):
+    """Loads a folder with so many slots for a layer, or where layers are streamed, too (0); or with these pools."""
+    made = []
+
+    def get(folder, slots=0, given=(), **options):
+        plan_pools, calls = experts_module.plan_pools, []
+
+        def choose_placement(sizes, *_):
+            calls.append(sizes)
+            if len(calls) == 1:  # with experts
+                raise NoRoom("experts")
+            streamed = [] if slots else [1, 2, 4, 5]
+            return Placement(streamed, streamed, 2, [len(sizes)])
+
+        def plan(found, *rest):
+            pools = tuple(given) or experts.pools_of(found.layers, slots / found.layers[0].count)
+            return replace(plan_pools(found, *rest), pools=pools)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(backend_module, "choose_placement", choose_placement)
+            patch.setattr(backend_module, "plan_pools", plan)
+            made.append(load(str(folder), **OPTIONS | options))
+        assert made[-1].mixture
+        assert made[-1].capabilities.streams == (not slots)
+        return made[-1]
+
+    yield get
+    for backend in made:
+        backend.close()
+
+
+FOLDERS = {name: (name, {}) for name in ("mixtral", "qwen3 moe", "gpt-oss", "glm4 moe", *HYBRIDS)} | {
+    "mixtral, stacked": ("mixtral", {"stacked": True}),
+    "granite, stacked": ("granite", {"stacked": True}),
+    "qwen3 moe, 3 of 9": ("qwen3 moe", {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 40}),
+}  # fmt: skip
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("slots", [0, 1, 2.4])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_to_the_bit(name, slots, tmp_path, pooled):
+    family, changes = FOLDERS[name]
+    folder = make(tmp_path / "model", family, **changes)
+    resident, backend = load(str(folder), **OPTIONS), pooled(folder, slots)
+    # Where weights are streamed, works of a hybrid share passes.
+    resident.capabilities = replace(resident.capabilities, streams=backend.capabilities.streams)
+    pair = Pair(resident, backend)
+    do_everything(pair, 1)
+    for number in range(2):
+        pair.each(number, lambda session: session.commit([]))
+    pair.forward((0, list(range(33)), list(range(-1, 32))), (1, [7], [-1]))
+    resident.close()
+    wanted, hits, read = backend.mixture.memory.counted
+    assert bool(slots) <= hits < wanted
+    assert read > 0
+
+
+@pytest.mark.parametrize("how", ["eager", "batched_mm"])
+def test_other_ways_of_computing_experts(how, tmp_path, pooled):
+    """Of an older PyTorch, or that a user of transformers names; eager ones add up in the order of experts."""
+    folder = make(tmp_path / "model", "gpt-oss", num_local_experts=8, num_experts=8, num_experts_per_tok=4)
+    backends = load(str(folder), **OPTIONS), pooled(folder, 5)
+    for backend in backends:
+        backend.model.set_experts_implementation(how)
+    do_everything(Pair(*backends), 1)
+    backends[0].close()
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 7, 40])
+def test_products_of_groups_in_slots(rows, transposed, dtype, whole_grid):
+    """As of stacked experts, on the processor, and as a device computes them."""
+    for seed in range(100 if whole_grid else 10):
+        torch.manual_seed(seed)
+        count, width, out = (int(torch.randint(2, 12, ())) for _ in range(3))
+        weight = torch.randn(count, 8 * width, 8 * out).to(dtype)
+        numbers, x = torch.randint(0, count, (rows,)).sort()[0], torch.randn(rows, 8 * width).to(dtype)
+        ends = torch.bincount(numbers, minlength=count).cumsum(0, dtype=torch.int32)
+        table, pool = torch.randperm(20)[:count], torch.full((20, *weight.shape[1:]), torch.nan, dtype=dtype)
+        pool[table] = weight
+        if transposed:
+            weight, pool = (one.mT.contiguous().mT for one in (weight, pool))
+        expected = torch.nn.functional.grouped_mm(x, weight, offs=ends)
+        found = torch.nn.functional.grouped_mm(x, Slots(pool, table), offs=ends)
+        on_device = by_slots(torch.nn.functional.grouped_mm, x, ends, pool, table)
+        assert torch.equal(expected, found)
+        assert torch.equal(expected, on_device)
+
+
+def test_what_else_computes_with_experts_is_refused():
+    slots = Slots(torch.zeros(3, 2, 2), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(TypeError, match="cannot be used by"):
+        torch.bmm(torch.zeros(4, 1, 2), slots)
+
+
+def test_the_contract(mixtral, pooled):
+    reused = contract.Reused(partial(pooled, mixtral, 1.5))
+    for check in (
+        contract.several_sessions_in_one_forward, contract.a_broken_work_changes_nothing,
+        contract.forks_are_independent, contract.prefill_in_pieces, contract.a_saved_session_goes_on,
+    ):  # fmt: skip
+        check(reused)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ModelError, Interrupted])
+@pytest.mark.parametrize("slots", [0, 1.5])
+def test_a_pass_given_up_within_a_layer(error, slots, mixtral, pooled, monkeypatch):
+    """While experts are read or before: committed tokens are as before, and the next pass is right."""
+    resident, backend = load(str(mixtral), **OPTIONS), pooled(mixtral, slots)
+    pair, memory = Pair(resident, backend), backend.mixture.memory
+    pair.forward((0, [5, 6, 7], [-1, 0, 1]), (1, [5, 9], [-1, 0]))
+    for number in range(2):
+        pair.each(number, lambda session: session.commit([0, 1]))
+    for name, at in [("choose", 0), ("wait", 0), ("choose", 3), ("wait", LAYERS - 2)]:
+        original = getattr(memory, name)
+
+        def fail(number, *rest, original=original, at=at):
+            if number == at:
+                if error is not Interrupted:
+                    raise error("now")
+                backend.interrupt(backend.pass_number)
+            return original(number, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, name, fail)
+            with pytest.raises(error):
+                backend.forward([contract.work(one[1], [9, 9, 9], [-1, 0, 0]) for one in pair.sessions])
+        pair.forward((0, [1, 2, 3, 4], [-1, 0, 0, 1]), (1, [8, 9], [-1, -1]))
+        for number in range(2):
+            pair.each(number, lambda session: session.commit([]))
+    resident.close()
+
+
+def test_a_disk_that_fails_and_comes_back(mixtral, pooled, monkeypatch):
+    resident, backend = load(str(mixtral), **OPTIONS), pooled(mixtral, 1.5)
+    pair = Pair(resident, backend)
+    pair.forward((0, [5, 6, 7], [-1, 0, 1]))
+
+    def broken(*_):
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(direct_io, "read_unaligned", broken)
+        with pytest.raises(ModelError, match=r"experts of layer \d+ cannot be read: the disk is gone"):
+            backend.forward([contract.work(pair.sessions[1][1], list(range(9)), list(range(-1, 8)))])
+    for number in range(2):
+        pair.each(number, lambda session: session.rewind(0))
+    do_everything(pair, 3)
+    resident.close()
+
+
+def test_a_file_that_shrinks(tmp_path, pooled):
+    backend = pooled(make(tmp_path / "model", "mixtral"), 1.5)
+    session = backend.open()
+    os.truncate(tmp_path / "model" / "model.safetensors", 50_000)
+    with pytest.raises(ModelError, match="has shrunk"):
+        backend.forward([contract.work(session, [5], [-1])])
+    assert session.token_ids == []
+
+
+def test_one_process_loads_a_mixture_twice_and_closing_frees_all(mixtral, pooled):
+    load(str(mixtral), **OPTIONS).close()  # threads of PyTorch itself begin
+    before = len(os.listdir(DESCRIPTORS)), threading.active_count()
+    both = [pooled(mixtral, 1.5), pooled(mixtral, 2)]
+    do_everything(Pair(*both), 1)
+    for backend in (*both, *both):
+        backend.close()
+    gc.collect()
+    assert (len(os.listdir(DESCRIPTORS)), threading.active_count()) == before
+
+
+@pytest.mark.parametrize("where", ["run_probe", "Cells"])
+def test_a_load_that_fails_late_leaves_nothing(where, mixtral, pooled, monkeypatch):
+    def fail(*_):
+        raise ModelError("too late")
+
+    before = len(os.listdir(DESCRIPTORS)), threading.active_count()
+    monkeypatch.setattr(backend_module, where, fail)
+    with pytest.raises(ModelError, match="too late"):
+        pooled(mixtral, 1.5)
+    gc.collect()
+    assert (len(os.listdir(DESCRIPTORS)), threading.active_count()) == before
+
+
+def test_layers_whose_experts_all_stay_compute_as_they_are(mixtral, pooled):
+    resident = load(str(mixtral), **OPTIONS)
+    backend = pooled(mixtral, 1.5, [Pool((0, 3, 5), 5), Pool((1, 6), 9), Pool((4,), 4), Pool((2,), 6)])
+    modules = [layer.mlp.experts for layer in backend.model.get_decoder().layers]
+    assert [isinstance(one.down_proj, Slots) for one in modules] == [True, False, False, True, False, True, False]
+    assert [bool(one._forward_pre_hooks) for one in modules] == [True, False, False, True, False, True, False]
+    do_everything(Pair(resident, backend), 1)
+    assert 0 < backend.mixture.memory.hits < backend.mixture.memory.wanted
+    resident.close()
+
+
+def test_values_that_transformers_changes(mixtral, monkeypatch):
+    """Same names, shapes and types, other bits: then all experts are in memory, or it is refused."""
+    taken = ExpertFolder.take
+    monkeypatch.setattr(ExpertFolder, "take", lambda folder, model: taken(folder, changed(folder, model)))
+
+    def changed(folder, model):
+        model.get_decoder().layers[0].mlp.experts.down_proj[2, 0, 0] += 1
+        return model
+
+    backend = load(str(mixtral), **OPTIONS)
+    assert backend.mixture is None
+    assert backend.model.get_decoder().layers[0].mlp.experts.down_proj.shape[0] == 4
+    backend.close()
+    with pytest.raises(NoRoom, match=r"experts are put together at load, and cannot be streamed: use a GGUF"):
+        load(str(mixtral), **OPTIONS, memory="100K")
+
+
+def test_no_more_is_read_than_llama_cpp_reads(mixtral, pooled, monkeypatch):
+    """For the same choices with the same pools, each token in a pass of its own, after a prompt."""
+    calls, choose, finish = [], ExpertMemory.choose, ExpertMemory.finish
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            ExpertMemory, "choose",
+            lambda memory, number, chosen, prompt=None: (
+                calls.append((number, chosen, prompt)) or choose(memory, number, chosen, prompt)
+            ),
+        )  # fmt: skip
+        patch.setattr(ExpertMemory, "finish", lambda memory: calls.append(None) or finish(memory))
+        backend, draw = pooled(mixtral, 1.6), np.random.default_rng(1)
+        session = backend.open()
+        prefill(backend, session, draw.integers(0, 250, 20).tolist())
+        for token in draw.integers(0, 250, 20).tolist():
+            backend.forward([contract.work(session, [token], [-1])])
+            session.commit([0])
+    memory = backend.mixture.memory
+    layers = [replace(layer, places=()) for layer in memory.layers]  # as llama.cpp has them: one stack each
+    other = ExpertMemory(find_folder(mixtral, None).paths, layers, backend.plan.pools)
+    other.fill(lambda *_: None)
+    for call in calls:
+        if call is None:
+            other.finish()
+        else:
+            other.choose(*call)
+            other.wait(call[0])
+    other.close()
+    assert (memory.wanted, memory.hits) == (other.wanted, other.hits)
+    assert memory.hits > 0
+    assert memory.bytes_read <= 1.1 * other.bytes_read
+
+
+def test_a_prompt_counts_and_what_was_used_is_remembered(mixtral, pooled, monkeypatch):
+    kept = []
+    monkeypatch.setattr(expert_memory, "remember", lambda about, scores: kept.append((about, scores)))
+    monkeypatch.setattr(expert_memory, "recall", lambda about, form: kept[-1][1] if kept else None)
+    for remember in (False, True, True):
+        backend = pooled(mixtral, 1.5, remember=remember)
+        memory = backend.mixture.memory
+        wanted, scores = memory.wanted, memory.scores
+        prefill(backend, backend.open(), list(range(20)))
+        assert memory.wanted == wanted  # which is of generated tokens
+        assert memory.scores != scores
+        backend.close()
+    assert len(kept) == 2
+    assert kept[0][0]["kind"] == "experts"
+
+
+def test_experts_of_a_pass_are_counted(mixtral, pooled):
+    made = time_pass(pooled(mixtral, 1.5), 4)
+    assert 2 <= made.experts <= 4
+    assert 0 <= made.hits <= 1
+    assert made.read > 0
+
+
+def test_memory_for_dense_weights_comes_first_and_pools_have_the_rest(mixtral):
+    """And intermediate values of experts, which a model in memory takes from what is left."""
+    layer, fixed = needs(mixtral, **OPTIONS)
+    found, whole = find_folder(mixtral, None), fixed - WORKSPACE + LAYERS * layer
+    of_experts = sum(found.sizes(LAYERS))
+    backend = load(str(mixtral), **OPTIONS, memory=whole)
+    assert (backend.mixture, backend.plan) == (None, None)
+    backend.close()
+    dense, least = layer - of_experts // LAYERS, of_experts // LAYERS
+    for missing, streams, slots in ((1, False, 3), (of_experts // 2, False, 2), (of_experts + dense - least, True, 0)):
+        backend = load(str(mixtral), **OPTIONS, memory=whole - missing)
+        plan = backend.plan
+        assert (bool(plan.streamed), plan.slots_of_experts) == (streams, slots)
+        assert (backend.streamer is not None, backend.capabilities.streams) == (streams, streams)
+        assert f"{slots} of 4 experts of each layer in" in backend.notes[-1]
+        assert plan.pool_bytes <= max(of_experts - missing, least)
+        assert backend.capabilities.experts == (4, 2)
+        backend.close()
+    with pytest.raises(NoRoom, match="give at least"):
+        load(str(mixtral), **OPTIONS, memory=fixed - WORKSPACE)
+
+
+def test_values_between_experts_are_in_the_plan(mixtral, monkeypatch):
+    monkeypatch.undo()
+    found = find_folder(mixtral, None)
+    assert found.work_bytes(10) == 10 * 2 * (96 + 32 + 32 + 48) * 4
+
+
+@pytest.mark.parametrize(
+    "options", [{"own_layers": True}, {"dtype": "bfloat16"}, pytest.param({"dtype": "nf4"}, marks=needs_bitsandbytes)]
+)
+def test_experts_that_cannot_be_read_as_they_are_chosen(options, mixtral):
+    """All of a layer are streamed to draft with other layers; what another type makes is in memory; nf4 is refused."""
+    backend = None
+    with suppress(ModelError):
+        backend = load(str(mixtral), **OPTIONS | options)
+        assert backend.mixture is None
+    assert (backend is None) == (options.get("dtype") == "nf4")
+
+
+def test_no_folder_of_a_mixture(tmp_path, mixtral):
+    assert find_folder(mixtral, "float32")
+    assert find_folder(mixtral, "bfloat16") is None
+    assert find_folder(save(tiny_model("llama"), tmp_path), None) is None
+    assert find_folder(tmp_path / "nowhere", None) is None
