@@ -15,8 +15,9 @@ from auto_planners import auto_planner
 from hypothesis import strategies as st
 from reference.backend import ReferenceBackend, perturbed, random_model
 
+from edgespec.loop.backend import Capabilities
 from edgespec.loop.draft_passes import run_one
-from edgespec.loop.pass_times import FLAT, PassTimes
+from edgespec.loop.pass_times import FLAT, POWER, PassTimes, distinct
 from edgespec.loop.passes import Ran
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats, PlainPasses
@@ -40,7 +41,7 @@ from edgespec.planners.ledger import Ledger
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
-from edgespec.scheduler.batch import BATCH, Batch, account
+from edgespec.scheduler.batch import BATCH, Batch, account, learn
 
 MODEL = random_model(1, vocab_size=48, sharpness=3.0)
 PROMPT = [1, 2, 3, 4, 1, 2, 3]
@@ -339,11 +340,40 @@ def test_a_pace_is_remembered():
     pace, later = new_auto_state(streams=False), new_auto_state(streams=False)
     pace.target.add(1, 1.0)
     pace.draft.add(1, 0.1)
-    for count, share in enumerate((pace.copies, pace.agreement, pace.worth)):
+    for count, share in enumerate((pace.copies, pace.agreement, pace.worth, pace.power)):
         share.add(3, 5 + count)
     known = json.loads(json.dumps(pace.as_dict()))
     later.recall(Pace.model_validate(known))
     assert later.as_dict() == known
+    del known["power"]
+    later.recall(Pace.model_validate(known))  # of a version that did not learn it
+    assert later.power.hoped == 0
+
+
+@pytest.mark.parametrize(("power", "least"), [(0.4, 0.4), (0.7, 0.7), (1.3, 1.0)])
+def test_what_nodes_of_a_mixture_cost_is_learned_from_the_experts_that_passes_choose(power, least):
+    """And remembered; passes that chose nearly all, plain ones and those of prompts do not show it."""
+    pace, limits, learned = new_auto_state(False, (128, 6)), Capabilities(64, 64, 64, 64, 0.0), []
+    pace.target.add(1, 1.0)
+
+    def make(nodes, experts, prompt=False):
+        work = SimpleNamespace(token_ids=[0] * nodes, prompt=prompt)
+        learn(Batch([(None, SimpleNamespace(work=work))]), Ran(1.0, 1.0, experts=experts), limits, pace, mock.Mock())
+        learned.append(pace.target.experts)
+
+    make(25, 128.0)
+    make(1, 6.0)
+    make(25, 40.0, prompt=True)
+    make(25, 0.0)
+    before = float(pace.times(0).seconds(25))
+    assert learned == [(128, 6)] * 4
+    for _ in range(200):
+        make(8, float(distinct(8, 128, 6, power)))
+    assert learned[-1] == pytest.approx((128, 6, least), abs=0.03)
+    assert (float(pace.times(0).seconds(25)) < before) == (power < POWER)
+    later = new_auto_state(False, (128, 6))
+    later.recall(Pace.model_validate(json.loads(json.dumps(pace.as_dict()))))
+    assert later.target.experts == pytest.approx(learned[-1])
 
 
 @pytest.mark.parametrize(

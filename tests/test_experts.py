@@ -1,5 +1,6 @@
 """Which experts stay in memory: pools, slots, replacement, and what that takes."""
 
+import math
 from dataclasses import replace
 from statistics import median
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routes import SLOTS, read_routes, shares
 
-from edgespec.loop.pass_times import distinct
+from edgespec.loop.pass_times import choices, distinct
 from edgespec.weights.experts import (
     MOST_SLOTS,
     ExpertLayer,
@@ -215,3 +216,14 @@ def test_distinct_experts() -> None:
     assert np.all(np.diff(many) > 0)
     assert many[-1] == pytest.approx(128)
     assert distinct(2, 64, 4) / 4 == pytest.approx(1.74, abs=0.05)  # GLM-4.7-Flash, in ml-explore/mlx-lm#1485
+    assert distinct(25, 128, 6, 0.63) / 128 == pytest.approx(0.308, abs=0.01)  # Qwen3-30B-A3B: docs/measured.md
+    assert distinct(25, 128, 6, 1.0) / 128 == pytest.approx(0.699, abs=0.001)  # tokens that have nothing in common
+
+
+@pytest.mark.parametrize("power", [0.0, 0.62, 0.8, 1.0])
+def test_the_power_is_found_from_the_experts_that_passes_chose(power: float) -> None:
+    for count, used, nodes in ((128, 6, 25), (16, 2, 4), (64, 4, 2)):
+        share = float(distinct(nodes, count, used, power)) / count
+        assert math.log(choices(share, count, used)) / math.log(nodes) == pytest.approx(power, abs=1e-6)
+    assert choices(1.0, 8, 8) == 1
+    assert choices(1.0, 8, 2) > 50

@@ -34,7 +34,7 @@ import edgespec
 from edgespec.errors import ModelError, UsageError
 from edgespec.loading.exact import apply_row_class
 from edgespec.loop.backend import Work
-from edgespec.loop.passes import prefill
+from edgespec.loop.passes import prefill, run
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.machine.this_machine import this_machine
@@ -322,6 +322,16 @@ def test_the_first_token_reads_the_experts_that_it_uses(slots, monkeypatch, tmp_
         rows.append(logits.row(node).copy())
         backend.close()
     assert np.array_equal(*rows)
+
+
+def test_a_pass_tells_how_many_experts_it_has_chosen(from_disk):
+    backend, nodes = from_disk("qwen3 moe", EXPERTS), np.arange(5, dtype=np.int32)
+    session = backend.open()
+    prefill(backend, session, [1, 2, 3])
+    for count in (1, 5):
+        ran = run(backend, [Work(session, nodes[:count] + 7, nodes[:count] - 1, nodes[:count])])[1]
+        session.commit([])
+        assert (ran.experts == 3) if count == 1 else (3 < ran.experts <= EXPERTS)
 
 
 def mapped_pages(path: str) -> tuple[int, set[str]]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from math import inf
+from math import inf, log
 from statistics import fmean, median
 from typing import Annotated
 
@@ -19,25 +19,33 @@ from edgespec.loop.tree import FloatArray
 KEPT = 8  # last passes that count, of about one size: times change with load
 FAR = 3  # least ratio of two sizes that shows the slope
 STEEP, FLAT = 0.5, 0.01  # plain passes that a further node costs, until it is measured: weights in memory, streamed
-NOVELTY = 0.75  # random choices of experts that a further node equals: 0.78 in passes over two nodes of GLM-4.7-Flash
+# Of `distinct`, until it is learned: of passes that verify drafts, some of them rejected. Tokens of one text have 0.62
+# to 0.75 in Qwen3-30B and Gemma-4-26B, 0.75 to 0.88 in gpt-oss (docs/measured.md).
+POWER = 0.8
+Experts = tuple[int, int] | tuple[int, int, float]  # of a layer, those that a token uses, and perhaps the power
 WIDE = 64  # nodes of a wide tree
 KnownPass = tuple[  # a row of `PassTimes.as_list` in a file
     Annotated[int, Field(ge=0, le=64)], Annotated[float, Field(ge=1, le=1e9)], Annotated[float, Field(gt=0, le=1e9)]
 ]
 
 
-def distinct(nodes: ArrayLike, experts: int, used: int) -> FloatArray:
+def distinct(nodes: ArrayLike, experts: int, used: int, power: float = POWER) -> FloatArray:
     """
     Args:
         nodes: at least 1.
         experts: experts of a layer.
         used: experts that a token uses.
+        power: n nodes choose as many experts as n^power nodes that have nothing to do with each other.
 
     Returns:
         Expected number of different experts of a layer that a pass over `nodes` nodes chooses.
     """
-    further = np.asarray(nodes, np.float64) - 1
-    return np.asarray(experts * (1 - (1 - used / experts) ** (1 + further * NOVELTY)))
+    return np.asarray(experts * (1 - (1 - used / experts) ** np.asarray(nodes, np.float64) ** power))
+
+
+def choices(share: float, experts: int, used: int) -> float:
+    """Nodes that have nothing to do with each other, which choose this share of a layer's experts; as `distinct`."""
+    return log(1 - min(share, 1 - 1e-9)) / log(1 - used / experts) if used < experts else 1.0
 
 
 @dataclass(frozen=True)
@@ -48,14 +56,14 @@ class Curve:
         sizes: [k] numbers of nodes, rising.
         took: [k] seconds, falling nowhere but at `TILE` nodes.
         slope: seconds of each node beyond the largest size; with `experts`, of each unit of `weight`.
-        experts: as in `Capabilities`; with them, seconds are linear in `weight`.
+        experts: of a mixture; with them, seconds are linear in `weight`.
         sequences: sequences that share each pass, with equally many nodes.
     """
 
     sizes: FloatArray
     took: FloatArray
     slope: float
-    experts: tuple[int, int] | None = None
+    experts: Experts | None = None
     sequences: float = 1
 
     def shared(self, sequences: float) -> "Curve":
@@ -90,7 +98,7 @@ class Curve:
         return float(min([on, *((self.took[far] - whole) / (self.sizes[far] - self.sequences))]) / self.plain)
 
 
-def weight(nodes: ArrayLike, experts: tuple[int, int] | None) -> FloatArray:
+def weight(nodes: ArrayLike, experts: Experts | None) -> FloatArray:
     """
     Returns:
         Work of passes over `nodes` nodes, in passes over one node; the shape is that of `nodes`.
@@ -106,7 +114,7 @@ class PassTimes:
         measured: passes since the start or `recall`.
     """
 
-    def __init__(self, slope: float = STEEP, experts: tuple[int, int] | None = None) -> None:
+    def __init__(self, slope: float = STEEP, experts: Experts | None = None) -> None:
         """Args:
         slope: plain passes that a further node is expected to cost, until it is measured.
         experts: as for `Curve`.
@@ -149,6 +157,12 @@ class PassTimes:
             size, took = self._usual[at][bits]
             self._usual[at][bits] = size, ratio * took
             self._passes[at][bits] = deque([(size, ratio * took)], KEPT)
+
+    def learn_power(self, power: float) -> None:
+        """Predict by another power of `distinct`."""
+        if self.experts:
+            self.experts = *self.experts[:2], power
+            self._curves.clear()
 
     def has_plain(self, length: int) -> bool:
         """

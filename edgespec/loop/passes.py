@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from edgespec.errors import ContextFull
 from edgespec.loop.backend import Backend, Capabilities, Logits, Session, Work
+from edgespec.loop.engines import ReadsExperts
 from edgespec.loop.shapes import RowClass
 from edgespec.loop.tree import DraftTree, FloatArray, Proposal, depths, is_leaf, ranked
 
@@ -67,12 +68,14 @@ class Ran:
         seconds: of the pass.
         wait_seconds: as in `Step`.
         sequences: that shared it.
+        experts: different ones of a layer that it has chosen; 0: they were not counted.
     """
 
     began: float = 0.0
     seconds: float = 0.0
     wait_seconds: float = 0.0
     sequences: int = 1
+    experts: float = 0.0
 
 
 UNTIMED = Ran()
@@ -80,9 +83,13 @@ UNTIMED = Ran()
 
 def run(target: Backend, works: Sequence[Work]) -> tuple[list[Logits], Ran]:
     """Make a pass of the target; errors as for `Backend.forward`."""
+    mixture = target.mixture if isinstance(target, ReadsExperts) else None
+    wanted = mixture.memory.wanted if mixture else 0
     began, waited = perf_counter(), target.wait_seconds
     logits = target.forward(works)
-    return logits, Ran(began, perf_counter() - began, target.wait_seconds - waited, len(works))
+    seconds = perf_counter() - began
+    experts = (mixture.memory.wanted - wanted) / len(mixture.memory.layers) if mixture else 0.0
+    return logits, Ran(began, seconds, target.wait_seconds - waited, len(works), experts)
 
 
 def rows_of(parents: ArrayLike, unread: int) -> int:

@@ -18,6 +18,7 @@ from edgespec.loading.timed_pass import Pass, time_pass
 from edgespec.loading.where import Where
 from edgespec.loop.backend import Placed
 from edgespec.loop.engines import LoadOptions, find_engine, load_at_once
+from edgespec.loop.pass_times import distinct
 from edgespec.machine.described import with_speeds
 from edgespec.machine.measurements import Amount, processor_name, recall
 from edgespec.machine.system import chip
@@ -273,8 +274,7 @@ class Weights:
         """Share of a layer's experts that a pass over `nodes` tokens is expected to choose."""
         if not self.experts:
             return 1.0
-        count, used = self.experts
-        return float(1 - (1 - used / count) ** nodes)
+        return float(distinct(nodes, *self.experts)) / self.experts[0]
 
     def seconds(self, part: Part, nodes: int, speeds: Speeds) -> float:
         if not part.weights and not part.experts:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf
+from math import inf, log
 from time import perf_counter
 from typing import Any
 
@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from edgespec.loop.backend import Logits, Session
 from edgespec.loop.draft_passes import DraftSteps
-from edgespec.loop.pass_times import FLAT, STEEP, Curve, KnownPass, PassTimes
+from edgespec.loop.pass_times import FLAT, POWER, STEEP, Curve, KnownPass, PassTimes, choices
 from edgespec.loop.passes import Prefill
 from edgespec.loop.planner import Context, Planner, PlannerStats
 from edgespec.loop.step import Step
@@ -43,7 +43,8 @@ READ = 0.1  # plain passes of the target that a draft model takes to read a toke
 GAIN = 1.1  # ratio of rates that a draft must be predicted to reach: trying costs, too
 DEEPEST = 1024  # tokens of a chain whose gain is predicted: no tree has more nodes
 LEAST_TRUST = 0.05  # of `trust` in `best_part`
-SHARES = ("copies", "agreement", "worth")  # those of `AutoState`
+NEARLY_ALL = 0.9  # share of a layer's experts, from which on those chosen do not show the power of `distinct`
+SHARES = ("copies", "agreement", "worth", "power")  # those of `AutoState`
 
 
 @dataclass(slots=True)
@@ -81,6 +82,7 @@ class Pace(BaseModel):
     copies: tuple[Amount, Amount]
     agreement: tuple[Amount, Amount]
     worth: tuple[Amount, Amount]
+    power: tuple[Amount, Amount] = (0.0, 0.0)
     passes: int = 0
 
 
@@ -94,6 +96,7 @@ class AutoState:
         copies: copied tokens that were accepted, of those expected.
         agreement: tokens that were the draft's best, of those for which it was asked.
         worth: tokens that steps with the draft gained, of those predicted.
+        power: of `distinct`, a ratio of logarithms.
         ledgers: bound the loss against plain decoding, by number of sequences that share the passes.
         batched: number of sequences of the last batch.
         learning_seconds: in which planners learned from the logits of a batch's pass, which its ledger is charged.
@@ -105,6 +108,7 @@ class AutoState:
     copies: Share = field(default_factory=lambda: Share(0.99))
     agreement: Share = field(default_factory=lambda: Share(0.998))
     worth: Share = field(default_factory=lambda: Share(0.98))
+    power: Share = field(default_factory=lambda: Share(0.99))
     ledgers: dict[int, Ledger] = field(default_factory=dict)
     batched: int = 0
     learning_seconds: float = 0.0
@@ -132,6 +136,16 @@ class AutoState:
         """Learn the time of a pass of the target."""
         times = self.target.at(length)
         self.target.add(nodes, seconds / self._pace(times, sequences) if times else seconds, length)
+
+    def add_experts(self, nodes: int, experts: float) -> None:
+        """Learn how many different experts of a layer a pass over several nodes has chosen."""
+        if self.target.experts and nodes > 1 and experts < NEARLY_ALL * self.target.experts[0]:
+            count, used = self.target.experts[:2]
+            self.power.add(log(max(1.0, choices(experts / count, count, used))), log(nodes))
+            self._predict_experts()
+
+    def _predict_experts(self) -> None:
+        self.target.learn_power(min(1.0, self.power.value(POWER)))
 
     def _pace(self, times: Curve, sequences: int) -> float:
         count = sequences if sequences in self.ledgers and self.ledgers[sequences].plain else 1
@@ -166,6 +180,7 @@ class AutoState:
         for name in SHARES:
             share = getattr(self, name)
             share.came, share.hoped = getattr(known, name)
+        self._predict_experts()
 
 
 def new_auto_state(streams: bool, experts: tuple[int, int] | None = None) -> AutoState:

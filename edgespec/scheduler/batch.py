@@ -245,6 +245,8 @@ def learn(batch: Batch, ran: Ran, limits: Capabilities, pace: AutoState | None, 
     nodes, trees = sum(len(work.token_ids) for work in works), [work for work in works if not work.prompt]
     has_prompt = len(trees) < len(works)
     chunks.learn(nodes, ran.seconds, prompt=has_prompt)
+    if pace and ran.experts and len(works) == 1 and not (has_prompt or limits.paths):
+        pace.add_experts(nodes, ran.experts)
     # Rows predict no time if trees are evaluated path by path; the planner learns from passes over one tree.
     if pace and len(works) > 1 and not (has_prompt or limits.paths):
         pace.add_pass(nodes, ran.seconds, round(fmean(len(work.session.token_ids) for work in trees)), len(trees))

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from edgespec.errors import ModelError
 from edgespec.loop.backend import Vocab, Work
 from edgespec.loop.engines import LoadOptions
+from edgespec.loop.pass_times import choices
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.text import render_chat, user_messages
 from edgespec.machine.this_machine import this_machine
@@ -203,8 +204,8 @@ def statistics(texts: Sequence[Values], count: int) -> dict[str, str]:
     found["shared with the token before"] = _percent([(mark[1:] & mark[:-1]).sum(2).mean() / used for mark in marks])
     for n in WINDOWS:
         seen = [sliding_window_view(mark, n, axis=0).any(-1).mean() for mark in marks]
-        draws = np.log1p(-min(np.mean(seen), 1 - 1e-9)) / np.log1p(-used / count)
-        found[f"chosen by {n} tokens (p)"] = f"{_percent(seen)} ({np.log(draws) / np.log(n):.2f})"
+        power = np.log(choices(float(np.mean(seen)), count, used)) / np.log(n)
+        found[f"chosen by {n} tokens (p)"] = f"{_percent(seen)} ({power:.2f})"
     uses = [np.sort(mark.sum(0), axis=1)[:, ::-1] for mark in marks]
     found["choices of the top quarter"] = _percent([use[:, : count // 4].sum() / use.sum() for use in uses])
     for eighths in SLOTS:
