@@ -10,7 +10,7 @@ import pytest
 from edgespec import model
 from edgespec.errors import NoRoom
 from edgespec.loading import draft_or_memory
-from edgespec.loading.draft_or_memory import CLOSE, Learn, Speeds, Ways, measured, open_pair, predict, timed
+from edgespec.loading.draft_or_memory import CLOSE, LONG, Learn, Speeds, Ways, measured, open_pair, predict, timed
 from edgespec.loading.exact import COLD
 from edgespec.loading.pair import PairPlan, close_all, open_backends
 from edgespec.loading.row_classes import TriedClass
@@ -206,6 +206,76 @@ def test_ways_that_are_close_are_both_tried_once(
     machine.loads.clear()
     backends, _ = start(machine, predicted, tried)
     assert machine.loads == [better]
+
+
+def mixture(share: float, used: int = 2, experts: int = 16, size: float = 11.2) -> Plan:
+    """Of a target with 0.4 GB of other weights, and pools for a share of its experts."""
+    cached = (Extent(0, 0, int(size * GB)),)
+    pools = (Pool(tuple(range(LAYERS)), int(share * LAYERS * experts)),)
+    return replace(plan(0.0, 0.4), cached=cached, experts=experts, used=used, pools=pools)
+
+
+@pytest.mark.parametrize(
+    ("shares", "experts", "disk", "agreement", "better"),
+    [
+        ((1 / 8, 2 / 8), (16, 2), 1.5, 0.7, "plain"),  # measured: 1.01 and 1.48 tokens/s
+        ((1 / 8, 2 / 8), (128, 6), 1.5, 0.7, "plain"),
+        ((0.30, 0.31), (128, 6), 0.05, 0.9, "drafted"),  # reading takes longest
+        ((0.30, 0.60), (128, 6), 0.05, 0.9, "plain"),
+        ((0.30, 0.33), (128, 6), 1.5, 0.1, "plain"),
+    ],
+)
+def test_a_mixtures_draft_takes_the_memory_of_experts(
+    shares: tuple[float, float], experts: tuple[int, int], disk: float, agreement: float, better: str
+) -> None:
+    count, used = experts
+    drafted, alone = (mixture(share, used, count) for share in shares)
+    found = predict(drafted, alone, int(0.49 * GB), groups(0.27, 1.0)[:1], disk * GB, agreement)
+    assert found.are_known
+    assert (found.drafted > found.plain) == (better == "drafted")
+    assert predict(drafted, None, int(0.49 * GB), groups(0.27, 1.0)[:1], disk * GB, agreement).plain >= found.plain
+
+
+@pytest.mark.parametrize(("predicted", "loads"), [((1.0, 2.0), [False]), ((2.0, 1.0), [True]), ((1.0, 1.1), [False])])
+def test_a_mixtures_draft_that_would_lose_is_not_loaded(
+    start: Start, tmp_path: Path, predicted: tuple[float, float], loads: list[bool]
+) -> None:
+    """Nor are both ways tried: passes over empty pools show nothing, and read what no answer uses."""
+    machine = Machine(tmp_path, 0.0, 0.0)
+    machine.weights = {True: mixture(0.125), False: mixture(0.25)}
+    backends, _ = start(machine, predicted)
+    assert machine.loads == loads
+    said = "".join(backends[0].notes)
+    assert ("it takes the memory of 1.40 GB of experts, of which passes would read: about 1." in said) == (not loads[0])
+
+
+def test_a_draft_that_is_not_used_is_left_out_of_the_next_run(start: Start, tmp_path: Path) -> None:
+    """Its memory is the target's then; what a short run says of it does not count."""
+    machine = Machine(tmp_path, 0.0, 0.0)
+    machine.weights = {True: mixture(0.125), False: mixture(0.25)}
+    for passes, step, loads in ((LONG - 1, 9.0, True), (LONG, 0.1, True), (LONG, 9.0, True), (LONG, None, False)):
+        backends, learn = start(machine, (2.0, 0.5))
+        assert machine.loads[-1] == loads
+        pace = run(1.0, step)
+        pace.target.measured = passes
+        learn(pace)
+    assert "an earlier run did not use it; --planner" in backends[0].notes[-1]
+    assert remembered.everything()[0]["value"] == [pytest.approx(1.0), pytest.approx(1.0)]
+    _, learn = start(machine, (2.0, 1.0))
+    learn(run(0.4))  # as with more memory
+    assert remembered.everything()[0]["value"] == [pytest.approx(1.0), pytest.approx(2.5)]
+    start(machine, (9.0, 1.0))
+    assert machine.loads[-1] is False
+
+
+def test_a_draft_that_a_long_run_never_asked_is_left_out_too(start: Start, tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 0.56, 0.0)
+    for passes, loads in ((LONG - 1, True), (LONG, True), (1, False)):
+        _, learn = start(machine, (9.0, 0.5))
+        assert machine.loads[-1] == loads
+        pace = run(1.0)
+        pace.target.measured = passes
+        learn(pace)
 
 
 def test_a_mixture_whose_experts_would_fit_without_the_draft_is_tried(start: Start, tmp_path: Path) -> None:

@@ -474,7 +474,7 @@ def _stream(
     Raises:
         ModelError: the files cannot be streamed.
     """
-    speed = disk.speed or measure_disk(layout.paths, plan)
+    speed = (disk.speed or measure_disk(layout.paths, plan)) if plan.streamed else 0.0
     about = {"kind": "experts", "target": identity(path)} if remember else None
     store = open_slots(layout, plan)
     try:

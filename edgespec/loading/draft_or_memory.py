@@ -5,9 +5,12 @@ Where the predictions are close, both ways are tried once. Measured speeds are r
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, repeat
 from operator import mul
 from typing import Any
+
+import numpy as np
 
 from edgespec.errors import NoRoom
 from edgespec.loading.exact import COLD
@@ -16,14 +19,14 @@ from edgespec.loading.row_classes import TriedClasses, find
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Backend
 from edgespec.loop.engines import LoadOptions, Progress
-from edgespec.loop.pass_times import Curve, PassTimes
+from edgespec.loop.pass_times import STEEP, PassTimes, distinct
 from edgespec.loop.passes import most_nodes
 from edgespec.machine import measurements
 from edgespec.machine.files import weight_files
 from edgespec.machine.measurements import Amount, identity, processor_name, recall
 from edgespec.machine.system import machine_is_busy
 from edgespec.models.registry import Entry
-from edgespec.planners.auto import AutoState, Share
+from edgespec.planners.auto import HEAVY, AutoState, Share
 from edgespec.weights.plan import Plan, two_digits
 from edgespec.weights.ring import measure_disk
 
@@ -32,6 +35,9 @@ DEEPEST = 16  # draft tokens
 CLOSE = 1.25  # ratio of speeds up to which both ways are tried, and from which on a measurement contradicts another
 GRAIN = 1 << 27  # bytes: smaller differences of weights that are read are one case
 ROWS = 8  # of the larger pass that is timed
+LONG = 32  # passes, after which a draft that was not used is known to be of no use
+# Share of all experts that pools hold, and share of the chosen ones that are among them: docs/measured.md.
+HELD, FOUND = (0.0, 0.125, 0.25, 0.375, 0.5, 1.0), (0.0, 0.65, 0.83, 0.92, 0.96, 1.0)
 
 Learn = Callable[[AutoState], None]
 
@@ -72,6 +78,10 @@ class Ways:
         """Without the draft nothing is read."""
         return _read(self.target) == 0
 
+    @property
+    def has_pools(self) -> bool:
+        return bool(self.pair.plan and self.pair.plan.weights.pools)
+
     def recalled(self) -> Speeds:
         """Remembered speeds."""
         return Speeds(*recall(self.about, tuple[Amount, Amount]) or ())
@@ -91,8 +101,8 @@ class Ways:
         name, (path, draft), plan = self.pair.names[0], self.pair.paths, self.pair.plan
         assert plan
         assert self.target.plan
-        if known.are_known or plan.weights.cached:  # how many experts a pass reads is not known
-            return known
+        if known.are_known or (plan.weights.cached and not (plan.weights.pools and plan.weights.used)):
+            return known  # how many experts a pass reads is not known
         found = find(name, plan.build, plan.ways[-1], path, remember=remember, say=say)
         if not any(tried.seconds for tried in found):
             return known
@@ -142,30 +152,42 @@ def predict(
         disk: bytes per second.
         agreement: share of draft tokens that are accepted.
     """
-    computing = PassTimes()
+    experts = (weights.experts, weights.used) if weights.pools else None
+    computing = PassTimes(HEAVY if experts else STEEP, experts)
     for tried in found:
         if tried.seconds:
             computing.add(tried.least, COLD * weights.layers * tried.seconds)
     times = computing.at(0)
     assert times
-    reading, other = (one.streamed_bytes / disk if one else 0.0 for one in (weights, without))
-    step = times.plain * draft_size / weights.total_bytes
-    return Speeds(_speed(times, step, agreement, reading), 1 / max(times.plain, other))
+
+    def seconds(plan: Plan | None, nodes: int) -> float:
+        """Layers are read while others are computed, experts when they are chosen."""
+        took = float(times.seconds(nodes))
+        return max(took, plan.streamed_bytes / disk) + _missing(plan, nodes) / disk if plan else took
+
+    active = weights.total_bytes - weights.cached_bytes * (1 - weights.used / weights.experts if experts else 0)
+    step = times.plain * draft_size / active
+    return Speeds(_speed(partial(seconds, weights), step, agreement), 1 / seconds(without, 1))
 
 
-def _speed(times: Curve, step: float, agreement: float, reading: float = 0.0) -> float:
+def _missing(plan: Plan, nodes: int) -> float:
+    """Bytes of experts that a pass is expected to read."""
+    if not plan.pools:
+        return 0.0
+    missing = 1 - float(np.interp(plan.share_of_experts, HELD, FOUND))
+    return missing * plan.cached_bytes * float(distinct(nodes, plan.experts, plan.used)) / plan.experts
+
+
+def _speed(seconds: Callable[[int], Any], step: float, agreement: float) -> float:
     """Tokens per second with the number of draft tokens that pays most.
 
     Args:
-        times: of the target's passes.
+        seconds: of the target's pass over a number of nodes.
         step: seconds of a draft pass.
         agreement: share of draft tokens that are accepted.
-        reading: seconds that each of the target's passes takes at least.
     """
     tokens = accumulate(accumulate(repeat(agreement, DEEPEST), mul, initial=1.0))
-    return max(
-        count / (max(float(times.seconds(1 + depth)), reading) + depth * step) for depth, count in enumerate(tokens)
-    )
+    return max(count / (float(seconds(1 + depth)) + depth * step) for depth, count in enumerate(tokens))
 
 
 def _agreement(target: str, draft: str) -> float:
@@ -181,7 +203,7 @@ def timed(backends: list[Backend], agreement: float) -> float:
         times.add(rows, time_pass(target, rows).seconds)
     curve = times.at(0)
     assert curve
-    return _speed(curve, time_pass(drafts[0], 1).seconds, agreement) if drafts else 1 / curve.plain
+    return _speed(curve.seconds, time_pass(drafts[0], 1).seconds, agreement) if drafts else 1 / curve.plain
 
 
 def measured(pace: AutoState, *, drafted: bool) -> float:
@@ -191,7 +213,9 @@ def measured(pace: AutoState, *, drafted: bool) -> float:
         return 0.0
     if not drafted:
         return 1 / times.plain
-    return _speed(times, draft.plain, pace.agreement.value(AGREEMENT)) if draft else 0.0
+    if draft:
+        return _speed(times.seconds, draft.plain, pace.agreement.value(AGREEMENT))
+    return 1 / times.plain if pace.target.measured >= LONG else 0.0
 
 
 def open_pair(
@@ -246,6 +270,7 @@ def open_pair(
     known = ways.recalled() if remember else Speeds()
     speeds = ways.speeds(remember=remember, say=say)
     undecided = speeds.are_close if speeds.are_known else ways.target_fits
+    undecided &= ways.target_fits or not ways.has_pools  # passes of empty pools show nothing
     if undecided and not known.are_known and not busy:
         say("the draft takes memory that the target needs: trying both ways, once")
         agreement = _agreement(*ways.pair.paths) if remember else AGREEMENT
@@ -256,22 +281,32 @@ def open_pair(
         backends = loaded(speeds.drafted > speeds.plain if speeds.are_known else not ways.target_fits)
     if not backends[1:]:
         figures = ""
-        if speeds.are_known:
+        if speeds.drafted == speeds.plain > 0:
+            figures = ", and an earlier run did not use it"
+        elif speeds.are_known:
             figures = f": about {two_digits(speeds.drafted)} tokens/s with it, {two_digits(speeds.plain)} without"
+        what = "experts, of which passes" if ways.has_pools else "weights, which every pass"
         add_note(
             backends,
-            f"the draft is left out: it takes the memory of {ways.missing / 1e9:.2f} GB of weights, which every pass "
-            f"would read{figures}; --planner specexec uses it all the same",
+            f"the draft is left out: it takes the memory of {ways.missing / 1e9:.2f} GB of {what} would read{figures}; "
+            "--planner specexec uses it all the same",
         )
 
     def learn(pace: AutoState) -> None:
-        """Remember the speed of a run; one that contradicts what is remembered shows that the other is old, too."""
+        """Remember the speed of a run; one that contradicts what is remembered shows that the other is old, too.
+
+        A draft that `auto` does not use is left out of the next run, so that its memory is the target's.
+        """
         drafted = len(backends) > 1
         speed, known = measured(pace, drafted=drafted), ways.recalled()
-        before = known.drafted if drafted else known.plain
-        if not remember or busy or not speed or (before and max(speed, before) < CLOSE * min(speed, before)):
+        unused = drafted and pace.target.measured >= LONG and speed <= measured(pace, drafted=False)
+        before = known.drafted if drafted else known.plain if known.plain != known.drafted else 0.0
+        agrees = before > 0 and max(speed, before) < CLOSE * min(speed, before)
+        if not remember or busy or not speed or (agrees and not unused):
             return
-        known = Speeds() if before else known
+        known = Speeds() if before and not agrees else known
+        if unused:  # with more memory the target is at least as fast: equal speeds say that only
+            known = replace(known, plain=max(known.plain, speed))
         ways.remember(replace(known, drafted=speed) if drafted else replace(known, plain=speed))
 
     return backends, learn

@@ -147,6 +147,7 @@ class Plan:
         slots: streamed parts that are in memory at once.
         layers: of the model.
         experts: of a layer.
+        used: experts that a token uses; 0: not known.
         pools: for experts; (): `cached` is left to the page cache.
         pool_bytes: memory of these.
         device_pools: for experts of layers that devices compute; what these lack comes from `pools`.
@@ -162,6 +163,7 @@ class Plan:
     layers: int
     looked_up: tuple[Extent, ...] = ()
     experts: int = 0
+    used: int = 0
     pools: tuple[Pool, ...] = ()
     pool_bytes: int = 0
     device_pools: tuple[Pool, ...] = ()

@@ -250,12 +250,12 @@ class Streamer:
 def measure_disk(paths: Sequence[str], plan: Plan) -> float:
     """
     Returns:
-        Bytes per second of the disk that layers are streamed from; 0 if none are.
+        Bytes per second of the disk that layers, or experts for pools, are read from; 0 if none are.
 
     Raises:
         ModelError: the file cannot be read.
     """
-    extents = [extent for layer in plan.streamed for extent in layer.extents]
+    extents = [extent for layer in plan.streamed for extent in layer.extents] or [*(plan.cached if plan.pools else ())]
     if not extents:
         return 0.0
     first = extents[0].file

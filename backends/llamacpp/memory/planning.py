@@ -364,7 +364,7 @@ class MemoryPlanner:
             return None, sizes[best], notes
         if plan.streamed and not can_stream(self.machine):
             return paging
-        plan = replace(plan, draft_bytes=drafts)
+        plan = replace(plan, draft_bytes=drafts, used=used)
         if shares and not hollow:
             check_spans(plan, self.tensors, gpu_layers)
         kind = self.machine.file_system
