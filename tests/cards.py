@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from edgespec.backends.torch import backend as backend_module
+from edgespec.backends.torch import experts as experts_module
 from edgespec.backends.torch import loading as loading_module
 from hf_models import torch
 from torch.overrides import TorchFunctionMode
@@ -112,7 +113,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Any:
             monkeypatch.setattr(torch.cuda, name, value)
         return mode
 
-    for module in (backend_module, loading_module):
+    for module in (backend_module, experts_module, loading_module):
         monkeypatch.setattr(module, "needs_pinning", lambda device: False)
     monkeypatch.setattr(backend_module, "CudaCopies", backend_module.HostCopies)
     with mode:

@@ -135,7 +135,7 @@ def test_an_operation_that_is_not_reported_fails_the_pass(layer, on_device, expe
 
 @pytest.mark.parametrize("uploads", [0, 1, 4, 20])
 def test_an_expert_that_is_not_there_completely_is_missing(uploads, on_device, expected, monkeypatch):
-    backend, real, left = on_device("mixtral"), pools.upload, uploads
+    backend, real, left = on_device("mixtral"), pools.DevicePools.upload, uploads
 
     def upload(*given: Any) -> None:
         nonlocal left
@@ -145,7 +145,7 @@ def test_an_expert_that_is_not_there_completely_is_missing(uploads, on_device, e
         real(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pools, "upload", upload)
+        patch.setattr(pools.DevicePools, "upload", upload)
         with pytest.raises(KeyboardInterrupt):
             logits_of(backend)
     for session in [*backend.sessions]:
@@ -194,7 +194,7 @@ def test_experts_stay_in_memory_where_a_device_cannot_have_them(on_device, expec
 def test_tensors_get_back_what_they_had(on_device):
     backend = on_device("gpt-oss")
     places = backend.mixture.memory._devices.places
-    tensors = [GgmlTensor.from_address(address) for place in places.values() for address in place.tensors]
+    tensors = [GgmlTensor.from_address(address) for place in places.values() for address in place.weights]
     assert len(tensors) == LAYERS * 6
     before = backend.mixture.memory._devices._before
     moved = [bytes(tensor) for tensor in tensors]

@@ -14,11 +14,14 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'edgespec[torch]'")
 
+from cards import GIB
+from cards import cards as cards
 from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch import experts as experts_module
 from edgespec.backends.torch.backend import load
 from edgespec.backends.torch.experts import ExpertFolder, Slots, by_slots, find_folder
 from edgespec.backends.torch.loading import WORKSPACE, Placement
+from edgespec.backends.torch.offload import HostCopies
 from hf_models import save, tiny_model, torch
 from same_bits import Pair, do_everything
 from test_torch import needs, needs_bitsandbytes
@@ -74,10 +77,13 @@ def _small(monkeypatch):
 
 @pytest.fixture
 def pooled(monkeypatch):
-    """Loads a folder with so many slots for a layer, or where layers are streamed, too (0); or with these pools."""
+    """Loads a folder with so many slots for a layer, or where layers are streamed, too (0); or with these pools.
+
+    With `card` the processor acts as a card that has so many.
+    """
     made = []
 
-    def get(folder, slots=0, given=(), **options):
+    def get(folder, slots=0, given=(), card=0, **options):
         plan_pools, calls = experts_module.plan_pools, []
 
         def choose_placement(sizes, *_):
@@ -89,12 +95,13 @@ def pooled(monkeypatch):
 
         def plan(found, *rest):
             pools = tuple(given) or experts.pools_of(found.layers, slots / found.layers[0].count)
-            return replace(plan_pools(found, *rest), pools=pools)
+            on_card = experts.pools_of(found.layers, card / found.layers[0].count) if card else ()
+            return replace(plan_pools(found, *rest), pools=pools, device_pools=on_card)
 
         with monkeypatch.context() as patch:
             patch.setattr(backend_module, "choose_placement", choose_placement)
             patch.setattr(backend_module, "plan_pools", plan)
-            made.append(load(str(folder), **OPTIONS | options))
+            made.append(load(str(folder), **OPTIONS | ({"copies": HostCopies} if card else {}) | options))
         assert made[-1].mixture
         assert made[-1].capabilities.streams == (not slots)
         return made[-1]
@@ -127,8 +134,49 @@ def test_to_the_bit(name, slots, tmp_path, pooled):
     pair.forward((0, list(range(33)), list(range(-1, 32))), (1, [7], [-1]))
     resident.close()
     wanted, hits, read = backend.mixture.memory.counted
-    assert bool(slots) <= hits < wanted
+    assert (slots > 1) <= hits < wanted
     assert read > 0
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("slots", [0, 1, 2.4, 4])
+@pytest.mark.parametrize("card", [1, 2.4, 4])
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "granite, stacked"])
+def test_a_card_has_pools_of_its_own(name, card, slots, tmp_path, pooled):
+    """What it lacks comes from memory, and from disk what is not there."""
+    family, changes = FOLDERS[name]
+    folder = make(tmp_path / "model", family, **changes)
+    resident, backend = load(str(folder), **OPTIONS), pooled(folder, slots, card=card)
+    resident.capabilities = replace(resident.capabilities, streams=backend.capabilities.streams)
+    pair, memory = Pair(resident, backend), backend.mixture.memory
+    do_everything(pair, 1)
+    for number in range(2):
+        pair.each(number, lambda session: session.commit([]))
+    pair.forward((0, list(range(33)), list(range(-1, 32))), (1, [7], [-1]))
+    if card == 4:
+        pair.each(1, lambda session: session.commit([]))
+        count, read = memory.wanted, memory.bytes_read
+        pair.forward((1, [1, 2], [-1, 0]))
+        assert (memory.wanted, memory.bytes_read) == (count, read)  # all experts are there, so none are counted
+    else:
+        assert 0 < memory.hits <= memory.wanted
+        assert (memory.hits == memory.wanted) == (slots == 4)
+    resident.close()
+
+
+def test_a_made_up_card_with_kernels_of_its_own(mixtral, pooled, cards):
+    """As of CUDA: experts are uploaded, and rows sorted by slots."""
+    mode = cards(GIB)
+    options = {"device": "cuda", "gpu_memory": None}
+    resident = load(str(mixtral), **OPTIONS | options)
+    backend = pooled(mixtral, 1.5, card=2, copies=None, **options)
+    mode.moves.clear()
+    do_everything(Pair(resident, backend), 1)
+    weights = backend.mixture.memory._devices.places[0].weights
+    assert {str(one.device) for one in weights} == {"cuda:0"}
+    assert ("cpu", "cuda:0") in mode.moves
+    assert 0 < backend.mixture.memory.hits < backend.mixture.memory.wanted
+    resident.close()
 
 
 @pytest.mark.parametrize("how", ["eager", "batched_mm"])
@@ -364,6 +412,29 @@ def test_memory_for_dense_weights_comes_first_and_pools_have_the_rest(mixtral):
         backend.close()
     with pytest.raises(NoRoom, match="give at least"):
         load(str(mixtral), **OPTIONS, memory=fixed - WORKSPACE)
+
+
+def test_a_cards_memory_and_this_machines_have_pools_each(mixtral):
+    layer, fixed = needs(mixtral, **OPTIONS)
+    found, whole = find_folder(mixtral, None), fixed + LAYERS * layer
+    of_experts = sum(found.sizes(LAYERS))
+    for missing, memory, there, here in (
+        (-1, 2 * of_experts, 0, 0),
+        (-1, of_experts - 1, 4, 3),  # experts cannot be put together
+        (of_experts // 2, of_experts, 2, 4),
+        (of_experts - layer, of_experts // 3, 0, 1),
+    ):
+        options = OPTIONS | {"copies": HostCopies, "memory": memory, "gpu_memory": whole - missing}
+        backend = load(str(mixtral), **options)
+        plan = backend.plan
+        assert bool(plan) == bool(here)
+        if plan:
+            assert experts.memory_of(found.layers, plan.pools) <= memory
+            assert experts.memory_of(found.layers, plan.device_pools) <= of_experts - missing
+            slots = sum(pool.slots for pool in plan.device_pools) // LAYERS, plan.slots_of_experts
+            assert slots == (there, here)
+            assert f"{there} of 4 experts of 7 layers on cpu, {here} of each layer in" in backend.notes[-1]
+        backend.close()
 
 
 def test_values_between_experts_are_in_the_plan(mixtral, monkeypatch):

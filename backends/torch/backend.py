@@ -75,7 +75,7 @@ from .loading import (
 )
 from .logits import KeptInputs, TorchLogits
 from .mtp_files import head_tensors
-from .offload import CopyEngine, CudaCopies, HostCopies, Streamer, needs_pinning
+from .offload import BUFFERS, CopyEngine, CudaCopies, HostCopies, Streamer, needs_pinning
 from .recurrent import (
     RecurrentOwner,
     StateCache,
@@ -277,7 +277,7 @@ class TorchBackend(Interruptible):
         if self.streamer is not None:
             self.streamer.close()
         if self.mixture:
-            self.mixture.memory.close()
+            self.mixture.close()
         self.model = self.streamer = self.cache = None
         self._free = []
         _on_cpu.discard(self)
@@ -415,7 +415,8 @@ def load_folder(
             check_folder_fits(folder, dtype, plan.memory)
             return load_model(folder, dtype)
 
-        chosen = plan.streams and not gpu and device.type == "cpu" and not options.own_layers  # which need whole layers
+        # Own layers need whole ones.
+        chosen = plan.streams and (gpu or device.type == "cpu") and not options.own_layers
         experts = find_folder(folder, dtype) if chosen else None
         model = load_model(folder, dtype, experts.loader(), experts.config) if experts else load_whole()
         if experts and not experts.take(model):
@@ -613,7 +614,9 @@ def assemble(
             width = choose_width(budget, most_width, cheap, lambda width: sum(sizes[i] for i in place(width).streamed))
         placement = place(width)
         if experts and host:
-            weights_plan = plan_pools(experts, model, host, here, fixed(width), sizes, placement)
+            placement = replace(placement, buffers=BUFFERS)  # pools have the room of further ones
+            where = name_of(device)
+            weights_plan = plan_pools(experts, model, where, host, here, fixed(width), sizes, placement)
         ends = list(accumulate(placement.counts))
         devices = [device, *(torch.device(one.name) for one in others)]
         every = zip(devices, map(range, [0, *ends], ends), strict=True)
@@ -631,7 +634,7 @@ def assemble(
         align(model)
         connect(decoder_layers(model), spans)
         if experts and weights_plan:
-            mixture = open_mixture(model, experts, weights_plan, about, progress)
+            mixture = open_mixture(model, experts, weights_plan, device, about, progress)
             notes.append(weights_plan.line())
         cache, probe = make_cache(model, device) if recurrent else (None, run_probe(model, device))
         if not recurrent and max(probe.calls.values(), default=0) > 1:  # `make_cache` makes several passes
@@ -642,7 +645,7 @@ def assemble(
         if streamer is not None:
             streamer.close()
         if mixture:
-            mixture.memory.close()
+            mixture.close()
         raise
     notes = [*notes, *no_further_positions(context_length, asked)]
     backend = TorchBackend(model, vocab, capabilities, windows, caches, spans, streamer, notes, cache)

@@ -1,12 +1,14 @@
 """A mixture of experts that is larger than memory: chosen experts are read into slots of a pool.
 
+Where a device has memory of its own, it has pools, too, and misses come from pinned memory (`tiered_memory.py`).
 `Slots` stand for the arrays [experts, …] of a module with a layer's experts. Experts keep their numbers there, so that
 transformers computes them in the same order as with all experts in memory, to the bit.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,18 +20,20 @@ import transformers
 from edgespec.errors import ModelError
 from edgespec.loop.engines import Progress
 from edgespec.models.safetensors_header import read_safetensors_header
-from edgespec.weights.expert_memory import ExpertMemory
-from edgespec.weights.experts import ExpertLayer, memory_of, pools_of, with_pools
-from edgespec.weights.plan import Extent, Layer, Plan, merge
+from edgespec.weights.expert_memory import ExpertMemory, own_memory
+from edgespec.weights.experts import ExpertLayer, Residents, memory_of, most_pools, pools_of, with_pools
+from edgespec.weights.plan import Extent, Layer, Plan, Pool, merge
+from edgespec.weights.tiered_memory import DevicePlace, TieredMemory
 
 from ..common.expert_files import Experts, Form, by_layer, find_experts
 from ..common.model_folder import experts_of, read_config, refused
-from .attention import ATTENTION
+from .attention import ATTENTION, finish
 from .disk import STAGING, TYPES
 from .loading import NF4, Host, Placement, decoder_layers, type_to_load
-from .offload import BUFFERS
+from .offload import BUFFERS, needs_pinning, pin_memory, unpin_memory
 
 MATRICES = {"gate_up_proj": ("gate_proj", "up_proj")}  # that an array holds; others hold one of their name
+MOST_GROUPS = 1023  # that CUDA multiplies in one call
 CODES = {dtype: code for code, dtype in TYPES.items()}
 
 
@@ -164,30 +168,44 @@ def _find(path: str, index: int, module: Any, stored: Mapping[str, Any]) -> Expe
 
 
 def plan_pools(
-    experts: ExpertFolder, model: Any, host: Host, here: int, fixed: int, sizes: Sequence[int], placement: Placement
+    experts: ExpertFolder,
+    model: Any,
+    device: str,
+    host: Host,
+    here: int,
+    fixed: int,
+    sizes: Sequence[int],
+    placement: Placement,
 ) -> Plan:
     """
     Args:
         experts: of the model.
         model: without experts.
+        device: its name.
         host: as for `choose_placement`; its `needed` counts the smallest pools.
         here: bytes of the device.
-        fixed: bytes of them for all but layers and pools.
+        fixed: bytes of them for all but layers; where the device has its own memory, it counts the smallest pools, too.
         sizes: bytes of layers without experts.
         placement: of these.
     """
     layers, streamed, most = experts.layers, placement.streamed, max(sizes)
-    staging = STAGING * most if placement.on_disk else 0
-    room = here - fixed - sum(sizes) + sum(sizes[i] for i in streamed) - (BUFFERS * most if streamed else 0)
-    left = room - host.needed - staging
+    moved, read = (sum(sizes[i] for i in some) for some in (streamed, placement.on_disk))
+    room = here - fixed - sum(sizes) + moved - (BUFFERS * most if streamed else 0)
+    left = host.memory - (moved - read) if host.apart else room
+    left -= host.needed + (STAGING * most if read else 0)
     weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     moving = tuple(Layer(i, (Extent(-1, 0, sizes[i]),)) for i in placement.on_disk)
     least = memory_of(layers, pools_of(layers, 0))
+    there = [replace(layer, on_device=True) for layer in layers]
     plan = Plan(
-        memory=here, needed=fixed + host.needed - least - weights + sum(sizes),
+        memory=host.memory, needed=fixed + host.needed - least - weights + sum(sizes),
         pinned=(Extent(-1, 0, weights - sum(layer.size for layer in moving)),), streamed=moving,
         cached=tuple(experts.extents), slots=min(STAGING, len(moving)), layers=len(sizes),
     )  # fmt: skip
+    if host.apart:
+        pools = most_pools(there, room + least) or pools_of(there, 0)
+        taken = (replace(pool, device=device, slots=min(pool.slots, MOST_GROUPS)) for pool in pools)
+        plan = replace(plan, device_pools=tuple(taken))
     return with_pools(plan, layers, left + least)
 
 
@@ -237,6 +255,26 @@ def by_slots(func: Callable[..., Any], x: Any, ends: Any, pool: Any, table: Any)
     return torch.empty_like(found).index_copy_(0, order, found)
 
 
+class CardPools:
+    """See `edgespec.weights.tiered_memory.Devices`."""
+
+    def __init__(self, experts: Sequence[Experts], pools: Sequence[Pool], device: Any) -> None:
+        self.places: dict[int, DevicePlace] = {}
+        for pool in pools:
+            first = experts[pool.layers[0]]
+            residents = Residents(len(pool.layers), first.layer.count, pool.slots)
+            weights = [torch.empty((pool.slots, *form.shape), dtype=form.dtype, device=device) for form in first.forms]
+            self.places |= {one: DevicePlace(residents, row, tuple(weights)) for row, one in enumerate(pool.layers)}
+
+    def upload(self, weight: Any, source: int, offset: int, size: int) -> None:
+        """What comes later waits for the copy: the numbers of a later layer's experts, too."""
+        here = torch.frombuffer((ctypes.c_char * size).from_address(source), dtype=torch.uint8)
+        weight.view(-1).view(torch.uint8)[offset : offset + size].copy_(here, non_blocking=True)
+
+    def close(self) -> None:
+        self.places = {}
+
+
 class Mixture:
     """
     Attributes:
@@ -244,7 +282,13 @@ class Mixture:
     """
 
     def __init__(
-        self, model: Any, folder: ExpertFolder, plan: Plan, about: dict[str, Any] | None, progress: Progress
+        self,
+        model: Any,
+        folder: ExpertFolder,
+        plan: Plan,
+        device: Any,
+        about: dict[str, Any] | None,
+        progress: Progress,
     ) -> None:
         """Let a model use experts in slots; those of layers whose experts all have room are read now.
 
@@ -252,6 +296,7 @@ class Mixture:
             model: without experts.
             folder: with them.
             plan: with their pools.
+            device: that computes.
             about: key of the remembered scores; None: they are not remembered.
             progress: of reading.
 
@@ -259,32 +304,47 @@ class Mixture:
             OSError: a file cannot be opened.
             ModelError: experts cannot be read.
         """
-        self._prompt = False
-        self.memory = ExpertMemory(folder.paths, folder.layers, plan.pools, about)
+        self._prompt, self._device, self._pinned = False, device, list[Any]()
+        given = folder.paths, folder.layers, plan.pools, about, self._reserve
+        on_card = CardPools(folder.experts, plan.device_pools, device) if plan.device_pools else None
+        self._on_card = on_card.places if on_card else {}
+        self._hooks: dict[int, Any] = {}
+        self.memory = TieredMemory(on_card, *given) if on_card else ExpertMemory(*given)
         try:
             self.memory.fill(progress)
             for number, one in enumerate(folder.experts):
                 self._place(_module(model, one), number, one)
         except BaseException:
-            self.memory.close()
+            self.close()
             raise
 
+    def _reserve(self, size: int) -> tuple[Any, int]:
+        memory, address = own_memory(size)
+        if needs_pinning(self._device) and pin_memory(host := torch.frombuffer(memory, dtype=torch.uint8)):
+            self._pinned.append(host)
+        return memory, address
+
     def _place(self, module: Any, number: int, one: Experts) -> None:
-        table, stay = torch.zeros(one.layer.count, dtype=torch.int64), self.memory.stays(number)
+        there = self._on_card.get(number)
+        table, stay = torch.zeros(one.layer.count, dtype=torch.int64, device=self._device), self.memory.stays(number)
         for i, form in enumerate(one.forms):
             slots, memory = self.memory.slots(number), self.memory.memory(number, i)[0]
             count = slots * form.size // form.dtype.itemsize
             pool = torch.frombuffer(memory, dtype=form.dtype, count=count).view(slots, *form.shape)
+            weight = Slots(there.weights[i] if there else pool, table)
             # No parameters: what moves and counts a model's weights leaves them alone.
-            vars(module)[form.name] = Slots(pool, table) if stay is None else pool[int(stay[0]) :][: len(stay)]
-        if stay is None:
-            module.register_forward_pre_hook(partial(self._bring, number, table))
+            vars(module)[form.name] = weight if there or stay is None else pool[int(stay[0]) :][: len(stay)]
+        if there or stay is None:
+            self._hooks[number] = module.register_forward_pre_hook(partial(self._bring, number, table))
 
     def _bring(self, number: int, table: Any, module: Any, args: Sequence[Any]) -> None:
         chosen = args[1].flatten(0, -2).cpu().numpy()
         slots = self.memory.choose(number, chosen, chosen if self._prompt else None)
         self.memory.wait(number)
         table.copy_(torch.from_numpy(slots))
+        there = self._on_card.get(number)
+        if there and len(there.weights[0]) >= there.residents.scores.size and (slots >= 0).all():
+            self._hooks[number].remove()  # they stay
 
     @contextmanager
     def reading(self, *, prompt: bool) -> Iterator[None]:
@@ -300,15 +360,22 @@ class Mixture:
         finally:
             self.memory.finish()
 
+    def close(self) -> None:
+        finish(self._device)  # it may copy from pools
+        self.memory.close()
+        for host in self._pinned:
+            unpin_memory(host)
+        self._pinned = []
+
 
 def open_mixture(
-    model: Any, folder: ExpertFolder, plan: Plan, about: dict[str, Any] | None, progress: Progress
+    model: Any, folder: ExpertFolder, plan: Plan, device: Any, about: dict[str, Any] | None, progress: Progress
 ) -> Mixture:
     """
     Raises:
         ModelError: experts cannot be read.
     """
     try:
-        return Mixture(model, folder, plan, about, progress)
+        return Mixture(model, folder, plan, device, about, progress)
     except OSError as error:
         raise ModelError(f"experts cannot be read: {error}") from error

@@ -7,15 +7,12 @@ wanted from the pools in this machine's memory, and uploaded from there: once it
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import ArrayLike
-
 from edgespec.weights.expert_memory import ExpertMemory
-from edgespec.weights.experts import ExpertLayer, Residents, SlotArray
+from edgespec.weights.experts import ExpertLayer, Residents
 from edgespec.weights.plan import Plan, Pool
+from edgespec.weights.tiered_memory import DevicePlace, TieredMemory
 
 from ..context import ContextSize, trial_context
 from ..ggml.files import find_device, ggml_base, loaded_tensors
@@ -27,23 +24,8 @@ WEIGHTS = 1  # GGML_BACKEND_BUFFER_USAGE_WEIGHTS
 Tensors = dict[str, tuple[int, int]]  # by name: its address, and its dimension that counts experts
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A layer's place in its pool on a device.
-
-    Attributes:
-        residents: of the pool.
-        row: of the layer in it.
-        tensors: addresses of the layer's, for each weight.
-    """
-
-    residents: Residents
-    row: int
-    tensors: tuple[int, ...]
-
-
 class DevicePools:
-    """Memory of devices in which tensors of experts lie until `close`."""
+    """See `edgespec.weights.tiered_memory.Devices`: memory of devices in which tensors of experts lie until `close`."""
 
     def __init__(self, layers: Sequence[ExpertLayer], pools: Iterable[Pool], tensors: Tensors) -> None:
         """Args:
@@ -54,7 +36,7 @@ class DevicePools:
         Raises:
             OSError: a device has no memory.
         """
-        self.places: dict[int, _Place] = {}
+        self.places: dict[int, DevicePlace] = {}
         self._buffers: list[int] = []
         self._before: list[tuple[int, bytes]] = []
         try:
@@ -62,7 +44,7 @@ class DevicePools:
                 residents = Residents(len(pool.layers), layers[pool.layers[0]].count, pool.slots)
                 for row, number in enumerate(pool.layers):
                     addresses = tuple(tensors[tensor.name][0] for tensor in layers[number].tensors)
-                    self.places[number] = _Place(residents, row, addresses)
+                    self.places[number] = DevicePlace(residents, row, addresses)
                 for i in range(len(layers[pool.layers[0]].tensors)):
                     self._move(pool, [tensors[layers[number].tensors[i].name] for number in pool.layers])
         except BaseException:
@@ -90,6 +72,9 @@ class DevicePools:
             tensor.buffer = tensor.data = None
             library.ggml_backend_tensor_alloc(buffer, address, library.ggml_backend_buffer_get_base(buffer))
 
+    def upload(self, weight: int, source: int, offset: int, size: int) -> None:
+        ggml_base().ggml_backend_tensor_set(weight, source, offset, size)
+
     def close(self) -> None:
         """Give the tensors back what they had; no context may use them any more."""
         for address, content in self._before:
@@ -97,85 +82,6 @@ class DevicePools:
         for buffer in self._buffers:
             ggml_base().ggml_backend_buffer_free(buffer)
         self._before, self._buffers, self.places = [], [], {}
-
-
-class TieredMemory(ExpertMemory):
-    """An `ExpertMemory` with pools on devices before its own, for some layers."""
-
-    def __init__(self, devices: DevicePools, *given: Any) -> None:
-        """
-        Args:
-            devices: closed with this memory.
-            given: as for `ExpertMemory`.
-        """
-        self._devices = devices
-        self._missing: tuple[int, list[tuple[int, int]]] = -1, []  # number of the layer; (expert, slot) to be uploaded
-        super().__init__(*given)
-        self.on_devices = devices.places.keys()
-        for number, known in enumerate(super().scores):
-            if place := devices.places.get(number):
-                place.residents.scores[place.row] = known
-
-    @property
-    def scores(self) -> list[list[float]]:
-        found = super().scores
-        for number, place in self._devices.places.items():
-            found[number] = place.residents.scores[place.row].tolist()
-        return found
-
-    def want(self, number: int, experts: Sequence[int], prompt: ArrayLike | None = None) -> SlotArray:
-        if (place := self._devices.places.get(number)) is None:
-            return super().want(number, experts, prompt)
-        residents, row = place.residents, place.row
-        missing = [expert for expert in experts if residents.slots_of(row)[expert] < 0]
-        if prompt is None:
-            residents.use(row, experts)
-            self.wanted += len(experts) - len(missing)
-            self.hits += len(experts) - len(missing)
-        else:
-            residents.use_in_turn(row, prompt)
-        if missing:  # a prompt counts once there
-            super().want(number, missing, None if prompt is None else [missing])
-            self._missing = number, residents.place(row, experts)
-        return residents.slots_of(row)
-
-    def expect(self, number: int, used: Sequence[int], experts: Sequence[int] | None = None) -> None:
-        if self._missing[0] == number - 1:
-            used = [expert for expert, _ in self._missing[1]]
-        if place := self._devices.places.get(number):
-            experts = np.flatnonzero(place.residents.slots_of(place.row) < 0).tolist()
-        super().expect(number, used, experts)
-
-    def wait(self, number: int, weights: Sequence[int] | None = None) -> None:
-        """As before; what a device lacks is uploaded, all weights together."""
-        if (place := self._devices.places.get(number)) is None:
-            super().wait(number, weights)
-            return
-        if self._missing[0] != number:
-            return
-        super().wait(number)
-        layer, here = self.layers[number], self._places[number]
-        slots = here.residents.slots_of(here.row)
-        for i, tensor in enumerate(place.tensors):
-            base, stride, size = self.base(number, i), layer.stride(i), layer.expert_size(i)
-            for expert, slot in self._missing[1]:
-                source = base + int(slots[expert]) * stride
-                upload(tensor, source, slot * size, size)
-        self._missing = -1, []
-
-    def _forget_missing(self) -> None:
-        number, missing = self._missing
-        for expert, _ in missing:
-            self._devices.places[number].residents.forget(self._devices.places[number].row, expert)
-        self._missing = -1, []
-
-    def finish(self) -> None:
-        self._forget_missing()
-        super().finish()
-
-    def close(self) -> None:
-        super().close()
-        self._devices.close()
 
 
 def place_experts(
@@ -229,10 +135,6 @@ def place_experts(
             memory.close()
         return None
     return memory
-
-
-def upload(tensor: int, source: int, offset: int, size: int) -> None:
-    ggml_base().ggml_backend_tensor_set(tensor, source, offset, size)
 
 
 def expert_tensors(operations: Iterable[int], layers: Iterable[ExpertLayer]) -> Tensors:
