@@ -36,6 +36,7 @@ from edgespec.loop import engines
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import Engine, LoadOptions
 from edgespec.loop.passes import prefill
+from edgespec.machine.memory import parse_size
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.models.registry import Defaults, Entry
 from edgespec.weights import experts
@@ -380,6 +381,21 @@ def test_auto_says_that_long_passes_use_a_gpu_on_which_no_layer_fits(smollm2_tin
     plan = engine_module.engine.plan(str(smollm2_tiny), LoadOptions(context_length=64, exact="wide"), few)
     assert (plan.notes, plan.ways[-1]["gpu_layers"]) == ([], 0)
     assert "device" not in plan.ways[-1]
+
+
+def test_no_row_class_is_looked_for_where_a_gpu_has_layers(smollm2_tiny: Path) -> None:
+    """It would be tried before a load that fills the memory, for nothing."""
+    path, card = str(smollm2_tiny), Gpu("GPU0", False, 1 << 40)
+    machine, found = this_machine(path, [card]), list[bool]()
+    for layers in (0, 2):
+        asked = LoadOptions(context_length=64, gpu_layers=layers, exact="wide", kv_type="f16", memory=1)
+        with pytest.raises(NoRoom) as error:
+            engine_module.engine.plan(path, asked, machine)
+        least = parse_size(str(error.value).partition("at least ")[2].partition(" (")[0])
+        plan = engine_module.engine.plan(path, replace(asked, memory=least + MIB), machine)
+        assert plan.weights
+        found.append(plan.fills_memory)
+    assert found == [True, False]
 
 
 def test_a_gpu_that_copies_weights_leaves_flash_attention_on(

@@ -199,7 +199,8 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
         notes += [f"no layer fits on {computing['device']}; long passes use it"] if helps else []
     bitwise = _is_bitwise(options, computing, borrowed)
     computing |= ALIKE if bitwise and can_be_alike(options.kv_type) else {}
-    classes = options.exact != "off" and (streams or (repack and bitwise))
+    here = "device" not in computing and not borrowed  # other devices have no row class: `by_cell`
+    classes = options.exact != "off" and here and (streams or (repack and bitwise))
     kv_type = kv_type_of_file(path, size) if classes else ""
     computing |= {"kv_type": kv_type} if kv_type else {}
     ways: tuple[Computing, ...] = (computing,)
