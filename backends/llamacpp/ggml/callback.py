@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...common.signals import Signals
-from .files import llama_cpp
+from .files import ggml_base, llama_cpp
+from .ggml_tensor import GgmlTensor, is_here, skip_rows
 
 
 class OperationCallback:
@@ -18,6 +19,7 @@ class OperationCallback:
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)
         self._told = called
         self._seen: list[int] | None = None
+        self._left_out: dict[int, int] = {}  # tensor of chosen experts -> its rows
         self.signals = Signals()
 
     def operations(self, context: Any, whole: bool = False) -> list[int]:
@@ -25,12 +27,13 @@ class OperationCallback:
         Args:
             context: llama.cpp's; its cache is cleared.
             whole: compute all operations, as a GPU needs: its operations come in separate graphs, one after the other.
-                False: stop in the first graph.
+                Experts in mapped files are left out, for they would be read. False: stop in the first graph.
 
         Returns:
             Addresses of all operations of a pass over one token.
         """
         self._seen = found = list[int]()
+        self._left_out = {}
         stop, token = llama_cpp.ggml_abort_callback(lambda data: True), (llama_cpp.llama_token * 1)(0)
         try:
             if not whole:
@@ -41,6 +44,8 @@ class OperationCallback:
             llama_cpp.llama_set_abort_callback(context, llama_cpp.ggml_abort_callback(), None)
             llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
             self._seen = None
+            for numbers, rows in self._left_out.items():  # llama.cpp may use the graph again
+                GgmlTensor.from_address(numbers).ne[1] = rows
         return found
 
     def _called(self, tensor: int, ask: bool, user_data: int) -> bool:
@@ -48,4 +53,11 @@ class OperationCallback:
             return self._told(tensor, ask)
         if ask:
             self._seen.append(tensor)
+            self._leave_out_experts(tensor)
         return False
+
+    def _leave_out_experts(self, tensor: int) -> None:
+        if ggml_base().ggml_op_desc(tensor) == b"MUL_MAT_ID" and is_here(tensor):
+            numbers = GgmlTensor.from_address(tensor).src[2]
+            self._left_out.setdefault(numbers, GgmlTensor.from_address(numbers).ne[1])
+            skip_rows(tensor, numbers, 0)

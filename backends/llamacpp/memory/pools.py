@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from edgespec.machine.memory import format_size
 from edgespec.weights.expert_memory import ExpertMemory
 from edgespec.weights.experts import ExpertLayer, Residents
 from edgespec.weights.plan import Plan, Pool
@@ -53,7 +54,7 @@ class DevicePools:
 
     def _move(self, pool: Pool, tensors: Sequence[tuple[int, int]]) -> None:
         """Have tensors of one kind lie in one array of slots, of which a computing device reads whole rows beyond."""
-        library, buffer, device = ggml_base(), 0, find_device(pool.device)
+        library, buffer = ggml_base(), 0
         for address, dimension in tensors:
             tensor = GgmlTensor.from_address(address)
             self._before.append((address, bytes(tensor)))
@@ -61,11 +62,7 @@ class DevicePools:
             for i in range(dimension + 1, len(tensor.ne)):
                 tensor.nb[i] = tensor.nb[i - 1] * tensor.ne[i - 1]
             if not buffer:
-                kind = library.ggml_backend_dev_buffer_type(device)
-                size = library.ggml_backend_buft_get_alloc_size(kind, address)
-                buffer = library.ggml_backend_buft_alloc_buffer(kind, size) or 0
-                if not buffer:
-                    raise OSError(f"{pool.device} has no {size} bytes for a pool")
+                buffer = new_buffer(pool.device, address)
                 self._buffers.append(buffer)
                 library.ggml_backend_buffer_set_usage(buffer, WEIGHTS)
                 library.ggml_backend_buffer_clear(buffer, 0)
@@ -82,6 +79,20 @@ class DevicePools:
         for buffer in self._buffers:
             ggml_base().ggml_backend_buffer_free(buffer)
         self._before, self._buffers, self.places = [], [], {}
+
+
+def new_buffer(device: str, tensor: int) -> int:
+    """Memory of a device for a tensor.
+
+    Raises:
+        OSError: it has no room.
+    """
+    library = ggml_base()
+    kind = library.ggml_backend_dev_buffer_type(find_device(device))
+    size = library.ggml_backend_buft_get_alloc_size(kind, tensor)
+    if not (buffer := library.ggml_backend_buft_alloc_buffer(kind, size)):
+        raise OSError(f"{device} has no room for a pool of {format_size(size, up=True)}")
+    return int(buffer)
 
 
 def place_experts(
