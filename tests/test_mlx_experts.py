@@ -365,6 +365,22 @@ def test_a_prompt_counts_and_what_was_used_is_remembered(mixtral, pooled, monkey
     assert first[2] == kept[0]
 
 
+def test_a_later_load_reads_no_experts(mixtral, pooled, monkeypatch, tmp_path):
+    """That a tree can be read is found with a few passes, once."""
+    monkeypatch.delenv("EDGESPEC_NO_MEMORY_OF_COSTS")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = []
+    for remember in (True, True, False):
+        backend = pooled(mixtral, 1.5, remember=remember)
+        session = backend.open()
+        found.append(
+            (backend.mixture.memory.bytes_read > 0, prefill(backend, session, [5, 6, 7], want_last=True)[0].row(2))
+        )
+        backend.close()
+    assert [read for read, _ in found] == [True, False, True]
+    assert np.array_equal(found[0][1], found[1][1])
+
+
 def test_experts_of_a_pass_are_counted(mixtral, pooled):
     made = time_pass(pooled(mixtral, 1.5), 4)
     assert 2 <= made.experts <= 4

@@ -31,7 +31,7 @@ from edgespec.loop.session_files import content_of, identity_of
 from edgespec.loop.shapes import ALWAYS, BatchInvariance, RowClass, also_wanted
 from edgespec.machine import memory as process
 from edgespec.machine.disk import Reading
-from edgespec.machine.measurements import identity
+from edgespec.machine.measurements import identity, recall, remember
 from edgespec.machine.memory import in_bytes
 from edgespec.machine.this_machine import Gpu
 from edgespec.models.heads import is_head
@@ -455,8 +455,14 @@ def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:
     kinds = make_prompt_cache(model) if recurrent else ()
     backend = MlxBackend(model, plan.vocab, capabilities, plan.lazy.windows, size.sessions, sweep, notes, kinds)
     backend.content = content_of(*content_files(path))
+    # Its passes read weights that are not in memory, so what was found is kept.
+    about = {"kind": "tree", "engine": backend.build, "target": identity(path)}
+    keeps = sweep is not None and plan.options.remember
     try:
-        _check_tree(backend, path, plan.lazy.config["model_type"])
+        if not (keeps and recall(about, bool)):
+            _check_tree(backend, path, plan.lazy.config["model_type"])
+            if keeps:
+                remember(about, True)
     except BaseException:
         backend.close()
         raise
