@@ -274,9 +274,9 @@ def with_fewer_tokens(source: Path, target: Path, count: int) -> None:
     gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, np.uint8))  # whose slices take longer to make
-        from gguf_writer import finish
+        from gguf_writer import Reader, finish
 
-    reader = gguf.GGUFReader(source)
+    reader = Reader(source)
     values = {name: field.contents() for name, field in reader.fields.items()}
     tokens = set(values["tokenizer.ggml.tokens"][:count])
     merges = [merge for merge in values["tokenizer.ggml.merges"] if merge.replace(" ", "") in tokens]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_files import VOCAB, byte_level_vocab
-from gguf_writer import add, begin, finish
+from gguf_writer import Reader, add, begin, finish
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
@@ -138,7 +138,7 @@ def copy(
         keys: other values, without the architecture's name, each with its type; None: the key is left out.
         tensor: returns other values of a tensor; None: it is left out.
     """
-    reader = gguf.GGUFReader(source)
+    reader = Reader(source)
     arch = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(path, arch)
     changed = {f"{arch}.{key}": value for key, value in keys.items()}

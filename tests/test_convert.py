@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import Run
 from gguf_files import VOCAB, gguf, write_gguf
-from gguf_writer import add, finish
+from gguf_writer import Reader, add, finish
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError, pip_install
 from edgespec.loading.by_name import load_backend
@@ -378,7 +378,7 @@ def refused(source: Path, out: Path, error: type[EdgespecError], words: str, **o
 
 def edited(source: Path, target: Path, changes: dict[str, Any], without: str = "", extra: str = "") -> Path:
     """A copy of a GGUF with other values in its header, one tensor less, or one more."""
-    reader = gguf.GGUFReader(source)
+    reader = Reader(source)
     writer = gguf.GGUFWriter(target, changes.get("general.architecture", "llama"))
     for key, value in reader.fields.items():
         if key.startswith("GGUF.") or key == "general.architecture":

@@ -26,7 +26,7 @@ from conftest import Run
 from edgespec.backends.llamacpp.tools import imatrix as imatrix_module
 from edgespec.backends.llamacpp.tools.quantise import read_imatrix
 from gguf_files import VOCAB, byte_level_vocab, small_llama
-from gguf_writer import add, finish
+from gguf_writer import Reader, add, finish
 from head_files import write_step35
 
 from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
@@ -50,12 +50,12 @@ def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tensor_bytes(path: Path) -> int:
     """As they lie in the file."""
-    reader = gguf.GGUFReader(path)
+    reader = Reader(path)
     return int(path.stat().st_size - reader.data_offset)
 
 
 def types(path: Path) -> dict[str, str]:
-    return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+    return {tensor.name: tensor.tensor_type.name for tensor in Reader(path).tensors}
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -135,7 +135,7 @@ def test_heads_are_found_by_their_new_numbers(tmp_path: Path, monkeypatch: pytes
 def test_dropped_layers_are_those_named(floats: Path, tmp_path: Path) -> None:
     quantise(floats, tmp_path / "a.gguf", Recipe(drop=(1,)))
     source, copy = (
-        {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors} for path in (floats, tmp_path / "a.gguf")
+        {tensor.name: tensor.data for tensor in Reader(path).tensors} for path in (floats, tmp_path / "a.gguf")
     )
     for new, old in ((0, 0), (1, 2), (2, 3)):
         name = "attn_q.weight"
@@ -156,7 +156,7 @@ def test_an_importance_matrix_makes_a_difference_and_can_be_kept(floats: Path, t
     for name, asked in (("plain", "none"), ("text", str(text)), ("matrix", str(matrix))):
         quantise(floats, tmp_path / f"{name}.gguf", Recipe("Q4_0", (("ffn_down", "q4_0"),), imatrix=asked))
     weights = [
-        next(t.data for t in gguf.GGUFReader(tmp_path / f"{name}.gguf").tensors if t.name == "blk.2.ffn_up.weight")
+        next(t.data for t in Reader(tmp_path / f"{name}.gguf").tensors if t.name == "blk.2.ffn_up.weight")
         for name in ("plain", "text", "matrix")
     ]
     assert not np.array_equal(weights[0], weights[1])
@@ -165,7 +165,7 @@ def test_an_importance_matrix_makes_a_difference_and_can_be_kept(floats: Path, t
 
 def test_the_matrix_is_the_mean_square_of_inputs(floats: Path, tmp_path: Path) -> None:
     """Of the first layer, whose input is the embedding's norm: computed again from the file alone."""
-    reader = {tensor.name: tensor for tensor in gguf.GGUFReader(floats).tensors}
+    reader = {tensor.name: tensor for tensor in Reader(floats).tensors}
     ids = np.arange(imatrix_module.TOKENS) % 256
     collector = imatrix_module.collect(str(floats), ids.tolist(), lambda line: None)
     rows = gguf.dequantize(reader["token_embd.weight"].data, reader["token_embd.weight"].tensor_type)[ids]
@@ -344,6 +344,7 @@ def test_a_disk_that_becomes_full_is_the_reason(floats: Path, tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.usefixtures("in_this_process")
 def test_no_room_and_no_matrix(floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)

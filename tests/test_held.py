@@ -1,5 +1,7 @@
 """Texts that are only prepared never stand in the way of those that somebody waits for."""
 
+from itertools import islice
+
 import pytest
 from test_pool import pooled, until
 from test_scheduler import PROMPTS, Reader, Recording, alone, backend, planners, run
@@ -162,7 +164,7 @@ def test_forks_count_once_when_their_source_moves_on(back):
     """Three texts begin with one prompt's 157 tokens; its own slot then gets another, or one that begins so again."""
     target = pooled(slots=4)
     scheduler = Scheduler(target, planners("none", 4), budget=4)
-    seeds = [seed for seed in range(20) if len(alone(4, 1.0, seed, 60)) == 60][:4]
+    seeds = [*islice((seed for seed in range(20) if len(alone(4, 1.0, seed, 60)) == 60), 4)]
     readers = [Reader(scheduler, 4, 1.0, seed, 12 if seed == seeds[0] else 60) for seed in seeds]
     while not readers[0].ended:
         scheduler.step()

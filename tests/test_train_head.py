@@ -26,6 +26,7 @@ from edgespec.backends.torch.eagle import load_head
 from folder_texts import states_of
 from gguf_files import VOCAB, small_llama
 from gguf_files import write_gguf as write_target
+from gguf_writer import Reader
 from hf_models import save, tiny_model
 from test_heads_llamacpp import read
 
@@ -273,12 +274,12 @@ def test_both_forms_hold_the_same_head(trained, tiny_gguf):
     assert sorted(path.name for path in trained.iterdir()) == [
         "answers.jsonl", "config.json", "eagle3-tiny.gguf", "model.safetensors", "training.json"
     ]  # fmt: skip
-    file = gguf.GGUFReader(trained / "eagle3-tiny.gguf")
+    file = Reader(trained / "eagle3-tiny.gguf")
     fields = {key: field.contents() for key, field in file.fields.items()}
     assert fields["general.architecture"] == "eagle3"
     assert fields["eagle3.target_layers"] == [2, 2, 1]
     assert fields["eagle3.target_hidden_size"] == 256
-    theirs = {key: field.contents() for key, field in gguf.GGUFReader(tiny_gguf).fields.items()}
+    theirs = {key: field.contents() for key, field in Reader(tiny_gguf).fields.items()}
     for key, value in theirs.items():
         assert not key.startswith("tokenizer.") or fields[key] == value, key
     tensors = {tensor.name: tensor for tensor in file.tensors}
