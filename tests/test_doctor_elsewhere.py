@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,12 +25,39 @@ from edgespec.weights.plan import two_digits
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+from edgespec.backends.llamacpp.memory import planning
+
 from edgespec.measure import predictor
 from edgespec.measure.predictor import Elsewhere, faster, predict
 from edgespec.measure.report import report
+from edgespec.models.shapes import file_of
 
 ENTRIES: list[dict[str, Any]] = yaml.safe_load(BUILT_IN.read_text())["machines"]
 NEEDED = {"memory_speed", "operations", "disk"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shapes_are_written_and_rehearsed_once() -> Iterator[None]:
+    """What llama.cpp's buffers take depends on a shape and on sizes, not on the machine."""
+    written, really = dict[str, str](), planning.rehearse
+    known = cache(lambda path, sizes, target: really(path, sizes, 1 << 60, target))
+
+    def rehearse(path: str, sizes: Sequence[Any], free: int, target: str = "") -> Any:
+        return known(path, tuple(sizes), target) if free > 1 << 30 else really(path, sizes, free, target)
+
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+
+        @contextmanager
+        def file(shape: Any) -> Iterator[str]:
+            key = json.dumps(shape)
+            if key not in written:
+                written[key] = stack.enter_context(file_of(shape))
+            yield written[key]
+
+        patch.setattr(predictor, "file_of", file)
+        patch.setattr(planning, "rehearse", rehearse)
+        patch.setattr(planning, "loaded_tensors", cache(planning.loaded_tensors))
+        yield
 
 
 @cache

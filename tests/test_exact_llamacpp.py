@@ -16,7 +16,7 @@ import mixture_files
 import window_files
 from alone import Generation
 from auto_planners import auto_planner
-from conftest import made_up, once, quantised
+from conftest import few, made_up, once, quantised
 from edgespec.backends.llamacpp import cells
 from edgespec.backends.llamacpp import session as session_of_llamacpp
 from edgespec.backends.llamacpp.engine import engine, load
@@ -157,10 +157,10 @@ PLANNERS = {
 
 
 # What kernels differ by: blocks of 256 or 32, repacked or not, floats. Of each one always runs.
-MORE_KINDS = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("Q4_0", "IQ4_XS", "BF16")]
+OFTEN = ("Q4_K_M", "Q4_1", "F16")
 
 
-@pytest.mark.parametrize("kind", ["Q4_K_M", "Q8_0", "Q4_1", "F16", "made up", *MORE_KINDS])
+@pytest.mark.parametrize("kind", few([*OFTEN, "Q8_0", "made up", "Q4_0", "IQ4_XS", "BF16"], *OFTEN))
 def test_texts_are_equal(weights, drafts, kind, whole_grid):
     """Every planner, each at one of the temperatures; with some weights at all of them, in one of both classes."""
     path, checked, names = weights(kind), set(), list(PLANNERS)

@@ -31,7 +31,7 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(scope="module", params=few(FAMILIES, "llama", "mistral, window", "mixtral", "gpt-oss", "gemma2"))
+@pytest.fixture(scope="module", params=few(FAMILIES, "llama", "mistral, window", "gpt-oss", "gemma2"))
 def pair(request, tmp_path_factory):
     """A folder and one of a damaged copy."""
     folder = tmp_path_factory.mktemp("pair")

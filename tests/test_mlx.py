@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
 
 import mlx.core as mx
+from conftest import few
 from edgespec.backends.mlx import backend as backend_module
 from edgespec.backends.mlx import loading as loading_module
 from edgespec.backends.mlx import memory as memory_module
@@ -56,7 +57,11 @@ def own_rows(folder, text):
     return [np.array(model(mx.array([[token]]), cache=cache)[0, 0].astype(mx.float32)) for token in text]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+# Each of these is one half of a variant that runs: mixtral of 4 bits, gemma2 in bfloat16.
+SELDOM = ("llama, 4 bits", "qwen2, float16")
+
+
+@pytest.mark.parametrize("name", few(VARIANTS, *VARIANTS.keys() - {*SELDOM}))
 def test_family(name, tmp_path, whole_grid):
     folder = write_model(tmp_path / "model", **VARIANTS[name])
     windows = "sliding_window" in (folder / "config.json").read_text()  # what else a cache does, it does for all alike

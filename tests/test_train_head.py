@@ -168,10 +168,10 @@ def trainer_of(school, path: Path, epochs: int, held: Any = None, rate: float = 
 
 def test_the_loss_falls_and_the_head_agrees_more_often(school, tmp_path):
     texts = school[3]  # a random model's answers to other prompts cannot be foreseen
-    trainer, losses = trainer_of(school, tmp_path / "checkpoint", 20, texts, 1e-2), list[float]()
+    trainer, losses = trainer_of(school, tmp_path / "checkpoint", 12, texts, 1e-2), list[float]()
     before = trainer.measure()
     after = trainer.run(lambda step, total, loss: losses.append(loss), lambda step, found: None)
-    assert len(losses) == trainer.total == 20 * 5
+    assert len(losses) == trainer.total == 12 * 5
     assert np.mean(losses[-10:]) < np.mean(losses[:10]) - 0.5
     assert min(after) > max(before) + 0.2
 
