@@ -17,7 +17,14 @@ KINDS = {  # architecture, experts used, width of an expert
 
 
 def write_mixture(
-    path: Path, kind: str, seed: int = 0, *, bits: int = 8, used: int | None = None, split: int = 0
+    path: Path,
+    kind: str,
+    seed: int = 0,
+    *,
+    bits: int = 8,
+    used: int | None = None,
+    split: int = 0,
+    scales: bool = False,
 ) -> Path:
     """A model that llama.cpp loads, with matrices of 8 or of 32 bits.
 
@@ -28,6 +35,7 @@ def write_mixture(
         bits: of the matrices: 8 or 32.
         used: number of experts that a row chooses; None: that of `kind`.
         split: tensors of a part; 0: one file.
+        scales: each expert has a factor, as Gemma 4's.
     """
     architecture, chosen, inner = KINDS[kind]
     rng = np.random.default_rng(seed)
@@ -73,6 +81,8 @@ def write_mixture(
         matrix(f"blk.{layer}.ffn_down_exps.weight", EXPERTS, WIDTH, inner)
         matrix(f"blk.{layer}.ffn_gate_exps.weight", EXPERTS, inner, WIDTH)
         matrix(f"blk.{layer}.ffn_up_exps.weight", EXPERTS, inner, WIDTH)
+        if scales:
+            floats(f"blk.{layer}.ffn_down_exps.scale", EXPERTS, around=1)
         if kind == "qwen3 moe":
             floats(f"blk.{layer}.attn_q_norm.weight", HEAD, around=1)
             floats(f"blk.{layer}.attn_k_norm.weight", HEAD, around=1)

@@ -22,7 +22,7 @@ from edgespec.backends.llamacpp.backend import LlamaBackend
 from edgespec.backends.llamacpp.ggml import callback
 from edgespec.backends.llamacpp.ggml.ggml_tensor import GgmlTensor, is_here
 from edgespec.backends.llamacpp.memory import mixture, planning, pools
-from mixture_files import EXPERTS, KINDS, LAYERS, mixtures
+from mixture_files import EXPERTS, KINDS, LAYERS, mixtures, write_mixture
 from test_mixture_llamacpp import logits_of
 
 from edgespec.errors import ModelError
@@ -208,6 +208,30 @@ def test_experts_stay_in_memory_where_a_device_cannot_have_them(on_device, expec
         [note] = [note for note in backend.notes if note.startswith(f"{NAME} gets no experts: ")]
         assert re.search(why, note)
         check(backend, right)
+
+
+def test_numbers_that_are_needed_later_stay_as_they_are(on_device, expected, mixtures, tmp_path):
+    """As for factors of experts."""
+    mixtures["scaled"] = write_mixture(tmp_path / "scaled.gguf", "qwen3 moe", scales=True)
+    try:
+        backend = on_device("scaled")
+        [note] = [note for note in backend.notes if note.startswith(f"{NAME} gets no experts: ")]
+        assert "needs the experts' numbers when they are gone" in note
+        check(backend, expected("scaled"))
+    finally:
+        del mixtures["scaled"]
+
+
+def test_another_devices_copy_of_the_numbers_is_known_by_its_name(on_device, monkeypatch):
+    """Which llama.cpp makes once they are rewritten."""
+    backend = on_device("gpt-oss")
+    addresses, real = backend._hooks.operations(backend.context, whole=True), mixture.operation_at
+    numbers = next(one for one in map(real, addresses) if one.op == mixture.PRODUCT).names[2]
+    later = mixture.Operation(b"later", b"GET_ROWS", (0, 0), (b"factors", b"CPU#" + numbers + b"#0"))
+    monkeypatch.setattr(mixture, "operation_at", lambda address: real(address) if address else later)
+    assert mixture.Mixture(backend.mixture.memory, 1).learn(addresses) == ""
+    why = mixture.Mixture(backend.mixture.memory, 1).learn([*addresses, 0])
+    assert why == "later needs the experts' numbers when they are gone"
 
 
 def test_tensors_get_back_what_they_had(on_device):

@@ -163,6 +163,7 @@ class Mixture:
         }
         self._layers = [Layer() for _ in numbers]
         chosen: dict[int, int] = {}
+        rewritten = set[bytes]()  # names of numbers on devices, of which llama.cpp makes copies later
         for before, operation in pairwise([operations[0], *operations]):
             at = USERS.get(operation.op)
             if at and operation.names[at.source] in places:
@@ -181,8 +182,11 @@ class Mixture:
                     if first or not there:
                         self._before.add(before.name)
                     chosen |= dict.fromkeys((operation.sources[2], root_of(operation.sources[2])), number)
+                    rewritten |= {operation.names[2]} if there else set()
                 self._layers[number].add(operation.sources[at.source], at.dimension, self.memory, number, weight)
-            elif chosen.keys() & {*operation.sources, *map(root_of, operation.sources)}:
+            elif chosen.keys() & {*operation.sources, *map(root_of, operation.sources)} or any(
+                name.count(b"#") == 2 and name.split(b"#")[1] in rewritten for name in operation.names
+            ):
                 return f"{operation.name.decode()} needs the experts' numbers when they are gone"
         for number, layer in enumerate(self.memory.layers):
             if len(self._layers[number].tensors) != len(layer.tensors):
