@@ -24,9 +24,8 @@ from edgespec.backends.llamacpp.memory.gpu import (
     RESERVE,
     Buffers,
     auto_layers,
-    check_spans,
     find_gpus,
-    wired,
+    shared_bytes,
 )
 
 from edgespec.errors import NoRoom, UsageError
@@ -41,7 +40,7 @@ from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.models.registry import Defaults, Entry
 from edgespec.weights import experts
 from edgespec.weights.experts import LEAST_ON_DEVICE
-from edgespec.weights.plan import MARGIN, SAFETY, Extent, Plan, Pool, Tensor, divide, layers_of_gpus, make_plan, spans
+from edgespec.weights.plan import MARGIN, SAFETY, Plan, Pool, Tensor, divide, layers_of_gpus, make_plan
 from edgespec.weights.ring import CANNOT_STREAM
 
 MIB = 1 << 20
@@ -65,11 +64,6 @@ def tensors(order: list[int] | None = None, output: bool = True) -> list[Tensor]
 def own(*rooms: int) -> list[Gpu]:
     """GPUs with so much memory for layers, and for a copy of another layer's weight."""
     return [Gpu(f"GPU{i}", False, int((room + COPY + RESERVE) / 0.95) + 100) for i, room in enumerate(rooms)]
-
-
-def gpu_spans(tensors: list[Tensor], layers: int) -> list[Extent]:
-    """What a Mac's GPU maps that has no other tensors than those of its layers."""
-    return spans(divide(tensors, layers + 1, (NO_LAYERS,))[1]) if layers else []
 
 
 def fits(kept: int) -> Plan | None:
@@ -124,8 +118,8 @@ def test_a_layer_is_not_divided_among_gpus() -> None:
     assert auto_layers(two, tensors(), NOTHING, 0, fits, platform="linux") == 5
 
 
-def plans(memory: int, order: list[int] | None = None) -> Any:
-    return lambda kept: make_plan(tensors(order), memory, 0, kept=kept)
+def plans(room: int, order: list[int] | None = None) -> Any:
+    return lambda kept: make_plan(tensors(order), room, 0, **memory.OWN)
 
 
 def test_a_mac_where_everything_fits() -> None:
@@ -152,22 +146,27 @@ def test_a_mac_whose_gpu_holds_less_than_the_memory() -> None:
 
 
 def test_a_mac_that_streams() -> None:
-    """The last layers, as far as that does not make more be read; no streamed layer is mapped by the GPU."""
-    shared = [Gpu("Metal", True, 20 * LAYER)]
-    room = 9 * LAYER
-    assert (
-        auto_layers(shared, tensors(), NOTHING, 0, plans(room), platform="linux") == 0
-    )  # there such a GPU is left alone
-    layers = auto_layers(shared, tensors(), NOTHING, 0, plans(room), platform="darwin")
-    assert 1 < layers <= 8
-    plan = plans(room)(layers - 1)
-    assert wired(plan, gpu_spans(tensors(), layers - 1)) == 0
-    assert plan.streamed_bytes <= plans(room)(0).streamed_bytes * (1 + 1 / 32)
-    few = [Gpu("Metal", True, 2 * LAYER)]
-    assert auto_layers(few, tensors(), NOTHING, 0, plans(room), platform="darwin") <= 3
-    assert (
-        auto_layers(shared, tensors(), NOTHING, 0, plans(LAYER), platform="darwin") == 0
-    )  # it does not run at all, which others say
+    """Streamed layers lie among the GPU's, in slots of its memory: as many layers as that holds, with the output."""
+    room, layers = 9 * LAYER, tensors()
+    plan = plans(room)(1)
+    assert 0 < plan.streamed[-1].index >= 8
+    whole = shared_bytes(layers, -1, plan)
+    assert whole == plan.pinned_bytes + plan.slots * plan.slot_bytes
+    assert shared_bytes(layers, 4, plan) == OUTPUT + 3 * LAYER + plan.slots * plan.slot_bytes - sum(
+        layer.size for layer in plan.streamed if layer.index >= 7
+    )
+
+    def chosen(limit: int, platform: str = "darwin", memory: int = room) -> int:
+        metal = [Gpu("Metal", True, limit)]
+        return auto_layers(metal, layers, NOTHING, 0, plans(memory), platform=platform)
+
+    assert chosen(whole) == 11
+    assert chosen(whole - 1) == 10
+    assert chosen(shared_bytes(layers, 4, plan)) == 4
+    assert chosen(LAYER) == 0
+    assert chosen(20 * LAYER, "linux") == 0  # there such a GPU is left alone
+    assert chosen(20 * LAYER, memory=LAYER // 2) == 0  # it does not run at all, which others say
+    assert gpu.kept_off(plan, 4, 10, platform="darwin") == ()
 
 
 def test_what_llama_cpp_gives_to_each_card() -> None:
@@ -177,28 +176,6 @@ def test_what_llama_cpp_gives_to_each_card() -> None:
     assert layers_of_gpus(gpus, 4, 10) == [(3, "CUDA0"), (0, "CUDA1")]
     assert layers_of_gpus(gpus, 0, 10) == []
     assert layers_of_gpus(gpus[2:], 4, 10) == [(3, "GPU2")]
-
-
-def test_layers_out_of_order() -> None:
-    """What the GPU maps, from its first weight to its last, must not hold what is streamed."""
-    order = [9, 0, 1, 2, 3, 4, 5, 6, 7, 8]
-    metal = [Gpu("Metal", True, 20 * LAYER)]
-    layers = auto_layers(metal, tensors(order), NOTHING, 0, plans(9 * LAYER, order), platform="darwin")
-    assert layers <= 2
-    plan = plans(9 * LAYER, order)(3)
-    assert wired(plan, gpu_spans(tensors(order), 3)) > 0
-    with pytest.raises(UsageError, match="with --gpu-layers 4 the GPU would map streamed layers") as caught:
-        check_spans(plan, tensors(order), 4)
-    assert "\n" not in str(caught.value)
-    check_spans(plans(9 * LAYER)(3), tensors(), 4)
-    check_spans(plan, tensors(order), 0)
-
-
-def test_the_output_may_lie_in_front() -> None:
-    """It is left to the processor, so it is not part of the span."""
-    (span,) = gpu_spans(tensors(), 2)
-    assert span.size == 2 * LAYER
-    assert gpu_spans(tensors(), 0) == []
 
 
 def test_experts_stay_here() -> None:
@@ -276,26 +253,6 @@ def test_pools_leave_room_for_libraries_whatever_the_memory() -> None:
     assert len(set(slots)) > 1
 
 
-def test_a_mac_keeps_the_experts_of_the_layers_on_its_gpu() -> None:
-    """Between the first and the last weight of a layer lie its experts, which the GPU maps, too."""
-    plan = make_plan(with_experts(), 6 * LAYER, 0, kept=2)
-    assert plan.streamed == ()
-    assert wired(plan, gpu_spans(with_experts(), 2)) == 0
-    check_spans(plan, with_experts(), 3)
-    with pytest.raises(UsageError, match="with --gpu-layers 4 the GPU would map streamed layers"):
-        check_spans(plan, with_experts(), 4)
-    metal = [Gpu("Metal", True, 20 * LAYER)]
-    few = auto_layers(
-        metal,
-        with_experts(),
-        NOTHING,
-        0,
-        lambda kept: make_plan(with_experts(), 6 * LAYER, 0, kept=kept),
-        platform="darwin",
-    )
-    assert few == 5  # four layers with their experts; the others take a quarter of a layer each
-
-
 def logits(backend: Any) -> np.ndarray:
     session = backend.open()
     prefill(backend, session, [5, 6, 7])
@@ -305,9 +262,6 @@ def logits(backend: Any) -> np.ndarray:
 
 def test_the_override_is_llamacpps(smollm2_tiny: Path) -> None:
     """llama.cpp takes the structure as it is made here."""
-    plan = plans(9 * LAYER)(2)
-    assert gpu.kept_off(plan, 3, 10, platform="linux") == gpu.kept_off(plan, 0, 10, platform="darwin") == ()
-    assert gpu.kept_off(plan, -1, 10, platform="darwin") == (NO_LAYERS,)
     assert gpu.overrides(NO_LAYERS) is gpu.overrides(NO_LAYERS)  # made once
     gpu.ggml()  # found by its name on this system
     options = {"tensor_buft_overrides": ctypes.addressof(gpu.overrides(NO_LAYERS)), "n_gpu_layers": 3}

@@ -5,15 +5,17 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
+import mapped_device
 from edgespec.backends.common import loader
 from edgespec.backends.llamacpp.backend import LlamaBackend
+from edgespec.backends.llamacpp.ggml.files import ggml_base
 from edgespec.backends.llamacpp.ggml.ggml_tensor import GgmlTensor
 from edgespec.backends.llamacpp.memory import own_memory
 from edgespec.backends.llamacpp.memory.own_memory import OwnMemory
@@ -41,6 +43,7 @@ from test_offload_llamacpp import (
 from edgespec.errors import ModelError
 from edgespec.machine.this_machine import this_machine
 from edgespec.weights import direct_io
+from edgespec.weights.direct_io import ALIGNED
 from edgespec.weights.plan import Extent, Layer, Plan, Tensor
 
 __all__ = [
@@ -88,7 +91,7 @@ def test_weights_lie_in_this_memory_and_slots(fresh: LlamaBackend, tiny_resident
     show = store.show
 
     def broken(slot: int, layer: Layer) -> None:
-        ctypes.memset(store._slot(slot), 0, layer.size)
+        ctypes.memset(store._slots + slot * store._slot_size, 0, layer.size)
         show(slot, layer)
 
     store.follow = Mock(wraps=store.follow)
@@ -126,9 +129,50 @@ def test_a_view_of_a_streamed_weight_looks_where_the_weight_is(tmp_path: Path) -
         OwnMemory([str(tmp_path / "model")], [tensor], plan, {"blk.3.a": [ctypes.addressof(weight)]})
     ) as store:
         store.show(0, layer)
-        assert weight.data == store._slot(0)
+        assert weight.data == store._slots
         store.follow(ctypes.addressof(view))
-        assert view.data == store._slot(0) + 64
+        assert view.data == store._slots + 64
         store.hide(0, layer)
         store.follow(ctypes.addressof(view))
         assert (weight.data, view.data) == (77, 77 + 64)
+
+
+def test_a_device_has_its_weights_and_all_slots(tmp_path: Path) -> None:
+    """In one buffer of whole pages; the processor's weights lie in front of it."""
+    (tmp_path / "model").write_bytes(bytes(range(256)) * 512)
+    kinds = [Tensor("blk.0.a", 0, 32, 64), Tensor("blk.1.a", 0, 96, 64), Tensor("blk.1.b", 0, 8192, 8192)]
+    made = {tensor.name: GgmlTensor(data=77, buffer=88) for tensor in kinds}
+    found = {name: [ctypes.addressof(tensor)] for name, tensor in made.items()}
+    layer = Layer(1, (Extent(0, 8192, 16384),))
+    plan = Plan(1 << 30, 0, (Extent(0, 0, 8192),), (layer,), (), 2, 2)
+    device = mapped_device.device()
+    with closing(OwnMemory([str(tmp_path / "model")], kinds, plan, found, {"blk.1.a", "blk.1.b"}, device[0])) as store:
+        store.preload((), lambda done, total: None)
+        here, there, moving = made.values()
+        assert (here.buffer, there.buffer, moving.buffer) == (88, store._buffer, store._buffer)
+        for tensor, start in ((here, 32), (there, 96)):
+            assert ctypes.string_at(tensor.data, 64) == bytes(range(start, start + 64))
+        base = ggml_base().ggml_backend_buffer_get_base(store._buffer)
+        assert base % ALIGNED == 0
+        assert here.data < base <= there.data < moving.data == store._slots
+        store.show(1, layer)
+        assert moving.data == store._slots + 8192
+        store.hide(1, layer)
+        assert moving.data > base  # never the mapped file
+        assert store.only_here == {1}
+    refuses = patch.object(ggml_base(), "ggml_backend_dev_buffer_from_host_ptr", lambda *given: None)
+    with refuses, pytest.raises(OSError, match="the GPU cannot have 0 MiB of memory"):
+        OwnMemory([str(tmp_path / "model")], kinds, plan, found, {"blk.1.a", "blk.1.b"}, device[0])
+
+
+def test_a_device_computes_no_layer_too_early(fresh: LlamaBackend, tiny_resident: LlamaBackend) -> None:
+    """Where it cannot wait, the pass fails; operations of another graph are reported, so that it can."""
+    hooks, expected = fresh._hooks, last_row(tiny_resident, [5])
+    hooks._own.only_here = {3}
+    hooks._last_operations = {b"none"}
+    with pytest.raises(ModelError, match="layer 3 would be computed before it is read: try again"):
+        last_row(fresh, [5])
+    np.testing.assert_array_equal(last_row(fresh, [5]), expected)
+    hooks._last_operations = {b"none"}
+    hooks._layer_of.clear()
+    np.testing.assert_array_equal(last_row(fresh, [5]), expected)

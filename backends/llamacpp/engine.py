@@ -18,7 +18,7 @@ from edgespec.loop.session_files import content_of
 from edgespec.loop.shapes import ALWAYS
 from edgespec.machine.disk import remove_name
 from edgespec.machine.this_machine import Gpu, this_machine
-from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, layers_of_gpus, layers_on_gpu
+from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, divide, layers_of_gpus, layers_on_gpu
 
 from ..common.loader import loader, no_further_positions
 from .backend import LlamaBackend
@@ -27,6 +27,7 @@ from .ggml.files import (
     LLAMA_MAX_SEQ,
     PROCESSOR_ONLY,
     engine_build,
+    find_device,
     llama_cpp,
     load_model,
     loaded_tensors,
@@ -41,7 +42,7 @@ from .heads import load_head
 from .lending.child_process import ChildBackend, load_in_child
 from .lending.rpc import lent_line, lent_options
 from .memory.attention import ALIKE, by_cell, can_be_alike, capture_cpu_backend, row_hook
-from .memory.gpu import find_gpus, kept_off, needs_skeleton, overrides
+from .memory.gpu import ANY, find_gpus, has_own_memory, kept_off, needs_skeleton, overrides
 from .memory.layer_hooks import LayerHooks
 from .memory.mixture import open_memory, open_mixture
 from .memory.own_memory import OwnMemory, find_weights
@@ -273,13 +274,14 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
         size = plan.size.of(model)
         params = size.params(model)
         if weights:
-            make = None
-            if plan.machine.platform == "darwin" and file == path:
-                tensors = loaded_tensors(path)
-                found = find_weights(path, model, size, params, tensors)
-                make = partial(OwnMemory, tensors=tensors, plan=weights, found=found)
+            make, names = None, list[bytes]()
+            if has_own_memory(weights, plan.gpu_layers, plan.machine.platform):
+                tensors, device = loaded_tensors(path), _shared_device(plan)
+                found, refused, names = find_weights(path, model, size, params, tensors, device)
+                there = {tensor.name for tensor in divide(tensors, plan.gpu_layers)[1]} - refused if device else set()
+                make = partial(OwnMemory, tensors=tensors, plan=weights, found=found, there=there, device=device)
             streamer, speed, store = start_streaming(file, weights, plan.machine, before, progress, make)
-            hooks = LayerHooks(streamer, store if isinstance(store, OwnMemory) else None)
+            hooks = LayerHooks(streamer, store if isinstance(store, OwnMemory) else None, names)
         elif watch:
             hooks = watch
         elif bitwise and has_experts(path):
@@ -366,6 +368,12 @@ def _placed(plan: LlamaPlan, layers: int) -> Placed:
     return Placed.on(shares, layers, len(plan.weights.streamed) if plan.weights else 0)
 
 
+def _shared_device(plan: LlamaPlan) -> int:
+    """A GPU that computes with weights in this program's memory; 0: there is none."""
+    own = has_own_memory(plan.weights, plan.gpu_layers, plan.machine.platform)
+    return (find_device(plan.machine.gpus[0].name) or 0) if own and plan.gpu_layers and not plan.borrowed else 0
+
+
 def _model_params(plan: LlamaPlan, way: Computing) -> dict[str, Any]:
     params: dict[str, Any] = {"n_gpu_layers": plan.gpu_layers, "use_extra_bufts": REPACKED.keys() <= way.keys()}
     if plan.options.own_head:
@@ -375,6 +383,9 @@ def _model_params(plan: LlamaPlan, way: Computing) -> dict[str, Any]:
     if plan.borrowed:
         return params | lent_options(plan.borrowed)
     params |= {} if "device" in way else PROCESSOR_ONLY
-    if patterns := str(way.get("kept_off", "")).encode().split():
+    patterns = str(way.get("kept_off", "")).encode().split()
+    if _shared_device(plan):
+        patterns = [ANY]
+    if patterns:
         params["tensor_buft_overrides"] = ctypes.addressof(overrides(*patterns))
     return params

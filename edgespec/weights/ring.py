@@ -152,6 +152,10 @@ class Streamer:
         with self._changed:
             self._free(self._pass * len(self._layers) + self._before(index) + 1)
 
+    def shows(self, index: int) -> bool:
+        """True if a layer of this pass lies in its slot, until the next layer is entered."""
+        return self._pass * len(self._layers) + self._before(index) in self._shown
+
     def slot(self, index: int) -> int:
         return (self._pass * len(self._layers) + self._before(index)) % len(self._occupant)
 

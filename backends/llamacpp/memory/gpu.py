@@ -3,8 +3,9 @@
 `gpu_layers` = n + 1 is the output and the last n layers; -1 is all layers, without the embedding.
 
 A GPU with its own memory gets as many layers as fit there with caches, buffers and the draft model. A Mac's GPU shares
-the memory of the plan, and keeps the file in it from the first to the last of its weights. Where that is less than the
-whole file, it gets layers only: other tensors lie far in front of them.
+the memory of the plan. It keeps the file in it from the first to the last of its weights. Where that is less than the
+whole file, it gets layers only: other tensors lie far in front of them. If layers are streamed, weights lie in
+`own_memory.py` instead.
 
 Of a mixture whose experts are read from disk it gets the other weights first, and pools of experts in the rest of its
 own memory (`pools.py`). On a Mac, such experts stay on the CPU, as with llama.cpp's --cpu-moe.
@@ -16,12 +17,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from edgespec.errors import NoRoom, UsageError
+from edgespec.errors import NoRoom
 from edgespec.machine.this_machine import Gpu
 from edgespec.weights.plan import (
     EXPERTS,
     SAFETY,
-    Extent,
     Plan,
     Tensor,
     count_layers,
@@ -33,7 +33,7 @@ from edgespec.weights.plan import (
 
 from ..ggml.files import GPU, SHARED, ggml, llama_cpp
 
-NO_LAYERS = rb"^(?!blk\.)"  # searched for in names: std::regex of C++, and re
+ANY, NO_LAYERS = rb".", rb"^(?!blk\.)"  # searched for in names: std::regex of C++, and re
 RESERVE = 512 << 20  # bytes of each GPU's memory for its libraries
 MORE = 1 / 32  # maximum relative increase of streamed bytes for more layers on the GPU
 
@@ -191,44 +191,29 @@ def _layers_on_mac(
     except NoRoom:
         return 0
     for kept in range(count if least else count - 1, 0, -1):
-        found = spans(divide(tensors, kept + 1, (NO_LAYERS,))[1])
-        left = room + buffers.compute - sum(span.size for span in found)
-        left -= buffers.caches_on_gpu(kept + 1) + buffers.compute_on_gpu(kept + 1)
-        if left < 0:
-            continue
         try:
             one = plan(kept)
         except NoRoom:
             continue
+        left = room + buffers.compute - shared_bytes(tensors, kept + 1, one)
+        left -= buffers.caches_on_gpu(kept + 1) + buffers.compute_on_gpu(kept + 1)
         streamed = one.streamed_bytes if one else 0
-        if not streamed and left < copied:  # nothing is copied while layers stream
+        if left < (0 if streamed else copied):  # nothing is copied while layers stream
             continue
-        if streamed <= (least.streamed_bytes if least else 0) * (1 + MORE) and not (one and wired(one, found)):
+        if streamed <= (least.streamed_bytes if least else 0) * (1 + MORE):
             return kept + 1
     return 0
 
 
-def wired(plan: Plan, mapped: Sequence[Extent]) -> int:
-    """Bytes in mapped ranges that do not stay in memory by the plan; the GPU would keep them there."""
-    moving = (extent for layer in plan.streamed for extent in layer.extents)
-    return sum(
-        max(0, min(extent.stop, span.stop) - max(extent.start, span.start))
-        for extent in (*plan.cached, *plan.looked_up, *moving)
-        for span in mapped
-        if extent.file == span.file
-    )
-
-
-def check_spans(plan: Plan, tensors: Sequence[Tensor], gpu_layers: int) -> None:
-    """
-    Raises:
-        UsageError: the GPU would keep streamed layers in a Mac's memory, for the file has them between its own.
-    """
-    if gpu_layers and wired(plan, spans(divide(tensors, gpu_layers, (NO_LAYERS,))[1])):
-        raise UsageError(
-            f"with --gpu-layers {gpu_layers} the GPU would map streamed layers, and keep them in memory, for layers do "
-            "not lie in order in this file; use --gpu-layers 0"
-        )
+def shared_bytes(tensors: Sequence[Tensor], gpu_layers: int, plan: Plan | None) -> int:
+    """Bytes of weights that a Mac's GPU keeps in memory: of its layers, and of slots; without a plan what it maps."""
+    count = count_layers(tensors)
+    there = divide(tensors, gpu_layers, kept_off(plan, gpu_layers, count, platform="darwin"))[1]
+    if plan is None:
+        return sum(span.size for span in spans(there))
+    first = count - layers_on_gpu(gpu_layers, count)
+    moving = sum(layer.size for layer in plan.streamed if layer.index >= first)
+    return sum(tensor.size for tensor in there) - moving + plan.slots * plan.slot_bytes
 
 
 class Override(ctypes.Structure):
@@ -269,9 +254,8 @@ def kept_off(
     """
     if gpu_layers == 0:
         return ()
-    part = plan is not None or layers_on_gpu(gpu_layers, count) < count
-    in_file = platform == "darwin" and not needs_skeleton(plan, gpu_layers, platform)
-    patterns = [NO_LAYERS] if part and in_file else []
+    part = plan is None and layers_on_gpu(gpu_layers, count) < count
+    patterns = [NO_LAYERS] if part and platform == "darwin" else []
     patterns += [EXPERTS.pattern.encode()] if no_experts or (plan and plan.pools) else []
     return tuple(patterns)
 
@@ -279,6 +263,11 @@ def kept_off(
 def needs_skeleton(plan: Plan | None, gpu_layers: int, platform: str) -> bool:
     """True if a GPU would map experts that are read as they are chosen: they lie between its own weights."""
     return platform == "darwin" and gpu_layers != 0 and plan is not None and bool(plan.pools)
+
+
+def has_own_memory(plan: Plan | None, gpu_layers: int, platform: str) -> bool:
+    """True if the model's weights lie in `OwnMemory`."""
+    return platform == "darwin" and plan is not None and not needs_skeleton(plan, gpu_layers, platform)
 
 
 @cache

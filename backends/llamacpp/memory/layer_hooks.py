@@ -1,5 +1,8 @@
 """Hooks of a pass, which wait until the weights of the next operation are in memory."""
 
+from collections.abc import Iterable
+
+from edgespec.errors import ModelError
 from edgespec.weights.ring import Streamer
 
 from ...common.interrupts import Stop
@@ -21,7 +24,12 @@ class LayerHooks:
         error: raised in the callback; `forward` raises it again, because C code cannot.
     """
 
-    def __init__(self, streamer: Streamer, own: OwnMemory | None = None) -> None:
+    def __init__(self, streamer: Streamer, own: OwnMemory | None = None, operations: Iterable[bytes] = ()) -> None:
+        """Args:
+        streamer: of the layers.
+        own: where the weights lie; None: in the mapped file.
+        operations: of a pass, in order, if they are known; without them the first pass finds the last ones.
+        """
         self.error: BaseException | None = None
         self._watched = OperationCallback(self._called)
         self.callback, self.signals = self._watched.callback, self._watched.signals
@@ -35,6 +43,11 @@ class LayerHooks:
         self._name_of = ggml_base().ggml_get_name
         self._last_operations: set[bytes] = set()
         self._learning, self._layer, self._name, self._reported = True, -1, b"", True
+        for name in operations:
+            if self._new_layer(self._find_layer(name)):
+                self._last_operations.add(self._name)
+                self._layer = self._find_layer(name)
+            self._name = name
 
     def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
         """Start a pass; arguments as for `Mixture.begin`.
@@ -78,20 +91,20 @@ class LayerHooks:
             chooser.finish()
 
     def _asked(self, name: bytes, tensor: int) -> bool:
-        layer = self._layer_of.get(name)
-        if layer is None:
-            digits = name.rpartition(b"-")[2]
-            layer = self._layer_of[name] = int(digits) if digits.isdigit() else -1
+        unknown = name not in self._layer_of
+        layer = self._find_layer(name)
         if layer < 0:
             layer = self._layer
         if layer == 0 < self._layer:
             self.finish()
             self._layer = -1
-        new = layer > self._layer and layer in self._streamed
+        new = self._new_layer(layer)
         if new:
             self._last_operations.add(self._name)
         if new and self._reported:
             self.streamer.enter(layer)
+        if new and self._own and layer in self._own.only_here and not (self._reported and self.streamer.shows(layer)):
+            raise ModelError(f"layer {layer} would be computed before it is read: try again, or with --gpu-layers 0")
         if not new or self._reported:
             self._layer = max(layer, self._layer)
         if self._own:
@@ -99,5 +112,16 @@ class LayerHooks:
         stop = self.mixture is not None and self.mixture.asked(name, tensor, self._reported)
         # In a graph unlike the first, a layer may begin without a report: report this operation, then enter the layer.
         self._reported = stop or self._learning or name in self._last_operations or self._layer < layer
+        # The processor may compute a layer of another graph too early, a device may not.
+        self._reported |= unknown and self._own is not None and bool(self._own.only_here)
         self._name = name
         return self._reported
+
+    def _find_layer(self, name: bytes) -> int:
+        if (layer := self._layer_of.get(name)) is None:
+            digits = name.rpartition(b"-")[2]
+            layer = self._layer_of[name] = int(digits) if digits.isdigit() else -1
+        return layer
+
+    def _new_layer(self, layer: int) -> bool:
+        return layer > self._layer and layer in self._streamed

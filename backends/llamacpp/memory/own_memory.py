@@ -7,8 +7,9 @@ device cannot read the mapped file.
 """
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from edgespec.errors import ModelError
@@ -21,14 +22,17 @@ from edgespec.weights.preload import warm
 
 from ..context import ContextSize, trial_context
 from ..ggml.callback import OperationCallback
-from ..ggml.files import ggml_base
+from ..ggml.files import ggml_base, llama_cpp
 from ..ggml.ggml_tensor import GgmlTensor, is_known, source_addresses
 
 WEIGHTS = 1  # GGML_BACKEND_BUFFER_USAGE_WEIGHTS
+NONE = 0  # GGML_OP_NONE: nothing is computed
 Found = Mapping[str, Sequence[int]]  # addresses of a model's tensors by name
 
 
-def find_weights(path: str, model: Any, size: ContextSize, params: Any, tensors: Iterable[Tensor]) -> Found:
+def find_weights(
+    path: str, model: Any, size: ContextSize, params: Any, tensors: Iterable[Tensor], device: int = 0
+) -> tuple[Found, set[str], list[bytes]]:
     """Find a model's weights in a graph of it, which is not computed.
 
     Args:
@@ -36,24 +40,40 @@ def find_weights(path: str, model: Any, size: ContextSize, params: Any, tensors:
         model: all of whose weights the processor has.
         size, params: of its context.
         tensors: to look for.
+        device: that shall compute with some of them; 0: none.
+
+    Returns:
+        Their addresses, names of those with which the device cannot compute, and names of all operations.
 
     Raises:
         ModelError: this build of llama.cpp is not known.
     """
-    watch, found = OperationCallback(lambda tensor, ask: False), dict[str, list[int]]()
-    names = {tensor.name.encode() for tensor in tensors}
-    trial = type(params).from_buffer_copy(params)
-    trial.cb_eval, trial.offload_kqv = watch.callback, False  # so that there is one graph, the processor's
-    with trial_context(path, model, size, trial) as context:
-        operations = watch.operations(context)
-        if not operations or not is_known(operations[0]):
-            raise ModelError(f"{path}: cannot be streamed: this build of llama.cpp has another layout of tensors")
-        for address in dict.fromkeys(one for operation in operations for one in source_addresses(operation)):
-            tensor = GgmlTensor.from_address(address)
-            root = tensor.view_src or address
-            if (name := GgmlTensor.from_address(root).name) in names:
-                found.setdefault(name.decode(), []).append(root)
-    return {name: list(dict.fromkeys(addresses)) for name, addresses in found.items()}
+    names, found, refused = {tensor.name.encode() for tensor in tensors}, dict[str, list[int]](), set[str]()
+    strange, operations = list[int](), list[bytes]()
+
+    def see(operation: int, ask: bool) -> bool:
+        if not is_known(operation):
+            strange.append(operation)
+        elif ask:
+            for address in source_addresses(operation):
+                root = GgmlTensor.from_address(address).view_src or address
+                if (name := GgmlTensor.from_address(root).name) not in names:
+                    continue
+                if root not in (known := found.setdefault(name.decode(), [])):
+                    known.append(root)
+                if device and not ggml_base().ggml_backend_dev_supports_op(device, operation):
+                    refused.add(name.decode())
+            operations.append(GgmlTensor.from_address(operation).name)
+            GgmlTensor.from_address(operation).op = NONE
+        return False
+
+    watch, trial, token = OperationCallback(see), type(params).from_buffer_copy(params), (llama_cpp.llama_token * 1)(0)
+    trial.cb_eval, trial.offload_kqv = watch.callback, False
+    with trial_context(path, model, size, trial) as context, watch.signals.held():
+        llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(token, 1))
+    if strange:
+        raise ModelError(f"{path}: cannot be streamed: this build of llama.cpp has another layout of tensors")
+    return found, refused, operations
 
 
 class OwnMemory:
@@ -87,82 +107,86 @@ class OwnMemory:
             self.plan = replace(plan, streamed=tuple(map(self._files.widened, plan.streamed)))
             tensors = sorted((one for one in tensors if one.name in found), key=lambda one: (one.file, one.start))
             kept = [tensor for tensor in tensors if any(_holds(extent, tensor) for extent in plan.pinned)]
-            self._pinned, size = dict[Extent, int](), 0
-            for on_device in (False, True):
-                first = size  # of the device's part
-                some = tuple(_extent(tensor) for tensor in kept if (tensor.name in there) == on_device)
-                places, size = _places(self._files.widened(Layer(0, some)), size)
-                self._pinned |= places
-            self._inside = {layer.index: _places(layer, 0) for layer in self.plan.streamed}
-            self._slot_size, slots = max((end for _, end in self._inside.values()), default=0), size
-            size += self._slot_size * plan.slots
+            groups = [[one for one in kept if (one.name in there) == on_device] for on_device in (False, True)]
+            pinned = [self._files.widened(Layer(0, tuple(map(_extent, some)))).extents for some in groups]
+            first, slots = _size(pinned[0]), _size(pinned[0]) + _size(pinned[1])
+            self._inside = {layer.index: _places(layer.extents, 0) for layer in self.plan.streamed}
+            self._slot_size = max((_size(layer.extents) for layer in self.plan.streamed), default=0)
+            size = slots + self._slot_size * plan.slots
             self._memory, address = own_memory(size)
-            self._slots, self._pinned = address + slots, {one: address + at for one, at in self._pinned.items()}
+            self._pinned = [_places(pinned[0], address), _places(pinned[1], address + first)]
+            self._slots, shift = address + slots, 0  # from here to the device's addresses
             if device:
-                largest = max((tensor.size for tensor in tensors), default=0)
-                library = ggml_base()
-                self._buffer = library.ggml_backend_dev_buffer_from_host_ptr(
-                    device, address + first, size - first, largest
+                largest, library = max((tensor.size for tensor in tensors), default=0), ggml_base()
+                self._buffer = (
+                    library.ggml_backend_dev_buffer_from_host_ptr(device, address + first, size - first, largest) or 0
                 )
                 if not self._buffer:
                     raise OSError(f"the GPU cannot have {format_size(size - first)} of memory")
                 library.ggml_backend_buffer_set_usage(self._buffer, WEIGHTS)
+                shift = library.ggml_backend_buffer_get_base(self._buffer) - address - first
         except BaseException:
             self.close()
             raise
-        self._moving = dict[int, list[tuple[GgmlTensor, int, int]]]()  # by layer: place in the slot, and mapped address
+        # By layer its tensors, each with its address in slot 0, and that where it is not in a slot.
+        self._moving = dict[int, list[tuple[GgmlTensor, int, int]]]()
         self._roots = dict[int, GgmlTensor]()
         self.only_here = set[int]()
-        self._bind(kept, tensors, found, there)
 
-    def _bind(self, kept: Sequence[Tensor], tensors: Sequence[Tensor], found: Found, there: Collection[str]) -> None:
-        for tensor in kept:
-            for one in map(GgmlTensor.from_address, found[tensor.name]):
-                one.data = _address(self._pinned, tensor)
+        def moved(tensor: Tensor, place: int) -> Iterator[tuple[GgmlTensor, int, int]]:
+            for address in found[tensor.name]:
+                self._roots[address] = one = GgmlTensor.from_address(address)
                 if tensor.name in there:
-                    one.buffer = self._buffer
+                    one.buffer, one.data = self._buffer, place + shift
+                yield one, place + shift * (tensor.name in there), one.data or 0
+
+        for tensor in kept:
+            place = _address(self._pinned[tensor.name in there], tensor)
+            for one, address, _ in moved(tensor, place or 0):
+                one.data = address
         for layer in self.plan.streamed:
-            places = self._inside[layer.index][0]
-            own = self._moving[layer.index] = []
-            for tensor in tensors:
-                if (place := _address(places, tensor)) is None or layer_of(tensor) != layer.index:
-                    continue
-                for address in found[tensor.name]:
-                    self._roots[address] = one = GgmlTensor.from_address(address)
-                    if tensor.name in there:
-                        one.buffer, one.data = self._buffer, self._slots + place
-                        self.only_here.add(layer.index)
-                    own.append((one, place, one.data or 0))
+            own = list[tuple[GgmlTensor, int, int]]()
+            for tensor in (one for one in tensors if layer_of(one) == layer.index):
+                if (inside := _address(self._inside[layer.index], tensor)) is not None:
+                    own += moved(tensor, self._slots + inside)
+                    self.only_here |= {layer.index} if tensor.name in there else set()
+            self._moving[layer.index] = own
 
     def check(self) -> None:
         self._files.check()
 
     def preload(self, extents: Sequence[Extent], progress: Progress) -> None:
         """Read pinned weights; what the graph has not stays in the mapped file."""
-        places = sorted((extent.file, extent.start, address) for extent, address in self._pinned.items())
+        before, total = 0, sum(extent.size for places in self._pinned for extent in places)
+        for places in self._pinned:
+            starts = sorted((extent.file, extent.start, address) for extent, address in places.items())
 
-        def read(piece: Extent) -> None:
-            _, start, address = places[bisect_right(places, (piece.file, piece.start, 1 << 64)) - 1]
-            self._files.read(piece.file, address + piece.start - start, piece.start, piece.stop)
+            def read(piece: Extent, starts: list[tuple[int, int, int]] = starts) -> None:
+                _, start, address = starts[bisect_right(starts, (piece.file, piece.start, 1 << 64)) - 1]
+                self._files.read(piece.file, address + piece.start - start, piece.start, piece.stop)
 
-        warm(list(self._pinned), read, progress)
-        self.note = f"{format_size(sum(extent.size for extent in self._pinned))} in memory of their own"
+            def tell(done: int, _: int, before: int = before) -> None:
+                progress(before + done, total)
+
+            warm(list(places), read, tell)
+            before += sum(extent.size for extent in places)
+        self.note = f"{format_size(total)} in memory of their own"
 
     def drop(self, extents: Sequence[Extent]) -> None: ...
 
     def look_up(self, extents: Sequence[Extent]) -> None: ...
 
     def read(self, slot: int, layer: Layer, extent: Extent, start: int, stop: int) -> None:
-        place = self._slot(slot) + self._inside[layer.index][0][extent] - extent.start
+        place = self._slots + slot * self._slot_size + self._inside[layer.index][extent] - extent.start
         self._files.read(extent.file, place + start, start, stop)
 
     def show(self, slot: int, layer: Layer) -> None:
-        for tensor, place, _ in self._moving[layer.index]:
-            tensor.data = self._slot(slot) + place
+        for tensor, address, _ in self._moving[layer.index]:
+            tensor.data = address + slot * self._slot_size
 
     def hide(self, slot: int, layer: Layer) -> None:
-        for tensor, _, mapped in self._moving[layer.index]:
-            tensor.data = mapped
+        for tensor, _, outside in self._moving[layer.index]:
+            tensor.data = outside
 
     def follow(self, address: int) -> None:
         """Have a view of a streamed tensor, which is the next operation, look where the tensor is now."""
@@ -176,9 +200,6 @@ class OwnMemory:
         self._files.close()
         self._buffer, self._memory = 0, None
 
-    def _slot(self, slot: int) -> int:
-        return self._slots + slot * self._slot_size
-
 
 def _extent(tensor: Tensor) -> Extent:
     return Extent(tensor.file, tensor.start, tensor.start + tensor.size)
@@ -188,13 +209,14 @@ def _holds(extent: Extent, tensor: Tensor) -> bool:
     return extent.file == tensor.file and extent.start <= tensor.start <= tensor.start + tensor.size <= extent.stop
 
 
-def _places(layer: Layer, first: int) -> tuple[dict[Extent, int], int]:
-    """Offsets of extents of whole pages one after the other, the first at `first`; and their end."""
-    found = dict[Extent, int]()
-    for extent in layer.extents:
-        found[extent] = first
-        first += -(-extent.size // ALIGNED) * ALIGNED
-    return found, first
+def _places(extents: Iterable[Extent], first: int) -> dict[Extent, int]:
+    """Places of extents of whole pages one after the other, the first at `first`."""
+    sizes = [_size([extent]) for extent in extents]
+    return dict(zip(extents, accumulate(sizes, initial=first), strict=False))
+
+
+def _size(extents: Iterable[Extent]) -> int:
+    return sum(-(-extent.size // ALIGNED) * ALIGNED for extent in extents)
 
 
 def _address(places: Mapping[Extent, int], tensor: Tensor) -> int | None:

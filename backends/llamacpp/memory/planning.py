@@ -47,7 +47,6 @@ from edgespec.weights.plan import (
     layers_of_gpus,
     layers_on_gpu,
     make_plan,
-    spans,
 )
 from edgespec.weights.ring import CANNOT_STREAM, Store, Streamer, can_stream, measure_disk, open_store
 
@@ -64,7 +63,7 @@ from ..ggml.files import (
 from ..ggml.skeleton import skeleton_tensors
 from ..head_files import find_head, starts_from
 from ..lending.rpc import choose_lent, memory_of_lenders
-from .gpu import Buffers, auto_layers, check_spans, experts_too_large, kept_off, largest_copy, room_on
+from .gpu import Buffers, auto_layers, experts_too_large, kept_off, largest_copy, room_on, shared_bytes
 from .own_memory import OwnMemory
 
 MIN_NODES = 512  # prompt tokens per pass, if all weights are in memory; llama.cpp's default for n_ubatch
@@ -215,7 +214,8 @@ class MemoryPlanner:
             best = None
             for streams in () if self.options.resident else (True, False)[: 1 + bool(kept)]:
                 needed = self.needs([size], kept + 1 if kept else 0, streams)[0] + drafts
-                best = make_plan(self.tensors, self.room, needed, kept=max(kept, self.head_layers))
+                own = OWN if self.machine.platform == "darwin" else {}
+                best = make_plan(self.tensors, self.room, needed, kept=self.head_layers, **own)
                 if best and best.streamed:
                     break
             return best
@@ -253,19 +253,13 @@ class MemoryPlanner:
         room, drafts = room_on(self.gpus, buffers), self._drafts(size)
         return largest_copy(self.tensors, True) <= room - (drafts if drafts <= room // 2 else 0)
 
-    def _sizes_on_gpu(
-        self, sizes: Sequence[ContextSize], gpu_layers: int, experts_here: bool, drafts: int, tensors: Sequence[Tensor]
-    ) -> int:
+    def _sizes_on_gpu(self, sizes: Sequence[ContextSize], gpu_layers: int, weights: int, drafts: int) -> int:
         """
         Returns:
             How many of these ascending sizes have buffers for which GPUs have room; at least 1.
         """
         if not gpu_layers or self.borrowed or not self.gpus:
             return len(sizes)
-        patterns = kept_off(None, gpu_layers, count_layers(tensors), experts_here, platform=self.machine.platform)
-        _, there = divide(tensors, gpu_layers, patterns)
-        mapped = self.machine.platform == "darwin"
-        weights = sum(one.size for one in (spans(there) if mapped else there))
         buffers = self._rehearse(self.path, sizes)
         rooms = [room_on(self.gpus, one) - one.caches_on_gpu(gpu_layers) for one in buffers]
         return max(1, sum(weights <= room - (drafts if drafts <= room // 2 else 0) for room in rooms))
@@ -312,7 +306,7 @@ class MemoryPlanner:
         # The GPU gets the last layers and the output; a Mac's GPU keeps them in the planned memory.
         on_gpu = layers_on_gpu(gpu_layers, count)
         shares = self.machine.platform == "darwin" and not lent
-        gpu: dict[str, Any] = {"kept": max(on_gpu if shares else 0, self.head_layers - (0 if shares else on_gpu))}
+        gpu: dict[str, Any] = {"kept": max(0, self.head_layers - (0 if shares else on_gpu))}
         gpu |= {"on_device": 0 if shares else on_gpu}
         # A Mac's GPU would map experts between its weights, so a skeleton has these in another order.
         hollow = shares and gpu_layers != 0 and bool(layers)
@@ -339,12 +333,19 @@ class MemoryPlanner:
                     break
             return plans
 
+        weights = 0
+        if shares and gpu_layers:
+            with suppress(NoRoom):
+                weights = shared_bytes(tensors, gpu_layers, planned(sizes[:1])[0])
+        else:
+            patterns = kept_off(None, gpu_layers, count, experts_here, platform=self.machine.platform)
+            weights = sum(one.size for one in divide(tensors, gpu_layers, patterns)[1])
         # Where nothing is read, no larger chunk than asked for gains anything; contexts of six sizes take seconds.
         asked = [one for one in sizes if one.chunk <= size.chunk]
-        asked = asked[: self._sizes_on_gpu(asked, gpu_layers, experts_here, drafts, tensors)][-1:]
+        asked = asked[: self._sizes_on_gpu(asked, gpu_layers, weights, drafts)][-1:]
         with suppress(UsageError):
             sizes = asked if asked and planned(asked) == [None] else sizes
-        sizes = sizes[: self._sizes_on_gpu(sizes, gpu_layers, experts_here, drafts, tensors)]
+        sizes = sizes[: self._sizes_on_gpu(sizes, gpu_layers, weights, drafts)]
         try:
             plans = planned(sizes)
         except NoRoom:
@@ -365,8 +366,6 @@ class MemoryPlanner:
         if plan.streamed and not can_stream(self.machine):
             return paging
         plan = replace(plan, draft_bytes=drafts, used=used)
-        if shares and not hollow:
-            check_spans(plan, self.tensors, gpu_layers)
         kind = self.machine.file_system
         if kind in NETWORK_FILE_SYSTEMS:
             notes.append(
