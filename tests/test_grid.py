@@ -20,6 +20,7 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from edgespec.backends.llamacpp.engine import engine
 from edgespec.backends.llamacpp.memory import planning
+from edgespec.backends.llamacpp.memory.gpu import shared_bytes
 from mapped_device import compute
 
 from edgespec.errors import NoRoom
@@ -27,7 +28,7 @@ from edgespec.loop.engines import LoadOptions
 from edgespec.machine.this_machine import Machine
 from edgespec.models.registry import BUILT_IN, read_models
 from edgespec.models.shapes import file_of
-from edgespec.weights.plan import SAFETY, Plan, Tensor, count_layers, divide, layers_on_gpu, spans
+from edgespec.weights.plan import SAFETY, Plan, Tensor, count_layers, divide, layers_on_gpu
 
 TOKENIZER = 30 << 20  # bytes
 KNOWN = {entry.name: entry for entry in read_models(BUILT_IN)}
@@ -116,12 +117,7 @@ def check(found: Any, path: str, machine: Machine) -> None:
     if machine.platform != "darwin":
         assert sum(tensor.size for tensor in there) + kept <= sum(gpu.free for gpu in machine.gpus)
         return
-    mapped = spans(there)
-    assert sum(span.size for span in mapped) + kept <= machine.gpus[0].free
-    moving = [extent for layer in weights.streamed for extent in layer.extents] if weights else []
-    for extent in [*moving, *(weights.cached if weights else ()), *(weights.looked_up if weights else ())]:
-        for span in mapped:
-            assert extent.file != span.file or extent.stop <= span.start or extent.start >= span.stop
+    assert shared_bytes(planning.loaded_tensors(path), found.gpu_layers, weights) + kept <= machine.gpus[0].free
 
 
 def kept_off(found: Any) -> tuple[bytes, ...]:
@@ -160,7 +156,9 @@ def test_weights_caches_and_passes_fit_on_their_side(
         elif planning.can_stream(machine):
             tensors = planning.loaded_tensors(path) if shared else here
             assert needed + sum(tensor.size for tensor in tensors) <= machine.free
-        weights_there = sum(one.size for one in (spans(there) if shared else there))
+        weights_there = sum(tensor.size for tensor in there)
+        if shared:
+            weights_there = shared_bytes(planning.loaded_tensors(path), found.gpu_layers, weights)
         assert weights_there + caches + on_gpu <= sum(gpu.free for gpu in machine.gpus)
     # Where experts come from the disk, which those of the largest mixture do nearly everywhere, no GPU computes.
     assert planned >= (10 if whole_grid else 1) or name == "gpt-oss-120b"
@@ -177,7 +175,7 @@ def test_a_mac_uses_its_gpu(name: str, machine: str, least: int, path_of: Callab
     path = path_of(shape_of(name))
     found = engine.plan(path, LoadOptions(exact="off"), MACHINES[machine])
     count = count_layers(planning.loaded_tensors(path))
-    assert least <= layers_on_gpu(found.gpu_layers, count) < count
+    assert least <= layers_on_gpu(found.gpu_layers, count) <= count
 
 
 @pytest.mark.parametrize(

@@ -274,14 +274,16 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
         size = plan.size.of(model)
         params = size.params(model)
         if weights:
-            make, names = None, list[bytes]()
+            make, graph = None, None
             if has_own_memory(weights, plan.gpu_layers, plan.machine.platform):
                 tensors, device = loaded_tensors(path), _shared_device(plan)
-                found, refused, names = find_weights(path, model, size, params, tensors, device)
-                there = {tensor.name for tensor in divide(tensors, plan.gpu_layers)[1]} - refused if device else set()
-                make = partial(OwnMemory, tensors=tensors, plan=weights, found=found, there=there, device=device)
+                graph = find_weights(path, model, size, params, tensors, device)
+                there = (
+                    {tensor.name for tensor in divide(tensors, plan.gpu_layers)[1]} - graph.refused if device else set()
+                )
+                make = partial(OwnMemory, tensors=tensors, plan=weights, found=graph.found, there=there, device=device)
             streamer, speed, store = start_streaming(file, weights, plan.machine, before, progress, make)
-            hooks = LayerHooks(streamer, store if isinstance(store, OwnMemory) else None, names)
+            hooks = LayerHooks(streamer, store if isinstance(store, OwnMemory) else None, graph)
         elif watch:
             hooks = watch
         elif bitwise and has_experts(path):

@@ -1,7 +1,5 @@
 """Hooks of a pass, which wait until the weights of the next operation are in memory."""
 
-from collections.abc import Iterable
-
 from edgespec.errors import ModelError
 from edgespec.weights.ring import Streamer
 
@@ -9,7 +7,7 @@ from ...common.interrupts import Stop
 from ..ggml.callback import OperationCallback
 from ..ggml.files import ggml_base
 from .mixture import Mixture
-from .own_memory import OwnMemory
+from .own_memory import Graph, OwnMemory
 from .skip_padding import SkipPadding
 
 
@@ -24,11 +22,11 @@ class LayerHooks:
         error: raised in the callback; `forward` raises it again, because C code cannot.
     """
 
-    def __init__(self, streamer: Streamer, own: OwnMemory | None = None, operations: Iterable[bytes] = ()) -> None:
+    def __init__(self, streamer: Streamer, own: OwnMemory | None = None, graph: Graph | None = None) -> None:
         """Args:
         streamer: of the layers.
         own: where the weights lie; None: in the mapped file.
-        operations: of a pass, in order, if they are known; without them the first pass finds the last ones.
+        graph: of `own`.
         """
         self.error: BaseException | None = None
         self._watched = OperationCallback(self._called)
@@ -43,11 +41,10 @@ class LayerHooks:
         self._name_of = ggml_base().ggml_get_name
         self._last_operations: set[bytes] = set()
         self._learning, self._layer, self._name, self._reported = True, -1, b"", True
-        for name in operations:
-            if self._new_layer(self._find_layer(name)):
-                self._last_operations.add(self._name)
-                self._layer = self._find_layer(name)
-            self._name = name
+        self._unfinished = False  # operations that use the layer's weights, and may not be computed yet
+        self._known = set(graph.operations) if graph else set[bytes]()
+        if graph:
+            self._last_operations.update(*(graph.gates.get(layer, ()) for layer in self._streamed))
 
     def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
         """Start a pass; arguments as for `Mixture.begin`.
@@ -60,7 +57,7 @@ class LayerHooks:
             chooser.begin(prompt=prompt, rows=rows, padding=padding)
         self.error = None
         self._learning = bool(self._streamed) and not self._last_operations
-        self._layer, self._name, self._reported = -1, b"", True
+        self._layer, self._name, self._reported, self._unfinished = -1, b"", True, False
 
     @property
     def wait_seconds(self) -> float:
@@ -91,37 +88,35 @@ class LayerHooks:
             chooser.finish()
 
     def _asked(self, name: bytes, tensor: int) -> bool:
-        unknown = name not in self._layer_of
-        layer = self._find_layer(name)
-        if layer < 0:
-            layer = self._layer
-        if layer == 0 < self._layer:
+        self._unfinished &= not self._reported
+        used = self._own.layer_used(tensor) if self._own else self._find_layer(name)
+        layer = self._layer if used < 0 else used
+        if layer <= min(self._streamed, default=0) < self._layer if self._own else layer == 0 < self._layer:
             self.finish()
-            self._layer = -1
-        new = self._new_layer(layer)
-        if new:
-            self._last_operations.add(self._name)
-        if new and self._reported:
-            self.streamer.enter(layer)
-        if new and self._own and layer in self._own.only_here and not (self._reported and self.streamer.shows(layer)):
-            raise ModelError(f"layer {layer} would be computed before it is read: try again, or with --gpu-layers 0")
-        if not new or self._reported:
-            self._layer = max(layer, self._layer)
+            self._layer, self._unfinished = -1, False
+        new, ready = layer > self._layer and layer in self._streamed, self._reported
         if self._own:
-            self._own.follow(tensor)
+            ready = not self._unfinished
+            self._unfinished |= used >= 0
+        elif new:
+            self._last_operations.add(self._name)
+        if new and ready:
+            self.streamer.enter(layer)
+        if self._own and used in self._own.only_here and not self.streamer.shows(used):
+            raise ModelError(f"layer {used} would be computed before it is read: try again, or with --gpu-layers 0")
+        if not new or ready:
+            self._layer = max(layer, self._layer)
         stop = self.mixture is not None and self.mixture.asked(name, tensor, self._reported)
         # In a graph unlike the first, a layer may begin without a report: report this operation, then enter the layer.
         self._reported = stop or self._learning or name in self._last_operations or self._layer < layer
         # The processor may compute a layer of another graph too early, a device may not.
-        self._reported |= unknown and self._own is not None and bool(self._own.only_here)
+        self._reported |= self._own is not None and bool(self._own.only_here) and name not in self._known
         self._name = name
         return self._reported
 
     def _find_layer(self, name: bytes) -> int:
+        """By the name of an operation."""
         if (layer := self._layer_of.get(name)) is None:
             digits = name.rpartition(b"-")[2]
             layer = self._layer_of[name] = int(digits) if digits.isdigit() else -1
         return layer
-
-    def _new_layer(self, layer: int) -> bool:
-        return layer > self._layer and layer in self._streamed

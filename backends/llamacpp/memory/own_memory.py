@@ -8,7 +8,7 @@ device cannot read the mapped file.
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -27,12 +27,28 @@ from ..ggml.ggml_tensor import GgmlTensor, is_known, source_addresses
 
 WEIGHTS = 1  # GGML_BACKEND_BUFFER_USAGE_WEIGHTS
 NONE = 0  # GGML_OP_NONE: nothing is computed
-Found = Mapping[str, Sequence[int]]  # addresses of a model's tensors by name
+
+
+@dataclass(slots=True)
+class Graph:
+    """What a graph shows of a model's weights.
+
+    Attributes:
+        found: addresses of tensors by name.
+        refused: names of those with which the device cannot compute.
+        operations: addresses by name.
+        gates: by layer, names of the operations from which its own begin.
+    """
+
+    found: dict[str, list[int]] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+    operations: dict[bytes, int] = field(default_factory=dict)
+    gates: dict[int, set[bytes]] = field(default_factory=dict)
 
 
 def find_weights(
     path: str, model: Any, size: ContextSize, params: Any, tensors: Iterable[Tensor], device: int = 0
-) -> tuple[Found, set[str], list[bytes]]:
+) -> Graph:
     """Find a model's weights in a graph of it, which is not computed.
 
     Args:
@@ -42,28 +58,26 @@ def find_weights(
         tensors: to look for.
         device: that shall compute with some of them; 0: none.
 
-    Returns:
-        Their addresses, names of those with which the device cannot compute, and names of all operations.
-
     Raises:
         ModelError: this build of llama.cpp is not known.
     """
-    names, found, refused = {tensor.name.encode() for tensor in tensors}, dict[str, list[int]](), set[str]()
-    strange, operations = list[int](), list[bytes]()
+    layers, graph, strange = {tensor.name.encode(): layer_of(tensor) for tensor in tensors}, Graph(), list[int]()
 
     def see(operation: int, ask: bool) -> bool:
         if not is_known(operation):
             strange.append(operation)
         elif ask:
-            for address in source_addresses(operation):
-                root = GgmlTensor.from_address(address).view_src or address
-                if (name := GgmlTensor.from_address(root).name) not in names:
+            for source in source_addresses(operation):
+                root = GgmlTensor.from_address(source).view_src or source
+                if (layer := layers.get(name := GgmlTensor.from_address(root).name)) is None:
                     continue
-                if root not in (known := found.setdefault(name.decode(), [])):
+                if root not in (known := graph.found.setdefault(name.decode(), [])):
                     known.append(root)
                 if device and not ggml_base().ggml_backend_dev_supports_op(device, operation):
-                    refused.add(name.decode())
-            operations.append(GgmlTensor.from_address(operation).name)
+                    graph.refused.add(name.decode())
+                if layer not in graph.gates:
+                    graph.gates[layer] = set(_gates(operation, layer, graph, layers))
+            graph.operations[GgmlTensor.from_address(operation).name] = operation
             GgmlTensor.from_address(operation).op = NONE
         return False
 
@@ -73,7 +87,20 @@ def find_weights(
         llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(token, 1))
     if strange:
         raise ModelError(f"{path}: cannot be streamed: this build of llama.cpp has another layout of tensors")
-    return found, refused, operations
+    return graph
+
+
+def _gates(operation: int, layer: int, graph: Graph, weights: Collection[bytes]) -> Iterator[bytes]:
+    """Names of the operations of other layers on which a layer's first operation depends."""
+    for source in source_addresses(operation):
+        name = GgmlTensor.from_address(source).name
+        if b"#" in name:  # a copy on another device
+            name = name.split(b"#")[1]
+            source = graph.operations.get(name, source)
+        if name.endswith(b"-%d" % layer):
+            yield from _gates(source, layer, graph, weights)
+        elif name not in weights:
+            yield name
 
 
 class OwnMemory:
@@ -87,7 +114,7 @@ class OwnMemory:
     note = ""
 
     def __init__(
-        self, paths: Sequence[str], tensors: Sequence[Tensor], plan: Plan, found: Found,
+        self, paths: Sequence[str], tensors: Sequence[Tensor], plan: Plan, found: Mapping[str, Sequence[int]],
         there: Collection[str] = (), device: int = 0,
     ) -> None:  # fmt: skip
         """
@@ -95,7 +122,7 @@ class OwnMemory:
             paths: files of the model.
             tensors: of the model.
             plan: in which parts of layers end where tensors end.
-            found: as from `find_weights`; no context uses them yet.
+            found: of a `Graph`; no context uses them yet.
             there: names of the weights that the device computes with.
             device: that shares this memory; 0: none.
 
@@ -130,12 +157,12 @@ class OwnMemory:
             raise
         # By layer its tensors, each with its address in slot 0, and that where it is not in a slot.
         self._moving = dict[int, list[tuple[GgmlTensor, int, int]]]()
-        self._roots = dict[int, GgmlTensor]()
+        self._layer_of = dict[int, int]()  # by address, also of views
         self.only_here = set[int]()
 
         def moved(tensor: Tensor, place: int) -> Iterator[tuple[GgmlTensor, int, int]]:
             for address in found[tensor.name]:
-                self._roots[address] = one = GgmlTensor.from_address(address)
+                one = GgmlTensor.from_address(address)
                 if tensor.name in there:
                     one.buffer, one.data = self._buffer, place + shift
                 yield one, place + shift * (tensor.name in there), one.data or 0
@@ -149,6 +176,7 @@ class OwnMemory:
             for tensor in (one for one in tensors if layer_of(one) == layer.index):
                 if (inside := _address(self._inside[layer.index], tensor)) is not None:
                     own += moved(tensor, self._slots + inside)
+                    self._layer_of |= dict.fromkeys(found[tensor.name], layer.index)
                     self.only_here |= {layer.index} if tensor.name in there else set()
             self._moving[layer.index] = own
 
@@ -188,11 +216,22 @@ class OwnMemory:
         for tensor, _, outside in self._moving[layer.index]:
             tensor.data = outside
 
-    def follow(self, address: int) -> None:
-        """Have a view of a streamed tensor, which is the next operation, look where the tensor is now."""
-        view = GgmlTensor.from_address(address)
-        if root := self._roots.get(view.view_src or 0):
-            view.data = (root.data or 0) + view.view_offs
+    def layer_used(self, address: int) -> int:
+        """
+        Args:
+            address: of the next operation. If it is a view of a streamed tensor, it gets the tensor's address.
+
+        Returns:
+            The streamed layer whose weights it uses; -1: none.
+        """
+        operation = GgmlTensor.from_address(address)
+        root = operation.view_src or 0
+        if (layer := self._layer_of.get(root, -1)) >= 0:
+            operation.data = (GgmlTensor.from_address(root).data or 0) + operation.view_offs
+            self._layer_of[address] = layer
+            return layer
+        self._layer_of.pop(address, None)  # of another graph
+        return max((self._layer_of.get(source, -1) for source in source_addresses(address)), default=-1)
 
     def close(self) -> None:
         if self._buffer:
