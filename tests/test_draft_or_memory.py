@@ -125,19 +125,21 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
         predicted: speeds with the draft and without it; None: unknown.
         tried: the same, if passes are timed.
         busy: other programs compute.
+        untimed: so that row classes have no times.
     """
     monkeypatch.delenv(remembered.OFF, raising=False)
     monkeypatch.setattr(remembered, "folder", lambda: tmp_path / "measured")
 
     def started(
         machine: Machine, predicted: tuple[float, float] | None, tried: tuple[float, float] = (0.0, 0.0), *,
-        busy: bool = False, leave_out: bool = True, remember: bool = True,
+        busy: bool = False, leave_out: bool = True, remember: bool = True, untimed: bool = False,
     ) -> tuple[list[Loaded], Learn]:  # fmt: skip
         close_all(machine.models)  # of the run before
         monkeypatch.setattr(draft_or_memory, "plan_pair", machine.plan)
         monkeypatch.setattr(draft_or_memory, "load_pair", machine.load)
         monkeypatch.setattr(draft_or_memory, "machine_is_busy", lambda: busy)
-        monkeypatch.setattr(draft_or_memory, "find", lambda *args, **options: groups(0.1, 0.3) if predicted else [])
+        classes = groups(0.0, 0.0) if untimed else groups(0.1, 0.3) if predicted else []
+        monkeypatch.setattr(draft_or_memory, "find", lambda *args, **options: classes)
         monkeypatch.setattr(draft_or_memory, "predict", lambda *args: Speeds(*(predicted or ())))
         monkeypatch.setattr(draft_or_memory, "measure_disk", lambda files, plan: 1e9)
         monkeypatch.setattr(draft_or_memory, "timed", lambda backends, agreement: tried[len(backends) == 1])
@@ -247,6 +249,18 @@ def test_a_mixtures_draft_that_would_lose_is_not_loaded(
     assert machine.loads == loads
     said = "".join(backends[0].notes)
     assert ("it takes the memory of 1.40 GB of experts, of which passes would read: about 1." in said) == (not loads[0])
+
+
+def test_where_no_layer_is_timed_the_disk_decides_of_a_mixture(start: Start, tmp_path: Path) -> None:
+    """As while other programs compute: a draft that cost nothing would still lose."""
+    machine = Machine(tmp_path, 0.0, 0.0)
+    machine.weights = {True: mixture(0.125), False: mixture(0.5)}
+    found = predict(machine.weights[True], machine.weights[False], GB // 2, [], GB)
+    assert found.drafted < found.plain == pytest.approx(1 / (11.2 * 0.04 * 2 / 16), rel=0.01)
+    for predicted, loads in (((1.0, 3.0), False), ((3.0, 1.0), True)):
+        backends, _ = start(machine, predicted, untimed=True)
+        assert machine.loads[-1] == loads
+        assert ("would read: at most 1.0 tokens/s with it" in "".join(backends[0].notes)) == (not loads)
 
 
 def test_a_draft_that_is_not_used_is_left_out_of_the_next_run(start: Start, tmp_path: Path) -> None:

@@ -44,10 +44,15 @@ Learn = Callable[[AutoState], None]
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Tokens per second with the draft and without it; 0: not known."""
+    """Tokens per second with the draft and without it; 0: not known.
+
+    Attributes:
+        timed: False: nothing is known but what the disk allows.
+    """
 
     drafted: float = 0.0
     plain: float = 0.0
+    timed: bool = True
 
     @property
     def are_known(self) -> bool:
@@ -104,13 +109,16 @@ class Ways:
         if known.are_known or (plan.weights.cached and not (plan.weights.pools and plan.weights.used)):
             return known  # how many experts a pass reads is not known
         found = find(name, plan.build, plan.ways[-1], path, remember=remember, say=say)
-        if not any(tried.seconds for tried in found):
+        timed = any(tried.seconds for tried in found)
+        if not timed and (known.drafted or known.plain or not plan.weights.pools):
             return known
         agreement = _agreement(path, draft) if remember else AGREEMENT
         draft_size = sum(file.stat().st_size for file in weight_files(draft))
         disk = disk or measure_disk(list(map(str, weight_files(path))), plan.weights)
         speeds = predict(plan.weights, self.target.plan.weights, draft_size, found, disk, agreement)
-        return Speeds(known.drafted or speeds.drafted, known.plain or speeds.plain)
+        if not timed and speeds.drafted > speeds.plain:
+            return known
+        return Speeds(known.drafted or speeds.drafted, known.plain or speeds.plain, timed)
 
 
 def ways_of(pair: PairPlan, target: Callable[[], PairPlan]) -> Ways | None:
@@ -148,7 +156,7 @@ def predict(
         weights: what stays of the target in memory with the draft.
         without: the same without the draft; None: all.
         draft_size: bytes of the draft's weights.
-        found: row classes of the target, timed.
+        found: row classes of the target; if none is timed, computing takes no time.
         disk: bytes per second.
         agreement: share of draft tokens that are accepted.
     """
@@ -157,6 +165,8 @@ def predict(
     for tried in found:
         if tried.seconds:
             computing.add(tried.least, COLD * weights.layers * tried.seconds)
+    if not computing.measured:
+        computing.add(1, 0.0)
     times = computing.at(0)
     assert times
 
@@ -284,7 +294,8 @@ def open_pair(
         if speeds.drafted == speeds.plain > 0:
             figures = ", and an earlier run did not use it"
         elif speeds.are_known:
-            figures = f": about {two_digits(speeds.drafted)} tokens/s with it, {two_digits(speeds.plain)} without"
+            drafted, plain = map(two_digits, (speeds.drafted, speeds.plain))
+            figures = f": {'about' if speeds.timed else 'at most'} {drafted} tokens/s with it, {plain} without"
         what = "experts, of which passes" if ways.has_pools else "weights, which every pass"
         add_note(
             backends,
