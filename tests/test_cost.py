@@ -175,15 +175,16 @@ def test_a_node_is_read_where_that_pays(found, unread, draft, best_child, read):
 
 
 @pytest.mark.parametrize(
-    ("agreement", "behind", "draft", "expected"),
+    ("agreement", "behind", "target", "draft", "expected"),
     [
-        (1.0, 1, (1.0, 0.0), 10 / 11),  # sure: k + 1 tokens in k + 2 seconds, so the more the better
-        (0.0, 1, (1.0, 0.0), 1 / 3),  # never right: one token, and the shortest chain is the best
-        (0.0, 10, (0.0, 1.0), 1 / 12),  # ten tokens to read first, each of which costs the draft a second
+        (1.0, 1, (2.0, 0.0), (1.0, 0.0), 10 / 11),  # sure: k + 1 tokens in k + 2 seconds, so the more the better
+        (0.0, 1, (2.0, 0.0), (1.0, 0.0), 1 / 3),  # never right: one token, and the shortest chain is the best
+        (0.0, 10, (2.0, 0.0), (0.0, 1.0), 1 / 12),  # ten tokens to read first, each of which costs the draft a second
+        (1.0, 1, (0.0, 1.0), (1.0, 0.0), 2 / 3),  # k + 1 tokens in k seconds of the draft and k + 1 of the target
     ],
 )  # fmt: skip
-def test_what_a_chain_is_foretold_to_gain(agreement, behind, draft, expected):
-    assert chain_goodput(agreement, behind, 9, line(2.0, 0.0), line(*draft)) == pytest.approx(expected)
+def test_what_a_chain_is_foretold_to_gain(agreement, behind, target, draft, expected):
+    assert chain_goodput(agreement, behind, 9, line(*target), line(*draft)) == pytest.approx(expected)
 
 
 def test_experts_make_the_first_nodes_dear_and_the_last_ones_cheap() -> None:

@@ -865,12 +865,15 @@ class TestModel:
                     async for _ in chunks:
                         break
 
+                begun = asyncio.Event()
+
                 async def endless():
                     async for _ in model.astream("hello", max_tokens=400):
+                        begun.set()
                         await asyncio.sleep(0)
 
                 task = asyncio.create_task(endless())
-                await asyncio.sleep(0.01)
+                await begun.wait()
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task

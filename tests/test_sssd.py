@@ -208,6 +208,8 @@ def test_shorter_matches_are_added_until_there_are_enough(store):
     assert found == {2: 30, 1: CONTINUATIONS}
     found = {length: len(places) for _, length, _, places in datastore_matches(datastore, [8, 2], 4)}
     assert found == {1: CONTINUATIONS}
+    alike = store(*[[9, 2, 4]] * 5)  # each match of one token is one of two
+    assert [length for _, length, _, _ in datastore_matches(alike, [9, 2], 4)] == [2]
     many = store(*[[9, 2, 4]] * CONTINUATIONS, [2, 5])
     assert [length for _, length, _, _ in datastore_matches(many, [9, 2], 4)] == [2]
 
