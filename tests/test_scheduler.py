@@ -291,6 +291,19 @@ def test_a_part_of_a_prompt_ends_where_a_tile_does():
 
 
 @pytest.mark.parametrize(
+    ("tile", "tree", "taken", "tiles"),
+    [(None, 0.0, 0, 2), (0.01, 0.0, 0, 5), (0.1, 0.0, 0, 2), (0.1, 0.0, TILE, 1), (0.1, 0.2, 0, 4), (9.0, 0.0, 0, 1)],
+)
+def test_a_chunk_of_a_prompt_is_as_long_as_others_may_wait(tile, tree, taken, tiles):
+    """A quarter of a second, or two passes; `tile` is what the first chunk took a tile. The engine takes 4.5 tiles."""
+    chunks = PromptChunks()
+    if tile is not None:
+        chunks.learn(TILE, tile, prompt=True)
+    chunks.learn(1, tree, prompt=False)
+    assert chunks.fast(taken, 4 * TILE + TILE // 2) == tiles * TILE
+
+
+@pytest.mark.parametrize(
     ("exact", "pieces"),
     [(None, [2 * TILE, 30]), (BatchInvariance("narrow", RowClass(1, 7), RowClass(TILE, 299)), [2 * TILE + 30])],
 )
