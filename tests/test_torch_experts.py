@@ -165,8 +165,8 @@ def test_a_card_has_pools_of_its_own(name, card, slots, tmp_path, pooled):
 
 
 def test_a_made_up_card_with_kernels_of_its_own(mixtral, pooled, cards):
-    """As of CUDA: experts are uploaded, and rows sorted by slots."""
-    mode = cards(GIB)
+    """As of CUDA: experts are uploaded, and rows sorted by slots. Further cards idle."""
+    mode = cards(GIB, GIB)
     options = {"device": "cuda", "gpu_memory": None}
     resident = load(str(mixtral), **OPTIONS | options)
     backend = pooled(mixtral, 1.5, card=2, copies=None, **options)
@@ -174,6 +174,7 @@ def test_a_made_up_card_with_kernels_of_its_own(mixtral, pooled, cards):
     do_everything(Pair(resident, backend), 1)
     weights = backend.mixture.memory._devices.places[0].weights
     assert {str(one.device) for one in weights} == {"cuda:0"}
+    assert [str(device) for device, _ in backend.spans] == ["cuda:0"]
     assert ("cpu", "cuda:0") in mode.moves
     assert 0 < backend.mixture.memory.hits < backend.mixture.memory.wanted
     resident.close()
