@@ -43,12 +43,12 @@ from ..common.heads import head_size
 from ..common.hf_vocab import load_vocab
 from ..common.interrupts import Interruptible, Stop, interruptible, one_pass
 from ..common.loader import loader, no_further_positions
-from ..common.model_folder import check_folder, content_files, experts_of, named
+from ..common.model_folder import check_folder, content_files, experts_of, named, refused
 from ..common.nodes import is_another, rows_of_tree
 from ..common.recurrent import most_paths, states_of
 from .attention import Part, Tree, build_mask, run
 from .disk import NUMBER, mapped_bytes
-from .experts import ExpertFolder, Mixture, find_folder, open_mixture, plan_pools
+from .experts import ExpertFolder, Mixture, find_folder, plan_pools
 from .loading import (
     NF4,
     PLAIN,
@@ -634,7 +634,8 @@ def assemble(
         align(model)
         connect(decoder_layers(model), spans)
         if experts and weights_plan:
-            mixture = open_mixture(model, experts, weights_plan, device, about, progress)
+            with refused("experts cannot be read"):
+                mixture = Mixture(model, experts, weights_plan, device, about, progress)
             notes.append(weights_plan.line())
         cache, probe = make_cache(model, device) if recurrent else (None, run_probe(model, device))
         if not recurrent and max(probe.calls.values(), default=0) > 1:  # `make_cache` makes several passes

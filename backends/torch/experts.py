@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import transformers
 
-from edgespec.errors import ModelError
 from edgespec.loop.engines import Progress
 from edgespec.models.safetensors_header import read_safetensors_header
 from edgespec.weights.expert_memory import ExpertMemory, own_memory
@@ -63,10 +62,8 @@ class ExpertFolder:
 
     def sizes(self, count: int) -> list[int]:
         """Bytes of the experts of each of `count` layers."""
-        found = [0] * count
-        for layer in self.layers:
-            found[layer.index] = layer.count * layer.bytes_each
-        return found
+        found = {layer.index: layer.count * layer.bytes_each for layer in self.layers}
+        return [found.get(i, 0) for i in range(count)]
 
     def work_bytes(self, nodes: int) -> int:
         """Bytes of intermediate values in a layer of a pass: rows for each expert that a token uses."""
@@ -97,23 +94,16 @@ class ExpertFolder:
         first = self.experts[0]
         module = _module(model, first)
         with refused("its experts cannot be read"):
-            same = all(map(self._is_stored, map(module.get_parameter, _names(first)), first.layer.places))
+            arrays = [module.get_parameter(form.name) for form in first.forms]
+            same = all(map(self._is_stored, arrays, first.layer.places))
         _empty(module)
         model.__class__ = self.kind
         return same
 
     def _is_stored(self, array: Any, places: Sequence[Sequence[Extent]]) -> bool:
-        values, at = array.detach().contiguous().flatten().view(torch.uint8).numpy(), 0
-        for part in (part for parts in places for part in parts):
-            found = np.fromfile(self.paths[part.file], np.uint8, part.size, offset=part.start)
-            if not np.array_equal(values[at : at + part.size], found):
-                return False
-            at += part.size
-        return True
-
-
-def _names(one: Experts) -> list[str]:
-    return [form.name for form in one.forms]
+        parts = [part for parts in places for part in parts]
+        found = [np.fromfile(self.paths[one.file], np.uint8, one.size, offset=one.start) for one in parts]
+        return np.array_equal(array.detach().flatten().view(torch.uint8).numpy(), np.concatenate(found))
 
 
 def _module(model: Any, one: Experts) -> Any:
@@ -366,16 +356,3 @@ class Mixture:
         for host in self._pinned:
             unpin_memory(host)
         self._pinned = []
-
-
-def open_mixture(
-    model: Any, folder: ExpertFolder, plan: Plan, device: Any, about: dict[str, Any] | None, progress: Progress
-) -> Mixture:
-    """
-    Raises:
-        ModelError: experts cannot be read.
-    """
-    try:
-        return Mixture(model, folder, plan, device, about, progress)
-    except OSError as error:
-        raise ModelError(f"experts cannot be read: {error}") from error
