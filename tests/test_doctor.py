@@ -105,13 +105,21 @@ def test_an_engine_that_streams_without_a_plan_of_bytes() -> None:
     [
         (Speeds(4.85, 8.6), "with the draft about 4.8 tokens/s, without it about 8.6; auto is without it"),
         (Speeds(6.0, 0.5), "with the draft about 6.0 tokens/s, without it about 0.50; auto is with it"),
+        (
+            Speeds(1.0, 2.5, timed=False),
+            "with the draft at most 1.0 tokens/s, without it at most 2.5; auto is without it",
+        ),
         (Speeds(), "the draft takes memory that the target needs; which way is faster is not known"),
     ],
 )
 def test_a_draft_that_takes_memory_of_its_target_is_predicted_both_ways(speeds: Speeds, says: str) -> None:
     found = replace(diagnosis(None, Pass(1, 1.0, 0.0)), draft_or_memory=speeds)
     assert next(line for line in report(found).splitlines() if line.startswith("draft or")).split("  ")[-1] == says
-    assert as_dict(found)["draft_or_memory"] == {"drafted": speeds.drafted, "plain": speeds.plain}
+    assert as_dict(found)["draft_or_memory"] == {
+        "drafted": speeds.drafted,
+        "plain": speeds.plain,
+        "timed": speeds.timed,
+    }
     assert "draft or memory" not in report(replace(found, draft_or_memory=None))
 
 

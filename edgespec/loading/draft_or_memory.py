@@ -55,6 +55,10 @@ class Speeds:
     timed: bool = True
 
     @property
+    def how(self) -> str:
+        return "about" if self.timed else "at most"
+
+    @property
     def are_known(self) -> bool:
         return self.drafted > 0 and self.plain > 0
 
@@ -295,7 +299,7 @@ def open_pair(
             figures = ", and an earlier run did not use it"
         elif speeds.are_known:
             drafted, plain = map(two_digits, (speeds.drafted, speeds.plain))
-            figures = f": {'about' if speeds.timed else 'at most'} {drafted} tokens/s with it, {plain} without"
+            figures = f": {speeds.how} {drafted} tokens/s with it, {plain} without"
         what = "experts, of which passes" if ways.has_pools else "weights, which every pass"
         add_note(
             backends,

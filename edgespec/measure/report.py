@@ -136,7 +136,7 @@ def ways_line(speeds: Speeds) -> str:
         return "the draft takes memory that the target needs; which way is faster is not known"
     better = "with it" if speeds.drafted > speeds.plain else "without it"
     with_it, without = map(two_digits, (speeds.drafted, speeds.plain))
-    return f"with the draft about {with_it} tokens/s, without it about {without}; auto is {better}"
+    return f"with the draft {speeds.how} {with_it} tokens/s, without it {speeds.how} {without}; auto is {better}"
 
 
 def learned_line(found: dict[str, Any], *, told: bool = False) -> str:
