@@ -36,7 +36,7 @@ class Reader(gguf.GGUFReader):
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type != gguf.GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
-        raw, parts = memoryview(self.data), list[Any]()
+        raw, parts = self.data.data, list[Any]()
         kind, count = struct.unpack_from("<IQ", raw, orig_offs)
         end = orig_offs + struct.calcsize("<IQ")
         if kind == gguf.GGUFValueType.STRING:
