@@ -72,3 +72,18 @@ def test_the_faster_engine_is_remembered_only_of_a_large_model(
     monkeypatch.setattr(mac, "LARGE", 1)
     mac.compare_engines(str(smollm2), folder, 0.6, nodes=8)
     assert recall(about_engines(), dict).keys() == {"llamacpp", "mlx"}
+
+
+@pytest.mark.exhaustive
+def test_llama_cpps_ways_to_hold_weights_are_compared(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    found = mac.check_llama(str(smollm2), tmp_path, lambda line: None, passes=2)
+    assert [one.name for one in found] == [f"llama.cpp, {name}" for name in mac.WAYS]
+    assert [one.good for one in found] == [True] * 4
+    assert "layers streamed, 0 of 0 experts in pools; logits of 2 passes differ by 0, at most 0" in found[0].text
+    monkeypatch.setattr(mac, "PROGRAM", "import sys; sys.exit('Metal has ended it')")
+    (tmp_path / "mixture.gguf").unlink()
+    [ended, *_] = mac.check_llama(str(smollm2), tmp_path, lambda line: None)
+    assert ended.line() == "FAILED  llama.cpp, slots, processor: the process ended: Metal has ended it"

@@ -4,6 +4,7 @@ Every check compares a streamed model with the same model in memory, on any devi
 Linux.
 """
 
+import json
 import mmap
 import platform
 import re
@@ -19,25 +20,43 @@ from typing import Any
 import llama_cpp
 import mlx.core as mx
 import numpy as np
+from edgespec.backends.llamacpp.context import ContextSize
+from edgespec.backends.llamacpp.engine import engine as llamacpp
+from edgespec.backends.llamacpp.ggml.files import file_size
+from edgespec.backends.llamacpp.memory.planning import CHUNKS, MemoryPlanner, memory_needs, pool_reserve
 from edgespec.backends.mlx import backend as engine
 from edgespec.backends.mlx.memory import find_layout, plan_weights
 from edgespec.backends.mlx.streaming import SlotStore
 from edgespec.backends.mlx.words import new_words
 
+from benchmarks.made_up_mixture import Experts, write_mixture
 from benchmarks.to_try import Seen, equal_sizes, row_classes, seen_with
 from edgespec.loading.by_name import load_backend
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Work
-from edgespec.loop.engines import load_at_once
+from edgespec.loop.engines import LoadOptions, load_at_once
 from edgespec.machine.measurements import remember
 from edgespec.machine.memory import all_memory, available_memory, format_size
 from edgespec.machine.system import BLOCK, read_buffer
 from edgespec.machine.this_machine import this_machine
 from edgespec.measure.predictor import about_engines
+from edgespec.models.gguf_header import own_values
 from edgespec.weights.direct_io import DirectFiles
 
 Say = Callable[[str], None]
 NODES = (1, 16, 64)
+EXPERTS = Experts(32, 4, 256)  # of a mixture that is made of a dense model
+WAYS = {  # what is compared -> a mixture, and layers on the GPU
+    "slots, processor": (False, 0),
+    "slots, GPU": (False, -1),
+    "pool of experts, processor": (True, 0),
+    "skeleton, GPU": (True, -1),
+}
+PROGRAM = """
+import json, sys
+from benchmarks.mac import compare
+print(json.dumps(compare(*json.loads(sys.argv[1]))))
+"""
 LARGE = 10**9  # bytes of a model whose times say something about models larger than memory
 
 
@@ -145,10 +164,6 @@ def pass_times(folder: Path, share: float, nodes: Sequence[int]) -> list[Found]:
 
 def engine_seconds(source: str, folder: Path, share: float, nodes: int) -> dict[str, float]:
     """Time a streamed pass of a GGUF and of a folder made of it, which is remembered where the model is large."""
-    from edgespec.backends.llamacpp.context import ContextSize
-    from edgespec.backends.llamacpp.engine import engine as llamacpp
-    from edgespec.backends.llamacpp.memory.planning import memory_needs
-
     size, machine = Path(source).stat().st_size, this_machine(source, llamacpp.gpus(None))
     memory = memory_needs(source, ContextSize(1024, nodes, 1, nodes + 1), machine) + int(share * size)
     options = {"context_length": 1024, "budget": nodes, "memory": memory}
@@ -206,6 +221,53 @@ def check_all(folders: Sequence[Path], *, passes: int, quick: bool, say: Say) ->
         tell(pass_times(folder, 0.6, NODES[:1] if quick else NODES))
     tell([check_growth(folders[0], passes)])
     return found
+
+
+def check_llama(source: str, place: Path, say: Say, passes: int = 20) -> list[Found]:
+    """Compare llama.cpp's ways to hold weights that do not fit with the same model in memory.
+
+    Args:
+        source: a dense GGUF.
+        place: folder for a mixture that is made of it.
+        say: called with every result.
+        passes: over a few nodes.
+    """
+    found, mixture, draw = list[Found](), place / "mixture.gguf", np.random.default_rng(7)
+    values = own_values(source)
+    shape = (EXPERTS.count, int(values["embedding_length"]))
+    rows = [draw.normal(size=shape).astype(np.float32) for _ in range(int(values["block_count"]))]
+    write_mixture(Path(source), mixture, EXPERTS, lambda: rows, lambda done, total: None)
+    for name, (of_experts, gpu_layers) in WAYS.items():
+        job = json.dumps([str(mixture) if of_experts else source, gpu_layers, passes])
+        command = [sys.executable, "-c", PROGRAM, job]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent)
+        if done.returncode:  # Metal ends processes
+            good, text = False, f"the process ended: {(done.stderr.splitlines() or ['no reason'])[-1]}"
+        else:
+            good, text = json.loads(done.stdout.splitlines()[-1])
+        found.append(Found(f"llama.cpp, {name}", good, text))
+        say(found[-1].line())
+    return found
+
+
+def compare(path: str, gpu_layers: int, passes: int) -> tuple[bool, str]:
+    """True if logits of a model with little memory are those of the model in memory: on a GPU, within its rounding."""
+    machine = this_machine(path, llamacpp.gpus(None))
+    options: dict[str, Any] = {"context_length": 1024, "budget": 16, "kv_type": "f16", "gpu_layers": gpu_layers}
+    with closing(load_at_once(llamacpp, path, machine, resident=True, **options)) as whole:
+        expected = rows(whole, passes)
+    size = ContextSize(1024, 16, 1, CHUNKS[0], "f16")
+    planner = MemoryPlanner(path, LoadOptions(), machine)
+    memory = planner.needs([size], gpu_layers)[0] + file_size(path) * 3 // 5
+    memory += pool_reserve(memory) if planner.find_expert_layers() else 0
+    with closing(load_at_once(llamacpp, path, machine, memory=memory, **options)) as backend:
+        found, plan = rows(backend, passes), backend.plan
+    if plan is None or not (plan.streamed or plan.pools):
+        return False, "all weights fitted, so nothing was tried"
+    most = max(float(np.abs(one - other).max()) for one, other in zip(expected, found, strict=True))
+    bound = backend.capabilities.logit_tolerance if gpu_layers else 0.0
+    held = f"{len(plan.streamed)} layers streamed, {max(0, plan.slots_of_experts)} of {plan.experts} experts in pools"
+    return most <= bound, f"{held}; logits of {passes} passes differ by {most:.2g}, at most {bound:.2g} is right"
 
 
 def measures(folder: Path, gguf: str) -> dict[str, Callable[[], Seen]]:
