@@ -56,12 +56,14 @@ def on_device(monkeypatch: pytest.MonkeyPatch, mixtures: Any) -> Iterator[Load]:
     monkeypatch.setattr(pools, "find_device", lambda name: device[0] if name == NAME else None)
     monkeypatch.setattr(engine, "find_gpus", lambda: [Gpu(NAME, False, 1 << 40)])
 
-    def get(kind: str, slots: int = EXPERTS + 3, here: int = EXPERTS, there: int = LAYERS) -> LlamaBackend:
+    def get(
+        kind: str, slots: int = EXPERTS + 3, here: int = EXPERTS, there: int = LAYERS, pooled: int = LAYERS
+    ) -> LlamaBackend:
         def plan_memory(planner: planning.MemoryPlanner, size: Any, *given: Any) -> tuple[Plan | None, Any, list[str]]:
             plan = make_plan(planner.tensors, 1 << 19, 0, on_device=there, experts_here=True)
             assert plan
             on_disk = (Pool(tuple(range(LAYERS)), here),)
-            device_pools = (Pool(tuple(range(LAYERS - there, LAYERS)), slots, NAME),) if slots else ()
+            device_pools = (Pool(tuple(range(LAYERS - min(there, pooled), LAYERS)), slots, NAME),)
             return replace(plan, experts=EXPERTS, pools=on_disk, device_pools=device_pools), size, []
 
         with monkeypatch.context() as patch:
@@ -101,6 +103,16 @@ def test_the_numbers_are_those_of_the_model_in_memory(kind, slots, here, there, 
     for _ in range(2):  # with empty pools, and as they were left
         check(backend, right)
     assert 0 < memory.hits < memory.wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_processor_computes_the_experts_for_which_a_device_has_no_pool(kind, on_device, expected):
+    """Between other operations of the same layers, which the device computes."""
+    backend = on_device(kind, pooled=1)
+    operations = backend._hooks.operations(backend.context, whole=True)
+    products = [one for one in operations if mixture.operation_at(one).op in mixture.USERS]
+    assert sum(map(is_here, products)) == 2 * sum(not is_here(one) for one in products)
+    check(backend, expected(kind))
 
 
 def test_devices_compute_the_experts_of_their_layers(on_device):
