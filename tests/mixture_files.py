@@ -104,4 +104,5 @@ def write_mixture(
 def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Paths by kind."""
     folder = tmp_path_factory.mktemp("mixtures")
-    return {kind: write_mixture(folder / f"{kind}.gguf", kind) for kind in KINDS}
+    scaled = write_mixture(folder / "scaled.gguf", "qwen3 moe", scales=True)
+    return {kind: write_mixture(folder / f"{kind}.gguf", kind) for kind in KINDS} | {"scaled": scaled}

@@ -22,7 +22,7 @@ from edgespec.backends.llamacpp.backend import LlamaBackend
 from edgespec.backends.llamacpp.ggml import callback
 from edgespec.backends.llamacpp.ggml.ggml_tensor import GgmlTensor, is_here
 from edgespec.backends.llamacpp.memory import mixture, planning, pools
-from mixture_files import EXPERTS, KINDS, LAYERS, mixtures, write_mixture
+from mixture_files import EXPERTS, KINDS, LAYERS, mixtures
 from test_mixture_llamacpp import logits_of
 
 from edgespec.errors import ModelError
@@ -222,16 +222,12 @@ def test_experts_stay_in_memory_where_a_device_cannot_have_them(on_device, expec
         check(backend, right)
 
 
-def test_numbers_that_are_needed_later_stay_as_they_are(on_device, expected, mixtures, tmp_path):
-    """As for factors of experts."""
-    mixtures["scaled"] = write_mixture(tmp_path / "scaled.gguf", "qwen3 moe", scales=True)
-    try:
-        backend = on_device("scaled")
-        [note] = [note for note in backend.notes if note.startswith(f"{NAME} gets no experts: ")]
-        assert "needs the experts' numbers when they are gone" in note
-        check(backend, expected("scaled"))
-    finally:
-        del mixtures["scaled"]
+@pytest.mark.parametrize("there", [LAYERS, 2])
+def test_factors_of_experts_are_those_of_the_experts(there, on_device, expected):
+    """Experts of a layer stay in the page cache if another device than their own needs their numbers later."""
+    backend = on_device("scaled", there=there)
+    assert (backend.mixture is not None) == (there == LAYERS)
+    check(backend, expected("scaled"))
 
 
 def test_another_devices_copy_of_the_numbers_is_known_by_its_name(on_device, monkeypatch):

@@ -231,6 +231,28 @@ def test_a_layer_that_is_not_watched_is_right(from_disk, kind, step):
         assert all(np.array_equal(*rows) for rows in zip(logits_of(backend), right, strict=True))
 
 
+def test_factors_of_experts_are_those_of_the_experts(mixtures, from_disk):
+    """As Gemma 4 has them: an operation behind the products needs the experts' own numbers, not those of slots."""
+    there = load(str(mixtures["scaled"]), kv_type="f16", repack=False, **OPTIONS)
+    right = logits_of(there)
+    there.close()
+    backend = from_disk("scaled", EXPERTS + 3)
+    for _ in range(2):
+        assert all(np.array_equal(*rows) for rows in zip(logits_of(backend), right, strict=True))
+    apply_row_class(backend, str(mixtures["scaled"]), remember=False)
+    logits_of(backend)  # with padding
+    assert len(backend.mixture._later) == LAYERS
+
+
+def test_an_operation_that_does_not_get_the_experts_numbers_fails_the_pass(monkeypatch, from_disk):
+    """As if llama.cpp had named it otherwise; the numbers of slots are here some of experts, too."""
+    backend = from_disk("scaled", EXPERTS)
+    others = {name + b"?": number for name, number in backend.mixture._later.items()}
+    monkeypatch.setattr(backend.mixture, "_later", others)
+    with pytest.raises(ModelError, match="has not told which operation of layer 0 needs experts' numbers"):
+        prefill(backend, backend.open(), [1, 2, 3])
+
+
 def test_a_graph_that_is_not_known(monkeypatch, from_disk):
     monkeypatch.delitem(llamacpp_mixture.USERS, b"ADD_ID")
     backend = from_disk("gpt-oss", EXPERTS + 3)  # whose biases are then users of experts' numbers that nobody knows

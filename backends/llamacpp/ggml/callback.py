@@ -19,7 +19,8 @@ class OperationCallback:
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._called)
         self._told = called
         self._seen: list[int] | None = None
-        self._left_out: dict[int, int] = {}  # tensor of chosen experts -> its rows
+        self._whole = False
+        self._left_out = 0, 0  # tensor of chosen experts, its rows
         self.signals = Signals()
 
     def operations(self, context: Any, whole: bool = False) -> list[int]:
@@ -33,7 +34,7 @@ class OperationCallback:
             Addresses of all operations of a pass over one token.
         """
         self._seen = found = list[int]()
-        self._left_out = {}
+        self._whole = whole
         stop, token = llama_cpp.ggml_abort_callback(lambda data: True), (llama_cpp.llama_token * 1)(0)
         try:
             if not whole:
@@ -44,8 +45,6 @@ class OperationCallback:
             llama_cpp.llama_set_abort_callback(context, llama_cpp.ggml_abort_callback(), None)
             llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
             self._seen = None
-            for numbers, rows in self._left_out.items():  # llama.cpp may use the graph again
-                GgmlTensor.from_address(numbers).ne[1] = rows
         return found
 
     def _called(self, tensor: int, ask: bool, user_data: int) -> bool:
@@ -53,11 +52,16 @@ class OperationCallback:
             return self._told(tensor, ask)
         if ask:
             self._seen.append(tensor)
-            self._leave_out_experts(tensor)
-        return False
+            return self._whole and self._leave_out_experts(tensor)
+        numbers, rows = self._left_out
+        GgmlTensor.from_address(numbers).ne[1] = rows
+        return True
 
-    def _leave_out_experts(self, tensor: int) -> None:
-        if ggml_base().ggml_op_desc(tensor) == b"MUL_MAT_ID" and is_here(tensor):
-            numbers = GgmlTensor.from_address(tensor).src[2]
-            self._left_out.setdefault(numbers, GgmlTensor.from_address(numbers).ne[1])
-            skip_rows(tensor, numbers, 0)
+    def _leave_out_experts(self, tensor: int) -> bool:
+        """True if `tensor` is a product of which no row is computed next; its numbers must get their rows back then."""
+        if ggml_base().ggml_op_desc(tensor) != b"MUL_MAT_ID" or not is_here(tensor):
+            return False
+        numbers = GgmlTensor.from_address(tensor).src[2]
+        self._left_out = numbers, GgmlTensor.from_address(numbers).ne[1]
+        skip_rows(tensor, numbers, 0)
+        return True

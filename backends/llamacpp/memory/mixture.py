@@ -137,7 +137,9 @@ class Mixture:
         self._layers: list[Layer] = []
         self._products: dict[bytes, tuple[int, list[int]]] = {}  # number of the layer, those of weight and bias
         self._first: set[bytes] = set()
+        self._later: dict[bytes, int] = {}  # operations behind a layer's products that need its experts' numbers
         self._before: set[bytes] = set()
+        self._replaced: tuple[int, NDArray[np.int32]] | None = None  # tensor of numbers that `_later` needs; these
         self._told: list[Layer] = []
         self._numbers: tuple[int, int] = (0, 0)  # tensor of chosen experts, its rows without padding
         self._chosen = -1  # number of the layer whose experts are in slots; -1: none
@@ -163,7 +165,7 @@ class Mixture:
         }
         self._layers = [Layer() for _ in numbers]
         chosen: dict[int, int] = {}
-        rewritten = set[bytes]()  # names of numbers on devices, of which llama.cpp makes copies later
+        rewritten = set[bytes]()  # names of numbers, of which llama.cpp may make copies for other devices later
         for before, operation in pairwise([operations[0], *operations]):
             at = USERS.get(operation.op)
             if at and operation.names[at.source] in places:
@@ -173,7 +175,7 @@ class Mixture:
                 there, first = number in self.memory.on_devices, not self._layers[number].tensors
                 if not there and not all(map(is_here, (operation.sources[at.source], operation.sources[2]))):
                     return f"{operation.name.decode()} is computed where this program cannot look"
-                if not first and chosen.get(operation.sources[2]) != number:
+                if number in self._later.values() or (not first and chosen.get(operation.sources[2]) != number):
                     return f"{operation.name.decode()} has other experts' numbers than its layer"
                 if operation.op == PRODUCT:
                     if first:
@@ -182,11 +184,16 @@ class Mixture:
                     if first or not there:
                         self._before.add(before.name)
                     chosen |= dict.fromkeys((operation.sources[2], root_of(operation.sources[2])), number)
-                    rewritten |= {operation.names[2]} if there else set()
+                    rewritten.add(operation.names[2])
                 self._layers[number].add(operation.sources[at.source], at.dimension, self.memory, number, weight)
-            elif chosen.keys() & {*operation.sources, *map(root_of, operation.sources)} or any(
-                name.count(b"#") == 2 and name.split(b"#")[1] in rewritten for name in operation.names
-            ):
+            elif needed := chosen.keys() & {*operation.sources, *map(root_of, operation.sources)}:
+                number = chosen[needed.pop()]
+                if len(self._layers[number].tensors) == len(self.memory.layers[number].tensors):
+                    self._later[operation.name] = number
+                    self._before.add(before.name)
+                else:
+                    return f"{operation.name.decode()} needs the experts' numbers when they are gone"
+            elif any(name.count(b"#") == 2 and name.split(b"#")[1] in rewritten for name in operation.names):
                 return f"{operation.name.decode()} needs the experts' numbers when they are gone"
         for number, layer in enumerate(self.memory.layers):
             if len(self._layers[number].tensors) != len(layer.tensors):
@@ -234,6 +241,12 @@ class Mixture:
             if number == self._chosen:
                 self._leave_padding(tensor if reported else 0)
                 self.memory.wait(number, weights)
+        elif self._replaced and self._later.get(name) == self._chosen:
+            if not reported:
+                raise ModelError(f"{name.decode()} would be computed before it gets the experts' numbers")
+            self._leave_padding(0)
+            write_numbers(*self._replaced)
+            self._replaced = None
         return name in self._before
 
     def _leave_padding(self, product: int) -> None:
@@ -247,6 +260,9 @@ class Mixture:
             GgmlTensor.from_address(address).ne[1] = self._rows
 
     def _choose(self, number: int, tensor: int) -> None:
+        if self._replaced:
+            index = self.memory.layers[self._chosen].index
+            raise ModelError(f"llama.cpp has not told which operation of layer {index} needs experts' numbers")
         self._forget_slots()
         self._chosen = -1
         numbers = GgmlTensor.from_address(tensor).src[2]
@@ -256,10 +272,11 @@ class Mixture:
             return
         prompt = chosen[: len(chosen) - self._padding * (len(chosen) == self._rows)] if self._prompt else None
         slots = self.memory.choose(number, chosen, prompt)
+        if number in self._later.values():
+            self._replaced = numbers, content.copy()
         chosen[...] = slots[chosen]
-        if not is_here(numbers):
-            ggml_base().ggml_backend_tensor_set(numbers, content.ctypes.data, 0, content.nbytes)
-        elif self._padding and len(chosen) == self._rows and not self._prompt:
+        write_numbers(numbers, content)
+        if is_here(numbers) and self._padding and len(chosen) == self._rows and not self._prompt:
             self._numbers = numbers, self._rows - self._padding
         self._layers[number].tell_slots()
         self._told.append(self._layers[number])
@@ -278,7 +295,7 @@ class Mixture:
         for layer in self._told:
             layer.tell_experts()
         self._leave_padding(0)
-        self._told, self._numbers = [], (0, 0)
+        self._told, self._numbers, self._replaced = [], (0, 0), None
 
     def finish(self) -> None:
         self._forget_slots()
@@ -297,6 +314,14 @@ def numbers_at(address: int) -> NDArray[np.int32]:
     found = np.empty(size, np.int32)
     ggml_base().ggml_backend_tensor_get(address, found.ctypes.data, 0, found.nbytes)
     return found
+
+
+def write_numbers(address: int, content: NDArray[np.int32]) -> None:
+    """Write a tensor of whole numbers, as `numbers_at` gave them."""
+    if is_here(address):
+        numbers_at(address)[...] = content
+    else:
+        ggml_base().ggml_backend_tensor_set(address, content.ctypes.data, 0, content.nbytes)
 
 
 def open_memory(path: str, plan: Plan, keep: bool, kind: Callable[..., ExpertMemory] = ExpertMemory) -> ExpertMemory:
