@@ -101,6 +101,7 @@ def pooled(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(backend_module, "choose_placement", choose_placement)
             patch.setattr(backend_module, "plan_pools", plan)
+            patch.setattr(backend_module, "PLENTY", 1 << 60)
             made.append(load(str(folder), **OPTIONS | ({"copies": HostCopies} if card else {}) | options))
         assert made[-1].mixture
         assert made[-1].capabilities.streams == (not slots)
@@ -329,12 +330,19 @@ def test_values_that_transformers_changes(mixtral, monkeypatch):
         model.get_decoder().layers[0].mlp.experts.down_proj[2, 0, 0] += 1
         return model
 
-    backend = load(str(mixtral), **OPTIONS)
+    backend = load(str(mixtral), **OPTIONS, memory="8G")
     assert backend.mixture is None
     assert backend.model.get_decoder().layers[0].mlp.experts.down_proj.shape[0] == 4
     backend.close()
     with pytest.raises(NoRoom, match=r"experts are put together at load, and cannot be streamed: use a GGUF"):
         load(str(mixtral), **OPTIONS, memory="100K")
+
+
+def test_a_mixture_that_clearly_fits_is_loaded_once(mixtral, monkeypatch):
+    monkeypatch.setattr(backend_module, "find_folder", lambda *_: pytest.fail("it was looked into"))
+    backend = load(str(mixtral), **OPTIONS)
+    assert backend.mixture is None
+    backend.close()
 
 
 def test_no_more_is_read_than_llama_cpp_reads(mixtral, pooled, monkeypatch):

@@ -95,6 +95,7 @@ MOST_SESSIONS = 1024
 DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
 MIN_NODES = 512  # prompt tokens per pass
 MIN_NODES_ON_GPU = 2048  # larger, because a chunk may copy all weights to the GPU
+PLENTY = 4  # times the bytes of a folder, which another type may double
 
 # Bound of the change of a logit between passes of different shapes. Measured with SmolLM2 (135M) on a CPU, over chains
 # of 1 to 33 tokens and 40-node trees: float32 6.3e-5, float16 0.11, bfloat16 0.75, nf4 0.84.
@@ -415,8 +416,11 @@ def load_folder(
             check_folder_fits(folder, dtype, plan.memory)
             return load_model(folder, dtype)
 
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        asked = options.memory is not None or device_memory is not None
+        plenty = not asked and PLENTY * size <= (gpu.free if gpu else plan.memory)  # then it is loaded once, and whole
         # Own layers need whole ones.
-        chosen = plan.streams and (gpu or device.type == "cpu") and not options.own_layers
+        chosen = plan.streams and (gpu or device.type == "cpu") and not (options.own_layers or plenty)
         experts = find_folder(folder, dtype) if chosen else None
         model = load_model(folder, dtype, experts.loader(), experts.config) if experts else load_whole()
         if experts and not experts.take(model):
