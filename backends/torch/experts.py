@@ -1,8 +1,8 @@
 """A mixture of experts that is larger than memory: chosen experts are read into slots of a pool.
 
-Where a device has memory of its own, it has pools, too, and misses come from pinned memory (`tiered_memory.py`).
-`Slots` stand for the arrays [experts, …] of a module with a layer's experts. Experts keep their numbers there, so that
-transformers computes them in the same order as with all experts in memory, to the bit.
+A device with memory of its own has pools, too, and misses come from pinned memory (`tiered_memory.py`).
+A layer's module gets `Slots` in place of its weights. Experts keep their numbers there, so that transformers computes
+them in the same order as with all experts in memory, to the bit.
 """
 
 import ctypes
@@ -257,7 +257,7 @@ class CardPools:
             self.places |= {one: DevicePlace(residents, row, tuple(weights)) for row, one in enumerate(pool.layers)}
 
     def upload(self, weight: Any, source: int, offset: int, size: int) -> None:
-        """What comes later waits for the copy: the numbers of a later layer's experts, too."""
+        """The device does whatever comes later after the copy; so `_bring` of a later layer waits for it."""
         here = torch.frombuffer((ctypes.c_char * size).from_address(source), dtype=torch.uint8)
         weight.view(-1).view(torch.uint8)[offset : offset + size].copy_(here, non_blocking=True)
 
@@ -322,7 +322,7 @@ class Mixture:
             count = slots * form.size // form.dtype.itemsize
             pool = torch.frombuffer(memory, dtype=form.dtype, count=count).view(slots, *form.shape)
             weight = Slots(there.weights[i] if there else pool, table)
-            # No parameters: what moves and counts a model's weights leaves them alone.
+            # They are no parameters, so nothing moves or counts them as weights of the model.
             vars(module)[form.name] = weight if there or stay is None else pool[int(stay[0]) :][: len(stay)]
         if there or stay is None:
             self._hooks[number] = module.register_forward_pre_hook(partial(self._bring, number, table))
