@@ -200,6 +200,16 @@ def test_short_sequences_share_what_one_may_lose_at_once():
     assert again.start == ledger.start < 1
 
 
+@pytest.mark.parametrize("lost", [0.0, 2 * MOST_SAVED])
+def test_between_batches_losses_are_forgotten_only_where_tokens_paid_for_them(lost):
+    ledger = started(passes=4)
+    for _ in range(2 * int(MOST_SAVED / ALLOWANCE)):
+        ledger.add({}, None, 1.0, 1)
+    ledger.accounts["draft"].lost = lost
+    ledger.resume()
+    assert (ledger.tokens > 0) == (lost > 0)
+
+
 def test_what_was_not_lost_is_saved_for_trials():
     ledger = started(passes=4)
     for _ in range(400):
