@@ -1,4 +1,4 @@
-# `make run`, `make pair`, `make test`, `make test-all` and `make test-clients`; each makes its own virtual environment in .venv first.
+# `make run`, `make pair`, `make test`, `make test-all`, `make test-clients` and `make test-vulkan`; each makes its own virtual environment in .venv first.
 PYTHON ?= python3
 PROMPT ?= Why is the sky blue? Answer in three sentences.
 BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
@@ -8,7 +8,7 @@ ON_WINDOWS := $(addsuffix .py,$(addprefix tests/test_,tree verify sampling text 
   datastore saved remembered json_lines user_folders registry server python_api))
 ORDER ?= -p no:randomly
 
-.PHONY: run pair test test-all test-clients lint docs check-mac check-windows dist check-wheel check-tag clean
+.PHONY: run pair test test-all test-clients test-vulkan lint docs check-mac check-windows dist check-wheel check-tag clean
 
 run: .venv/run
 	@$(BIN)/edgespec run smollm2-135m "$$PROMPT" --max-tokens 128
@@ -36,6 +36,10 @@ test-all: .venv/test
 # Real agents and SDKs, with a model that follows a script: needs Node 20 and npm; installs into build/clients.
 test-clients: .venv/test
 	PYTHONPATH=tests:scripts nice $(BIN)/python tests/clients/run.py
+
+# Experts in a GPU's memory, with a build of llama.cpp for Vulkan in build/vulkan and Mesa's software GPU: half an hour.
+test-vulkan: .venv/test
+	PYTHONPATH=tests:scripts nice $(BIN)/python tests/vulkan/run.py
 
 # MLX and Metal on a Mac: ten minutes.
 check-mac: .venv/test

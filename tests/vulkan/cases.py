@@ -1,0 +1,242 @@
+"""One case of `run.py`, in a process of its own: `python cases.py CASE OPTIONS`, which are JSON.
+
+Writes numbers into a file, and prints what else came of it as JSON in the last line.
+"""
+
+import json
+import mmap
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from ctypes import addressof, c_char, c_size_t, c_void_p
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+import numpy as np
+import pytest
+from alone import Generation
+from edgespec.backends.llamacpp import engine
+from edgespec.backends.llamacpp.backend import LlamaBackend
+from edgespec.backends.llamacpp.ggml.files import find_device, ggml_base
+from edgespec.backends.llamacpp.ggml.ggml_tensor import is_here
+from edgespec.backends.llamacpp.memory import mixture, planning, pools
+
+from edgespec.errors import NoRoom
+from edgespec.loop.backend import Work
+from edgespec.loop.passes import prefill
+from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.stats import GenerationStats
+from edgespec.machine.memory import parse_size
+from edgespec.planners.sssd import SssdPlanner
+from edgespec.weights.plan import Plan, Pool, make_plan
+
+# Flash attention ends the process in Mesa 22; float32 does without.
+OPTIONS: dict[str, Any] = {"context_length": 1024, "threads": 2, "budget": 128, "kv_type": "f32", "exact": "off"}
+ROWS = (1, 4, 33, 128, 1, 2)
+PROMPT = 150  # tokens
+KEPT: list[mmap.mmap] = []
+TEXT = "the theory of the one and the many, the one and the two; " * 3
+
+
+@contextmanager
+def loaded(
+    path: str, device: str, gpu_layers: int, slots: int = 0, here: int = 0, **more: Any
+) -> Iterator[LlamaBackend]:
+    """A model with layers on the device.
+
+    Args:
+        path: of the model.
+        device: its name.
+        gpu_layers: as of `LoadOptions`.
+        slots: of a pool on the device; 0: it has all experts of its layers.
+        here: slots of the pool in memory.
+        more: other options.
+    """
+
+    def plan_memory(planner: planning.MemoryPlanner, size: Any, *given: Any) -> tuple[Plan | None, Any, list[str]]:
+        layers = planner.find_expert_layers()
+        count = 1 + layers[-1].index
+        first = 0 if gpu_layers < 0 else count + 1 - gpu_layers
+        there = tuple(i for i, layer in enumerate(layers) if layer.index >= first)
+        plan = make_plan(planner.tensors, 1 << 20, 0, on_device=count - first, experts_here=True)
+        assert plan
+        made = (Pool(tuple(range(len(layers))), here),)
+        return replace(plan, experts=layers[0].count, pools=made, device_pools=(Pool(there, slots, device),)), size, []
+
+    with pytest.MonkeyPatch.context() as patch:
+        # A device that helps with long passes over the processor's layers would compute them otherwise.
+        helps = engine.on_gpus
+        patch.setattr(engine, "on_gpus", lambda *given: helps(*given) | {"op_offload": 0})
+        if slots:
+            patch.setattr(planning.MemoryPlanner, "plan_memory", plan_memory)
+            more |= {"memory": "1G"}
+        backend = engine.load(path, gpu_layers=gpu_layers, **OPTIONS | more)
+    with closing(backend):
+        yield backend
+
+
+def logits_of(backend: LlamaBackend, rows: Sequence[int] = ROWS, sessions: int = 1) -> Any:
+    """Of a prompt and of passes over so many nodes, for each of the sessions."""
+    draw, found = np.random.default_rng(3), list[Any]()
+    opened = [backend.open() for _ in range(sessions)]
+    for session in opened:
+        last = prefill(backend, session, draw.integers(0, 250, PROMPT).tolist(), want_last=True)
+        found.append(last[0].row(last[1])[None])
+    for count in rows:
+        nodes = np.arange(count, dtype=np.int32)
+        parents = nodes - 1
+        parents[count // 2 :][:1] = -(count < 2)  # two paths: recurrent layers have few
+        works = [Work(one, draw.integers(0, 250, count).astype(np.int32), parents, nodes) for one in opened]
+        for logits in backend.forward(works):
+            found.append(np.stack([logits.row(node) for node in nodes.tolist()]))
+        for session in opened:
+            session.commit([0])
+    for session in opened:
+        session.close()
+    return np.concatenate(found)
+
+
+def report(backend: LlamaBackend) -> dict[str, Any]:
+    """Products with experts, those of them that the processor computes, and what was read."""
+    if not backend.mixture:
+        return {}
+    operations = backend._hooks.operations(backend.context, whole=True)  # type: ignore[union-attr]
+    products = [one for one in operations if mixture.operation_at(one).op in mixture.USERS]
+    wanted, hits, read = backend.mixture.memory.counted
+    return {"products": len(products), "here": sum(map(is_here, products)), "hits": f"{hits}/{wanted}", "read": read}
+
+
+def numbers(
+    out: str, times: int = 1, rows: Sequence[int] = ROWS, sessions: int = 1, no_copy: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Logits, as often as asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        if no_copy:
+            patch.setattr(pools, "new_buffer", buffer_here)
+        with loaded(sessions=sessions, **options) as backend:
+            np.save(out, np.stack([logits_of(backend, rows, sessions) for _ in range(times)]))
+            return report(backend)
+
+
+def buffer_here(device: str, tensor: int) -> int:
+    """This process's memory, in which the device computes without a copy."""
+    library = ggml_base()
+    size = library.ggml_backend_buft_get_alloc_size(library.ggml_backend_dev_buffer_type(find_device(device)), tensor)
+    memory = mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+    wrap = library.ggml_backend_dev_buffer_from_host_ptr
+    wrap.restype, wrap.argtypes = c_void_p, [c_void_p, c_void_p, c_size_t, c_size_t]
+    KEPT.append(memory)
+    address = addressof(c_char.from_buffer(memory))
+    if not (buffer := wrap(find_device(device), address, len(memory), size)):
+        raise OSError("the device computes in no other memory than its own")
+    return int(buffer)
+
+
+def drafts(out: str, **options: Any) -> dict[str, Any]:
+    """Tokens of a text with copied drafts, and how likely they were."""
+    with loaded(**options) as backend, closing(SssdPlanner()) as planner, closing(backend.open()) as session:
+        ids = backend.vocab.encode(TEXT, add_bos=False, parse_special=False)
+        stats, found = GenerationStats(), list[tuple[int, float]]()
+        for step in Generation(
+            backend, session, planner, ids, SamplingParams(), max_tokens=24, budget=6, stats=stats, log_probs=0
+        ).steps():
+            found += zip(step.tokens, [one.log_prob for one in step.log_probs or ()], strict=True)
+        np.save(out, np.array([found]))
+        return report(backend)
+
+
+def saved(out: str, **options: Any) -> dict[str, Any]:
+    """Logits after a session that was saved and read again; the first ones are those without."""
+    with loaded(**options) as backend:
+        found, file = list[Any](), Path(out).with_suffix(".session")
+        node = np.zeros(1, np.int32)
+        for again in (False, True):
+            session = backend.open()
+            if again:
+                session.restore(file)
+            else:
+                prefill(backend, session, list(range(5, 60)))
+                session.save(file)
+            found.append(backend.forward([Work(session, node + 9, node - 1, node)])[0].row(0))
+            session.close()
+        np.save(out, np.stack(found))
+        return report(backend)
+
+
+def again(out: str, **options: Any) -> dict[str, Any]:
+    """Logits of a model that is closed and loaded again."""
+    found = list[Any]()
+    for _ in range(2):
+        with loaded(**options) as backend:
+            found.append(logits_of(backend))
+            reported = report(backend)
+    np.save(out, np.stack(found))
+    return reported
+
+
+def planned(out: str, path: str, gpu_memory: str, room: int, **unused: Any) -> dict[str, Any]:
+    """Logits with what the planner chooses, in `room` bytes more than the model needs at least."""
+    memory = least(path, gpu_memory) + room
+    with closing(engine.load(path, memory=memory, gpu_memory=gpu_memory, **OPTIONS)) as backend:
+        if not (backend.plan and backend.plan.device_pools):
+            raise AssertionError(f"no pools on the device: {backend.notes}")
+        np.save(out, np.stack([logits_of(backend)]))
+        return report(backend) | {"notes": list(backend.notes)}
+
+
+def least(path: str, gpu_memory: str) -> int:
+    """Bytes of memory that a model needs."""
+    try:
+        engine.load(path, memory=1, gpu_memory=gpu_memory, **OPTIONS)
+    except NoRoom as error:
+        return parse_size(str(error).partition("at least ")[2].partition(" (")[0])
+    raise AssertionError("a byte of memory is enough")
+
+
+def served(out: str, path: str, gpu_memory: str = "", room: int = 0, **unused: Any) -> dict[str, Any]:
+    """What a server answers; with `gpu_memory` the planner chooses, as in `planned`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    where = ["--gpu-layers", "-1"]
+    if gpu_memory:
+        where = ["--gpu-memory", gpu_memory, "--memory", str(least(path, gpu_memory) + room)]
+    options = ["--port", str(port), "--no-key", "--ctx", "1024", "--kv-type", "f32", "--exact", "off", *where]
+    command = [sys.executable, "-m", "edgespec", "serve", path, *options]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            answers = [ask(server, port, prompt) for prompt in (TEXT, TEXT[20:], TEXT)]
+        finally:
+            server.terminate()
+        said = server.stderr.read() if server.stderr else ""
+    if gpu_memory and "experts of" not in said:
+        raise AssertionError(f"no pools on the device: {said}")
+    numbers = [list(answer.encode()) for answer in answers]
+    np.save(out, np.array([[*answer, *[0] * (500 - len(answer))] for answer in numbers], np.float32)[None])
+    return {"bytes": [len(answer) for answer in numbers]}
+
+
+def ask(server: "subprocess.Popen[str]", port: int, prompt: str) -> str:
+    body = json.dumps({"model": "any", "prompt": prompt, "max_tokens": 24, "temperature": 0}).encode()
+    request = Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
+    while server.poll() is None:
+        try:
+            with urlopen(request) as answer:
+                return str(json.load(answer)["choices"][0]["text"])
+        except URLError as error:
+            if isinstance(error, HTTPError):
+                raise
+            time.sleep(1)  # it loads
+    raise AssertionError("the server has ended")
+
+
+CASES = {case.__name__: case for case in (numbers, drafts, saved, again, planned, served)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(CASES[sys.argv[1]](**json.loads(sys.argv[2]))))
