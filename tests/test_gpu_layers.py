@@ -512,10 +512,10 @@ def test_what_a_gpu_has_left_holds_experts(rooms: tuple[int, ...], gpu_layers: i
     assert f"{each} of 4 experts of {len(of_last.layers)} layers on {gpus[-1].name}, " in plan.line()
 
 
-@pytest.mark.parametrize("room", [2 * LAYER, 0])
-def test_a_gpu_without_room_for_a_layers_experts_gets_none(room: int, mixture: Any) -> None:
+@pytest.mark.parametrize("gpus", [own(2 * LAYER), own(0), [Gpu("iGPU", True, 9 * LAYER)]])
+def test_a_gpu_without_room_of_its_own_for_a_layers_experts_gets_none(gpus: Sequence[Gpu], mixture: Any) -> None:
     """They are computed here then."""
-    plan, _, _ = mixture(5 * LAYER, own(room)).plan_memory(SIZE, -1, True)
+    plan, _, _ = mixture(5 * LAYER, gpus).plan_memory(SIZE, -1, True)
     assert plan.pools
     assert plan.device_pools == ()
 

@@ -268,9 +268,11 @@ class MemoryPlanner:
         self, plan: Plan, size: ContextSize, gpu_layers: int, layers: Sequence[ExpertLayer], drafts: int
     ) -> Plan:
         """A plan with pools on GPUs, in the memory that other weights, caches and buffers leave there."""
+        own, found = [gpu for gpu in self.gpus if not gpu.shared], list[Pool]()
+        if not own:
+            return plan
         [buffers], count = self._rehearse(self.path, [size]), count_layers(self.tensors)
         _, dense = divide(self.tensors, gpu_layers, (EXPERTS.pattern.encode(),))
-        own, found = [gpu for gpu in self.gpus if not gpu.shared], list[Pool]()
         drafts = drafts // len(own) if drafts <= room_on(own, buffers) // 2 else 0
         stop, last = count - layers_on_gpu(gpu_layers, count), own[-1]
         for gpu, (some, name) in zip(own, layers_of_gpus(own, gpu_layers, count), strict=True):
