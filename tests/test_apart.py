@@ -27,9 +27,9 @@ CHECKS = [  # which call everything at least once
 
 
 @pytest.fixture(scope="module")
-def apart(smollm2_tiny: Path) -> Iterator[contract.Reused]:
+def apart(small_q4: Path) -> Iterator[contract.Reused]:
     """A process starts in a second, so the checks share one."""
-    reused = contract.Reused(partial(load, smollm2_tiny))
+    reused = contract.Reused(partial(load, small_q4))
     yield reused
     reused.close()
 
@@ -47,8 +47,8 @@ def test_contract(check: object, apart: contract.Reused) -> None:
     check(apart)  # type: ignore[operator]
 
 
-def test_a_process_that_is_gone_is_an_error_and_frees_what_it_had(smollm2_tiny: Path) -> None:
-    backend = load(smollm2_tiny)
+def test_a_process_that_is_gone_is_an_error_and_frees_what_it_had(small_q4: Path) -> None:
+    backend = load(small_q4)
     session = backend.open()
     work = contract.work(session, [5, 6], [-1, 0])
     backend.forward([work])
@@ -60,8 +60,8 @@ def test_a_process_that_is_gone_is_an_error_and_frees_what_it_had(smollm2_tiny: 
     backend.close()
 
 
-def test_ctrl_c_before_an_answer_does_not_shift_the_next(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = load(smollm2_tiny)
+def test_ctrl_c_before_an_answer_does_not_shift_the_next(small_q4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = load(small_q4)
     session = backend.open()
     poll, pressed = Connection.poll, [True]
 
@@ -78,9 +78,9 @@ def test_ctrl_c_before_an_answer_does_not_shift_the_next(smollm2_tiny: Path, mon
     backend.close()
 
 
-def test_ctrl_c_ends_the_pass(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_the_pass(small_q4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the next call would wait for all of it; a stop that comes after the pass does not end the next one."""
-    backend = load(smollm2_tiny)
+    backend = load(small_q4)
     session = backend.open()
     work = contract.work(session, [5, 6], [-1, 0])
     poll, ask, calls = Connection.poll, backend.stop.ask, list[str]()
@@ -106,9 +106,9 @@ def test_ctrl_c_ends_the_pass(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatc
     backend.close()
 
 
-def test_what_a_lender_does_not_take_is_refused(smollm2_tiny: Path) -> None:
+def test_what_a_lender_does_not_take_is_refused(small_q4: Path) -> None:
     with pytest.raises(UsageError, match="gpu_layers"):
-        load(smollm2_tiny, gpu_memory=1 << 30)
+        load(small_q4, gpu_memory=1 << 30)
 
 
 def test_every_option_reaches_the_process_apart(monkeypatch: pytest.MonkeyPatch) -> None:

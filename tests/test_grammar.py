@@ -11,6 +11,7 @@ from alone import served
 
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'edgespec[server]'")
 
+from conftest import made_up
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.backend import ReferenceBackend, perturbed, random_model
@@ -169,9 +170,10 @@ def test_a_text_that_leaves_the_grammar_never_comes():
         assert not constraint._matcher.get_error()
 
 
-def test_on_a_model_of_its_own_words(smollm2_tiny):
+def test_on_a_model_of_its_own_words(smollm2, smollm2_folder):
     """Words of several bytes: forced text is cut as the model's tokenizer cuts it."""
-    with edgespec.load(str(smollm2_tiny), planner="sssd", budget=16, threads=1, context_length=512) as model:
+    path = str(made_up(smollm2, smollm2_folder))
+    with edgespec.load(path, planner="sssd", budget=16, threads=1, context_length=512) as model:
         known = {
             "properties": {"city": CITY["properties"]["city"], "ok": {"type": "boolean"}},
             "required": ["city", "ok"],
