@@ -321,7 +321,7 @@ def make_plan(
         on_device: number of last layers that, with the output, lie in a GPU's own memory and are not planned.
         output_here: the output stays in this memory all the same.
         experts_here: the experts of those layers stay in this memory all the same.
-        kept: number of last layers that must be pinned with their experts: a GPU that shares this memory maps them.
+        kept: number of last layers that must be pinned with their experts, as those of a head.
         experts_at_once: bytes of memory to compute one layer's experts, if they do not stay.
         page: bytes of a page of memory.
         whole: a part ends where a tensor ends, for engines that do not map files; `page` is 1 then.

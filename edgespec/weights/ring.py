@@ -275,7 +275,7 @@ def can_stream(machine: Machine) -> bool:
 
 
 def open_store(paths: Sequence[str], mapped: Sequence[Mapping], plan: Plan, machine: Machine) -> Store:
-    """A store of Linux, or of Windows; macOS has `OwnMemory` of the backend for llama.cpp."""
+    """A store of Linux, or one that leaves all to the system; on macOS llama.cpp has its own memory instead."""
     if machine.platform != "linux":
         return WindowsStore(paths)
     return (LinuxStore if machine.moves_pages else CachedLinuxStore)(paths, mapped, plan)

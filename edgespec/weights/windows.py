@@ -1,6 +1,7 @@
-"""The store of Windows, whose own paging keeps what fits of a mapped file; only experts are read besides.
+"""The store of Windows, and of what a Mac's GPU maps: the system's paging keeps what fits of a mapped file, and only
+experts are read besides.
 
-Never run on Windows.
+Never run there.
 """
 
 from collections.abc import Sequence

@@ -18,6 +18,10 @@ class LayerHooks:
     computes up to that operation, and reports it. So at the next question, all earlier ones are computed. The first
     pass reports every operation, and so finds the last one before each streamed layer; later passes stop only there.
 
+    A GPU computes operations in another order, which mixes names of neighbouring layers. So with `OwnMemory` a layer
+    begins at the first operation that uses its weights: for it, only those that use weights of earlier layers must be
+    computed. Its graph tells where to stop: all of a layer depends on the operations that it takes from layers before.
+
     Attributes:
         error: raised in the callback; `forward` raises it again, because C code cannot.
     """
