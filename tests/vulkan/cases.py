@@ -21,6 +21,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 from alone import Generation
+from edgespec.backends.common import loader
 from edgespec.backends.llamacpp import engine
 from edgespec.backends.llamacpp.backend import LlamaBackend
 from edgespec.backends.llamacpp.ggml.files import find_device, ggml_base
@@ -33,6 +34,7 @@ from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.machine.memory import parse_size
+from edgespec.machine.this_machine import Machine, this_machine
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.weights.plan import Plan, Pool, make_plan
 
@@ -122,6 +124,33 @@ def numbers(
         with loaded(sessions=sessions, **options) as backend:
             np.save(out, np.stack([logits_of(backend, rows, sessions) for _ in range(times)]))
             return report(backend)
+
+
+def streamed(
+    out: str, path: str, device: str, gpu_layers: int, room: int, rows: Sequence[int] = ROWS
+) -> dict[str, Any]:  # fmt: skip
+    """As on a Mac: layers are read to slots in memory of this process, in which the device computes.
+
+    Args:
+        room: bytes beside the least memory.
+    """
+
+    def mac(*given: Any) -> Machine:
+        machine = this_machine(*given)
+        return replace(machine, platform="darwin", gpus=tuple(replace(gpu, shared=True) for gpu in machine.gpus))
+
+    options = OPTIONS | {"gpu_layers": gpu_layers}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "this_machine", mac)
+        patch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
+        try:
+            engine.load(path, memory=1, **options)
+        except NoRoom as error:
+            least = parse_size(str(error).split("at least ")[1].split(" (")[0])
+        with closing(engine.load(path, memory=least + room, **options)) as backend:
+            assert backend._hooks._own.only_here  # type: ignore[union-attr]
+            np.save(out, np.stack([logits_of(backend, rows) for _ in range(2)]))
+            return {"streamed": len(backend.plan.streamed), "kept": backend.plan.pinned_bytes}  # type: ignore[union-attr]
 
 
 def buffer_here(device: str, tensor: int) -> int:
@@ -235,7 +264,7 @@ def ask(server: "subprocess.Popen[str]", port: int, prompt: str) -> str:
     raise AssertionError("the server has ended")
 
 
-CASES = {case.__name__: case for case in (numbers, drafts, saved, again, planned, served)}
+CASES = {case.__name__: case for case in (numbers, streamed, drafts, saved, again, planned, served)}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pools of experts on a software GPU: `make test-vulkan`.
+"""Pools of experts, and streamed layers, on a software GPU: `make test-vulkan`.
 
 Builds llama.cpp with Vulkan once, for Mesa's processor device. Each case runs with pools on the device and without, in
 processes of their own: the numbers must be equal, to the bit. A case that the driver ends is listed, and not counted.
@@ -17,6 +17,7 @@ from shutil import which
 from typing import Any
 
 import numpy as np
+from gguf_files import small_llama
 from models import EXPERTS, FAMILIES, write
 
 HERE = Path(__file__).parent
@@ -28,9 +29,10 @@ NEEDS = {  # package of Debian -> where one of its files lies
     "libvulkan-dev": "include/vulkan/vulkan.h",
     "spirv-headers": "include/spirv/unified1/spirv.hpp",
 }
-DEVICE = "Vulkan0"
+DEVICE, DENSE = "Vulkan0", "llama"
 LONGEST = 3600  # seconds of a case; the driver compiles for minutes what it has not in its cache
 CHOSEN = {"gpu_memory": "800M", "room": 40 << 20}  # by the planner: pools for some layers
+ROOM = {"room": 6 << 20}
 SEVERAL = {"slots": EXPERTS + 4, "here": EXPERTS, "times": 2}
 
 
@@ -66,6 +68,10 @@ CASES = [
     Case("a saved session", does="saved"),
     Case("a model that is loaded again", does="again"),
     Case("what the planner chooses", size=64, does="planned", pools=CHOSEN),
+    Case("layers that are streamed", DENSE, "F32", does="streamed", pools=ROOM),
+    Case(
+        "half of the layers, streamed", DENSE, "F32", does="streamed", common={"gpu_layers": 4}, pools={"room": 6 << 20}
+    ),
     Case("a server", size=64, does="served", pools=CHOSEN),
 ]
 
@@ -104,7 +110,7 @@ def run(case: Case, out: Path, **options: Any) -> tuple[int, str]:
         "OMP_WAIT_POLICY": "passive", "EDGESPEC_NO_MEMORY_OF_COSTS": "1",
     }  # fmt: skip
     about = {"out": str(out), "device": DEVICE, "gpu_layers": -1} | case.common | options
-    does = "numbers" if case.does == "planned" and not options.get("room") else case.does
+    does = "numbers" if case.does in ("planned", "streamed") and "room" not in options else case.does
     command = [sys.executable, str(HERE / "cases.py"), does, json.dumps(about)]
     try:
         done = subprocess.run(
@@ -124,7 +130,7 @@ def tried(case: Case) -> tuple[str, str]:
     FILES.mkdir(parents=True, exist_ok=True)
     model = FILES / f"{case.family}-{case.kind}-{case.size}.gguf"
     if not model.exists():
-        write(model, case.family, case.kind, case.size)
+        small_llama(model, layers=6) if case.family == DENSE else write(model, case.family, case.kind, case.size)
     found = list[Any]()
     for options in ({}, case.pools):
         out = FILES / f"{CASES.index(case)}-{len(found)}.npy"
