@@ -1,6 +1,6 @@
 """A skeleton of a mixture: its GGUF with dense weights first, and experts in a hole at the end, which takes no disk.
 
-Metal maps a file from the first to the last weight of its GPU, and keeps all in between in memory: in most files that
+Metal maps a file from the first to the last weight of its GPU, and keeps all in between in memory. In most files that
 is every expert. A skeleton has the weights in the order of `places`, so what a GPU maps has no others in between.
 
 Skeletons lie in the cache folder. Each names its model, and goes with it, or where others need its room.
@@ -88,7 +88,7 @@ def _about_model(path: str) -> dict[str, str]:
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """What a skeleton says of its model; {}: it is none, or damaged."""
+    """Keys in which a skeleton names its model; {}: it is none, or damaged."""
     try:
         return header_values(str(path), "edgespec.")
     except ModelError:
