@@ -1,7 +1,7 @@
 """Weights in memory of this program, where no pages can be moved to the mapped file: on macOS.
 
-Before a model's context is made, the weights that stay get addresses in this memory. A device that shares it may compute
-with them there. A streamed layer's weights get the addresses of its slot once that is read, and those of the
+Before a model's context is made, the weights that stay get addresses in this memory. A device that shares it may
+compute with them there. A streamed layer's weights get the addresses of its slot once that is read, and those of the
 mapped file when the layer is computed. So the processor may compute a layer too early: that is slow, never wrong. A
 device cannot read the mapped file.
 """
