@@ -116,7 +116,7 @@ FOLDERS = {name: (name, {}) for name in ("mixtral", "qwen3 moe", "gpt-oss", "glm
     "mixtral, stacked": ("mixtral", {"stacked": True}),
     "granite, stacked": ("granite", {"stacked": True}),
     "qwen3 moe, 3 of 9": ("qwen3 moe", {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 40}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.covering(1)
@@ -224,9 +224,12 @@ def test_what_else_computes_with_experts_is_refused():
 def test_the_contract(mixtral, pooled):
     reused = contract.Reused(partial(pooled, mixtral, 1.5))
     for check in (
-        contract.several_sessions_in_one_forward, contract.a_broken_work_changes_nothing,
-        contract.forks_are_independent, contract.prefill_in_pieces, contract.a_saved_session_goes_on,
-    ):  # fmt: skip
+        contract.several_sessions_in_one_forward,
+        contract.a_broken_work_changes_nothing,
+        contract.forks_are_independent,
+        contract.prefill_in_pieces,
+        contract.a_saved_session_goes_on,
+    ):
         check(reused)
 
 
@@ -350,11 +353,12 @@ def test_no_more_is_read_than_llama_cpp_reads(mixtral, pooled, monkeypatch):
     calls, choose, finish = [], ExpertMemory.choose, ExpertMemory.finish
     with monkeypatch.context() as patch:
         patch.setattr(
-            ExpertMemory, "choose",
+            ExpertMemory,
+            "choose",
             lambda memory, number, chosen, prompt=None: (
                 calls.append((number, chosen, prompt)) or choose(memory, number, chosen, prompt)
             ),
-        )  # fmt: skip
+        )
         patch.setattr(ExpertMemory, "finish", lambda memory: calls.append(None) or finish(memory))
         backend, draw = pooled(mixtral, 1.6), np.random.default_rng(1)
         session = backend.open()

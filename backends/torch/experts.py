@@ -148,11 +148,15 @@ def _find(path: str, index: int, module: Any, stored: Mapping[str, Any]) -> Expe
     arrays, count = module._parameters, int(module.num_experts)
     forms = [
         Form(
-            name, MATRICES.get(name, (name,)), array.dtype, CODES.get(array.dtype, ""), tuple(array.shape[1:]),
+            name,
+            MATRICES.get(name, (name,)),
+            array.dtype,
+            CODES.get(array.dtype, ""),
+            tuple(array.shape[1:]),
             array.nbytes // count,
         )
         for name, array in arrays.items()
-    ]  # fmt: skip
+    ]
     whole = all(len(array) == count for array in arrays.values())
     return find_experts(path, index, count, forms, {}, stored) if whole else None
 
@@ -188,10 +192,14 @@ def plan_pools(
     least = memory_of(layers, pools_of(layers, 0))
     there = [replace(layer, on_device=True) for layer in layers]
     plan = Plan(
-        memory=host.memory, needed=fixed + host.needed - least - weights + sum(sizes),
-        pinned=(Extent(-1, 0, weights - sum(layer.size for layer in moving)),), streamed=moving,
-        cached=tuple(experts.extents), slots=min(STAGING, len(moving)), layers=len(sizes),
-    )  # fmt: skip
+        memory=host.memory,
+        needed=fixed + host.needed - least - weights + sum(sizes),
+        pinned=(Extent(-1, 0, weights - sum(layer.size for layer in moving)),),
+        streamed=moving,
+        cached=tuple(experts.extents),
+        slots=min(STAGING, len(moving)),
+        layers=len(sizes),
+    )
     if host.apart:
         pools = most_pools(there, room + least) or pools_of(there, 0)
         taken = (replace(pool, device=device, slots=min(pool.slots, MOST_GROUPS)) for pool in pools)

@@ -114,9 +114,14 @@ class OwnMemory:
     note = ""
 
     def __init__(
-        self, paths: Sequence[str], tensors: Sequence[Tensor], plan: Plan, found: Mapping[str, Sequence[int]],
-        there: Collection[str] = (), device: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        paths: Sequence[str],
+        tensors: Sequence[Tensor],
+        plan: Plan,
+        found: Mapping[str, Sequence[int]],
+        there: Collection[str] = (),
+        device: int = 0,
+    ) -> None:
         """
         Args:
             paths: files of the model.
