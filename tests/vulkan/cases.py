@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from ctypes import addressof, c_char, c_size_t, c_void_p
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -77,8 +78,10 @@ def loaded(
         patch.setattr(engine, "on_gpus", lambda *given: helps(*given) | {"op_offload": 0})
         if slots:
             patch.setattr(planning.MemoryPlanner, "plan_memory", plan_memory)
-            more |= {"memory": "1G"}
-        backend = engine.load(path, gpu_layers=gpu_layers, **OPTIONS | more)
+        # Where memory is plentiful, cells are placed otherwise.
+        backend = engine.load(path, gpu_layers=gpu_layers, **OPTIONS | {"memory": "1G"} | more)
+    # Where passes read experts, those over recurrent layers are composed otherwise.
+    backend.capabilities = replace(backend.capabilities, experts=(1, 1))
     with closing(backend):
         yield backend
 
@@ -188,7 +191,7 @@ def saved(out: str, **options: Any) -> dict[str, Any]:
         for again in (False, True):
             session = backend.open()
             if again:
-                session.restore(file)
+                session.load(file)
             else:
                 prefill(backend, session, list(range(5, 60)))
                 session.save(file)
@@ -211,7 +214,7 @@ def again(out: str, **options: Any) -> dict[str, Any]:
 
 def planned(out: str, path: str, gpu_memory: str, room: int, **unused: Any) -> dict[str, Any]:
     """Logits with what the planner chooses, in `room` bytes more than the model needs at least."""
-    memory = least(path, gpu_memory) + room
+    memory = least(path) + room
     with closing(engine.load(path, memory=memory, gpu_memory=gpu_memory, **OPTIONS)) as backend:
         if not (backend.plan and backend.plan.device_pools):
             raise AssertionError(f"no pools on the device: {backend.notes}")
@@ -219,10 +222,10 @@ def planned(out: str, path: str, gpu_memory: str, room: int, **unused: Any) -> d
         return report(backend) | {"notes": list(backend.notes)}
 
 
-def least(path: str, gpu_memory: str) -> int:
-    """Bytes of memory that a model needs."""
+def least(path: str) -> int:
+    """Bytes of memory that a model needs without a device."""
     try:
-        engine.load(path, memory=1, gpu_memory=gpu_memory, **OPTIONS)
+        engine.load(path, memory=1, gpu_layers=0, **OPTIONS)
     except NoRoom as error:
         return parse_size(str(error).partition("at least ")[2].partition(" (")[0])
     raise AssertionError("a byte of memory is enough")
@@ -234,7 +237,7 @@ def served(out: str, path: str, gpu_memory: str = "", room: int = 0, **unused: A
         port = free.getsockname()[1]
     where = ["--gpu-layers", "-1"]
     if gpu_memory:
-        where = ["--gpu-memory", gpu_memory, "--memory", str(least(path, gpu_memory) + room)]
+        where = ["--gpu-memory", gpu_memory, "--memory", str(least(path) + room)]
     options = ["--port", str(port), "--no-key", "--ctx", "1024", "--kv-type", "f32", "--exact", "off", *where]
     command = [sys.executable, "-m", "edgespec", "serve", path, *options]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as server:
@@ -258,7 +261,7 @@ def ask(server: "subprocess.Popen[str]", port: int, prompt: str) -> str:
             with urlopen(request) as answer:
                 return str(json.load(answer)["choices"][0]["text"])
         except URLError as error:
-            if isinstance(error, HTTPError):
+            if isinstance(error, HTTPError) and error.code != HTTPStatus.SERVICE_UNAVAILABLE:
                 raise
             time.sleep(1)  # it loads
     raise AssertionError("the server has ended")
