@@ -5,19 +5,13 @@ Writes numbers into a file, and prints what else came of it as JSON in the last 
 
 import json
 import mmap
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from ctypes import addressof, c_char, c_size_t, c_void_p
 from dataclasses import replace
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -231,43 +225,7 @@ def least(path: str) -> int:
     raise AssertionError("a byte of memory is enough")
 
 
-def served(out: str, path: str, gpu_memory: str = "", room: int = 0, **unused: Any) -> dict[str, Any]:
-    """What a server answers; with `gpu_memory` the planner chooses, as in `planned`."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    where = ["--gpu-layers", "-1"]
-    if gpu_memory:
-        where = ["--gpu-memory", gpu_memory, "--memory", str(least(path) + room)]
-    options = ["--port", str(port), "--no-key", "--ctx", "1024", "--kv-type", "f32", "--exact", "off", *where]
-    command = [sys.executable, "-m", "edgespec", "serve", path, *options]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            answers = [ask(server, port, prompt) for prompt in (TEXT, TEXT[20:], TEXT)]
-        finally:
-            server.terminate()
-        said = server.stderr.read() if server.stderr else ""
-    if gpu_memory and "experts of" not in said:
-        raise AssertionError(f"no pools on the device: {said}")
-    numbers = [list(answer.encode()) for answer in answers]
-    np.save(out, np.array([[*answer, *[0] * (500 - len(answer))] for answer in numbers], np.float32)[None])
-    return {"bytes": [len(answer) for answer in numbers]}
-
-
-def ask(server: "subprocess.Popen[str]", port: int, prompt: str) -> str:
-    body = json.dumps({"model": "any", "prompt": prompt, "max_tokens": 24, "temperature": 0}).encode()
-    request = Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
-    while server.poll() is None:
-        try:
-            with urlopen(request) as answer:
-                return str(json.load(answer)["choices"][0]["text"])
-        except URLError as error:
-            if isinstance(error, HTTPError) and error.code != HTTPStatus.SERVICE_UNAVAILABLE:
-                raise
-            time.sleep(1)  # it loads
-    raise AssertionError("the server has ended")
-
-
-CASES = {case.__name__: case for case in (numbers, streamed, drafts, saved, again, planned, served)}
+CASES = {case.__name__: case for case in (numbers, streamed, drafts, saved, again, planned)}
 
 
 if __name__ == "__main__":

@@ -65,12 +65,11 @@ CASES = [
     Case("drafts", does="drafts"),
     Case("a saved session", does="saved"),
     Case("a model that is loaded again", does="again"),
-    Case("what the planner chooses", size=64, does="planned", pools=CHOSEN),
+    Case("what the planner chooses, twice", size=64, does="planned", common=CHOSEN, pools={}),
     Case("layers that are streamed", DENSE, "F32", does="streamed", pools=ROOM),
     Case(
         "half of the layers, streamed", DENSE, "F32", does="streamed", common={"gpu_layers": 4}, pools={"room": 6 << 20}
     ),
-    Case("a server", size=64, does="served", pools=CHOSEN),
 ]
 
 
@@ -108,7 +107,7 @@ def run(case: Case, out: Path, **options: Any) -> tuple[int, str]:
         "OMP_WAIT_POLICY": "passive", "EDGESPEC_NO_MEMORY_OF_COSTS": "1",
     }  # fmt: skip
     about = {"out": str(out), "device": DEVICE, "gpu_layers": -1} | case.common | options
-    does = "numbers" if case.does in ("planned", "streamed") and "room" not in options else case.does
+    does = "numbers" if case.does in ("planned", "streamed") and "room" not in about else case.does
     command = [sys.executable, str(HERE / "cases.py"), does, json.dumps(about)]
     try:
         done = subprocess.run(
