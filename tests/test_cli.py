@@ -405,6 +405,7 @@ def test_bench_compares_planners_and_finds_nothing_wrong(
     run: Run, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(terminal, "LINE_SECONDS", 0.001)
+    monkeypatch.setattr(terminal, "FIRST_LINE", 0.001)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
         '{"prompt": "Say hello.", "category": "a"}\n{"turns": ["Name a colour.", "x"], "category": "b"}\n', "utf-8"

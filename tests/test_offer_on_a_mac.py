@@ -55,9 +55,12 @@ def large(smollm2: Path) -> Callable[[float], int]:
 
 
 def test_the_better_engine_is_offered_by_computation(
-    smollm2: Path, mac: Callable[..., Machine], large: Callable[[float], int]
+    smollm2: Path, mac: Callable[..., Machine], large: Callable[[float], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mac(large(0.5))
+    [line] = offer(str(smollm2)).lines  # both engines compute all layers on the GPU
+    assert re.match(r"larger than memory: llamacpp about .* tokens/s, on the GPU; mlx about", line)
+    monkeypatch.setattr("edgespec.backends.llamacpp.memory.planning.auto_layers", lambda *_, **__: 0)
     found = offer(str(smollm2))
     assert re.match(r"larger than memory: llamacpp about .* tokens/s, with streamed layers on the proc", found.lines[0])
     assert "computed, not measured" in found.lines[0]
