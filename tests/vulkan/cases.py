@@ -125,7 +125,7 @@ def numbers(
 
 def streamed(
     out: str, path: str, device: str, gpu_layers: int, room: int, rows: Sequence[int] = ROWS
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """As on a Mac: layers are read to slots in memory of this process, in which the device computes.
 
     Args:

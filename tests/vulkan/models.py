@@ -23,11 +23,18 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 def write(path: Path, family: str, kind: str, experts: int = EXPERTS) -> Path:
     """A model of `family` whose matrices are of `kind`, one of `TYPES`; more experts are larger, too."""
     writer = begin(
-        path, family, block_count=LAYERS, embedding_length=WIDTH, feed_forward_length=INNER, head_count=HEADS,
-        vocab_size=VOCAB, expert_count=experts, expert_used_count=USED,
+        path,
+        family,
+        block_count=LAYERS,
+        embedding_length=WIDTH,
+        feed_forward_length=INNER,
+        head_count=HEADS,
+        vocab_size=VOCAB,
+        expert_count=experts,
+        expert_used_count=USED,
         expert_feed_forward_length=INNER * experts // EXPERTS,
         rope_dimension_count=ROTATED if family == "deepseek2" else HEAD,
-    )  # fmt: skip
+    )
     add(writer, **_keys(family))
     byte_level_vocab(writer)
     rng = np.random.default_rng(0)
@@ -63,20 +70,34 @@ def _keys(family: str) -> dict[str, Any]:
         "qwen3moe": attention,
         "gpt-oss": attention | {"sliding_window": 128},
         "glm4moe": attention | shared | {"expert_weights_norm": True},
-        "gemma4": attention | {
-            "sliding_window": 64, "sliding_window_pattern": [layer % 2 == 0 for layer in range(LAYERS)],
-            "embedding_length_per_layer_input": 0, "rope_freq_base_swa": 10000.0, "key_length_swa": HEAD,
-            "value_length_swa": HEAD, "rope_dimension_count_swa": HEAD, "shared_kv_layers": 0,
+        "gemma4": attention
+        | {
+            "sliding_window": 64,
+            "sliding_window_pattern": [layer % 2 == 0 for layer in range(LAYERS)],
+            "embedding_length_per_layer_input": 0,
+            "rope_freq_base_swa": 10000.0,
+            "key_length_swa": HEAD,
+            "value_length_swa": HEAD,
+            "rope_dimension_count_swa": HEAD,
+            "shared_kv_layers": 0,
         },
-        "deepseek2": shared | {
-            "head_count_kv": 1, "q_lora_rank": RANK, "kv_lora_rank": RANK, "key_length": RANK + ROTATED,
-            "value_length": RANK, "key_length_mla": HEAD, "value_length_mla": HEAD,
+        "deepseek2": shared
+        | {
+            "head_count_kv": 1,
+            "q_lora_rank": RANK,
+            "kv_lora_rank": RANK,
+            "key_length": RANK + ROTATED,
+            "value_length": RANK,
+            "key_length_mla": HEAD,
+            "value_length_mla": HEAD,
         },
         "lfm2moe": {
-            "head_count_kv": [KV_HEADS * (layer % 2) for layer in range(LAYERS)], "shortconv_l_cache": 4,
-            "leading_dense_block_count": 1, "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID,
+            "head_count_kv": [KV_HEADS * (layer % 2) for layer in range(LAYERS)],
+            "shortconv_l_cache": 4,
+            "leading_dense_block_count": 1,
+            "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID,
         },
-    }[family]  # fmt: skip
+    }[family]
 
 
 def _tensors(family: str, experts: int) -> Shapes:

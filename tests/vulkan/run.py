@@ -86,9 +86,12 @@ def build() -> None:
     if not [*WHEELS.glob("*.whl")]:
         print("building llama.cpp with Vulkan, which takes 20 minutes on two cores", flush=True)
         options = {
-            "GGML_VULKAN": "ON", "Vulkan_INCLUDE_DIR": headers / "include", "LLAVA_BUILD": "OFF",
-            "SPIRV-Headers_DIR": headers / "share/cmake/SPIRV-Headers", "Vulkan_GLSLC_EXECUTABLE": HERE / "glslc",
-        }  # fmt: skip
+            "GGML_VULKAN": "ON",
+            "Vulkan_INCLUDE_DIR": headers / "include",
+            "LLAVA_BUILD": "OFF",
+            "SPIRV-Headers_DIR": headers / "share/cmake/SPIRV-Headers",
+            "Vulkan_GLSLC_EXECUTABLE": HERE / "glslc",
+        }
         given = os.environ | {"CMAKE_ARGS": " ".join(f"-D{name}={value}" for name, value in options.items())}
         wheel = f"llama-cpp-python=={version('llama-cpp-python')}"
         pip("wheel", "--no-deps", "--no-binary", "llama-cpp-python", "-w", str(WHEELS), wheel, env=given)
@@ -103,9 +106,11 @@ def run(case: Case, out: Path, **options: Any) -> tuple[int, str]:
     """A case's status and last line; its numbers lie in `out`."""
     paths = (SITE, ROOT / "tests", HERE)
     given = {
-        "PYTHONPATH": os.pathsep.join(map(str, paths)), "GGML_VK_VISIBLE_DEVICES": "0",
-        "OMP_WAIT_POLICY": "passive", "EDGESPEC_NO_MEMORY_OF_COSTS": "1",
-    }  # fmt: skip
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "GGML_VK_VISIBLE_DEVICES": "0",
+        "OMP_WAIT_POLICY": "passive",
+        "EDGESPEC_NO_MEMORY_OF_COSTS": "1",
+    }
     about = {"out": str(out), "device": DEVICE, "gpu_layers": -1} | case.common | options
     does = "numbers" if case.does in ("planned", "streamed") and "room" not in about else case.does
     command = [sys.executable, str(HERE / "cases.py"), does, json.dumps(about)]
