@@ -533,7 +533,8 @@ def offer(target: str, *, draft: str | None = None, models_file: str | None = No
     folder, seconds = path.removesuffix(".gguf") + "-mlx", recall(about_engines(), dict[str, Amount]) or {}
     measured = seconds.get("llamacpp", 0.0) / seconds["mlx"] if seconds.get("mlx") else 0.0
     speeds = [one.told(speed) for one, speed in zip((first, others[0]), compared(first, others[0]), strict=True)]
-    on_gpu = first.where and first.where.placed.on_device == first.where.placed.layers
+    placed = first.where and first.where.placed
+    on_gpu = placed and placed.on_device == placed.layers
     where = "on the GPU" if on_gpu else "with streamed layers on the processor"
     lines = [f"larger than memory: {speeds[0]}, {where}; {speeds[1]}, on the GPU ({COMPUTED})"]
     if measured > FASTER:
