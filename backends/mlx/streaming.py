@@ -94,7 +94,7 @@ class SlotStore:
             at = bisect_right(starts, (piece.file, piece.start)) - 1
             self._files.read(piece.file, places[at] + piece.start - starts[at][1], piece.start, piece.stop)
 
-        extents = [Extent(tensor.file, tensor.start, tensor.start + tensor.size) for tensor in tensors]
+        extents = [tensor.extent for tensor in tensors]
         warm(extents, read, progress)
         return arrays
 

@@ -56,6 +56,7 @@ from .loading import (
     Form,
     Host,
     Placement,
+    bytes_in,
     cache_shape,
     check_folder_fits,
     check_rope,
@@ -416,9 +417,9 @@ def load_folder(
             check_folder_fits(folder, dtype, plan.memory)
             return load_model(folder, dtype)
 
-        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         asked = options.memory is not None or device_memory is not None
-        plenty = not asked and PLENTY * size <= (gpu.free if gpu else plan.memory)  # then it is loaded once, and whole
+        # A model that clearly fits is loaded once, and whole.
+        plenty = not asked and PLENTY * bytes_in(folder) <= (gpu.free if gpu else plan.memory)
         # Own layers need whole ones.
         chosen = plan.streams and (gpu or device.type == "cpu") and not (options.own_layers or plenty)
         experts = find_folder(folder, dtype) if chosen else None

@@ -58,7 +58,7 @@ class ExpertFolder:
 
     @property
     def extents(self) -> list[Extent]:
-        return merge(Extent(one.file, one.start, one.start + one.size) for each in self.experts for one in each.tensors)
+        return merge(one.extent for each in self.experts for one in each.tensors)
 
     def sizes(self, count: int) -> list[int]:
         """Bytes of the experts of each of `count` layers."""

@@ -16,6 +16,7 @@ from rich.progress import track
 
 from edgespec.errors import ModelError, NoRoom, UsageError
 from edgespec.loop.backend import Capabilities
+from edgespec.machine.files import weight_files
 from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import Gpu
 from edgespec.weights.plan import consecutive_layers, layers_by_device, layers_on_gpu
@@ -160,6 +161,11 @@ def has_stored_nf4_layers(model: Any) -> bool:
     return bool(getattr(model, "is_quantized", False))
 
 
+def bytes_in(folder: Path) -> int:
+    """Of its weights."""
+    return sum(file.stat().st_size for file in weight_files(folder))
+
+
 def check_folder_fits(folder: Path, dtype: str | None, memory: int) -> None:
     """
     Raises:
@@ -180,8 +186,7 @@ def check_folder_fits(folder: Path, dtype: str | None, memory: int) -> None:
                 "experts are put together at load, and cannot be streamed: use a GGUF"
             )
         return
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    size = size * getattr(torch, made).itemsize // found.itemsize
+    size = bytes_in(folder) * getattr(torch, made).itemsize // found.itemsize
     if size > memory:
         other = "" if dtype == NF4 else ", or nf4"
         raise NoRoom(

@@ -48,24 +48,6 @@ OF_FIRST_LAYER = ("token_embd_norm.", "per_layer_model_proj.", "per_layer_proj_n
 OF_ALL_LAYERS = ("rope_freqs.", "rope_factors_")
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """
-    Attributes:
-        name: as in a GGUF.
-        file: index of its file.
-        start: its first byte in the file.
-        size: in bytes.
-        type: of its numbers, `ggml_type` in ggml.h; 0 where an engine does not say.
-    """
-
-    name: str
-    file: int
-    start: int
-    size: int
-    type: int = 0
-
-
 Ends = dict[int, list[int]]  # file -> ends of its tensors, sorted
 
 
@@ -85,6 +67,28 @@ class Extent:
     @property
     def size(self) -> int:
         return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """
+    Attributes:
+        name: as in a GGUF.
+        file: index of its file.
+        start: its first byte in the file.
+        size: in bytes.
+        type: of its numbers, `ggml_type` in ggml.h; 0 where an engine does not say.
+    """
+
+    name: str
+    file: int
+    start: int
+    size: int
+    type: int = 0
+
+    @property
+    def extent(self) -> Extent:
+        return Extent(self.file, self.start, self.start + self.size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ FILE_TYPE_F32, FILE_TYPE_F16, FILE_TYPE_BF16 = b"0", b"1", b"32"  # general.file
 NO_GPUS = (ctypes.c_void_p * 1)()  # a list of devices ends with a null pointer
 # With 0 layers alone GPUs would compute long passes.
 PROCESSOR_ONLY = {"n_gpu_layers": 0, "devices": ctypes.cast(NO_GPUS, ctypes.c_void_p)}
+WEIGHTS = 1  # GGML_BACKEND_BUFFER_USAGE_WEIGHTS
 PROCESSOR, GPU, SHARED, LIBRARY = range(4)  # ggml_backend_dev_type: a GPU has its own memory, or the host's; 3 is BLAS
 TEMPLATES = (None, b"tool_use")  # names of chat templates: that of every conversation, and of those with tools
 LLAMA_MAX_SEQ = 256  # of llama-cparams.h, fixed at compile time

@@ -22,10 +22,9 @@ from edgespec.weights.preload import warm
 
 from ..context import ContextSize, trial_context
 from ..ggml.callback import OperationCallback
-from ..ggml.files import ggml_base, llama_cpp
+from ..ggml.files import WEIGHTS, ggml_base, llama_cpp
 from ..ggml.ggml_tensor import GgmlTensor, is_known, source_addresses
 
-WEIGHTS = 1  # GGML_BACKEND_BUFFER_USAGE_WEIGHTS
 NONE = 0  # GGML_OP_NONE: nothing is computed
 
 
@@ -140,7 +139,7 @@ class OwnMemory:
             tensors = sorted((one for one in tensors if one.name in found), key=lambda one: (one.file, one.start))
             kept = [tensor for tensor in tensors if any(_holds(extent, tensor) for extent in plan.pinned)]
             groups = [[one for one in kept if (one.name in there) == on_device] for on_device in (False, True)]
-            pinned = [self._files.widened(Layer(0, tuple(map(_extent, some)))).extents for some in groups]
+            pinned = [self._files.widened(Layer(0, tuple(tensor.extent for tensor in some))).extents for some in groups]
             first, slots = _size(pinned[0]), _size(pinned[0]) + _size(pinned[1])
             self._inside = {layer.index: _places(layer.extents, 0) for layer in self.plan.streamed}
             self._slot_size = max((_size(layer.extents) for layer in self.plan.streamed), default=0)
@@ -243,10 +242,6 @@ class OwnMemory:
             ggml_base().ggml_backend_buffer_free(self._buffer)
         self._files.close()
         self._buffer, self._memory = 0, None
-
-
-def _extent(tensor: Tensor) -> Extent:
-    return Extent(tensor.file, tensor.start, tensor.start + tensor.size)
 
 
 def _holds(extent: Extent, tensor: Tensor) -> bool:

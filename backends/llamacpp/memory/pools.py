@@ -16,12 +16,11 @@ from edgespec.weights.plan import Plan, Pool
 from edgespec.weights.tiered_memory import DevicePlace, TieredMemory
 
 from ..context import ContextSize, trial_context
-from ..ggml.files import find_device, ggml_base, loaded_tensors
+from ..ggml.files import WEIGHTS, find_device, ggml_base, loaded_tensors
 from ..ggml.ggml_tensor import GgmlTensor
 from .mixture import USERS, Mixture, open_memory, operation_at
 from .planning import find_expert_layers
 
-WEIGHTS = 1  # GGML_BACKEND_BUFFER_USAGE_WEIGHTS
 Tensors = dict[str, tuple[int, int]]  # by name: its address, and its dimension that counts experts
 
 
