@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 import contract
-import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'edgespec[torch]'")
@@ -23,14 +22,13 @@ from edgespec.backends.torch.experts import ExpertFolder, Slots, by_slots, find_
 from edgespec.backends.torch.loading import WORKSPACE, Placement
 from edgespec.backends.torch.offload import HostCopies
 from hf_models import save, tiny_model, torch
-from same_bits import Pair, do_everything
+from same_bits import Pair, check_failing_disk, check_given_up_passes, do_everything, replayed
 from test_torch import needs, needs_bitsandbytes
 
 from edgespec.errors import Interrupted, ModelError, NoRoom
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.passes import prefill
-from edgespec.weights import direct_io, expert_memory, experts
-from edgespec.weights.expert_memory import ExpertMemory
+from edgespec.weights import expert_memory, experts
 from edgespec.weights.plan import Pool
 
 LAYERS = 7
@@ -236,47 +234,14 @@ def test_the_contract(mixtral, pooled):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ModelError, Interrupted])
 @pytest.mark.parametrize("slots", [0, 1.5])
 def test_a_pass_given_up_within_a_layer(error, slots, mixtral, pooled, monkeypatch):
-    """While experts are read or before: committed tokens are as before, and the next pass is right."""
-    resident, backend = load(str(mixtral), **OPTIONS), pooled(mixtral, slots)
-    pair, memory = Pair(resident, backend), backend.mixture.memory
-    pair.forward((0, [5, 6, 7], [-1, 0, 1]), (1, [5, 9], [-1, 0]))
-    for number in range(2):
-        pair.each(number, lambda session: session.commit([0, 1]))
-    for name, at in [("choose", 0), ("wait", 0), ("choose", 3), ("wait", LAYERS - 2)]:
-        original = getattr(memory, name)
-
-        def fail(number, *rest, original=original, at=at):
-            if number == at:
-                if error is not Interrupted:
-                    raise error("now")
-                backend.interrupt(backend.pass_number)
-            return original(number, *rest)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(memory, name, fail)
-            with pytest.raises(error):
-                backend.forward([contract.work(one[1], [9, 9, 9], [-1, 0, 0]) for one in pair.sessions])
-        pair.forward((0, [1, 2, 3, 4], [-1, 0, 0, 1]), (1, [8, 9], [-1, -1]))
-        for number in range(2):
-            pair.each(number, lambda session: session.commit([]))
+    resident = load(str(mixtral), **OPTIONS)
+    check_given_up_passes(Pair(resident, pooled(mixtral, slots)), error, LAYERS - 2, 1, monkeypatch)
     resident.close()
 
 
 def test_a_disk_that_fails_and_comes_back(mixtral, pooled, monkeypatch):
-    resident, backend = load(str(mixtral), **OPTIONS), pooled(mixtral, 1.5)
-    pair = Pair(resident, backend)
-    pair.forward((0, [5, 6, 7], [-1, 0, 1]))
-
-    def broken(*_):
-        raise OSError("the disk is gone")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(direct_io, "read_unaligned", broken)
-        with pytest.raises(ModelError, match=r"experts of layer \d+ cannot be read: the disk is gone"):
-            backend.forward([contract.work(pair.sessions[1][1], list(range(9)), list(range(-1, 8)))])
-    for number in range(2):
-        pair.each(number, lambda session: session.rewind(0))
-    do_everything(pair, 3)
+    resident = load(str(mixtral), **OPTIONS)
+    check_failing_disk(Pair(resident, pooled(mixtral, 1.5)), monkeypatch)
     resident.close()
 
 
@@ -349,37 +314,8 @@ def test_a_mixture_that_clearly_fits_is_loaded_once(mixtral, monkeypatch):
 
 
 def test_no_more_is_read_than_llama_cpp_reads(mixtral, pooled, monkeypatch):
-    """For the same choices with the same pools, each token in a pass of its own, after a prompt."""
-    calls, choose, finish = [], ExpertMemory.choose, ExpertMemory.finish
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            ExpertMemory,
-            "choose",
-            lambda memory, number, chosen, prompt=None: (
-                calls.append((number, chosen, prompt)) or choose(memory, number, chosen, prompt)
-            ),
-        )
-        patch.setattr(ExpertMemory, "finish", lambda memory: calls.append(None) or finish(memory))
-        backend, draw = pooled(mixtral, 1.6), np.random.default_rng(1)
-        session = backend.open()
-        prefill(backend, session, draw.integers(0, 250, 20).tolist())
-        for token in draw.integers(0, 250, 20).tolist():
-            backend.forward([contract.work(session, [token], [-1])])
-            session.commit([0])
-    memory = backend.mixture.memory
-    layers = [replace(layer, places=()) for layer in memory.layers]  # as llama.cpp has them: one stack each
-    other = ExpertMemory(find_folder(mixtral, None).paths, layers, backend.plan.pools)
-    other.fill(lambda *_: None)
-    for call in calls:
-        if call is None:
-            other.finish()
-        else:
-            other.choose(*call)
-            other.wait(call[0])
-    other.close()
-    assert (memory.wanted, memory.hits) == (other.wanted, other.hits)
-    assert memory.hits > 0
-    assert memory.bytes_read <= 1.1 * other.bytes_read
+    with replayed(monkeypatch, find_folder(mixtral, None).paths) as compare:
+        compare(pooled(mixtral, 1.6))
 
 
 def test_a_prompt_counts_and_what_was_used_is_remembered(mixtral, pooled, monkeypatch):
