@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from edgespec.backends.llamacpp.context import ContextSize, make_context, settle_attention
 from edgespec.backends.llamacpp.ggml.files import ggml_library, llama_cpp, load_model, size_lines
+from edgespec.backends.llamacpp.memory import pools
 from edgespec.backends.llamacpp.memory.gpu import overrides
 
 Pointers = ctypes.c_void_p * 17  # struct ggml_backend_device: 15 functions, registry, context
@@ -93,6 +95,18 @@ def device(*, own: bool = False) -> Any:
         found[HELPS] = _function(ctypes.c_bool, [pointer] * 2, lambda _, one: _rows(one) >= HELPED_ROWS)
     _kept.extend((found, kind, text))
     return (pointer * 2)(ctypes.addressof(found), None)
+
+
+def found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have llama.cpp find a device with memory of its own, as it finds a card by itself."""
+    made, load = device(own=True), llama_cpp.llama_model_load_from_file
+
+    def load_there(path: bytes, params: Any) -> Any:
+        params.devices = params.devices or ctypes.cast(made, ctypes.c_void_p)
+        return load(path, params)
+
+    monkeypatch.setattr(llama_cpp, "llama_model_load_from_file", load_there)
+    monkeypatch.setattr(pools, "find_device", lambda name: made[0] if name == NAME.decode() else None)
 
 
 @contextmanager

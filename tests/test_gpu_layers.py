@@ -35,6 +35,7 @@ from edgespec.loop import engines
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import Engine, LoadOptions
 from edgespec.loop.passes import prefill
+from edgespec.machine.measurements import OFF, remember
 from edgespec.machine.memory import parse_size
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.models.registry import Defaults, Entry
@@ -295,14 +296,8 @@ def reserved(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     [buffers] = memory.rehearse(str(smollm2_tiny), [memory.ContextSize(64, 64, 1, memory.MIN_NODES)], 1 << 60)[1]
     room = buffers.compute + gpu.largest_copy(memory.loaded_tensors(str(smollm2_tiny)), True) + MIB
     card = Gpu("MAPPED", False, int((room + RESERVE) / (1 - SAFETY)))
-    really, devices = memory.llama_cpp.llama_model_load_from_file, mapped_device.device(own=True)
-
-    def load_from_file(path: bytes, params: Any) -> Any:
-        params.devices = params.devices or ctypes.cast(devices, ctypes.c_void_p)
-        return really(path, params)
-
     monkeypatch.setattr(engine_module, "find_gpus", lambda: [card])
-    monkeypatch.setattr(memory.llama_cpp, "llama_model_load_from_file", load_from_file)
+    mapped_device.found(monkeypatch)
     return lambda: sum(mapped_device._logged("compute").get("MAPPED", []))
 
 
@@ -512,6 +507,73 @@ def test_what_a_gpu_has_left_holds_experts(rooms: tuple[int, ...], gpu_layers: i
     assert f"{each} of 4 experts of {len(of_last.layers)} layers on {gpus[-1].name}, " in plan.line()
 
 
+def test_that_pools_were_tried_holds_for_this_system_and_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for another chip, macOS or llama.cpp."""
+    monkeypatch.delenv(OFF, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    metal = SimpleNamespace(
+        ggml_backend_dev_count=lambda: 1,
+        ggml_backend_dev_get=lambda number: number,
+        ggml_backend_dev_type=lambda device: gpu.GPU,
+        ggml_backend_dev_memory=lambda *given: None,
+        ggml_backend_dev_name=lambda device: b"MTL0",
+    )
+    monkeypatch.setattr(gpu, "ggml", lambda: metal)
+    monkeypatch.setattr(gpu.llama_cpp, "llama_supports_gpu_offload", lambda: True)
+
+    def tried(**other: str) -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu.platform, "mac_ver", lambda: (other.get("system", "26.1"), (), ""))
+            patch.setattr(gpu, "processor_name", lambda: other.get("chip", "Apple M4, 10 cores"))
+            patch.setattr(gpu, "engine_build", lambda: other.get("engine", "llama-cpp-python 0.3.36"))
+            if "word" in other:
+                remember(gpu.about_pools(), bool(other["word"]))
+            [found] = find_gpus()
+        return found.pools
+
+    assert not tried()
+    assert tried(word="yes")
+    assert tried()
+    for other in ({"system": "26.2"}, {"chip": "Apple M5, 10 cores"}, {"engine": "llama-cpp-python 0.3.37"}):
+        assert not tried(**other)
+    assert not tried(word="")
+    assert not tried()
+
+
+@pytest.mark.parametrize(
+    ("free", "asked", "found"),
+    [
+        (20 * LAYER, None, {"MTL0": (10, 20)}),  # as many as memory holds
+        (7 * LAYER, None, {"MTL0": (10, 20)}),  # which the GPU can hold, too, besides the other weights
+        (5 * LAYER, None, {"": (10, 20)}),  # it cannot: more would be read
+        (3 * LAYER, None, {"": (10, 20)}),  # not even the experts of one layer
+        (20 * LAYER, 6, {"": (5, 13), "MTL0": (5, 13)}),
+    ],
+)
+def test_a_macs_gpu_computes_in_pools_only_where_that_was_tried(
+    free: int, asked: int | None, found: dict[str, tuple[int, int]], mixture: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "skeleton_tensors", lambda path, layers, tensors: tensors)
+    room = 10 * LAYER if asked else 8 * LAYER
+    for tried in (True, False):
+        planner = mixture(room, [Gpu("MTL0", True, free, pools=tried)], "darwin")
+        chosen = planner.choose_gpu_layers(SIZE) if asked is None else asked
+        plan, _, _ = planner.plan_memory(SIZE, chosen, False)
+        pools = {pool.device: (len(pool.layers), pool.slots) for pool in plan.pools}
+        if not tried:
+            assert pools.keys() == {""}
+            assert chosen == (asked or 0)
+            continue
+        assert pools == found
+        assert chosen == (asked or (-1 if "MTL0" in found else 0))
+        said = [f", those of {layers} layers computed by MTL0, " in plan.line() for layers in (10, 5)]
+        assert said == ["" not in found, len(found) == 2]
+        assert plan.device_pools == ()
+        assert plan.pinned_bytes + plan.pool_bytes <= room
+
+
 @pytest.mark.parametrize("gpus", [own(2 * LAYER), own(0), [Gpu("iGPU", True, 9 * LAYER)]])
 def test_a_gpu_without_room_of_its_own_for_a_layers_experts_gets_none(gpus: Sequence[Gpu], mixture: Any) -> None:
     """They are computed here then."""
@@ -525,7 +587,7 @@ def test_pools_on_a_device_are_as_small_as_its_kernels_need() -> None:
     for size, count, most in ((1 << 20, 128, 1024), (16 << 20, 128, 255), (64 << 20, 128, 128)):
         one = Tensor("blk.0.ffn_up_exps.weight", 0, 0, size * count)
         [layer] = experts.find_experts([one], count)
-        assert replace(layer, on_device=True).most_slots == most
+        assert replace(layer, device="GPU").most_slots == most
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])

@@ -1,6 +1,7 @@
 """Skeletons of mixtures: dense weights first, experts in a hole; kept in the cache, and gone with their models."""
 
 import os
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
+import mapped_device
 from edgespec.backends.llamacpp.backend import LlamaBackend
 from edgespec.backends.llamacpp.engine import engine, load
 from edgespec.backends.llamacpp.ggml import skeleton as skeleton_module
@@ -29,6 +31,7 @@ from edgespec.machine.files import size_on_disk
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.models.gguf_header import header_values
 from edgespec.weights import experts
+from edgespec.weights.expert_memory import ExpertMemory
 from edgespec.weights.experts import ExpertLayer
 from edgespec.weights.plan import Pool, Tensor, divide, spans
 
@@ -161,13 +164,17 @@ MIXTURE_OPTIONS: dict[str, Any] = {"context_length": 512, "threads": 2, "budget"
 def on_a_mac(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Loads a mixture whose experts do not fit, as on a Mac; llama.cpp finds no GPU, and computes here all the same."""
     monkeypatch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
-    pools = (Pool(tuple(range(LAYERS)), EXPERTS + 3),)
-    monkeypatch.setattr(experts, "most_pools", lambda layers, room: pools)
+
+    def most_pools(layers: Sequence[ExpertLayer], room: int) -> tuple[Pool, ...]:
+        return (Pool(tuple(range(LAYERS)), EXPERTS + 3, layers[0].device),)
+
+    for module in (experts, planning):
+        monkeypatch.setattr(module, "most_pools", most_pools)
     monkeypatch.setattr(planning, "memory_of", lambda layers, pools: 0)
     monkeypatch.setattr(planning, "pool_reserve", lambda room: 0)
 
-    def get(path: Path, gpu_layers: int) -> LlamaBackend:
-        gpus = (Gpu("Metal", True, 1 << 40),)
+    def get(path: Path, gpu_layers: int, tried: bool = False) -> LlamaBackend:
+        gpus = (Gpu("MAPPED", True, 1 << 40, pools=tried),)
         machine = replace(this_machine(str(path), gpus), platform="darwin")
         least = planning.ContextSize(512, 32, 1, planning.CHUNKS[0], "f16")
         planner = planning.MemoryPlanner(str(path), LoadOptions(), machine)
@@ -194,6 +201,23 @@ def test_the_numbers_are_those_of_the_whole_model(
         for row, right in zip(logits_of(backend), expected, strict=True):
             assert np.array_equal(row, right)
         assert 0 < backend.mixture.memory.hits < backend.mixture.memory.wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_computes_in_the_pools_to_which_experts_are_read(
+    kind: str, mixtures: Any, on_a_mac: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a Mac where that was tried; the GPU is this processor by another name."""
+    with closing(load(str(mixtures[kind]), repack=False, **MIXTURE_OPTIONS)) as whole:
+        expected = logits_of(whole)
+    mapped_device.found(monkeypatch)
+    with closing(on_a_mac(mixtures[kind], -1, tried=True)) as backend:
+        memory = backend.mixture.memory
+        assert (type(memory), len(memory.on_devices)) == (ExpertMemory, LAYERS)
+        assert f", those of {LAYERS} layers computed by MAPPED, " in backend.notes[-1]
+        for row, right in zip(logits_of(backend), expected, strict=True):
+            assert np.array_equal(row, right)
+        assert 0 < memory.hits < memory.wanted
 
 
 def test_experts_in_the_hole_are_never_computed_with(

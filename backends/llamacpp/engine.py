@@ -18,6 +18,7 @@ from edgespec.loop.session_files import content_of
 from edgespec.loop.shapes import ALWAYS
 from edgespec.machine.disk import remove_name
 from edgespec.machine.this_machine import Gpu, this_machine
+from edgespec.weights.experts import with_pools
 from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, divide, layers_of_gpus, layers_on_gpu
 
 from ..common.loader import loader, no_further_positions
@@ -301,11 +302,13 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
         params.op_offload = "op_offload" not in computing and not plan.borrowed
         if params.op_offload and "device" in computing:
             settle_attention(path, model, size, params)
-        if isinstance(hooks, LayerHooks) and weights and weights.device_pools:
+        if isinstance(hooks, LayerHooks) and weights and weights.on_devices:
             whole = partial(hooks.operations, whole=True)
             memory = place_experts(path, model, size, params, weights, whole, notes, keep=options.remember)
             if memory is None:
-                weights = hooks.streamer.plan = replace(weights, device_pools=())
+                layers = find_expert_layers(path, loaded_tensors(path))
+                weights = with_pools(replace(weights, device_pools=()), layers, weights.pool_bytes)
+                hooks.streamer.plan = weights
         with capture_cpu_backend() if ALIKE.keys() <= computing.keys() else nullcontext(list[int]()) as processors:
             context = make_context(path, model, size, params)
         if hooks and hooks.skip_padding:

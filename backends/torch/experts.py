@@ -190,7 +190,7 @@ def plan_pools(
     weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     moving = tuple(Layer(i, (Extent(-1, 0, sizes[i]),)) for i in placement.on_disk)
     least = memory_of(layers, pools_of(layers, 0))
-    there = [replace(layer, on_device=True) for layer in layers]
+    there = [replace(layer, device=device) for layer in layers]
     plan = Plan(
         memory=host.memory,
         needed=fixed + host.needed - least - weights + sum(sizes),
@@ -202,7 +202,7 @@ def plan_pools(
     )
     if host.apart:
         pools = most_pools(there, room + least) or pools_of(there, 0)
-        taken = (replace(pool, device=device, slots=min(pool.slots, MOST_GROUPS)) for pool in pools)
+        taken = (replace(pool, slots=min(pool.slots, MOST_GROUPS)) for pool in pools)
         plan = replace(plan, device_pools=tuple(taken))
     return with_pools(plan, layers, left + least)
 

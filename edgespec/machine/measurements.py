@@ -18,7 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from edgespec.errors import EdgespecError
 from edgespec.machine.files import cache_folder, cache_lasts, read_json_object, weight_files, write_whole
-from edgespec.machine.system import all_processors
+from edgespec.machine.system import all_processors, chip
 
 VERSION = 1
 MOST_FILES = 256
@@ -110,7 +110,7 @@ def forget() -> int:
 
 
 def processor_name() -> str:
-    name = platform.processor() or platform.machine()
+    name = chip() or platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)

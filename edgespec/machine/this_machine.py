@@ -25,6 +25,7 @@ class Gpu:
         limit: memory that it can use; 0: not known.
         memory_speed, operations: as of a `Machine`.
         link_speed: bytes per second from the machine's memory; 0: not known.
+        pools: it was tried here that it computes experts in pools in the machine's memory, as `scripts/check-mac` does.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Gpu:
     memory_speed: float = 0.0
     operations: float = 0.0
     link_speed: float = 0.0
+    pools: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -372,7 +372,7 @@ def _llamacpp(asked: Asked, made: Prediction) -> Prediction:
     weights: Plan | None = plan.weights
     shares, kept_off = layers_of_gpus(machine.gpus, plan.gpu_layers, model.layers), plan.ways[-1].get("kept_off", "")
     here, there = divide(model.tensors, plan.gpu_layers, str(kept_off).encode().split())
-    pools = weights.device_pools if weights else ()
+    pools = weights.on_devices if weights else ()
     pooled = [tensor for tensor in here if EXPERTS.search(tensor.name) and layer_of(tensor) in model.layers_of(pools)]
     here, there = [tensor for tensor in here if tensor not in pooled], [*there, *pooled]
     placed = Placed.on(shares, model.layers, len(weights.streamed) if weights else 0)

@@ -8,7 +8,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from queue import Empty, SimpleQueue
 from time import perf_counter
@@ -79,10 +79,11 @@ class ExpertMemory:
     """All methods belong to the thread that computes; `number` and `weight` are as in `Load`.
 
     Attributes:
-        on_devices: numbers of layers whose slots are a device's.
+        on_devices: numbers of layers whose experts devices compute.
+        release: called at the end, before the memory goes: a device that computes in it gives it back.
     """
 
-    on_devices: Collection[int] = ()
+    release: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -102,7 +103,9 @@ class ExpertMemory:
         Raises:
             OSError: a file cannot be opened, or there is no memory.
         """
-        self.layers = layers
+        computes = {number: pool.device for pool in pools for number in pool.layers}
+        self.layers = layers = [replace(layer, device=computes[number]) for number, layer in enumerate(layers)]
+        self.on_devices: Collection[int] = {number for number, device in computes.items() if device}
         self._about = about
         self.wait_seconds = 0.0
         self.bytes_read = 0
@@ -291,6 +294,7 @@ class ExpertMemory:
         for thread in self._threads:
             thread.join()
         self._files.close()
+        self.release()
         self._threads, self._places = [], {}
 
     def _drop_pieces(self) -> None:

@@ -47,14 +47,14 @@ class ExpertLayer:
         tensors: one for each weight and bias (gate, up, down), with all experts; in the order of use.
         places: of each expert, for each tensor, where slots are an array, without bytes between them; its parts follow
             each other in a slot. (): experts lie side by side in each tensor, and slots may lie apart.
-        on_device: slots lie in a device's memory, without bytes between them.
+        device: that computes them, in slots without bytes between them; "": none.
     """
 
     index: int
     count: int
     tensors: tuple[Tensor, ...]
     places: tuple[tuple[tuple[Extent, ...], ...], ...] = ()
-    on_device: bool = False
+    device: str = ""
 
     def with_bias(self, number: int) -> list[int]:
         """Numbers of a weight and of its bias."""
@@ -81,12 +81,12 @@ class ExpertLayer:
 
     def _is_close(self, number: int) -> bool:
         """True if slots lie close together: direct reads would gain nothing, or an array needs it."""
-        return bool(self.places) or self.on_device or self.expert_size(number) < SMALL
+        return bool(self.places or self.device) or self.expert_size(number) < SMALL
 
     @property
     def most_slots(self) -> int:
         """Of a pool."""
-        if self.on_device:
+        if self.device:
             largest = max(map(self.expert_size, range(len(self.tensors))))
             return max(self.count, min(MOST_SLOTS, MOST_OF_BUFFER // largest))
         most = max(MOST_SLOTS, 2 * self.count)
@@ -144,17 +144,17 @@ def _whole(size: int, unit: int) -> int:
 def pools_of(layers: Sequence[ExpertLayer], share: float) -> tuple[Pool, ...]:
     """Pools for a share of all experts, as far as each holds all experts of one layer.
 
-    Layers of one size take turns in the pools, so that the next layer's experts can be read into another pool.
+    Layers of one size on one device take turns in the pools, so that the next layer's experts can be read into another.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for number, layer in enumerate(layers):
-        groups.setdefault(layer.sizes, []).append(number)
+        groups.setdefault((layer.device, layer.sizes), []).append(number)
     found = list[Pool]()
     for group in groups.values():
         count = layers[group[0]].count
         slots = max(count, int(share * count * len(group)))
         pools = -(-slots // layers[group[0]].most_slots)
-        found += [Pool(tuple(group[i::pools]), -(-slots // pools)) for i in range(pools)]
+        found += [Pool(tuple(group[i::pools]), -(-slots // pools), layers[group[0]].device) for i in range(pools)]
     return tuple(found)
 
 
@@ -184,11 +184,11 @@ def device_pools(layers: Sequence[ExpertLayer], numbers: Sequence[int], room: in
     Returns:
         The largest pools of as many last layers as have `LEAST_ON_DEVICE` of their experts there.
     """
-    some = [replace(layers[number], on_device=True) for number in numbers]
+    some = [replace(layers[number], device=device) for number in numbers]
     for first in range(len(some)):
         pools, left = most_pools(some[first:], room), numbers[first:]
         if all(pool.slots >= LEAST_ON_DEVICE * len(pool.layers) * some[0].count for pool in pools) and pools:
-            return tuple(Pool(tuple(left[i] for i in pool.layers), pool.slots, device) for pool in pools)
+            return tuple(replace(pool, layers=tuple(left[i] for i in pool.layers)) for pool in pools)
     return ()
 
 

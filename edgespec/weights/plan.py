@@ -133,7 +133,7 @@ class Pool:
     Attributes:
         layers: numbers of the layers that share it, among those with experts.
         slots: experts that it holds.
-        device: in whose memory it lies; "": in this one.
+        device: that computes them, in its own memory or in this one; "": none.
     """
 
     layers: tuple[int, ...]
@@ -152,9 +152,9 @@ class Plan:
         layers: of the model.
         experts: of a layer.
         used: experts that a token uses; 0: not known.
-        pools: for experts; (): `cached` is left to the page cache.
+        pools: for experts, in this memory; (): `cached` is left to the page cache.
         pool_bytes: memory of these.
-        device_pools: for experts of layers that devices compute; what these lack comes from `pools`.
+        device_pools: in devices' own memory, for layers that they compute; what these lack comes from `pools`.
         draft_bytes: part of `needed` that the draft takes.
     """
 
@@ -195,6 +195,11 @@ class Plan:
         return int(_slots_each(self.pools)) if self.pools else -1
 
     @property
+    def on_devices(self) -> list[Pool]:
+        """Pools of the layers whose experts devices compute."""
+        return [pool for pool in (*self.device_pools, *self.pools) if pool.device]
+
+    @property
     def share_of_experts(self) -> float:
         """Share of all experts for which pools have slots, where none has two."""
         layers = sum(len(pool.layers) for pool in self.pools)
@@ -212,7 +217,10 @@ class Plan:
         of_all, memory = (
             (" of each layer", " of memory") if found else (f" of {self.experts} experts of each layer", "")
         )
-        return ", ".join([*found, f"{self.slots_of_experts}{of_all} in {format_size(self.pool_bytes)}{memory}"])
+        found.append(f"{self.slots_of_experts}{of_all} in {format_size(self.pool_bytes)}{memory}")
+        if shared := [pool for pool in self.pools if pool.device]:
+            found.append(f"those of {sum(len(pool.layers) for pool in shared)} layers computed by {shared[0].device}")
+        return ", ".join(found)
 
     @property
     def read_bytes(self) -> int:

@@ -55,6 +55,7 @@ class TieredMemory(ExpertMemory):
         """
         self._devices = devices
         self._missing: tuple[int, list[tuple[int, int]]] = -1, []  # number of the layer; (expert, slot) to be uploaded
+        self.release = devices.close
         super().__init__(*given)
         self.on_devices = devices.places.keys()
         for number, known in enumerate(super().scores):
@@ -117,7 +118,3 @@ class TieredMemory(ExpertMemory):
     def finish(self) -> None:
         self._forget_missing()
         super().finish()
-
-    def close(self) -> None:
-        super().close()
-        self._devices.close()

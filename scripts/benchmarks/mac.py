@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 from edgespec.backends.llamacpp.context import ContextSize
 from edgespec.backends.llamacpp.engine import engine as llamacpp
 from edgespec.backends.llamacpp.ggml.files import file_size
+from edgespec.backends.llamacpp.memory.gpu import about_pools
 from edgespec.backends.llamacpp.memory.planning import CHUNKS, MemoryPlanner, memory_needs, pool_reserve
 from edgespec.backends.mlx import backend as engine
 from edgespec.backends.mlx.memory import find_layout, plan_weights
@@ -38,19 +39,22 @@ from edgespec.loop.engines import LoadOptions, load_at_once
 from edgespec.machine.measurements import remember
 from edgespec.machine.memory import all_memory, available_memory, format_size
 from edgespec.machine.system import BLOCK, read_buffer
-from edgespec.machine.this_machine import this_machine
+from edgespec.machine.this_machine import Machine, this_machine
 from edgespec.measure.predictor import about_engines
 from edgespec.models.gguf_header import own_values
 from edgespec.weights.direct_io import DirectFiles
 
 Say = Callable[[str], None]
 NODES = (1, 16, 64)
+OPTIONS: dict[str, Any] = {"context_length": 1024, "budget": 16, "kv_type": "f16"}
 EXPERTS = Experts(32, 4, 256)  # of a mixture that is made of a dense model
-WAYS = {  # what is compared -> a mixture, and layers on the GPU
-    "slots, processor": (False, 0),
-    "slots, GPU": (False, -1),
-    "pool of experts, processor": (True, 0),
-    "skeleton, GPU": (True, -1),
+ON_GPU = "pool of experts, GPU"
+WAYS = {  # what is compared -> a mixture, layers on the GPU, and whether it computes experts in this memory
+    "slots, processor": (False, 0, False),
+    "slots, GPU": (False, -1, False),
+    "pool of experts, processor": (True, 0, False),
+    "skeleton, GPU": (True, -1, False),
+    ON_GPU: (True, -1, True),
 }
 PROGRAM = """
 import json, sys
@@ -226,6 +230,8 @@ def check_all(folders: Sequence[Path], *, passes: int, quick: bool, say: Say) ->
 def check_llama(source: str, place: Path, say: Say, passes: int = 20) -> list[Found]:
     """Compare llama.cpp's ways to hold weights that do not fit with the same model in memory.
 
+    That a GPU computes experts in this machine's memory, and no slower than the processor, is remembered, or forgotten.
+
     Args:
         source: a dense GGUF.
         place: folder for a mixture that is made of it.
@@ -237,37 +243,70 @@ def check_llama(source: str, place: Path, say: Say, passes: int = 20) -> list[Fo
     shape = (EXPERTS.count, int(values["embedding_length"]))
     rows = [draw.normal(size=shape).astype(np.float32) for _ in range(int(values["block_count"]))]
     write_mixture(Path(source), mixture, EXPERTS, lambda: rows, lambda done, total: None)
-    for name, (of_experts, gpu_layers) in WAYS.items():
-        job = json.dumps([str(mixture) if of_experts else source, gpu_layers, passes])
+    for name, (of_experts, *way) in WAYS.items():
+        job = json.dumps([str(mixture) if of_experts else source, *way, passes])
         command = [sys.executable, "-c", PROGRAM, job]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent)
         if done.returncode:  # Metal ends processes
             good, text = False, f"the process ended: {(done.stderr.splitlines() or ['no reason'])[-1]}"
         else:
             good, text = json.loads(done.stdout.splitlines()[-1])
+        if name == ON_GPU:
+            remember(about_pools(), good is True)
         found.append(Found(f"llama.cpp, {name}", good, text))
         say(found[-1].line())
     return found
 
 
-def compare(path: str, gpu_layers: int, passes: int) -> tuple[bool, str]:
-    """True if logits of a model with little memory are those of the model in memory: on a GPU, within its rounding."""
-    machine = this_machine(path, llamacpp.gpus(None))
-    options: dict[str, Any] = {"context_length": 1024, "budget": 16, "kv_type": "f16", "gpu_layers": gpu_layers}
-    with closing(load_at_once(llamacpp, path, machine, resident=True, **options)) as whole:
+def compare(path: str, gpu_layers: int, pools: bool, passes: int) -> tuple[bool | None, str]:
+    """True if logits of a model with little memory are those of the model in memory: on a GPU, within its rounding.
+
+    Args:
+        path: of the model.
+        gpu_layers: as for `load`.
+        pools: the GPU computes experts in this memory. It is compared with the processor, also by speed: None if the
+            processor's pools are faster, or there is no GPU.
+        passes: over a few nodes.
+    """
+    if pools and not llamacpp.gpus(None):
+        return None, "this llama.cpp has no GPU"
+    options = OPTIONS | {"gpu_layers": 0 if pools else gpu_layers}
+    with closing(load_at_once(llamacpp, path, machine_with(path, pools), resident=True, **options)) as whole:
         expected = rows(whole, passes)
-    size = ContextSize(1024, 16, 1, CHUNKS[0], "f16")
+    with closing(with_little_memory(path, gpu_layers, pools)) as backend:
+        found, plan = rows(backend, passes), backend.plan
+        if plan is None or not (plan.streamed or plan.pools):
+            return False, "all weights fitted, so nothing was tried"
+        if pools and not plan.on_devices:
+            return False, f"the processor computed the experts; {'; '.join(backend.notes)}"
+        most = max(float(np.abs(one - other).max()) for one, other in zip(expected, found, strict=True))
+        bound = backend.capabilities.logit_tolerance if gpu_layers else 0.0
+        held = (
+            f"{len(plan.streamed)} layers streamed, {max(0, plan.slots_of_experts)} of {plan.experts} experts in pools"
+        )
+        text = f"{held}; logits of {passes} passes differ by {most:.2g}, at most {bound:.2g} is right"
+        if not pools or most > bound:
+            return most <= bound, text
+        with closing(with_little_memory(path, 0, False)) as other:
+            pairs = [[time_pass(one, NODES[0]).seconds for one in (backend, other)] for _ in range(passes)]
+    there, here = np.median(pairs, axis=0).tolist()
+    default = "the GPU's pool is" if there <= here else "the processor's pool stays"
+    text += f"; a pass takes {there:.3f} s, the processor's {here:.3f} s: {default} the default"
+    return there <= here or None, text
+
+
+def with_little_memory(path: str, gpu_layers: int, pools: bool) -> Any:
+    """A model in memory for three fifths of it."""
+    machine, size = machine_with(path, pools), ContextSize(1024, 16, 1, CHUNKS[0], "f16")
     planner = MemoryPlanner(path, LoadOptions(), machine)
     memory = planner.needs([size], gpu_layers)[0] + file_size(path) * 3 // 5
     memory += pool_reserve(memory) if planner.find_expert_layers() else 0
-    with closing(load_at_once(llamacpp, path, machine, memory=memory, **options)) as backend:
-        found, plan = rows(backend, passes), backend.plan
-    if plan is None or not (plan.streamed or plan.pools):
-        return False, "all weights fitted, so nothing was tried"
-    most = max(float(np.abs(one - other).max()) for one, other in zip(expected, found, strict=True))
-    bound = backend.capabilities.logit_tolerance if gpu_layers else 0.0
-    held = f"{len(plan.streamed)} layers streamed, {max(0, plan.slots_of_experts)} of {plan.experts} experts in pools"
-    return most <= bound, f"{held}; logits of {passes} passes differ by {most:.2g}, at most {bound:.2g} is right"
+    return load_at_once(llamacpp, path, machine, memory=memory, gpu_layers=gpu_layers, **OPTIONS)
+
+
+def machine_with(path: str, pools: bool) -> Machine:
+    """This machine, whose GPU computes experts in its memory or does not, whatever is remembered."""
+    return this_machine(path, [replace(gpu, pools=pools) for gpu in llamacpp.gpus(None)])
 
 
 def measures(folder: Path, gguf: str) -> dict[str, Callable[[], Seen]]:

@@ -4,11 +4,9 @@ Writes numbers into a file, and prints what else came of it as JSON in the last 
 """
 
 import json
-import mmap
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from ctypes import addressof, c_char, c_size_t, c_void_p
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,8 @@ from alone import Generation
 from edgespec.backends.common import loader
 from edgespec.backends.llamacpp import engine
 from edgespec.backends.llamacpp.backend import LlamaBackend
-from edgespec.backends.llamacpp.ggml.files import find_device, ggml_base
 from edgespec.backends.llamacpp.ggml.ggml_tensor import is_here
-from edgespec.backends.llamacpp.memory import mixture, planning, pools
+from edgespec.backends.llamacpp.memory import mixture, planning
 
 from edgespec.errors import NoRoom
 from edgespec.loop.backend import Work
@@ -37,13 +34,12 @@ from edgespec.weights.plan import Plan, Pool, make_plan
 OPTIONS: dict[str, Any] = {"context_length": 1024, "threads": 2, "budget": 128, "kv_type": "f32", "exact": "off"}
 ROWS = (1, 4, 33, 128, 1, 2)
 PROMPT = 150  # tokens
-KEPT: list[mmap.mmap] = []
 TEXT = "the theory of the one and the many, the one and the two; " * 3
 
 
 @contextmanager
 def loaded(
-    path: str, device: str, gpu_layers: int, slots: int = 0, here: int = 0, **more: Any
+    path: str, device: str, gpu_layers: int, slots: int = 0, here: int = 0, shared: bool = False, **more: Any
 ) -> Iterator[LlamaBackend]:
     """A model with layers on the device.
 
@@ -53,6 +49,7 @@ def loaded(
         gpu_layers: as of `LoadOptions`.
         slots: of a pool on the device; 0: it has all experts of its layers.
         here: slots of the pool in memory.
+        shared: the device computes in its pool in memory, without a copy.
         more: other options.
     """
 
@@ -63,8 +60,10 @@ def loaded(
         there = tuple(i for i, layer in enumerate(layers) if layer.index >= first)
         plan = make_plan(planner.tensors, 1 << 20, 0, on_device=count - first, experts_here=True)
         assert plan
-        made = (Pool(tuple(range(len(layers))), here),)
-        return replace(plan, experts=layers[0].count, pools=made, device_pools=(Pool(there, slots, device),)), size, []
+        at_device = (Pool(there, slots, device),)
+        made = tuple(Pool(some, here) for some in [tuple(range(len(layers) - shared * len(there)))] if some)
+        plan = replace(plan, experts=layers[0].count, pools=made + at_device * shared)
+        return (plan if shared else replace(plan, device_pools=at_device)), size, []
 
     with pytest.MonkeyPatch.context() as patch:
         # A device that helps with long passes over the processor's layers would compute them otherwise.
@@ -111,16 +110,18 @@ def report(backend: LlamaBackend) -> dict[str, Any]:
     return {"products": len(products), "here": sum(map(is_here, products)), "hits": f"{hits}/{wanted}", "read": read}
 
 
-def numbers(
-    out: str, times: int = 1, rows: Sequence[int] = ROWS, sessions: int = 1, no_copy: bool = False, **options: Any
-) -> dict[str, Any]:
+def numbers(out: str, times: int = 1, rows: Sequence[int] = ROWS, sessions: int = 1, **options: Any) -> dict[str, Any]:
     """Logits, as often as asked for."""
-    with pytest.MonkeyPatch.context() as patch:
-        if no_copy:
-            patch.setattr(pools, "new_buffer", buffer_here)
-        with loaded(sessions=sessions, **options) as backend:
-            np.save(out, np.stack([logits_of(backend, rows, sessions) for _ in range(times)]))
-            return report(backend)
+    with loaded(sessions=sessions, **options) as backend:
+        np.save(out, np.stack([logits_of(backend, rows, sessions) for _ in range(times)]))
+        return report(backend)
+
+
+def mac(*given: Any) -> Machine:
+    """This machine, as if its GPU shared its memory, and computing experts there had been tried."""
+    machine = this_machine(*given)
+    gpus = tuple(replace(gpu, shared=True, pools=True) for gpu in machine.gpus)
+    return replace(machine, platform="darwin", gpus=gpus)
 
 
 def streamed(
@@ -131,10 +132,6 @@ def streamed(
     Args:
         room: bytes beside the least memory.
     """
-
-    def mac(*given: Any) -> Machine:
-        machine = this_machine(*given)
-        return replace(machine, platform="darwin", gpus=tuple(replace(gpu, shared=True) for gpu in machine.gpus))
 
     options = OPTIONS | {"gpu_layers": gpu_layers}
     with pytest.MonkeyPatch.context() as patch:
@@ -148,20 +145,6 @@ def streamed(
             assert backend._hooks._own.only_here  # type: ignore[union-attr]
             np.save(out, np.stack([logits_of(backend, rows) for _ in range(2)]))
             return {"streamed": len(backend.plan.streamed), "kept": backend.plan.pinned_bytes}  # type: ignore[union-attr]
-
-
-def buffer_here(device: str, tensor: int) -> int:
-    """This process's memory, in which the device computes without a copy."""
-    library = ggml_base()
-    size = library.ggml_backend_buft_get_alloc_size(library.ggml_backend_dev_buffer_type(find_device(device)), tensor)
-    memory = mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
-    wrap = library.ggml_backend_dev_buffer_from_host_ptr
-    wrap.restype, wrap.argtypes = c_void_p, [c_void_p, c_void_p, c_size_t, c_size_t]
-    KEPT.append(memory)
-    address = addressof(c_char.from_buffer(memory))
-    if not (buffer := wrap(find_device(device), address, len(memory), size)):
-        raise OSError("the device computes in no other memory than its own")
-    return int(buffer)
 
 
 def drafts(out: str, **options: Any) -> dict[str, Any]:
@@ -206,14 +189,20 @@ def again(out: str, **options: Any) -> dict[str, Any]:
     return reported
 
 
-def planned(out: str, path: str, gpu_memory: str, room: int, **unused: Any) -> dict[str, Any]:
+def planned(
+    out: str, path: str, room: int, gpu_memory: str | None = None, on_a_mac: bool = False, **unused: Any
+) -> dict[str, Any]:
     """Logits with what the planner chooses, in `room` bytes more than the model needs at least."""
-    memory = least(path) + room
-    with closing(engine.load(path, memory=memory, gpu_memory=gpu_memory, **OPTIONS)) as backend:
-        if not (backend.plan and backend.plan.device_pools):
-            raise AssertionError(f"no pools on the device: {backend.notes}")
-        np.save(out, np.stack([logits_of(backend)]))
-        return report(backend) | {"notes": list(backend.notes)}
+    with pytest.MonkeyPatch.context() as patch:
+        if on_a_mac:
+            patch.setattr(loader, "this_machine", mac)
+            patch.setattr("edgespec.machine.memory.private_memory", lambda: 0)
+        memory = least(path) + room
+        with closing(engine.load(path, memory=memory, gpu_memory=gpu_memory, **OPTIONS)) as backend:
+            if not (backend.plan and backend.plan.on_devices):
+                raise AssertionError(f"no pools of the device: {backend.notes}")
+            np.save(out, np.stack([logits_of(backend)]))
+            return report(backend) | {"notes": list(backend.notes)}
 
 
 def least(path: str) -> int:

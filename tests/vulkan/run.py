@@ -59,13 +59,15 @@ CASES = [
     *(Case(family, family, pools=SEVERAL) for family in FAMILIES),
     *(Case(f"weights in {kind}", kind=kind, pools=SEVERAL) for kind in ("Q4_0", "Q4_K", "MXFP4")),
     Case("experts in no more slots than one layer has", pools={"slots": EXPERTS, "here": EXPERTS}),
-    Case("a pool in memory that the device computes in", pools=SEVERAL | {"no_copy": True}),
+    Case("a pool in memory that the device computes in", pools=SEVERAL | {"shared": True}),
+    Case("a pool in memory, half of the layers", "gpt-oss", common={"gpu_layers": 3}, pools=SEVERAL | {"shared": True}),
     Case("half of the layers", "gpt-oss", common={"gpu_layers": 3}, pools=SEVERAL),
     Case("several sequences", common={"sessions": 3, "rows": [1, 4, 33]}),
     Case("drafts", does="drafts"),
     Case("a saved session", does="saved"),
     Case("a model that is loaded again", does="again"),
     Case("what the planner chooses, twice", size=64, does="planned", common=CHOSEN, pools={}),
+    Case("what the planner chooses on a Mac", size=64, does="planned", pools={"room": 10 << 20, "on_a_mac": True}),
     Case("layers that are streamed", DENSE, "F32", does="streamed", pools=ROOM),
     Case(
         "half of the layers, streamed", DENSE, "F32", does="streamed", common={"gpu_layers": 4}, pools={"room": 6 << 20}

@@ -325,6 +325,7 @@ def ggml_base() -> Any:
         ("ggml_backend_buffer_set_usage", None, [pointer, ctypes.c_int]),
         ("ggml_backend_buft_alloc_buffer", pointer, [pointer, ctypes.c_size_t]),
         ("ggml_backend_buft_get_alloc_size", ctypes.c_size_t, [pointer, pointer]),
+        ("ggml_backend_buft_get_max_size", ctypes.c_size_t, [pointer]),
         ("ggml_backend_dev_buffer_type", pointer, [pointer]),
         ("ggml_backend_dev_supports_op", ctypes.c_bool, [pointer, pointer]),
         ("ggml_backend_dev_buffer_from_host_ptr", pointer, [pointer, pointer, ctypes.c_size_t, ctypes.c_size_t]),

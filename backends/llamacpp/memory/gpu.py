@@ -8,16 +8,20 @@ whole file, it gets layers only: other tensors lie far in front of them. If laye
 `own_memory.py` instead.
 
 Of a mixture whose experts are read from disk it gets the other weights first, and pools of experts in the rest of its
-own memory (`pools.py`). On a Mac, such experts stay on the CPU, as with llama.cpp's --cpu-moe.
+own memory (`pools.py`). On a Mac, such experts stay on the CPU, as with llama.cpp's --cpu-moe. Only if
+`scripts/check-mac` has seen there that its GPU computes them rightly in the machine's memory, and at least as fast, it
+gets all layers.
 """
 
 import ctypes
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from edgespec.errors import NoRoom
+from edgespec.machine.measurements import processor_name, recall
 from edgespec.machine.this_machine import Gpu
 from edgespec.weights.plan import (
     EXPERTS,
@@ -31,11 +35,11 @@ from edgespec.weights.plan import (
     spans,
 )
 
-from ..ggml.files import GPU, SHARED, ggml, llama_cpp
+from ..ggml.files import GPU, SHARED, engine_build, ggml, llama_cpp
 
 ANY, NO_LAYERS = rb".", rb"^(?!blk\.)"  # searched for in names: std::regex of C++, and re
 RESERVE = 512 << 20  # bytes of each GPU's memory for its libraries
-MORE = 1 / 32  # maximum relative increase of streamed bytes for more layers on the GPU
+MORE = 1 / 32  # maximum relative increase of bytes that a pass reads for more layers on the GPU
 
 
 _used_by_others: dict[str, int] = {}  # bytes of each GPU at this program's first look
@@ -96,8 +100,15 @@ def find_gpus() -> list[Gpu]:
             name = library.ggml_backend_dev_name(device).decode()
             used = total.value - free.value
             own = max(0, used - _used_by_others.setdefault(name, used))
-            found.append(Gpu(name, kind == SHARED, free.value, own, total.value))
+            pools = recall(about_pools(), bool) or False
+            found.append(Gpu(name, kind == SHARED, free.value, own, total.value, pools=pools))
     return found
+
+
+def about_pools() -> dict[str, str]:
+    """Key of the measurement of `scripts/check-mac`: True if the GPU's pools of experts are the better ones."""
+    system = platform.mac_ver()[0]
+    return {"kind": "experts on a Mac's GPU", "machine": processor_name(), "system": system, "engine": engine_build()}
 
 
 def auto_layers(

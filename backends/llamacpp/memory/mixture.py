@@ -241,6 +241,8 @@ class Mixture:
             if number == self._chosen:
                 self._leave_padding(tensor if reported else 0)
                 self.memory.wait(number, weights)
+            elif self._chosen >= 0 and (number in self.memory.on_devices or not self._mapped):
+                raise ModelError(f"{name.decode()} would be computed when its experts are gone")
         elif self._replaced and self._later.get(name) == self._chosen:
             if not reported:
                 raise ModelError(f"{name.decode()} would be computed before it gets the experts' numbers")

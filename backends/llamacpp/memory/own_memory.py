@@ -148,14 +148,9 @@ class OwnMemory:
             self._pinned = [_places(pinned[0], address), _places(pinned[1], address + first)]
             self._slots, shift = address + slots, 0  # from here to the device's addresses
             if device:
-                largest, library = max((tensor.size for tensor in tensors), default=0), ggml_base()
-                self._buffer = (
-                    library.ggml_backend_dev_buffer_from_host_ptr(device, address + first, size - first, largest) or 0
-                )
-                if not self._buffer:
-                    raise OSError(f"the GPU cannot have {format_size(size - first)} of memory")
-                library.ggml_backend_buffer_set_usage(self._buffer, WEIGHTS)
-                shift = library.ggml_backend_buffer_get_base(self._buffer) - address - first
+                largest = max((tensor.size for tensor in tensors), default=0)
+                self._buffer = buffer_here(device, address + first, size - first, largest)
+                shift = ggml_base().ggml_backend_buffer_get_base(self._buffer) - address - first
         except BaseException:
             self.close()
             raise
@@ -242,6 +237,18 @@ class OwnMemory:
             ggml_base().ggml_backend_buffer_free(self._buffer)
         self._files.close()
         self._buffer, self._memory = 0, None
+
+
+def buffer_here(device: int, address: int, size: int, largest: int) -> int:
+    """Memory of this program as a buffer of a device that shares it, for weights of at most `largest` bytes.
+
+    Raises:
+        OSError: the device cannot have it.
+    """
+    if not (buffer := ggml_base().ggml_backend_dev_buffer_from_host_ptr(device, address, size, largest)):
+        raise OSError(f"the GPU cannot have {format_size(size)} of memory")
+    ggml_base().ggml_backend_buffer_set_usage(buffer, WEIGHTS)
+    return int(buffer)
 
 
 def _holds(extent: Extent, tensor: Tensor) -> bool:

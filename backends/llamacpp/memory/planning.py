@@ -26,6 +26,7 @@ from edgespec.weights.experts import (
     device_pools,
     find_experts,
     memory_of,
+    most_pools,
     most_slots,
     pools_of,
     with_pools,
@@ -63,7 +64,7 @@ from ..ggml.files import (
 from ..ggml.skeleton import skeleton_tensors
 from ..head_files import find_head, starts_from
 from ..lending.rpc import choose_lent, memory_of_lenders
-from .gpu import Buffers, auto_layers, experts_too_large, kept_off, largest_copy, room_on, shared_bytes
+from .gpu import MORE, Buffers, auto_layers, experts_too_large, kept_off, largest_copy, room_on, shared_bytes
 from .own_memory import OwnMemory
 
 MIN_NODES = 512  # prompt tokens per pass, if all weights are in memory; llama.cpp's default for n_ubatch
@@ -230,6 +231,9 @@ class MemoryPlanner:
         except NoRoom:
             return layers
         if self.machine.platform == "darwin" or all(gpu.shared for gpu in self.gpus):
+            with suppress(NoRoom):
+                if self.gpus[0].pools and (best := self.plan_memory(size, -1, False)[0]) and best.on_devices:
+                    return -1
             return 0  # the processor computes experts that are read from disk
         with suppress(NoRoom):
             on_gpu = layers_on_gpu(layers, count_layers(self.tensors))
@@ -269,9 +273,9 @@ class MemoryPlanner:
     ) -> Plan:
         """A plan with pools on GPUs, in the memory that other weights, caches and buffers leave there."""
         own, found = [gpu for gpu in self.gpus if not gpu.shared], list[Pool]()
-        if not own:
-            return plan
         [buffers], count = self._rehearse(self.path, [size]), count_layers(self.tensors)
+        if not own:
+            return self._with_shared_pools(plan, buffers, gpu_layers, layers, drafts)
         _, dense = divide(self.tensors, gpu_layers, (EXPERTS.pattern.encode(),))
         drafts = drafts // len(own) if drafts <= room_on(own, buffers) // 2 else 0
         stop, last = count - layers_on_gpu(gpu_layers, count), own[-1]
@@ -282,6 +286,21 @@ class MemoryPlanner:
             numbers = [number for number, layer in enumerate(layers) if first <= layer.index < stop]
             found += device_pools(layers, numbers, room, name)
         return replace(plan, device_pools=tuple(found))
+
+    def _with_shared_pools(
+        self, plan: Plan, buffers: Buffers, gpu_layers: int, layers: Sequence[ExpertLayer], drafts: int
+    ) -> Plan:
+        """A plan whose pools a Mac's GPU computes in, if that was tried, and it can hold as many experts."""
+        [gpu, *_], count = self.gpus, count_layers(self.tensors)
+        if self.machine.platform != "darwin" or not gpu.pools:
+            return plan
+        first = count - layers_on_gpu(gpu_layers, count)
+        some = [replace(layer, device=gpu.name) if layer.index >= first else layer for layer in layers]
+        room = room_on([gpu], buffers) - shared_bytes(self.tensors, gpu_layers, plan)
+        room -= buffers.caches_on_gpu(gpu_layers) + (drafts if drafts <= room // 2 else 0)
+        pools = most_pools(some, min(room, plan.pool_bytes))
+        found = replace(plan, pools=pools, pool_bytes=memory_of(some, pools))
+        return found if pools and found.read_bytes <= plan.read_bytes * (1 + MORE) else plan
 
     def find_expert_layers(self) -> list[ExpertLayer]:
         tensors = loaded_tensors(self.path) if self.options.own_head else self.tensors
@@ -326,7 +345,7 @@ class MemoryPlanner:
                 needs = [drafts + one for one in self.needs(sizes, gpu_layers, streams)]
                 works = [work_of(layers, used * one.max_nodes) for one in sizes]
                 plans = _plans(tensors, self.room, list(zip(needs, works, strict=True)), gpu, layers)
-                if gpu["on_device"] and not lent:
+                if gpu_layers and self.gpus and not lent:
                     plans = [
                         self._with_device_pools(plan, one, gpu_layers, layers, drafts) if plan and plan.pools else plan
                         for plan, one in zip(plans, sizes, strict=False)
