@@ -144,10 +144,12 @@ def test_a_gpus_pool_is_compared_with_the_processors(
     found, text = mac.compare(str(model), -1, True, 2)
     assert found is good, text
     assert text.endswith(end)
-    assert "logits of 2 passes differ by 0, at most " in text
+    assert "best tokens of 2 passes differ by 0, at most 1.5 is right" in text
     assert order == [True, False] * 2
-    monkeypatch.setattr(mac, "rows", lambda backend, passes: [np.array([1e6 * bool(backend.plan)])])
-    assert mac.compare(str(model), -1, True, 2)[0] is False  # other numbers
+    for lead, right in ((1.4, good), (1.6, False)):  # of the processor's best token, where the GPU has another
+        numbers = {False: np.array([[1.0, 1.0 + lead], [9.0, 1.0]]), True: np.array([[9.0, 1.0], [2.0, 1.0]])}
+        monkeypatch.setattr(mac, "rows", lambda backend, passes, numbers=numbers: [numbers[bool(backend.plan)]])
+        assert mac.compare(str(model), -1, True, 2)[0] is right
     metal = replace(metal, free=1)
     found, text = mac.compare(str(model), -1, True, 2)
     assert (found, text.partition(";")[0]) == (False, "the processor computed the experts")

@@ -195,6 +195,31 @@ def test_a_macs_processor_computes_a_mixture_that_does_not_fit(
     assert not found.weights.streamed
 
 
+@pytest.mark.parametrize(
+    ("name", "machine", "gpu_layers"),
+    [
+        ("gpt-oss-20b", "macbook-24 with a browser", -1),
+        ("qwen3-30b-a3b-2507", "macbook-32 with a browser", -1),
+        ("gpt-oss-20b", "macbook-16", -1),
+        ("gpt-oss-120b", "studio-64", 0),  # 48 GiB at most, of 53
+    ],
+)
+def test_a_macs_gpu_computes_it_where_it_was_tried_and_holds_as_many_experts(
+    name: str, machine: str, gpu_layers: int, path_of: Callable[[Any], str]
+) -> None:
+    path, known = path_of(shape_of(name)), MACHINES[machine]
+    before, found = (
+        engine.plan(path, LoadOptions(exact="off"), replace(known, gpus=(replace(known.gpus[0], pools=tried),)))
+        for tried in (False, True)
+    )
+    assert (before.gpu_layers, found.gpu_layers) == (0, gpu_layers)
+    assert bool(found.weights.on_devices) == (gpu_layers < 0)
+    assert found.weights.slots_of_experts >= before.weights.slots_of_experts
+    check(
+        found, path, replace(known, gpus=(replace(known.gpus[0], free=known.gpus[0].free - found.weights.pool_bytes),))
+    )
+
+
 def test_all_fits_into_memory_but_not_into_what_metal_allows(path_of: Callable[[Any], str]) -> None:
     """As many last layers as Metal holds; nothing is read from disk."""
     path, machine = path_of(shape_of("qwen2.5-72b")), MACHINES["studio-64"]

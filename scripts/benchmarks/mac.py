@@ -230,7 +230,7 @@ def check_all(folders: Sequence[Path], *, passes: int, quick: bool, say: Say) ->
 def check_llama(source: str, place: Path, say: Say, passes: int = 20) -> list[Found]:
     """Compare llama.cpp's ways to hold weights that do not fit with the same model in memory.
 
-    That a GPU computes experts in this machine's memory, and no slower than the processor, is remembered, or forgotten.
+    Remembers that the GPU computes experts in this machine's memory rightly, and no slower than the processor; or not.
 
     Args:
         source: a dense GGUF.
@@ -264,8 +264,8 @@ def compare(path: str, gpu_layers: int, pools: bool, passes: int) -> tuple[bool 
     Args:
         path: of the model.
         gpu_layers: as for `load`.
-        pools: the GPU computes experts in this memory. It is compared with the processor, also by speed: None if the
-            processor's pools are faster, or there is no GPU.
+        pools: the GPU computes experts in this memory. It is compared with the processor, which rounds otherwise: so
+            best tokens may be others that tie. None if the processor's pools are faster, or there is no GPU.
         passes: over a few nodes.
     """
     if pools and not llamacpp.gpus(None):
@@ -279,12 +279,13 @@ def compare(path: str, gpu_layers: int, pools: bool, passes: int) -> tuple[bool 
             return False, "all weights fitted, so nothing was tried"
         if pools and not plan.on_devices:
             return False, f"the processor computed the experts; {'; '.join(backend.notes)}"
-        most = max(float(np.abs(one - other).max()) for one, other in zip(expected, found, strict=True))
+        most = max(map(behind if pools else largest_difference, expected, found))
         bound = backend.capabilities.logit_tolerance if gpu_layers else 0.0
         held = (
             f"{len(plan.streamed)} layers streamed, {max(0, plan.slots_of_experts)} of {plan.experts} experts in pools"
         )
-        text = f"{held}; logits of {passes} passes differ by {most:.2g}, at most {bound:.2g} is right"
+        what = "best tokens" if pools else "logits"
+        text = f"{held}; {what} of {passes} passes differ by {most:.2g}, at most {bound:.2g} is right"
         if not pools or most > bound:
             return most <= bound, text
         with closing(with_little_memory(path, 0, False)) as other:
@@ -293,6 +294,16 @@ def compare(path: str, gpu_layers: int, pools: bool, passes: int) -> tuple[bool 
     default = "the GPU's pool is" if there <= here else "the processor's pool stays"
     text += f"; a pass takes {there:.3f} s, the processor's {here:.3f} s: {default} the default"
     return there <= here or None, text
+
+
+def largest_difference(expected: Any, found: Any) -> float:
+    return float(np.abs(expected - found).max())
+
+
+def behind(expected: Any, found: Any) -> float:
+    """How far the best token of a row of `found` is behind the best one of `expected`, in the logits of these."""
+    best = np.take_along_axis(expected, found.argmax(-1)[:, None], -1)
+    return float((expected.max(-1, keepdims=True) - best).max())
 
 
 def with_little_memory(path: str, gpu_layers: int, pools: bool) -> Any:
