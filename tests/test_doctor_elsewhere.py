@@ -61,6 +61,7 @@ def _shapes_are_written_and_rehearsed_once() -> Iterator[None]:
 
 
 @cache
+@cache
 def on(model: str, machine: str, **changes: Any) -> Elsewhere:
     called, described = find_machine(machine)
     return predict(model, replace(described, **changes), called)
@@ -123,6 +124,17 @@ def test_a_draft_is_promised_only_where_reading_takes_longer_than_a_row_a_pass(m
     assert bool(trees) == (found.found[0].tokens_per_second.keys() > {"none"}) == reads
     assert all(tree.nodes * (one.seconds - one.waited) <= tree.seconds for tree in trees)
     assert ("with draft tokens not known: what rows cost there was not measured" in report(found)) == (not reads)
+
+
+@pytest.mark.parametrize("tried", [True, False])
+def test_who_computes_the_experts_that_a_mac_reads_counts(tried: bool) -> None:
+    gpus = tuple(replace(gpu, pools=tried) for gpu in find_machine("macbook-24")[1].gpus)
+    usual, slow = (
+        on("gpt-oss-20b", "macbook-24", free=9 << 30, gpus=gpus, memory_speed=speed).found[0] for speed in (1e11, 1e8)
+    )
+    assert usual.where.placed.on_device == 24 * tried
+    computing = [one.passes[0].seconds - one.passes[0].waited for one in (usual, slow)]
+    assert (computing[1] < 2 * computing[0]) == tried  # the processor's speed hardly matters
 
 
 def test_engines_are_compared_by_planners_that_are_known_for_both() -> None:

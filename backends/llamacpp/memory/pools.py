@@ -3,8 +3,11 @@
 The tensors of these layers' experts get the addresses of slots before the model's context is made, and keep them. So a
 pass rewrites only the numbers of chosen experts, and the device computes all of the layer. What a pool in its own
 memory lacks is wanted from the pools in this machine's memory, and uploaded from there: once it is read, if it was on
-disk. A device that shares this machine's memory computes in the pools to which experts are read. When a layer's are
-chosen, it has computed all layers before (`Mixture.asked`), so their slots may get others; the layer keeps its own.
+disk.
+
+A device that shares this machine's memory computes in the pools to which experts are read. Before a layer's experts are
+chosen, the operation in front is reported, which ggml does when the device has computed all so far. So the slots of
+layers before may get other experts then; those that the layer uses stay until the next layer's are chosen.
 """
 
 import ctypes
@@ -51,13 +54,15 @@ class DevicePools:
         self._before: list[tuple[int, bytes]] = []
         try:
             for pool in pools:
-                first = layers[pool.layers[0]]
-                residents = Residents(len(pool.layers), first.count, pool.slots)
-                for row, number in enumerate(() if here else pool.layers):
-                    addresses = tuple(tensors[tensor.name][0] for tensor in layers[number].tensors)
-                    self.places[number] = DevicePlace(residents, row, addresses)
+                first, memory = layers[pool.layers[0]], None
+                if not here:
+                    residents = Residents(len(pool.layers), first.count, pool.slots)
+                    for row, number in enumerate(pool.layers):
+                        addresses = tuple(tensors[tensor.name][0] for tensor in layers[number].tensors)
+                        self.places[number] = DevicePlace(residents, row, addresses)
                 for i in range(len(first.tensors)):
-                    memory = (here(pool.layers[0], i)[1], pool_size(first, i, pool.slots)) if here else None
+                    if here:
+                        memory = here(pool.layers[0], i)[1], pool_size(first, i, pool.slots)
                     self._move(pool, [tensors[layers[number].tensors[i].name] for number in pool.layers], memory)
         except BaseException:
             self.close()
