@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.errors import ModelError, UsageError
-from edgespec.machine import disk
+from edgespec.machine import disk, measurements
 from edgespec.machine import memory as machine
 from edgespec.machine import system as system_module
 from edgespec.machine.disk import disk_bandwidth, file_system
@@ -335,6 +335,13 @@ def test_all_cores_of_a_mac_compute_but_efficiency_cores(
     monkeypatch.setattr(system_module, "own_processors", lambda: 7)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(sysctlbyname=sysctlbyname))
     assert (system_module.compute_cores(), system_module.chip()) == (cores, "Apple M")
+
+
+def test_a_macs_measurements_are_of_its_chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another Mac, to which they are copied, measures again."""
+    monkeypatch.setattr(measurements, "Path", lambda path: tmp_path / "none")
+    monkeypatch.setattr(measurements, "chip", lambda: "Apple M4 Pro")
+    assert re.fullmatch(r"Apple M4 Pro, \d+ cores", measurements.processor_name())
 
 
 def test_free_memory_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
