@@ -108,11 +108,11 @@ def replayed(monkeypatch, paths):
 
     For the same choices with the same pools, each token in a pass of its own, after a prompt.
     """
-    calls, choose, finish = [], ExpertMemory.choose, ExpertMemory.finish
+    calls, finish = [], ExpertMemory.finish
 
-    def record(memory, number, chosen, prompt=None):
-        calls.append((number, chosen, prompt))
-        return choose(memory, number, chosen, prompt)
+    def recorded(name):
+        method = getattr(ExpertMemory, name)
+        return lambda memory, *given: calls.append((name, given)) or method(memory, *given)
 
     def compare(backend):
         draw, session = np.random.default_rng(1), backend.open()
@@ -129,14 +129,17 @@ def replayed(monkeypatch, paths):
             if call is None:
                 other.finish()
             else:
-                other.choose(*call)
-                other.wait(call[0])
+                name, given = call
+                getattr(other, name)(*given)
+                if name == "choose":
+                    other.wait(given[0])
         other.close()
         assert (memory.wanted, memory.hits) == (other.wanted, other.hits)
         assert memory.hits > 0
         assert memory.bytes_read <= 1.1 * other.bytes_read
 
     with monkeypatch.context() as patch:
-        patch.setattr(ExpertMemory, "choose", record)
+        for name in ("choose", "foresee"):
+            patch.setattr(ExpertMemory, name, recorded(name))
         patch.setattr(ExpertMemory, "finish", lambda memory: calls.append(None) or finish(memory))
         yield compare

@@ -20,7 +20,7 @@ import mapped_device
 from edgespec.backends.llamacpp import engine
 from edgespec.backends.llamacpp.backend import LlamaBackend
 from edgespec.backends.llamacpp.ggml import callback
-from edgespec.backends.llamacpp.ggml.ggml_tensor import GgmlTensor, is_here
+from edgespec.backends.llamacpp.ggml.ggml_tensor import GgmlTensor, Operation, is_here, operation_at
 from edgespec.backends.llamacpp.memory import mixture, planning, pools
 from mixture_files import EXPERTS, KINDS, LAYERS, mixtures
 from test_mixture_llamacpp import logits_of
@@ -113,7 +113,7 @@ def test_the_processor_computes_the_experts_for_which_a_device_has_no_pool(kind,
     """Between other operations of the same layers, which the device computes."""
     backend = on_device(kind, pooled=1, shared=shared)
     operations = backend._hooks.operations(backend.context, whole=True)
-    products = [one for one in operations if mixture.operation_at(one).op in mixture.USERS]
+    products = [one for one in operations if operation_at(one).op in mixture.USERS]
     assert sum(map(is_here, products)) == 2 * sum(not is_here(one) for one in products)
     check(backend, expected(kind))
 
@@ -122,7 +122,7 @@ def test_the_processor_computes_the_experts_for_which_a_device_has_no_pool(kind,
 def test_devices_compute_the_experts_of_their_layers(shared, on_device):
     backend = on_device("gpt-oss", there=2, shared=shared)
     operations = backend._hooks.operations(backend.context, whole=True)
-    products = [one for one in operations if mixture.operation_at(one).op in mixture.USERS]
+    products = [one for one in operations if operation_at(one).op in mixture.USERS]
     assert [is_here(one) for one in products] == [True] * 6 + [False] * 12
 
 
@@ -244,9 +244,9 @@ def test_factors_of_experts_are_those_of_the_experts(there, on_device, expected)
 def test_another_devices_copy_of_the_numbers_is_known_by_its_name(on_device, monkeypatch):
     """Which llama.cpp makes once they are rewritten."""
     backend = on_device("gpt-oss")
-    addresses, real = backend._hooks.operations(backend.context, whole=True), mixture.operation_at
+    addresses, real = backend._hooks.operations(backend.context, whole=True), operation_at
     numbers = next(one for one in map(real, addresses) if one.op == mixture.PRODUCT).names[2]
-    later = mixture.Operation(b"later", b"GET_ROWS", (0, 0), (b"factors", b"CPU#" + numbers + b"#0"))
+    later = Operation(b"later", b"GET_ROWS", (0, 0), (b"factors", b"CPU#" + numbers + b"#0"))
     monkeypatch.setattr(mixture, "operation_at", lambda address: real(address) if address else later)
     assert mixture.Mixture(backend.mixture.memory, 1).learn(addresses) == ""
     why = mixture.Mixture(backend.mixture.memory, 1).learn([*addresses, 0])
@@ -268,7 +268,7 @@ def test_tensors_get_back_what_they_had(on_device):
 def test_a_device_computes_in_the_memory_to_which_experts_are_read(on_device):
     """There is no second copy, and the device gives the memory back before it goes."""
     memory = (backend := on_device("gpt-oss", slots=LAYERS * EXPERTS, shared=True)).mixture.memory
-    operations = map(mixture.operation_at, backend._hooks.operations(backend.context, whole=True))
+    operations = map(operation_at, backend._hooks.operations(backend.context, whole=True))
     sources = [one.sources[mixture.USERS[one.op].source] for one in operations if one.op in mixture.USERS]
     assert {GgmlTensor.from_address(one).data for one in sources} == {memory.base(0, weight) for weight in range(6)}
     logits_of(backend)

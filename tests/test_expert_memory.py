@@ -193,6 +193,41 @@ def test_the_next_layer_is_read_where_nearly_all_experts_are_chosen(content, ope
     assert read == [2 * COUNT, 0, COUNT]
 
 
+@pytest.mark.parametrize("pools", ["some", "by turns", "half of all"])
+def test_predicted_experts_are_read_ahead_and_counted(content, opened, pools):
+    memory, data = opened(pools), content[2]
+    memory.want(0, [1, 2])
+    memory.wait(0)
+    memory.foresee(1, [[1, 2]], [0, 3, 4])
+    memory.wait(1)
+    before = memory.bytes_read
+    check(memory, data, 1, [0, 3, 5])
+    assert memory.bytes_read == before + content[1][0].bytes_each
+    check(memory, data, 0, [1, 2])
+    assert (memory.predicted, memory.right, memory.wanted, memory.hits) == (3, 2, 7, 2)
+
+
+def test_predictions_that_are_mostly_wrong_end(content, opened, monkeypatch):
+    monkeypatch.setattr(expert_memory, "TRIED", 3)
+    memory = opened("some")
+    for right, goes_on in (([0, 1], True), ([], True), ([], False)):
+        assert memory.may_foresee(1)
+        memory.foresee(1, [[1]], [0, 1])
+        memory.want(1, [*right, 5])
+        memory.finish()
+        memory.want(1, [2, 3, 4, 5])  # the next ones are read again
+        memory.want(2, range(COUNT))
+        memory.want(3, range(COUNT))
+        memory.finish()
+        assert memory.may_foresee(1) is goes_on
+
+
+def test_nothing_is_predicted_where_all_experts_stay_or_slots_are_few(content, opened):
+    memory = opened("half of all")
+    assert not any(map(memory.may_foresee, range(LAYERS)))
+    assert [opened("some").may_foresee(number) for number in range(LAYERS + 1)] == [True] * LAYERS + [False]
+
+
 def test_a_prompt_leaves_the_experts_of_its_last_tokens(content, opened):
     data, memory = content[2], opened("some")
     for number in range(LAYERS):

@@ -7,6 +7,8 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -27,6 +29,8 @@ from edgespec.backends.llamacpp.ggml.ggml_tensor import GgmlTensor, is_known
 from edgespec.backends.llamacpp.memory import mixture as llamacpp_mixture
 from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
 from edgespec.backends.llamacpp.memory import skip_padding as llamacpp_sparing
+from edgespec.backends.llamacpp.memory.foresight import floats
+from edgespec.backends.llamacpp.memory.mixture import Mixture
 from mixture_files import EXPERTS, KINDS, LAYERS, mixtures
 from test_offload_llamacpp import check_that_nothing_grows
 
@@ -69,14 +73,17 @@ def from_disk(monkeypatch, mixtures):
     made = []
 
     def get(kind: str, *slots: int, **options: Any) -> LlamaBackend:
-        path = str(mixtures[kind])
+        path = str(mixtures.get(kind, kind))
         least = llamacpp_memory.ContextSize(512, 32, 1, llamacpp_memory.CHUNKS[0], "f16")
         memory = (
             llamacpp_memory.memory_needs(path, least, this_machine()) + llamacpp_memory.file_size(path) - (300 << 10)
         )
         with monkeypatch.context() as patch:
-            pools = tuple(Pool(tuple(range(LAYERS))[i :: len(slots)], one) for i, one in enumerate(slots))
-            patch.setattr(experts, "most_pools", lambda layers, room: pools)
+
+            def pools(layers: Any, room: int) -> tuple[Pool, ...]:
+                return tuple(Pool(tuple(range(len(layers)))[i :: len(slots)], one) for i, one in enumerate(slots))
+
+            patch.setattr(experts, "most_pools", pools)
             patch.setattr(llamacpp_memory, "memory_of", lambda layers, pools: 0)
             patch.setattr(llamacpp_memory, "pool_reserve", lambda room: 0)
             backend = load(path, memory=memory, **OPTIONS, kv_type="f16", **options)
@@ -229,6 +236,38 @@ def test_a_layer_that_is_not_watched_is_right(from_disk, kind, step):
     backend.mixture._before.difference_update(sorted(backend.mixture._before)[::step])
     for _ in range(2):
         assert all(np.array_equal(*rows) for rows in zip(logits_of(backend), right, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3moe", "gpt-oss", "glm4moe", "deepseek2", "lfm2moe", "gemma4"])
+def test_a_router_that_is_shown_its_own_layers_input_chooses_as_the_model(family, tmp_path, monkeypatch, from_disk):
+    """With biases of logits and of probabilities. Gemma's reads something else than its experts, so it has none."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "vulkan"))
+    models, seen, choose = import_module("models"), list[bool](), Mixture._choose
+    monkeypatch.setattr(expert_memory, "SURE", 1)
+
+    def compare(mixture: Mixture, number: int, tensor: int) -> None:
+        sources = GgmlTensor.from_address(tensor).src
+        rows = floats(sources[1])
+        if number in mixture._routers and not mixture._prompt and rows is not None:
+            chosen = mixture._chosen_by_row(sources[2], llamacpp_mixture.numbers_at(sources[2]))
+            seen.append(mixture._routers[number].best(rows, models.USED) == np.unique(chosen).tolist())
+        choose(mixture, number, tensor)
+
+    monkeypatch.setattr(Mixture, "_choose", compare)
+    backend = from_disk(str(models.write(tmp_path / "model.gguf", family, "F32")), 3 * models.EXPERTS)
+    logits_of(backend)
+    assert seen == [True] * (0 if family == "gemma4" else 3 * len(backend.mixture.memory.layers))
+
+
+def test_what_a_router_predicts_is_read_ahead_and_changes_no_bit(monkeypatch, mixtures, from_disk):
+    there = load(str(mixtures["qwen3 moe"]), kv_type="f16", repack=False, **OPTIONS)
+    expected = logits_of(there)
+    there.close()
+    monkeypatch.setattr(expert_memory, "LEAST_RIGHT", 0)  # these routers are random
+    memory = (backend := from_disk("qwen3 moe", 2 * EXPERTS)).mixture.memory
+    for _ in range(3):
+        assert all(np.array_equal(*rows) for rows in zip(logits_of(backend), expected, strict=True))
+    assert 0 < memory.right < memory.predicted
 
 
 def test_factors_of_experts_are_those_of_the_experts(mixtures, from_disk):

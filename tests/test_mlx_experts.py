@@ -165,9 +165,22 @@ def test_to_the_bit(name, slots, tmp_path, pooled):
         pair.each(number, lambda session: session.commit([]))
     pair.forward((0, list(range(40)), list(range(-1, 39))), (1, [7], [-1]))
     resident.close()
-    wanted, hits, read = backend.mixture.memory.counted
+    memory = backend.mixture.memory
+    wanted, hits, read = memory.counted
     assert 0 < hits < wanted
     assert read > 0
+    few = name.startswith(("granite", "nemotron"))  # of their layers have experts
+    assert (memory.predicted > 0) == (slots > 2 and not few)
+
+
+def test_a_router_that_reads_something_else_than_its_experts_predicts_nothing(mixtral, pooled):
+    """As one of Nemotron, whose experts read something narrower."""
+    resident, backend = load(str(mixtral), **OPTIONS), pooled(mixtral, 2.4)
+    before = backend.mixture.memory.predicted
+    backend.mixture._routers = [nn.Linear(3, 4) for _ in backend.mixture._routers]
+    do_everything(Pair(resident, backend), 1)
+    assert backend.mixture.memory.predicted == before
+    resident.close()
 
 
 def test_the_contract(mixtral, pooled):

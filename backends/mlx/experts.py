@@ -13,13 +13,15 @@ import numpy as np
 from mlx.utils import tree_unflatten
 
 from edgespec.loop.engines import Progress
-from edgespec.weights.expert_memory import ExpertMemory
+from edgespec.weights.expert_memory import ROWS_SHOWN, ExpertMemory, most_predicted
 from edgespec.weights.plan import Plan
 
 from ..common.expert_files import Form
 from ..common.interrupts import Stop
 from .memory import Layout
 from .words import NUMBER, address, new_words, weight
+
+ROUTERS = "gate", "router"  # of modules of the block that has a layer's experts
 
 
 class Mixture:
@@ -52,6 +54,10 @@ class Mixture:
         try:
             self.memory.fill(progress)
             modules = dict(model.named_modules())
+            beside = [one.path.rpartition(".")[0] for one in layout.experts]
+            self._routers = [
+                next(filter(None, (modules.get(f"{at}.{name}") for name in ROUTERS)), None) for at in beside
+            ]
             for number, one in enumerate(layout.experts):
                 self._place(modules[one.path], number, one.forms)
         except BaseException:
@@ -82,12 +88,29 @@ class Mixture:
 
     def _slots(self, number: int, x: Any, indices: Any) -> Any:
         self._stop.check()
-        mx.eval(x, indices)
+        predictions = self._predict(number + 1, x, most_predicted(indices.shape[-1]))
+        mx.eval(x, indices, *predictions)
         found = np.array(indices)
         chosen = found.reshape(-1, found.shape[-1])
         slots = self.memory.choose(number, chosen, chosen if self.prompt else None)
+        for predicted in predictions:
+            self.memory.foresee(number + 1, chosen, np.unique(np.array(predicted)).tolist())
         self.memory.wait(number)
         return mx.array(slots[found].astype(found.dtype))
+
+    def _predict(self, number: int, x: Any, count: int) -> list[Any]:
+        """Experts that a layer is likely to want: its router is shown what the layer before it gives to its experts."""
+        some = not self.prompt and self.memory.may_foresee(number)
+        if not some or (router := self._routers[number]) is None:
+            return []
+        try:
+            found = router(x.reshape(-1, x.shape[-1])[:ROWS_SHOWN])
+        except ValueError:  # experts read something narrower (Nemotron's latent)
+            self._routers[number] = None
+            return []
+        if isinstance(found, tuple):  # experts and their weights
+            return [found[0]]
+        return [mx.argpartition(-found, kth=count - 1, axis=-1)[:, :count]]
 
     def begin(self) -> None:
         """Start a pass over one session's tokens.
@@ -97,6 +120,10 @@ class Mixture:
         """
         self.prompt = False
         self.memory.begin()
+
+    def close(self) -> None:
+        self._routers = []
+        self.memory.close()
 
 
 def words(size: int) -> tuple[Any, int]:

@@ -352,7 +352,7 @@ class LayerSweep:
     def close(self) -> None:
         self.streamer.close()
         if self.mixture:
-            self.mixture.memory.close()
+            self.mixture.close()
         self._views = {}
 
 

@@ -1,7 +1,7 @@
 """Experts that threads read from disk into pools (`experts.py`) while a model computes; any system.
 
-Slots are empty at first, and fill as passes want experts. While one weight is computed, the next are read. For a pass
-that wants nearly all experts, `expect` reads those of the next layer before its router has chosen.
+Slots are empty at first, and fill as passes want experts. While one weight is computed, the next are read, and with
+them what the next layer is likely to want: nearly all experts (`expect`), or those that an engine predicts (`foresee`).
 """
 
 import ctypes
@@ -28,6 +28,9 @@ from edgespec.weights.plan import Pool
 from edgespec.weights.preload import lock
 
 NEARLY_ALL = 0.9  # share of a layer's chosen experts that makes all of the next layer's worth a read
+TRIED, LEAST_RIGHT = 256, 1 / 2  # predictions, after which less than this share of right ones ends them
+ROWS_SHOWN = 16  # of a pass, to the next layer's router
+SURE = 5 / 6  # share of the experts of a token that are predicted: the last ones are wrong too often (docs/measured.md)
 
 Load = tuple[int, int]  # number of the layer in `ExpertMemory.layers`, of the weight in `ExpertLayer.tensors`
 
@@ -75,6 +78,11 @@ def own_memory(size: int) -> tuple[Any, int]:
     return memory, address
 
 
+def most_predicted(used: int) -> int:
+    """Experts that are predicted of a token that uses `used`."""
+    return max(1, int(SURE * used))
+
+
 class ExpertMemory:
     """All methods belong to the thread that computes; `number` and `weight` are as in `Load`.
 
@@ -110,6 +118,8 @@ class ExpertMemory:
         self.wait_seconds = 0.0
         self.bytes_read = 0
         self.wanted = self.hits = 0
+        self.predicted = self.right = 0
+        self._foreseen: dict[int, set[int]] = {}  # number of the layer -> experts that are read ahead for it
         self._files = DirectFiles(paths)
         self._queue: SimpleQueue[_Piece | None] = SimpleQueue()
         self._changed = threading.Condition()  # notified when a load is read, when nothing is left, or after an error
@@ -226,7 +236,7 @@ class ExpertMemory:
         if prompt is None:
             residents.use(row, experts)
             self.wanted += len(experts)
-            self.hits += len(place.slots_of(experts))
+            self.hits += len(place.slots_of(experts)) - self._count_right(number, experts)
         else:
             residents.use_in_turn(row, prompt)
         self._start(number, residents.place(row, experts, self._filling(residents)))
@@ -235,20 +245,44 @@ class ExpertMemory:
             self._start(number, residents.place(row, experts))
         return residents.slots_of(row)
 
-    def expect(self, number: int, used: Sequence[int], experts: Sequence[int] | None = None) -> None:
+    def _count_right(self, number: int, experts: Sequence[int]) -> int:
+        """Experts that a layer wants, and that are read because `foresee` has predicted them."""
+        right = len(self._foreseen.pop(number, set()).intersection(experts))
+        self.right += right
+        return right
+
+    def may_foresee(self, number: int) -> bool:
+        """False: no such layer, its experts stay, or predicted ones would take others' room or were mostly wrong."""
+        if number >= len(self.layers) or self.stays(number) is not None:
+            return False
+        room = self.slots(number) >= 2 * self.layers[number].count
+        return room and (self.predicted < TRIED or self.right >= LEAST_RIGHT * self.predicted)
+
+    def foresee(self, number: int, chosen: ArrayLike, experts: Sequence[int]) -> None:
+        """Start to read experts that a layer is likely to want; `chosen` as for `choose`, of the layer before it."""
+        started = self.expect(number, np.unique(chosen).tolist(), experts)
+        self._foreseen[number] = set(started)
+        self.predicted += len(started)
+
+    def expect(self, number: int, used: Sequence[int], experts: Sequence[int] | None = None) -> list[int]:
         """Start to read as many experts of a layer as have room beside those that the layer before it uses.
 
         Args:
             number: of the layer.
             used: experts of the layer before it.
             experts: those that may be wanted; None: all.
+
+        Returns:
+            Those that are read.
         """
         place, before = self._places[number], self._places[number - 1]
         kept = self._filling(place.residents)
         if before.residents is place.residents:
             kept += before.slots_of(used)
         some = range(self.layers[number].count) if experts is None else experts
-        self._start(number, place.residents.place(place.row, some, kept))
+        reads = place.residents.place(place.row, some, kept)
+        self._start(number, reads)
+        return [expert for expert, _ in reads]
 
     def _filling(self, residents: Residents) -> list[int]:
         """Slots of a pool that threads fill."""
@@ -281,6 +315,7 @@ class ExpertMemory:
             unread = {number: list(experts) for number, experts in self._loading.items()}
             self._left.clear()
             self._loading.clear()
+        self._foreseen.clear()
         for number, experts in unread.items():
             for expert in experts:
                 self._places[number].residents.forget(self._places[number].row, expert)

@@ -85,12 +85,13 @@ class TieredMemory(ExpertMemory):
             self._missing = number, residents.place(row, experts)
         return residents.slots_of(row)
 
-    def expect(self, number: int, used: Sequence[int], experts: Sequence[int] | None = None) -> None:
+    def expect(self, number: int, used: Sequence[int], experts: Sequence[int] | None = None) -> list[int]:
         if self._missing[0] == number - 1:
             used = [expert for expert, _ in self._missing[1]]
         if place := self._devices.places.get(number):
-            experts = np.flatnonzero(place.residents.slots_of(place.row) < 0).tolist()
-        super().expect(number, used, experts)
+            lacking = np.flatnonzero(place.residents.slots_of(place.row) < 0)
+            experts = lacking.tolist() if experts is None else np.intersect1d(lacking, experts).tolist()
+        return super().expect(number, used, experts)
 
     def wait(self, number: int, weights: Sequence[int] | None = None) -> None:
         """As before; what a device lacks is uploaded, all weights together."""

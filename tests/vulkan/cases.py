@@ -17,7 +17,7 @@ from alone import Generation
 from edgespec.backends.common import loader
 from edgespec.backends.llamacpp import engine
 from edgespec.backends.llamacpp.backend import LlamaBackend
-from edgespec.backends.llamacpp.ggml.ggml_tensor import is_here
+from edgespec.backends.llamacpp.ggml.ggml_tensor import is_here, operation_at
 from edgespec.backends.llamacpp.memory import mixture, planning
 
 from edgespec.errors import NoRoom
@@ -105,7 +105,7 @@ def report(backend: LlamaBackend) -> dict[str, Any]:
     if not backend.mixture:
         return {}
     operations = backend._hooks.operations(backend.context, whole=True)  # type: ignore[union-attr]
-    products = [one for one in operations if mixture.operation_at(one).op in mixture.USERS]
+    products = [one for one in operations if operation_at(one).op in mixture.USERS]
     wanted, hits, read = backend.mixture.memory.counted
     return {"products": len(products), "here": sum(map(is_here, products)), "hits": f"{hits}/{wanted}", "read": read}
 

@@ -1,6 +1,7 @@
 """Tensors of a compute graph in llama.cpp's memory, read and changed in place."""
 
 import ctypes
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -38,6 +39,32 @@ def is_here(address: int) -> bool:
     tensor = GgmlTensor.from_address(address)
     buffer = tensor.buffer or (GgmlTensor.from_address(tensor.view_src).buffer if tensor.view_src else None)
     return bool(buffer and ggml_base().ggml_backend_buffer_is_host(buffer))
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """
+    Attributes:
+        sources: addresses of its operands; 0: none.
+        names: theirs.
+    """
+
+    name: bytes
+    op: bytes
+    sources: tuple[int, ...]
+    names: tuple[bytes, ...]
+
+
+def operation_at(address: int) -> Operation:
+    tensor = GgmlTensor.from_address(address)
+    sources = tuple(source or 0 for source in tensor.src)
+    names = tuple(GgmlTensor.from_address(source).name if source else b"" for source in sources)
+    return Operation(tensor.name, ggml_base().ggml_op_desc(address), sources, names)
+
+
+def root_of(address: int) -> int:
+    """Address of the tensor that this one is a view of, or its own."""
+    return (GgmlTensor.from_address(address).view_src or address) if address else 0
 
 
 def source_addresses(address: int) -> list[int]:

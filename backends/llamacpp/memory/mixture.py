@@ -30,7 +30,8 @@ from edgespec.weights.expert_memory import ExpertMemory
 from edgespec.weights.plan import Plan
 
 from ..ggml.files import ggml_base, loaded_tensors, parts
-from ..ggml.ggml_tensor import GgmlTensor, is_here, is_known, skip_rows
+from ..ggml.ggml_tensor import GgmlTensor, is_here, is_known, operation_at, root_of, skip_rows
+from .foresight import Router, find_routers, floats
 from .planning import find_expert_layers
 
 
@@ -49,25 +50,6 @@ class User:
 
 PRODUCT = b"MUL_MAT_ID"
 USERS = {PRODUCT: User(0, 2), b"ADD_ID": User(1, 1)}  # the second adds a bias
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    name: bytes
-    op: bytes
-    sources: tuple[int, ...]
-    names: tuple[bytes, ...]
-
-
-def operation_at(address: int) -> Operation:
-    tensor = GgmlTensor.from_address(address)
-    sources = tuple(source or 0 for source in tensor.src)
-    names = tuple(GgmlTensor.from_address(source).name if source else b"" for source in sources)
-    return Operation(tensor.name, ggml_base().ggml_op_desc(address), sources, names)
-
-
-def root_of(address: int) -> int:
-    return (GgmlTensor.from_address(address).view_src or address) if address else 0
 
 
 @dataclass(slots=True)
@@ -135,6 +117,7 @@ class Mixture:
         self.memory, self._mapped = memory, mapped
         self.shape = memory.layers[0].count, used
         self._layers: list[Layer] = []
+        self._routers: dict[int, Router] = {}  # by number of the layer
         self._products: dict[bytes, tuple[int, list[int]]] = {}  # number of the layer, those of weight and bias
         self._first: set[bytes] = set()
         self._later: dict[bytes, int] = {}  # operations behind a layer's products that need its experts' numbers
@@ -165,6 +148,7 @@ class Mixture:
         }
         self._layers = [Layer() for _ in numbers]
         chosen: dict[int, int] = {}
+        inputs: dict[int, int] = {}  # index of a layer -> what its experts read
         rewritten = set[bytes]()  # names of numbers, of which llama.cpp may make copies for other devices later
         for before, operation in pairwise([operations[0], *operations]):
             at = USERS.get(operation.op)
@@ -180,6 +164,7 @@ class Mixture:
                 if operation.op == PRODUCT:
                     if first:
                         self._first.add(operation.name)
+                        inputs[self.memory.layers[number].index] = root_of(operation.sources[1])
                     self._products[operation.name] = number, self.memory.layers[number].with_bias(weight)
                     if first or not there:
                         self._before.add(before.name)
@@ -198,6 +183,7 @@ class Mixture:
         for number, layer in enumerate(self.memory.layers):
             if len(self._layers[number].tensors) != len(layer.tensors):
                 return f"the graph has other experts in layer {layer.index} than the file"
+        self._routers = {numbers[index]: router for index, router in find_routers(operations, inputs).items()}
         return ""
 
     def begin(self, *, prompt: bool, rows: int, padding: int) -> None:
@@ -274,6 +260,9 @@ class Mixture:
             return
         prompt = chosen[: len(chosen) - self._padding * (len(chosen) == self._rows)] if self._prompt else None
         slots = self.memory.choose(number, chosen, prompt)
+        router = self._routers.get(number + 1) if prompt is None and self.memory.may_foresee(number + 1) else None
+        if router and (inputs := floats(GgmlTensor.from_address(tensor).src[1])) is not None:
+            self.memory.foresee(number + 1, chosen, router.best(inputs, self.shape[1]))
         if number in self._later.values():
             self._replaced = numbers, content.copy()
         chosen[...] = slots[chosen]

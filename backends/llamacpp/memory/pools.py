@@ -22,8 +22,8 @@ from edgespec.weights.tiered_memory import DevicePlace, TieredMemory
 
 from ..context import ContextSize, trial_context
 from ..ggml.files import WEIGHTS, find_device, ggml_base, loaded_tensors
-from ..ggml.ggml_tensor import GgmlTensor
-from .mixture import USERS, Mixture, open_memory, operation_at
+from ..ggml.ggml_tensor import GgmlTensor, operation_at
+from .mixture import USERS, Mixture, open_memory
 from .own_memory import buffer_here
 from .planning import find_expert_layers
 

@@ -11,8 +11,7 @@ from edgespec.models.gguf_header import own_values
 from ...common.interrupts import Stop
 from ..ggml.callback import OperationCallback
 from ..ggml.files import ggml_base
-from ..ggml.ggml_tensor import GgmlTensor, is_here, is_known, skip_rows
-from .mixture import operation_at
+from ..ggml.ggml_tensor import GgmlTensor, is_here, is_known, operation_at, skip_rows
 
 
 def has_experts(path: str) -> bool:
