@@ -238,6 +238,16 @@ def test_a_mixtures_draft_takes_the_memory_of_experts(
     assert predict(drafted, None, int(0.49 * GB), groups(0.27, 1.0)[:1], disk * GB, agreement).plain >= found.plain
 
 
+def test_most_experts_are_read_while_the_model_computes() -> None:
+    """Those that the router before foresees; a slow disk is all that counts."""
+
+    def seconds(disk: float) -> float:
+        return 1 / predict(mixture(0.125), mixture(0.25), GB // 2, groups(0.01, 0.01)[:1], disk).plain
+
+    computing, read = seconds(1e18), 1e3 * seconds(1e3)
+    assert seconds(2 * read / computing) == pytest.approx(computing * (1 + 1 / 3 / 2), rel=1e-3)
+
+
 @pytest.mark.parametrize(("predicted", "loads"), [((1.0, 2.0), [False]), ((2.0, 1.0), [True]), ((1.0, 1.1), [False])])
 def test_a_mixtures_draft_that_would_lose_is_not_loaded(
     start: Start, tmp_path: Path, predicted: tuple[float, float], loads: list[bool]
