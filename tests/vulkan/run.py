@@ -61,6 +61,7 @@ CASES = [
     Case("experts in no more slots than one layer has", pools={"slots": EXPERTS, "here": EXPERTS}),
     Case("a pool in memory that the device computes in", pools=SEVERAL | {"shared": True}),
     Case("a pool in memory, half of the layers", "gpt-oss", common={"gpu_layers": 3}, pools=SEVERAL | {"shared": True}),
+    Case("experts that are read ahead", pools=SEVERAL | {"here": 2 * EXPERTS}),
     Case("half of the layers", "gpt-oss", common={"gpu_layers": 3}, pools=SEVERAL),
     Case("several sequences", common={"sessions": 3, "rows": [1, 4, 33]}),
     Case("drafts", does="drafts"),
