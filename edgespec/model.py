@@ -40,6 +40,7 @@ from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import CHARACTERS, TextStream, check_length, render_chat, user_messages
 from edgespec.machine.process import check_process, is_here
+from edgespec.machine.system import under_rosetta
 from edgespec.models.own_sampling import choose_sampling, choose_seed
 from edgespec.models.registry import Entry, local_path
 from edgespec.planners.auto import AutoState, new_auto_state
@@ -475,6 +476,10 @@ def _defaults(asked: Asked, backends: Sequence[Backend]) -> dict[str, Any]:
     if entry.defaults.ctx is not None:
         notes = [*notes, "models.yaml: ctx goes with the next version; write context_length"]
     notes = [*notes, *asked.notes]
+    if under_rosetta():
+        notes.append(
+            "this Python is for Intel, which makes passes slow: make the environment with one for Apple silicon"
+        )
     drafts = asked.draft or asked.datastore or asked.planner not in ("auto", "none")
     if asked.fixed and drafts and not asked.is_remote:
         notes += note_on_budget(options.budget, backends[0], path, approximate=asked.method is not None)

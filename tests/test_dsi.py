@@ -79,6 +79,14 @@ def test_a_draft_model_guesses(temperature: float, lookahead: int) -> None:
             assert stats.tokens_by_source["draft"] > 0
 
 
+def test_the_machine_stays_awake_while_a_text_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    awake = list[bool]()
+    monkeypatch.setattr("edgespec.scheduler.targets.coordinator.stay_awake", lambda: awake.append(True))
+    with targets(SlowSpec(0.0), threads(1), Recorded([], 1.0)) as made:
+        write(made, SamplingParams())
+    assert len(awake) > 1
+
+
 def test_a_second_text_may_have_another_prompt() -> None:
     long = [0, *np.random.default_rng(0).integers(2, SIZE, 90).tolist()]  # all copies read it at once
     with targets(SlowSpec(0.002), threads(3), Recorded([], 1.0)) as made:

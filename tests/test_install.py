@@ -1,6 +1,7 @@
 """`make run` on a machine where it cannot install: one line, and where to read more."""
 
 import os
+import plistlib
 import shutil
 import subprocess
 import sys
@@ -44,9 +45,44 @@ def test_an_old_python_is_refused_before_anything_is_installed(
 ) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 9, 6))
     monkeypatch.setenv("CC", "no-compiler")
-    with pytest.raises(SystemExit, match=r"edgespec needs 3\.11"):
+    with pytest.raises(SystemExit, match=r"edgespec needs 3\.11") as stopped:
         install.main()
+    assert "brew install python" in str(stopped.value)  # a Mac's own is too old
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("python", "silicon", "said"), [("x86_64", "1", True), ("x86_64", "0", False), ("arm64", "1", False)]
+)
+def test_a_python_for_intel_on_apple_silicon_is_named_before_llama_cpp_is_compiled(
+    python: str,
+    silicon: str,
+    said: bool,
+    install: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(install.platform, "machine", lambda: python)
+    monkeypatch.setattr(install.shutil, "which", lambda name: name)
+    asked = subprocess.CompletedProcess("sysctl", 0, stdout=f"{silicon}\n")
+    monkeypatch.setattr(
+        install.subprocess,
+        "run",
+        lambda command, **_: asked if "sysctl" in command[0] else subprocess.CompletedProcess("", 3),
+    )
+    with pytest.raises(SystemExit, match="3"):  # of the next step, venv
+        install.main()
+    assert ("Rosetta" in capsys.readouterr().err) == said
+
+
+def test_macs_do_not_throttle_the_service_and_the_formula_can_compile_its_packages() -> None:
+    packaging = ROOT / "scripts" / "packaging"
+    with (packaging / "edgespec.plist").open("rb") as file:
+        assert plistlib.load(file)["ProcessType"] == "Interactive"
+    formula = (packaging / "edgespec.rb").read_text("utf-8")
+    assert "process_type :interactive" in formula
+    assert 'depends_on "rust" => :build' in formula
 
 
 def test_on_windows_the_compiler_is_left_to_cmake(

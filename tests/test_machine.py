@@ -3,13 +3,14 @@
 import contextlib
 import ctypes
 import gc
+import math
 import os
 import re
 import struct
 import subprocess
 import sys
 import threading
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from pathlib import Path
 from types import SimpleNamespace
@@ -320,21 +321,52 @@ def test_all_cores_of_a_mac_compute_but_efficiency_cores(
     levels: dict[str, int], cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An Intel Mac knows no levels. Names as in lablup/all-smi#167."""
-    known = {b"hw.nperflevels": struct.pack("i", len(levels)), b"machdep.cpu.brand_string": b"Apple M\0"}
+    known = {"hw.nperflevels": struct.pack("i", len(levels)), "machdep.cpu.brand_string": b"Apple M\0"}
     for i, (name, count) in enumerate(levels.items()):
-        known |= {f"hw.perflevel{i}.name".encode(): name.encode() + b"\0"}
-        known |= {f"hw.perflevel{i}.physicalcpu".encode(): struct.pack("i", count)}
+        known |= {f"hw.perflevel{i}.name": name.encode() + b"\0"}
+        known |= {f"hw.perflevel{i}.physicalcpu": struct.pack("i", count)}
+    become_a_mac(monkeypatch, known)
+    monkeypatch.setattr(system_module, "own_processors", lambda: 7)
+    assert (system_module.compute_cores(), system_module.chip()) == (cores, "Apple M")
+
+
+def become_a_mac(monkeypatch: pytest.MonkeyPatch, known: dict[str, bytes]) -> None:
+    """Let this be a Mac whose kernel knows these values."""
 
     def sysctlbyname(name: bytes, value: Any, size: Any, *_: Any) -> int:
-        found = known.get(name, b"")
+        found = known.get(name.decode(), b"")
         ctypes.memmove(value, found, len(found))
         size._obj.value = len(found)
         return 0 if found else -1
 
     monkeypatch.setattr(system_module, "sys", SimpleNamespace(platform="darwin", byteorder=sys.byteorder))
-    monkeypatch.setattr(system_module, "own_processors", lambda: 7)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(sysctlbyname=sysctlbyname))
-    assert (system_module.compute_cores(), system_module.chip()) == (cores, "Apple M")
+
+
+@pytest.mark.parametrize(
+    ("python", "silicon", "expected"), [("x86_64", 1, True), ("x86_64", 0, False), ("arm64", 1, False)]
+)
+def test_a_python_for_intel_on_apple_silicon_is_known(
+    python: str, silicon: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become_a_mac(monkeypatch, {"hw.optional.arm64": struct.pack("i", silicon)})
+    monkeypatch.setattr(system_module.platform, "machine", lambda: python)
+    assert system_module.under_rosetta() == expected
+
+
+def test_a_mac_stays_awake_while_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that keep it awake overlap, so that it cannot fall asleep between two of them."""
+    started, now = list[float](), [1000.0]
+    monkeypatch.setattr(system_module, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(system_module.subprocess, "run", lambda command, **_: started.append(now[0]))
+    system_module.stay_awake()
+    assert not started
+    monkeypatch.setattr(system_module, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(system_module, "_asked_awake", -math.inf)
+    for now[0] in range(1000, 2000, 20):
+        system_module.stay_awake()
+    assert len(started) > 2
+    assert max(after - before for before, after in pairwise(started)) < system_module.AWAKE - 60
 
 
 def test_a_macs_measurements_are_of_its_chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

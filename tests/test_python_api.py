@@ -271,6 +271,13 @@ def test_models_yaml_calls_the_context_as_load_does(gguf, tmp_path, written):
         assert (outdated in model.notes) == written.startswith("ctx")
 
 
+@pytest.mark.parametrize("intel", [True, False])
+def test_a_python_for_intel_on_apple_silicon_is_told(gguf, monkeypatch, intel):
+    monkeypatch.setattr(api, "under_rosetta", lambda: intel)
+    with edgespec.load(gguf, planner="none", exact="off", remember=False) as model:
+        assert any("Intel" in note for note in model.notes) == intel
+
+
 def test_none_is_the_default_of_every_argument_and_draws_a_seed(model):
     nothing = dict.fromkeys(GenerateKeywords.__annotations__)
     result, again = model.generate("hello", **nothing), model.generate("hello", **nothing)

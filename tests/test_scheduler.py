@@ -280,6 +280,16 @@ def test_a_long_prompt_does_not_stop_those_who_write(shape):
     scheduler.close()
 
 
+def test_the_machine_stays_awake_while_there_is_work(monkeypatch):
+    passes = []  # made before it was asked to
+    monkeypatch.setattr("edgespec.scheduler.scheduler.stay_awake", lambda: passes.append(len(target.passes)))
+    target = backend(sessions=1, kind=Recording)
+    scheduler = Scheduler(target, planners("none", 1), budget=4)
+    drive.results_of(scheduler, [Request([5], SamplingParams(), 8)])
+    assert set(passes) >= set(range(len(target.passes)))
+    scheduler.close()
+
+
 def test_a_part_of_a_prompt_ends_where_a_tile_does():
     target = backend("any", sessions=1, max_nodes=70, kind=Recording)
     scheduler = Scheduler(target, planners("none", 1), budget=4)

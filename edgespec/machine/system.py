@@ -4,11 +4,14 @@ import ctypes
 import math
 import mmap
 import os
+import platform
+import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 READ_THREADS = 4  # direct reads in flight; with fewer a disk idles between requests
@@ -21,11 +24,13 @@ MAP_FAILED = (1 << 64) - 1
 COMPRESSES = sys.platform == "darwin"  # memory that looks idle
 END_OF_FILE = 38  # ERROR_HANDLE_EOF of winerror.h
 MS_INVALIDATE = 2  # macOS, sys/mman.h
+AWAKE = 600  # seconds that a Mac stays awake; a pass takes less than half of them
 MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP of linux/mman.h
 
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not on Windows
 
 _own = threading.local()
+_asked_awake = -math.inf  # when a Mac was asked to stay awake
 
 
 def open_direct(path: str) -> tuple[int, bool]:
@@ -347,6 +352,21 @@ def _sysctl(name: str) -> bytes:
 def chip() -> str:
     """Name of a Mac's processor, such as "Apple M4 Pro"; "" elsewhere."""
     return _sysctl("machdep.cpu.brand_string").rstrip(b"\0").decode() if sys.platform == "darwin" else ""
+
+
+def under_rosetta() -> bool:
+    """True if this Python is for Intel, on a Mac with Apple silicon."""
+    intel = sys.platform == "darwin" and platform.machine() == "x86_64"
+    return intel and _sysctl("hw.optional.arm64").startswith(b"\1")
+
+
+def stay_awake() -> None:
+    """Keep a Mac from falling asleep for some minutes; called before each pass."""
+    global _asked_awake
+    if sys.platform == "darwin" and perf_counter() - _asked_awake > AWAKE / 2:
+        _asked_awake = perf_counter()
+        with suppress(OSError):  # a shell, for nobody waits for the program's end
+            subprocess.run(["/bin/sh", "-c", f"caffeinate -i -t {AWAKE} > /dev/null 2>&1 < /dev/null &"], check=False)
 
 
 def lower_priority() -> None:

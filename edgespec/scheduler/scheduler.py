@@ -21,6 +21,7 @@ from edgespec.loop.passes import UNTIMED, Pass, Ran, check_room, common_prefix, 
 from edgespec.loop.planner import Planner
 from edgespec.loop.stats import GenerationStats
 from edgespec.machine.process import at_end, check_process, is_here
+from edgespec.machine.system import stay_awake
 from edgespec.planners.auto import AutoState
 from edgespec.scheduler.batch import Batch, CurrentPass, account, choose, compose, learn, read_draft
 from edgespec.scheduler.counts import Counts
@@ -223,6 +224,7 @@ class Scheduler:
         """Make steps while there is work, and save idle sessions then."""
         try:
             while self._has_work() and not self._queue.closed:
+                stay_awake()
                 self.step()
                 sleep(0)  # readers take what it told them before the next pass keeps them waiting
                 while self._calls:

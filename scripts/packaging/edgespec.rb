@@ -11,6 +11,7 @@ class Edgespec < Formula
 
   depends_on "cmake" => :build
   depends_on "ninja" => :build
+  depends_on "rust" => :build
   depends_on "python@3.13"
 
   def install
@@ -21,6 +22,7 @@ class Edgespec < Formula
   service do
     run [opt_bin/"edgespec", "serve"]
     keep_alive crashed: true
+    process_type :interactive
     environment_variables EDGESPEC_SERVE_PORT: "8080"
   end
 

@@ -28,6 +28,7 @@ from edgespec.loop.stats import GenerationStats
 from edgespec.loop.step import Step
 from edgespec.loop.tree import Source, chain_of
 from edgespec.machine.process import check_process, is_here
+from edgespec.machine.system import stay_awake
 from edgespec.scheduler.events import Event, Reading
 from edgespec.scheduler.requests import Request
 from edgespec.scheduler.sequence import Seq, never
@@ -184,6 +185,7 @@ class Targets:
         started = perf_counter()
         while not seq.cancelled:
             self._check_open()
+            stay_awake()
             room = limit - len(self._text) - 1  # a deeper draft would leave no room for the bonus token
             while self._idle and self._due():
                 self._submit(self._draft_tokens)
