@@ -4,7 +4,7 @@ from importlib import import_module
 
 import click
 
-COMMANDS = ("accuracy", "fuzz", "gpu", "offload", "routes", "serve")
+COMMANDS = ("accuracy", "fuzz", "gpu", "offload", "routes", "serve", "trees")
 
 
 class Bench(click.Group):

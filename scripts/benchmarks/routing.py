@@ -3,7 +3,7 @@
 import gzip
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from ctypes import c_char
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ from edgespec.loop.pass_times import choices
 from edgespec.loop.sampling import Float32Array
 from edgespec.loop.text import render_chat, user_messages
 from edgespec.machine.this_machine import this_machine
+from edgespec.models.convert.folder_from_gguf import read_gguf
 from edgespec.weights.experts import Residents
 
 INPUTS, CHOSEN = "ffn_norm", "ffn_moe_topk"  # operations: what a router reads, and what it chooses
@@ -105,7 +106,7 @@ def record(path: str, prompts: Sequence[str], tokens: int, progress: Callable[[i
     )
     plan, recorder, found = plan_here(path, options, this_machine(path)), Recorder(), list[Text]()
     with closing(load_here(plan, plan.ways[-1], lambda done, total: None, recorder)) as backend:
-        asked = [_tokens(backend.vocab, text) for text in prompts]
+        asked = [prompt_ids(backend.vocab, text) for text in prompts]
         asked = [ids for ids in asked if len(ids) <= LONGEST]
         for start in range(0, len(asked), TOGETHER):
             found += _answer(backend, recorder, asked[start : start + TOGETHER], tokens)
@@ -113,7 +114,7 @@ def record(path: str, prompts: Sequence[str], tokens: int, progress: Callable[[i
     return found
 
 
-def _tokens(vocab: Vocab, text: str) -> list[int]:
+def prompt_ids(vocab: Vocab, text: str) -> list[int]:
     if vocab.chat_template:
         return render_chat(vocab, user_messages(text))
     return vocab.encode(text, add_bos=True, parse_special=False)
@@ -230,14 +231,31 @@ def _hits(text: Values, count: int, slots: int) -> float:
     return hits / text[start:].size
 
 
+def routers_of(path: str) -> list[Values]:
+    """[experts, width] of each layer of a GGUF; ModelError: it has none."""
+    named = {tensor.name: tensor.data for tensor in read_gguf(Path(path)).tensors}
+    found = [data for layer in range(len(named)) if (data := named.get(f"blk.{layer}.ffn_gate_inp.weight")) is not None]
+    if not found:
+        raise ModelError(f"{path}: is no mixture of experts")
+    return found
+
+
+def guesses(taken: Mapping[str, Values], routers: Sequence[Values]) -> Values:
+    """[rows, layers, used] what routers choose of what the router before each read, best first; [0]: layers differ."""
+    inputs, chosen = taken.get(INPUTS, np.zeros(0)), taken[CHOSEN]
+    if not (inputs.shape[1:2] == chosen.shape[1:2] == (len(routers),)):
+        return np.zeros(0, np.uint16)
+    best = [np.argsort(-(inputs[:, max(0, layer - 1)] @ rows.T), axis=1) for layer, rows in enumerate(routers)]
+    return np.stack(best, 1)[:, :, : chosen.shape[2]].astype(np.uint16)
+
+
 def foreseen(texts: Sequence[Text], routers: Sequence[Float32Array]) -> str:
     """Choices that a layer's router makes also of what the router before it read."""
     shares = list[float]()
     for text in texts:
-        inputs, chosen = text.answer(INPUTS), text.answer(CHOSEN)
-        for layer, rows in enumerate(routers[1:], 1):
-            best = np.argsort(-(inputs[:, layer - 1] @ rows.T), axis=1)[:, : chosen.shape[2]]
-            shares.append((best[:, :, None] == chosen[:, layer, None]).any(1).mean())
+        chosen = text.answer(CHOSEN)
+        best = guesses({INPUTS: text.answer(INPUTS), CHOSEN: chosen}, routers)
+        shares.append((best[:, 1:, :, None] == chosen[:, 1:, None]).any(2).mean())
     return _percent(shares)
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import click
 
 from benchmarks.options import AT_LEAST_1, FILE, questions
-from benchmarks.routing import CHOSEN, agreement, foreseen, read_trace, record, statistics
+from benchmarks.routing import CHOSEN, agreement, foreseen, read_trace, record, routers_of, statistics
 from edgespec.cli.terminal import Bars
-from edgespec.errors import ModelError, UsageError
+from edgespec.errors import UsageError
 from edgespec.measure.tables import table
-from edgespec.models.convert.folder_from_gguf import read_gguf
 from edgespec.models.registry import find_model, local_path
 
 
@@ -47,12 +46,7 @@ def command(sources: tuple[str, ...], prompts: Path | None, limit: int, max_toke
 
 
 def _recorded(path: str, prompts: list[str], tokens: int, draft: str | None) -> dict[str, str]:
-    named = {tensor.name: tensor.data for tensor in read_gguf(Path(path)).tensors}
-    routers = [
-        data for layer in range(len(named)) if (data := named.get(f"blk.{layer}.ffn_gate_inp.weight")) is not None
-    ]
-    if not routers:
-        raise ModelError(f"{path}: is no mixture of experts")
+    routers = routers_of(path)
     with Bars() as bars:
         texts = record(path, prompts, tokens, partial(bars.update, "prompts"))
     texts = [text for text in texts if len(text.parts) == tokens + 1]
