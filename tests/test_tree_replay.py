@@ -229,7 +229,7 @@ def test_of_a_route_trace_bytes_are_told(bench: Any, tmp_path: Path) -> None:
         gzip.compress("\n".join([*head, *sizes, "turn,phase,step,layer,slot,expert,weight", *rows]).encode())
     )
     code, shown, said = bench("trees", path, "--memory", "1G")
-    assert (code, "last pass's read early" in shown, "plain's" in shown) == (0, True, False), said
+    assert (code, "last pass's early" in shown, "plain's" in shown) == (0, True, False), said
     path.write_bytes(gzip.compress("\n".join([*head, *rows]).encode()))
     code, _, said = bench("trees", path)
     assert (code, "does not say the bytes of an expert for each layer" in said) == (1, True)

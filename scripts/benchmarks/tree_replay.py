@@ -360,21 +360,21 @@ class Way:
 
 WAYS = {
     "plain": Way(plain, drafts=False),
-    "plain, next layer read early": Way(plain, "guesses", drafts=False),
+    "plain, next layer early": Way(plain, "guesses", drafts=False),
     **{f"chain of {count}": Way(best(count, 1)) for count in (1, 2, 4, 8)},
     **{f"tree of {count}": Way(best(count, count)) for count in (2, 4, 8)},
     "tree by rows": Way(drafted(by_rows)),
-    "tree by rows, next layer read early": Way(drafted(by_rows), "guesses"),
-    "tree by rows, table read early": Way(drafted(by_rows), "table"),
+    "tree by rows, next layer early": Way(drafted(by_rows), "guesses"),
+    "tree by rows, table early": Way(drafted(by_rows), "table"),
     "tree by guesses": Way(drafted(by_guesses)),
-    "tree by guesses, table read early": Way(drafted(by_guesses), "table"),
+    "tree by guesses, table early": Way(drafted(by_guesses), "table"),
     "tree by experts": Way(drafted(by_experts)),
     "oracle of costs": Way(oracle_of_costs),
 }
 # All tokens of a route trace are one, so the table has what the last pass chose; the draft's pass proposes nothing.
 ROUTES = {
     "plain": WAYS["plain"],
-    "last pass's read early": Way(lambda now, *_: (NO_NODES, now.costs.draft), "table", False),
+    "last pass's early": Way(lambda now, *_: (NO_NODES, now.costs.draft), "table", False),
 }
 ORACLES = {"oracle": False, "oracle, reads hidden": True}
 
