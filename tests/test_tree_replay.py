@@ -34,7 +34,9 @@ COSTS = Costs(fixed=100, row=10, expert=1, miss=5, draft=8)
 SIZE, ROOM = 1 << 20, 1 << 30
 
 
-def text(ids: list[int], prompt: list[Any], trees: list[list[tuple[int, int, float, Any]]], guessed: Any = ()) -> Text:
+def text(
+    ids: list[int], prompt: list[Any], trees: list[list[tuple[int, int, float, Any]]], predicted: Any = ()
+) -> Text:
     """Nodes of trees are token, parent, probability, and experts by layer."""
     tokens, parents, likely, chosen = zip(*(node for tree in trees for node in tree), strict=True)
     return Text(
@@ -45,7 +47,7 @@ def text(ids: list[int], prompt: list[Any], trees: list[list[tuple[int, int, flo
         np.array(parents, np.int32),
         np.log(likely),
         np.array(chosen, np.uint16),
-        np.array(guessed, np.uint16),
+        np.array(predicted, np.uint16),
     )
 
 
@@ -91,8 +93,8 @@ def random_trace(seed: int, size: int = SIZE) -> Trace:
                 on_path[len(tree)], chosen = deeper, experts[4 + at + deeper]
             tree.append((token, parent, tree[parent][2] * rng.uniform(0.3, 1), chosen))
         trees.append(tree)
-    guessed = [[rng.permutation(count)[:used] for _ in range(layers)] for _ in range(9 * steps)]
-    return Trace([text(ids, experts[:4], trees, guessed)], [size] * layers, count, 1)
+    predicted = [[rng.permutation(count)[:used] for _ in range(layers)] for _ in range(9 * steps)]
+    return Trace([text(ids, experts[:4], trees, predicted)], [size] * layers, count, 1)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -108,7 +110,7 @@ def test_where_all_experts_have_room_the_search_of_the_oracle_finds_the_fastest_
         return np.array(nodes[1:], int), COSTS.draft * max(tree.depth[nodes])
 
     fastest = oracle(whole, Decoding(trace, ROOM, COSTS)).seconds
-    for way in [*(way for way in WAYS.values() if not way.early), *[Way(some)] * 20]:
+    for way in [*(way for way in WAYS.values() if not way.ahead), *[Way(some)] * 20]:
         found = replay(whole, way, Decoding(trace, ROOM, COSTS))
         assert found.tokens == 12
         assert found.seconds >= fastest - 1e-9
@@ -137,14 +139,20 @@ def test_bytes_are_those_that_the_pools_read() -> None:
         Decoding(trace, SIZE, COSTS)
 
 
-def test_what_is_read_early_costs_no_waiting_and_counts_as_used_or_not() -> None:
+def test_what_is_read_ahead_costs_no_waiting_and_counts_as_used_or_not() -> None:
     now = Decoding(Trace([], [SIZE, SIZE], 8, 1), ROOM, COSTS)
-    now.read_early([np.array(experts) for experts in ([[1, 2], [3, 3]], [[4, 4], [5, 5]])], 4)
+    now.read_ahead([np.array(experts) for experts in ([[1, 2], [3, 3]], [[4, 4], [5, 5]])], 4)
     found = now.passed(np.array([[[1, 2], [5, 6]]]))
-    assert (found.early, found.used, found.read, found.waiting) == (4 * SIZE, 2 * SIZE, 6 * SIZE, 2 * COSTS.miss)
+    assert (found.ahead, found.used, found.read, found.waiting) == (4 * SIZE, 2 * SIZE, 6 * SIZE, 2 * COSTS.miss)
+    # Only slots of layer 1 are free for layer 0, but what is read ahead stays until its layer has had its turn.
+    full = Decoding(Trace([], [2 * SIZE] * 2, 4, 1), 10 * SIZE, COSTS)
+    full.passed(np.array([[[0, 1], [0, 1]]]))
+    full.read_ahead([np.array([[0, 1], [2, 2]])], 9)
+    found = full.passed(np.array([[[2, 2], [2, 2]]]))
+    assert (found.ahead, found.used, found.read) == (2 * SIZE, 2 * SIZE, 4 * SIZE)
     # The first layer is computed in 57 seconds, and a read of the next takes less.
     found = now.passed(np.array([[[1, 2], [0, 1]]]), np.array([[[7, 7], [0, 1]]]))
-    assert (found.early, found.used, found.waiting) == (SIZE, SIZE, COSTS.miss)
+    assert (found.ahead, found.used, found.waiting) == (SIZE, SIZE, COSTS.miss)
     now.costs = replace(COSTS, miss=60)
     assert now.passed(np.array([[[1, 2], [2, 2]]]), np.array([[[7, 7], [2, 0]]])).waiting == 60 - 57
 
@@ -155,9 +163,9 @@ def test_experts_of_tokens_that_were_seen_are_read_while_the_draft_works() -> No
     trees = [[(2, -1, 1.0, here), (8, 0, 0.9, here)], [(7, -1, 1.0, seven), (8, 0, 0.9, here)]]
     trace = Trace([text([7, 1, 2, 7, 3], [seven, other], trees)], [2 * SIZE] * 2, 4, 1)
     found = replay(trace.texts[0], Way(best(1, 1), "table"), Decoding(trace, 10 * SIZE, COSTS))
-    assert (found.read, found.early, found.used, found.waiting) == (8 * SIZE, 2 * SIZE, 2 * SIZE, 3 * COSTS.miss)
+    assert (found.read, found.ahead, found.used, found.waiting) == (8 * SIZE, 2 * SIZE, 2 * SIZE, 3 * COSTS.miss)
     late = replay(trace.texts[0], Way(best(1, 1)), Decoding(trace, 10 * SIZE, COSTS))
-    assert (late.read, late.early, late.waiting) == (8 * SIZE, 0, 4 * COSTS.miss)
+    assert (late.read, late.ahead, late.waiting) == (8 * SIZE, 0, 4 * COSTS.miss)
 
 
 def test_a_trace_that_is_written_is_read_and_a_damaged_one_is_one_line(tmp_path: Path) -> None:
@@ -182,7 +190,7 @@ def test_a_trace_that_is_written_is_read_and_a_damaged_one_is_one_line(tmp_path:
         {"parents": one.parents[::-1]},
         {"chosen": one.chosen + 8},
         {"ids": one.ids[::-1]},
-        {"guessed": one.prompt},
+        {"predicted": one.prompt},
     ):
         write_trace(path, replace(whole, texts=[replace(one, **wrong)]))
         with pytest.raises(ModelError, match="is no trace of trees"):
@@ -202,10 +210,10 @@ def test_a_trace_is_recorded_and_replayed(bench: Any, tmp_path: Path) -> None:
     trace, alike = read_trees(out), list[Any]()
     assert (len(trace.texts), trace.count, trace.draft) == (2, 8, model.stat().st_size)
     for one in trace.texts:
-        for at, (tree, chosen, guessed) in enumerate(one.steps):
+        for at, (tree, chosen, predicted) in enumerate(one.steps):
             path = one.accepted(at, range(len(tree)))
             alike += [chosen[node] == one.steps[at + deep][1][0] for deep, node in enumerate(path)]
-            assert guessed.shape == chosen.shape
+            assert predicted.shape == chosen.shape
     assert len(alike) > 40
     assert np.mean(alike) > 0.95
     code, shown, _ = bench("trees", out, "--memory", "1G", "--draft-memory", "1M", "--costs", "9,2,1,1,4")
@@ -229,7 +237,7 @@ def test_of_a_route_trace_bytes_are_told(bench: Any, tmp_path: Path) -> None:
         gzip.compress("\n".join([*head, *sizes, "turn,phase,step,layer,slot,expert,weight", *rows]).encode())
     )
     code, shown, said = bench("trees", path, "--memory", "1G")
-    assert (code, "last pass's early" in shown, "plain's" in shown) == (0, True, False), said
+    assert (code, "last pass's ahead" in shown, "plain's" in shown) == (0, True, False), said
     path.write_bytes(gzip.compress("\n".join([*head, *rows]).encode()))
     code, _, said = bench("trees", path)
     assert (code, "does not say the bytes of an expert for each layer" in said) == (1, True)

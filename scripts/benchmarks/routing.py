@@ -240,7 +240,7 @@ def routers_of(path: str) -> list[Values]:
     return found
 
 
-def guesses(taken: Mapping[str, Values], routers: Sequence[Values]) -> Values:
+def predictions(taken: Mapping[str, Values], routers: Sequence[Values]) -> Values:
     """[rows, layers, used] what routers choose of what the router before each read, best first; [0]: layers differ."""
     inputs, chosen = taken.get(INPUTS, np.zeros(0)), taken[CHOSEN]
     if not (inputs.shape[1:2] == chosen.shape[1:2] == (len(routers),)):
@@ -254,7 +254,7 @@ def foreseen(texts: Sequence[Text], routers: Sequence[Float32Array]) -> str:
     shares = list[float]()
     for text in texts:
         chosen = text.answer(CHOSEN)
-        best = guesses({INPUTS: text.answer(INPUTS), CHOSEN: chosen}, routers)
+        best = predictions({INPUTS: text.answer(INPUTS), CHOSEN: chosen}, routers)
         shares.append((best[:, 1:, :, None] == chosen[:, 1:, None]).any(2).mean())
     return _percent(shares)
 

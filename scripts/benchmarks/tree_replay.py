@@ -4,7 +4,7 @@ A trace has the tree that a draft proposes at every position of a text, and the 
 part of these trees can be verified in a replay, with the program's own pools. A policy chooses the part, and may know:
 
     rows      how long passes over so many nodes usually take, as planners suppose
-    guesses   the experts that a token chose when it was seen last, and which experts lie in memory
+    table     the experts that a token chose when it was seen last, and which experts lie in memory
     experts   those that each node chooses, likewise
     all       also which nodes are accepted: the oracle
 
@@ -32,12 +32,12 @@ from edgespec.machine.files import replacing
 from edgespec.machine.memory import format_size
 from edgespec.planners.cost import goodput, worth_reading
 from edgespec.planners.search import LIKELY_CHILD
+from edgespec.weights.expert_memory import most_predicted
 from edgespec.weights.experts import FADING, ExpertLayer, Residents, memory_of, most_pools, pools_of
 from edgespec.weights.plan import Tensor
 
 BUDGET = 16  # nodes of a tree that ends where it does not pay
 FURTHER = 0.18  # passes of the draft over one node, that a further node takes
-SURE = 5 / 6  # share of a router's guesses that are read ahead: the last ones are wrong too often
 AGAIN = 0.75  # share of a token's experts that it chose the last time, too
 
 Experts: TypeAlias = NDArray[np.integer[Any]]  # [nodes or tokens, layers, used]
@@ -61,7 +61,7 @@ class Figures:
     Attributes:
         experts: different ones of each layer and pass.
         read: bytes of experts.
-        early: bytes that were read before the layer's router had chosen.
+        ahead: bytes that were read before the layer's router had chosen.
         used: of these, bytes that the pass wanted.
         waiting: seconds for reads, beyond those of computing and drafting at the same time.
     """
@@ -71,7 +71,7 @@ class Figures:
     rows: int = 0
     experts: int = 0
     read: int = 0
-    early: int = 0
+    ahead: int = 0
     used: int = 0
     computing: float = 0.0
     waiting: float = 0.0
@@ -92,7 +92,7 @@ class Text:
         ids: of the prompt, its first token, and one for each tree.
         prompt: experts of its tokens.
         nodes: [trees] nodes of each; what follows has all trees, one after another.
-        guessed: by the router of each layer, shown what the router before it reads; best first; [0]: not recorded.
+        predicted: by each layer's router, shown what the router before it reads; best first; [0]: not recorded.
     """
 
     ids: NDArray[np.int32]
@@ -102,14 +102,14 @@ class Text:
     parents: NDArray[np.int32]
     log_probs: FloatArray
     chosen: Experts
-    guessed: Experts
+    predicted: Experts
 
     @cached_property
     def steps(self) -> list[tuple[DraftTree, Experts, Experts]]:
-        """By position: tree, experts chosen, and experts guessed; ValueError: it is no tree."""
-        parts = self.token_ids, self.parents, self.log_probs, self.chosen, self.guessed
+        """By position: tree, experts chosen, and experts predicted; ValueError: it is no tree."""
+        parts = self.token_ids, self.parents, self.log_probs, self.chosen, self.predicted
         split = [np.split(part, np.cumsum(self.nodes)[:-1]) for part in parts]
-        return [(make_tree(*tree), chosen, guessed) for *tree, chosen, guessed in zip(*split, strict=True)]
+        return [(make_tree(*tree), chosen, predicted) for *tree, chosen, predicted in zip(*split, strict=True)]
 
     def accepted(self, at: int, kept: Iterable[int]) -> list[int]:
         """The root and the nodes of a tree that are accepted if `kept` are verified; the last tree's are not."""
@@ -166,7 +166,7 @@ def read_trees(path: Path) -> Trace:
             if not (
                 text.prompt.shape[1:] == shape[1:]
                 and text.chosen.shape == shape
-                and text.guessed.shape in (shape, (0,))
+                and text.predicted.shape in (shape, (0,))
                 and max(text.prompt.max(), text.chosen.max()) < trace.count
                 and text.ids[len(text.prompt) : -1].tolist() == roots
             ):
@@ -210,49 +210,52 @@ class Decoding:
             for row, layer in enumerate(pool.layers)
         }
         self.places = [places[layer] for layer in range(len(layers))]
-        self._early = [set[int]() for _ in layers]
+        self._ahead = [set[int]() for _ in layers]
 
     def prompt(self, chosen: Experts) -> None:
         for layer, (residents, row) in enumerate(self.places):
             residents.use_in_turn(row, chosen[:, layer])
             residents.place(row, np.unique(chosen[:, layer]).tolist())
 
-    def read_early(self, likely: Iterable[Experts], most: int) -> None:
-        """Read experts before the next pass: for each of `likely` those by layer, at most so many in all."""
+    def read_ahead(self, likely: Iterable[Experts], most: int) -> None:
+        """Read experts ahead of the next pass: for each of `likely` those by layer, at most so many in all."""
         for experts in likely:
             for layer, (residents, row) in enumerate(self.places):
                 new = np.unique(experts[layer])
-                new = new[residents.slots_of(row)[new] < 0][: most - sum(map(len, self._early))]
-                others = zip(self.places, self._early, strict=True)
-                kept = [other.slots_of(at)[list(early)] for (other, at), early in others if other is residents]
-                reads = residents.place(row, new.tolist(), np.concatenate(kept).tolist())
-                self._early[layer] |= {expert for expert, _ in reads}
+                new = new[residents.slots_of(row)[new] < 0][: most - sum(map(len, self._ahead))]
+                self._ahead[layer] |= dict(residents.place(row, new.tolist(), self._kept(residents))).keys()
 
-    def passed(self, chosen: Experts, guessed: Experts | None = None) -> Figures:
-        """Use experts as a pass does; those `guessed` are read while the layer before is computed."""
+    def _kept(self, residents: Residents) -> list[int]:
+        """Slots of a pool with experts that are read ahead of layers to come."""
+        places = zip(self.places, self._ahead, strict=True)
+        kept = [other.slots_of(row)[list(ahead)] for (other, row), ahead in places if other is residents]
+        return [int(slot) for slot in np.concatenate(kept) if slot >= 0]
+
+    def passed(self, chosen: Experts, predicted: Experts | None = None) -> Figures:
+        """Use experts as a pass does; those `predicted` are read while the layer before is computed."""
         rows, layers, used = chosen.shape
         found, free, kept = Figures(steps=1, rows=rows), 0.0, list[int]()
         for layer, (residents, row) in enumerate(self.places):
             late = 0.0
-            if guessed is not None and layer:
-                likely = np.unique(guessed[:, layer, : max(1, int(SURE * used))]).tolist()
-                ahead = residents.place(row, likely, kept if self.places[layer - 1][0] is residents else ())
-                self._early[layer] |= {expert for expert, _ in ahead}
-                late = max(0.0, self.costs.miss * len(ahead) - free)
+            if predicted is not None and layer:
+                likely = np.unique(predicted[:, layer, : most_predicted(used)]).tolist()
+                reads = residents.place(row, likely, kept if self.places[layer - 1][0] is residents else ())
+                self._ahead[layer] |= dict(reads).keys()
+                late = max(0.0, self.costs.miss * len(reads) - free)
             wanted = np.unique(chosen[:, layer]).tolist()
             residents.use(row, wanted)
-            missing, size = len(residents.place(row, wanted)), self.sizes[layer]
-            kept, early = residents.slots_of(row)[wanted].tolist(), self._early[layer]
+            missing = dict(residents.place(row, wanted, self._kept(residents)) + residents.place(row, wanted)).keys()
+            kept, ahead, size = residents.slots_of(row)[wanted].tolist(), self._ahead[layer], self.sizes[layer]
             free = (self.costs.fixed + self.costs.row * rows) / layers + self.costs.expert * len(wanted)
             found += Figures(
                 experts=len(wanted),
-                read=(missing + len(early)) * size,
-                early=len(early) * size,
-                used=len(early.intersection(wanted)) * size,
+                read=(len(missing) + len(ahead)) * size,
+                ahead=len(ahead) * size,
+                used=len(ahead.intersection(wanted) - missing) * size,
                 computing=free,
-                waiting=late + self.costs.miss * missing,
+                waiting=late + self.costs.miss * len(missing),
             )
-            self._early[layer] = set()
+            self._ahead[layer] = set()
         return found
 
 
@@ -288,7 +291,7 @@ def by_rows(now: Decoding, tree: DraftTree, chosen: Experts) -> Seconds:
     return seconds
 
 
-def by_guesses(now: Decoding, tree: DraftTree, chosen: Experts) -> Seconds:
+def by_table(now: Decoding, tree: DraftTree, chosen: Experts) -> Seconds:
     """A token that was not seen chooses what passes usually use."""
     usual = (1 - FADING) * np.stack([residents.scores[row] for residents, row in now.places])
     wanted = np.repeat(np.minimum(usual, 1)[None], len(tree), axis=0)
@@ -348,40 +351,40 @@ def oracle_of_costs(now: Decoding, tree: DraftTree, chosen: Experts) -> tuple[No
 class Way:
     """
     Attributes:
-        early: "table": experts that the tree's tokens are known to choose are read while the draft works. "guesses":
-            those that a router guesses for the next layer, while the target computes.
+        ahead: what is read ahead. "table": what the tree's tokens chose when they were seen last, while the draft
+            works. "next layer": what its router predicts, while the target computes a layer.
         drafts: the draft takes memory from the pools.
     """
 
     policy: Policy
-    early: str = ""
+    ahead: str = ""
     drafts: bool = True
 
 
 WAYS = {
     "plain": Way(plain, drafts=False),
-    "plain, next layer early": Way(plain, "guesses", drafts=False),
+    "plain, next layer ahead": Way(plain, "next layer", drafts=False),
     **{f"chain of {count}": Way(best(count, 1)) for count in (1, 2, 4, 8)},
     **{f"tree of {count}": Way(best(count, count)) for count in (2, 4, 8)},
     "tree by rows": Way(drafted(by_rows)),
-    "tree by rows, next layer early": Way(drafted(by_rows), "guesses"),
-    "tree by rows, table early": Way(drafted(by_rows), "table"),
-    "tree by guesses": Way(drafted(by_guesses)),
-    "tree by guesses, table early": Way(drafted(by_guesses), "table"),
+    "tree by rows, next layer ahead": Way(drafted(by_rows), "next layer"),
+    "tree by rows, table ahead": Way(drafted(by_rows), "table"),
+    "tree by table": Way(drafted(by_table)),
+    "tree by table, table ahead": Way(drafted(by_table), "table"),
     "tree by experts": Way(drafted(by_experts)),
     "oracle of costs": Way(oracle_of_costs),
 }
 # All tokens of a route trace are one, so the table has what the last pass chose; the draft's pass proposes nothing.
 ROUTES = {
     "plain": WAYS["plain"],
-    "last pass's early": Way(lambda now, *_: (NO_NODES, now.costs.draft), "table", False),
+    "last pass's ahead": Way(lambda now, *_: (NO_NODES, now.costs.draft), "table", False),
 }
 ORACLES = {"oracle": False, "oracle, reads hidden": True}
 
 
 def oracle_beside(name: str) -> str:
-    """The oracle that a policy is compared with: where it reads early, the one whose reads delay nothing else."""
-    return name if name in ORACLES else list(ORACLES)[bool(WAYS[name].early)]
+    """The oracle that a policy is compared with: where it reads ahead, the one whose reads delay nothing else."""
+    return name if name in ORACLES else list(ORACLES)[bool(WAYS[name].ahead)]
 
 
 def replay(text: Text, way: Way, now: Decoding) -> Figures:
@@ -389,13 +392,13 @@ def replay(text: Text, way: Way, now: Decoding) -> Figures:
     now.table |= zip(text.ids.tolist(), text.prompt, strict=False)
     at = 0
     while at < len(text.steps):
-        tree, chosen, guessed = text.steps[at]
+        tree, chosen, predicted = text.steps[at]
         nodes, drafting = way.policy(now, tree, chosen)
         rows, path = [0, *nodes.tolist()], text.accepted(at, nodes.tolist())
         tokens = tree.token_ids[rows].tolist()
-        if way.early == "table":
-            now.read_early([now.table[token] for token in tokens if token in now.table], int(drafting / now.costs.miss))
-        now.found += now.passed(chosen[rows], guessed[rows] if way.early == "guesses" else None)
+        if way.ahead == "table":
+            now.read_ahead([now.table[token] for token in tokens if token in now.table], int(drafting / now.costs.miss))
+        now.found += now.passed(chosen[rows], predicted[rows] if way.ahead == "next layer" else None)
         now.found += Figures(tokens=len(path), drafting=drafting)
         now.table |= zip(tokens, chosen[rows], strict=True)
         at += len(path)
@@ -437,8 +440,10 @@ def replays(
         costs: of steps.
         progress: called with texts done, and in all.
     """
-    can_guess = all(text.guessed.size for text in trace.texts)
-    ways = {name: way for name, way in WAYS.items() if can_guess or way.early != "guesses"} if trace.draft else ROUTES
+    can_predict = all(text.predicted.size for text in trace.texts)
+    ways = (
+        {name: way for name, way in WAYS.items() if can_predict or way.ahead != "next layer"} if trace.draft else ROUTES
+    )
     total = dict[str, Figures]()
     for number, text in enumerate(trace.texts, 1):
         found = {
@@ -446,7 +451,7 @@ def replays(
         }
         for name, hidden in ORACLES.items() if trace.draft else ():
             own = oracle(text, Decoding(trace, memory - draft, costs), hidden=hidden)
-            others = [found[other] for other, way in ways.items() if hidden or not way.early]
+            others = [found[other] for other, way in ways.items() if hidden or not way.ahead]
             found[name] = min(own, *others, key=lambda one: one.seconds)
         total = {name: total.get(name, Figures()) + figures for name, figures in found.items()}
         progress(number, len(trace.texts))

@@ -16,7 +16,17 @@ from edgespec.backends.llamacpp.memory.planning import find_expert_layers
 from numpy.typing import NDArray
 
 from benchmarks.options import AT_LEAST_1, FILE, PATH, Number, questions
-from benchmarks.routing import CHOSEN, LONGEST, Recorder, Values, guesses, prompt_ids, read_rows, read_trace, routers_of
+from benchmarks.routing import (
+    CHOSEN,
+    LONGEST,
+    Recorder,
+    Values,
+    predictions,
+    prompt_ids,
+    read_rows,
+    read_trace,
+    routers_of,
+)
 from benchmarks.tree_replay import Costs, Figures, Text, Trace, oracle_beside, read_trees, replays, write_trace
 from edgespec.cli.options import refuse
 from edgespec.cli.terminal import Bars
@@ -37,7 +47,7 @@ from edgespec.models.registry import find_model, local_path
 from edgespec.planners.specexec import SpecExecPlanner
 
 TRACE = b"PK\x03\x04"  # first bytes of an .npz
-READ = ("rows", "experts\na token", "MB\na token", "MB early\n(used)")
+READ = ("rows", "experts\na token", "MB\na token", "MB ahead\n(used)")
 
 
 @click.command(
@@ -121,9 +131,9 @@ def _seconds(title: str, found: dict[str, Figures]) -> str:
 
 
 def _read(one: Figures) -> list[str]:
-    early = f"{one.early / 1e6 / one.tokens:.0f} ({one.used / one.early:.0%})" if one.early else ""
+    ahead = f"{one.ahead / 1e6 / one.tokens:.0f} ({one.used / one.ahead:.0%})" if one.ahead else ""
     per_token = f"{one.experts / one.tokens:.0f}", f"{one.read / 1e6 / one.tokens:.1f}"
-    return [f"{one.rows / one.steps:.1f}", *per_token, early]
+    return [f"{one.rows / one.steps:.1f}", *per_token, ahead]
 
 
 def _routes(path: Path) -> Trace:
@@ -144,14 +154,12 @@ def _record(
     progress: Callable[[int, int], None],
 ) -> Trace:  # fmt: skip
     routers, layers = routers_of(path), find_expert_layers(path, loaded_tensors(path))
-    length, recorder, found = LONGEST + tokens + nodes, Recorder(), list[Text]()
-    options = LoadOptions(
-        context_length=length, budget=max(LONGEST, nodes), sessions=1, exact="off", gpu_layers=0, resident=True
-    )
+    length, most, recorder, found = LONGEST + tokens + nodes, max(LONGEST, nodes), Recorder(), list[Text]()
+    options = LoadOptions(context_length=length, budget=most, sessions=1, exact="off", gpu_layers=0, resident=True)
     plan = plan_here(path, options, this_machine(path))
     with (
         closing(load_here(plan, plan.ways[-1], lambda done, total: None, recorder)) as target,
-        closing(load(draft, context_length=length, budget=nodes, exact="off")) as small,
+        closing(load(draft, context_length=length, budget=most, exact="off")) as small,
     ):
         check_same_vocab(target.vocab, small.vocab)
         asked = [ids for prompt in prompts if len(ids := prompt_ids(target.vocab, prompt)) <= LONGEST]
@@ -177,8 +185,8 @@ def _answer(
         while True:
             numbers = np.arange(len(tree), dtype=np.int32)
             (logits,) = target.forward([Work(session, tree.token_ids, tree.parents, numbers)])
-            chosen, guessed = recorder.taken()[CHOSEN].astype(np.uint16), guesses(recorder.taken(), routers)
-            steps.append((tree.token_ids, tree.parents, tree.log_probs, chosen, guessed))
+            chosen, predicted = recorder.taken()[CHOSEN].astype(np.uint16), predictions(recorder.taken(), routers)
+            steps.append((tree.token_ids, tree.parents, tree.log_probs, chosen, predicted))
             token = sample(logits.row(kept[-1]), len(ids), sampling, noise, prompt, ids[len(prompt) :])
             session.commit(kept)
             planner.result(step_of([token]), None)
