@@ -5,6 +5,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import contract
 import numpy as np
@@ -17,16 +18,19 @@ from conftest import few
 from edgespec.backends.mlx import backend as backend_module
 from edgespec.backends.mlx import loading as loading_module
 from edgespec.backends.mlx import memory as memory_module
-from edgespec.backends.mlx.backend import device_top, load, load_vocab
+from edgespec.backends.mlx.backend import MlxEngine, device_top, load, load_vocab
 from edgespec.backends.mlx.tree import Pass, TreeCache, TreeRope, takes_array
 from mlx import nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 from mlx_models import FAMILIES, SHARED, write_model
 
 from edgespec.errors import ModelError, UsageError, pip_install
+from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import top_of_rows
+from edgespec.machine.this_machine import this_machine
 
 CHECKS = [
     contract.tree_equals_chains,
@@ -238,6 +242,26 @@ def test_memory_limits(monkeypatch):
     (note,) = backend_module.set_memory_limits(15 * 10**9, memory_module.find_gpus())
     assert "15.0 GB" in note
     assert "16.0 GB" in note
+
+
+def test_weights_are_read_one_by_one_before_the_first_pass(llama, monkeypatch):
+    """In a pass, commands of a GPU would wait for the files, and a slow disk would end them."""
+    seen, engine, before = [], MlxEngine(), mx.get_active_memory()
+    monkeypatch.setattr(backend_module, "_check_tree", lambda *_: seen.append("pass"))
+    plan = engine.plan(str(llama), LoadOptions(context_length=64), this_machine())
+    backend = engine.load(plan, progress=lambda *far: seen.append((*far, mx.get_active_memory() - before)))
+    *read, last = seen
+    assert last == "pass"
+    assert len(read) == len(tree_flatten(backend.model.parameters()))
+    assert read[-1][0] == memory_module.parameter_bytes(backend.model)
+    assert all(done <= total == read[-1][0] and done <= held for done, total, held in read)
+    backend.close()
+
+
+def test_weights_that_cannot_be_read_are_one_line(llama, monkeypatch):
+    monkeypatch.setattr(mx, "eval", mock.Mock(side_effect=RuntimeError("[read] Unable to read 65536 bytes from file.")))
+    with pytest.raises(ModelError, match=r"its weights cannot be read: \[read\] Unable"):
+        load(str(llama))
 
 
 def test_a_gpu_is_taken_to_be_less_exact(llama, monkeypatch):

@@ -41,12 +41,12 @@ from edgespec.weights.ring import can_stream, measure_disk
 from ..common.hf_vocab import HfVocab, load_vocab
 from ..common.interrupts import Interruptible, Stop, interruptible, one_pass
 from ..common.loader import loader
-from ..common.model_folder import content_files, experts_of, refused
+from ..common.model_folder import content_files, experts_of, named, refused
 from ..common.nodes import is_another, last_row, rows_of_tree
 from ..common.row_logits import HostLogits
 from .experts import Mixture
 from .head_files import head_bytes
-from .loading import LazyModel, open_model
+from .loading import LazyModel, evaluate, open_model
 from .memory import (
     MIN_NODES,
     Layout,
@@ -432,12 +432,16 @@ def load_planned(plan: MlxPlan, progress: Progress) -> MlxBackend:
     recurrent, tolerance, leaves = is_recurrent(model), _tolerance(model), size.paths(model)
     notes, sweep, widened = list(plan.first_notes), None, size.budget > plan.options.budget
     if plan.weights and plan.layout and (plan.weights.streamed or plan.weights.pools):
-        sweep, more = _stream(
-            model, plan.layout, plan.weights, plan.machine.disk, progress, path, remember=plan.options.remember
-        )
+        with named(path):
+            sweep, more = _stream(
+                model, plan.layout, plan.weights, plan.machine.disk, progress, path, remember=plan.options.remember
+            )
         notes += more
     weights = sweep.bytes_held if sweep else parameter_bytes(model)
     notes += set_memory_limits(weights, plan.machine.gpus)
+    if not sweep:
+        with named(path):
+            evaluate(model, progress)
     capabilities = Capabilities(
         context_length=size.context_length,
         max_nodes=size.max_nodes,

@@ -26,6 +26,7 @@ from ..common.heads import HeadSession
 from ..common.model_folder import content_files
 from .backend import MlxBackend
 from .head_files import head_tensors
+from .loading import evaluate
 from .memory import MIN_NODES
 from .session import MlxSession
 from .tree import Pass, TreeCache, runs_layers, wrap_ropes
@@ -175,7 +176,7 @@ def load_head(target: MlxBackend, path: str, options: LoadOptions) -> MlxHead:
         raise ModelError(f"its tokens are not all among the target's {vocab}")
     head.load_weights(list(weights.items()))
     wrap_ropes(head)
-    mx.eval(head.parameters())
+    evaluate(head)
     nodes = max(MIN_NODES, options.budget + 1)
     limits = Capabilities(
         context_length=options.context_length or target.capabilities.context_length,

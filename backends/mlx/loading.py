@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
 from edgespec.errors import ModelError
+from edgespec.loop.engines import Progress
 from edgespec.machine.files import read_json_object
 
 from ..common.model_folder import check_folder, refused
@@ -22,7 +25,7 @@ class LazyModel:
     Attributes:
         folder: of the model.
         config: the contents of config.json.
-        model: mlx-lm's; MLX reads its weights when the first pass needs them.
+        model: mlx-lm's; MLX reads its weights when they are needed, as by `evaluate`.
         windows: as `find_windows` returns them.
     """
 
@@ -70,6 +73,22 @@ def check_files(folder: Path) -> dict[str, Any]:
 def load_weights(folder: Path) -> Any:
     with refused(f"{folder}: mlx-lm cannot load it"):
         return load_model(folder, lazy=True)[0]
+
+
+def evaluate(model: Any, progress: Progress = lambda done, total: None) -> None:
+    """Read a model's weights one by one: a GPU's commands that waited for slow files were ended.
+
+    Raises:
+        ModelError: they cannot be read.
+    """
+    arrays = [array for _, array in tree_flatten(model.parameters())]
+    done, total = 0, sum(array.nbytes for array in arrays)
+    with refused("its weights cannot be read"):
+        for array in arrays:
+            mx.eval(array)
+            done += array.nbytes
+            progress(done, total)
+    mx.clear_cache()
 
 
 def find_windows(model: Any, path: str) -> list[int | None]:

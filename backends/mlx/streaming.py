@@ -28,6 +28,7 @@ from edgespec.weights.ring import Streamer
 
 from ..common.interrupts import Stop
 from .experts import Mixture
+from .loading import evaluate
 from .memory import Layout, Placed
 from .recurrent import leaves_of
 from .session import MlxSession, as_bytes
@@ -200,9 +201,7 @@ class LayerSweep:
         for index in self._order:
             model.layers[index].update(self._views[index][0])
             self._watch(model.layers[index], index)
-        for _, array in tree_flatten(model.parameters()):
-            mx.eval(array)
-        mx.clear_cache()
+        evaluate(model)
         self.streamer = Streamer(store.plan, store, disk.threads, disk.size)
         if plan.pools:
             try:

@@ -251,7 +251,7 @@ class Engine(Protocol):
         Args:
             plan: recent result of `plan`: other programs take memory, too.
             way: one of `plan.ways`; None: the last.
-            progress: if weights are streamed, called with (bytes read, bytes in all) of those that stay in memory.
+            progress: may be called with (bytes read, bytes in all) of the weights that stay in memory.
         """
         ...
 
