@@ -1,4 +1,4 @@
-"""What tests of PyTorch and MLX share: texts that must be those of plain decoding, and models with recurrent layers."""
+"""What tests of engines share: texts that must be those of plain decoding, and models with recurrent layers."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,7 +14,9 @@ from edgespec.loop.passes import prefill
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.measure.lossless import explain, replay
+from edgespec.planners.auto import new_auto_state
 from edgespec.planners.chain import ChainPlanner
+from edgespec.planners.choice import make_planner
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
@@ -26,6 +28,8 @@ SAMPLINGS = [
 ]
 by_temperature = pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=0.7", "T=1"])
 HYBRID_PROMPT = [*range(5, 25), *range(5, 17)]  # with something to copy
+PROMPTS = [[5, 9, 30, 7, 9, 30, 11, 5, 9], [100, 3, 100, 3], HYBRID_PROMPT]
+PLANNERS = ("auto", "chain", "specexec")  # by sampling: greedily, random heads are seldom right
 HYBRID_MAKERS = [
     lambda draft: SpecExecPlanner(draft, depth=6, beam=4),
     lambda draft: ChainPlanner(draft, depth=4),
@@ -60,6 +64,31 @@ def check_lossless(
         planner.close()
         lengths.append(stats.acceptance_length)
     return lengths
+
+
+def check_head(target: Any, head: Any, whole: bool) -> list[tuple[float, int]]:
+    """Texts with a head are those of plain decoding, to the bit.
+
+    Args:
+        target: any.
+        head: of it.
+        whole: all prompts, samplings and planners.
+
+    Returns:
+        Acceptance length and draft passes of each text, but for those that depend on time.
+    """
+    limits, found = target.capabilities, list[tuple[float, int]]()
+    for number, sampling in enumerate(SAMPLINGS):
+        for prompt in PROMPTS if whole else PROMPTS[:1]:
+            plain, _ = write(target, NonePlanner(), prompt, sampling, 12)
+            for name in PLANNERS if whole else PLANNERS[number:][:1]:
+                state = new_auto_state(limits.streams, limits.experts) if name == "auto" else None
+                planner = make_planner(name, [target, head], state=state)
+                text, stats = write(target, planner, prompt, sampling, 12)
+                planner.close()
+                assert text == plain, f"{name}, {sampling}, {prompt}"
+                found += [(stats.acceptance_length, stats.draft_passes)] if state is None else []
+    return found
 
 
 def check_wrong_text(target: Any, prompt: Sequence[int], count: int) -> None:

@@ -67,7 +67,9 @@ def write_eagle3(
     return _written(writer, shapes, 1, path)
 
 
-def write_glm4moe(path: Path, width: int = 256, hidden: int = 128, experts: int = 4, layers: int = 3) -> Path:
+def write_glm4moe(
+    path: Path, width: int = 256, hidden: int = 128, experts: int = 4, layers: int = 3, bits: int = 32
+) -> Path:
     """A mixture of experts with a head of its own, the last layer, which asks for all rows of the layer before."""
     keys = {
         "feed_forward_length": hidden, "expert_count": experts, "expert_used_count": 2, "expert_shared_count": 1,
@@ -81,8 +83,8 @@ def write_glm4moe(path: Path, width: int = 256, hidden: int = 128, experts: int 
             found |= {f"ffn_gate{part}": shape, f"ffn_up{part}": shape, f"ffn_down{part}": (*shape[:-2], width, hidden)}
         return found | ({"ffn_gate_inp": (experts, width), "exp_probs_b.bias": (experts,)} if layer else {})
 
-    writer, shapes = _with_heads(path, "glm4moe", keys, width, layers, 1, feed_forward)
-    return _written(writer, shapes, 2, path)
+    writer, shapes = _with_heads(path, "glm4moe", keys, width, layers, 1, feed_forward, file_type=7 if bits == 8 else 0)
+    return _written(writer, shapes, 2, path, bits)
 
 
 def write_step35(path: Path, width: int = 256, layers: int = 3, heads: int = 3) -> Path:
@@ -106,10 +108,11 @@ def _with_heads(
     layers: int,
     heads: int,
     feed_forward: Callable[[int], dict[str, tuple[int, ...]]],
+    file_type: int = 0,
 ) -> tuple[Any, dict[str, tuple[int, ...]]]:
     """The header of a model with heads for multi-token prediction, its last layers, and the shapes of all tensors."""
     writer = gguf.GGUFWriter(path, kind)
-    writer.add_file_type(0)
+    writer.add_file_type(file_type)
     common = {
         "block_count": layers + heads, "nextn_predict_layers": heads, "context_length": 2048, "embedding_length": width,
         "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 64,
@@ -134,11 +137,14 @@ def _with_heads(
     return writer, shapes
 
 
-def _written(writer: Any, shapes: dict[str, tuple[int, ...]], seed: int, path: Path) -> Path:
-    generator = np.random.default_rng(seed)
+def _written(writer: Any, shapes: dict[str, tuple[int, ...]], seed: int, path: Path, bits: int = 32) -> Path:
+    generator, small = np.random.default_rng(seed), gguf.GGMLQuantizationType.Q8_0
     for name, shape in shapes.items():
         spread = generator.normal(0, 1 / np.sqrt(shape[-1]), shape)
         values = 1 + 0.1 * spread if name.endswith(("norm", "norm_2")) else spread
-        writer.add_tensor(name if name.endswith("bias") else f"{name}.weight", values.astype(np.float32))
+        values, kind = values.astype(np.float32), None
+        if bits == 8 and len(shape) > 1 and not name.endswith("ffn_gate_inp"):
+            values, kind = gguf.quants.quantize(values, small), small
+        writer.add_tensor(name if name.endswith("bias") else f"{name}.weight", values, raw_dtype=kind)
     finish(writer)
     return path

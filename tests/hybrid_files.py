@@ -222,12 +222,13 @@ def _delta_net(arch: str) -> Shapes:
     yield "ssm_out.weight", (WIDTH, values)
 
 
-def write_with_head(path: Path, parts: str = "both") -> Path:
-    """A qwen35 of layers that are large enough to stream, and one layer more: a head that predicts further tokens.
+def write_with_head(path: Path, parts: str = "both", arch: str = "qwen35") -> Path:
+    """A model of layers that are large enough to stream, and one layer more: a head that predicts further tokens.
 
     Args:
         path: where to.
         parts: "both", "model" or "head".
+        arch: "qwen35", or "qwen3next", a mixture whose head is one, too.
     """
     layers = LAYERS
     with pytest.MonkeyPatch.context() as patch:
@@ -237,7 +238,7 @@ def write_with_head(path: Path, parts: str = "both") -> Path:
 
         def of_parts(arch: str, i: int) -> Shapes:
             if i == layers:
-                return _head()
+                return _head(arch)
             return iter(()) if parts == "head" else layer(arch, i)
 
         def with_head(writer: Any, arch: str) -> None:
@@ -247,14 +248,14 @@ def write_with_head(path: Path, parts: str = "both") -> Path:
 
         patch.setitem(globals(), "_layer", of_parts)
         patch.setitem(globals(), "_header", with_head)
-        return write_hybrid(path, "qwen35")
+        return write_hybrid(path, arch)
 
 
-def _head() -> Shapes:
+def _head(arch: str) -> Shapes:
     """As published with Qwen3.5: a whole layer, and the tensors that lead into it and out of it."""
     yield "attn_norm.weight", (WIDTH,)
     yield "post_attention_norm.weight", (WIDTH,)
     yield from _attention(2, norms=True)
-    yield from _feed_forward()
+    yield from _mixture() if arch == "qwen3next" else _feed_forward()
     yield "nextn.eh_proj.weight", (WIDTH, 2 * WIDTH)
     yield from ((f"nextn.{name}.weight", (WIDTH,)) for name in ("enorm", "hnorm", "shared_head_norm"))

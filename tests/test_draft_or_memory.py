@@ -1,5 +1,6 @@
 """A draft for whose sake the target is read from disk: loaded if that is predicted to be faster, else left out."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -246,6 +247,26 @@ def test_most_experts_are_read_while_the_model_computes() -> None:
 
     computing, read = seconds(1e18), 1e3 * seconds(1e3)
     assert seconds(2 * read / computing) == pytest.approx(computing * (1 + 1 / 3 / 2), rel=1e-3)
+
+
+def test_a_head_costs_what_its_pass_reads_not_what_its_file_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies in the target's file, with experts of which it uses few; passes of the target read none of it."""
+    path, found, options = tmp_path / "target", groups(0.27, 1.0)[:1], LoadOptions()
+    path.touch()
+    os.truncate(path, 12 * GB)
+    monkeypatch.setattr(draft_or_memory, "find", lambda *args, **options: found)
+    drafted, alone = mixture(0.30), mixture(0.31)
+    pinned = (*drafted.pinned, Extent(1, 0, GB))
+    with_head = replace(drafted, pinned=pinned, head_bytes=GB, draft_reads=GB // 20)
+    pair, target = (
+        PairPlan(["none"] * count, [str(path)] * count, options, LoadPlan(path=str(path), options=options, weights=one))
+        for count, one in ((2, with_head), (1, alone))
+    )
+    speeds = Ways(pair, target, GB, {}).speeds(remember=False, say=lambda line: None, disk=0.05 * GB)
+    assert speeds == predict(drafted, alone, GB // 20, found, 0.05 * GB)
+    assert speeds.drafted > predict(drafted, alone, 12 * GB, found, 0.05 * GB).drafted
 
 
 @pytest.mark.parametrize(("predicted", "loads"), [((1.0, 2.0), [False]), ((2.0, 1.0), [True]), ((1.0, 1.1), [False])])

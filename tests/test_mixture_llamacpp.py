@@ -18,19 +18,22 @@ import pytest
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
 
-from alone import Generation
+from alone import Generation, served
 from conftest import few
 from edgespec.backends.llamacpp import engine as llamacpp_engine
 from edgespec.backends.llamacpp.backend import LlamaBackend
 from edgespec.backends.llamacpp.engine import load
 from edgespec.backends.llamacpp.ggml import ggml_tensor
-from edgespec.backends.llamacpp.ggml.files import PROCESSOR_ONLY, llama_cpp, load_model
+from edgespec.backends.llamacpp.ggml.files import PROCESSOR_ONLY, all_tensors, llama_cpp, load_model
 from edgespec.backends.llamacpp.ggml.ggml_tensor import GgmlTensor, is_known
 from edgespec.backends.llamacpp.memory import mixture as llamacpp_mixture
 from edgespec.backends.llamacpp.memory import planning as llamacpp_memory
 from edgespec.backends.llamacpp.memory import skip_padding as llamacpp_sparing
 from edgespec.backends.llamacpp.memory.foresight import floats
 from edgespec.backends.llamacpp.memory.mixture import Mixture
+from folder_texts import check_head
+from head_files import write_eagle3, write_glm4moe
+from hybrid_files import write_with_head
 from mixture_files import EXPERTS, KINDS, LAYERS, mixtures
 from test_offload_llamacpp import check_that_nothing_grows
 
@@ -38,17 +41,21 @@ import edgespec
 from edgespec.errors import ModelError, UsageError
 from edgespec.loading.exact import apply_row_class
 from edgespec.loop.backend import Work
+from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import prefill, run
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.machine.this_machine import this_machine
+from edgespec.planners.auto import new_auto_state
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.planners.sssd import SssdPlanner
+from edgespec.scheduler.requests import Request
+from edgespec.scheduler.scheduler import Scheduler
 from edgespec.weights import direct_io as direct
 from edgespec.weights import expert_memory, experts
 from edgespec.weights.expert_memory import ExpertMemory
-from edgespec.weights.plan import Pool
+from edgespec.weights.plan import Pool, layer_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is locked and dropped on Linux only")
 __all__ = ["mixtures"]
@@ -75,9 +82,9 @@ def from_disk(monkeypatch, mixtures):
     def get(kind: str, *slots: int, **options: Any) -> LlamaBackend:
         path = str(mixtures.get(kind, kind))
         least = llamacpp_memory.ContextSize(512, 32, 1, llamacpp_memory.CHUNKS[0], "f16")
-        memory = (
-            llamacpp_memory.memory_needs(path, least, this_machine()) + llamacpp_memory.file_size(path) - (300 << 10)
-        )
+        planner = llamacpp_memory.MemoryPlanner(path, LoadOptions(**options), this_machine())
+        needed = planner.needs([least])[0] + planner._drafts(replace(least, chunk=llamacpp_memory.MIN_NODES))
+        memory = needed + llamacpp_memory.file_size(path) - (300 << 10)
         with monkeypatch.context() as patch:
 
             def pools(layers: Any, room: int) -> tuple[Pool, ...]:
@@ -150,6 +157,62 @@ def test_texts_are_equal(kind, mixtures, from_disk):
             planner.close()
         assert texts[0] == texts[1]
     draft.close()
+
+
+@pytest.fixture(scope="module")
+def headed(mixtures, tmp_path_factory):
+    """Kind -> files of a mixture and of its head, which is one, too, where it is in the mixture's own file."""
+    folder = tmp_path_factory.mktemp("heads")
+    own = write_glm4moe(folder / "glm4moe.gguf", experts=EXPERTS, layers=LAYERS + 1, bits=8)
+    recurrent = write_with_head(folder / "qwen3next.gguf", arch="qwen3next")
+    eagle = write_eagle3(folder / "eagle3.gguf", width=128, layers=(0, 1, 2))
+    return {"own": (own, own), "recurrent": (recurrent, recurrent)} | {kind: (mixtures[kind], eagle) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", few(("own", "recurrent", *KINDS), "own", "gpt-oss"))
+def test_a_head_drafts_as_for_the_mixture_in_memory(kind, headed, from_disk, whole_grid):
+    """Texts are those of plain decoding. A head's own experts stay in memory: no pool has them."""
+    path, head_path = map(str, headed[kind])
+    options, found = {"own_head": path == head_path, "draft_files": (head_path,) * (path != head_path)}, []
+    there = load(path, kv_type="f16", repack=False, **OPTIONS, own_head=path == head_path)
+    for target in (
+        there,
+        *(from_disk(path, slots, **options) for slots in ((EXPERTS, EXPERTS + 3) if whole_grid else (EXPERTS + 3,))),
+    ):
+        head = llamacpp_engine.engine.load_head(target, head_path, LoadOptions(**OPTIONS).for_draft())
+        apply_row_class(target, path, remember=False)
+        found.append(check_head(target, head, whole_grid))
+        head.close()
+    there.close()
+    assert all(one == found[0] for one in found)
+    assert max(length for length, _ in found[0]) > 1 or kind == "recurrent"
+    memory = target.mixture.memory
+    assert 0 < memory.hits < memory.wanted
+
+
+def test_what_passes_want_is_learned_with_a_head(headed, from_disk):
+    path, head_path = map(str, headed["own"])
+    target = from_disk(path, EXPERTS, own_head=True)
+    head = llamacpp_engine.engine.load_head(target, head_path, LoadOptions(**OPTIONS).for_draft())
+    state = new_auto_state(target.capabilities.streams, target.capabilities.experts)
+    planner = SpecExecPlanner(head, depth=4)
+    served(Scheduler(target, [planner], budget=2, pace=state), [Request([1, 2, 3], SamplingParams(), max_tokens=6)])
+    assert state.target.experts[:2] == (EXPERTS, 2)
+    assert state.power.hoped > 0
+
+
+@pytest.mark.parametrize(("kind", "draft"), [("own", "own"), ("gpt-oss", "eagle3"), ("gpt-oss", "qwen3 moe")])
+def test_a_draft_pass_reads_no_experts_that_a_token_does_not_use(kind, draft, headed, mixtures):
+    """A head in the model's file computes its output with the model's."""
+    path, head = headed[kind]
+    file = {"own": path, "eagle3": head}.get(draft) or mixtures[draft]
+    tensors = [one for one in all_tensors(str(file)) if draft != "own" or layer_of(one) == LAYERS + 1]
+    share = {"own": 2 / EXPERTS, "qwen3 moe": 3 / EXPERTS}.get(draft, 1.0)
+    expected = sum(one.size * (share if "_exps." in one.name else 1) for one in tensors)
+    expected += sum(one.size for one in all_tensors(str(path)) if draft == "own" and one.name == "output.weight")
+    own = {"own_head": True} if draft == "own" else {"draft_files": (str(file),)}
+    planner = llamacpp_memory.MemoryPlanner(str(path), LoadOptions(**OPTIONS, **own), this_machine())
+    assert planner._draft_reads() == expected
 
 
 def test_a_disk_error_in_the_middle(monkeypatch, from_disk):

@@ -18,17 +18,21 @@ import pytest
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed: pip install 'edgespec[mlx]'")
 
 import mlx.core as mx
+from conftest import few
+from eagle_folders import head_weights, write_head
 from edgespec.backends.mlx import backend as backend_module
 from edgespec.backends.mlx import memory as memory_module
 from edgespec.backends.mlx.backend import load
+from edgespec.backends.mlx.engine import engine
 from edgespec.backends.mlx.expert_files import find_experts
 from edgespec.backends.mlx.loading import load_weights
 from edgespec.backends.mlx.memory import find_layout
 from edgespec.backends.mlx.streaming import SlotStore
+from folder_texts import check_head
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU
-from mlx_models import FAMILIES, HYBRIDS, write_model
+from mlx_models import FAMILIES, HYBRIDS, VOCAB_SIZE, write_model
 from same_bits import Pair, check_failing_disk, check_given_up_passes, do_everything, replayed
 from test_mlx_streaming import (
     DESCRIPTORS,
@@ -42,6 +46,7 @@ from test_mlx_streaming import (
 
 from edgespec.errors import Interrupted, ModelError, NoRoom
 from edgespec.loading.timed_pass import time_pass
+from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import prefill
 from edgespec.models.safetensors_header import Stored
 from edgespec.weights import direct_io, expert_memory, experts
@@ -181,6 +186,21 @@ def test_a_router_that_reads_something_else_than_its_experts_predicts_nothing(mi
     do_everything(Pair(resident, backend), 1)
     assert backend.mixture.memory.predicted == before
     resident.close()
+
+
+@pytest.mark.parametrize("slots", few((1, 2.4), 2.4))
+@pytest.mark.parametrize("name", few(("mixtral", "gpt-oss", "granite"), "gpt-oss"))
+def test_a_head_drafts_as_for_the_mixture_in_memory(name, slots, tmp_path, pooled, whole_grid):
+    """Texts are those of plain decoding."""
+    folder, found = make(tmp_path / "model", name), []
+    path = write_head(tmp_path / "head", head_weights(VOCAB_SIZE, VOCAB_SIZE - 20))
+    for target in (load(str(folder), **OPTIONS), pooled(folder, slots, draft_files=(str(path),))):
+        head = engine.load_head(target, str(path), LoadOptions(context_length=64, budget=16).for_draft())
+        found.append(check_head(target, head, whole_grid))
+        head.close()
+    assert found[0] == found[1]
+    assert max(length for length, _ in found[0]) > 1
+    assert 0 < target.mixture.memory.hits < target.mixture.memory.wanted
 
 
 def test_the_contract(mixtral, pooled):

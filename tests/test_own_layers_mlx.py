@@ -87,7 +87,8 @@ def test_texts_are_those_of_plain_decoding(folder, share, planner, sampling, roo
 @pytest.mark.parametrize("share", [0.9, 0.7])
 def test_streamed_it_drafts_with_the_whole_layers_in_memory_and_reads_nothing(folder, share, room, monkeypatch):
     target, draft = pair(folder, share)
-    streamed = {layer.index for layer in target.plan.streamed}
+    streamed, plan = {layer.index for layer in target.plan.streamed}, target.plan
+    assert plan.draft_reads == plan.total_bytes - plan.streamed_bytes - plan.looked_up_bytes > 0
     assert sorted(streamed) == list(range(min(streamed), max(streamed) + 1))
     assert draft._kept == [number for number in range(LAYERS) if number not in streamed]
     monkeypatch.setattr(target._sweep.streamer, "begin", lambda: pytest.fail("the draft has read weights"))

@@ -429,6 +429,30 @@ def test_a_head_that_is_not_loaded_needs_no_memory_and_counts_as_a_layer() -> No
     assert make_plan(tensors, total(tensors) - on_device, 0, on_device=2, page=PAGE) is None
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"experts_here": True},
+        {"on_device": 1, "experts_here": True},
+        {"on_device": 4, "experts_here": True},
+        {"kept": 4, "experts_here": True},
+    ],
+)
+def test_the_experts_of_a_head_stay_wherever_its_layer_is_computed(options: dict[str, int]) -> None:
+    """No pool has them. Without the head, its weights need no room."""
+    layers = [(f"blk.{i}.{part}.weight", size) for i in range(4) for part, size in (("w", MIB), (EXPERT, 4 * MIB))]
+    tensors = pack([("token_embd.weight", MIB), *layers, ("output.weight", MIB)], start=8 * PAGE)
+    plan = plan_of(tensors, 12 * MIB, head=1, **options)
+    of_head = next(tensor.extent for tensor in tensors if tensor.name == f"blk.3.{EXPERT}.weight")
+    assert any(extent.start <= of_head.start and of_head.stop <= extent.stop for extent in plan.pinned)
+    assert 11 * MIB < plan.cached_bytes <= 12 * MIB
+    here = options.get("on_device", 0) < 1
+    assert plan.head_bytes == (5 if here else 4) * MIB
+    room = plan.total_bytes - plan.head_bytes
+    assert [replace(plan, memory=memory).fits_without_draft for memory in (room, room - 1)] == [True, False]
+
+
 @pytest.mark.parametrize("names", [("token_embd.weight", "output.weight"), ("token_embd.weight",)])
 def test_the_output_is_on_the_device_and_the_embedding_read_by_rows(names: tuple[str, ...]) -> None:
     """Also where one is the other: a device has a copy of its own."""

@@ -15,18 +15,23 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'edgesp
 
 from cards import GIB
 from cards import cards as cards
+from conftest import few
 from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch import experts as experts_module
 from edgespec.backends.torch.backend import load
+from edgespec.backends.torch.engine import engine
 from edgespec.backends.torch.experts import ExpertFolder, Slots, by_slots, find_folder
 from edgespec.backends.torch.loading import WORKSPACE, Placement
 from edgespec.backends.torch.offload import HostCopies
-from hf_models import save, tiny_model, torch
+from folder_texts import check_head
+from hf_models import add_head, save, tiny_model, torch
 from same_bits import Pair, check_failing_disk, check_given_up_passes, do_everything, replayed
+from test_heads_torch import head_folder
 from test_torch import needs, needs_bitsandbytes
 
 from edgespec.errors import Interrupted, ModelError, NoRoom
 from edgespec.loading.timed_pass import time_pass
+from edgespec.loop.engines import LoadOptions
 from edgespec.loop.passes import prefill
 from edgespec.weights import expert_memory, experts
 from edgespec.weights.plan import Pool
@@ -35,6 +40,7 @@ LAYERS = 7
 DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 OPTIONS = {"context_length": 64, "budget": 8, "sessions": 2, "threads": 1, "remember": False, "device": "cpu"}
 HYBRIDS = ("granite", "qwen3-next", "nemotron-h moe")
+HEADS = {"glm4 moe": {"num_hidden_layers": 3}, "qwen3-next": {}, "nemotron-h moe": {}}  # with heads in their folders
 
 
 def many_layers(family):
@@ -188,6 +194,29 @@ def test_other_ways_of_computing_experts(how, tmp_path, pooled):
         backend.model.set_experts_implementation(how)
     do_everything(Pair(*backends), 1)
     backends[0].close()
+
+
+@pytest.mark.parametrize("slots", few((1, 2.4), 2.4))
+@pytest.mark.parametrize("card", few((0, 2), 0))
+@pytest.mark.parametrize("family", few((*HEADS, "qwen3 moe", "gpt-oss", "granite"), "glm4 moe", "gpt-oss"))
+def test_a_head_drafts_as_for_the_mixture_in_memory(family, card, slots, tmp_path, pooled, whole_grid):
+    """Texts are those of plain decoding. A head in the folder is a mixture, too, whose experts stay in memory."""
+    changes = HEADS.get(family, {})
+    folder = make(tmp_path / "model", family, **changes)
+    if family in HEADS:
+        head_path, asked = folder, {"own_head": True}
+        add_head(family, tiny_model(family, **many_layers(family) | changes), folder)
+    else:
+        head_path = head_folder(tmp_path / "head")
+        asked = {"draft_files": (str(head_path),)}
+    options, found = OPTIONS | {"budget": 16}, []
+    for target in (load(str(folder), **options), pooled(folder, slots, card=card, **options, **asked)):
+        head = engine.load_head(target, str(head_path), LoadOptions(context_length=64, budget=16).for_draft())
+        found.append(check_head(target, head, whole_grid))
+        head.close()
+    assert found[0] == found[1]
+    assert max(length for length, _ in found[0]) > 1
+    assert 0 < target.mixture.memory.hits < target.mixture.memory.wanted
 
 
 @pytest.mark.covering(1)

@@ -245,7 +245,9 @@ def plan_memory(
         most, cheap = (widest, CHEAP) if on_gpu() else (min(widest, best.max_nodes - 1), 0.0)
         best = replace(best, budget=choose_width(best.budget, most, cheap, read))
         plan = plan_weights(layout, room, needed(best), own_layers)
-    return (replace(plan, draft_bytes=drafts) if plan else None), best, layout, notes
+    if plan:
+        plan = replace(plan, draft_bytes=drafts, draft_reads=plan.pinned_bytes if own_layers else 0)
+    return plan, best, layout, notes
 
 
 def plan_weights(layout: Layout, room: int, needed: int, own_layers: bool) -> Plan | None:

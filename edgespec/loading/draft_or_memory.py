@@ -120,7 +120,7 @@ class Ways:
         if not timed and (known.drafted or known.plain or not plan.weights.pools):
             return known
         agreement = _agreement(path, draft) if remember else AGREEMENT
-        draft_size = sum(file.stat().st_size for file in weight_files(draft))
+        draft_size = plan.weights.draft_reads or sum(file.stat().st_size for file in weight_files(draft))
         disk = disk or measure_disk(list(map(str, weight_files(path))), plan.weights)
         speeds = predict(plan.weights, self.target.plan.weights, draft_size, found, disk, agreement)
         if not timed and speeds.drafted > speeds.plain:
@@ -162,7 +162,7 @@ def predict(
     Args:
         weights: what stays of the target in memory with the draft.
         without: the same without the draft; None: all.
-        draft_size: bytes of the draft's weights.
+        draft_size: bytes of weights that a pass of the draft reads.
         found: row classes of the target; if none is timed, computing takes no time.
         disk: bytes per second.
         agreement: share of draft tokens that are accepted.
@@ -186,7 +186,8 @@ def predict(
         meanwhile = plan.streamed_bytes + FORESEEN * missing
         return max(took, meanwhile / disk) + (1 - FORESEEN) * missing / disk
 
-    active = weights.total_bytes - weights.cached_bytes * (1 - weights.used / weights.experts if experts else 0)
+    inactive = weights.cached_bytes * (1 - weights.used / weights.experts if experts else 0)
+    active = weights.total_bytes - weights.head_bytes - inactive
     step = times.plain * draft_size / active
     return Speeds(_speed(partial(seconds, weights), step, agreement), 1 / seconds(without, 1))
 

@@ -156,6 +156,8 @@ class Plan:
         pool_bytes: memory of these.
         device_pools: in devices' own memory, for layers that they compute; what these lack comes from `pools`.
         draft_bytes: part of `needed` that the draft takes.
+        head_bytes: of weights, those of a head in the model's own file.
+        draft_reads: bytes of weights that a pass of the draft reads; 0: not known.
     """
 
     memory: int
@@ -172,6 +174,8 @@ class Plan:
     pool_bytes: int = 0
     device_pools: tuple[Pool, ...] = ()
     draft_bytes: int = 0
+    head_bytes: int = 0
+    draft_reads: int = 0
 
     @property
     def pinned_bytes(self) -> int:
@@ -238,7 +242,7 @@ class Plan:
 
     @property
     def fits_without_draft(self) -> bool:
-        return self.total_bytes + self.needed - self.draft_bytes <= self.memory
+        return self.total_bytes + self.needed - self.draft_bytes - self.head_bytes <= self.memory
 
     def line(self, bandwidth: float = 0.0) -> str:
         """
@@ -319,6 +323,7 @@ def make_plan(
     output_here: bool = False,
     experts_here: bool = False,
     kept: int = 0,
+    head: int = 0,
     experts_at_once: int = 0,
     page: int = PAGESIZE,
     whole: bool = False,
@@ -333,7 +338,8 @@ def make_plan(
         on_device: number of last layers that, with the output, lie in a GPU's own memory and are not planned.
         output_here: the output stays in this memory all the same.
         experts_here: the experts of those layers stay in this memory all the same.
-        kept: number of last layers that must be pinned with their experts, as those of a head.
+        kept: number of last layers that must be pinned, but for their experts.
+        head: number of last layers that are a head, which is pinned with its experts.
         experts_at_once: bytes of memory to compute one layer's experts, if they do not stay.
         page: bytes of a page of memory.
         whole: a part ends where a tensor ends, for engines that do not map files; `page` is 1 then.
@@ -345,7 +351,7 @@ def make_plan(
     count = count_layers(tensors)
     tensors = [tensor for tensor in tensors if tensor.size]
     away = on_device > 0 and not output_here
-    with_experts = range(count if experts_here else count - on_device - kept)
+    with_experts = range(count - (head if experts_here else max(on_device, head)))
     found = {
         tensor.name: tensor
         for place, tensor in places(tensors, count)
@@ -358,7 +364,7 @@ def make_plan(
     rows = away or any(tensor.name == "output.weight" for tensor in tensors)
     pages = _whole_pages(tensors, page, rows)
     experts = [extent for index in with_experts for extent in pages.get((index, "experts"), ())]
-    movable = range(count - on_device - kept)
+    movable = range(count - max(on_device, kept, head))
     layers = [Layer(index, tuple(extents)) for index in movable if (extents := pages.get((index, "")))]
     looked_up = pages.get((-1, "rows"), [])
     everything = merge(Extent(t.file, t.start // page * page, -(-(t.start + t.size) // page) * page) for t in host)
@@ -390,6 +396,7 @@ def make_plan(
         looked_up=tuple(looked_up),
         slots=min(slots, len(streamed)),
         layers=count,
+        head_bytes=sum(tensor.size for tensor in host if layer_of(tensor) >= count - head),
     )
 
 

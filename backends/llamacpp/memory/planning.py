@@ -77,6 +77,7 @@ ROOM_FOR_BUFFERS = 2 << 30
 OWN: dict[str, Any] = {"page": 1, "whole": True}  # of plans for `OwnMemory`, to which whole weights are read
 # Bytes in llama-kv-cells.h, as measured: of a cell, and of a node of `used` or, for each sequence id, of `seq_pos`.
 CELL, TAG = 48, 48
+OUTPUTS, OUTPUT_OF_HEAD = ("output.weight", "token_embd.weight"), ".shared_head_head.weight"  # the first one computes
 
 
 class MemoryPlanner:
@@ -175,6 +176,17 @@ class MemoryPlanner:
             total += buffers.total + states_bytes(self.path, size)
         return total
 
+    def _draft_reads(self) -> int:
+        """Bytes of weights that a pass of the draft reads, with the target's output if a head has none."""
+        first, total = count_layers(self.tensors) - self.head_layers, 0
+        found = [(path, all_tensors(path)) for path in self.options.draft_files]
+        found += [(self.path, [one for one in self.tensors if layer_of(one) >= first])] if self.head_layers else []
+        for path, tensors in found:
+            total += _active_bytes(path, tensors)
+            if not any(one.name in OUTPUTS or one.name.endswith(OUTPUT_OF_HEAD) for one in tensors):
+                total += next((one.size for name in OUTPUTS for one in self.tensors if one.name == name), 0)
+        return total
+
     def needs(self, sizes: Sequence[ContextSize], gpu_layers: int = 0, streams: bool = True) -> list[int]:
         """
         Args:
@@ -216,7 +228,7 @@ class MemoryPlanner:
             for streams in () if self.options.resident else (True, False)[: 1 + bool(kept)]:
                 needed = self.needs([size], kept + 1 if kept else 0, streams)[0] + drafts
                 own = OWN if self.machine.platform == "darwin" else {}
-                best = make_plan(self.tensors, self.room, needed, kept=self.head_layers, **own)
+                best = make_plan(self.tensors, self.room, needed, head=self.head_layers, **own)
                 if best and best.streamed:
                     break
             return best
@@ -327,8 +339,7 @@ class MemoryPlanner:
         # The GPU gets the last layers and the output; a Mac's GPU keeps them in the planned memory.
         on_gpu = layers_on_gpu(gpu_layers, count)
         shares = self.machine.platform == "darwin" and not lent
-        gpu: dict[str, Any] = {"kept": max(0, self.head_layers - (0 if shares else on_gpu))}
-        gpu |= {"on_device": 0 if shares else on_gpu}
+        gpu: dict[str, Any] = {"head": self.head_layers, "on_device": 0 if shares else on_gpu}
         # A Mac's GPU would map experts between its weights, so a skeleton has these in another order.
         hollow = shares and gpu_layers != 0 and bool(layers)
         tensors = skeleton_tensors(self.path, layers, self.tensors) if hollow else self.tensors
@@ -386,7 +397,7 @@ class MemoryPlanner:
             return None, sizes[best], notes
         if plan.streamed and not can_stream(self.machine):
             return paging
-        plan = replace(plan, draft_bytes=drafts, used=used)
+        plan = replace(plan, draft_bytes=drafts, draft_reads=self._draft_reads(), used=used)
         kind = self.machine.file_system
         if kind in NETWORK_FILE_SYSTEMS:
             notes.append(
@@ -397,6 +408,13 @@ class MemoryPlanner:
                 f"{self.path} lies on {kind}, which may compress: reading costs processor time, and may be slow"
             )
         return plan, sizes[best], notes
+
+
+def _active_bytes(path: str, tensors: Sequence[Tensor]) -> int:
+    """Bytes of these weights of a file without experts that a token does not use."""
+    experts, values = sum(one.size for one in tensors if EXPERTS.search(one.name)), own_values(path)
+    count, used = (int(values.get(f"expert_{name}", 0)) for name in ("count", "used_count"))
+    return sum(one.size for one in tensors) - experts + experts * used // max(1, count, used)
 
 
 def find_expert_layers(path: str, tensors: Sequence[Tensor]) -> list[ExpertLayer]:
