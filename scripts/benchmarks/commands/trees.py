@@ -138,7 +138,7 @@ def _read(one: Figures) -> list[str]:
 
 def _routes(path: Path) -> Trace:
     """Texts of a route trace; nothing is known of their prompts and tokens."""
-    sizes, (chosen, count) = read_rows(path)[1], read_trace(path)
+    (chosen, count), (_, sizes, _) = read_trace(path), read_rows(path)
     if len(sizes) != chosen[0].shape[1]:
         raise ModelError(f"{path}: does not say the bytes of an expert for each layer")
     texts = list[Text]()
