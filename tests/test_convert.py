@@ -499,6 +499,11 @@ def test_a_full_disk_is_seen_before_and_during(llama: Tiny, tmp_path: Path, monk
     usage = module.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     refused(llama.gguf, tmp_path / "out", EdgespecError, "only 0.0 GB are free")
+    asked = list[int]()
+    monkeypatch.setattr(module, "check_space", lambda out, needed: asked.append(needed))
+    for number, options in enumerate(({}, {"to_mlx": True}, {"bits": 4, "dtype": "float16"})):
+        convert(llama.gguf, tmp_path / f"out-{number}", **{"dtype": "float16", **options})
+    assert asked[1:] == [2 * asked[0], asked[0] + asked[0] * 5 // 16]  # beside 16 bits: 4, and one for scales
 
 
 def test_ctrl_c_leaves_nothing(llama: Tiny, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from edgespec.machine.this_machine import Machine
 from edgespec.measure import predictor
 from edgespec.measure.predictor import about_engines, offer
 from edgespec.model import Model, load
+from edgespec.models.registry import Entry, all_models, is_folder
 
 GIB = 1 << 30
 MAC = find_machine("macbook-16")[1]
@@ -64,8 +65,41 @@ def test_the_better_engine_is_offered_by_computation(
     found = offer(str(smollm2))
     assert re.match(r"larger than memory: llamacpp about .* tokens/s, with streamed layers on the proc", found.lines[0])
     assert "computed, not measured" in found.lines[0]
-    assert f"edgespec convert {smollm2} " in found.lines[1]
+    assert f"converting {smollm2} would quantise it a second time" in found.lines[1]
     assert found.folder == ""
+
+
+def test_a_ready_folder_of_the_hub_is_offered_first_and_a_file_in_16_bits_is_converted(
+    smollm2: Path, mac: Callable[..., Machine], large: Callable[[float], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mac(large(0.5))
+    monkeypatch.setattr("edgespec.backends.llamacpp.memory.planning.auto_layers", lambda *_, **__: 0)
+    entry = Entry(name="small", target=f"file:{smollm2}", mlx="hf:mlx-community/small-4bit")
+    monkeypatch.setattr(predictor, "find_model", lambda *about: entry)
+    assert "edgespec run hf:mlx-community/small-4bit" in offer("small").lines[1]
+    remember(about_engines(), {"llamacpp": 3.0, "mlx": 1.0})
+    assert offer("small").folder == ""
+    monkeypatch.setattr(predictor, "folder_for_mlx", lambda *about: "/hub/small-4bit")  # it was fetched
+    assert offer("small").folder == "/hub/small-4bit"
+    remember(about_engines(), {})
+    assert offer("small").lines[1] == "for mlx: edgespec run /hub/small-4bit"
+    monkeypatch.setattr(predictor, "folder_for_mlx", lambda *about: "")
+    monkeypatch.setattr(predictor, "find_model", lambda *about: Entry(name="small", target=f"file:{smollm2}"))
+    monkeypatch.setattr(predictor, "QUANTISED", 4)  # bits of a weight; the file has 5
+    assert f"edgespec convert {smollm2} " in offer("small").lines[1]
+
+
+def test_named_models_have_ready_folders_for_mlx() -> None:
+    named = {entry.name: entry.mlx for entry in all_models() if entry.mlx}
+    assert named["llama-3.3-70b"] == "hf:mlx-community/Llama-3.3-70B-Instruct-4bit"
+    assert all(is_folder(source) for source in named.values())
+
+
+def test_where_the_model_fits_doctor_compares_and_run_says_nothing(smollm2: Path, mac: Callable[..., Machine]) -> None:
+    mac(12 * GIB)
+    [line] = offer(str(smollm2), fits=True).lines
+    assert re.match(r"llamacpp about .* tokens/s, on the GPU; mlx about .* tokens/s, on the GPU", line)
+    assert offer(str(smollm2)).lines == ()
 
 
 @pytest.mark.parametrize("draft", ["head", "layers", "folder"])
@@ -82,7 +116,7 @@ def test_it_becomes_the_default_only_where_it_was_measured_and_its_folder_is_her
     smollm2: Path, mac: Callable[..., Machine], large: Callable[[float], int]
 ) -> None:
     mac(large(0.5))
-    folder = Path(str(smollm2).removesuffix(".gguf") + "-mlx")
+    folder = Path(str(smollm2).removesuffix(".gguf") + "-mlx")  # as `edgespec convert` was told to write it
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text("{}")
     try:

@@ -392,14 +392,20 @@ def _show_notes(notes: Sequence[str]) -> None:
         show(note, dim=True, err=True)
 
 
-def _for_a_mac(model: str, options: dict[str, Any]) -> tuple[str | Entry, Sequence[str]]:
-    """The model to run, which keeps its settings, and lines for the user, where MLX may be faster."""
+def _for_a_mac(model: str, options: dict[str, Any], *, fits: bool = False) -> tuple[str | Entry, Sequence[str]]:
+    """The model to run, which keeps its settings, and lines for the user, where MLX may be faster.
+
+    Args:
+        model: that was asked for.
+        options: of its command.
+        fits: of `offer`.
+    """
     if this_machine().platform != "darwin" or options["backend"] or options["lenders"]:
         return model, ()
     from edgespec.measure.predictor import offer
 
     names = ("draft", "budget", "context_length", "memory", "kv_type", "models_file")
-    found = offer(model, **{name: options[name] for name in names})
+    found = offer(model, fits=fits, **{name: options[name] for name in names})
     if not found.folder:
         return model, found.lines
     given, supported = click.get_current_context().params, find_engine("mlx").supported
@@ -536,7 +542,7 @@ def doctor(
         others = {"others": list(map(as_dict, found[1:]))} if found[1:] else {}
         click.echo(json.dumps({"edgespec": __version__} | as_dict(found[0]) | others))
     else:
-        lines = _for_a_mac(model, {"backend": backend, **options})[1]
+        lines = _for_a_mac(model, {"backend": backend, **options}, fits=True)[1]
         click.echo("\n\n".join(filter(None, [*map(report, found), recommendation(found), *lines])))
     if found[0].cannot_run:
         sys.exit(1)

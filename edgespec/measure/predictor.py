@@ -53,6 +53,7 @@ ROWS = 512  # tokens of a prompt in a pass
 ROWS_TIMED = 64
 MOST_EXPERTS = 512  # LLAMA_MAX_EXPERTS of llama-hparams.h
 FASTER = 1.1  # speed-up from which on another engine is offered
+QUANTISED = 8  # bits of a weight; to bring weights of fewer to 4 bits loses twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class Elsewhere:
         machine: what it is called.
         described: the machine.
         size, draft_size: bytes of weights.
+        bits: of a weight, on average.
         here: False: from the published shape.
         found: one for each engine.
     """
@@ -126,6 +128,7 @@ class Elsewhere:
     machine: str
     described: Machine
     size: int
+    bits: float
     draft_size: int
     here: bool
     found: Sequence[Prediction]
@@ -201,12 +204,13 @@ def predict(
         first = found[0]
         on_device = first.where.placed.on_device if first.where and first.where.placed else 0
         if not model.experts:
-            if machine.platform == "darwin" and (first.streamed or first.cannot_run):
+            if machine.platform == "darwin" and machine.gpus:
                 found.append(_outlook(asked, "mlx"))
             elif asked.cards and on_device < model.layers:
                 found.append(_outlook(asked, "torch"))
     return Elsewhere(
         target=entry.name, machine=called, described=machine, size=model.size,
+        bits=8 * model.size / sum(map(model.numbers, model.tensors)),
         draft_size=sum(one.size for one in asked.small), here=local_or_none(entry) is not None, found=found,
     )  # fmt: skip
 
@@ -427,8 +431,6 @@ def _by_gpu(
 def _mlx(asked: Asked, made: Prediction) -> Prediction:
     """A folder with the same weights in 4 bits: all layers are computed by the GPU, streamed or not."""
     model, machine = asked.model, asked.machine
-    if not machine.gpus:
-        raise NoRoom("the machine's description has no GPU")
     gpu = machine.gpus[0]
     tensors = [replace(tensor, size=int(model.numbers(tensor) * BYTES_OF_FOUR_BITS)) for tensor in model.tensors]
     drafts = sum(sum(map(one.numbers, one.tensors)) * BYTES_OF_FOUR_BITS for one in asked.small)
@@ -476,7 +478,7 @@ def _torch(asked: Asked, made: Prediction) -> Prediction:
 
 ENGINES: dict[str, tuple[str, Callable[[Asked, Prediction], Prediction]]] = {  # why it is looked at, and its pass
     "llamacpp": ("the model is a GGUF file", _llamacpp),
-    "mlx": ("a folder in 4 bits, whose streamed layers the GPU computes, too", _mlx),
+    "mlx": ("a folder in 4 bits, all of whose layers the GPU computes", _mlx),
     "torch": ("a folder with --dtype nf4, whose layers cards compute wherever they lie", _torch),
 }
 
@@ -500,7 +502,7 @@ def faster(found: Sequence[Prediction]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """MLX instead of llama.cpp, for a dense model that is larger than this Mac's memory.
+    """MLX instead of llama.cpp, for a dense model on this Mac.
 
     Attributes:
         lines: for the user.
@@ -515,8 +517,14 @@ def machine_here(path: str) -> Machine:
     return with_speeds(this_machine(path, find_engine("llamacpp").gpus(None)), chip())
 
 
-def offer(target: str, *, draft: str | None = None, models_file: str | None = None, **options: Any) -> Offer:
-    """Compare both engines where this machine is a Mac; other arguments as for `predict`."""
+def offer(
+    target: str, *, draft: str | None = None, models_file: str | None = None, fits: bool = False, **options: Any
+) -> Offer:
+    """Compare both engines where this machine is a Mac; other arguments as for `predict`.
+
+    Args:
+        fits: also for a model that fits into memory, for which nothing is offered.
+    """
     entry = find_model(target, models_file)
     if this_machine().platform != "darwin" or is_folder(entry.target):
         return Offer()
@@ -525,25 +533,44 @@ def offer(target: str, *, draft: str | None = None, models_file: str | None = No
         return Offer()
     machine = machine_here(path)
     try:
-        first, *others = predict(target, machine, "", draft=draft, models_file=models_file, **options).found
+        predicted = predict(target, machine, "", draft=draft, models_file=models_file, **options)
     except EdgespecError:  # such as a draft in a folder, or the target's own head; loading says what is wrong
         return Offer()
-    if not others or not others[0].best:
+    first, *others = predicted.found
+    larger = bool(first.streamed or first.cannot_run)
+    if not others or not others[0].best or not (larger or fits):
         return Offer()
-    folder, seconds = path.removesuffix(".gguf") + "-mlx", recall(about_engines(), dict[str, Amount]) or {}
+    seconds = recall(about_engines(), dict[str, Amount]) or {}
     measured = seconds.get("llamacpp", 0.0) / seconds["mlx"] if seconds.get("mlx") else 0.0
     speeds = [one.told(speed) for one, speed in zip((first, others[0]), compared(first, others[0]), strict=True)]
     placed = first.where and first.where.placed
     on_gpu = placed and placed.on_device == placed.layers
-    where = "on the GPU" if on_gpu else "with streamed layers on the processor"
-    lines = [f"larger than memory: {speeds[0]}, {where}; {speeds[1]}, on the GPU ({COMPUTED})"]
+    where = "on the GPU" if on_gpu else f"with {'streamed ' if larger else ''}layers on the processor"
+    lines = [f"{'larger than memory: ' if larger else ''}{speeds[0]}, {where}; {speeds[1]}, on the GPU ({COMPUTED})"]
+    if not larger:
+        return Offer(lines)
     if measured > FASTER:
         lines.append(f"scripts/check-mac measured that streamed passes on mlx are {measured:.1f} times as fast here")
     elif measured or not faster([first, others[0]]):
         return Offer(lines)
-    if measured > FASTER and Path(folder, "config.json").is_file():
+    written, folder = path.removesuffix(".gguf") + "-mlx", folder_for_mlx(entry, path)
+    if measured > FASTER and folder:
         return Offer(lines, folder)
-    return Offer([*lines, f"for mlx: edgespec convert {path} {folder} --to mlx --bits 4, then edgespec run {folder}"])
+    if ready := folder or entry.mlx:
+        way = f"edgespec run {ready}"
+    elif predicted.bits < QUANTISED:
+        way = f"edgespec run REPOSITORY, one of this model in 4 bits; converting {path} would quantise it a second time"
+    else:
+        way = f"edgespec convert {path} {written} --to mlx --bits 4, then edgespec run {written}"
+    return Offer([*lines, f"for mlx: {way}"])
+
+
+def folder_for_mlx(entry: Entry, path: str) -> str:
+    """The folder that a GGUF was converted to, or the ready one from the hub; "": neither is here."""
+    written = path.removesuffix(".gguf") + "-mlx"
+    if Path(written, "config.json").is_file():
+        return written
+    return (local_or_none(entry.model_copy(update={"target": entry.mlx})) if entry.mlx else None) or ""
 
 
 def about_engines() -> dict[str, str]:

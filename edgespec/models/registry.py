@@ -96,6 +96,7 @@ class Entry(BaseModel):
     name: Name
     target: Name
     draft: Name | None = None
+    mlx: Name | None = None
     description: str = ""
     license: str = ""
     memory: str = ""  # recommended at least, such as 16G
@@ -130,11 +131,12 @@ def read_models(path: Path) -> list[Entry]:
         if entry.name in seen:
             raise RegistryError(f"{path}, line {line}: there are two models named {entry.name!r}")
         seen.add(entry.name)
-        for source in filter(None, (entry.target, entry.draft)):
+        for source in filter(None, (entry.target, entry.draft, entry.mlx)):
             if not source.startswith(SCHEMES):
                 raise RegistryError(f"{path}, line {line}: {source!r} must start with one of {', '.join(SCHEMES)}")
         entry.target = _absolute(entry.target, path)
         entry.draft = _absolute(entry.draft, path) if entry.draft else None
+        entry.mlx = _absolute(entry.mlx, path) if entry.mlx else None
     return entries
 
 

@@ -99,7 +99,8 @@ def convert(
         tokenizer = build_tokenizer(gguf.metadata, vocab)
     tokens = _token_ids(gguf.metadata, vocab.eog_ids)
     total = DTYPES[dtype] * sum(tensor.n_elements for tensor in gguf.tensors if tensor.name in names)
-    check_space(out, int(total) * (2 if bits or to_mlx else 1))
+    by_mlx = (bits + 1) / 8 / DTYPES[dtype] if bits else float(to_mlx)  # with a bit for scales, in parts of `total`
+    check_space(out, int(total * (1 + by_mlx)))
 
     with appearing(out, "folder") as folder:
         folder.mkdir()
