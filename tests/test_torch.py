@@ -764,11 +764,31 @@ class TestStoredNf4:
         assert expected.std() > 1
         np.testing.assert_allclose(found, expected, atol=0.1)
 
-    def test_they_are_streamed(self, folder):
+    def test_nested_scales_take_a_byte_each_and_are_the_expanded_ones(self, tmp_path):
+        from bitsandbytes.functional import dequantize_blockwise, quantize_4bit
+        from edgespec.backends.torch.nf4 import NF4Linear
+
+        torch.manual_seed(0)
+        linear = torch.nn.Linear(512, 1024, bias=False).requires_grad_(False)
+        codes, state = quantize_4bit(linear.weight.data, quant_type="nf4", compress_statistics=True)
+        packed, expanded = NF4Linear(linear), NF4Linear(linear)
+        packed.take({"weight": codes} | {f"weight.{part}": one for part, one in state.as_dict(packed=True).items()})
+        scales = dequantize_blockwise(state.absmax, state.state2) + state.offset
+        expanded.weight, expanded.scales, expanded.levels = codes, scales, state.code
+        groups = linear.weight.numel() // 64
+        assert block_bytes(packed) == 32 * groups + groups + 256 + 256 + 1024 + 256
+        for rows in (1, 5):
+            x = torch.randn(rows, 512)
+            assert torch.equal(packed(x), expanded(x))
+
+    @pytest.mark.parametrize("nested", [True, False])
+    def test_they_are_streamed(self, nested, tmp_path):
+        sizes = {"num_hidden_layers": 6, "hidden_size": 128}
+        folder = store_nf4(save(tiny_model("llama", **sizes), tmp_path / "stored"), nested)
         text = [5, 9, 30, 7]
         backend, _, streamed = streaming(folder, 1)
         np.testing.assert_array_equal(chain_rows(backend, text), chain_rows(load(str(folder), **OPTIONS), text))
-        plain = load(str(save(tiny_model("llama"), folder.parent / "plain")), **OPTIONS, dtype="bfloat16")
+        plain = load(str(save(tiny_model("llama", **sizes), tmp_path / "plain")), **OPTIONS, dtype="bfloat16")
         assert block_bytes(streamed[0]) < 0.6 * block_bytes(plain.model.get_decoder().layers[0])
 
     def test_other_4_bit_formats_are_refused(self, folder):

@@ -38,17 +38,22 @@ METHOD = "edgespec_nf4"
 STATE = "weight.quant_state.bitsandbytes__nf4"
 STORED = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", STATE)
 PARTS = ("weight", "scales", "levels")
+NESTED = ("nested_scales", "nested_levels", "nested_offset")
+NESTED_GROUP = 256  # scales that share one of their own; bitsandbytes multiplies with no other number
 KEPT = "packed"  # in the cache folder
 LAYOUT = 1  # version of kept layers
 
 
 class NF4Linear(torch.nn.Module):  # type: ignore[misc]
-    """y = x W^T + b, with W [out, in] in 4.5 bits a weight.
+    """y = x W^T + b, with W [out, in] in 4.5 bits a weight, or 4.13 with nested scales.
 
     Attributes:
         weight: 4 bits a weight, uint8 [out * in / 2, 1].
-        scales: float32 [out * in / group].
+        scales: float32 [out * in / group]; nested ones are codes, uint8.
         levels: the values of codes, float32 [16].
+        nested_scales: of the codes of `NESTED_GROUP` scales each, float32, or None.
+        nested_levels: the values of these codes, float32 [256], or None.
+        nested_offset: that all scales have lost, float32 [], or None.
         bias: b [out], or None.
     """
 
@@ -58,8 +63,8 @@ class NF4Linear(torch.nn.Module):  # type: ignore[misc]
         self._shape, self._group = linear.weight.shape, GROUP
         codes = torch.empty((-(-linear.weight.numel() // 2), 1), dtype=torch.uint8, device="meta")
         self.register_buffer("weight", codes)
-        self.register_buffer("scales", None)
-        self.register_buffer("levels", None)
+        for name in (*PARTS[1:], *NESTED):
+            self.register_buffer(name, None)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
     @classmethod
@@ -73,15 +78,24 @@ class NF4Linear(torch.nn.Module):  # type: ignore[misc]
         """Use what bitsandbytes has stored, by the names `STORED`."""
         about = {name.removeprefix("weight."): tensor for name, tensor in stored.items() if name != "weight"}
         state = QuantState.from_dict(about, device=torch.device("cpu"))
-        scales = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
-        self._group = state.blocksize
-        self.weight, self.scales, self.levels = stored["weight"].view(torch.uint8), scales.float(), state.code
+        self._group, scales = state.blocksize, state.absmax
+        if state.nested and state.state2.blocksize == NESTED_GROUP:
+            nested = state.state2.absmax, state.state2.code, state.offset
+            self.nested_scales, self.nested_levels, self.nested_offset = (one.float() for one in nested)
+        else:
+            scales = dequantize_blockwise(scales, state.state2) + state.offset if state.nested else scales.float()
+        self.weight, self.scales, self.levels = stored["weight"].view(torch.uint8), scales, state.code
 
     def forward(self, x: Any) -> Any:
         """[..., in] -> [..., out]."""
+        nested = None
+        if self.nested_scales is not None:
+            nested = QuantState(
+                absmax=self.nested_scales, code=self.nested_levels, blocksize=NESTED_GROUP, dtype=torch.float32
+            )
         state = QuantState(
             absmax=self.scales, shape=self._shape, code=self.levels, blocksize=self._group, quant_type="nf4",
-            dtype=x.dtype,
+            dtype=x.dtype, state2=nested, offset=self.nested_offset,
         )  # fmt: skip
         return bitsandbytes.matmul_4bit(x, self.weight.t(), quant_state=state, bias=self.bias)
 
