@@ -23,7 +23,7 @@ from folder_texts import SAMPLINGS, write
 from hf_models import FAMILIES, HYBRIDS, save, tiny_model, torch
 from test_hybrids_torch import LAYERS
 
-from edgespec.errors import NoRoom
+from edgespec.errors import ContextFull, NoRoom
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.weights.plan import layers_by_device
@@ -274,6 +274,18 @@ def test_the_free_memory_of_each_card_counts(cards: There, tmp_path: Path) -> No
     assert placed(8 * GIB, 8 * GIB, gpu_memory=first) == ([2, 1], 0)
     assert placed(first, second - 1) == ([], 3)
     assert placed(first, second, device="cuda:0") == ([], 3)  # the only one
+
+
+def test_only_trees_have_cells_beyond_the_context(cards: There, tmp_path: Path) -> None:
+    cards(8 * GIB)
+    backend = load(str(save(tiny_model("llama"), tmp_path)), **OPTIONS | {"context_length": 1000})
+    session = backend.open()
+    assert (backend.capabilities.max_nodes, session.cells.groups[0].shape[3]) == (2048, 1512)
+    backend.forward([work(session, [5] * 1000, range(-1, 999), wanted=[])])  # a chunk of a prompt ends within it
+    session.commit(range(999))
+    backend.forward([work(session, [5] * 513, [-1] * 513, wanted=[512])])
+    with pytest.raises(ContextFull, match="1513 tokens and nodes; this session has 1512 cells"):
+        backend.forward([work(session, [5], [-1], 513, wanted=[])])
 
 
 @pytest.mark.parametrize("widest", [0, 1024])

@@ -50,6 +50,7 @@ from .attention import Part, Tree, build_mask, run
 from .disk import NUMBER, mapped_bytes
 from .experts import ExpertFolder, Mixture, find_folder, plan_pools
 from .loading import (
+    MIN_NODES,
     NF4,
     PLAIN,
     WORKSPACE,
@@ -72,6 +73,7 @@ from .loading import (
     place_layers,
     place_others,
     run_probe,
+    session_cells,
     work_bytes,
 )
 from .logits import KeptInputs, TorchLogits
@@ -94,8 +96,7 @@ __all__ = ["TorchBackend", "TorchEngine", "load", "load_vocab"]
 
 MOST_SESSIONS = 1024
 DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
-MIN_NODES = 512  # prompt tokens per pass
-MIN_NODES_ON_GPU = 2048  # larger, because a chunk may copy all weights to the GPU
+MIN_NODES_ON_GPU = 2048  # larger than `MIN_NODES`, because a chunk may copy all weights to the GPU
 PLENTY = 4  # times the bytes of a folder, which another type may double
 
 # Bound of the change of a logit between passes of different shapes. Measured with SmolLM2 (135M) on a CPU, over chains
@@ -561,7 +562,7 @@ def assemble(
         )
 
     def cells(width: int) -> tuple[int, ...]:
-        return cache_shape(config, context_length + limits(width).max_nodes)
+        return cache_shape(config, session_cells(limits(width)))
 
     held, width = 0, budget
     if gpu:

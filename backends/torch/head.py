@@ -19,7 +19,7 @@ from ..common.heads import HeadSession
 from .attention import Tree, finish, tree_attention
 from .backend import TorchBackend
 from .eagle import load_head
-from .loading import cache_shape, decoder_layers
+from .loading import cache_shape, decoder_layers, session_cells
 from .session import TorchSession
 from .spans import Cells
 
@@ -44,7 +44,7 @@ class TorchHead(TorchBackend):
             target.capabilities, states=0, head=True, one_thread=True, streams=False, experts=None, layers=1,
             paths=False, max_leaves=target.capabilities.max_nodes, exact=None, spare_leaves=None, cells=None,
         )  # fmt: skip
-        shape = cache_shape(head.config, limits.context_length + limits.max_nodes)
+        shape = cache_shape(head.config, session_cells(limits))
         spans = [(target.device, range(1))]
         cells = [Cells(spans, [LAYER.layer_idx], shape[1:], target.dtype) for _ in range(sessions)]
         super().__init__(head, target.vocab, limits, (None,), cells, spans, None)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 WORKSPACE = 2**29  # bytes of a CUDA context, its libraries and the allocator's gaps
 NF4 = "nf4"
+MIN_NODES = 512  # prompt tokens per pass
 ONE_EXPERT = re.compile(r"\.experts\.\d+\.")  # in the names of tensors
 FULL, SLIDING = "full_attention", "sliding_attention"  # `layer_types` of transformers
 
@@ -237,6 +238,11 @@ def most_positions(model: Any) -> int:
     return int(learned.num_embeddings - getattr(learned, "offset", 0))
 
 
+def session_cells(limits: Capabilities) -> int:
+    """A chain of nodes ends within the context, so only a tree needs further cells."""
+    return limits.context_length + min(limits.max_nodes, max(MIN_NODES, limits.max_wanted))
+
+
 def cache_shape(config: Any, cells: int) -> tuple[int, ...]:
     """
     Returns:
@@ -271,7 +277,7 @@ def work_bytes(model: Any, capabilities: Capabilities, wanted: int | None) -> in
     if wanted is None:
         outside = wanted = 0
     config, item = model.config.get_text_config(), model.dtype.itemsize
-    nodes, cells = capabilities.max_nodes, capabilities.context_length + capabilities.max_nodes
+    nodes, cells = capabilities.max_nodes, session_cells(capabilities)
     states = nodes * (3 * getattr(config, "intermediate_size", 0) + 8 * config.hidden_size) * item
     logits = wanted * config.vocab_size * (item + 4)
     masks = 2 * nodes * cells * item

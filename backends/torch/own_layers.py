@@ -10,7 +10,7 @@ from edgespec.loop.backend import Logits, Work
 
 from ..common.own_layers import OwnLayersSession, kept_layers, limits_of, shortened, taken_over
 from .backend import TorchBackend
-from .loading import cache_shape, decoder_layers, run_probe
+from .loading import cache_shape, decoder_layers, run_probe, session_cells
 from .session import TorchSession
 from .spans import Cells
 
@@ -31,7 +31,7 @@ class TorchOwnLayers(TorchBackend):
         limits, layers = limits_of(target.capabilities), list(decoder_layers(target.model))
         streamed = [layers.index(layer) for layer in target.streamer.layers] if target.streamer else []
         kept = kept_layers(len(layers), streamed)
-        shape = cache_shape(target.model.config.get_text_config(), limits.context_length + limits.max_nodes)
+        shape = cache_shape(target.model.config.get_text_config(), session_cells(limits))
         cells = [Cells(target.spans, kept, shape[1:], target.dtype) for _ in range(sessions)]
         super().__init__(target.model, target.vocab, limits, target.windows, cells, target.spans, None)
         self.computing, self.content = target.computing, f"{target.content} {kept}"

@@ -7,6 +7,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 
+from edgespec.errors import ContextFull
 from edgespec.loop.backend import Work
 from edgespec.loop.session_files import Saved
 
@@ -32,6 +33,12 @@ class TorchSession(NodeSession):
         self.queries: Mapping[int, Any] = {}
         self.latest: Mapping[int, Any] = {}
         self.cells: Any = cells  # None when closed
+
+    def check(self, work: Work) -> list[int]:
+        positions, cells = super().check(work), self.cells.groups[0].shape[3]
+        if self.size + len(work.token_ids) > cells:
+            raise ContextFull(f"{self.size + len(work.token_ids)} tokens and nodes; this session has {cells} cells")
+        return positions
 
     def add(self, work: Work, positions: Sequence[int]) -> None:
         self._add_nodes(work, positions)
