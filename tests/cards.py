@@ -26,12 +26,13 @@ class Cards(TorchFunctionMode):
     """
     Attributes:
         moves: devices between which tensors were copied, as (from, to).
+        sizes: bytes of each.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._places = dict[int, tuple[Any, Any]]()  # by address; the memory stays, so that no address is used twice
-        self.moves = list[tuple[str, str]]()
+        self.moves, self.sizes = list[tuple[str, str]](), list[int]()
 
     def device(self, tensor: Any) -> Any:
         found, _ = self._places.get(tensor.untyped_storage()._cdata, (tensor.device, None))
@@ -64,6 +65,7 @@ class Cards(TorchFunctionMode):
         if func in COPIES and device != found:
             out = out.clone() if out is args[0] else out
             self.moves.append((str(found), str(device)))
+            self.sizes.append(out.nbytes)
         for tensor in tensors_of([out]):
             self._put(tensor, device)
         return out

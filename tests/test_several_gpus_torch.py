@@ -17,7 +17,7 @@ from contract import by_main_check, chain_rows, work
 from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch import loading as loading_module
 from edgespec.backends.torch.backend import TorchBackend, load
-from edgespec.backends.torch.loading import choose_placement, work_bytes
+from edgespec.backends.torch.loading import choose_placement, untied_embeddings, work_bytes
 from edgespec.backends.torch.offload import BUFFERS, block_bytes, stored_tensors
 from folder_texts import SAMPLINGS, write
 from hf_models import FAMILIES, HYBRIDS, save, tiny_model, torch
@@ -263,6 +263,7 @@ def test_the_free_memory_of_each_card_counts(cards: There, tmp_path: Path) -> No
     assert whole.placed.shares == ()  # the first card holds all
     cells, layer = whole.open().cells.nbytes * OPTIONS["sessions"], block_bytes(whole.model.get_decoder().layers[0])
     first = cells + work_bytes(whole.model, whole.capabilities, whole.capabilities.max_wanted) + 3 * layer - 1
+    first -= untied_embeddings(whole.model)  # they are not on a card that streams
     second = cells // 3 + work_bytes(whole.model, whole.capabilities, None) + layer
 
     def placed(*free: int, **options: Any) -> tuple[Sequence[int], int]:
@@ -288,6 +289,26 @@ def test_only_trees_have_cells_beyond_the_context(cards: There, tmp_path: Path) 
         backend.forward([work(session, [5], [-1], 513, wanted=[])])
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2"])
+def test_rows_of_an_input_embedding_are_sent_where_layers_stream(
+    family: str, divided: Callable[..., TorchBackend], cards: There, tmp_path: Path
+) -> None:
+    """Tied embeddings are on the card, since the output's are."""
+    folder = save(tiny_model(family, num_hidden_layers=3, tie_word_embeddings=family == "gemma3"), tmp_path / "model")
+    _, streamed = found = [divided(folder, [3], gpu_layers=count) for count in (4, 2)]
+    places = [str(one.model.get_input_embeddings().weight.device) for one in found]
+    assert places == ["cuda:0", "cuda:0" if family == "gemma3" else "cpu"]
+    mode, session = cards(8 * GIB), streamed.open()
+    mode.moves.clear()
+    mode.sizes.clear()
+    streamed.forward([work(session, [5, 6, 7], [-1, 0, 0])])
+    row = streamed.model.config.hidden_size * streamed.dtype.itemsize
+    assert ({"llama": 3, "gemma3": 3, "lfm2": 4}[family] * row in mode.sizes) == (family != "gemma3")
+    assert ("cuda:0", "cpu") not in mode.moves
+    rows = [everything(one, tmp_path) for one in found]
+    np.testing.assert_allclose(*rows, atol=1e-5)  # streamed recurrent layers read works together
+
+
 @pytest.mark.parametrize("widest", [0, 1024])
 def test_a_further_card_holds_layers_where_the_first_one_streams(widest: int, cards: There, tmp_path: Path) -> None:
     folder = str(save(tiny_model("llama", num_hidden_layers=6), tmp_path))
@@ -296,6 +317,7 @@ def test_a_further_card_holds_layers_where_the_first_one_streams(widest: int, ca
     limits, layer = whole.capabilities, block_bytes(whole.model.get_decoder().layers[0])
     cells = whole.open().cells.nbytes // 6 * OPTIONS["sessions"]
     first = 5 * cells + work_bytes(whole.model, limits, limits.max_wanted) + 5 * layer - 1
+    first -= untied_embeddings(whole.model)
     cards(first, cells + work_bytes(whole.model, limits, None) + layer)
     found = load(folder, **OPTIONS, widest=widest).placed
     assert ([count for count, _ in found.shares], found.streamed) == ([5, 1], 3)

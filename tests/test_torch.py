@@ -41,7 +41,7 @@ from edgespec.backends.torch import logits as logits_module
 from edgespec.backends.torch.attention import build_mask
 from edgespec.backends.torch.backend import check_tree, load
 from edgespec.backends.torch.engine import engine
-from edgespec.backends.torch.loading import choose_placement, work_bytes
+from edgespec.backends.torch.loading import choose_placement, untied_embeddings, work_bytes
 from edgespec.backends.torch.logits import top_on_device
 from edgespec.backends.torch.offload import (
     BUFFERS,
@@ -268,10 +268,16 @@ def needs(folder, **options):
     return max(block_bytes(layer) for layer in backend.model.get_decoder().layers), fixed
 
 
+@cache
+def at_home(folder, **options):
+    """Bytes of input embeddings that stay in host memory where a GPU's layers are streamed."""
+    return untied_embeddings(load(str(folder), **options).model)
+
+
 def memory_for(folder, resident, **options):
     """Bytes that let so many layers stay on the device."""
     layer, fixed = needs(folder, **options)
-    return fixed + (resident + BUFFERS) * layer
+    return fixed - at_home(folder, **options) + (resident + BUFFERS) * layer
 
 
 def streaming(folder, resident, **options):

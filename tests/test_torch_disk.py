@@ -33,7 +33,7 @@ from edgespec.backends.torch.loading import WORKSPACE, Host, Placement, check_fo
 from edgespec.backends.torch.offload import BUFFERS
 from hf_models import save, tiny_model, torch
 from safetensors.torch import load_file, save_file
-from test_torch import needs, needs_bitsandbytes
+from test_torch import at_home, memory_for, needs, needs_bitsandbytes
 
 import edgespec
 from edgespec.errors import ModelError, NoRoom, UsageError
@@ -116,9 +116,9 @@ def tiers(monkeypatch):
 
     def load_tiers(folder, resident, waiting, *, copies=LateCopies, **options):
         options = OPTIONS | options
-        layer, fixed = needs(folder, **options)
-        there = fixed + (resident + BUFFERS) * layer
-        backend = load(str(folder), **options, gpu_memory=there, memory=(waiting + STAGING) * layer, copies=copies)
+        layer, _ = needs(folder, **options)
+        there, here = memory_for(folder, resident, **options), at_home(folder, **options) + (waiting + STAGING) * layer
+        backend = load(str(folder), **options, gpu_memory=there, memory=here, copies=copies)
         opened.append(backend)
         on_disk = [block for block in backend.streamer.blocks if block.host is None]
         assert len(backend.streamer.blocks) == LAYERS - resident
@@ -543,7 +543,7 @@ def test_logits_of_a_wide_tree_are_in_the_plan(llama, cheap, monkeypatch):
             raise NoRoom("too little")
         return Placement(list(range(LAYERS - min(2, fits - BUFFERS))), [], BUFFERS, [LAYERS])
 
-    there = fixed + (BUFFERS + 2) * layer + (more if cheap else more - layer)
+    there = memory_for(llama, 2, **OPTIONS) + (more if cheap else more - layer)
     backend = load(str(llama), **options, gpu_memory=there, widest=256)
     assert (backend.capabilities.widest == 256) is cheap
     backend.close()

@@ -27,7 +27,7 @@ from folder_texts import check_head
 from hf_models import add_head, save, tiny_model, torch
 from same_bits import Pair, check_failing_disk, check_given_up_passes, do_everything, replayed
 from test_heads_torch import head_folder
-from test_torch import needs, needs_bitsandbytes
+from test_torch import at_home, needs, needs_bitsandbytes
 
 from edgespec.errors import Interrupted, ModelError, NoRoom
 from edgespec.loading.timed_pass import time_pass
@@ -395,11 +395,11 @@ def test_memory_for_dense_weights_comes_first_and_pools_have_the_rest(mixtral):
 def test_a_cards_memory_and_this_machines_have_pools_each(mixtral):
     layer, fixed = needs(mixtral, **OPTIONS)
     found, whole = find_folder(mixtral, None), fixed + LAYERS * layer
-    of_experts = sum(found.sizes(LAYERS))
+    of_experts, sent = sum(found.sizes(LAYERS)), at_home(mixtral, **OPTIONS)
     for missing, memory, there, here in (
         (-1, 2 * of_experts, 0, 0),
         (-1, of_experts - 1, 4, 3),  # experts cannot be put together
-        (of_experts // 2, of_experts, 2, 4),
+        (of_experts // 2, of_experts + sent, 2, 4),
         (of_experts - layer, of_experts // 3, 0, 1),
     ):
         options = OPTIONS | {"copies": HostCopies, "memory": memory, "gpu_memory": whole - missing}
@@ -408,7 +408,7 @@ def test_a_cards_memory_and_this_machines_have_pools_each(mixtral):
         assert bool(plan) == bool(here)
         if plan:
             assert experts.memory_of(found.layers, plan.pools) <= memory
-            assert experts.memory_of(found.layers, plan.device_pools) <= of_experts - missing
+            assert experts.memory_of(found.layers, plan.device_pools) <= of_experts - missing + sent
             slots = sum(pool.slots for pool in plan.device_pools) // LAYERS, plan.slots_of_experts
             assert slots == (there, here)
             assert f"{there} of 4 experts of 7 layers on cpu, {here} of each layer in" in backend.notes[-1]

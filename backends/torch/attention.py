@@ -256,7 +256,8 @@ def run(
     Returns:
         Logits [wanted, V] on the device, after the pass has ended.
     """
-    ids, places, rows = (torch.tensor([list(values)], device=device) for values in (token_ids, positions, wanted))
+    places, rows = (torch.tensor([list(values)], device=device) for values in (positions, wanted))
+    ids = torch.tensor([list(token_ids)], device=model.get_input_embeddings().weight.device)
     logits = model(
         input_ids=ids, position_ids=places, logits_to_keep=rows[0].long(), use_cache=False, tree=tree
     ).logits[0]

@@ -74,6 +74,7 @@ from .loading import (
     place_others,
     run_probe,
     session_cells,
+    untied_embeddings,
     work_bytes,
 )
 from .logits import KeptInputs, TorchLogits
@@ -573,7 +574,7 @@ def assemble(
         memory = free if memory is None else memory
     form.make(decoder_layers(model)[0])  # `work_bytes` looks for 4-bit weights in it
     streamer, notes, spans = None, list[str](), [(device, range(config.num_hidden_layers))]
-    mixture, weights_plan, in_pools = None, None, 0
+    mixture, weights_plan, in_pools, sent = None, None, 0, 0
     if memory is not None or gpu_layers is not None or form is not PLAIN:
         sizes = [form.size(layer) for layer in decoder_layers(model)]
         states = [states_of(leaves) * state_bytes(model, layer) for layer in decoder_layers(model)]
@@ -586,7 +587,8 @@ def assemble(
             wanted = limits(width).max_wanted
             work = work_bytes(model, limits(width), wanted) + head[0] + sessions * cells(width)[3] * head[1]
             # The workspace is CUDA's, so a processor needs none.
-            return int(held + sum(caches_of(width)) + work + in_pools - (WORKSPACE if host and not host.apart else 0))
+            work += in_pools - sent
+            return int(held + sum(caches_of(width)) + work - (WORKSPACE if host and not host.apart else 0))
 
         here = sys.maxsize if memory is None else memory
 
@@ -597,13 +599,16 @@ def assemble(
                 sizes, here, fixed(width), host, gpu_layers, rooms, caches_of(width), own_layers
             )  # fmt: skip
 
+        dense, sizes = sizes, [size + more for size, more in zip(sizes, of_experts, strict=True)]
+        try:
+            fits = not place(budget).streamed
+            model = load_whole() if fits and experts and load_whole else model
+        except NoRoom:
+            fits = False
+        if gpu and not fits:
+            sent = untied_embeddings(model)
+            host = host and replace(host, needed=host.needed + sent)
         if experts and host:
-            dense, sizes = sizes, [size + more for size, more in zip(sizes, of_experts, strict=True)]
-            try:
-                fits = not place(budget).streamed
-                model = load_whole() if fits and load_whole else model
-            except NoRoom:
-                fits = False
             if not fits:
                 sizes, others, least = dense, (), memory_of(experts.layers, pools_of(experts.layers, 0))
                 host = replace(host, needed=host.needed + least)
@@ -634,7 +639,7 @@ def assemble(
             # Without pools all experts of a layer are streamed.
             capabilities = replace(capabilities, streams=True, experts=capabilities.experts if weights_plan else None)
             notes = streaming_notes(streamer, config.num_hidden_layers)
-        place_others(model, device)
+        place_others(model, device, sent > 0)
         for where, numbers in spans:
             decoder_layers(model)[numbers.start : numbers.stop].to(where)
         align(model)

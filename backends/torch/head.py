@@ -80,7 +80,8 @@ class TorchHead(TorchBackend):
     ) -> Any:
         sessions = [cast(TorchHeadSession, work.session) for work in batch]
         inputs = [session.inputs(work, new) for session, work, new in zip(sessions, batch, places, strict=True)]
-        ids, at, rows = (torch.tensor(list(row), device=self.device) for row in (token_ids, positions, wanted))
+        at, rows = (torch.tensor(list(row), device=self.device) for row in (positions, wanted))
+        ids = torch.tensor(list(token_ids), device=self._embed.weight.device)
         states = self._states(self._embed(ids), self._on_device(np.concatenate(inputs)), at, tree)
         states = states[rows.long()]
         logits, kept = self.model.logits(states), states.float().cpu().numpy()

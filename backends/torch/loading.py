@@ -489,12 +489,30 @@ def place_layers(
     return streamer
 
 
-def place_others(model: Any, device: Any) -> None:
-    """Move what is in no layer to a device."""
-    decoder, layers = model.get_decoder(), decoder_layers(model)
+def place_others(model: Any, device: Any, sends_rows: bool = False) -> None:
+    """Move what is in no layer to a device.
+
+    Args:
+        model: the model.
+        device: where all else goes.
+        sends_rows: the input embeddings stay in host memory, and a pass sends the rows of its tokens.
+    """
+    decoder, layers, embeddings = model.get_decoder(), decoder_layers(model), model.get_input_embeddings()
     decoder.layers = torch.nn.ModuleList()
+    if sends_rows:
+        model.set_input_embeddings(torch.nn.Module())
     model.to(device)
     decoder.layers = layers
+    if sends_rows:
+        model.set_input_embeddings(embeddings)
+        embeddings.register_forward_pre_hook(lambda module, args: (args[0].cpu(),))
+        embeddings.register_forward_hook(lambda module, args, rows: rows.to(device))
+
+
+def untied_embeddings(model: Any) -> int:
+    """Bytes of input embeddings that are not the output's, too."""
+    weight, output = model.get_input_embeddings().weight, model.get_output_embeddings()
+    return 0 if output is not None and output.weight is weight else int(weight.nbytes)
 
 
 def _beyond(streamed: Sequence[int], sizes: Sequence[int], host: Host) -> list[int]:

@@ -288,9 +288,10 @@ def _compute(
         found.append(Part(slice(row, row + size), new, cells, start, start + len(rectangle.rows), masks))
         row += size
     lanes = [lane for _, rectangle, _ in parts for lane in rectangle.lanes]
+    home = backend.model.get_input_embeddings().weight.device
     token_ids, positions = (
-        torch.from_numpy(np.concatenate([getattr(rectangle, name) for _, rectangle, _ in parts])).to(device)
-        for name in ("token_ids", "positions")
+        torch.from_numpy(np.concatenate([getattr(rectangle, name) for _, rectangle, _ in parts])).to(where)
+        for name, where in (("token_ids", home), ("positions", device))
     )
     tree, wanted = Tree(tuple(found), backend.windows, backend.stop), torch.tensor(list(rows), device=device)
     states = [lane.state for lane in lanes]

@@ -19,8 +19,16 @@ import torch
 import transformers
 from edgespec.backends.torch import loading
 from edgespec.backends.torch.attention import ATTENTION
-from edgespec.backends.torch.backend import MIN_NODES, MIN_NODES_ON_GPU, assemble
-from edgespec.backends.torch.loading import NF4, cache_shape, decoder_layers, look_at, nf4_form, work_bytes
+from edgespec.backends.torch.backend import MIN_NODES_ON_GPU, assemble
+from edgespec.backends.torch.loading import (
+    MIN_NODES,
+    NF4,
+    cache_shape,
+    decoder_layers,
+    look_at,
+    nf4_form,
+    work_bytes,
+)
 from edgespec.backends.torch.offload import (
     BUFFERS,
     CopyEngine,
