@@ -261,6 +261,7 @@ def draft_beyond(weights: dict[str, Any]) -> None:
 BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a tensor missing": (lose_a_norm, {}, "is no EAGLE-3 head, or is damaged"),
     "other widths": (read_less, {}, "31 wide vectors"),
+    "the target's embedding in another width": (keep, {"hidden_size": 64}, "64 wide vectors"),
     "another target": (keep, {"vocab_size": 99}, "99 tokens; this target has 32 and 288"),
     "tokens beyond": (draft_beyond, {}, "not all among the target's 288"),
     "layers beyond": (keep, {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"layers \[1, 2, 9\]"),

@@ -205,6 +205,7 @@ def test_a_folder_of_vllms_speculators_is_the_same_head(tmp_path, folders):
     ("changes", "line"),
     [
         ({"hidden_size": 64, "head_dim": 16}, "64 wide vectors"),
+        ({"hidden_size": 64, "head_dim": 16, "target_hidden_size": 32}, "64 wide vectors"),  # the target's embeddings
         ({"vocab_size": 300}, "300 tokens"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, r"reads the layers \[0, 1, 9\] of its target, which has 3"),
         ({"eagle_aux_hidden_state_layer_ids": "all"}, "reads the layers all of its target"),

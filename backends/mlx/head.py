@@ -164,8 +164,10 @@ def load_head(target: MlxBackend, path: str, options: LoadOptions) -> MlxHead:
         raise ModelError("its target's embedding is not found, so it cannot have a head on MLX")
     chosen = layers_read(config, len(target.model.layers))
     fused, vocab = stored["fc.weight"].shape[1], target.vocab.size
-    check_made_for(fused // len(chosen), config["vocab_size"], embed(mx.array([0])).shape[-1], vocab)
-    own = "embed_tokens.weight" in stored
+    width, own = embed(mx.array([0])).shape[-1], "embed_tokens.weight" in stored
+    check_made_for(fused // len(chosen), config["vocab_size"], width, vocab)
+    if not own:  # it reads the target's
+        check_made_for(config["hidden_size"], config["vocab_size"], width, vocab)
     head, weights = Eagle3(config, fused, own), dict[str, Any]()
     for file in sorted(Path(path).glob("*.safetensors")):
         weights |= {own_name(name, LAYER[1]): array for name, array in mx.load(str(file)).items() if name != "t2d"}

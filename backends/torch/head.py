@@ -115,6 +115,8 @@ def load_eagle(target: TorchBackend, path: str, options: LoadOptions) -> TorchHe
     layers, config = decoder_layers(target.model), target.model.config.get_text_config()
     head = load_head(Path(path), len(layers))
     check_made_for(head.fc.in_features // len(head.layers), len(head.t2d), config.hidden_size, config.vocab_size)
+    if head.embed_tokens is None:  # it reads the target's
+        check_made_for(head.config.hidden_size, len(head.t2d), config.hidden_size, config.vocab_size)
     as_target(head, target)
     backend = TorchHead(target, head, options.sessions)
     backend.content = content_of(*map(str, sorted(Path(path).glob("*.safetensors"))))
