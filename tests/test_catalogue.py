@@ -9,8 +9,7 @@ import yaml
 from conftest import Run
 
 from edgespec.cli import catalogue
-from edgespec.machine.described import BUILT_IN as MACHINES
-from edgespec.machine.described import find_machine
+from edgespec.machine.described import find_machine, named
 from edgespec.machine.disk import Reading
 from edgespec.machine.memory import parse_size
 from edgespec.machine.this_machine import Machine
@@ -134,8 +133,7 @@ def test_a_mixture_has_the_same_row_here_and_by_the_description_of_this_machine(
     run: Run, few_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was charged for all its experts here: 1.1 tokens/s instead of 110."""
-    (described,) = [one for one in yaml.safe_load(MACHINES.read_text())["machines"] if one["name"] == "laptop-32"]
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"machines": [described]}))
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"machines": [named()["laptop-32"]]}))
     machine = find_machine(str(tmp_path / "mine.yaml"))[1]
     mixture = next(one for one in read_models(BUILT_IN) if one.name == "qwen3-coder-30b-a3b")
     monkeypatch.setattr(catalogue, "all_models", lambda models_file: [mixture])

@@ -148,7 +148,7 @@ def test_speeds_of_the_same_chip_are_taken_for_those_that_are_not_known() -> Non
     )  # fmt: skip
     assert with_speeds(blank, "Apple M4") == replace(MAC, disk=blank.disk)
     assert with_speeds(blank, "Apple M99") == blank
-    assert with_speeds(replace(blank, memory=60 * GIB), "Apple M4 Max").gpus[0].memory_speed == 437e9
+    assert with_speeds(replace(blank, memory=60 * GIB), "Apple M4 Max").gpus[0].memory_speed == 546e9
 
 
 def test_run_prints_the_offer_after_the_first_line(

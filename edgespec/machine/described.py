@@ -22,6 +22,7 @@ from edgespec.machine.system import machine_is_busy
 from edgespec.machine.this_machine import Gpu, Machine, this_machine
 
 BUILT_IN = Path(__file__).parent.parent / "machines.yaml"
+SYSTEM, QUARTERS = 4 << 30, 36 << 30  # bytes: what a system takes; a Mac's memory from which its GPU may use 3/4
 SIZES = ("memory", "free", "used", "limit")
 MORE = ("name", "description", "chip", "sources")  # keys of an entry that `Machine` has not
 PARTS: Mapping[str, type] = {"gpus": Gpu, "disk": Reading}
@@ -40,7 +41,7 @@ def find_machine(name: str) -> tuple[str, Machine]:
     Raises:
         UsageError: there is none, or the file is wrong.
     """
-    known = {str(entry.get("name")): entry for entry in _entries(BUILT_IN)}
+    known = named()
     if name in known:
         return _called(known[name]), _machine(known[name], f"{name} of machines.yaml")
     if not Path(name).is_file():
@@ -53,13 +54,26 @@ def find_machine(name: str) -> tuple[str, Machine]:
     return _called(found[0]), machine
 
 
+def named() -> dict[str, dict[str, Any]]:
+    """Entries of machines.yaml by name, one for each size of memory."""
+    found = {}
+    for entry in _entries(BUILT_IN):
+        for memory in map(parse_size, entry["memory"]):
+            limit = memory * 2 // 3 if memory < QUARTERS else memory * 3 // 4
+            sizes = {"free": limit, "limit": limit}  # of a GPU that has no memory of its own
+            name, gpus = f"{entry['name']}-{memory >> 30}", [sizes | gpu for gpu in entry.get("gpus", ())]
+            found[name] = entry | {"name": name, "memory": memory, "free": memory - SYSTEM, "gpus": gpus}
+            found[name]["description"] += f", {memory >> 30} GB"
+    return found
+
+
 def with_speeds(machine: Machine, chip: str) -> Machine:
     """A copy of this machine with the speeds that `describe` has kept, else those of the same chip in machines.yaml."""
     memory_speed, operations = recall(_about_speeds(), tuple[Amount, Amount]) or (0.0, 0.0)
     machine = replace(
         machine, memory_speed=memory_speed or machine.memory_speed, operations=operations or machine.operations
     )
-    known = [_machine(entry, str(BUILT_IN)) for entry in _entries(BUILT_IN) if chip and entry.get("chip") == chip]
+    known = [_machine(entry, str(BUILT_IN)) for entry in named().values() if chip and entry.get("chip") == chip]
     if not known:
         return machine
     like = min(known, key=lambda one: abs(one.memory - machine.memory))

@@ -5,7 +5,7 @@ Passes are measured by `doctor.diagnose`, or computed by `predictor.predict`. Th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log2
+from math import ceil, log2
 
 import numpy as np
 
@@ -46,11 +46,10 @@ class Outlook:
         one, *trees = self.passes
         expected = {"none": 1 / one.seconds}
         for name in ("sssd", *(["specexec"] if self.draft_seconds else [])) if trees else ():
-            usual = EXPECTED_TOKENS["head" if name == "specexec" and self.by_head else name]
+            usual = "head" if name == "specexec" and self.by_head else name
             drafting = self.draft_seconds / draft_passes(trees[-1].nodes) if name == "specexec" else 0.0
             expected[name] = max(
-                float(np.interp(log2(tree.nodes), (0, 3, 6), (1.0, *usual)))
-                / (tree.seconds + draft_passes(tree.nodes) * drafting)
+                expected_tokens(usual, tree.nodes) / (tree.seconds + draft_passes(tree.nodes) * drafting)
                 for tree in trees
             )
         return expected | ({"auto": max(expected.values())} if trees else {})
@@ -68,6 +67,11 @@ def sizes(most: int, *, mixture: bool) -> list[int]:
     return sorted({1, most, *(nodes for nodes in ((2, 4, 8, 16) if mixture else (8,)) if nodes < most)})
 
 
+def expected_tokens(planner: str, nodes: int) -> float:
+    """Tokens per pass with trees of so many nodes, by a planner or a head."""
+    return float(np.interp(log2(nodes), (0, 3, 6), (1.0, *EXPECTED_TOKENS[planner])))
+
+
 def draft_passes(nodes: int) -> int:
-    """To draft a tree."""
-    return -(-2 * (nodes - 1) // BEAM)
+    """To draft a tree: no fewer than its depth, so than the draft tokens that are expected to be accepted."""
+    return max(-(-2 * (nodes - 1) // BEAM), ceil(expected_tokens("specexec", nodes) - 1))

@@ -24,6 +24,7 @@ from edgespec.machine.measurements import Amount, processor_name, recall
 from edgespec.machine.system import chip
 from edgespec.machine.this_machine import Gpu, Machine, this_machine
 from edgespec.measure.outlook import BEAM, COMPUTED, Outlook, draft_passes, sizes
+from edgespec.measure.paces import Pace, pace
 from edgespec.models.gguf_header import OF_STATES, own_values, whole_number
 from edgespec.models.heads import is_head
 from edgespec.models.registry import OWN, Entry, find_model, is_folder, local_path
@@ -52,6 +53,7 @@ WORKSPACE = 1 << 29  # bytes of a card's memory for libraries, as in the engine 
 ROWS = 512  # tokens of a prompt in a pass
 ROWS_TIMED = 64
 MOST_EXPERTS = 512  # LLAMA_MAX_EXPERTS of llama-hparams.h
+OFF = 1.5  # seconds of computing over several rows are at most so many times as computed: `scripts/bench speeds`
 FASTER = 1.1  # speed-up from which on another engine is offered
 QUANTISED = 8  # bits of a weight; to bring weights of fewer to 4 bits loses twice
 
@@ -63,12 +65,15 @@ class Part:
     Attributes:
         size, experts_size: bytes.
         weights, experts: numbers.
+        layers, mixtures: numbers of layers that it has weights of, without experts and with them.
     """
 
     size: float = 0.0
     weights: float = 0.0
     experts_size: float = 0.0
     experts: float = 0.0
+    layers: int = 0
+    mixtures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +83,13 @@ class Speeds:
         name: of the device, for messages.
         memory: bytes per second.
         operations: per second.
+        pace: of a kind of GPU.
     """
 
     name: str
     memory: float
     operations: float
+    pace: Pace = Pace()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -265,7 +272,8 @@ class Weights:
             at = 2 if EXPERTS.search(tensor.name) else 0
             sums[at] += self.numbers(tensor) * bytes_each if bytes_each else tensor.size
             sums[at + 1] += self.numbers(tensor)
-        return Part(*sums)
+        mixed = {layer_of(tensor) for tensor in read if EXPERTS.search(tensor.name)}
+        return Part(*sums, layers=len({layer_of(tensor) for tensor in read} - mixed - {-1}), mixtures=len(mixed))
 
     def cells(self, context_length: int) -> int:
         """Bytes of keys and values in 16 bits: of a context, 0 = as trained, and of a prompt's pass."""
@@ -283,17 +291,25 @@ class Weights:
     def seconds(self, part: Part, nodes: int, speeds: Speeds) -> float:
         if not part.weights and not part.experts:
             return 0.0
-        active = self.experts[1] / self.experts[0] if self.experts else 1.0
-        read = part.size + self.used(nodes) * part.experts_size
-        return max(read / speeds.memory, 2 * nodes * (part.weights + active * part.experts) / speeds.operations)
+        active, pace = self.experts[1] / self.experts[0] if self.experts else 1.0, speeds.pace
+        read = part.size + pace.bytes_more(nodes) * part.weights + self.used(nodes) * part.experts_size
+        computing = 2 * nodes * (part.weights + active * part.experts) / speeds.operations
+        return max(read / speeds.memory, computing) + part.layers * pace.layer + part.mixtures * pace.mixture
 
 
 def _processor(machine: Machine) -> Speeds:
     return Speeds("the processor", machine.memory_speed, machine.operations)
 
 
-def _gpu(gpu: Gpu) -> Speeds:
-    return Speeds(gpu.name, gpu.memory_speed, gpu.operations)
+def of_gpu(gpu: Gpu, engine: str, without: str = "") -> Speeds:
+    """
+    Args:
+        gpu: with its published bandwidth.
+        engine: its name.
+        without: as for `pace`.
+    """
+    known = pace(gpu.name, engine, without)
+    return Speeds(gpu.name, gpu.memory_speed * known.share, gpu.operations, known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,9 +377,14 @@ def _timed(
         return Pass(nodes, max(computing, reading), max(0.0, reading - computing), read=int(used))
 
     single, *trees = map(timed, sizes(asked.options.budget + 1, mixture=bool(model.experts)))
-    # What a row costs there was not measured: at most as much as a pass over one.
-    computing = single.seconds - single.waited
-    made.passes = [single, *(tree for tree in trees if tree.nodes * computing <= tree.seconds)]
+    rows_known = all(one.pace.rows for part, one in parts if part.weights)
+
+    def hidden(tree: Pass) -> bool:
+        """Reading takes longer, whatever rows cost; where that is not known, at most as much as a pass over one."""
+        computing = tree.seconds - tree.waited if rows_known else tree.nodes * (single.seconds - single.waited)
+        return (OFF if rows_known else 1) * computing <= tree.seconds
+
+    made.passes = [single, *filter(hidden, trees)]
     of_draft = sum(one.seconds(one.part(one.tensors, bytes_each), BEAM, drafting) for one in asked.small)
     made.draft_seconds = of_draft * draft_passes(made.passes[-1].nodes)
     made.by_head = any(is_head(one.path) for one in asked.small)
@@ -391,11 +412,11 @@ def _llamacpp(asked: Asked, made: Prediction) -> Prediction:
         kept = weights.share_of_experts if weights.pools else left / weights.cached_bytes  # by the page cache
         missing = weights.cached_bytes * (1 - min(1.0, max(0.0, kept)))
     made.stays = model.size - made.streamed - missing - (weights.looked_up_bytes if weights else 0)
-    parts = [(model.part(here), _processor(machine)), *_by_gpu(model, there, shares, machine)]
+    parts = [(model.part(here), _processor(machine)), *_by_gpu(model, there, shares, machine, "llamacpp")]
     parts += [_uploads(model, pooled, gpu, pools) for gpu in machine.gpus if gpu.link_speed]
     with_gpu = [one for one in machine.gpus[:1] if placed.device or not one.shared or not made.streamed]
     reads = [("disk: speed", made.streamed, machine.disk.speed)]
-    drafting = _gpu(with_gpu[0]) if with_gpu else _processor(machine)
+    drafting = of_gpu(with_gpu[0], "llamacpp") if with_gpu else _processor(machine)
     return _timed(made, asked, parts, reads, drafting, missing=missing)
 
 
@@ -415,10 +436,11 @@ def _by_gpu(
     tensors: Sequence[Tensor],
     shares: Sequence[tuple[int, str]],
     machine: Machine,
+    engine: str,
     bytes_each: float | None = None,
 ) -> list[tuple[Part, Speeds]]:
     """Parts of GPUs with consecutive layers up to the last one, which has what is in no layer, too."""
-    speeds, found, stop = {gpu.name: _gpu(gpu) for gpu in machine.gpus}, [], model.layers
+    speeds, found, stop = {gpu.name: of_gpu(gpu, engine) for gpu in machine.gpus}, [], model.layers
     last = [tensor for tensor in tensors if layer_of(tensor) < 0]
     for count, name in reversed(shares):
         numbers, stop = range(stop - count, stop), stop - count
@@ -440,9 +462,10 @@ def _mlx(asked: Asked, made: Prediction) -> Prediction:
     placed = Placed(model.layers, gpu.name, model.layers, len(plan.streamed) if plan else 0)
     made.where = Where(engine=made.engine, placed=placed)
     made.stays = sum(tensor.size for tensor in tensors) - made.streamed
-    parts = [(model.part(model.tensors, BYTES_OF_FOUR_BITS), _gpu(gpu))]
+    speeds = of_gpu(gpu, "mlx")
+    parts = [(model.part(model.tensors, BYTES_OF_FOUR_BITS), speeds)]
     reads = [("disk: speed", made.streamed, machine.disk.speed)]
-    return _timed(made, asked, parts, reads, _gpu(gpu), BYTES_OF_FOUR_BITS)
+    return _timed(made, asked, parts, reads, speeds, BYTES_OF_FOUR_BITS)
 
 
 def _torch(asked: Asked, made: Prediction) -> Prediction:
@@ -468,12 +491,16 @@ def _torch(asked: Asked, made: Prediction) -> Prediction:
     made.copied = (first - kept) * layer
     made.streamed = max(0.0, made.copied - (machine.free * (1 - SAFETY) - MARGIN))
     made.stays = layers - made.streamed + outside
-    parts = [(model.part(others, 2.0), _gpu(gpu)), *_by_gpu(model, inside, shares, machine, BYTES_OF_FOUR_BITS)]
+    speeds = of_gpu(gpu, "torch")
+    parts = [
+        (model.part(others, 2.0), speeds),
+        *_by_gpu(model, inside, shares, machine, "torch", BYTES_OF_FOUR_BITS),
+    ]
     reads = [
         (f"{gpu.name}: link_speed", made.copied, gpu.link_speed),
         ("disk: speed", made.streamed, machine.disk.speed),
     ]
-    return _timed(made, asked, parts, reads, _gpu(gpu), 2.0)
+    return _timed(made, asked, parts, reads, speeds, 2.0)
 
 
 ENGINES: dict[str, tuple[str, Callable[[Asked, Prediction], Prediction]]] = {  # why it is looked at, and its pass

@@ -1,0 +1,66 @@
+"""What passes take on kinds of GPUs: medians of published points in machines.yaml, each with its source."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from edgespec.errors import UsageError
+from edgespec.machine.described import BUILT_IN
+from edgespec.machine.files import read_yaml
+
+KINDS = {"CUDA": "cuda", "cuda": "cuda", "ROCm": "rocm", "Vulkan": "vulkan"}  # a GPU's name begins so; else metal
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """
+    Attributes:
+        share: of the published bandwidth that reading reaches.
+        layer, mixture: seconds that a layer takes besides, without experts and with them.
+        rows: (rows, bits), rising: a pass over so many rows takes as long as if each weight outside experts had so many
+            bits more; (): not known.
+    """
+
+    share: float = 1.0
+    layer: float = 0.0
+    mixture: float = 0.0
+    rows: Sequence[tuple[int, float]] = ()
+
+    def bytes_more(self, rows: int) -> float:
+        """Of each weight outside experts; beyond the last size that is known, in proportion."""
+        if not self.rows:
+            return 0.0
+        sizes, bits = zip((1, 0.0), *self.rows, strict=True)
+        return float(np.interp(rows, sizes, bits)) * max(1.0, rows / sizes[-1]) / 8
+
+
+@cache
+def _known() -> dict[str, Any]:
+    found: dict[str, Any] = read_yaml(BUILT_IN, UsageError, ours=True)[0]
+    return found
+
+
+@cache
+def pace(gpu: str, engine: str, without: str = "") -> Pace:
+    """
+    Args:
+        gpu: its name.
+        engine: its name.
+        without: a source that does not count, as it is compared with.
+    """
+    kind = next((kind for start, kind in KINDS.items() if gpu.startswith(start)), "metal")
+    engine = engine if kind == "metal" else "llamacpp"  # of PyTorch no point is known
+    points = [one for one in _known()["passes"] if one["gpu"] == kind and one["source"] != without]
+    layer, mixture = (
+        median([one[key] for one in points if key in one and one["engine"] == engine] or [0.0])
+        for key in ("layer", "mixture")
+    )
+    sizes = sorted({rows for one in points for rows in one.get("rows", ())})
+    bits = np.array([median(one["rows"][rows] for one in points if rows in one.get("rows", ())) for rows in sizes])
+    # Sources have different sizes; more rows never take less time.
+    rising = (np.maximum.accumulate(bits) + np.minimum.accumulate(bits[::-1])[::-1]) / 2
+    return Pace(_known()["shares"][kind], layer, mixture, tuple(zip(sizes, rising.tolist(), strict=True)))
