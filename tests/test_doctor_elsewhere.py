@@ -1,7 +1,6 @@
 """`edgespec doctor --machine`: a model that is not here, on a machine that is not here."""
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -21,7 +20,6 @@ from edgespec.machine import described
 from edgespec.machine.described import as_yaml, describe, find_machine, named, with_measured, with_speeds
 from edgespec.machine.measurements import OFF, remember
 from edgespec.machine.this_machine import this_machine
-from edgespec.weights.plan import two_digits
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
@@ -141,30 +139,6 @@ def test_engines_are_compared_by_planners_that_are_known_for_both() -> None:
     first, other = on("llama-3.3-70b", "rtx4090-64").found
     assert other.tokens_per_second["specexec"] > first.tokens_per_second["none"] > other.tokens_per_second["none"]
     assert faster([first, other]) == ""
-
-
-def table_of_machines() -> list[tuple[str, str, str, str]]:
-    """README's computed rows: machine, model, what runs where, tokens a second."""
-    text = (Path(__file__).parent.parent / "README.md").read_text()
-    row = re.compile(r"\| .*`(.+?)` \| `edgespec run (\S+)` \| (.+?) \| computed: (.+?) \|")
-    return [match.groups() for match in row.finditer(text)]  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("row", table_of_machines(), ids=lambda row: row[0])
-def test_the_readmes_table_is_what_doctor_computes(row: tuple[str, str, str, str]) -> None:
-    machine, model, where, speeds = row
-    first = on(model, machine).found[0]
-    placed = first.where.placed
-    if placed.streamed:
-        assert where == f"{placed.streamed} of {placed.layers} layers read from disk"
-    else:
-        assert where == f"all {placed.on_device} layers on Metal"
-        assert placed.on_device == placed.layers
-    assert speeds == f"{two_digits(first.tokens_per_second['none'])} plain"  # a draft's gain was measured on none
-
-
-def test_the_readme_has_two_machines_that_were_not_measured() -> None:
-    assert len(table_of_machines()) == 2
 
 
 def test_more_memory_and_a_faster_disk_are_never_slower() -> None:

@@ -35,7 +35,10 @@ class Pace:
         if not self.rows:
             return 0.0
         sizes, bits = zip((1, 0.0), *self.rows, strict=True)
-        return float(np.interp(rows, sizes, bits)) * max(1.0, rows / sizes[-1]) / 8
+        return float(np.interp(rows, sizes, bits) * max(1.0, rows / sizes[-1])) / 8
+
+
+LEVEL = Pace()  # of a processor, whose speeds are those that a pass reaches
 
 
 @cache

@@ -24,7 +24,7 @@ from edgespec.machine.measurements import Amount, processor_name, recall
 from edgespec.machine.system import chip
 from edgespec.machine.this_machine import Gpu, Machine, this_machine
 from edgespec.measure.outlook import BEAM, COMPUTED, Outlook, draft_passes, sizes
-from edgespec.measure.paces import Pace, pace
+from edgespec.measure.paces import LEVEL, Pace, pace
 from edgespec.models.gguf_header import OF_STATES, own_values, whole_number
 from edgespec.models.heads import is_head
 from edgespec.models.registry import OWN, Entry, find_model, is_folder, local_path
@@ -89,7 +89,7 @@ class Speeds:
     name: str
     memory: float
     operations: float
-    pace: Pace = Pace()
+    pace: Pace = LEVEL
 
 
 @dataclass(slots=True, kw_only=True)
@@ -273,7 +273,8 @@ class Weights:
             sums[at] += self.numbers(tensor) * bytes_each if bytes_each else tensor.size
             sums[at + 1] += self.numbers(tensor)
         mixed = {layer_of(tensor) for tensor in read if EXPERTS.search(tensor.name)}
-        return Part(*sums, layers=len({layer_of(tensor) for tensor in read} - mixed - {-1}), mixtures=len(mixed))
+        layers = {layer_of(tensor) for tensor in read} - {-1}
+        return Part(sums[0], sums[1], sums[2], sums[3], len(layers - mixed), len(mixed))
 
     def cells(self, context_length: int) -> int:
         """Bytes of keys and values in 16 bits: of a context, 0 = as trained, and of a prompt's pass."""

@@ -1,0 +1,146 @@
+"""Published speeds, with their sources (data/published_speeds.jsonl), beside those that are computed."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgespec.machine.described import find_machine
+from edgespec.measure.fit import fit
+from edgespec.measure.paces import Pace, pace
+from edgespec.models.registry import find_model
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+
+from benchmarks.commands.speeds import Answer, answered, machines_like, read, verdict
+from edgespec.measure.predictor import predict
+
+FILE = Path(__file__).parent / "data" / "published_speeds.jsonl"
+DGX = "ggml-org/llama.cpp benches/dgx-spark.md (batched-bench, PP 512 TG 32, build 6918)"
+OF_MI50 = "mxxm-t/mx-llama.cpp issue #10"
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    of_one = {
+        "kind": "a", "machine": "M4 Max", "memory_gb": 64, "engine": "llama.cpp", "model": "Qwen3-14B",
+        "where": "all GPU", "quant": "Q4_K_M", "rows": 1, "tg_tok_s": 40.0, "source": "somebody", "doubt": "", "device_class": "",
+        "file_gb": 0,
+    }  # fmt: skip
+    return of_one | changes
+
+
+def test_computed_speeds_of_a_kind_with_enough_sources_are_near_the_published_ones(
+    bench: Callable[..., tuple[int, str, str]],
+) -> None:
+    code, printed, _ = bench("speeds", FILE)
+    assert code == 0
+    lines = dict(re.findall(r"^([a-g]), (.+)$", printed, re.MULTILINE))
+    assert lines["b"].endswith("within 1.5: pass")
+    assert lines["a"].startswith("Macs in memory: 12 of 12 answered, 3 sources, median 0.9")
+    assert {kind for kind, line in lines.items() if "not judged: fewer than 8 sources" in line} == set("acdefg")
+
+
+def test_a_kind_that_is_off_fails(bench: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    slow = [one | {"pass_cost_vs_one_row": 1.0} for one in map(json.loads, FILE.read_text("utf-8").splitlines())]
+    (tmp_path / "slow.jsonl").write_text("\n".join(json.dumps(one) for one in slow if one["kind"] == "b"))
+    code, printed, _ = bench("speeds", tmp_path / "slow.jsonl")
+    assert code == 1
+    assert re.search(r"^b, .+: fail$", printed, re.MULTILINE)
+
+
+def test_a_source_has_one_vote_and_four_of_five_rows_must_be_answered() -> None:
+    near = [Answer(row(source=str(n)), 1.0, 1.0) for n in range(8)]
+    far = [Answer(row(source="0"), 1.0, 9.0)] * 2
+    assert verdict("a", near) == (
+        "a, Macs in memory: 8 of 8 answered, 8 sources, median 1.00, 100 % within 1.5: pass",
+        True,
+    )
+    assert verdict("a", [*near, Answer(row(source="0"), 1.0, 9.0)])[0].endswith("88 % within 1.5: fail")
+    assert not verdict("a", [*near, *[Answer(row(source="9"), 1.0, why="x")] * 3])[1]
+    assert verdict("a", far) == (
+        "a, Macs in memory: 2 of 2 answered, 1 sources, median 9.00, 0 % within 1.5: not judged: fewer than 8 sources",
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"machine": "Q900 of 2031"}, "the machine is not known"),
+        ({"model": "a model of 7B"}, "the model's shape is not known"),
+        ({"quant": "Q9"}, "the type of the weights is not known"),
+        ({"where": "somewhere"}, "where the weights lie is not known"),
+        ({"kind": "b", "machine": "MI50", "rows": 8, "pass_cost_vs_one_row": 2.0, "source": OF_MI50},
+         "what rows cost there is not known"),
+        ({"kind": "c", "draft": "DFlash", "tg_with_draft_tok_s": 2.0}, "the draft is not known"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_computed_says_why(changes: dict[str, Any], why: str) -> None:
+    assert [(one.computed, one.why) for one in answered([row(**changes)])] == [(0.0, why)]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"machine": "CPU (not named)"}, {"engine": "ollama"}, {"doubt": "server bug report"}, {"tg_tok_s": 0}]
+)
+def test_rows_of_other_software_or_without_a_machine_do_not_count(changes: dict[str, Any]) -> None:
+    assert not list(answered([row(**changes)]))
+
+
+def test_a_drafts_passes_and_more_bytes_take_time() -> None:
+    def speed(**changes: Any) -> float:
+        (found,) = answered([row(**changes)])
+        return found.computed
+
+    plain = speed()
+    assert speed(quant="Q8_0") < plain < speed(machine="M3 Ultra")
+    assert speed(machine="RTX 3060 + Ryzen 7 5800X", where="ngl=10") < speed(machine="RTX 3060", where="ngl=30")
+    about = {"kind": "c", "tg_with_draft_tok_s": 1.0, "model": "Qwen3.8-27B"}
+    few, many = (speed(**about, draft=f"own MTP head, n-max {n}") for n in (2, 40))
+    assert few > many
+    assert speed(**about, draft="Qwen3-0.6B Q8_0, 4 tokens") > speed(**about, draft="Qwen3-8B Q8_0, 4 tokens")
+
+
+@pytest.mark.parametrize(
+    ("text", "speed"),
+    [("M4 Pro (14 cores)", 273e9), ("M3 Max 30-core GPU", 300e9), ("2x RTX 4070 Ti", 504e9), ("M4", 120e9)],
+)
+def test_a_machine_is_found_by_the_longest_name_of_a_chip(text: str, speed: float) -> None:
+    assert machines_like(text)[0].gpus[0].memory_speed == speed
+
+
+def test_a_line_that_is_no_row_is_named(bench: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"id": 1}\n')
+    code, _, said = bench("speeds", tmp_path / "x.jsonl")
+    assert code == 2
+    assert "x.jsonl, line 1: must be an object with the keys id, kind, machine" in said
+
+
+def test_a_source_that_is_compared_has_no_part_in_the_medians() -> None:
+    every, without = pace("CUDA0", "llamacpp"), pace("CUDA0", "llamacpp", DGX)
+    assert every.rows != without.rows
+    assert every.share == without.share
+    assert pace("ROCm0", "llamacpp", OF_MI50).rows == ()
+    assert pace("CUDA0", "llamacpp", "nobody") == every
+    assert any(one["source"] == DGX for one in read(FILE))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "engine"), [("MTL0", "llamacpp"), ("gpu", "mlx"), ("CUDA0", "llamacpp"), ("cuda:0", "torch")]
+)
+def test_more_rows_never_take_less_time(gpu: str, engine: str) -> None:
+    known = pace(gpu, engine)
+    costs = [known.bytes_more(rows) for rows in range(1, 130)]
+    assert costs[0] == 0 < costs[1]
+    assert costs == sorted(costs)
+    assert known.bytes_more(2 * known.rows[-1][0]) == pytest.approx(2 * known.bytes_more(known.rows[-1][0]))
+    assert Pace().bytes_more(64) == 0
+
+
+@pytest.mark.parametrize(("model", "machine"), [("qwen3-14b", "macbook-24"), ("qwen3-coder-30b-a3b", "laptop-32")])
+def test_models_fit_and_doctor_compute_the_same(model: str, machine: str) -> None:
+    described = find_machine(machine)[1]
+    computed = predict(model, described, "").found[0].tokens_per_second["none"]
+    assert fit(find_model(model), described).tokens_per_second == computed
