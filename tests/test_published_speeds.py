@@ -26,8 +26,8 @@ OF_MI50 = "mxxm-t/mx-llama.cpp issue #10"
 def row(**changes: Any) -> dict[str, Any]:
     of_one = {
         "kind": "a", "machine": "M4 Max", "memory_gb": 64, "engine": "llama.cpp", "model": "Qwen3-14B",
-        "where": "all GPU", "quant": "Q4_K_M", "rows": 1, "tg_tok_s": 40.0, "source": "somebody", "doubt": "", "device_class": "",
-        "file_gb": 0,
+        "where": "all GPU", "quant": "Q4_K_M", "rows": 1, "tg_tok_s": 40.0, "source": "somebody", "doubt": "",
+        "device_class": "", "file_gb": 0,
     }  # fmt: skip
     return of_one | changes
 
