@@ -10,6 +10,7 @@ import pytest
 from edgespec.errors import UsageError
 from edgespec.loading.targets import check_targets, share_of
 from edgespec.loop.engines import LoadOptions
+from edgespec.machine.this_machine import this_machine
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -51,6 +52,12 @@ def test_what_does_not_go_together_is_refused(given: dict[str, object], message:
     check_targets(**usual)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=message):
         check_targets(**usual | given)  # type: ignore[arg-type]
+
+
+def test_copies_on_a_mac_leave_out_efficiency_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    mac = replace(this_machine(), processors=14, cores=10)
+    monkeypatch.setattr("edgespec.loading.targets.this_machine", lambda: mac)
+    assert share_of(2, LoadOptions(), folder=True, taken=1).threads == 5
 
 
 def test_processes_share_memory_and_threads() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +81,21 @@ def test_gpus_are_lent_or_else_the_processor_and_no_library(
     with pytest.raises(EdgespecError, match="could not listen"):
         lending.lend("127.0.0.1", 1, 1, None)
     assert started == lent
+
+
+def test_a_mac_lends_no_efficiency_cores(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llama_cpp")
+    from edgespec.backends.llamacpp.lending import rpc as lending
+
+    from edgespec.machine.this_machine import this_machine
+
+    lent, mac = list[Any](), replace(this_machine(), processors=14, cores=10)
+    monkeypatch.setattr("edgespec.cli.lend.this_machine", lambda: mac)
+    monkeypatch.setattr(lending, "rpc", lambda: None)
+    monkeypatch.setattr(lending, "lend", lambda *given: lent.append(given))
+    run("lend", "--port", "0")
+    run("lend", "--port", "0", "--threads", "12")
+    assert [threads for _, _, threads, _ in lent] == [10, 12]
 
 
 def test_only_as_many_layers_are_lent_as_do_not_fit() -> None:

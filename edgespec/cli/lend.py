@@ -56,4 +56,4 @@ def lend(host: str, port: int, threads: int | None, cache: bool, insecure: bool)
         raise EdgespecError(f"{folder}: cannot be made: {error.strerror or error}") from error
     machine = this_machine()
     click.echo(f"lending at {host}:{port}; {format_size(machine.free - machine.used)} are free; Ctrl-C ends it")
-    lending.lend(host, port, threads or machine.processors, str(folder) if cache else None)
+    lending.lend(host, port, threads or machine.cores, str(folder) if cache else None)

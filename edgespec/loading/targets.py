@@ -166,7 +166,7 @@ def share_of(count: int, options: LoadOptions, *, folder: bool, taken: int) -> L
         UsageError: the draft leaves no memory.
     """
     machine = this_machine()
-    options = replace(options, threads=options.threads or max(1, machine.processors // count))
+    options = replace(options, threads=options.threads or max(1, machine.cores // count))
     if folder and options.memory is None:
         return options
     left = machine.free - machine.used  # what this program holds is no child's

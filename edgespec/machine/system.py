@@ -365,8 +365,9 @@ def stay_awake() -> None:
     global _asked_awake
     if sys.platform == "darwin" and perf_counter() - _asked_awake > AWAKE / 2:
         _asked_awake = perf_counter()
-        with suppress(OSError):  # a shell, for nobody waits for the program's end
-            subprocess.run(["/bin/sh", "-c", f"caffeinate -i -t {AWAKE} > /dev/null 2>&1 < /dev/null &"], check=False)
+        command = f"caffeinate -i -t {AWAKE} > /dev/null 2>&1 < /dev/null &"
+        with suppress(OSError):  # a shell, for nobody waits for the program's end; with open files no fork is needed
+            subprocess.run(["/bin/sh", "-c", command], close_fds=False, check=False)
 
 
 def lower_priority() -> None:

@@ -587,7 +587,8 @@ def offer(
     if ready := folder or entry.mlx:
         way = f"edgespec run {ready}"
     elif predicted.bits < QUANTISED:
-        way = f"edgespec run REPOSITORY, one of this model in 4 bits; converting {path} would quantise it a second time"
+        way = "edgespec run hf:mlx-community/NAME-4bit, where this model has one; "
+        way += f"converting {path} would quantise it a second time"
     else:
         way = f"edgespec convert {path} {written} --to mlx --bits 4, then edgespec run {written}"
     return Offer([*lines, f"for mlx: {way}"])
