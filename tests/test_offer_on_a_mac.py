@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from edgespec.loading import exact
 from edgespec.machine.described import find_machine, with_speeds
 from edgespec.machine.measurements import OFF, remember
 from edgespec.machine.this_machine import Machine
-from edgespec.measure import predictor
+from edgespec.measure import doctor, predictor, report
 from edgespec.measure.predictor import about_engines, offer
 from edgespec.model import Model, load
 from edgespec.models.registry import Entry, all_models, is_folder
@@ -95,11 +96,15 @@ def test_named_models_have_ready_folders_for_mlx() -> None:
     assert all(is_folder(source) for source in named.values())
 
 
-def test_where_the_model_fits_doctor_compares_and_run_says_nothing(smollm2: Path, mac: Callable[..., Machine]) -> None:
+def test_where_the_model_fits_doctor_compares_and_run_says_nothing(
+    smollm2: Path, mac: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     mac(12 * GIB)
-    [line] = offer(str(smollm2), fits=True).lines
-    assert re.match(r"llamacpp about .* tokens/s, on the GPU; mlx about .* tokens/s, on the GPU", line)
     assert offer(str(smollm2)).lines == ()
+    monkeypatch.setattr(doctor, "compare", lambda *about, **options: [SimpleNamespace(cannot_run="")])
+    monkeypatch.setattr(report, "report", lambda found: "what doctor found")
+    _, line = CliRunner().invoke(commands.cli, ["doctor", str(smollm2)]).stdout.split("\n\n")
+    assert re.match(r"llamacpp about .* tokens/s, on the GPU; mlx about .* tokens/s, on the GPU", line)
 
 
 @pytest.mark.parametrize("draft", ["head", "layers", "folder"])
