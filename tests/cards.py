@@ -62,7 +62,7 @@ class Cards(TorchFunctionMode):
         args = tuple(here(one) for one in args)
         out = func(*args, **{name: here(one) for name, one in options.items()})
         device = CPU if func == torch.Tensor.cpu else wanted[0] if wanted else found
-        if func in COPIES and device != found:
+        if (func in COPIES and device != found) or (func is torch.tensor and device != CPU):
             out = out.clone() if out is args[0] else out
             self.moves.append((str(found), str(device)))
             self.sizes.append(out.nbytes)

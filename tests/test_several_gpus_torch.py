@@ -309,6 +309,38 @@ def test_rows_of_an_input_embedding_are_sent_where_layers_stream(
     np.testing.assert_allclose(*rows, atol=1e-5)  # streamed recurrent layers read works together
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral, window", "lfm2"])
+def test_a_pass_sends_numbers_and_what_nodes_see_of_each_other(family: str, cards: There, tmp_path: Path) -> None:
+    """Each copy waits for weights on their way; a mask's part for committed tokens is made on the card."""
+    mode = cards(8 * GIB)
+    backend = load(str(save(tiny_model(family), tmp_path)), **OPTIONS)
+    session = backend.open()
+    backend.forward([work(session, range(5, 55), range(-1, 49), wanted=[])])
+    session.commit(range(50))
+    mode.moves.clear()
+    mode.sizes.clear()
+    backend.forward([work(session, [5, 6, 7], [-1, 0, 0])])
+    sent = [size for size, (_, where) in zip(mode.sizes, mode.moves, strict=True) if where == "cuda:0"]
+    if family == "lfm2":  # two paths of two tokens
+        assert max(sent) <= 4 * 8
+    else:
+        assert sent == {"llama": [3 * 3], "mistral, window": [3 * 3, 3 * 8]}[family] + [3 * 3 * 8]
+
+
+def test_zeros_are_not_sent_to_find_a_drafts_best_tokens(cards: There, tmp_path: Path) -> None:
+    mode = cards(8 * GIB)
+    backend = load(str(save(tiny_model("llama"), tmp_path)), **OPTIONS)
+    logits = backend.forward([work(backend.open(), [5, 6, 7], [-1, 0, 0])])[0]
+    size, rows = backend.vocab.size - 3, np.stack([logits.row(node) for node in range(3)])
+    mode.moves.clear()
+    zeros = np.zeros(size, np.float32)
+    ids, _ = logits.top([0, 1, 2], 4, 1.0, [zeros] * 3)
+    assert mode.moves == [("cuda:0", "cpu")]
+    assert [row.tolist() for row in ids] == (-rows[:, :size]).argsort(1)[:, :4].tolist()
+    logits.top([0, 1, 2], 4, 1.0, [zeros + 1, zeros, None])
+    assert mode.moves[1:] == [("cpu", "cuda:0"), ("cuda:0", "cpu")]
+
+
 @pytest.mark.parametrize("widest", [0, 1024])
 def test_a_further_card_holds_layers_where_the_first_one_streams(widest: int, cards: There, tmp_path: Path) -> None:
     folder = str(save(tiny_model("llama", num_hidden_layers=6), tmp_path))

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
@@ -38,6 +39,7 @@ from edgespec.backends.torch import attention
 from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch import loading as loading_module
 from edgespec.backends.torch import logits as logits_module
+from edgespec.backends.torch import offload as offload_module
 from edgespec.backends.torch.attention import build_mask
 from edgespec.backends.torch.backend import check_tree, load
 from edgespec.backends.torch.engine import engine
@@ -443,8 +445,17 @@ class TestOffload:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
         return made
 
+    def test_a_small_copy_waits_for_a_piece_of_a_large_one(self, made, monkeypatch):
+        monkeypatch.setattr(offload_module, "PIECE", 10)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        copies, arrived = CudaCopies("cpu", 2), []
+        target, source = torch.zeros(25, dtype=torch.uint8), torch.arange(1, 26, dtype=torch.uint8)
+        copies._gap = SimpleNamespace(zero_=lambda: arrived.append(int((target == source).sum())))
+        copies.fill(0, target, source)
+        assert arrived == [10, 20, 25]
+
     def test_a_draft_whose_waits_nobody_asks_for_keeps_no_events(self, made):
-        copies = CudaCopies("cuda", 2)
+        copies = CudaCopies("cpu", 2)
         for buffer in [0, 1] * 100:
             copies.wait(buffer)
         assert len(copies._waits) < 8
@@ -452,7 +463,7 @@ class TestOffload:
 
     def test_another_thread_asks_for_waits_while_a_pass_counts_them(self, made):
         """As that of the server's metrics."""
-        copies, threads = CudaCopies("cuda", 2), []
+        copies, threads = CudaCopies("cpu", 2), []
 
         def query():
             threads.append(threading.Thread(target=copies.waited))

@@ -229,19 +229,36 @@ def build_mask(
         and (sees.all() or (length == 0 and sees.shape[1] == count and (sees == np.tri(count, dtype=np.bool_)).all()))
     ):
         return low, None
-    allowed = np.concatenate([np.ones((count, length - low), np.bool_), sees], axis=1)
-    allowed[int(count == sees.shape[1]) :, : int(hidden)] = False  # node 0 is the first row, or was in a pass before
-    if not within_text and window is not None:
-        cells = np.concatenate([np.arange(low, length), np.asarray(positions)])
-        allowed &= new[:, None] - cells < window
-    return low, additive(allowed, dtype, device)
+    sees = sees.copy()
+    sees[int(count == sees.shape[1]) :, : int(hidden)] = False  # node 0 is the first row, or was in a pass before
+    if within_text or window is None:
+        return low, additive(sees, dtype, device, length - low)
+    mask = additive(sees & (new[:, None] - np.asarray(positions) < window), dtype, device, length - low)
+    return low, hide_committed(mask, new.tolist(), low, length, window)
 
 
-def additive(allowed: NDArray[np.bool_], dtype: Any, device: Any) -> Any:
-    """The mask [n, cells]: 0 where a node sees a cell, and -inf elsewhere."""
-    count, width = allowed.shape
+def additive(allowed: NDArray[np.bool_], dtype: Any, device: Any, before: int = 0) -> Any:
+    """The mask [n, before + cells]: 0 where a node sees a cell, and -inf elsewhere; all see the cells before."""
+    count, width = allowed.shape[0], before + allowed.shape[1]
     mask = torch.zeros((count, -(-width // MASK_ALIGNMENT) * MASK_ALIGNMENT), dtype=dtype, device=device)[:, :width]
-    return mask.masked_fill_(~torch.from_numpy(allowed).to(device), -torch.inf)
+    mask[:, before:].masked_fill_(~torch.from_numpy(allowed).to(device), -torch.inf)
+    return mask
+
+
+def hide_committed(mask: Any, positions: Sequence[int], low: int, length: int, window: int | None) -> Any:
+    """`mask`, with the committed tokens from `low` on hidden that are later than a node or outside its window."""
+    (at,), cells = numbers_on(mask.device, positions), torch.arange(low, length, device=mask.device)
+    hidden = cells > at[:, None]
+    if window is not None:
+        hidden |= cells <= at[:, None] - window
+    mask[:, : length - low].masked_fill_(hidden, -torch.inf)
+    return mask
+
+
+def numbers_on(device: Any, *rows: Sequence[int]) -> Any:
+    """A tensor of each row on a device, by one copy: each waits for weights that are copied."""
+    every = torch.tensor([number for row in rows for number in row], dtype=torch.int64).to(device)
+    return every.split([len(row) for row in rows])
 
 
 def run(
@@ -256,10 +273,11 @@ def run(
     Returns:
         Logits [wanted, V] on the device, after the pass has ended.
     """
-    places, rows = (torch.tensor([list(values)], device=device) for values in (positions, wanted))
-    ids = torch.tensor([list(token_ids)], device=model.get_input_embeddings().weight.device)
+    places, rows, ids = numbers_on(device, positions, wanted, token_ids)
+    if model.get_input_embeddings().weight.device.type == "cpu":
+        ids = torch.tensor(list(token_ids))
     logits = model(
-        input_ids=ids, position_ids=places, logits_to_keep=rows[0].long(), use_cache=False, tree=tree
+        input_ids=ids[None], position_ids=places[None], logits_to_keep=rows, use_cache=False, tree=tree
     ).logits[0]
     finish(device)
     return logits

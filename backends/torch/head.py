@@ -16,7 +16,7 @@ from edgespec.loop.session_files import content_of
 from edgespec.models.heads import check_made_for
 
 from ..common.heads import HeadSession
-from .attention import Tree, finish, tree_attention
+from .attention import Tree, finish, numbers_on, tree_attention
 from .backend import TorchBackend
 from .eagle import load_head
 from .loading import cache_shape, decoder_layers, session_cells
@@ -80,10 +80,11 @@ class TorchHead(TorchBackend):
     ) -> Any:
         sessions = [cast(TorchHeadSession, work.session) for work in batch]
         inputs = [session.inputs(work, new) for session, work, new in zip(sessions, batch, places, strict=True)]
-        at, rows = (torch.tensor(list(row), device=self.device) for row in (positions, wanted))
-        ids = torch.tensor(list(token_ids), device=self._embed.weight.device)
+        at, rows, ids = numbers_on(self.device, positions, wanted, token_ids)
+        if self._embed.weight.device.type == "cpu":
+            ids = torch.tensor(list(token_ids))
         states = self._states(self._embed(ids), self._on_device(np.concatenate(inputs)), at, tree)
-        states = states[rows.long()]
+        states = states[rows]
         logits, kept = self.model.logits(states), states.float().cpu().numpy()
         finish(self.device)
         for session, work in zip(sessions, batch, strict=True):

@@ -77,12 +77,17 @@ def top_on_device(
     device, size = logits.device, logits.shape[1]
     widths = [size if extra is None else min(len(extra), size) for extra in noise]
     with torch.inference_mode():
-        scores = logits.index_select(0, torch.tensor(list(index), device=device)).float()
-        arrays = {id(extra): extra for extra in noise if extra is not None}  # nodes of one depth share noise
+        if list(index) != list(range(len(logits))):
+            logits = logits.index_select(0, torch.tensor(list(index), device=device))
+        scores = logits.to(torch.float32, copy=True)
+        # Nodes of one depth share noise; zeros, as there are at temperature 0, are not sent.
+        arrays = {id(extra): extra for extra in noise if extra is not None}
+        arrays = {key: extra for key, extra in arrays.items() if extra.any()}
         there = {key: torch.from_numpy(extra).to(device) for key, extra in arrays.items()}
         for row, extra, width in zip(scores, noise, widths, strict=True):
             if extra is not None:
-                row[:width] += there[id(extra)][:width]
+                if id(extra) in there:
+                    row[:width] += there[id(extra)][:width]
                 row[width:] = -torch.inf
         scores /= temperature
         best = torch.topk(scores, min(k, size))

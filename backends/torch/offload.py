@@ -19,6 +19,7 @@ from edgespec.machine.system import read_buffer
 
 BUFFERS = 2  # enough to keep the copies or the computation busy all the time
 MOST_BUFFERS = 8  # where memory is left: more layers arrive while the draft model works
+PIECE = 2**25  # bytes of a copy to a GPU, which small ones in the same direction wait for
 ALIGNMENT = 256  # bytes, of a tensor's start in a block
 
 
@@ -94,6 +95,7 @@ class CudaCopies:
         self._stream = torch.cuda.Stream(device)
         self._filled = [torch.cuda.Event() for _ in range(buffers)]
         self._free = [torch.cuda.Event() for _ in range(buffers)]
+        self._gap = torch.zeros(1, device=device)
         self._waits = deque[tuple[Any, Any]]()  # events before, after
         self._seconds = 0.0
         self._counting = Lock()  # metrics ask in the server's thread, also during a pass
@@ -101,7 +103,9 @@ class CudaCopies:
     def fill(self, buffer: int, target: Any, source: Any) -> None:
         self._stream.wait_event(self._free[buffer])  # returns at once if it was never recorded
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            for piece, of_source in zip(target.split(PIECE), source.split(PIECE), strict=True):
+                piece.copy_(of_source, non_blocking=True)
+                self._gap.zero_()  # a kernel between two copies, so that another stream's copy gets its turn
             self._filled[buffer].record(self._stream)
 
     def wait(self, buffer: int) -> None:

@@ -19,7 +19,7 @@ from edgespec.loop.session_files import StateDetails
 from ..common.interrupts import Stop, interruptible
 from ..common.model_folder import refused
 from ..common.recurrent import Lane, Rectangle, RecurrentSession, RecurrentStates
-from .attention import Part, Probe, Tree, additive, finish
+from .attention import Part, Probe, Tree, additive, finish, hide_committed
 from .session import TorchOwner, TorchSession
 from .spans import Cells, out_of_memory
 
@@ -282,7 +282,8 @@ def _compute(
             if plain and (window is None or length + size <= window):
                 masks[window] = 0, None
             else:
-                masks[window] = 0, additive(rectangle.sees(parents, length, window), backend.dtype, device)
+                mask = additive(rectangle.sees(parents, length, window)[:, length:], backend.dtype, device, length)
+                masks[window] = 0, hide_committed(mask, rectangle.positions.flatten().tolist(), 0, length, window)
         start, new = length + rectangle.first, torch.from_numpy(row + rectangle.rows).to(device)
         cells = session.cells.by_layer
         found.append(Part(slice(row, row + size), new, cells, start, start + len(rectangle.rows), masks))
