@@ -53,6 +53,15 @@ def test_all_checks_hold_here(llama: Path) -> None:
     assert (engine.plan_memory, SlotStore.read) == before
 
 
+def test_passes_are_timed_by_engine(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mac, "SIZES", (1, 4))
+    gguf = write_mixture(tmp_path / "model.gguf", "mixtral")
+    found = mac.pass_seconds(llama, str(gguf))
+    assert {name: list(passes) for name, passes in found.items()} == {"llama.cpp, processor": [1, 4], "MLX": [1, 4]}
+    assert min(seconds for passes in found.values() for seconds in passes.values()) > 0
+    assert list(mac.pass_seconds(llama, str(tmp_path / "none.gguf"))) == ["MLX"]
+
+
 def test_chosen_experts_are_compared_too(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", FAMILIES["mixtral"] | {"num_hidden_layers": 7})
     found = mac.check_equality(folder, 0.6, 0.0, 3)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.to_try import GPU, MAC, Question, Seen, answers
+from benchmarks.to_try import GPU, MAC, Question, Seen, answer_table, answers
 
 
 def flat(text: str) -> str:
@@ -19,11 +19,11 @@ def flat(text: str) -> str:
 def test_every_answer_has_a_meaning(questions: dict[str, Question], value: int) -> None:
     for name, question in questions.items():
         seen = {name: Seen(value, f"{value} was seen")}
-        text = flat(answers("To try", {name: question}, {}, seen))
+        text = flat(answer_table(answers({name: question}, {}, seen)))
         meaning, other = question.then, question.otherwise
         if not question.holds(value):
             meaning, other = other, meaning
-        for word in f"{name} {value} was seen {meaning}".split():
+        for word in f"{question.about} {value} was seen {meaning}".split():
             assert word in text
         assert meaning != other
 
@@ -33,12 +33,12 @@ def test_a_measure_that_fails_is_a_row_too() -> None:
         raise OSError("no such device\nand more")
 
     measures = dict.fromkeys(GPU, broken) | {"two GPUs": lambda: Seen(2, "2 of them")}
-    text = flat(answers("To try", GPU, measures, {"row classes": Seen(True, "yes, right")}))
+    text = flat(answer_table(answers(GPU, measures, {"row classes": Seen(True, "yes, right")})))
     assert text.count("failed: no such device") == len(GPU) - 2
     assert "2 of them" in text
     assert "yes, right" in text
     assert "and more" not in text
-    assert flat(answers("To try", GPU, {}, {})).count("not tried") == len(GPU)
+    assert flat(answer_table(answers(GPU, {}, {}))).count("not tried") == len(GPU)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="streaming")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,16 @@ from edgespec.backends.mlx.memory import find_layout, plan_weights
 from edgespec.backends.mlx.streaming import SlotStore
 from edgespec.backends.mlx.words import new_words
 
+from benchmarks.mac_report import Report
 from benchmarks.made_up_mixture import Experts, write_mixture
 from benchmarks.to_try import Seen, equal_sizes, row_classes, seen_with
+from edgespec import __version__
+from edgespec.errors import EdgespecError
 from edgespec.loading.by_name import load_backend
 from edgespec.loading.timed_pass import time_pass
 from edgespec.loop.backend import Work
 from edgespec.loop.engines import LoadOptions, load_at_once
-from edgespec.machine.measurements import remember
+from edgespec.machine.measurements import processor_name, remember
 from edgespec.machine.memory import all_memory, available_memory, format_size
 from edgespec.machine.system import BLOCK, read_buffer
 from edgespec.machine.this_machine import Machine, this_machine
@@ -46,6 +49,7 @@ from edgespec.weights.direct_io import DirectFiles
 
 Say = Callable[[str], None]
 NODES = (1, 16, 64)
+SIZES = (1, 2, 4, 8, 16, 32, 64)  # of passes, in rows
 OPTIONS: dict[str, Any] = {"context_length": 1024, "budget": 16, "kv_type": "f16"}
 EXPERTS = Experts(32, 4, 256)  # of a mixture that is made of a dense model
 ON_GPU = "pool of experts, GPU"
@@ -344,6 +348,34 @@ def measures(folder: Path, gguf: str) -> dict[str, Callable[[], Seen]]:
 
 def llama(gguf: str, **options: Any) -> Any:
     return load_backend("llamacpp", gguf, **{"context_length": 1024} | options)
+
+
+def pass_seconds(folder: Path, gguf: str) -> dict[str, dict[int, float]]:
+    """Seconds of passes of models in memory, by engine and number of rows; those that fail are left out.
+
+    Args:
+        folder: a model for MLX.
+        gguf: the same model for llama.cpp.
+    """
+    options = {"context_length": 1024, "budget": SIZES[-1]}
+    ways: dict[str, Callable[[], Any]] = {
+        **({"llama.cpp, GPU": lambda: llama(gguf, **options)} if llamacpp.gpus(None) else {}),
+        "llama.cpp, processor": lambda: llama(gguf, gpu_layers=0, **options),
+        "MLX": lambda: engine.load(str(folder), resident=True, **options),
+    }
+    found = dict[str, dict[int, float]]()
+    for name, way in ways.items():
+        with suppress(EdgespecError), closing(way()) as backend:
+            found[name] = {size: time_pass(backend, size).seconds for size in SIZES}
+    return found
+
+
+def report(found: Sequence[Found], seconds: dict[str, dict[int, float]], answers: list[tuple[str, str, str]]) -> Report:
+    checks = [(one.name, one.good, one.text) for one in found]
+    return Report(
+        machine=processor_name(), system=platform.platform(), version=__version__, checks=checks, seconds=seconds,
+        answers=answers,
+    )  # fmt: skip
 
 
 def probing(folder: Path) -> Seen:

@@ -1,6 +1,6 @@
 """Questions that only a GPU can answer, what was seen, and what that means for the program."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -125,30 +125,36 @@ GPU = {
 
 
 def answers(
-    title: str, questions: Mapping[str, Question], measures: Mapping[str, Callable[[], Seen]], seen: Mapping[str, Seen]
-) -> str:
-    """A table with a row for each question.
-
+    questions: Mapping[str, Question], measures: Mapping[str, Callable[[], Seen]], seen: Mapping[str, Seen]
+) -> list[tuple[str, str, str]]:
+    """
     Args:
-        title: of the table.
         questions: `MAC` or `GPU`.
         measures: for what is not known.
         seen: what is known.
+
+    Returns:
+        What was tried, what was seen, and what it means, of each question.
     """
-    rows = []
+    rows = list[tuple[str, str, str]]()
     for name, question in questions.items():
         try:
             found = seen.get(name) or (measures[name]() if name in measures else None)
         except Exception as error:  # what fails here is an answer, too
             text = str(error).strip().splitlines() or [type(error).__name__]
-            rows.append([name, question.about, f"failed: {text[0]}", ""])
+            rows.append((question.about, f"failed: {text[0]}", ""))
             continue
         if found is None:
-            rows.append([name, question.about, "not tried", ""])
+            rows.append((question.about, "not tried", ""))
         else:
             means = question.then if question.holds(found.value) else question.otherwise
-            rows.append([name, question.about, found.text, means])
-    return table(title, ("", "tried", "seen", "means"), rows, justify="left")
+            rows.append((question.about, found.text, means))
+    return rows
+
+
+def answer_table(rows: Sequence[Sequence[str]]) -> str:
+    """A table of `answers`."""
+    return table("To try", ("tried", "seen", "means"), rows, justify="left")
 
 
 def seen_with(load: Callable[[], Any], measure: Callable[[Any], Seen]) -> Seen:

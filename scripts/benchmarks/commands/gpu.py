@@ -76,7 +76,7 @@ def command(device: str, gpu_memory: str, layers: int, dtypes: tuple[str, ...], 
         found["formats"].append(report.as_dict())
         write_whole(out, json.dumps(found, indent=2) + "\n")
     measures = {} if tiny else measuring.measures(place, copies)
-    click.echo(to_try.answers("To try", to_try.GPU, measures, measuring.known(reports)))
+    click.echo(to_try.answer_table(to_try.answers(to_try.GPU, measures, measuring.known(reports))))
     click.echo(f"Figures: {out}; {perf_counter() - started:.0f} s")
 
 
