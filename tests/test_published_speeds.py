@@ -83,10 +83,17 @@ def test_what_cannot_be_computed_says_why(changes: dict[str, Any], why: str) -> 
 
 
 @pytest.mark.parametrize(
-    "changes", [{"machine": "CPU (not named)"}, {"engine": "ollama"}, {"doubt": "server bug report"}, {"tg_tok_s": 0}]
+    "changes", [{"machine": "CPU (not named)"}, {"engine": "ollama"}, {"tg_tok_s": 0}, {"kind": "b"}]
 )
-def test_rows_of_other_software_or_without_a_machine_do_not_count(changes: dict[str, Any]) -> None:
-    assert not list(answered([row(**changes)]))
+def test_rows_of_another_engine_or_without_a_machine_do_not_count(changes: dict[str, Any]) -> None:
+    assert not list(answered([{"pass_cost_vs_one_row": 1.0} | row(**changes)]))
+
+
+def test_a_row_that_is_of_other_software_by_its_own_doubt_is_shown_but_not_judged() -> None:
+    (found,) = answered([row(doubt="server bug report")])
+    assert found.figures[-1] == "server bug report"
+    assert verdict("a", [found])[0].startswith("a, Macs in memory: 0 of 0 answered")
+    assert Answer(row(doubt="operator only"), 1.0).judged
 
 
 def test_a_drafts_passes_and_more_bytes_take_time() -> None:

@@ -17,6 +17,7 @@ from benchmarks.options import FILE
 from edgespec.errors import EdgespecError, ModelError, UsageError
 from edgespec.machine.described import find_machine, named
 from edgespec.machine.this_machine import Machine
+from edgespec.measure.outlook import expected_tokens
 from edgespec.measure.predictor import Part, Speeds, Weights, of_gpu
 from edgespec.measure.tables import table
 from edgespec.models.registry import all_models
@@ -36,10 +37,9 @@ KINDS = {
 }  # fmt: skip
 Placement = Sequence[tuple[Part, Speeds]]
 ENGINES = {"llama.cpp": "llamacpp", "mlx": "mlx", "mlx-lm": "mlx"}
-OF_ANOTHER = "kernels|bug|another source|paging"  # what is doubtful: old kernels, two measurements, the disk
+DOUBTFUL = "kernels|bug|another source|paging"  # a row's own doubt: other software, two measurements, the disk
 SOURCES = 8  # of fewer a kind is not judged
 ANSWERED, WITHIN, FACTOR, MEDIAN = 0.8, 0.9, 1.5, (0.8, 1.25)
-RIGHT = 0.7  # of draft tokens after a right one, as docs/figures.md says; assumed for every draft
 SHARE_OF_A_PROCESSOR = 0.7  # of its published bandwidth, as in machines.yaml
 KNOWN: dict[str, Any] = yaml.safe_load((Path(__file__).parent.parent / "published.yaml").read_text("utf-8"))
 
@@ -62,7 +62,11 @@ class Answer:
     @property
     def figures(self) -> list[str]:
         found = [f"{self.computed:.4g}", f"{self.ratio:.2f}"] if self.computed else [self.why, ""]
-        return [f"{self.published:.4g}", *found]
+        return [f"{self.published:.4g}", *found, "" if self.judged else self.row["doubt"]]
+
+    @property
+    def judged(self) -> bool:
+        return not re.search(DOUBTFUL, self.row["doubt"])
 
     @property
     def ratio(self) -> float:
@@ -84,7 +88,9 @@ def command(file: Path) -> None:
     rows = [
         [*(str(one.row[key]) for key in ("id", "machine", "model", "quant", "rows")), *one.figures] for one in answers
     ]
-    click.echo(table("", ["", "machine", "model", "type", "rows", "published", "computed", "ratio"], rows))
+    click.echo(
+        table("", ["", "machine", "model", "type", "rows", "published", "computed", "ratio", "not judged"], rows)
+    )
     verdicts = [verdict(kind, [one for one in answers if one.row["kind"] == kind]) for kind in KINDS]
     for line, _ in verdicts:
         click.echo(line)
@@ -106,12 +112,11 @@ def read(file: Path) -> Iterator[Row]:
 
 
 def answered(rows: Iterable[Row]) -> Iterator[Answer]:
-    """Rows whose engine is one of ours, and whose machine is named; but none of other software, by its own doubt."""
+    """Rows whose engine is one of ours, and whose machine is named."""
     for row in rows:
         key = {"b": "pass_cost_vs_one_row", "c": "tg_with_draft_tok_s"}.get(row["kind"], "tg_tok_s")
         named = re.search(r"\d", row["machine"])  # "CPU (not named)" has none
-        ours = row["engine"] in ENGINES and not re.search(OF_ANOTHER, row["doubt"])
-        if named and ours and row[key] and (row["kind"] != "b" or row["rows"] > 1):
+        if named and row["engine"] in ENGINES and row[key] and (row["kind"] != "b" or row["rows"] > 1):
             try:
                 yield Answer(row, row[key], computed(row))
             except EdgespecError as error:
@@ -120,6 +125,7 @@ def answered(rows: Iterable[Row]) -> Iterator[Answer]:
 
 def verdict(kind: str, answers: Sequence[Answer]) -> tuple[str, bool]:
     """A line, and False if the kind fails; each source has one vote, the median of its ratios."""
+    answers = [one for one in answers if one.judged]
     found = [one for one in answers if one.computed]
     sources = sorted({one.row["source"] for one in found})
     votes = [median(one.ratio for one in found if one.row["source"] == source) for source in sources]
@@ -163,7 +169,7 @@ def computed(row: Row) -> float:
         other = {**row, "model": found[2], "quant": found[3], "file_gb": 0}
         small = model_named(found[2].lower(), quant(other))
         drafted = placement(other, small, gpu, processor)
-    tokens = sum(RIGHT**number for number in range(depth + 1))
+    tokens = min(depth + 1, expected_tokens("specexec", depth + 1))
     return tokens / (seconds(model, placed, depth + 1) + depth * seconds(small, drafted, 1))
 
 
