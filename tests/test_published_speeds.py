@@ -110,6 +110,17 @@ def test_a_drafts_passes_and_more_bytes_take_time() -> None:
     assert speed(**about, draft="Qwen3-0.6B Q8_0, 4 tokens") > speed(**about, draft="Qwen3-8B Q8_0, 4 tokens")
 
 
+def test_experts_on_a_processor_are_read_at_a_share_of_the_speed_by_all_sources_but_the_one_compared() -> None:
+    slow, fast = "ggml-org/llama.cpp PR #13435", "ggml-org/llama.cpp PR #15077"
+    about = {"model": "gpt-oss-20b", "quant": "MXFP4", "where": "CPU", "machine": "Ryzen 7 5800X"}
+    without_slow, without_none, without_fast = (
+        one.computed for one in answered(row(**about, source=source) for source in (slow, "nobody", fast))
+    )
+    assert without_slow > without_none > without_fast
+    dense = [next(answered([row(where="CPU", machine="Ryzen 7 5800X", source=one)])).computed for one in (slow, fast)]
+    assert dense[0] == dense[1]
+
+
 @pytest.mark.parametrize(
     ("text", "speed"),
     [("M4 Pro (14 cores)", 273e9), ("M3 Max 30-core GPU", 300e9), ("2x RTX 4070 Ti", 504e9), ("M4", 120e9)],

@@ -1,4 +1,4 @@
-"""What passes take on kinds of GPUs: medians of published points in machines.yaml, each with its source."""
+"""What passes take on kinds of devices: medians of published points in machines.yaml, each with its source."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ from edgespec.errors import UsageError
 from edgespec.machine.described import BUILT_IN
 from edgespec.machine.files import read_yaml
 
-KINDS = {"CUDA": "cuda", "cuda": "cuda", "ROCm": "rocm", "Vulkan": "vulkan"}  # a GPU's name begins so; else metal
+# A device's name begins so; else its kind is metal.
+KINDS = {"CUDA": "cuda", "cuda": "cuda", "ROCm": "rocm", "Vulkan": "vulkan", "the processor": "processor"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +21,14 @@ class Pace:
     """
     Attributes:
         share: of the published bandwidth that reading reaches.
+        experts: share of this speed at which experts are read.
         layer, mixture: seconds that a layer takes besides, without experts and with them.
         rows: (rows, bits), rising: a pass over so many rows takes as long as if each weight outside experts had so many
             bits more; (): not known.
     """
 
     share: float = 1.0
+    experts: float = 1.0
     layer: float = 0.0
     mixture: float = 0.0
     rows: Sequence[tuple[int, float]] = ()
@@ -38,7 +41,7 @@ class Pace:
         return float(np.interp(rows, sizes, bits) * max(1.0, rows / sizes[-1])) / 8
 
 
-LEVEL = Pace()  # of a processor, whose speeds are those that a pass reaches
+LEVEL = Pace()  # of a bus
 
 
 @cache
@@ -48,22 +51,22 @@ def _known() -> dict[str, Any]:
 
 
 @cache
-def pace(gpu: str, engine: str, without: str = "") -> Pace:
+def pace(device: str, engine: str, without: str = "") -> Pace:
     """
     Args:
-        gpu: its name.
+        device: its name.
         engine: its name.
         without: a source that does not count, as it is compared with.
     """
-    kind = next((kind for start, kind in KINDS.items() if gpu.startswith(start)), "metal")
+    kind = next((kind for start, kind in KINDS.items() if device.startswith(start)), "metal")
     engine = engine if kind == "metal" else "llamacpp"  # of PyTorch no point is known
-    points = [one for one in _known()["passes"] if one["gpu"] == kind and one["source"] != without]
-    layer, mixture = (
-        median([one[key] for one in points if key in one and one["engine"] == engine] or [0.0])
-        for key in ("layer", "mixture")
+    points = [one for one in _known()["passes"] if one["device"] == kind and one["source"] != without]
+    experts, layer, mixture = (
+        median([one[key] for one in points if key in one and one["engine"] == engine] or [usual])
+        for key, usual in (("experts", 1.0), ("layer", 0.0), ("mixture", 0.0))
     )
     sizes = sorted({rows for one in points for rows in one.get("rows", ())})
     bits = np.array([median(one["rows"][rows] for one in points if rows in one.get("rows", ())) for rows in sizes])
     # Sources have different sizes; more rows never take less time.
     rising = (np.maximum.accumulate(bits) + np.minimum.accumulate(bits[::-1])[::-1]) / 2
-    return Pace(_known()["shares"][kind], layer, mixture, tuple(zip(sizes, rising.tolist(), strict=True)))
+    return Pace(_known()["shares"][kind], experts, layer, mixture, tuple(zip(sizes, rising.tolist(), strict=True)))

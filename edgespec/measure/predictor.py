@@ -83,7 +83,7 @@ class Speeds:
         name: of the device, for messages.
         memory: bytes per second.
         operations: per second.
-        pace: of a kind of GPU.
+        pace: of a kind of device.
     """
 
     name: str
@@ -293,13 +293,23 @@ class Weights:
         if not part.weights and not part.experts:
             return 0.0
         active, pace = self.experts[1] / self.experts[0] if self.experts else 1.0, speeds.pace
-        read = part.size + pace.bytes_more(nodes) * part.weights + self.used(nodes) * part.experts_size
+        read = part.size + pace.bytes_more(nodes) * part.weights + self.used(nodes) * part.experts_size / pace.experts
         computing = 2 * nodes * (part.weights + active * part.experts) / speeds.operations
         return max(read / speeds.memory, computing) + part.layers * pace.layer + part.mixtures * pace.mixture
 
 
+def of_processor(speed: float, operations: float, without: str = "") -> Speeds:
+    """
+    Args:
+        speed: bytes per second that a pass of a dense model reads.
+        operations: per second.
+        without: as for `pace`.
+    """
+    return Speeds("the processor", speed, operations, pace("the processor", "llamacpp", without))
+
+
 def _processor(machine: Machine) -> Speeds:
-    return Speeds("the processor", machine.memory_speed, machine.operations)
+    return of_processor(machine.memory_speed, machine.operations)
 
 
 def of_gpu(gpu: Gpu, engine: str, without: str = "") -> Speeds:

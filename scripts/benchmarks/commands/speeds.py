@@ -18,7 +18,7 @@ from edgespec.errors import EdgespecError, ModelError, UsageError
 from edgespec.machine.described import find_machine, named
 from edgespec.machine.this_machine import Machine
 from edgespec.measure.outlook import expected_tokens
-from edgespec.measure.predictor import Part, Speeds, Weights, of_gpu
+from edgespec.measure.predictor import Part, Speeds, Weights, of_gpu, of_processor
 from edgespec.measure.tables import table
 from edgespec.models.registry import all_models
 from edgespec.models.shapes import TYPES, file_of
@@ -213,7 +213,7 @@ def devices(row: Row, engine: str) -> tuple[Speeds | None, Speeds]:
         speed = speed or machine.memory_speed
     if not speed:
         raise ModelError("the machine is not known")
-    return gpu, Speeds("the processor", speed, operations or math.inf)
+    return gpu, of_processor(speed, operations or math.inf, row["source"])
 
 
 @cache
