@@ -109,6 +109,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Any:
             is_available=lambda: True, device_count=lambda: len(free), memory_reserved=lambda name: 0,
             mem_get_info=lambda name: (free[torch.device(name).index], 24 * GIB),
             get_device_name=lambda device: "Card", get_device_capability=lambda device: (7, 0),
+            get_arch_list=lambda: ["sm_70"],
             current_stream=lambda device: stream,
         )  # fmt: skip
         for name, value in vars(fake).items():

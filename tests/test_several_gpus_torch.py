@@ -1,7 +1,9 @@
 """Several GPUs hold more layers on PyTorch: what lies on which, and texts that stay the same to the bit."""
 
 import gc
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,17 @@ from cards import GIB, Cards
 from cards import cards as cards
 from conftest import few
 from contract import by_main_check, chain_rows, work
+from edgespec.backends.torch import attention
 from edgespec.backends.torch import backend as backend_module
 from edgespec.backends.torch import loading as loading_module
 from edgespec.backends.torch.backend import TorchBackend, load
 from edgespec.backends.torch.loading import choose_placement, untied_embeddings, work_bytes
-from edgespec.backends.torch.offload import BUFFERS, block_bytes, stored_tensors
+from edgespec.backends.torch.offload import BUFFERS, Block, block_bytes, stored_tensors
 from folder_texts import SAMPLINGS, write
 from hf_models import FAMILIES, HYBRIDS, save, tiny_model, torch
 from test_hybrids_torch import LAYERS
 
-from edgespec.errors import ContextFull, NoRoom
+from edgespec.errors import ContextFull, NoRoom, UsageError
 from edgespec.planners.none import NonePlanner
 from edgespec.planners.specexec import SpecExecPlanner
 from edgespec.weights.plan import layers_by_device
@@ -339,6 +342,71 @@ def test_zeros_are_not_sent_to_find_a_drafts_best_tokens(cards: There, tmp_path:
     assert [row.tolist() for row in ids] == (-rows[:, :size]).argsort(1)[:, :4].tolist()
     logits.top([0, 1, 2], 4, 1.0, [zeros + 1, zeros, None])
     assert mode.moves[1:] == [("cpu", "cuda:0"), ("cuda:0", "cpu")]
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_a_pass_computes_attention_without_cudnns_kernel(
+    family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kernel, seen = attention.scaled_dot_product_attention, list[bool]()
+
+    def noted(*args: Any, **options: Any) -> Any:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return kernel(*args, **options)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", noted)
+    backend = load(str(save(tiny_model(family), tmp_path)), **OPTIONS)
+    backend.forward([work(backend.open(), [5, 6, 7], [-1, 0, 0])])
+    assert {*seen} == {False}
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+BUILT = ["sm_75", "sm_86", "sm_90a", "compute_120"]
+
+
+@pytest.mark.parametrize(
+    ("card", "runs"), [((6, 1), 0), ((7, 5), 1), ((8, 0), 0), ((8, 9), 1), ((9, 0), 1), ((10, 0), 0), ((12, 1), 1)]
+)
+def test_a_card_for_which_pytorch_has_no_kernels_is_left_out(
+    card: tuple[int, int], runs: int, cards: There, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cards(8 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: BUILT)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)
+    folder = str(save(tiny_model("llama").to(torch.bfloat16), tmp_path))
+    said = (
+        f"sm_{card[0]}{card[1]}, for which this PyTorch .* has no kernels, only for sm_75, sm_86, sm_90a, compute_120"
+    )
+    backend = load(folder, **OPTIONS)
+    assert str(backend.device) == ("cuda:0" if runs else "cpu")
+    assert len([note for note in backend.notes if re.search(said, note)]) == 1 - runs
+    assert any("--dtype float16 is faster" in note for note in backend.notes) == (card == (7, 5))
+    if not runs:
+        with pytest.raises(UsageError, match=said):
+            load(folder, **OPTIONS, device="cuda:0")
+
+
+def test_host_memory_is_pinned_for_the_card_that_computes(cards: There, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for another card, CUDA would take hundreds of MB there."""
+    cards(GIB, GIB)
+    current = list[str]()
+
+    class Runtime:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *about: calls.append((name, current[-1])) or 0
+
+    @contextmanager
+    def chosen(device: Any) -> Iterator[None]:
+        current.append(str(device))
+        yield
+        current.pop()
+
+    calls = list[tuple[str, str]]()
+    current.append("cuda:0")
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "device", chosen)
+    Block(torch.nn.Linear(8, 8), torch.device("cuda:1")).close()
+    assert calls == [("cudaHostRegister", "cuda:1"), ("cudaHostUnregister", "cuda:1")]
 
 
 @pytest.mark.parametrize("widest", [0, 1024])

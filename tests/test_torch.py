@@ -520,6 +520,7 @@ class TestOffload:
     def test_memory_that_cuda_refuses_to_pin_is_used_as_it_is(self, llama, monkeypatch, allowed):
         cuda = Cudart(allowed)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
         for module in (backend_module, loading_module):
             monkeypatch.setattr(module, "needs_pinning", lambda device: True)
         backend, _, streamed = streaming(llama, 1)

@@ -21,6 +21,7 @@ from weakref import WeakSet
 
 import torch
 import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from edgespec.errors import Closed, ModelError, NoRoom, UsageError, check_whole
 from edgespec.loop.backend import Capabilities, Logits, Placed, Vocab, Work
@@ -67,6 +68,7 @@ from .loading import (
     find_gpus,
     has_stored_nf4_layers,
     inspect_layers,
+    lacks_kernels,
     load_model,
     most_positions,
     nf4_form,
@@ -95,6 +97,8 @@ from .spans import Cells, Spans, connect, out_of_memory
 
 __all__ = ["TorchBackend", "TorchEngine", "load", "load_vocab"]
 
+# Without cuDNN's, which plans for each new shape, and passes have a new length each.
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 MOST_SESSIONS = 1024
 DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
 MIN_NODES_ON_GPU = 2048  # larger than `MIN_NODES`, because a chunk may copy all weights to the GPU
@@ -207,13 +211,13 @@ class TorchBackend(Interruptible):
 
     def _forward(self, batch: Sequence[Work]) -> list[Logits]:
         if self.capabilities.paths:
-            with torch.inference_mode(), out_of_memory("a pass"):
+            with torch.inference_mode(), sdpa_kernel(KERNELS), out_of_memory("a pass"):
                 return forward_recurrent(cast(RecurrentOwner, self), batch)
         check_batch(batch, self.capabilities)
         sessions = [cast(TorchSession, work.session) for work in batch]
         places = [session.check(work) for session, work in zip(sessions, batch, strict=True)]
         tokens, positions, wanted, parts = list[int](), list[int](), list[int](), list[Part]()
-        with torch.inference_mode(), out_of_memory("a pass"):
+        with torch.inference_mode(), sdpa_kernel(KERNELS), out_of_memory("a pass"):
             for session, work, new in zip(sessions, batch, places, strict=True):
                 start = len(tokens)
                 tokens += work.token_ids.tolist()
@@ -409,6 +413,10 @@ def load_folder(
         MissingPackage: nf4 needs bitsandbytes.
     """
     path, options, gpu, device = plan.path, plan.options, plan.gpu, torch.device(plan.device)
+    if device.type == "cuda" and (lack := lacks_kernels(plan.device)):
+        raise UsageError(lack)
+    cards = range(torch.cuda.device_count() if options.device in (None, "cuda") else 0)
+    left_out = [lack for i in cards if (lack := lacks_kernels(f"cuda:{i}"))]
     device_memory, dtype, before = in_bytes("gpu_memory", options.gpu_memory), options.dtype, process.private_memory()
     torch.set_num_threads(options.threads or min(torch.get_num_threads(), plan.cores))
     vocab = load_vocab(path)
@@ -474,6 +482,10 @@ def load_folder(
     backend.content = content_of(*files)
     if kept:
         backend.notes = [*backend.notes, kept.note]
+    backend.notes = [*backend.notes, *left_out]
+    if device.type == "cuda" and backend.dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+        said = f"{name_of(device)} has no kernels of its own for bfloat16"
+        backend.notes = [*backend.notes, said + (", which is slow" if dtype == NF4 else ": --dtype float16 is faster")]
     if paged:
         backend.notes = [*backend.notes, CANNOT_STREAM]
     if options.gpu_layers and not gpu:

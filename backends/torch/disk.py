@@ -51,18 +51,18 @@ class Staging:
         pinned: all buffers are.
     """
 
-    def __init__(self, sources: Sequence[Source], pin: bool) -> None:
+    def __init__(self, sources: Sequence[Source], pin: Any) -> None:
         """
         Args:
             sources: of the blocks, by number.
-            pin: pin the buffers, for a GPU.
+            pin: the GPU for which the buffers are pinned; None: they are not.
 
         Raises:
             OSError: a file cannot be opened.
         """
         self.sources = sources
         paths = list(dict.fromkeys(source.path for source in sources))
-        self._pinned = list[Any]()
+        self._pinned, self._pin = list[Any](), pin
         self._files = DirectFiles(paths)
         self._skip = [source.start % ALIGNED for source in sources]  # bytes before the block in its first page
         self._sizes = [source.size for source in sources]
@@ -75,8 +75,8 @@ class Staging:
         size = max(extent.size for extent in extents) + ALIGNED
         try:
             self._buffers = [page_aligned(size) for _ in range(self.plan.slots)]
-            for buffer in self._buffers if pin else []:
-                if not pin_memory(buffer):
+            for buffer in self._buffers if pin is not None else []:
+                if not pin_memory(buffer, pin):
                     break
                 self._pinned.append(buffer)
             self.pinned = len(self._pinned) == len(self._buffers)
@@ -104,7 +104,7 @@ class Staging:
 
     def close(self) -> None:
         for buffer in self._pinned:
-            unpin_memory(buffer)
+            unpin_memory(buffer, self._pin)
         self._files.close()
         self._pinned, self._buffers = [], []
 

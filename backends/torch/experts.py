@@ -318,7 +318,8 @@ class Mixture:
 
     def _reserve(self, size: int) -> tuple[Any, int]:
         memory, address = own_memory(size)
-        if needs_pinning(self._device) and pin_memory(host := torch.frombuffer(memory, dtype=torch.uint8)):
+        host = torch.frombuffer(memory, dtype=torch.uint8)
+        if needs_pinning(self._device) and pin_memory(host, self._device):
             self._pinned.append(host)
         return memory, address
 
@@ -362,5 +363,5 @@ class Mixture:
         finish(self._device)  # it may copy from pools
         self.memory.close()
         for host in self._pinned:
-            unpin_memory(host)
+            unpin_memory(host, self._device)
         self._pinned = []

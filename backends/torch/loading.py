@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 WORKSPACE = 2**29  # bytes of a CUDA context, its libraries and the allocator's gaps
 NF4 = "nf4"
 MIN_NODES = 512  # prompt tokens per pass
+ARCH = re.compile(r"(sm|compute)_(\d+)(\d)[af]?")
 ONE_EXPERT = re.compile(r"\.experts\.\d+\.")  # in the names of tensors
 FULL, SLIDING = "full_attention", "sliding_attention"  # `layer_types` of transformers
 
@@ -64,11 +65,27 @@ def find_gpus(device: str | None) -> list[Gpu]:
 
 
 def look_at(name: str) -> Gpu:
+    if lacks_kernels(name):
+        return Gpu(name, False, 0)
     try:
         free, total = torch.cuda.mem_get_info(name)
     except RuntimeError:  # it is full, or another program has it for itself
         return Gpu(name, False, 0)
     return Gpu(name, False, free, torch.cuda.memory_reserved(name), total)
+
+
+def lacks_kernels(name: str) -> str:
+    """What this PyTorch lacks to compute on a card; "": nothing."""
+    card, built = torch.cuda.get_device_capability(name), torch.cuda.get_arch_list()
+    for arch in built:
+        if not (found := ARCH.fullmatch(arch)):  # ROCm's have other names
+            return ""
+        made = int(found[2]), int(found[3])
+        if made <= card and (found[1] == "compute" or made[0] == card[0]):
+            return ""
+    about = f"{torch.cuda.get_device_name(name)} ({name}) is sm_{card[0]}{card[1]}, for which this PyTorch"
+    said = f"{about} ({torch.__version__}) has no kernels, only for {', '.join(built)}: install another build"
+    return said if built else ""
 
 
 def look_at_mps() -> Gpu:
@@ -443,7 +460,8 @@ def place_layers(
     device, places = spans[0][0], [device for device, numbers in spans for _ in numbers]
     runs = _runs(model, layers, on_disk, host.folder) if host and on_disk and form is PLAIN else {}
     to_pack = [i for i in on_disk if i not in runs]
-    blocks, sources, console, pin = list[Block](), list[Source](), Console(stderr=True), needs_pinning(device)
+    blocks, sources, console = list[Block](), list[Source](), Console(stderr=True)
+    pin = device if needs_pinning(device) else None
     steps = track(
         range(len(layers)), "Placing layers", console=console, transient=True,
         disable=not console.is_terminal or not (streamed or form is not PLAIN),
@@ -460,16 +478,16 @@ def place_layers(
                 layers[i].to(places[i])
                 continue
             if i in runs:
-                blocks.append(Block(layers[i], pin=False, copy=False))
+                blocks.append(Block(layers[i], None, copy=False))
                 blocks[-1].lies_as(runs[i][0].size, runs[i][1])
                 sources.append(runs[i][0])
             elif pack and i in on_disk:
-                blocks.append(Block(layers[i], pin=False))
+                blocks.append(Block(layers[i], None))
                 sources.append(pack.add(i, blocks[-1].host))
                 blocks[-1].host = None
             else:
                 blocks.append(Block(layers[i], pin))
-                pin = blocks[-1].pinned
+                pin = blocks[-1].pinned_for  # none is asked for after a refusal
             failed.callback(blocks[-1].close)
         if not streamed:
             return None
@@ -478,7 +496,7 @@ def place_layers(
         feeder = None
         if sources:
             try:
-                staging = Staging(sources, needs_pinning(device))
+                staging = Staging(sources, device if needs_pinning(device) else None)
             except OSError as error:
                 raise ModelError(f"layers cannot be streamed from disk: {error}") from error
             failed.callback(staging.close)

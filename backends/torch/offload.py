@@ -149,19 +149,19 @@ class Block:
     Attributes:
         size: bytes.
         host: the bytes in host memory; None: they are on disk.
-        pinned: the memory is pinned.
+        pinned_for: the GPU for which the memory is pinned; None: it is not.
     """
 
-    def __init__(self, layer: Any, pin: bool, copy: bool = True) -> None:
+    def __init__(self, layer: Any, pin: Any, copy: bool = True) -> None:
         """
         Args:
             layer: loses its weights until `bind`.
-            pin: pin the block's memory, for a GPU.
+            pin: the GPU for which the block's memory is pinned; None: it is not.
             copy: copy the weights to host memory; False: they are on disk.
         """
         self.size = block_bytes(layer)
         self.host: Any = page_aligned(self.size) if copy else None
-        self.pinned = pin and pin_memory(self.host)
+        self.pinned_for = pin if pin is not None and pin_memory(self.host, pin) else None
         self._places = list[tuple[dict[str, Any], str, bool, int, Any]]()  # as `stored_tensors`, offset, meta tensor
         offset = 0
         for _, store, name, is_parameter in list(stored_tensors(layer)):
@@ -187,9 +187,9 @@ class Block:
             store[name] = torch.nn.Parameter(view, requires_grad=False) if is_parameter else view
 
     def close(self) -> None:
-        if self.pinned:
-            unpin_memory(self.host)
-        self.pinned = False
+        if self.pinned_for is not None:
+            unpin_memory(self.host, self.pinned_for)
+        self.pinned_for = None
 
 
 def page_aligned(size: int) -> Any:
@@ -201,21 +201,27 @@ def needs_pinning(device: Any) -> bool:
     return bool(device.type == "cuda")
 
 
-def pin_memory(host: Any) -> bool:
+def pin_memory(host: Any, device: Any) -> bool:
     """
+    Args:
+        host: memory.
+        device: the GPU; on another one, too, CUDA would take memory.
+
     Returns:
         False: CUDA refuses, as where the system limits pinned memory.
     """
     # PyTorch's own pinned memory has sizes of powers of two.
-    if int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0)) == 0:
-        return True
-    with suppress(RuntimeError, AssertionError):
-        torch.zeros(1, device="cuda")  # the next kernel would raise CUDA's last error
+    with torch.cuda.device(device):
+        if int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0)) == 0:
+            return True
+        with suppress(RuntimeError, AssertionError):
+            torch.zeros(1, device=device)  # the next kernel would raise CUDA's last error
     return False
 
 
-def unpin_memory(host: Any) -> None:
-    torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+def unpin_memory(host: Any, device: Any) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
 
 def stored_tensors(layer: Any) -> Iterator[tuple[str, dict[str, Any], str, bool]]:
@@ -354,7 +360,7 @@ class Streamer:
 
     @property
     def pinned(self) -> bool:
-        return all(block.pinned for block in self.blocks if block.host is not None) and (
+        return all(block.pinned_for is not None for block in self.blocks if block.host is not None) and (
             self.feeder is None or self.feeder.pinned
         )
 

@@ -151,7 +151,7 @@ def copy_rate(device: Any, size: int, *, pin: bool, repeats: int = 5) -> float:
         Bytes per second of the best run; 0: memory cannot be pinned.
     """
     host, target, seconds = page_aligned(size).fill_(1), torch.empty(size, dtype=torch.uint8, device=device), []
-    if pin and not pin_memory(host):
+    if pin and not pin_memory(host, device):
         return 0.0
     for _ in range(repeats):
         started = perf_counter()
@@ -160,7 +160,7 @@ def copy_rate(device: Any, size: int, *, pin: bool, repeats: int = 5) -> float:
             torch.cuda.synchronize(device)
         seconds.append(perf_counter() - started)
     if pin:
-        unpin_memory(host)
+        unpin_memory(host, device)
     return size / min(seconds)
 
 
