@@ -290,6 +290,65 @@ def test_auto_reaches_the_engine(smollm2_tiny: Path, monkeypatch: pytest.MonkeyP
         load(str(smollm2_tiny), context_length=64, gpu_memory="1G")
 
 
+def test_a_card_that_cuda_and_vulkan_see_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As llama.cpp uses it; devices whose id is not known are apart."""
+    ids = [b"0000:01:00.0", b"0000:02:00.0", None, b"0000:01:00.0", None]
+
+    def describe(device: int, about: Any) -> None:
+        about._obj.device_id = ids[device]
+
+    library = SimpleNamespace(
+        ggml_backend_dev_count=lambda: 5, ggml_backend_dev_get=lambda i: i, ggml_backend_dev_type=lambda i: gpu.GPU,
+        ggml_backend_dev_memory=lambda *given: None, ggml_backend_dev_name=lambda i: f"GPU{i}".encode(),
+        ggml_backend_dev_get_props=describe,
+    )  # fmt: skip
+    monkeypatch.setattr(gpu, "ggml", lambda: library)
+    monkeypatch.setattr(gpu.llama_cpp, "llama_supports_gpu_offload", lambda: True)
+    assert [one.name for one in find_gpus()] == ["GPU0", "GPU1", "GPU2", "GPU4"]
+
+
+def test_the_engines_libraries_describe_a_device() -> None:
+    """The structure is llama.cpp's: the processor is a device, too."""
+    library = gpu.ggml()
+    for i in range(library.ggml_backend_dev_count()):
+        device, about = library.ggml_backend_dev_get(i), gpu.Properties()
+        library.ggml_backend_dev_get_props(device, ctypes.byref(about))
+        assert (about.name, about.type) == (
+            library.ggml_backend_dev_name(device), library.ggml_backend_dev_type(device),
+        )  # fmt: skip
+        assert about.total > 0 or about.type == 3
+        assert about.device_id is None or gpu.llama_cpp.llama_supports_gpu_offload()
+
+
+def test_gpu_memory_in_which_no_layer_fits_is_told(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "find_gpus", lambda: [Gpu("GPU0", False, 1 << 40)])
+    for gpu_memory, said in (("120M", ["no layer fits in this gpu_memory, of which 512 MiB are for"]), ("4G", [])):
+        backend = load(str(smollm2_tiny), context_length=64, gpu_memory=gpu_memory)
+        assert [note[:57] for note in backend.notes] == [line[:57] for line in said]
+        backend.close()
+
+
+@pytest.mark.parametrize(("shared", "layers", "copied"), [(0, 2, 1), (0, -1, 0), (1, 2, 0), (0, 0, 0)])
+def test_weights_of_the_processor_are_copied_for_a_card_that_reads_them(
+    smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch, shared: int, layers: int, copied: int
+) -> None:
+    """llama.cpp pins memory that it has allocated, but no mapped file."""
+    card, path = Gpu("GPU0", bool(shared), 1 << 40), str(smollm2_tiny)
+    modes, really = list[int](), engine_module.load_model
+
+    def noted(*given: Any, **more: Any) -> Any:
+        modes.append(more.get("load_mode", 1))
+        return really(*given, **more)
+
+    monkeypatch.setattr(engine_module, "load_model", noted)
+    for limit, mode in ((None, 1 - copied), ("1G", 1)):
+        asked = LoadOptions(context_length=64, gpu_layers=layers, memory=limit)
+        plan = engine_module.engine.plan(path, asked, this_machine(path, [card]))
+        assert plan.copied == (mode == 0)
+        engine_module.engine.load(plan).close()
+        assert modes.pop() == mode
+
+
 @pytest.fixture
 def reserved(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A card that llama.cpp finds by itself, which can copy a weight and hold no layer: MiB that it reserves there."""
@@ -519,6 +578,7 @@ def test_that_pools_were_tried_holds_for_this_system_and_engine(
         ggml_backend_dev_type=lambda device: gpu.GPU,
         ggml_backend_dev_memory=lambda *given: None,
         ggml_backend_dev_name=lambda device: b"MTL0",
+        ggml_backend_dev_get_props=lambda *given: None,
     )
     monkeypatch.setattr(gpu, "ggml", lambda: metal)
     monkeypatch.setattr(gpu.llama_cpp, "llama_supports_gpu_offload", lambda: True)

@@ -71,7 +71,7 @@ def test_gpus_are_lent_or_else_the_processor_and_no_library(
 
     library = SimpleNamespace(
         ggml_backend_dev_count=lambda: len(kinds), ggml_backend_dev_get=lambda i: i + 1,
-        ggml_backend_dev_type=lambda device: kinds[device - 1],
+        ggml_backend_dev_type=lambda device: kinds[device - 1], ggml_backend_dev_get_props=lambda *given: None,
     )  # fmt: skip
     started = list[Any]()
     monkeypatch.setattr(lending, "ggml", lambda: library)

@@ -17,6 +17,7 @@ from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Mach
 from edgespec.loop.session_files import content_of
 from edgespec.loop.shapes import ALWAYS
 from edgespec.machine.disk import remove_name
+from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.weights.experts import with_pools
 from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, divide, layers_of_gpus, layers_on_gpu
@@ -43,7 +44,7 @@ from .heads import load_head
 from .lending.child_process import ChildBackend, load_in_child
 from .lending.rpc import lent_line, lent_options
 from .memory.attention import ALIKE, by_cell, can_be_alike, capture_cpu_backend, row_hook
-from .memory.gpu import ANY, find_gpus, has_own_memory, kept_off, needs_skeleton, overrides
+from .memory.gpu import ANY, RESERVE, find_gpus, has_own_memory, kept_off, needs_skeleton, overrides
 from .memory.layer_hooks import LayerHooks
 from .memory.mixture import open_memory, open_mixture
 from .memory.own_memory import OwnMemory, find_weights
@@ -77,6 +78,8 @@ class LlamaPlan(LoadPlan):
         gpu_layers: layers on GPUs or lenders; -1 = all.
         machine: that was planned for.
         plenty: memory holds copies, too.
+        copied: weights that the processor keeps are copied to memory, not mapped: llama.cpp pins copies, which a GPU
+            with its own memory then reads faster for long passes.
         borrowed: as from `lending.rpc.borrow`, or None.
     """
 
@@ -84,6 +87,7 @@ class LlamaPlan(LoadPlan):
     gpu_layers: int
     machine: Machine
     plenty: bool
+    copied: bool = False
     borrowed: Any = None
 
 
@@ -199,6 +203,11 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
         helps = not gpu_layers and not _reads(weights) and planner.hold_copies(size)
         computing |= on_gpus(machine, gpu_layers, planner.tensors, weights, experts_here, helps)
         notes += [f"no layer fits on {computing['device']}; long passes use it"] if helps else []
+        if options.gpu_memory is not None and not gpu_layers and not helps:
+            notes += [f"no layer fits in this gpu_memory, of which {format_size(RESERVE)} are for a GPU's libraries"]
+    count = count_layers(planner.tensors)
+    copied = plenty and "device" in computing and (experts_here or layers_on_gpu(gpu_layers, count) < count)
+    copied &= not all(gpu.shared for gpu in machine.gpus)
     bitwise = _is_bitwise(options, computing, borrowed)
     computing |= ALIKE if bitwise and can_be_alike(options.kv_type) else {}
     here = "device" not in computing and not borrowed  # other devices have no row class: `by_cell`
@@ -211,7 +220,7 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
     return LlamaPlan(
         path=path, options=options, build=engine_build(), ways=ways, fills_memory=streams and bool(kv_type),
         notes=notes, size=size, gpu_layers=gpu_layers, weights=weights, machine=machine, plenty=plenty,
-        borrowed=borrowed,
+        copied=copied, borrowed=borrowed,
     )  # fmt: skip
 
 
@@ -385,6 +394,8 @@ def _model_params(plan: LlamaPlan, way: Computing) -> dict[str, Any]:
         params["load_mtp"] = True
     if plan.weights:
         params["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_MMAP
+    if plan.copied:
+        params["load_mode"] = llama_cpp.LLAMA_LOAD_MODE_NONE
     if plan.borrowed:
         return params | lent_options(plan.borrowed)
     params |= {} if "device" in way else PROCESSOR_ONLY

@@ -363,6 +363,7 @@ def ggml() -> Any:
         ("ggml_backend_dev_type", ctypes.c_int, [pointer]),
         ("ggml_backend_dev_name", ctypes.c_char_p, [pointer]),
         ("ggml_backend_dev_memory", None, [pointer, pointer, pointer]),
+        ("ggml_backend_dev_get_props", None, [pointer, pointer]),
         ("ggml_backend_dev_backend_reg", pointer, [pointer]),
         ("ggml_backend_reg_get_proc_address", pointer, [pointer, ctypes.c_char_p]),
         ("ggml_backend_cpu_buffer_type", pointer, []),

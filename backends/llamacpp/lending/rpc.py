@@ -17,16 +17,14 @@ from edgespec.machine.system import declare
 from edgespec.weights.plan import Tensor, count_layers, layer_of, layers_on_gpu, make_plan
 
 from ..ggml.files import (
-    GPU,
     PROCESSOR,
-    SHARED,
     compiled_backends,
     ggml,
     ggml_library,
     llama_cpp,
     loaded_tensors,
 )
-from ..memory.gpu import layers_that_fit, overrides
+from ..memory.gpu import gpu_devices, layers_that_fit, overrides
 
 SECONDS_TO_ANSWER = 5.0
 HEAD = b"^(output|token_embd)"  # stays here, because logits are much larger than the rows between layers
@@ -76,8 +74,9 @@ def lend(host: str, port: int, threads: int, cache: str | None) -> None:
     llama_cpp.llama_backend_init()
     count = devices.ggml_backend_dev_count()
     every = [devices.ggml_backend_dev_get(i) for i in range(count)]
-    gpus = [device for device in every if devices.ggml_backend_dev_type(device) in (GPU, SHARED)]
-    chosen = gpus or [device for device in every if devices.ggml_backend_dev_type(device) == PROCESSOR][:1]
+    chosen = (
+        gpu_devices(devices) or [device for device in every if devices.ggml_backend_dev_type(device) == PROCESSOR][:1]
+    )
     pointers = (ctypes.c_void_p * len(chosen))(*chosen)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the C code never returns to Python
     folder = cache.encode() if cache else None

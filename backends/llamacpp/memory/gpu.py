@@ -87,21 +87,40 @@ def largest_copy(tensors: Sequence[Tensor], with_output: bool) -> int:
     return max((tensor.size for place, tensor in places(tensors, count) if 0 <= place < count + with_output), default=0)
 
 
+class Properties(ctypes.Structure):
+    """struct ggml_backend_dev_props of ggml-backend.h."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p), ("description", ctypes.c_char_p), ("free", ctypes.c_size_t),
+        ("total", ctypes.c_size_t), ("type", ctypes.c_int), ("device_id", ctypes.c_char_p),
+        ("caps", ctypes.c_bool * 64),
+    )  # fmt: skip
+
+
+def gpu_devices(library: Any) -> list[int]:
+    """Devices of `ggml`; a card that several libraries see, such as CUDA and Vulkan, is one, as in llama.cpp."""
+    found, ids = list[int](), set[bytes]()
+    for device in map(library.ggml_backend_dev_get, range(library.ggml_backend_dev_count())):
+        if library.ggml_backend_dev_type(device) in (GPU, SHARED):
+            library.ggml_backend_dev_get_props(device, ctypes.byref(about := Properties()))
+            if about.device_id is None or about.device_id not in ids:
+                found.append(device)
+                ids.add(about.device_id)
+    return found
+
+
 def find_gpus() -> list[Gpu]:
     if not llama_cpp.llama_supports_gpu_offload():
         return []
     library, found = ggml(), list[Gpu]()
-    for i in range(library.ggml_backend_dev_count()):
-        device = library.ggml_backend_dev_get(i)
-        kind = library.ggml_backend_dev_type(device)
-        if kind in (GPU, SHARED):
-            free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
-            library.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-            name = library.ggml_backend_dev_name(device).decode()
-            used = total.value - free.value
-            own = max(0, used - _used_by_others.setdefault(name, used))
-            pools = recall(about_pools(), bool) or False
-            found.append(Gpu(name, kind == SHARED, free.value, own, total.value, pools=pools))
+    for device in gpu_devices(library):
+        free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        library.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+        name = library.ggml_backend_dev_name(device).decode()
+        used = total.value - free.value
+        own = max(0, used - _used_by_others.setdefault(name, used))
+        pools, shared = recall(about_pools(), bool) or False, library.ggml_backend_dev_type(device) == SHARED
+        found.append(Gpu(name, shared, free.value, own, total.value, pools=pools))
     return found
 
 
