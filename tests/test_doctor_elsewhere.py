@@ -26,6 +26,7 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 from edgespec.backends.llamacpp.memory import planning
 
 from edgespec.measure import predictor
+from edgespec.measure.outlook import draft_passes
 from edgespec.measure.predictor import Elsewhere, faster, predict
 from edgespec.measure.report import report
 from edgespec.models.shapes import file_of
@@ -122,6 +123,20 @@ def test_a_draft_is_promised_only_where_reading_takes_longer_than_a_row_a_pass(m
     assert bool(trees) == (found.found[0].tokens_per_second.keys() > {"none"}) == reads
     assert all(tree.nodes * (one.seconds - one.waited) <= tree.seconds for tree in trees)
     assert ("with draft tokens not known: what rows cost there was not measured" in report(found)) == (not reads)
+
+
+def test_trees_are_counted_where_reading_takes_one_and_a_half_times_as_long_as_computing_their_rows() -> None:
+    """By the published cost of rows on a Mac's GPU; of a processor none is known."""
+    disk = find_machine("macbook-24")[1].disk
+    slow, fast = (on("llama-3.3-70b", "macbook-24", disk=replace(disk, speed=n * disk.speed)).found[1] for n in (1, 3))
+    assert [made.nodes for made in slow.passes] == [1, 8, 65]
+    assert [made.nodes for made in fast.passes] == [1, 8]
+    assert [made.nodes for made in on("llama-3.3-70b", "laptop-32").found[0].passes] == [1]
+
+
+def test_a_tree_takes_as_many_draft_passes_as_tokens_are_expected_to_be_accepted() -> None:
+    """With 7 draft tokens the pair of docs/measured.md made 4.1 draft passes, and 3.5 tokens."""
+    assert [draft_passes(nodes) for nodes in (1, 2, 8, 65)] == [0, 1, 3, 8]
 
 
 @pytest.mark.parametrize("tried", [True, False])

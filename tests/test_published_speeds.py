@@ -15,7 +15,8 @@ from edgespec.models.registry import find_model
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-from benchmarks.commands.speeds import Answer, answered, machines_like, read, verdict
+from benchmarks.commands.speeds import Answer, answered, read, verdict
+from benchmarks.published import machines_like
 from edgespec.measure.predictor import predict
 
 FILE = Path(__file__).parent / "data" / "published_speeds.jsonl"
@@ -89,11 +90,13 @@ def test_rows_of_another_engine_or_without_a_machine_do_not_count(changes: dict[
     assert not list(answered([{"pass_cost_vs_one_row": 1.0} | row(**changes)]))
 
 
-def test_a_row_that_is_of_other_software_by_its_own_doubt_is_shown_but_not_judged() -> None:
-    (found,) = answered([row(doubt="server bug report")])
-    assert found.figures[-1] == "server bug report"
-    assert verdict("a", [found])[0].startswith("a, Macs in memory: 0 of 0 answered")
-    assert Answer(row(doubt="operator only"), 1.0).judged
+def test_a_row_that_is_of_other_software_by_its_own_doubt_is_not_judged(tmp_path: Path) -> None:
+    (first, *_) = FILE.read_text("utf-8").splitlines()
+    doubts = ("server bug report", "operator only")
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps(json.loads(first) | {"doubt": doubt}) for doubt in doubts))
+    answers = list(answered(read(tmp_path / "x.jsonl")))
+    assert [one.row["doubt"] for one in answers] == ["server bug report", ""]
+    assert verdict("a", answers)[0].startswith("a, Macs in memory: 1 of 1 answered")
 
 
 def test_a_drafts_passes_and_more_bytes_take_time() -> None:
