@@ -122,6 +122,7 @@ def test_experts_on_a_processor_are_read_at_a_share_of_the_speed_by_all_sources_
     assert without_slow > without_none > without_fast
     dense = [next(answered([row(where="CPU", machine="Ryzen 7 5800X", source=one)])).computed for one in (slow, fast)]
     assert dense[0] == dense[1]
+    assert find_machine("desktop-64")[1].memory_speed == round(pace("the processor", "llamacpp").share * 89.6, 1) * 1e9
 
 
 @pytest.mark.parametrize(

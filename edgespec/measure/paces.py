@@ -61,12 +61,17 @@ def pace(device: str, engine: str, without: str = "") -> Pace:
     kind = next((kind for start, kind in KINDS.items() if device.startswith(start)), "metal")
     engine = engine if kind == "metal" else "llamacpp"  # of PyTorch no point is known
     points = [one for one in _known()["passes"] if one["device"] == kind and one["source"] != without]
-    experts, layer, mixture = (
+    share, experts, layer, mixture = (
         median([one[key] for one in points if key in one and one["engine"] == engine] or [usual])
-        for key, usual in (("experts", 1.0), ("layer", 0.0), ("mixture", 0.0))
+        for key, usual in (
+            ("share", _known()["shares"].get(kind, 1.0)),
+            ("experts", 1.0),
+            ("layer", 0.0),
+            ("mixture", 0.0),
+        )
     )
     sizes = sorted({rows for one in points for rows in one.get("rows", ())})
     bits = np.array([median(one["rows"][rows] for one in points if rows in one.get("rows", ())) for rows in sizes])
     # Sources have different sizes; more rows never take less time.
     rising = (np.maximum.accumulate(bits) + np.minimum.accumulate(bits[::-1])[::-1]) / 2
-    return Pace(_known()["shares"][kind], experts, layer, mixture, tuple(zip(sizes, rising.tolist(), strict=True)))
+    return Pace(share, experts, layer, mixture, tuple(zip(sizes, rising.tolist(), strict=True)))
