@@ -630,6 +630,27 @@ class TestTreeCheck:
         check_tree(backend)
         assert backend.open().token_ids == []
 
+    def test_it_takes_two_passes(self, llama):
+        backend, passes = load(str(llama), **OPTIONS), []
+        backend.model.get_decoder().layers[0].register_forward_hook(lambda *_: passes.append(1))
+        check_tree(backend)
+        assert len(passes) == 2
+
+    @pytest.mark.parametrize("length", [32, 1024])
+    def test_a_kernel_that_is_wrong_behind_many_cells_is_found(self, llama, length, monkeypatch):
+        backend, kernel = load(str(llama), **OPTIONS | {"context_length": 1100}), attention.scaled_dot_product_attention
+
+        def broken(query, key, value, attn_mask, **options):
+            if key.shape[-2] > length:
+                attn_mask = attn_mask.clone()
+                attn_mask[:, -2:] = 0  # siblings see each other
+            return kernel(query, key, value, attn_mask=attn_mask, **options)
+
+        check_tree(backend)
+        monkeypatch.setattr(attention, "scaled_dot_product_attention", broken)
+        with pytest.raises(ModelError, match="its attention cannot read a tree on cpu"):
+            check_tree(backend)
+
     @pytest.mark.parametrize("wrong", ["all", "itself", "nan"])
     def test_a_kernel_that_computes_another_attention_is_found(self, llama, monkeypatch, wrong):
         backend = load(str(llama), **OPTIONS)

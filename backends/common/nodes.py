@@ -168,20 +168,27 @@ class NodeSession:
     def _load_cells(self, path: str | Path, saved: Saved, details: Any) -> None: ...
 
 
+def last_rows(
+    backend: Backend, session: Session, token_ids: list[int], parents: list[int], count: int
+) -> list[Float32Array]:
+    """The logits of the last `count` nodes."""
+    last = [*range(len(token_ids) - count, len(token_ids))]
+    tokens, above, wanted = (np.array(values, np.int32) for values in (token_ids, parents, last))
+    logits = backend.forward([Work(session, tokens, above, wanted)])[0]
+    return [logits.row(node) for node in last]
+
+
 def last_row(backend: Backend, session: Session, token_ids: list[int], parents: list[int]) -> Float32Array:
-    """The logits of the last of some nodes."""
-    last = len(token_ids) - 1
-    tokens, above, wanted = (np.array(values, np.int32) for values in (token_ids, parents, [last]))
-    return backend.forward([Work(session, tokens, above, wanted)])[0].row(last)
+    return last_rows(backend, session, token_ids, parents, 1)[0]
 
 
 def rows_of_tree(backend: Backend, session: Session) -> list[Float32Array]:
-    """For `is_another`: the last logits of a tree, of its chain of ancestors, and of another chain."""
-    found = list[Float32Array]()
-    for token_ids, parents in (([1, 2, 3], [-1, 0, 0]), ([1, 3], [-1, 0]), ([1, 2, 3], [-1, 0, 1])):
-        found.append(last_row(backend, session, token_ids, parents))
-        session.commit([])
-    return found
+    """For `is_another`, in two passes: the logits of a tree's node, of its chain of ancestors, and of another chain."""
+    row, other = last_rows(backend, session, [1, 2, 3, 3], [-1, 0, 0, 1], 2)
+    session.commit([])
+    right = last_row(backend, session, [1, 3], [-1, 0])
+    session.commit([])
+    return [row, right, other]
 
 
 def is_another(row: Float32Array, right: Float32Array, wrong: Float32Array) -> bool:

@@ -7,6 +7,7 @@ attends to these cells.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
 from edgespec.errors import ModelError
+from edgespec.loop.tree import ancestor_mask
 
 from ..common.interrupts import Stop
 
@@ -253,6 +255,35 @@ def hide_committed(mask: Any, positions: Sequence[int], low: int, length: int, w
         hidden |= cells <= at[:, None] - window
     mask[:, : length - low].masked_fill_(hidden, -torch.inf)
     return mask
+
+
+def tree_after(length: int, window: int | None, cells: Any, heads: int) -> tuple[Any, Any]:
+    """Attention of two siblings' parent and the siblings, after `length` random tokens, as computed and by definition.
+
+    Args:
+        length: of the text.
+        window: as for `build_mask`.
+        cells: [2, key heads, cells, d], which are overwritten.
+        heads: of queries.
+    """
+    device, dtype, d = cells.device, cells.dtype, cells.shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn((3, cells.shape[1], length + 3, d), generator=generator)
+    query = torch.full((heads, 3, d), 3 / d**0.25)
+    noise[0, :, length : length + 2] = query[0, 0]  # a node that sees its parent or sibling sees little else
+    keys, values = noise[:2].to(device, dtype)
+    cells[0, :, :length], cells[1, :, :length] = keys[:, :length], values[:, :length]
+    low, mask = build_mask(
+        ancestor_mask(np.array([-1, 0, 0])), [length, length + 1, length + 1], length, window, dtype, device
+    )
+    part = Part(slice(0, 3), slice(0, 3), {0: cells}, length, length + 3, {window: (low, mask)})
+    tree, one, new = Tree((part,), (window,), Stop()), SimpleNamespace(layer_idx=0), slice(length, None)
+    query = query.to(device, dtype)
+    found, _ = tree_attention(one, query[None], keys[None, :, new], values[None, :, new], None, tree=tree)
+    shared = query.float().unflatten(0, (cells.shape[1], -1))
+    keys, values = (part[:, None, low:].float().expand(-1, shared.shape[1], -1, -1) for part in (keys, values))
+    right = _by_definition(None, None)(shared, keys, values, None if mask is None else mask.float(), None, mask is None)
+    return found[0].float().transpose(0, 1), right.flatten(0, 1)
 
 
 def numbers_on(device: Any, *rows: Sequence[int]) -> Any:

@@ -47,7 +47,7 @@ from ..common.loader import loader, no_further_positions
 from ..common.model_folder import check_folder, content_files, experts_of, named, refused
 from ..common.nodes import is_another, rows_of_tree
 from ..common.recurrent import most_paths, states_of
-from .attention import Part, Tree, build_mask, run
+from .attention import Part, Tree, build_mask, run, tree_after
 from .disk import NUMBER, mapped_bytes
 from .experts import ExpertFolder, Mixture, find_folder, plan_pools
 from .loading import (
@@ -98,6 +98,7 @@ from .spans import Cells, Spans, connect, out_of_memory
 __all__ = ["TorchBackend", "TorchEngine", "load", "load_vocab"]
 
 # Without cuDNN's, which plans for each new shape, and passes have a new length each.
+LENGTHS = 33, 1025  # of texts behind which attention is tried
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 MOST_SESSIONS = 1024
 DEFAULT_CONTEXT = 4096  # where a folder does not say what its model was trained for
@@ -688,7 +689,7 @@ def placed(spans: Spans, streamed: int) -> Placed:
 
 
 def check_tree(backend: TorchBackend) -> None:
-    """Check a device's attention by two passes.
+    """Check a device's attention by two passes, and behind more cells, which other kernels read, without weights.
 
     Raises:
         ModelError: a tree's node has not the logits of its chain of ancestors, or they depend on no ancestor.
@@ -696,10 +697,23 @@ def check_tree(backend: TorchBackend) -> None:
     session = backend.open()
     try:
         rows = rows_of_tree(backend, session)
+        long = [reads_tree(backend, session, length) for length in LENGTHS]
     finally:
         session.close()
-    if is_another(*rows):
+    if is_another(*rows) or not all(long):
         raise ModelError(f"its attention cannot read a tree on {backend.device}: a node sees more than its ancestors")
+
+
+def reads_tree(backend: TorchBackend, session: TorchSession, length: int) -> bool:
+    """True if kernels read a tree behind so many cells rightly, or these do not fit."""
+    kinds = {(cells.device, backend.windows[layer]): cells for layer, cells in session.cells.by_layer.items()}
+    heads = getattr(backend.model.config.get_text_config(), "num_attention_heads", 1)
+    for (_, window), cells in kinds.items() if length + 3 <= session.cells.groups[0].shape[3] else ():
+        with torch.inference_mode(), sdpa_kernel(KERNELS), out_of_memory("a pass"):
+            found, right = tree_after(length, window, cells, heads)
+            if not float((found - right).abs().max()) < 0.1 * float(right.abs().max()):
+                return False
+    return True
 
 
 def align(model: Any) -> None:
