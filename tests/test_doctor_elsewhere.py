@@ -125,7 +125,7 @@ def test_a_draft_is_promised_only_where_reading_takes_longer_than_a_row_a_pass(m
     assert ("with draft tokens not known: what rows cost there was not measured" in report(found)) == (not reads)
 
 
-def test_trees_are_counted_where_reading_takes_one_and_a_half_times_as_long_as_computing_their_rows() -> None:
+def test_trees_are_counted_where_reading_takes_twice_as_long_as_computing_their_rows() -> None:
     """By the published cost of rows on a Mac's GPU; of a processor none is known."""
     disk = find_machine("macbook-24")[1].disk
     slow, fast = (on("llama-3.3-70b", "macbook-24", disk=replace(disk, speed=n * disk.speed)).found[1] for n in (1, 3))
@@ -172,6 +172,14 @@ def test_a_mixture_reads_only_the_experts_of_a_pass() -> None:
     less = on("gpt-oss-20b", "laptop-32", free=8 << 30).found[0]
     assert [made.read for made in less.passes] == sorted(made.read for made in less.passes)
     assert 0 < 4 * less.passes[0].read < less.passes[-1].read
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "rough"),
+    [("gpt-oss-20b", "laptop-32", True), ("gpt-oss-20b", "studio-64", False), ("qwen3-14b", "laptop-32", False)],
+)
+def test_a_speed_with_experts_on_a_processor_is_called_rough(model: str, machine: str, rough: bool) -> None:
+    assert ("with experts on a processor only roughly" in report(on(model, machine))) == rough
 
 
 def test_what_lies_in_a_cards_pools_is_not_read_and_what_they_lack_comes_over_its_link() -> None:

@@ -12,8 +12,9 @@ from edgespec.errors import UsageError
 from edgespec.machine.described import BUILT_IN
 from edgespec.machine.files import read_yaml
 
+PROCESSOR = "the processor"
 # A device's name begins so; else its kind is metal.
-KINDS = {"CUDA": "cuda", "cuda": "cuda", "ROCm": "rocm", "Vulkan": "vulkan", "the processor": "processor"}
+KINDS = {"CUDA": "cuda", "cuda": "cuda", "ROCm": "rocm", "Vulkan": "vulkan", PROCESSOR: "processor"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from edgespec.machine.measurements import Amount, processor_name, recall
 from edgespec.machine.system import chip
 from edgespec.machine.this_machine import Gpu, Machine, this_machine
 from edgespec.measure.outlook import BEAM, COMPUTED, Outlook, draft_passes, sizes
-from edgespec.measure.paces import LEVEL, Pace, pace
+from edgespec.measure.paces import LEVEL, PROCESSOR, Pace, pace
 from edgespec.models.gguf_header import OF_STATES, own_values, whole_number
 from edgespec.models.heads import is_head
 from edgespec.models.registry import OWN, Entry, find_model, is_folder, local_path
@@ -53,7 +53,7 @@ WORKSPACE = 1 << 29  # bytes of a card's memory for libraries, as in the engine 
 ROWS = 512  # tokens of a prompt in a pass
 ROWS_TIMED = 64
 MOST_EXPERTS = 512  # LLAMA_MAX_EXPERTS of llama-hparams.h
-OFF = 1.5  # seconds of computing over several rows are at most so many times as computed: `scripts/bench speeds`
+OFF = 2  # several rows take at most so many times as long as computed: of published ones, all but those of old kernels
 FASTER = 1.1  # speed-up from which on another engine is offered
 QUANTISED = 8  # bits of a weight; to bring weights of fewer to 4 bits loses twice
 
@@ -103,6 +103,7 @@ class Prediction(Outlook):
         chosen: bytes of experts that a pass over one node is expected to read from disk.
         copied: bytes copied to a card in every pass.
         unknown: speeds that the machine's description lacks.
+        rough: a processor reads experts, of which published speeds are up to twice as high or low.
     """
 
     why: str
@@ -111,6 +112,7 @@ class Prediction(Outlook):
     chosen: float = 0.0
     copied: float = 0.0
     unknown: Sequence[str] = ()
+    rough: bool = False
 
     @property
     def lacks(self) -> str:
@@ -305,7 +307,7 @@ def of_processor(speed: float, operations: float, without: str = "") -> Speeds:
         operations: per second.
         without: as for `pace`.
     """
-    return Speeds("the processor", speed, operations, pace("the processor", "llamacpp", without))
+    return Speeds(PROCESSOR, speed, operations, pace(PROCESSOR, "llamacpp", without))
 
 
 def _processor(machine: Machine) -> Speeds:
@@ -375,6 +377,7 @@ def _timed(
     }
     needed |= {name: speed for name, size, speed in reads if size or missing}
     made.chosen = model.used(1) * missing
+    made.rough = any(part.experts and speeds.name == PROCESSOR for part, speeds in parts)
     made.unknown = [name for name, speed in needed.items() if not speed]
     if made.unknown:
         return made

@@ -101,7 +101,8 @@ def _of_engine(made: Prediction) -> list[Line]:
         limit = "computing" if one.limit == "computing" else "reading"
         lines.append((_pass(one.nodes), f"{two_digits(one.seconds)} s; {limit} limits it{experts}"))
     rows = "" if made.passes[1:] else "; with draft tokens not known: what rows cost there was not measured"
-    return [*lines, ("tokens/s", f"{_speeds(made)} ({COMPUTED}){rows}")]
+    sure = f"{COMPUTED}; with experts on a processor only roughly" if made.rough else COMPUTED
+    return [*lines, ("tokens/s", f"{_speeds(made)} ({sure}){rows}")]
 
 
 def _draft(size: int) -> list[Line]:

@@ -12,7 +12,7 @@ import yaml
 from edgespec.errors import ModelError
 from edgespec.machine.described import find_machine, named
 from edgespec.machine.this_machine import Machine
-from edgespec.measure.paces import pace
+from edgespec.measure.paces import PROCESSOR, pace
 from edgespec.measure.predictor import Part, Speeds, Weights, of_gpu, of_processor
 from edgespec.models.registry import all_models
 from edgespec.models.shapes import TYPES, file_of
@@ -56,7 +56,7 @@ def devices(row: Row, engine: str) -> tuple[Speeds | None, Speeds]:
     speed = next((1e9 * found for name, found in KNOWN["processors"].items() if re.search(name, text)), 0.0)
     if rate := re.search(r"DDR\d-(\d{4})", text):
         speed = 8e6 * int(rate[1]) * (8 if "EPYC" in text else 4 if "Threadripper" in text else 2)
-    speed *= pace("the processor", "llamacpp", row["source"]).share
+    speed *= pace(PROCESSOR, "llamacpp", row["source"]).share
     if like := machines_like(text):
         machine = min(like, key=lambda one: abs(one.memory / 2**30 - row["memory_gb"])) if row["memory_gb"] else like[0]
         gpu, operations = of_gpu(machine.gpus[0], engine, row["source"]), machine.operations

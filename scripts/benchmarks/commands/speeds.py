@@ -26,7 +26,6 @@ KINDS = {
     "f": "partly on a GPU", "g": "other GPUs",
 }  # fmt: skip
 ENGINES = {"llama.cpp": "llamacpp", "mlx": "mlx", "mlx-lm": "mlx"}
-DOUBTFUL = "kernels|bug|another source|paging"  # a row's own doubt: other software, two measurements, the disk
 SOURCES = 8  # of fewer a kind is not judged
 ANSWERED, WITHIN, FACTOR, MEDIAN = 0.8, 0.9, 1.5, (0.8, 1.25)
 SHOWN = ("id", "machine", "model", "quant", "rows", "doubt")
@@ -81,16 +80,14 @@ def command(file: Path) -> None:
 
 
 def read(file: Path) -> Iterator[Row]:
-    """Rows with a doubt only where they are not judged for it.
-
+    """
     Raises:
         UsageError: a line is not a row.
     """
     for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
         try:
             row = json.loads(line)
-            row = {key: row[key] or usual for key, usual in USUAL.items()}
-            yield row | ({} if re.search(DOUBTFUL, row["doubt"]) else {"doubt": ""})
+            yield {key: row[key] or usual for key, usual in USUAL.items()}
         except (ValueError, TypeError, LookupError) as error:
             raise UsageError(f"{file}, line {number}: must be an object with the keys {', '.join(USUAL)}") from error
 
@@ -109,7 +106,6 @@ def answered(rows: Iterable[Row]) -> Iterator[Answer]:
 
 def verdict(kind: str, answers: Sequence[Answer]) -> tuple[str, bool]:
     """A line, and False if the kind fails; each source has one vote, the median of its ratios."""
-    answers = [one for one in answers if not one.row["doubt"]]
     found = [one for one in answers if one.computed]
     sources = sorted({one.row["source"] for one in found})
     votes = [median(one.ratio for one in found if one.row["source"] == source) for source in sources]
