@@ -235,11 +235,13 @@ class Recorder:
         self.free = [False] * buffers
         self.closed = False
         self.waits = 0  # each of which counts as a second
+        self.threads = []  # that have filled buffers
 
     def fill(self, buffer, target, source):
         assert self.free[buffer], "the buffer is still in use"
         self.free[buffer] = False
         target.fill_(255)  # NaN in every floating-point format
+        self.threads.append(threading.current_thread())
         self.waiting[buffer] = target, source
         self.events.append(("fill", buffer))
 
@@ -527,6 +529,12 @@ class TestOffload:
         assert cuda.calls == min(allowed + 1, len(streamed))  # none is asked for after a refusal
         assert len(cuda.pinned) == min(allowed, len(streamed))
         assert all(address % mmap.PAGESIZE == 0 for address in cuda.pinned)
+        feeder, threads = backend.streamer.feeder, backend.streamer._engine.threads
+        backend.forward([work(backend.open(), [5, 6], [-1, 0])])
+        for buffer in range(len(backend.streamer._buffers)) if feeder else ():
+            feeder.wait(buffer)
+        apart = [thread for thread in threads[-len(streamed) :] if thread != threading.current_thread()]
+        assert len(apart) == max(0, len(streamed) - allowed)  # such a copy returns late, and would hold up the pass
         told = [note for note in backend.notes if "CUDA refuses to pin" in note]
         assert len(told) == (allowed < len(streamed))
         text = [5, 9, 30, 7]

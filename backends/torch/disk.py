@@ -112,15 +112,17 @@ class Staging:
 class Feeder:
     """See `offload.Feeds`."""
 
-    def __init__(self, staging: Staging, engine: CopyEngine, buffers: int) -> None:
+    def __init__(self, staging: Staging | None, engine: CopyEngine, buffers: int) -> None:
         self.wait_seconds = 0.0
-        self.sources = staging.sources
-        self.pinned = staging.pinned
-        self._staging = staging
+        self.sources = staging.sources if staging else []
+        self.pinned = staging.pinned if staging else True
+        self._staging: Any = staging
         self._engine = engine
-        how = recall_reading(staging.sources[0].path)
-        self._ring = ring.Streamer(staging.plan, staging, how.threads, how.size)
-        self._jobs = queue.SimpleQueue[tuple[int, Any, int] | None]()
+        self._ring: Any = None  # None: no block is on disk
+        if staging:
+            how = recall_reading(staging.sources[0].path)
+            self._ring = ring.Streamer(staging.plan, staging, how.threads, how.size)
+        self._jobs = queue.SimpleQueue[tuple[int, Any, int, Any] | None]()
         self._changed = threading.Condition()
         self._asked, self._sent = [0] * buffers, [0] * buffers  # counts by buffer
         self._errors: list[EdgespecError | None] = [None] * buffers
@@ -129,7 +131,11 @@ class Feeder:
 
     def ask(self, buffer: int, target: Any, number: int) -> None:
         self._asked[buffer] += 1
-        self._jobs.put((buffer, target, number))
+        self._jobs.put((buffer, target, number, None))
+
+    def send(self, buffer: int, target: Any, source: Any) -> None:
+        self._asked[buffer] += 1
+        self._jobs.put((buffer, target, -1, source))
 
     def wait(self, buffer: int) -> None:
         started = perf_counter()
@@ -144,39 +150,45 @@ class Feeder:
         last: float = -1  # number of the last block
         broken: EdgespecError | None = None
         while job := self._jobs.get():
-            buffer, target, number = job
+            buffer, target, number, source = job
             error: EdgespecError | None = None
             try:
                 if broken:
                     raise broken
-                if number <= last:  # a new pass
-                    self._ring.finish()
-                if number <= last or last < 0:
-                    self._ring.begin()
-                last = number
-                self._ring.enter(number)
-                self._engine.fill(buffer, target, self._staging.block(self._ring.slot(number), number))
+                if source is None:
+                    if number <= last:  # a new pass
+                        self._ring.finish()
+                    if number <= last or last < 0:
+                        self._ring.begin()
+                    last = number
+                    self._ring.enter(number)
+                self._engine.fill(buffer, target, self._block(number) if source is None else source)
             except Exception as raised:  # else `wait` would not return
                 if not isinstance(raised, EdgespecError):
                     raised = ModelError(f"a layer cannot be sent to the device: {raised}")
                 error = raised
-                last = math.inf  # so the next block begins a pass
+                last = math.inf if source is None else last  # so the next block begins a pass
             with self._changed:
                 self._sent[buffer] += 1
                 self._errors[buffer] = error
                 self._changed.notify_all()
-            if error is None:
+            if error is None and source is None:
                 try:
                     self._engine.finish(buffer)
                     self._ring.leave(number)
                 except Exception as raised:  # the host buffer may still be in use, so later blocks fail too
                     broken = ModelError(f"a layer was not sent to the device: {raised}")
 
+    def _block(self, number: int) -> Any:
+        return self._staging.block(self._ring.slot(number), number)
+
     def close(self) -> None:
         self._jobs.put(None)
-        self._ring.stop()  # also ends the thread's wait for a layer
+        if self._ring:
+            self._ring.stop()  # also ends the thread's wait for a layer
         self._thread.join()  # it may copy from a host buffer
-        self._ring.close()
+        if self._ring:
+            self._ring.close()
 
 
 def find_run(layer: Any, prefix: str, stored: Mapping[str, tuple[str, Stored]]) -> tuple[Source, list[int]] | None:

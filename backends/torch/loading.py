@@ -493,16 +493,20 @@ def place_layers(
             return None
         engine = copies(device, placement.buffers)
         failed.callback(engine.close)
-        feeder = None
+        feeder, staging = None, None
+        apart = needs_pinning(device)
+        sent = {i for i, block in enumerate(blocks) if apart and block.host is not None and block.pinned_for is None}
         if sources:
             try:
                 staging = Staging(sources, device if needs_pinning(device) else None)
             except OSError as error:
                 raise ModelError(f"layers cannot be streamed from disk: {error}") from error
             failed.callback(staging.close)
+        if staging or sent:
             feeder = Feeder(staging, engine, placement.buffers)
             failed.callback(feeder.close)
-        streamer = Streamer([layers[i] for i in streamed], blocks, device, engine, feeder, placement.buffers)
+        moved = [layers[i] for i in streamed]
+        streamer = Streamer(moved, blocks, device, engine, feeder, placement.buffers, sent)
         failed.pop_all()
     return streamer
 

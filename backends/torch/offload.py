@@ -6,7 +6,7 @@ arrive while the draft model works.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from threading import Lock
 from typing import Any, Protocol
@@ -24,9 +24,9 @@ ALIGNMENT = 256  # bytes, of a tensor's start in a block
 
 
 class Feeds(Protocol):
-    """Moves blocks from disk to the device's buffers, in the order of the calls.
+    """Moves blocks to the device's buffers in a thread of its own, in the order of the calls.
 
-    `ask` starts to move block `number` to `target`, the memory of a released buffer.
+    `ask` starts to move block `number` from disk to `target`, the memory of a released buffer; `send` one in memory.
 
     Attributes:
         wait_seconds: for which the host has waited for blocks.
@@ -39,6 +39,8 @@ class Feeds(Protocol):
     pinned: bool
 
     def ask(self, buffer: int, target: Any, number: int) -> None: ...
+
+    def send(self, buffer: int, target: Any, source: Any) -> None: ...
 
     def wait(self, buffer: int) -> None:
         """Return when the copy engine's `fill` was called for the buffer's last block.
@@ -269,6 +271,7 @@ class Streamer:
         engine: CopyEngine,
         feeder: "Feeds | None" = None,
         buffers: int = BUFFERS,
+        sent: Collection[int] = (),
     ) -> None:
         """
         Args:
@@ -276,8 +279,9 @@ class Streamer:
             blocks: their weights.
             device: where they compute.
             engine: that copies.
-            feeder: of the blocks on disk, which it numbers from 0 in order; None: no block is on disk.
+            feeder: of the blocks on disk, which it numbers from 0 in order, and of those that are sent.
             buffers: number of buffers on the device.
+            sent: blocks in memory that is not pinned: their copies return late, so a pass does not start them.
         """
         size = max(block.size for block in blocks)
         self.layers, self.blocks = layers, blocks
@@ -285,7 +289,7 @@ class Streamer:
         self._engine = engine
         self.feeder = feeder
         on_disk = [i for i, block in enumerate(blocks) if block.host is None]
-        self._numbers = {i: number for number, i in enumerate(on_disk)}
+        self._numbers, self._sent = {i: number for number, i in enumerate(on_disk)}, sent
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(buffers)]
         self._held: list[int | None] = [None] * buffers  # each buffer's layer, perhaps not filled yet
         self._due = list[int]()  # first layers of the next pass that wait for lower ones, with free buffers
@@ -308,7 +312,9 @@ class Streamer:
         buffer, block = i % len(self._buffers), self.blocks[i]
         self._held[buffer] = None  # should the copy fail
         target = self._buffers[buffer][: block.size]
-        if block.host is not None:
+        if self.feeder is not None and i in self._sent:
+            self.feeder.send(buffer, target, block.host)
+        elif block.host is not None:
             self._engine.fill(buffer, target, block.host)
         elif self.feeder is not None:
             self.feeder.ask(buffer, target, self._numbers[i])
@@ -329,9 +335,9 @@ class Streamer:
         return hook
 
     def _await(self, buffer: int) -> None:
-        """Wait until a block on disk was given to the copy engine."""
+        """Wait until a block of the feeder was given to the copy engine."""
         held = self._held[buffer]
-        if held in self._numbers and self.feeder is not None:
+        if (held in self._numbers or held in self._sent) and self.feeder is not None:
             try:
                 self.feeder.wait(buffer)
             except EdgespecError:
