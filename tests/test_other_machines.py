@@ -163,6 +163,7 @@ def test_only_gpus_that_may_be_used_are_looked_at(monkeypatch: pytest.MonkeyPatc
     looked = list[str]()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", list)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda name: looked.append(name) or (5 * GIB, 8 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda name: GIB)
     first, other = Gpu("cuda:0", False, 5 * GIB, GIB, 8 * GIB), Gpu("cuda:1", False, 0)

@@ -76,7 +76,9 @@ def look_at(name: str) -> Gpu:
 
 def lacks_kernels(name: str) -> str:
     """What this PyTorch lacks to compute on a card; "": nothing."""
-    card, built = torch.cuda.get_device_capability(name), torch.cuda.get_arch_list()
+    if not (built := torch.cuda.get_arch_list()):
+        return ""
+    card = torch.cuda.get_device_capability(name)
     for arch in built:
         if not (found := ARCH.fullmatch(arch)):  # ROCm's have other names
             return ""
@@ -84,8 +86,7 @@ def lacks_kernels(name: str) -> str:
         if made <= card and (found[1] == "compute" or made[0] == card[0]):
             return ""
     about = f"{torch.cuda.get_device_name(name)} ({name}) is sm_{card[0]}{card[1]}, for which this PyTorch"
-    said = f"{about} ({torch.__version__}) has no kernels, only for {', '.join(built)}: install another build"
-    return said if built else ""
+    return f"{about} ({torch.__version__}) has no kernels, only for {', '.join(built)}: install another build"
 
 
 def look_at_mps() -> Gpu:
