@@ -212,6 +212,12 @@ def test_a_card_that_must_copy_is_predicted_for_pytorch_too() -> None:
     assert len(on("qwen3-8b", "rtx4090-64").found) == 1  # all of it is on the card
 
 
+def test_input_embeddings_take_no_memory_of_a_card_that_copies_layers() -> None:
+    """2.1 GB, four layers of this model; a card that holds all layers holds them, too."""
+    _, other = on("llama-3.3-70b", "rtx4090-64").found
+    assert other.where.placed.streamed == 47
+
+
 @pytest.mark.parametrize("machine", ["macbook-24", "rtx4090-64"])
 def test_a_context_as_trained_takes_its_memory_on_every_engine(machine: str) -> None:
     called, described = find_machine(machine)

@@ -500,10 +500,14 @@ def _torch(asked: Asked, made: Prediction) -> Prediction:
     if room < 2 * layer:
         raise NoRoom(f"{gpu.name} has no room for two layers besides embeddings and draft")
     kept = min(first, int(room // layer))
-    kept = kept if kept == first else max(0, kept - 2)  # two buffers
+    names, sent = {one.name for one in others}, 0.0
+    if kept < first:
+        if "output.weight" in names:  # the input embeddings stay in this machine's memory
+            sent = sum(2 * model.numbers(one) for one in others if one.name == "token_embd.weight")
+        kept = max(0, min(first, int((room + sent) // layer)) - 2)  # two buffers
     made.where = Where(engine=made.engine, placed=Placed.on(shares, model.layers, first - kept))
     made.copied = (first - kept) * layer
-    made.streamed = max(0.0, made.copied - (machine.free * (1 - SAFETY) - MARGIN))
+    made.streamed = max(0.0, made.copied - (machine.free * (1 - SAFETY) - MARGIN - sent))
     made.stays = layers - made.streamed + outside
     speeds = of_gpu(gpu, "torch")
     parts = [
