@@ -78,8 +78,8 @@ class LlamaPlan(LoadPlan):
         gpu_layers: layers on GPUs or lenders; -1 = all.
         machine: that was planned for.
         plenty: memory holds copies, too.
-        copied: weights that the processor keeps are copied to memory, not mapped: llama.cpp pins copies, which a GPU
-            with its own memory then reads faster for long passes.
+        copied: weights that the processor keeps are copied to memory, not mapped. llama.cpp pins copies, and a GPU with
+            its own memory reads these faster.
         borrowed: as from `lending.rpc.borrow`, or None.
     """
 

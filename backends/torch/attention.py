@@ -261,7 +261,7 @@ def tree_after(length: int, window: int | None, cells: Any, heads: int) -> tuple
     """Attention of two siblings' parent and the siblings, after `length` random tokens, as computed and by definition.
 
     Args:
-        length: of the text.
+        length: number of these tokens.
         window: as for `build_mask`.
         cells: [2, key heads, cells, d], which are overwritten.
         heads: of queries.

@@ -705,7 +705,7 @@ def check_tree(backend: TorchBackend) -> None:
 
 
 def reads_tree(backend: TorchBackend, session: TorchSession, length: int) -> bool:
-    """True if kernels read a tree behind so many cells rightly, or these do not fit."""
+    """True if kernels read a tree behind `length` cells rightly, or these do not fit."""
     kinds = {(cells.device, backend.windows[layer]): cells for layer, cells in session.cells.by_layer.items()}
     heads = getattr(backend.model.config.get_text_config(), "num_attention_heads", 1)
     for (_, window), cells in kinds.items() if length + 3 <= session.cells.groups[0].shape[3] else ():

@@ -75,7 +75,7 @@ def look_at(name: str) -> Gpu:
 
 
 def lacks_kernels(name: str) -> str:
-    """What this PyTorch lacks to compute on a card; "": nothing."""
+    """Return a line for the user if this PyTorch has no kernels for a card, else ""."""
     if not (built := torch.cuda.get_arch_list()):
         return ""
     card = torch.cuda.get_device_capability(name)
