@@ -242,7 +242,7 @@ def check_llama(source: str, place: Path, say: Say, passes: int = 20) -> list[Fo
         say: called with every result.
         passes: over a few nodes.
     """
-    found, mixture, draw = list[Found](), place / "mixture.gguf", np.random.default_rng(7)
+    found, mixture, draw = list[Found](), place.resolve() / "mixture.gguf", np.random.default_rng(7)
     values = own_values(source)
     shape = (EXPERTS.count, int(values["embedding_length"]))
     rows = [draw.normal(size=shape).astype(np.float32) for _ in range(int(values["block_count"]))]
