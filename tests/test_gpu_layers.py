@@ -298,10 +298,13 @@ def test_a_card_that_cuda_and_vulkan_see_counts_once(monkeypatch: pytest.MonkeyP
         about._obj.device_id = ids[device]
 
     library = SimpleNamespace(
-        ggml_backend_dev_count=lambda: 5, ggml_backend_dev_get=lambda i: i, ggml_backend_dev_type=lambda i: gpu.GPU,
-        ggml_backend_dev_memory=lambda *given: None, ggml_backend_dev_name=lambda i: f"GPU{i}".encode(),
+        ggml_backend_dev_count=lambda: 5,
+        ggml_backend_dev_get=lambda i: i,
+        ggml_backend_dev_type=lambda i: gpu.GPU,
+        ggml_backend_dev_memory=lambda *given: None,
+        ggml_backend_dev_name=lambda i: f"GPU{i}".encode(),
         ggml_backend_dev_get_props=describe,
-    )  # fmt: skip
+    )
     monkeypatch.setattr(gpu, "ggml", lambda: library)
     monkeypatch.setattr(gpu.llama_cpp, "llama_supports_gpu_offload", lambda: True)
     assert [one.name for one in find_gpus()] == ["GPU0", "GPU1", "GPU2", "GPU4"]
@@ -314,8 +317,9 @@ def test_the_engines_libraries_describe_a_device() -> None:
         device, about = library.ggml_backend_dev_get(i), gpu.Properties()
         library.ggml_backend_dev_get_props(device, ctypes.byref(about))
         assert (about.name, about.type) == (
-            library.ggml_backend_dev_name(device), library.ggml_backend_dev_type(device),
-        )  # fmt: skip
+            library.ggml_backend_dev_name(device),
+            library.ggml_backend_dev_type(device),
+        )
         assert about.total > 0 or about.type == 3
         assert about.device_id is None or gpu.llama_cpp.llama_supports_gpu_offload()
 

@@ -15,11 +15,13 @@ PAGE = "# Measured\n\n## One\n\nfirst\n\n## Two\n\nsecond\n"
 
 def made(**changed: Any) -> Report:
     known: dict[str, Any] = {
-        "machine": "Apple M4", "system": "macOS-15.1-arm64", "version": "1.0",
+        "machine": "Apple M4",
+        "system": "macOS-15.1-arm64",
+        "version": "1.0",
         "checks": [("slots, GPU", True, "0 differ"), ("growth", False, "1 | 2 bytes"), ("machine", None, "16 GB")],
         "seconds": {"MLX": {1: 0.01234, 8: 0.05}, "llama.cpp, GPU": {1: 0.02}},
         "answers": [("arrays of 2 GiB", "the sum is right", "they load")],
-    }  # fmt: skip
+    }
     return Report(**known | changed)
 
 
@@ -28,11 +30,15 @@ def test_a_report_is_a_section_with_three_tables() -> None:
     assert page.startswith(PAGE)
     assert page.count("\n## ") == 3
     for line in (
-        "## Of a Mac: Apple M4, macOS-15.1-arm64", "|  | 1 | 8 |", "| MLX | 0.0123 | 0.05 |",
+        "## Of a Mac: Apple M4, macOS-15.1-arm64",
+        "|  | 1 | 8 |",
+        "| MLX | 0.0123 | 0.05 |",
         "| llama.cpp, GPU | 0.02 |  |",
-        "| slots, GPU | yes | 0 differ |", "| growth | **no** | 1 / 2 bytes |", "| machine | – | 16 GB |",
+        "| slots, GPU | yes | 0 differ |",
+        "| growth | **no** | 1 / 2 bytes |",
+        "| machine | – | 16 GB |",
         "| arrays of 2 GiB | the sum is right | they load |",
-    ):  # fmt: skip
+    ):
         assert f"\n{line}\n" in page
 
 

@@ -26,10 +26,20 @@ OF_MI50 = "mxxm-t/mx-llama.cpp issue #10"
 
 def row(**changes: Any) -> dict[str, Any]:
     of_one = {
-        "kind": "a", "machine": "M4 Max", "memory_gb": 64, "engine": "llama.cpp", "model": "Qwen3-14B",
-        "where": "all GPU", "quant": "Q4_K_M", "rows": 1, "tg_tok_s": 40.0, "source": "somebody", "doubt": "",
-        "device_class": "", "file_gb": 0,
-    }  # fmt: skip
+        "kind": "a",
+        "machine": "M4 Max",
+        "memory_gb": 64,
+        "engine": "llama.cpp",
+        "model": "Qwen3-14B",
+        "where": "all GPU",
+        "quant": "Q4_K_M",
+        "rows": 1,
+        "tg_tok_s": 40.0,
+        "source": "somebody",
+        "doubt": "",
+        "device_class": "",
+        "file_gb": 0,
+    }
     return of_one | changes
 
 
@@ -86,11 +96,13 @@ def test_a_source_has_one_vote_and_four_of_five_rows_must_be_answered() -> None:
         ({"model": "a model of 7B"}, "the model's shape is not known"),
         ({"quant": "Q9"}, "the type of the weights is not known"),
         ({"where": "somewhere"}, "where the weights lie is not known"),
-        ({"kind": "b", "machine": "MI50", "rows": 8, "pass_cost_vs_one_row": 2.0, "source": OF_MI50},
-         "what rows cost there is not known"),
+        (
+            {"kind": "b", "machine": "MI50", "rows": 8, "pass_cost_vs_one_row": 2.0, "source": OF_MI50},
+            "what rows cost there is not known",
+        ),
         ({"kind": "c", "draft": "DFlash", "tg_with_draft_tok_s": 2.0}, "the draft is not known"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_computed_says_why(changes: dict[str, Any], why: str) -> None:
     assert [(one.computed, one.why) for one in answered([row(**changes)])] == [(0.0, why)]
 

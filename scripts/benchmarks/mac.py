@@ -373,9 +373,13 @@ def pass_seconds(folder: Path, gguf: str) -> dict[str, dict[int, float]]:
 def report(found: Sequence[Found], seconds: dict[str, dict[int, float]], answers: list[tuple[str, str, str]]) -> Report:
     checks = [(one.name, one.good, one.text) for one in found]
     return Report(
-        machine=processor_name(), system=platform.platform(), version=__version__, checks=checks, seconds=seconds,
+        machine=processor_name(),
+        system=platform.platform(),
+        version=__version__,
+        checks=checks,
+        seconds=seconds,
         answers=answers,
-    )  # fmt: skip
+    )
 
 
 def probing(folder: Path) -> Seen:

@@ -91,10 +91,14 @@ class Properties(ctypes.Structure):
     """struct ggml_backend_dev_props of ggml-backend.h."""
 
     _fields_ = (
-        ("name", ctypes.c_char_p), ("description", ctypes.c_char_p), ("free", ctypes.c_size_t),
-        ("total", ctypes.c_size_t), ("type", ctypes.c_int), ("device_id", ctypes.c_char_p),
+        ("name", ctypes.c_char_p),
+        ("description", ctypes.c_char_p),
+        ("free", ctypes.c_size_t),
+        ("total", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("device_id", ctypes.c_char_p),
         ("caps", ctypes.c_bool * 64),
-    )  # fmt: skip
+    )
 
 
 def gpu_devices(library: Any) -> list[int]:

@@ -16,15 +16,34 @@ from edgespec.measure.outlook import expected_tokens
 from edgespec.measure.tables import table
 
 USUAL: Row = {  # what null stands for, by key
-    "id": "", "kind": "", "machine": "", "device_class": "", "memory_gb": 0, "engine": "", "model": "", "quant": "",
-    "file_gb": 0, "where": "", "rows": 1, "tg_tok_s": 0, "draft": "", "tg_with_draft_tok_s": 0,
-    "pass_cost_vs_one_row": 0, "source": "", "doubt": "",
-}  # fmt: skip
+    "id": "",
+    "kind": "",
+    "machine": "",
+    "device_class": "",
+    "memory_gb": 0,
+    "engine": "",
+    "model": "",
+    "quant": "",
+    "file_gb": 0,
+    "where": "",
+    "rows": 1,
+    "tg_tok_s": 0,
+    "draft": "",
+    "tg_with_draft_tok_s": 0,
+    "pass_cost_vs_one_row": 0,
+    "source": "",
+    "doubt": "",
+}
 
 KINDS = {
-    "a": "Macs in memory", "b": "cost of rows", "c": "drafts in memory", "d": "larger than memory", "e": "processors",
-    "f": "partly on a GPU", "g": "other GPUs",
-}  # fmt: skip
+    "a": "Macs in memory",
+    "b": "cost of rows",
+    "c": "drafts in memory",
+    "d": "larger than memory",
+    "e": "processors",
+    "f": "partly on a GPU",
+    "g": "other GPUs",
+}
 ENGINES = {"llama.cpp": "llamacpp", "mlx": "mlx", "mlx-lm": "mlx"}
 SOURCES = 8  # of fewer a kind is not judged
 ANSWERED, WITHIN, FACTOR, MEDIAN = 0.8, 0.9, 1.5, (0.8, 1.25)

@@ -68,14 +68,25 @@ Examples:
 @click.option("--memory", metavar="SIZE", help="For experts, without a draft. [default: a quarter of them]")
 @click.option("--draft-memory", metavar="SIZE", help="What a draft takes of it. [default: its file]")
 @click.option(
-    "--costs", default="99,23.8,0.57,1.43,45", metavar="FIXED,ROW,EXPERT,MISS,DRAFT",
+    "--costs",
+    default="99,23.8,0.57,1.43,45",
+    metavar="FIXED,ROW,EXPERT,MISS,DRAFT",
     help="Milliseconds of a pass, of each row, expert and read of an expert, and of the draft's pass; measured on 2 "
     "cores without a GPU.",
-)  # fmt: skip
+)
 def command(
-    sources: tuple[str, ...], write: Path | None, draft: str | None, prompts: Path | None, limit: int, max_tokens: int,
-    temperature: float, nodes: int, memory: str | None, draft_memory: str | None, costs: str,
-) -> None:  # fmt: skip
+    sources: tuple[str, ...],
+    write: Path | None,
+    draft: str | None,
+    prompts: Path | None,
+    limit: int,
+    max_tokens: int,
+    temperature: float,
+    nodes: int,
+    memory: str | None,
+    draft_memory: str | None,
+    costs: str,
+) -> None:
     """What draft trees over a mixture would read and cost.
 
     SOURCES are traces (.npz), of which each policy is replayed, and route traces (.csv.gz), which have no draft. With
@@ -150,9 +161,14 @@ def _routes(path: Path) -> Trace:
 
 
 def _record(
-    path: str, draft: str, prompts: Sequence[str], tokens: int, temperature: float, nodes: int,
+    path: str,
+    draft: str,
+    prompts: Sequence[str],
+    tokens: int,
+    temperature: float,
+    nodes: int,
     progress: Callable[[int, int], None],
-) -> Trace:  # fmt: skip
+) -> Trace:
     routers, layers = routers_of(path), find_expert_layers(path, loaded_tensors(path))
     length, most, recorder, found = LONGEST + tokens + nodes, max(LONGEST, nodes), Recorder(), list[Text]()
     options = LoadOptions(context_length=length, budget=most, sessions=1, exact="off", gpu_layers=0, resident=True)
@@ -174,9 +190,15 @@ def _record(
 
 
 def _answer(
-    target: LlamaBackend, recorder: Recorder, planner: SpecExecPlanner, prompt: list[int], sampling: SamplingParams,
-    tokens: int, nodes: int, routers: Sequence[Values],
-) -> Text | None:  # fmt: skip
+    target: LlamaBackend,
+    recorder: Recorder,
+    planner: SpecExecPlanner,
+    prompt: list[int],
+    sampling: SamplingParams,
+    tokens: int,
+    nodes: int,
+    routers: Sequence[Values],
+) -> Text | None:
     """A text, of whose passes over trees only the root's token is taken; None: it ends with its first token."""
     noise, ids, steps = Noise(sampling.seed, target.vocab.size), [*prompt], list[tuple[NDArray[Any], ...]]()
     tree, kept = chain_of(prompt), list(range(len(prompt)))
