@@ -1,5 +1,6 @@
 """The MLX backend: families of models, what is refused, and its own behaviour. Models are tiny and random."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -246,6 +247,7 @@ def test_memory_limits(monkeypatch):
 
 def test_weights_are_read_one_by_one_before_the_first_pass(llama, monkeypatch):
     """In a pass, commands of a GPU would wait for the files, and a slow disk would end them."""
+    gc.collect()  # what other tests have left must not go meanwhile
     seen, engine, before = [], MlxEngine(), mx.get_active_memory()
     monkeypatch.setattr(backend_module, "_check_tree", lambda *_: seen.append("pass"))
     plan = engine.plan(str(llama), LoadOptions(context_length=64), this_machine())
