@@ -1,6 +1,6 @@
 """What tests of engines share: texts that must be those of plain decoding, and models with recurrent layers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,6 +89,24 @@ def check_head(target: Any, head: Any, whole: bool) -> list[tuple[float, int]]:
                 assert text == plain, f"{name}, {sampling}, {prompt}"
                 found += [(stats.acceptance_length, stats.draft_passes)] if state is None else []
     return found
+
+
+def check_head_over_pools(targets: Iterable[Any], load_head: Callable[[Any], Any], whole: bool) -> None:
+    """A head drafts for a mixture in pools as for the same one in memory.
+
+    Args:
+        targets: that in memory, then that in pools.
+        load_head: of a target.
+        whole: as for `check_head`.
+    """
+    found = []
+    for target in targets:
+        head = load_head(target)
+        found.append(check_head(target, head, whole))
+        head.close()
+    assert found[0] == found[1]
+    assert max(length for length, _ in found[0]) > 1
+    assert 0 < target.mixture.memory.hits < target.mixture.memory.wanted
 
 
 def check_wrong_text(target: Any, prompt: Sequence[int], count: int) -> None:

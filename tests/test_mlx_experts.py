@@ -28,7 +28,7 @@ from edgespec.backends.mlx.expert_files import find_experts
 from edgespec.backends.mlx.loading import load_weights
 from edgespec.backends.mlx.memory import find_layout
 from edgespec.backends.mlx.streaming import SlotStore
-from folder_texts import check_head
+from folder_texts import check_head_over_pools
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU
@@ -192,15 +192,11 @@ def test_a_router_that_reads_something_else_than_its_experts_predicts_nothing(mi
 @pytest.mark.parametrize("name", few(("mixtral", "gpt-oss", "granite"), "gpt-oss"))
 def test_a_head_drafts_as_for_the_mixture_in_memory(name, slots, tmp_path, pooled, whole_grid):
     """Texts are those of plain decoding."""
-    folder, found = make(tmp_path / "model", name), []
-    path = write_head(tmp_path / "head", head_weights(VOCAB_SIZE, VOCAB_SIZE - 20))
-    for target in (load(str(folder), **OPTIONS), pooled(folder, slots, draft_files=(str(path),))):
-        head = engine.load_head(target, str(path), LoadOptions(context_length=64, budget=16).for_draft())
-        found.append(check_head(target, head, whole_grid))
-        head.close()
-    assert found[0] == found[1]
-    assert max(length for length, _ in found[0]) > 1
-    assert 0 < target.mixture.memory.hits < target.mixture.memory.wanted
+    folder = make(tmp_path / "model", name)
+    path = str(write_head(tmp_path / "head", head_weights(VOCAB_SIZE, VOCAB_SIZE - 20)))
+    targets = load(str(folder), **OPTIONS), pooled(folder, slots, draft_files=(path,))
+    options = LoadOptions(context_length=64, budget=16).for_draft()
+    check_head_over_pools(targets, lambda target: engine.load_head(target, path, options), whole_grid)
 
 
 def test_the_contract(mixtral, pooled):

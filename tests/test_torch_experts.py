@@ -23,7 +23,7 @@ from edgespec.backends.torch.engine import engine
 from edgespec.backends.torch.experts import ExpertFolder, Slots, by_slots, find_folder
 from edgespec.backends.torch.loading import WORKSPACE, Placement
 from edgespec.backends.torch.offload import HostCopies
-from folder_texts import check_head
+from folder_texts import check_head_over_pools
 from hf_models import add_head, save, tiny_model, torch
 from same_bits import Pair, check_failing_disk, check_given_up_passes, do_everything, replayed
 from test_heads_torch import head_folder
@@ -209,14 +209,9 @@ def test_a_head_drafts_as_for_the_mixture_in_memory(family, card, slots, tmp_pat
     else:
         head_path = head_folder(tmp_path / "head")
         asked = {"draft_files": (str(head_path),)}
-    options, found = OPTIONS | {"budget": 16}, []
-    for target in (load(str(folder), **options), pooled(folder, slots, card=card, **options, **asked)):
-        head = engine.load_head(target, str(head_path), LoadOptions(context_length=64, budget=16).for_draft())
-        found.append(check_head(target, head, whole_grid))
-        head.close()
-    assert found[0] == found[1]
-    assert max(length for length, _ in found[0]) > 1
-    assert 0 < target.mixture.memory.hits < target.mixture.memory.wanted
+    options, of_head = OPTIONS | {"budget": 16}, LoadOptions(context_length=64, budget=16).for_draft()
+    targets = load(str(folder), **options), pooled(folder, slots, card=card, **options, **asked)
+    check_head_over_pools(targets, lambda target: engine.load_head(target, str(head_path), of_head), whole_grid)
 
 
 @pytest.mark.covering(1)

@@ -51,8 +51,12 @@ class Router:
         # Not by BLAS, whose threads would take the processor from those that compute.
         scores = np.einsum("ij,kj->ik", inputs[:ROWS_SHOWN], self.weight) + self.bias
         if self.bias_of_probabilities is not None:
-            scores = np.exp(scores - scores.max(axis=1, keepdims=True)) if self.softmax else 1 / (1 + np.exp(-scores))
-            scores = scores / (scores.sum(axis=1, keepdims=True) if self.softmax else 1) + self.bias_of_probabilities
+            if self.softmax:
+                scores = np.exp(scores - scores.max(axis=1, keepdims=True))
+                scores /= scores.sum(axis=1, keepdims=True)
+            else:
+                scores = 1 / (1 + np.exp(-scores))
+            scores += self.bias_of_probabilities
         count = most_predicted(used)
         found: list[int] = np.unique(np.argpartition(-scores, count - 1, axis=1)[:, :count]).tolist()
         return found
