@@ -361,7 +361,7 @@ class TestResponses:
         monkeypatch.setattr(responses, "json_text", lambda *given: seen.append(given) or grammar.json_text(*given))
         tools = [{"type": "function", "name": "f", "note": "x\u2028é"}]
         body = {"input": "hello", "max_output_tokens": 3, "tools": tools, "instructions": "be", "metadata": {"a": "b"}}
-        body["tool_choice"] = "none"
+        body |= {"tool_choice": "none", "store": False}
         events = list(map(json.loads, stream(client, "/v1/responses", body)))
         answers = [event["response"] for event in events if "response" in event]
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -519,7 +519,7 @@ class TestErrors:
         answer = client.post("/v1/chat/completions", content=pieces(), headers={"content-type": "application/json"})
         assert answer.status_code == 413
         assert client.get("/v1/nothing").status_code == 404
-        assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+        assert client.get("/v1/nothing").json()["error"]["type"] == "invalid_request_error"
         assert client.get("/v1/chat/completions").status_code == 405
 
     @pytest.mark.parametrize(

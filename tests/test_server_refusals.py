@@ -258,7 +258,8 @@ REFUSED = [
         "the tools have 65543 values in all, but at most 65536 may be given.",
     ),
     ("chat/completions", {"response_format": {"type": "a" * 2**20}}, "response_format: there is no type 'aaa"),
-    ("responses", {"previous_response_id": "resp_1"}, "whole conversation"),
+    ("responses", {"previous_response_id": "resp_1"}, "Previous response with id 'resp_1' not found."),
+    ("responses", {"conversation": "conv_1"}, "give previous_response_id, or all of it as input"),
     ("messages", {"max_tokens": None}, "max_tokens is missing"),
     ("messages", {"max_tokens": 0}, "max_tokens is 0"),
     ("messages", {"messages": [{"role": "cat", "content": ""}]}, "messages.0.role is 'cat'"),
@@ -290,11 +291,6 @@ REFUSED = [
         "responses",
         {"tools": [{"type": "function", "name": "look"}, {"type": "shell", "environment": {"type": "container_auto"}}]},
         "'shell' cannot be had here",
-    ),
-    (
-        "responses",
-        {"input": [HELLO["messages"][0], {"type": "item_reference", "id": "5"}]},
-        "input.1: items of type 'item_reference' cannot be read here",
     ),
     (
         "responses",

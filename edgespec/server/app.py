@@ -22,7 +22,7 @@ from edgespec.server.dialects import openai
 from edgespec.server.dialects.chat import CHAT
 from edgespec.server.dialects.completions import COMPLETION
 from edgespec.server.dialects.draft_prompt import typed_prompt
-from edgespec.server.dialects.responses import RESPONSES
+from edgespec.server.dialects.responses import RESPONSES, stored_items, stored_response
 from edgespec.server.errors import Refused, refusal
 from edgespec.server.metrics import metrics
 from edgespec.server.service import Service
@@ -49,6 +49,8 @@ def make_app(
             Route("/v1/messages", anthropic.MESSAGES.answer, methods=["POST"]),
             Route("/v1/messages/count_tokens", anthropic.count_tokens, methods=["POST"]),
             Route("/v1/responses", RESPONSES.answer, methods=["POST"]),
+            Route("/v1/responses/{name}", stored_response, methods=["GET", "DELETE"]),
+            Route("/v1/responses/{name}/input_items", stored_items),
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", show_model),
             Route("/edgespec/draft-prompt", typed_prompt, methods=["PUT"]),

@@ -25,6 +25,7 @@ from edgespec.server.answers import Answer, Answers, Emit
 from edgespec.server.conversation import UNLIMITED, Conversation, Question
 from edgespec.server.errors import Refused, refuse_if
 from edgespec.server.model_format import ModelFormat
+from edgespec.server.stored import StoredResponses
 from edgespec.server.typing_ahead import TypingAhead
 
 MOST_CHOICES = 8
@@ -46,6 +47,7 @@ class Service:
     stopping: bool = False
     started: int = field(default_factory=lambda: int(time.time()))
     answered: Counter[tuple[str, int]] = field(default_factory=Counter)
+    stored: StoredResponses = field(default_factory=StoredResponses)
 
     def __post_init__(self) -> None:
         vocab = self.model.target.vocab

@@ -167,10 +167,10 @@ async def read_body(request: HttpRequest) -> bytearray:
     return data
 
 
-def parsed_body(data: bytes | bytearray, kind: type[Body]) -> Body:
+def parsed(data: bytes | bytearray) -> Any:
     """
     Raises:
-        Refused: it is not JSON, or not of this kind.
+        Refused: it is not JSON.
     """
     starts = range(0, len(data), PIECE)
     values = sum(data.count(mark, at, at + PIECE) for at in starts for mark in (b",", b"[", b"{"))  # also in texts
@@ -178,9 +178,17 @@ def parsed_body(data: bytes | bytearray, kind: type[Body]) -> Body:
         raise Refused(413, f"the body has more than {MOST_VALUES} values")
     try:
         decoder = InSteps if values > FEW_VALUES else None
-        found = json.loads(data, cls=decoder, parse_constant=_no_constant, parse_float=_finite)
+        return json.loads(data, cls=decoder, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON: {error}") from error
+
+
+def parsed_body(data: bytes | bytearray, kind: type[Body]) -> Body:
+    """
+    Raises:
+        Refused: it is not JSON, or not of this kind.
+    """
+    found = parsed(data)
     refuse_if(
         not isinstance(found, dict) or sum(1 for _ in levels(found)) > MOST_DEPTH,
         f"the body must be a JSON object, at most {MOST_DEPTH} deep",

@@ -20,7 +20,6 @@ const { textStream } = streamText({
   prompt,
   tools: { write },
   stopWhen: stepCountIs(5),
-  providerOptions: { openai: { store: false } },
   onError: ({ error }) => console.log(`error: ${error}`),
 });
 for await (const piece of textStream) process.stdout.write(piece);

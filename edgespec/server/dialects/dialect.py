@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -74,21 +75,25 @@ class Dialect:
         body: the class of its bodies; they have a field `stream`.
         question: of a body; raises Refused or UsageError.
         writer: for a body and its answers.
+        recall: looks up what a body refers to, for its sender; returns the bytes. Raises Refused.
         streams_too_long: a stream refuses a prompt for its length, instead of a status.
     """
 
     body: type[Lenient]
     question: Callable[[Any], Question]
     writer: Callable[[Service, Any, Answers], Writer]
+    recall: Callable[[Service, Any, str], int] = lambda service, body, sender: 0
     streams_too_long: bool = False
 
     async def answer(self, http: HttpRequest) -> Response:
         service: Service = http.app.state.service
-        data = await read_body(http)
+        data, sender = await read_body(http), http.scope[SENDER]
         with service.admitted():
-            body, question = await service.read(len(data), lambda: self._read(data))
+            body: Any = await service.read(len(data), partial(parsed_body, data, self.body))
+            size = len(data) + self.recall(service, body, sender)
+            question = await service.read(size, partial(self.question, body))
         try:
-            answers = await service.start(question, http.scope[SENDER], len(data))
+            answers = await service.start(question, sender, size)
         except ContextFull as error:
             if not (body.stream and self.streams_too_long):
                 raise
@@ -101,10 +106,6 @@ class Dialect:
                 return await answer_whole(http, answers.whole(), writer.whole)
             left_early.pop_all()
         return EventStream(self._lines(writer, answers), answers.cancel)
-
-    def _read(self, data: bytearray) -> tuple[Any, Question]:
-        body = parsed_body(data, self.body)
-        return body, self.question(body)
 
     async def _lines(self, writer: Writer, answers: Answers) -> AsyncIterator[bytes]:
         try:

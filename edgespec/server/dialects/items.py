@@ -72,14 +72,14 @@ class Offered:
     namespace: str | None = None
 
 
-def offered_by_all(tools: Sequence[Any] | None, items: str | Sequence[dict[str, Any]]) -> dict[str, Offered]:
+def offered_by_all(tools: Sequence[Any] | None, items: Sequence[dict[str, Any]]) -> dict[str, Offered]:
     """The tools that the client runs, also those that it has found or added later, by their functions' names.
 
     Raises:
         Refused: a tool cannot be had.
     """
     given = list(tools or ())
-    for item in () if isinstance(items, str) else items:
+    for item in items:
         if item.get("type") in ("tool_search_output", "additional_tools") and isinstance(item.get("tools"), list):
             given += item["tools"]
     found = [one for i, tool in enumerate(given) for one in offered(tool, f"tools.{i}")]

@@ -15,7 +15,7 @@ from edgespec.server.answers import Answer, Answers
 from edgespec.server.constrained import string
 from edgespec.server.conversation import Question
 from edgespec.server.dialects.dialect import Writer
-from edgespec.server.errors import Refused, refuse_if
+from edgespec.server.errors import KINDS, Refused, refuse_if
 from edgespec.server.service import Service
 from edgespec.server.wire import MOST_NAME, Lenient, Listed, SamplingFields, ServerSent, new_id, not_read
 
@@ -120,7 +120,8 @@ def thinking_options(thinking: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def error_body(refused: Refused) -> dict[str, Any]:
-    error = {"message": refused.message, "type": refused.kind, "param": refused.param, "code": refused.code}
+    kind = KINDS[400] if refused.status == 404 else refused.kind
+    error = {"message": refused.message, "type": kind, "param": refused.param, "code": refused.code}
     return {"error": error}
 
 

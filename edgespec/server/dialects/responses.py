@@ -1,18 +1,23 @@
-"""OpenAI's newer dialect /v1/responses, without stored answers."""
+"""OpenAI's newer dialect: /v1/responses."""
 
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import MaxLen
+from pydantic import PrivateAttr
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
 
 from edgespec.errors import shown
 from edgespec.loop.grammar import json_text
 from edgespec.scheduler.events import Ended, Event
+from edgespec.server.access import SENDER
 from edgespec.server.answers import Answers, Parts
 from edgespec.server.content import result_of, text_of
 from edgespec.server.conversation import MOST_TURNS, Conversation, Question, Thought, Turn, role_of
@@ -21,8 +26,9 @@ from edgespec.server.dialects.items import OWN_TOOLS, SKIPPED, Offered, call_ite
 from edgespec.server.dialects.openai import OpenAIBody, error_body, template_options, usage
 from edgespec.server.errors import Refused, refuse_if
 from edgespec.server.service import Service
+from edgespec.server.stored import Stored
 from edgespec.server.tool_calls import Call, choose_tools
-from edgespec.server.wire import TOKENS, Listed, ServerSent, TemplateFields, json_of, new_id
+from edgespec.server.wire import MOST_BODY, TOKENS, Listed, ServerSent, TemplateFields, json_of, new_id, parsed
 
 MOST_ECHO = 2**22  # characters of what answers repeat
 ROLES = ("system", "developer", "user", "assistant")
@@ -49,11 +55,32 @@ class ResponsesBody(OpenAIBody, TemplateFields):
     metadata: dict[str, Any] | None = None
     top_logprobs: int | None = None
     include: list[Any] | None = None
+    store: bool = True
+    _before: Stored | None = PrivateAttr(None)  # the previous response
+    _others: list[Stored] = PrivateAttr(default_factory=list)  # which have the items that the input refers to
+
+    @property
+    def own_items(self) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+
+    @cached_property
+    def items(self) -> list[dict[str, Any]]:
+        """The conversation, with what the input refers to."""
+        known = {id_of(item): item for one in self._others for item in one.items()}
+        before, names = self._before.items() if self._before else [], map(reference, self.own_items)
+        return before + [one if name is None else known[name] for one, name in zip(self.own_items, names, strict=True)]
+
+    @cached_property
+    def kept(self) -> bytes | None:
+        """JSON of `items`, to store; None: they are not stored, as the client wants or because they are too long."""
+        with suppress(ValueError):
+            return json_text(self.items, MOST_BODY, ValueError()).encode() if self.store else None
+        return None
 
     @cached_property
     def offered(self) -> dict[str, Offered]:
         """The tools that the client runs; raises Refused."""
-        return offered_by_all(self.tools, self.input)
+        return offered_by_all(self.tools, self.items)
 
     @cached_property
     def echo(self) -> str:
@@ -68,11 +95,41 @@ class ResponsesBody(OpenAIBody, TemplateFields):
         return json_text(found, MOST_ECHO, Refused(413, says))
 
 
+def reference(item: dict[str, Any]) -> str | None:
+    """The id of the item for which this one stands, if it stands for another."""
+    return id_of(item) if item.get("type") == "item_reference" or item.keys() == {"id"} else None
+
+
+def id_of(item: dict[str, Any]) -> str:
+    """ "": it has none."""
+    name = item.get("id")
+    return name if isinstance(name, str) else ""
+
+
+def recall(service: Service, body: ResponsesBody, sender: str) -> int:
+    """Look up what a body refers to; returns its bytes. Raises Refused: it is not there, or another sender's."""
+    if name := body.previous_response_id:
+        body._before = service.stored.find(sender, name)
+        if not body._before:
+            says, code = f"Previous response with id {name!r} not found.", "previous_response_not_found"
+            raise Refused(400, says, code, "previous_response_id")
+    for item in map(reference, body.own_items):
+        if item is None or any(item in one.ids for one in body._others):
+            continue
+        found = service.stored.with_item(sender, item)
+        if not found:
+            says = f"Item with id {item!r} not found. Items are not persisted when `store` is set to false."
+            says += " Try again with `store` set to true, or remove this item from your input."
+            raise Refused(404, says, param="input")
+        body._others.append(found)
+    return sum(one.size for one in (*filter(None, [body._before]), *body._others))
+
+
 def question_of(body: ResponsesBody) -> Question:
     refuse_if(
-        body.previous_response_id or body.conversation,
-        "answers are not stored here: send the whole conversation as input",
-    )
+        body.conversation, "conversations are not stored here: give previous_response_id, or all of it as input",
+        "conversation",
+    )  # fmt: skip
     refuse_if(
         body.top_logprobs or "message.output_text.logprobs" in (body.include or ()),
         "log-probabilities are not for this interface; /v1/chat/completions takes logprobs",
@@ -81,7 +138,7 @@ def question_of(body: ResponsesBody) -> Question:
     form = (body.text or {}).get("format")
     if form is not None and not isinstance(form, dict):
         raise Refused(400, f"text.format is {shown(form)}, but must be an object with a type", param="text.format")
-    body.echo  # noqa: B018 (it is made here, not in the server's loop)
+    body.echo, body.kept  # noqa: B018 (they are made here, not in the server's loop)
     options = template_options((body.reasoning or {}).get("effort")) | body.variables
     most = body.max_tokens if body.max_output_tokens is None else body.max_output_tokens
     functions, parallel = [tool.function for tool in body.offered.values()], body.parallel_tool_calls
@@ -94,12 +151,12 @@ def question_of(body: ResponsesBody) -> Question:
 
 def turns_of(body: ResponsesBody) -> list[Turn]:
     """One turn for neighbouring items of the assistant; raises Refused."""
-    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    items, earlier = body.items, len(body.items) - len(body.own_items)
     found = [Turn("system", body.instructions)] if body.instructions else []
     thought, calls = "", list[Call]()  # calls: of the last turn
     texts = defaultdict[int, list[str]](list)  # behind calls, by the turn's number
     for i, item in enumerate(items):
-        kind, where = item.get("type") or "message", f"input.{i}"
+        kind, where = item.get("type") or "message", f"input.{i - earlier}"
         if kind == "reasoning":
             parts = item.get("content") or item.get("summary") or ()
             refuse_if(
@@ -159,13 +216,13 @@ def part(text: str) -> dict[str, Any]:
 
 class ResponsesWriter(Writer):
     def __init__(self, service: Service, body: ResponsesBody, answers: Answers) -> None:
-        self._answers, self._name, self._echo, self._offered = answers, new_id("msg_"), body.echo, body.offered
+        self._service, self._body, self._answers, self._name = service, body, answers, new_id("msg_")
         # What a response has from its beginning, besides its echo.
         self._head: dict[str, Any] = {
             "id": new_id("resp_"), "object": "response", "created_at": int(time.time()),
             "model": body.model or service.name,
             "max_output_tokens": body.max_output_tokens, "parallel_tool_calls": body.parallel_tool_calls,
-            "previous_response_id": None, "store": False,
+            "previous_response_id": body.previous_response_id, "store": body.store,
             "truncation": "disabled", "error": None,
         }  # fmt: skip
         for answer in answers.all:  # one; none where the prompt is too long
@@ -178,14 +235,23 @@ class ResponsesWriter(Writer):
         self._cut: dict[int, dict[str, Any]] = {}  # calls that have begun and proved to be none, by their place
 
     def whole(self) -> str:
-        return self._with_echo(self._response())
+        return self._store(self._response())
+
+    def _store(self, response: dict[str, Any]) -> str:
+        """Its JSON."""
+        text, body = self._with_echo(response), self._body
+        if body.kept is not None:
+            ids = frozenset(map(id_of, (*body.items, *response["output"]))) - {""}
+            stored = Stored(text.encode(), body.kept, ids)
+            self._service.stored.add(self._answer.request.sender, response["id"], stored)
+        return text
 
     def _with_echo(self, response: dict[str, Any]) -> str:
-        return f"{json_of(response)[:-1]},{self._echo[1:]}"
+        return f"{json_of(response)[:-1]},{self._body.echo[1:]}"
 
-    def _with_response(self, kind: str, response: dict[str, Any]) -> ServerSent:
+    def _with_response(self, kind: str, text: str) -> ServerSent:
         name, fields = self._named(kind)
-        return name, f'{json_of(fields)[:-1]},"response":{self._with_echo(response)}}}'
+        return name, f'{json_of(fields)[:-1]},"response":{text}}}'
 
     def _response(self) -> dict[str, Any]:
         one, name, counts = self._answer, self._name, usage(self._answers, "input", "output")
@@ -206,11 +272,11 @@ class ResponsesWriter(Writer):
         return {**self._head, "status": status, "output": output, **more, **told}
 
     def begin(self) -> Iterator[ServerSent]:
-        yield self._with_response("created", self._head | IN_PROGRESS)
+        yield self._with_response("created", self._with_echo(self._head | IN_PROGRESS))
         yield from self.silent()
 
     def silent(self) -> Iterator[ServerSent]:
-        yield self._with_response("in_progress", self._head | IN_PROGRESS)
+        yield self._with_response("in_progress", self._with_echo(self._head | IN_PROGRESS))
 
     def after(self, number: int, event: Event) -> Iterator[ServerSent]:
         for stage, _, piece in self._parts.after(self._answer):
@@ -222,12 +288,13 @@ class ResponsesWriter(Writer):
                 yield from self._of_call(stage, piece)
         if isinstance(event, Ended):
             done = self._response()
+            whole = self._store(done)
             if self._text:
                 text, index = self._answer.text, self._text["output_index"]
                 yield self._named("output_text.done", **self._text, text=text, logprobs=[])
                 yield self._named("content_part.done", **self._text, part=part(text))
                 yield self._item("done", index, text_item(self._name, text, done["status"]))
-            yield self._with_response(done["status"], done)
+            yield self._with_response(done["status"], whole)
 
     def error(self, refused: Refused) -> Iterator[ServerSent]:
         """openai-python raises what the member `error` of the first event has; Codex reads only the second."""
@@ -235,7 +302,8 @@ class ResponsesWriter(Writer):
         yield "error", {"type": "error", **about, "sequence_number": next(self._numbers), **error_body(refused)}
         code = refused.code or ("server_error" if refused.status >= 500 else "invalid_prompt")
         error = {"code": code, "message": refused.message}
-        yield self._with_response("failed", self._head | NOTHING | {"status": "failed", "error": error})
+        failed = self._head | NOTHING | {"status": "failed", "error": error}
+        yield self._with_response("failed", self._with_echo(failed))
 
     def _of_thought(self, stage: str, piece: Thought) -> Iterator[ServerSent]:
         """All thoughts are one item, which ends with the first of them.
@@ -285,7 +353,7 @@ class ResponsesWriter(Writer):
             yield self._item("done", index, done)
 
     def _call_item(self, call: Call, status: str = "completed") -> dict[str, Any]:
-        return call_item(call, self._offered.get(call.name), status)
+        return call_item(call, self._body.offered.get(call.name), status)
 
     @property
     def _thoughts(self) -> int:
@@ -300,4 +368,38 @@ class ResponsesWriter(Writer):
 
 
 # Codex takes a status 400 for a mistake of its own, and does not shorten the conversation.
-RESPONSES = Dialect(ResponsesBody, question_of, ResponsesWriter, streams_too_long=True)
+RESPONSES = Dialect(ResponsesBody, question_of, ResponsesWriter, recall=recall, streams_too_long=True)
+
+
+async def stored_response(http: HttpRequest) -> Response:
+    """GET and DELETE."""
+    found = _stored(http)
+    if http.method == "GET":
+        return Response(found.response, media_type="application/json")
+    sender, name = http.scope[SENDER], http.path_params["name"]
+    http.app.state.service.stored.remove(sender, name)
+    return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+
+async def stored_items(http: HttpRequest) -> Response:
+    """A page of the conversation before a response, the last item first."""
+    found, asked, name = _stored(http), http.query_params, http.path_params["name"]
+    items = [
+        {"id": f"{name}_{i}", "type": "message"} | item
+        for i, item in enumerate(await http.app.state.service.read(found.size, partial(parsed, found.before)))
+    ]
+    items = items if asked.get("order") == "asc" else items[::-1]
+    first = next((i + 1 for i, item in enumerate(items) if item["id"] == asked.get("after")), 0)
+    limit = asked.get("limit", "20")
+    refuse_if(not limit.isdecimal() or not 1 <= int(limit) <= 100, f"limit is {limit}, but must be from 1 to 100")
+    shown = items[first : first + int(limit)]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    return JSONResponse({"object": "list", "data": shown, "has_more": first + int(limit) < len(items), **ends})
+
+
+def _stored(http: HttpRequest) -> Stored:
+    name = http.path_params["name"]
+    found: Stored | None = http.app.state.service.stored.find(http.scope[SENDER], name)
+    if not found:
+        raise Refused(404, f"Response with id {name!r} not found.")
+    return found
