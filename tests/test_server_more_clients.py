@@ -117,6 +117,8 @@ def test_made_up_requests_are_never_an_error_of_the_server(server):
     from edgespec.server.dialects.completions import CompletionBody
     from edgespec.server.dialects.draft_prompt import TypedBody
     from edgespec.server.dialects.messages import CountBody, MessagesBody
+    from edgespec.server.dialects.ollama import ChatBody as OllamaChatBody
+    from edgespec.server.dialects.ollama import GenerateBody
     from edgespec.server.dialects.responses import ResponsesBody
 
     bodies = {
@@ -125,6 +127,8 @@ def test_made_up_requests_are_never_an_error_of_the_server(server):
         ("POST", "/v1/messages"): MessagesBody,
         ("POST", "/v1/messages/count_tokens"): CountBody,
         ("POST", "/v1/responses"): ResponsesBody,
+        ("POST", "/api/chat"): OllamaChatBody,
+        ("POST", "/api/generate"): GenerateBody,
         ("PUT", "/edgespec/draft-prompt"): TypedBody,
     }
     names, paths = dict[str, object](), dict[str, object]()

@@ -463,7 +463,7 @@ def serve(
     hosts: tuple[str, ...], origins: tuple[str, ...], grace: int, keep: str | None, keep_size: str, log: bool,
     yes: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Serve MODEL, given as for `edgespec run`, by HTTP with the interfaces of OpenAI and Anthropic."""
+    """Serve MODEL, given as for `edgespec run`, by HTTP with the interfaces of OpenAI, Anthropic and Ollama."""
     from edgespec.cli import serve as server
 
     server.check_server()

@@ -162,7 +162,8 @@ def serve(model: Model, name: str, listening: socket.socket, *, grace: int, log:
     host, port = listening.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
     click.echo(
-        f"{name} answers at http://{where}:{port}/v1 (OpenAI) and http://{where}:{port} (Anthropic); Ctrl-C ends"
+        f"{name} answers at http://{where}:{port}/v1 (OpenAI) and http://{where}:{port} (Anthropic, Ollama); "
+        "Ctrl-C ends"
     )
     gc.collect()
     gc.freeze()  # what is loaded is no garbage, and to search it stops all answers

@@ -1,7 +1,8 @@
 """Any page in a browser can reach a local server, so Host, Origin, type of the body, and key are checked.
 
 The Host must be one that no attacker's name server can answer for. Bodies must be JSON, which no page can send to
-another origin unasked.
+another origin unasked. Ollama's interface takes them without a type, since its clients send none; there the Origin
+alone, which every browser sends with a body, keeps pages out.
 """
 
 import asyncio
@@ -34,6 +35,8 @@ SAFETY = [
 LOCAL = "localhost"  # the only name that no system asks a name server for: macOS does for *.localhost
 ORIGIN = re.compile(r"(\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]*)/?", re.IGNORECASE)
 BEARER = re.compile(r"^bearer\s+", re.IGNORECASE)
+UNTYPED = ("", "application/x-www-form-urlencoded")  # what Ollama's clients say of their JSON; the second is curl's
+OLLAMA = "/api/"  # its paths
 NAME = re.compile(r"[\w-]+(\.[\w-]+)*\.?", re.ASCII)
 
 SENDER = "edgespec.sender"  # of a request, in its scope
@@ -134,7 +137,7 @@ class Guard:
             return Refused(403, "another site's page may not use this server")
         if scope["method"] in ("POST", "PUT", "PATCH"):
             kind = ", ".join(headers.getlist("content-type")).partition(";")[0].strip().lower()
-            if kind != "application/json":
+            if kind != "application/json" and not (scope["path"].startswith(OLLAMA) and kind in UNTYPED):
                 return Refused(415, f"the body must be application/json, not {kind or 'without a type'!r}")
             if (coding := headers.get("content-encoding", "identity")).lower() != "identity":
                 return Refused(415, f"the body is sent as {coding!r}, which is not read here: send it as it is")

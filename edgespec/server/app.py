@@ -16,9 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgespec.errors import EdgespecError, MissingPackage
 from edgespec.loop.grammar import json_object
-from edgespec.server.access import Guard
+from edgespec.server.access import OLLAMA, Guard
 from edgespec.server.dialects import messages as anthropic
-from edgespec.server.dialects import openai
+from edgespec.server.dialects import ollama, openai
 from edgespec.server.dialects.chat import CHAT
 from edgespec.server.dialects.completions import COMPLETION
 from edgespec.server.dialects.draft_prompt import typed_prompt
@@ -53,6 +53,14 @@ def make_app(
             Route("/v1/responses/{name}/input_items", stored_items),
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", show_model),
+            Route("/api/chat", ollama.CHAT.answer, methods=["POST"]),
+            Route("/api/generate", ollama.GENERATE.answer, methods=["POST"]),
+            Route("/api/show", ollama.show, methods=["POST"]),
+            Route("/api/tags", ollama.tags),
+            Route("/api/ps", ollama.running),
+            Route("/api/version", ollama.version),
+            *(Route(f"/api/{name}", ollama.refuse, methods=["POST"]) for name in ("pull", "push", "create", "copy")),
+            Route("/api/delete", ollama.refuse, methods=["DELETE"]),
             Route("/edgespec/draft-prompt", typed_prompt, methods=["PUT"]),
             Route("/health", health),
             Route("/metrics", show_metrics),
@@ -101,6 +109,8 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 
 
 def error_body(refused: Refused, path: str) -> dict[str, Any]:
+    if path.startswith(OLLAMA):
+        return ollama.error_body(refused)
     is_anthropic = path.startswith("/v1/messages")
     return anthropic.error_body(refused) if is_anthropic else openai.error_body(refused)
 

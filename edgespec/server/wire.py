@@ -1,4 +1,4 @@
-"""HTTP below the dialects: JSON bodies, whole answers, and server-sent events."""
+"""HTTP below the dialects: JSON bodies, whole answers, and events."""
 
 import asyncio
 import json
@@ -246,11 +246,19 @@ def json_of(data: Any) -> str:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
 
 
-def sse(name: str | None, data: Any) -> bytes:
+def _in_line(data: Any) -> str:
     text = data if isinstance(data, str) else json_of(data)
     for end, escape in LINE_BREAKS.items():
         text = text.replace(end, escape)  # `translate` takes a second for megabytes
-    return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
+    return text
+
+
+def sse(name: str | None, data: Any) -> bytes:
+    return (f"event: {name}\n" if name else "").encode() + f"data: {_in_line(data)}\n\n".encode()
+
+
+def json_line(name: str | None, data: Any) -> bytes:
+    return f"{_in_line(data)}\n".encode()
 
 
 def new_id(kind: str) -> str:

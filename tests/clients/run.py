@@ -372,6 +372,19 @@ def ai_command(case: Case, message: str, again: bool) -> list[str]:
     return [str(case.client.folder / "ai.mjs"), f"{case.url}/v1", message]
 
 
+def of_ollama(name: str, library: str, *packages: str) -> Client:
+    """A Python library that speaks Ollama's API."""
+
+    def command(case: Case, message: str, again: bool) -> list[str]:
+        return [str(HERE / "local.py"), library, case.url, message, str(case.home / "kept.json")]
+
+    return Client(
+        name, packages, "bin/python", command, lambda case: {"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        lambda path, text: ("write", {"path": str(path), "text": text}),
+        python=True, cannot=dict.fromkeys(["mcp", "image", "overflow", "compact", "slow"], NO_PROGRAM),
+    )  # fmt: skip
+
+
 NO_LIMIT = {"slow": "its limit ends with the head of an answer, which is sent at once"}
 NO_AGENT = "it has no tools and no MCP: it writes edits as text"
 NO_PROGRAM = "a library: its programs do that"
@@ -419,6 +432,9 @@ CLIENTS = [
         lambda path, text: ("write", {"path": str(path), "text": text}),
         cannot=NO_LIMIT | dict.fromkeys(["mcp", "image", "overflow", "compact", "resume"], NO_PROGRAM),
     ),
+    of_ollama("ollama-python", "ollama", "ollama==0.6.3"),
+    of_ollama("LiteLLM", "litellm", "litellm==1.110.2"),
+    of_ollama("LangChain", "langchain", "langchain-ollama==1.1.0"),
 ]  # fmt: skip
 
 

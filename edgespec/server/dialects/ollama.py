@@ -1,0 +1,309 @@
+"""Ollama's dialect: conversations and prompts by lines of JSON, and the models that there are."""
+
+import json
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from hashlib import sha256
+from time import monotonic_ns
+from typing import Any, ClassVar
+
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from edgespec import __version__
+from edgespec.errors import must_be
+from edgespec.loop.grammar import Grammar, json_object, json_schema
+from edgespec.scheduler.events import Ended, Event
+from edgespec.server.answers import Answer, Answers
+from edgespec.server.content import result_of, text_of
+from edgespec.server.conversation import MOST_TURNS, UNLIMITED, Conversation, Piece, Question, Thought, Turn, role_of
+from edgespec.server.dialects.chat import calls_of
+from edgespec.server.dialects.dialect import Dialect, Writer
+from edgespec.server.dialects.openai import template_options
+from edgespec.server.errors import Refused, refuse_if
+from edgespec.server.service import Service
+from edgespec.server.tool_calls import Call, choose_tools
+from edgespec.server.wire import MOST_NAME, Listed, SamplingFields, ServerSent, json_line, parsed_body, read_body
+
+VERSION = "0.12.6"  # of Ollama, whose interface this is: clients ask for a least one
+ROLES = ("system", "user", "assistant", "tool")
+NEVER = "9999-12-31T23:59:59Z"
+SECOND = 1e9  # durations are in nanoseconds
+FORMS = ("response_format", "json_schema", "guided_json", "structured_outputs", "grammar", "guided_grammar", "ebnf")
+
+
+class OllamaFields(SamplingFields):
+    instead: ClassVar = (
+        {name: value for name, value in SamplingFields.instead.items() if name != "think"}
+        | dict.fromkeys(FORMS, "format")
+        | dict.fromkeys(("n_predict", "max_new_tokens"), "num_predict")
+        | dict.fromkeys(("enable_thinking", "reasoning_effort"), "think")
+        | {"n_probs": "logprobs of /v1/chat/completions"}
+    )
+
+
+class Options(OllamaFields):
+    """What is settled when the model is loaded, such as `num_ctx`, is ignored."""
+
+    repeat_penalty: float | None = None
+    num_predict: int | None = None
+    stop: str | Listed[str] | None = None
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        penalty = {} if self.repeat_penalty is None else {"repetition_penalty": self.repeat_penalty}
+        return penalty | super().sampling
+
+
+class OllamaBody(OllamaFields):
+    instead: ClassVar = OllamaFields.instead | dict.fromkeys(("num_predict", "stop", "repeat_penalty"), "options")
+
+    model: str = Field("", max_length=MOST_NAME)
+    stream: bool = True
+    options: Options = Field(default_factory=lambda: Options.model_validate({}))
+    format: Any = None
+    think: bool | str | None = None
+    keep_alive: Any = None
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What both dialects ask in the same way; raises Refused or UsageError."""
+        options, most = self.options, self.options.num_predict or UNLIMITED
+        stop = [options.stop] if isinstance(options.stop, str) else options.stop or ()
+        return {
+            "sampling": self.sampling | options.sampling, "stop": stop, "grammar": grammar_of(self.format),
+            "max_tokens": max(most, UNLIMITED),
+        }  # fmt: skip
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        if isinstance(self.think, bool):
+            return {"enable_thinking": self.think}
+        return template_options(self.think)
+
+
+class ChatBody(OllamaBody):
+    messages: Listed[dict[str, Any]] = Field(default_factory=list, max_length=MOST_TURNS)
+    tools: list[Any] | None = None
+
+
+class GenerateBody(OllamaBody):
+    prompt: str = ""
+    system: str = ""
+    raw: bool = False
+    images: list[Any] | None = None
+    suffix: str | None = None
+    template: str | None = None
+    context: list[Any] | None = None
+
+
+class NamedBody(OllamaFields):
+    model: str = Field("", max_length=MOST_NAME)
+
+
+def grammar_of(form: Any) -> Grammar | None:
+    """Raises UsageError."""
+    if form in (None, ""):
+        return None
+    if form == "json":
+        return json_object()
+    if not isinstance(form, dict):
+        raise must_be("format", form, "'json' or a JSON schema")
+    return json_schema(form, strict=False)
+
+
+def chat_question(body: ChatBody) -> Question | None:
+    if not body.messages:
+        return None
+    functions = [tool.get("function") if isinstance(tool, dict) else None for tool in body.tools or ()]
+    for i, function in enumerate(functions):
+        refuse_if(not isinstance(function, dict), f"tools.{i} is no tool of type function", "tools")
+    tools = choose_tools([one for one in functions if isinstance(one, dict)], None, parallel=True)
+    by_id = any(message.get("tool_call_id") for message in body.messages)
+    turns = [turn_of(message, i, body.messages, by_id) for i, message in enumerate(body.messages)]
+    return Question(conversation=Conversation(turns, tools, body.variables), **body.asked)
+
+
+def turn_of(message: Mapping[str, Any], number: int, messages: Sequence[Mapping[str, Any]], by_id: bool) -> Turn:
+    """Raises Refused.
+
+    Args:
+        message: one of them.
+        number: of the message.
+        messages: all.
+        by_id: results name their calls by ids, not by the function.
+    """
+    where = f"messages.{number}"
+    role = role_of(message.get("role"), ROLES, where, "messages")
+    content = with_images(message.get("content"), message.get("images"))
+    if role == "tool":
+        name = message.get("tool_call_id") or message.get("tool_name") or message.get("name")
+        return Turn("tool", result_of(content, f"{where}.content"), result_of=name)
+    asked = role == "user" and number == len(messages) - 1
+    thought = message.get("thinking")
+    calls = calls_of({**message, "role": role}, f"{where}.tool_calls")
+    return Turn(
+        role, text_of(content, f"{where}.content", asked=asked), thought if isinstance(thought, str) else None,
+        [one if by_id else Call(one.name, one.arguments, one.name) for one in calls],
+    )  # fmt: skip
+
+
+def with_images(content: Any, images: Any) -> Any:
+    return [*({"type": "image"} for _ in images), content or ""] if isinstance(images, list) and images else content
+
+
+def generate_question(body: GenerateBody) -> Question | None:
+    for name in ("suffix", "template", "context"):
+        instead = "; use /api/chat with all messages" if name == "context" else ""
+        refuse_if(getattr(body, name), f"{name} is not read here{instead}", name)
+    if not body.prompt:
+        return None
+    prompt = text_of(with_images(body.prompt, body.images), "images", asked=True)
+    if body.raw:
+        return Question(prompts=[prompt], **body.asked)
+    turns = [Turn("system", body.system)] * bool(body.system) + [Turn("user", prompt)]
+    return Question(conversation=Conversation(turns, None, body.variables), **body.asked)
+
+
+def error_body(refused: Refused) -> dict[str, Any]:
+    return {"error": refused.message}
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+class OllamaWriter(Writer):
+    def __init__(self, service: Service, body: OllamaBody, answers: Answers) -> None:
+        self._answers, self._begun, self._calls = answers, monotonic_ns(), 0
+        self._model, self._unloads = body.model or service.name, body.keep_alive in (0, "0", "0s")
+
+    @abstractmethod
+    def part(self, text: str, more: Mapping[str, Any]) -> dict[str, Any]:
+        """New text, and a thought or calls."""
+
+    def _line(self, pieces: Sequence[Piece] = (), **ended: Any) -> dict[str, Any]:
+        text = "".join(piece for piece in pieces if isinstance(piece, str))
+        thought = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
+        calls = [piece for piece in pieces if isinstance(piece, Call)]
+        more: dict[str, Any] = {"thinking": thought} if thought else {}
+        if calls:
+            more["tool_calls"] = [call_item(call, self._calls + i) for i, call in enumerate(calls)]
+            self._calls += len(calls)
+        return {"model": self._model, "created_at": now(), **self.part(text, more), "done": False, **ended}
+
+    def _last(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        for answer in self._answers.all:  # one; none where nothing is asked
+            reason = "length" if answer.is_cut else "stop"
+            told = {"done_reason": reason, **self._counts(answer), "edgespec": self._answers.account}
+            return self._line(pieces, done=True, **told)
+        return self._line(done=True, done_reason="unload" if self._unloads else "load")
+
+    def _counts(self, answer: Answer) -> dict[str, int]:
+        stats = answer.stats
+        return {
+            "total_duration": monotonic_ns() - self._begun, "load_duration": 0,
+            "prompt_eval_count": len(answer.request.prompt_ids),
+            "prompt_eval_duration": nanoseconds(stats.prefill_seconds),
+            "eval_count": stats.tokens, "eval_duration": nanoseconds(stats.seconds),
+        }  # fmt: skip
+
+    def whole(self) -> dict[str, Any]:
+        return self._last([piece for answer in self._answers.all for piece in answer.pieces])
+
+    def after(self, number: int, event: Event) -> Iterator[ServerSent]:
+        (answer,) = self._answers.all
+        if answer.new:
+            yield None, self._line(answer.new)
+        if isinstance(event, Ended):
+            yield None, self._last(())
+
+    def silent(self) -> Iterator[ServerSent]:
+        yield None, self._line()
+
+    def end(self) -> Iterator[ServerSent]:
+        if not self._answers.all:
+            yield None, self._last(())
+
+    def error(self, refused: Refused) -> Iterator[ServerSent]:
+        yield None, error_body(refused)
+
+
+def nanoseconds(seconds: float) -> int:
+    """At least 1, since clients divide by it."""
+    return max(1, round(seconds * SECOND))
+
+
+def call_item(call: Call, number: int) -> dict[str, Any]:
+    function = {"index": number, "name": call.name, "arguments": json.loads(call.arguments)}
+    return {"id": call.id, "function": function}
+
+
+class ChatWriter(OllamaWriter):
+    def part(self, text: str, more: Mapping[str, Any]) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, **more}}
+
+
+class GenerateWriter(OllamaWriter):
+    def part(self, text: str, more: Mapping[str, Any]) -> dict[str, Any]:
+        return {"response": text, **more}
+
+
+NDJSON = "application/x-ndjson"
+CHAT = Dialect(ChatBody, chat_question, ChatWriter, line=json_line, media_type=NDJSON)
+GENERATE = Dialect(GenerateBody, generate_question, GenerateWriter, line=json_line, media_type=NDJSON)
+
+
+async def version(http: HttpRequest) -> Response:
+    return JSONResponse({"version": VERSION, "edgespec": __version__})
+
+
+def card(service: Service, **more: Any) -> dict[str, Any]:
+    digest = sha256(service.fingerprint.encode()).hexdigest()
+    return {
+        "name": service.name,
+        "model": service.name,
+        "size": 0,
+        "digest": digest,
+        "details": details(service),
+    } | more
+
+
+def details(service: Service) -> dict[str, Any]:
+    form = "gguf" if service.model.target.name == "llamacpp" else "safetensors"
+    told = {"parent_model": "", "format": form, "family": "edgespec", "families": ["edgespec"]}
+    return {**told, "parameter_size": "", "quantization_level": ""}
+
+
+async def tags(http: HttpRequest) -> Response:
+    service: Service = http.app.state.service
+    at = datetime.fromtimestamp(service.started, UTC).isoformat()
+    return JSONResponse({"models": [card(service, modified_at=at)]})
+
+
+async def running(http: HttpRequest) -> Response:
+    service: Service = http.app.state.service
+    length = service.model.target.capabilities.context_length
+    return JSONResponse({"models": [card(service, expires_at=NEVER, size_vram=0, context_length=length)]})
+
+
+async def show(http: HttpRequest) -> Response:
+    service: Service = http.app.state.service
+    parsed_body(await read_body(http), NamedBody)
+    target = service.model.target
+    known = {
+        "general.architecture": "edgespec",
+        "general.basename": service.name,
+        "edgespec.context_length": target.capabilities.context_length,
+    }
+    able = ["completion", "tools", *(["thinking"] if service.chat_format.thinking else [])]
+    about = {"modelfile": "", "parameters": "", "template": target.vocab.chat_template or ""}
+    return JSONResponse({**about, "details": details(service), "model_info": known, "capabilities": able})
+
+
+async def refuse(http: HttpRequest) -> Response:
+    raise Refused(
+        403, f"{http.url.path}: models are chosen when the server starts: edgespec pull, edgespec serve MODEL"
+    )
