@@ -14,6 +14,7 @@ from edgespec.errors import (
     Closed,
     UsageError,
     check_call,
+    check_flag,
     check_text,
     check_texts,
     check_whole,
@@ -38,7 +39,7 @@ from edgespec.loop.passes import check_room
 from edgespec.loop.planner import Planner
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
-from edgespec.loop.text import CHARACTERS, TextStream, check_length, render_chat, user_messages
+from edgespec.loop.text import CHARACTERS, TextStream, check_length, render_chat, spelled, user_messages
 from edgespec.machine.process import check_process, is_here
 from edgespec.machine.system import under_rosetta
 from edgespec.models.own_sampling import choose_sampling, choose_seed
@@ -261,10 +262,15 @@ class Model:
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateKeywords]) -> GenerationResult:
         """Continue the prompt and return everything at once; arguments as for `stream`. `chat` answers."""
-        stats = options.get("stats")
-        result = GenerationResult(stats=GenerationStats() if stats is None else stats)
-        options["stats"] = result.stats
+        result = _empty_result(options)
         for chunk in self.stream(prompt, **options):
+            result.add(chunk)
+        return result
+
+    async def agenerate(self, prompt: Prompt, **options: Unpack[GenerateKeywords]) -> GenerationResult:
+        """As `generate`, for asyncio; cancelling the task ends the request."""
+        result = _empty_result(options)
+        async for chunk in self.astream(prompt, **options):
             result.add(chunk)
         return result
 
@@ -312,6 +318,10 @@ class Model:
         """
         return self.generate(self._conversation(messages), **options)
 
+    async def achat(self, messages: Prompt, **options: Unpack[GenerateKeywords]) -> GenerationResult:
+        """As `chat`, for asyncio: see `agenerate`."""
+        return await self.agenerate(self._conversation(messages), **options)
+
     def stream_chat(self, messages: Prompt, **options: Unpack[GenerateKeywords]) -> Iterator[Chunk]:
         """As `chat`, token by token."""
         return self.stream(self._conversation(messages), **options)
@@ -355,6 +365,26 @@ class Model:
         last = self.target.vocab.size - 1
         text = TextStream(self.target.vocab)
         return "".join(text.push(check_whole("a token id", one, 0, last)) for one in token_ids) + text.finish()
+
+    def tokenize(self, text: str, *, start: bool = False, special: bool = True) -> list[int]:
+        """Token ids of any text, as `/tokenize` has them.
+
+        Args:
+            text: perhaps "".
+            start: put the start token first, if the model wants one.
+            special: read the names of control tokens as those tokens.
+        """
+        self._check_open()
+        for name, value in (("start", start), ("special", special)):
+            check_flag(name, value)
+        return self.target.vocab.encode(check_text("text", text), add_bos=start, parse_special=special)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, with the names of control tokens; `decode` leaves them out."""
+        self._check_open()
+        if not isinstance(token_ids, Sequence):
+            raise must_be("token_ids", token_ids, "a list of token ids")
+        return spelled(self.target.vocab, token_ids).decode("utf-8", "replace")
 
     def close(self) -> None:
         """Remember the pass times, and free sessions and models; may be called twice. In a fork nothing is freed."""
@@ -488,6 +518,13 @@ def _defaults(asked: Asked, backends: Sequence[Backend]) -> dict[str, Any]:
         "names": (entry.name, asked.draft or "" if backends[1:] or asked.is_remote else ""),
         "budget": options.budget if asked.is_remote else max(options.budget, backends[0].capabilities.widest),
     }  # fmt: skip
+
+
+def _empty_result(options: GenerateKeywords) -> GenerationResult:
+    """A result that a stream with these options fills."""
+    stats = options.get("stats")
+    options["stats"] = stats = GenerationStats() if stats is None else stats
+    return GenerationResult(stats=stats)
 
 
 def _check_reports(stats: Any, progress: Any) -> None:

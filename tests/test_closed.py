@@ -33,6 +33,8 @@ async def all_of(chunks):
 
 
 CALLS = {  # of every public method, as a user makes them
+    "achat": [lambda model: asyncio.run(model.achat("hello", **SHORT))],
+    "agenerate": [lambda model: asyncio.run(model.agenerate("hello", **SHORT))],
     "answer": [lambda model: model.answer([])],
     "astream": [lambda model: asyncio.run(all_of(model.astream("hello", **SHORT)))],
     "astream_chat": [lambda model: asyncio.run(all_of(model.astream_chat("hello", **SHORT)))],
@@ -40,6 +42,7 @@ CALLS = {  # of every public method, as a user makes them
     "chat": [lambda model: model.chat("hello", **SHORT), lambda model: model.chat(MESSAGES, **SHORT)],
     "compile": [lambda model: model.compile(edgespec.regex("a"))],
     "decode": [lambda model: model.decode([3])],
+    "detokenize": [lambda model: model.detokenize([3])],
     "encode": [lambda model: model.encode("hello"), lambda model: model.encode(MESSAGES)],
     "hint_texts": [lambda model: model.hint_texts([3, 4], "hello"), lambda model: model.hint_texts([3, 4])],
     "generate": [lambda model: model.generate("hello", **SHORT), lambda model: model.generate(MESSAGES, **SHORT)],
@@ -47,6 +50,7 @@ CALLS = {  # of every public method, as a user makes them
     "search": [lambda model: model.search("hello", lambda texts: [0.0] * len(texts), width=2, depth=1)],
     "stream": [lambda model: list(model.stream("hello", **SHORT))],
     "stream_chat": [lambda model: list(model.stream_chat("hello", **SHORT))],
+    "tokenize": [lambda model: model.tokenize("hello")],
     "__enter__": [lambda model: model.__enter__()],
 }
 HARMLESS = {"approximate", "close", "notes", "scheduler", "where"}  # what says nothing of the engine
@@ -315,12 +319,13 @@ def test_the_server_answers_that_it_is_stopping(model):
     client = TestClient(make_app(Service(model, "tiny")), "http://127.0.0.1:8080", raise_server_exceptions=False)
     model.scheduler.start()
     asked = {"messages": MESSAGES, "max_tokens": 2, "model": "tiny"}
-    paths = ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
+    texts = {"prompt": "hello", "input": "hello", "content": "hello", "max_output_tokens": 16}
+    paths = ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/api/chat"]
     if model.target.name == "llamacpp":  # the other's tokenizer needs no model
-        paths.append("/v1/messages/count_tokens")
+        paths += ["/v1/messages/count_tokens", "/tokenize"]
     for expected in (200, 503):
         for path in paths:
-            found = client.post(path, json=asked | {"prompt": "hello", "input": "hello", "max_output_tokens": 16})
+            found = client.post(path, json=asked | texts)
             assert found.status_code == expected, (path, found.text)
         model.close()
 

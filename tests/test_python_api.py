@@ -31,7 +31,7 @@ from edgespec.planners.none import NonePlanner
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 ARGUMENTS = {  # of every parameter that has no default, a good value
-    "prompt": "hello", "messages": "hello", "k": 2, "prompt_ids": [3, 4], "token_ids": [3],
+    "prompt": "hello", "messages": "hello", "k": 2, "prompt_ids": [3, 4], "token_ids": [3], "text": "hello",
     "schema": {"type": "object"}, "pattern": "a", "rules": 'start: "a"', "grammar": edgespec.regex("a"),
     "target": "tiny.gguf", "draft": None, "requests": [],
     "score": lambda texts: [len(text) for text in texts],
@@ -69,6 +69,8 @@ def outcome(call, **arguments):
     """What a call gives, with all chunks of a stream; or the typed error that it raises."""
     try:
         found = call(**arguments)
+        if inspect.iscoroutine(found):
+            return asyncio.run(found)
         if hasattr(found, "__aiter__"):
             return asyncio.run(all_of(found))
         return list(found) if hasattr(found, "__next__") else found
@@ -339,7 +341,9 @@ def test_text_is_continued_and_a_question_is_answered_by_every_way_to_read(model
     for messages in ("hello", MESSAGES):
         assert text(model.stream_chat(messages, **short)) == answer
         assert text(asyncio.run(all_of(model.astream_chat(messages, **short)))) == answer
+        assert asyncio.run(model.achat(messages, **short)).text == answer
     assert text(model.stream("hello", **short)) == text(asyncio.run(all_of(model.astream("hello", **short)))) == more
+    assert asyncio.run(model.agenerate("hello", **short)).text == more
 
 
 def test_a_system_message_of_the_model_is_before_every_single_question(model, monkeypatch):
@@ -351,7 +355,9 @@ def test_a_system_message_of_the_model_is_before_every_single_question(model, mo
             list(call("hello"))
     with pytest.raises(AttributeError):
         asyncio.run(all_of(model.astream_chat("hello")))
-    assert asked == [[{"role": "system", "content": "Be short."}, *MESSAGES]] * 3
+    with pytest.raises(AttributeError):
+        asyncio.run(model.achat("hello"))
+    assert asked == [[{"role": "system", "content": "Be short."}, *MESSAGES]] * 4
 
 
 def test_repr_says_what_is_loaded_and_what_was_written(gguf):

@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from edgespec.errors import UsageError, check_text, must_be
+from edgespec.errors import UsageError, check_text, check_whole, must_be
 from edgespec.loop.backend import Vocab
 from edgespec.loop.message_forms import Message, Render, Tools, shown_whole
 from edgespec.loop.passes import full
@@ -72,6 +72,13 @@ class TextStream:
         keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+
+def spelled(vocab: Vocab, token_ids: Sequence[int]) -> bytes:
+    """The bytes of tokens, of control tokens their names; raises UsageError."""
+    last = vocab.size - 1
+    known = [check_whole("a token id", one, 0, last) for one in token_ids]
+    return b"".join(vocab.token_bytes(one) or vocab.token_text(one).encode() for one in known)
 
 
 def overlap(text: str, stop: str) -> int:

@@ -18,7 +18,7 @@ from edgespec.errors import EdgespecError, MissingPackage
 from edgespec.loop.grammar import json_object
 from edgespec.server.access import OLLAMA, Guard
 from edgespec.server.dialects import messages as anthropic
-from edgespec.server.dialects import ollama, openai
+from edgespec.server.dialects import ollama, openai, tokens
 from edgespec.server.dialects.chat import CHAT
 from edgespec.server.dialects.completions import COMPLETION
 from edgespec.server.dialects.draft_prompt import typed_prompt
@@ -61,6 +61,9 @@ def make_app(
             Route("/api/version", ollama.version),
             *(Route(f"/api/{name}", ollama.refuse, methods=["POST"]) for name in ("pull", "push", "create", "copy")),
             Route("/api/delete", ollama.refuse, methods=["DELETE"]),
+            Route("/tokenize", tokens.tokenize, methods=["POST"]),
+            Route("/detokenize", tokens.detokenize, methods=["POST"]),
+            Route("/props", tokens.props),
             Route("/edgespec/draft-prompt", typed_prompt, methods=["PUT"]),
             Route("/health", health),
             Route("/metrics", show_metrics),

@@ -1,0 +1,82 @@
+"""llama.cpp's dialect of tokens: /tokenize, /detokenize and /props."""
+
+from dataclasses import asdict
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from edgespec import __version__
+from edgespec.errors import must_be
+from edgespec.loop.backend import Vocab
+from edgespec.loop.text import spelled
+from edgespec.server.service import Service
+from edgespec.server.wire import Lenient, Listed, json_of, parsed_body, read_body
+
+
+class TextBody(Lenient):
+    content: str | list[Any]  # texts and token ids
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class TokensBody(Lenient):
+    tokens: Listed[int]
+
+
+async def tokenize(http: HttpRequest) -> Response:
+    return await _answered(http, TextBody, _tokens)
+
+
+async def detokenize(http: HttpRequest) -> Response:
+    return await _answered(http, TokensBody, _text)
+
+
+async def _answered(http: HttpRequest, kind: Any, work: Any) -> Response:
+    service: Service = http.app.state.service
+    data = await read_body(http)
+
+    def answer() -> str:
+        return json_of(work(service.model.target.vocab, parsed_body(data, kind)))
+
+    with service.admitted():
+        return Response(await service.read(len(data), answer), media_type="application/json")
+
+
+def _tokens(vocab: Vocab, body: TextBody) -> dict[str, Any]:
+    parts, found = [body.content] if isinstance(body.content, str) else body.content, list[int]()
+    for i, one in enumerate(parts):
+        if isinstance(one, str):
+            found += vocab.encode(one, add_bos=body.add_special and i == 0, parse_special=body.parse_special)
+        elif isinstance(one, int) and 0 <= one < vocab.size:
+            found.append(one)
+        else:
+            raise must_be(f"content.{i}", one, f"a text or a token id from 0 to {vocab.size - 1}")
+    return {"tokens": [piece(vocab, token) for token in found] if body.with_pieces else found}
+
+
+def piece(vocab: Vocab, token: int) -> dict[str, Any]:
+    """A token with its text; of parts of a character its bytes."""
+    data = spelled(vocab, [token])
+    try:
+        return {"id": token, "piece": data.decode()}
+    except UnicodeDecodeError:
+        return {"id": token, "piece": list(data)}
+
+
+def _text(vocab: Vocab, body: TokensBody) -> dict[str, str]:
+    return {"content": spelled(vocab, body.tokens).decode("utf-8", "replace")}
+
+
+async def props(http: HttpRequest) -> Response:
+    service: Service = http.app.state.service
+    model, vocab = service.model, service.model.target.vocab
+    settings = {"n_ctx": model.target.capabilities.context_length, "params": asdict(model.sampling)}
+    known = {"bos_token": vocab.bos_id, "eos_token": vocab.eos_id}
+    return JSONResponse({
+        "default_generation_settings": settings, "total_slots": len(model.planners), "model_alias": service.name,
+        "modalities": {"vision": False, "audio": False}, "chat_template": vocab.chat_template or "",
+        "chat_template_tool_use": vocab.tool_template or "", "build_info": f"edgespec {__version__}",
+        **{name: "" if token is None else vocab.token_text(token) for name, token in known.items()},
+    })  # fmt: skip
