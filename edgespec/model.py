@@ -6,9 +6,12 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
+from threading import Lock
 from types import TracebackType
 from typing import Any, Self, Unpack
 from warnings import warn
+
+import numpy as np
 
 from edgespec.errors import (
     Closed,
@@ -31,13 +34,14 @@ from edgespec.loading.pair import (
 )
 from edgespec.loading.targets import open_targets
 from edgespec.loading.where import Where, where
-from edgespec.loop.backend import Backend
+from edgespec.loop.backend import Backend, Embeds
 from edgespec.loop.grammar import Compiled, Compiler, Grammar
 from edgespec.loop.hint_texts import HintTexts
 from edgespec.loop.message_forms import Message
 from edgespec.loop.passes import check_room
 from edgespec.loop.planner import Planner
-from edgespec.loop.sampling import SamplingParams
+from edgespec.loop.pooling import DEFAULT, POOLINGS, pooled
+from edgespec.loop.sampling import Float32Array, SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.loop.text import CHARACTERS, TextStream, check_length, render_chat, spelled, user_messages
 from edgespec.machine.process import check_process, is_here
@@ -102,7 +106,7 @@ class Model:
         self.decoder: drive.Decoder = targets or Scheduler(target, self.planners, budget=budget, pace=pace)
         self._closed, self._process = False, os.getpid()
         self.owned, self._notes, self._names, self._at_close = owned, notes, names, at_close
-        self._gpu_layers = gpu_layers
+        self._gpu_layers, self._embedding = gpu_layers, Lock()  # one text after the other
 
     def __repr__(self) -> str:
         name, draft = [*self._names, "", ""][:2]
@@ -385,6 +389,50 @@ class Model:
         if not isinstance(token_ids, Sequence):
             raise must_be("token_ids", token_ids, "a list of token ids")
         return spelled(self.target.vocab, token_ids).decode("utf-8", "replace")
+
+    def embed(self, texts: str | Sequence[str | Sequence[int]], *, pooling: str | None = None) -> Float32Array:
+        """Vectors of length 1, [n, width], for models of llama.cpp; passes are over one text each.
+
+        Args:
+            texts: one or several, as strings or token ids.
+            pooling: mean, cls (the first token) or last; default: the file's, else mean.
+
+        Raises:
+            UsageError: a text is empty, weights are streamed, memory is short, or the engine gives no vectors.
+            ContextFull: a text does not fit into the context.
+        """
+        self._check_open()
+        target = self.target
+        if not isinstance(target, Embeds):
+            raise UsageError(f"embeddings are for GGUF files on llama.cpp here: {target.name} gives none")
+        pooling = target.pooling or DEFAULT if pooling is None else pooling
+        if not isinstance(pooling, str) or pooling not in POOLINGS:
+            raise must_be("pooling", pooling, f"one of {', '.join(POOLINGS)}")
+        if not isinstance(texts, Sequence):
+            raise must_be("texts", texts, "a text or a list of texts")
+        prompts = [self._embedded_ids(one) for one in ([texts] if isinstance(texts, str) else texts)]
+
+        def states(ids: Sequence[int], start: int) -> Float32Array:
+            part = ids[start : start + target.embed_rows]
+            return self.scheduler.call(lambda call: target.embed(part, start))
+
+        def embedded(ids: Sequence[int]) -> Float32Array:
+            return pooled((states(ids, start) for start in range(0, len(ids), target.embed_rows)), pooling)
+
+        with self._embedding:
+            return np.array(list(map(embedded, prompts)))
+
+    def _embedded_ids(self, text: str | Sequence[int]) -> list[int]:
+        if isinstance(text, str):
+            ids = self._encode(text, self.target.capabilities.context_length)
+        elif isinstance(text, Sequence):
+            ids = [check_whole("a token id", one, 0, self.target.vocab.size - 1) for one in text]
+        else:
+            raise must_be("a text", text, "a string or a list of token ids")
+        if not ids:
+            raise UsageError("a text is empty: give at least one word")
+        check_room(self.target, len(ids))
+        return ids
 
     def close(self) -> None:
         """Remember the pass times, and free sessions and models; may be called twice. In a fork nothing is freed."""

@@ -131,7 +131,13 @@ def write_gguf(path: Path, config: Any, weights: dict[str, Array], split: int = 
 
 
 def small_llama(
-    path: Path, layers: int = 4, idle: tuple[int, ...] = (), width: int = 256, kind: str = "llama", split: int = 0
+    path: Path,
+    layers: int = 4,
+    idle: tuple[int, ...] = (),
+    width: int = 256,
+    kind: str = "llama",
+    split: int = 0,
+    pooling: str = "",
 ) -> Path:
     """A made-up Llama in float32, wide enough for llama.cpp's K types.
 
@@ -142,13 +148,14 @@ def small_llama(
         width: of a state: a multiple of 64.
         kind: another type of model, of the same weights.
         split: as for `write_gguf`.
+        pooling: of embeddings, in the header.
     """
     inner, heads = 512, width // 64
     keys = heads // 2 if heads % 2 == 0 else 1
     config = SimpleNamespace(
         model_type=kind, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, head_dim=64,
         num_attention_heads=heads, num_key_value_heads=keys, max_position_embeddings=2048, rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, pooling=pooling,
     )  # fmt: skip
     rows = {"self_attn.q": width, "self_attn.k": 64 * keys, "self_attn.v": 64 * keys, "self_attn.o": width}
     rows |= {"mlp.gate": inner, "mlp.up": inner, "mlp.down": width}
@@ -198,6 +205,8 @@ def _write_header(writer: Any, config: Any) -> None:
         add(writer, rope_scaling_type=scaling, rope_scaling_factor=rope["factor"])
         if "original_max_position_embeddings" in rope:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if pooling := getattr(config, "pooling", ""):
+        writer.add_pooling_type(gguf.PoolingType[pooling])
     if kind == "mixtral":
         add(writer, expert_count=config.num_local_experts, expert_used_count=config.num_experts_per_tok)
     if kind == "qwen3_moe":

@@ -43,6 +43,7 @@ CALLS = {  # of every public method, as a user makes them
     "compile": [lambda model: model.compile(edgespec.regex("a"))],
     "decode": [lambda model: model.decode([3])],
     "detokenize": [lambda model: model.detokenize([3])],
+    "embed": [lambda model: model.embed("hello")],
     "encode": [lambda model: model.encode("hello"), lambda model: model.encode(MESSAGES)],
     "hint_texts": [lambda model: model.hint_texts([3, 4], "hello"), lambda model: model.hint_texts([3, 4])],
     "generate": [lambda model: model.generate("hello", **SHORT), lambda model: model.generate(MESSAGES, **SHORT)],

@@ -31,7 +31,8 @@ from edgespec.planners.none import NonePlanner
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 ARGUMENTS = {  # of every parameter that has no default, a good value
-    "prompt": "hello", "messages": "hello", "k": 2, "prompt_ids": [3, 4], "token_ids": [3], "text": "hello",
+    "prompt": "hello", "messages": "hello", "k": 2, "prompt_ids": [3, 4], "token_ids": [3],
+    "text": "hello", "texts": ["hello"],
     "schema": {"type": "object"}, "pattern": "a", "rules": 'start: "a"', "grammar": edgespec.regex("a"),
     "target": "tiny.gguf", "draft": None, "requests": [],
     "score": lambda texts: [len(text) for text in texts],

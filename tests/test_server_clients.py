@@ -69,6 +69,12 @@ class TestOpenAI:
         with openai.OpenAI(base_url=f"http://127.0.0.1:{server[1]}/v1", api_key="secret", max_retries=0) as client:
             yield client
 
+    def test_embeddings(self, client, server):
+        texts, model = ["hello", "there"], server[0]
+        answer = client.embeddings.create(model="any", input=texts)  # it asks for base64
+        assert [one.embedding for one in answer.data] == model.embed(texts).tolist()
+        assert answer.usage.prompt_tokens == sum(len(model.encode(text)) for text in texts)
+
     def test_chat(self, client, expected):
         options = {"model": "any", "messages": HELLO, "max_completion_tokens": 20, "temperature": 0.9, "seed": 3}
         answer = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)

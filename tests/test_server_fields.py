@@ -24,6 +24,7 @@ NOT_READ = {
     "include_reasoning": (True, False), "reasoning_format": ("auto", "none"), "grammar": ("", 'root ::= "a"'),
     "guided_grammar": (None, "a"), "ebnf": (None, "a"), "prompt_logprobs": (None, 1), "n_probs": (0, 5),
     "lora": ([], [{"id": 0, "scale": 1}]), "think": (None, False), "best_of": (1, 3),
+    "normalize": (True, False), "embd_normalize": (2, 0),
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from ..common.interrupts import Interruptible, Stop, one_pass
 from ..common.signals import Signals
 from .batch import Batch
 from .cells import IN_WINDOWS, Cells, Rows
+from .embeddings import ROWS, Embedder, pooling_of
 from .ggml.files import engine_build, forget_log, last_log, llama_cpp, metadata
 from .ggml.stop import ABORTED, install
 from .logits import LlamaLogits, StateLogits
@@ -88,6 +89,9 @@ class LlamaBackend(Interruptible):
         self.copies = not window and "lenders" not in computing
         self.content = ""
         self.row_hook: Callable[[int], None] = lambda rows: None
+        self.pooling, self.embed_rows = pooling_of(context), ROWS
+        self._embedder: Embedder | None = None
+        self._contexts = [context]
         self.ids = SeqIds(sessions, ids, ids // sessions if capabilities.paths else IN_WINDOWS if window else 1)
         self.cells = Cells(context, ids, window)
         self._open: list[Any] = []
@@ -101,7 +105,7 @@ class LlamaBackend(Interruptible):
         if hooks:
             hooks.stop = self.stop
         # Also where a program ends without `close`: Metal aborts if it is taken down before its buffers.
-        self._free = at_end(self, free, context, hooks, free_model or vocab.close)
+        self._free = at_end(self, free, self._contexts, hooks, free_model or vocab.close)
 
     def use_flag(self, flag: Any) -> None:
         """Have this flag, as of `Stop`, end passes from now on; no pass may be under way."""
@@ -264,6 +268,15 @@ class LlamaBackend(Interruptible):
     def identity(self) -> dict[str, Any]:
         return identity_of(self, self.content)
 
+    def embed(self, token_ids: Sequence[int], start: int) -> Float32Array:
+        """See `edgespec.loop.backend.Embeds`."""
+        self._check_open()
+        if self._embedder is None:
+            length = self.capabilities.context_length
+            self._embedder = Embedder(self.path, self.model, length, self.computing, self.plan)
+            self._contexts.append(self._embedder.context)
+        return self._embedder.states(token_ids, start)
+
     def close(self) -> None:
         for head in [*self.heads]:
             head.close()
@@ -272,8 +285,9 @@ class LlamaBackend(Interruptible):
         end_team()
 
 
-def free(context: Any, hooks: LayerHooks | SkipPadding | None, free_model: Callable[[], object]) -> None:
-    llama_cpp.llama_free(context)
+def free(contexts: Sequence[Any], hooks: LayerHooks | SkipPadding | None, free_model: Callable[[], object]) -> None:
+    for context in contexts:
+        llama_cpp.llama_free(context)
     if hooks:
         hooks.close()
     free_model()

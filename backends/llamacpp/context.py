@@ -40,6 +40,7 @@ class ContextSize:
         share: part of the context length for each further session.
         own_ids: sequence ids that each session owns.
         head: True for a head's context: its cache is plain, and a pass gives logits of all rows.
+        embeds: True for a context of one sequence, whose passes give states of all rows.
         each: sessions that one sequence of the target takes (`LoadOptions.draft_sessions`), for messages.
     """
 
@@ -51,6 +52,7 @@ class ContextSize:
     share: float = 1.0
     own_ids: int = 1
     head: bool = False
+    embeds: bool = False
     each: int = 1
 
     def __post_init__(self) -> None:
@@ -118,7 +120,11 @@ class ContextSize:
         params.n_batch, params.n_ubatch = rows + self.sessions * self.max_nodes, rows
         params.n_seq_max = self.ids + self.extra_ids
         params.n_outputs_max = max(self.max_nodes if self.head else self.budget + 1, TILE, params.n_seq_max)
-        if lanes := 0 if self.head else most_paths(model, self.budget, self.sessions):
+        if self.embeds:
+            params.n_ctx, params.n_seq_max = self.length(model), 1
+            params.n_batch = params.n_ubatch = params.n_outputs_max = self.chunk
+            params.embeddings, params.pooling_type = True, llama_cpp.LLAMA_POOLING_TYPE_NONE
+        elif lanes := 0 if self.head else most_paths(model, self.budget, self.sessions):
             params.n_seq_max = ids_of_session(lanes) * self.sessions
             rows = self.max_nodes + 2 * MOST_UNREAD
             # Cells for all paths of a pass, besides the longest sequences; only few layers have cells.

@@ -291,6 +291,33 @@ class GivesStates(Protocol):
         """
 
 
+@runtime_checkable
+class Embeds(Protocol):
+    """A backend that gives the states of a text: an optional feature, for `Model.embed`.
+
+    Attributes:
+        pooling: that the model's file names, one of `pooling.POOLINGS`; "": it names none.
+        embed_rows: most tokens of a pass.
+    """
+
+    pooling: str
+    embed_rows: int
+
+    def embed(self, token_ids: Sequence[int], start: int) -> Float32Array:
+        """A pass over some tokens of a text, in no session.
+
+        Args:
+            token_ids: at most `embed_rows`.
+            start: the text's tokens before them, which the last passes were over; 0: a new text begins.
+
+        Returns:
+            The output matrix's inputs, [n, hidden size].
+
+        Raises:
+            UsageError: this model's weights or memory do not allow it.
+        """
+
+
 class Backend(Protocol):
     """A loaded model.
 

@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from edgespec.errors import EdgespecError, MissingPackage
 from edgespec.loop.grammar import json_object
 from edgespec.server.access import OLLAMA, Guard
+from edgespec.server.dialects import embeddings, ollama, openai, tokens
 from edgespec.server.dialects import messages as anthropic
-from edgespec.server.dialects import ollama, openai, tokens
 from edgespec.server.dialects.chat import CHAT
 from edgespec.server.dialects.completions import COMPLETION
 from edgespec.server.dialects.draft_prompt import typed_prompt
@@ -51,10 +51,13 @@ def make_app(
             Route("/v1/responses", RESPONSES.answer, methods=["POST"]),
             Route("/v1/responses/{name}", stored_response, methods=["GET", "DELETE"]),
             Route("/v1/responses/{name}/input_items", stored_items),
+            Route("/v1/embeddings", embeddings.OPENAI, methods=["POST"]),
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", show_model),
             Route("/api/chat", ollama.CHAT.answer, methods=["POST"]),
             Route("/api/generate", ollama.GENERATE.answer, methods=["POST"]),
+            Route("/api/embed", embeddings.EMBED, methods=["POST"]),
+            Route("/api/embeddings", embeddings.PROMPT, methods=["POST"]),
             Route("/api/show", ollama.show, methods=["POST"]),
             Route("/api/tags", ollama.tags),
             Route("/api/ps", ollama.running),

@@ -60,6 +60,7 @@ class Service:
         self._grammars = ThreadPoolExecutor(GRAMMAR_THREADS, "edgespec grammars")
         self._short = ThreadPoolExecutor(SHORT_THREADS, "edgespec short bodies")
         self._long = ThreadPoolExecutor(1, "edgespec long bodies")
+        self.embedding = ThreadPoolExecutor(1, "edgespec embeddings")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -164,7 +165,7 @@ class Service:
         if question.conversation:
             prompts = [self.format_of(question.conversation).prompt_ids(question.conversation)]
         else:
-            prompts = [self._encode(prompt) for prompt in question.prompts]
+            prompts = [self.encode(prompt) for prompt in question.prompts]
         found = list[tuple[list[int], HintTexts | None]]()
         for ids in prompts:
             refuse_if(not ids, "the prompt is empty: give at least one word", "prompt")
@@ -173,7 +174,7 @@ class Service:
         seed = choose_seed(question.sampling.get("seed")) % 2**64
         return found, replace(self.model.sampling, **{**question.sampling, "seed": seed})
 
-    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
         vocab = self.model.target.vocab
         if isinstance(prompt, str):
             check_length(vocab, len(prompt), self.model.target.capabilities.context_length)

@@ -50,6 +50,8 @@ NOT_READ: dict[str, tuple[Any, ...]] = {
         ((), "structured_outputs logits_processors custom_logit_processor allowed_token_ids thinking_token_budget"),
         ((), "n_predict max_new_tokens num_predict enable_thinking think"),
         ((), "truncate_prompt_tokens prompt_logprobs logprob_token_ids"),
+        ((True,), "normalize"),
+        ((2,), "embd_normalize"),
     )
     for name in names.split()
 }
@@ -86,12 +88,28 @@ def not_read(name: str, instead: str) -> Refused:
     return Refused(400, f"{name} is not read here" + f"; use {instead}" * bool(instead), param=name)
 
 
-class SamplingFields(Lenient):
-    """Fields of a request for an answer.
+class Checked(Lenient):
+    """A body that refuses fields of other servers that would change its answer.
 
     Attributes:
         instead: of fields in `NOT_READ`, what this interface has for them.
     """
+
+    instead: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_is_not_read(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        for name in [one for one in NOT_READ if one in given and one not in cls.model_fields]:
+            if given[name] not in (None, *NOT_READ[name]):
+                raise not_read(name, cls.instead.get(name, ""))
+        return given
+
+
+class SamplingFields(Checked):
+    """Fields of a request for an answer."""
 
     instead: ClassVar[dict[str, str]] = {
         "repeat_penalty": "repetition_penalty",
@@ -112,16 +130,6 @@ class SamplingFields(Lenient):
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = Field(None, max_length=MOST_BIASES)
     seed: int | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_what_is_not_read(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        for name in [one for one in NOT_READ if one in given and one not in cls.model_fields]:
-            if given[name] not in (None, *NOT_READ[name]):
-                raise not_read(name, cls.instead.get(name, ""))
-        return given
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from edgespec.errors import Closed, ContextFull, ModelError, UsageError
 from edgespec.loop.backend import Capabilities, Logits, Vocab, Work
 from edgespec.loop.engines import Computing, Engine, LoadPlan, Progress
 from edgespec.loop.passes import check_batch
+from edgespec.loop.sampling import Float32Array
 from edgespec.loop.session_files import Saved, StateDetails, identity_of
 from edgespec.loop.shapes import BatchInvariance
 from edgespec.loop.tree import is_leaf, path_to
@@ -245,6 +246,8 @@ class RecurrentSession(ReferenceSession):
 
 
 class ReferenceBackend(Interruptible):
+    pooling, embed_rows = "", 8
+
     def __init__(
         self,
         model: Model,
@@ -307,6 +310,17 @@ class ReferenceBackend(Interruptible):
         leaves = sum(np.count_nonzero(is_leaf(parents)) - 1 for parents in trees.values() if parents)
         if limits.spare_leaves is not None and leaves > limits.spare_leaves:
             raise ValueError(f"{leaves} further leaves; all sessions hold {limits.spare_leaves} together")
+
+    def embed(self, token_ids: Sequence[int], start: int) -> Float32Array:
+        self._check_open()
+        if start == 0:
+            self._text = RecurrentSession(self) if self.capabilities.paths else ReferenceSession(self)
+            self._after = self._text._empty
+        rows = list[Array]()
+        for place, token in enumerate(token_ids, start):
+            x, self._after = self._text._evaluate(token, np.arange(place), place, self._after)
+            rows.append(x)
+        return np.array(rows, np.float32)
 
     @property
     def identity(self) -> dict[str, Any]:

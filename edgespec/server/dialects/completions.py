@@ -30,9 +30,8 @@ class CompletionBody(ChoicesBody):
 def question_of(body: CompletionBody) -> Question:
     refuse_if(body.echo or body.suffix or (body.best_of or 1) > body.n, "echo, suffix and best_of are not supported")
     body.edgespec.check("trace", "plain", "regex", "lark")
-    given: Any = body.prompt
     is_given = "max_tokens" in body.model_fields_set or body.n_predict is None
-    prompts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    prompts = several(body.prompt)
     refuse_if(
         not 1 <= len(prompts) <= MOST_PROMPTS,
         f"there are {len(prompts)} prompts, but from 1 to {MOST_PROMPTS} may be given at once",
@@ -40,6 +39,11 @@ def question_of(body: CompletionBody) -> Question:
     )
     most = body.max_tokens if is_given else body.n_predict
     return body.question(body.logprobs, "logprobs", prompts=prompts, max_tokens=most)
+
+
+def several(given: Any) -> Sequence[str | Sequence[int]]:
+    """Texts of which one or several are given, each a string or token ids."""
+    return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
 
 
 class CompletionWriter(ChoicesWriter):
