@@ -4,9 +4,11 @@ import asyncio
 import json
 import re
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from hashlib import sha256
 from importlib import import_module
 from threading import Event, Semaphore
 from typing import ClassVar
@@ -795,24 +797,36 @@ class TestPage:
             policy = answer.headers["content-security-policy"]
             assert "default-src 'none'" in policy
             assert "unsafe" not in policy
+            assert {"img-src data:", "connect-src 'self'", "script-src 'self'"} <= set(policy.split("; "))
             used = re.findall(r'(?:src|href)="(static/[^"]+)"', answer.text)
             assert len(used) == 2
-            for path in [*used, "static/tree.js"]:
+            own = {file.name: file.read_text("utf-8") for file in STATIC.iterdir() if file.is_file()}
+            used += [f"static/{path}" for text in own.values() for path in re.findall(r' from "./([^"]+)"', text)]
+            assert {f"static/{name}" for name in own if name.endswith(".js")} < set(used)
+            for path in used:
                 assert client.get(f"/{path}").status_code == 200
-            texts = [file.read_text("utf-8") for file in STATIC.iterdir()]
-            addresses = {found for text in texts for found in re.findall(r"https?://[^\s\"'`]+", text)}
+            addresses = {found for text in own.values() for found in re.findall(r"https?://[^\s\"'`]+", text)}
             assert addresses == {"http://www.w3.org/2000/svg"}  # a name, not a place
-            assert not any("innerHTML" in text for text in texts)
+            assert not any("innerHTML" in text for text in own.values())
             assert client.get("/static/%2e%2e/app.py").status_code == 404
 
     def test_every_id_that_the_script_uses_is_there(self):
         page = (STATIC / "index.html").read_text("utf-8")
-        script = (STATIC / "app.js").read_text("utf-8")
-        used = set(re.findall(r'\$\("([\w-]+)"\)', script))
+        scripts = "".join(file.read_text("utf-8") for file in STATIC.glob("*.js"))
+        used = set(re.findall(r'\$\("([\w-]+)"\)', scripts))
         assert len(used) > 15
         assert used <= set(re.findall(r'id="([\w-]+)"', page))
-        sources = re.search(r"SOURCES = \[([^\]]+)\]", script)[1]
-        assert [source.name.lower() for source in Source] == re.findall(r'"(\w+)"', sources)
+        sources = re.search(r"MEANING = \{([^}]+)\}", scripts)[1]
+        assert [source.name.lower() for source in Source] == re.findall(r"(\w+): ", sources)
+
+    def test_what_is_taken_over_is_pinned_and_installed_with_its_licence(self):
+        settings = tomllib.loads((STATIC.parents[2] / "pyproject.toml").read_text("utf-8"))
+        patterns = settings["tool"]["setuptools"]["package-data"]["edgespec.server"]
+        files = {file for file in STATIC.rglob("*") if file.is_file()}
+        assert files == {file for pattern in patterns for file in STATIC.parent.glob(pattern) if file.is_file()}
+        assert "edgespec/server/static/marked/LICENSE" in settings["project"]["license-files"]
+        told = (STATIC / "marked" / "NOTICE").read_text("utf-8")
+        assert sha256((STATIC / "marked" / "marked.esm.js").read_bytes()).hexdigest() in told
 
 
 SLOW = {"type": "json_schema", "json_schema": {"schema": TestSchemas.SCHEMA}}

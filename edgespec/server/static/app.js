@@ -1,15 +1,15 @@
-// The page: a chat, and where each token of the answer comes from. Text is only ever set as text.
+// The page: conversations, and where each token of an answer comes from. Text is only ever set as text.
 
-import { drawTree } from "./tree.js";
+import { Answer } from "./answer.js";
+import * as conversations from "./conversations.js";
+import { copyButton, make } from "./markdown.js";
+import * as passes from "./passes.js";
 
-// In the order of `Source` in loop/tree.py.
-const SOURCES = ["target", "draft", "input", "datastore", "grammar", "prediction"];
-const MEANING = { target: "the model itself", draft: "draft", input: "text so far", datastore: "datastore", grammar: "grammar", prediction: "prediction" };
-const PARTS = ["prefill", "draft", "wait", "target", "plan"];
-const PART_NAMES = { prefill: "reading the prompt", draft: "draft", wait: "disk", target: "computing", plan: "planning" };
 const $ = (id) => document.getElementById(id);
 
-const state = { messages: [], passes: [], current: 0, running: null, last: null, seed: 0, id: "", telling: false };
+/** `editing`: the message that the next one takes the place of, and what stood in the box before. */
+const state = { conversation: null, editing: null, running: null, last: null, context: 0, telling: false };
+const parts = new WeakMap();  // of the log, by message
 
 // A key comes in the address's fragment, which browsers do not send, and stays in this tab.
 const key = new URLSearchParams(location.hash.slice(1)).get("key") ?? sessionStorage.getItem("key") ?? "";
@@ -32,46 +32,15 @@ function request(messages) {
   return body;
 }
 
-function conversation(text) {
+/** The place in the conversation that the text in the box would have. */
+function placeOfNext() {
+  const { messages } = state.conversation;
+  return state.editing ? messages.indexOf(state.editing.message) : messages.length;
+}
+
+function messagesWith(text, place) {
   const start = $("system").value ? [{ role: "system", content: $("system").value }] : [];
-  return [...start, ...state.messages, { role: "user", content: text }];
-}
-
-// ---------------------------------------------------------------- typing
-
-const draw32 = () => crypto.getRandomValues(new Uint32Array(1))[0];
-const TYPING = 150, PAUSE = 700;  // ms after a key: the prompt is read so far; it may be all of it
-
-/** Tell the server what is being typed, one request at a time, so that Enter finds the answer's beginning. */
-async function tellDraft(pause) {
-  const text = $("prompt").value.trim();
-  if (!text || state.running) return;
-  if (state.telling) {
-    state.paused ||= pause;  // told as soon as the server has answered
-    return;
-  }
-  state.telling = true;
-  try {
-    await fetch("edgespec/draft-prompt", {
-      method: "PUT", headers: headers(), body: JSON.stringify({ ...request(conversation(text)), pause, id: state.id }),
-    });
-  } catch {
-    // it only saves time
-  } finally {
-    state.telling = false;
-  }
-  if (state.paused) {
-    state.paused = false;
-    tellDraft(true);
-  }
-}
-
-function typed() {
-  clearTimeout(state.typing);
-  clearTimeout(state.pausing);
-  state.paused = false;
-  state.typing = setTimeout(() => tellDraft(false), TYPING);
-  state.pausing = setTimeout(() => tellDraft(true), PAUSE);
+  return [...start, ...state.conversation.messages.slice(0, place), { role: "user", content: text }];
 }
 
 /** Ask, and call `onChunk` for every event; what the last one told of the whole. */
@@ -112,149 +81,239 @@ async function* events(stream) {
   }
 }
 
-function message(role) {
-  const outer = document.createElement("div"), name = document.createElement("strong"), text = document.createElement("div");
-  outer.className = "message";
-  name.textContent = role;
-  outer.append(name, text);
-  $("log").append(outer);
-  return text;
-}
-
-function addTokens(place, tokens) {
-  for (const { text, source } of tokens) {
-    const span = document.createElement("span");
-    span.className = `token source-${source}`;
-    span.textContent = text;
-    span.title = MEANING[source];
-    place.append(span);
+/** Write an answer into a part of the log; what was told of the whole, its tokens, and why it ended. */
+async function write(body, place, onChunk = () => {}) {
+  const shown = new Answer(place), tokens = [];
+  let reason = null, writing = true;
+  const draw = seldom(() => following(() => { shown.draw(writing); passes.draw(); }));
+  try {
+    const whole = await ask(body, (chunk) => {
+      for (const choice of chunk.choices) {
+        shown.add(choice.delta, chunk.edgespec?.tokens);
+        reason = choice.finish_reason ?? reason;
+      }
+      tokens.push(...chunk.edgespec?.tokens ?? []);
+      onChunk(chunk);
+      draw();
+    });
+    return { whole, stats: whole.stats[0], tokens, reason, shown };
+  } finally {
+    writing = false;
+    following(() => shown.draw(writing));
   }
-  $("log").scrollTop = $("log").scrollHeight;
 }
 
-/** Show the tokens of a chunk, and add to the answer what the server found in them: a thought has a field of its own. */
-function takeChunk(chunk, place, answer) {
-  for (const { delta } of chunk.choices) {
-    answer.content += delta.content ?? "";
-    if (delta.reasoning_content) answer.reasoning_content = (answer.reasoning_content ?? "") + delta.reasoning_content;
-  }
-  if (!chunk.edgespec?.tokens) return;
-  addTokens(place, chunk.edgespec.tokens);
-  state.passes.push(chunk.edgespec);
-  state.current = state.passes.length - 1;
-  draw();
-}
-
-async function send() {
-  const text = $("prompt").value.trim();
-  if (!text || state.running) return;
-  const messages = conversation(text);
+async function send(text, place) {
+  const { conversation } = state, body = request(messagesWith(text, place));
   clearTimeout(state.typing);
   clearTimeout(state.pausing);
-  $("prompt").value = "";
-  message("you").textContent = text;
-  const place = message("model"), answer = { role: "assistant", content: "" };
-  state.passes = [];
+  conversation.system = $("system").value;
+  const answer = conversations.ask(conversation, text, place);
+  state.seed = draw32();
   state.last = null;
+  keep(conversation);
+  showFrom(place);
+  $("log").scrollTop = $("log").scrollHeight;
+  passes.clear();
   notice("reading …");
   const started = performance.now();
   try {
-    const body = request(messages);
-    state.seed = draw32();
-    const whole = await ask(body, (chunk) => takeChunk(chunk, place, answer));
-    const stats = whole.stats[0];
-    state.last = { body: { ...body, seed: whole.seed }, place, tokens: state.passes.flatMap((pass) => pass.tokens) };
+    const written = await write(body, parts.get(answer).text, (chunk) => {
+      for (const { delta } of chunk.choices) {
+        answer.content += delta.content ?? "";
+        if (delta.reasoning_content) answer.reasoning_content = (answer.reasoning_content ?? "") + delta.reasoning_content;
+      }
+      if (chunk.edgespec?.tokens && state.conversation === conversation) passes.add(chunk.edgespec);
+    });
+    const { whole, stats } = written;
+    if (state.conversation === conversation) state.last = { body: { ...body, seed: whole.seed }, ...written };
     const seconds = ((performance.now() - started) / 1000).toFixed(1);
     const times = stats.times_plain ? ` (${stats.times_plain.toFixed(2)} x plain)` : "";
-    const approximate = stats.approximate ? `, approximate: ${stats.approximate}` : "";
-    notice(`done: ${stats.tokens} tokens in ${seconds} s${times}${approximate}, seed ${whole.seed}`);
+    notice(`done: ${stats.tokens} tokens in ${seconds} s${times}${approximately(stats)}, seed ${whole.seed}${cutOff(written, body)}`);
   } catch (error) {
-    notice(error.name === "AbortError" ? "stopped" : error.message);
+    notice(told(error));
   }
-  if (place.isConnected && place.textContent) {  // what got no answer, or was forgotten meanwhile, is not part of the conversation
-    state.messages.push({ role: "user", content: text }, answer);
+  settle(conversation);
+}
+
+/** After an answer, or none: keep the conversation; a message without an answer goes back into the box. */
+function settle(conversation) {
+  if (state.left) return;  // the browser ends the request; the page that comes next settles
+  const place = conversation.messages.length - 2, text = conversations.settle(conversation);
+  keep(conversation);
+  if (state.conversation !== conversation) return;
+  passes.draw();
+  if (text !== null) {
+    showFrom(place);
+    $("prompt").value ||= text;
   }
   $("compare").disabled = !state.last;
 }
 
+function cutOff({ reason, stats }, { max_tokens: most }) {
+  if (reason !== "length") return "";
+  return stats.tokens === most ? "; it was cut off there, as Settings say" : `; the context of ${state.context} tokens is full`;
+}
+
+const approximately = (stats) => stats.approximate ? `, approximate: ${stats.approximate}` : "";
+const told = (error) => error.name === "AbortError" ? "stopped" : error.message;
+
 /** The same request without draft tokens: its text must be the same. */
 async function compare() {
-  const { body, tokens, place: first } = state.last;
-  const place = message("model, plainly"), plain = [];
+  const { body, tokens, shown } = state.last;
   notice("writing the same plainly …");
   try {
-    const stats = (await ask({ ...body, edgespec: { trace: "passes", plain: true } }, (chunk) => {
-      if (!chunk.edgespec?.tokens) return;
-      plain.push(...chunk.edgespec.tokens);
-      addTokens(place, chunk.edgespec.tokens);
-    })).stats[0];
-    const length = Math.max(tokens.length, plain.length);
-    const at = Array.from({ length }, (_, i) => i).find((i) => tokens[i]?.text !== plain[i]?.text);
-    if (at !== undefined) for (const text of [first, place]) text.children[at]?.classList.add("different");
-    const approximate = stats.approximate ? `, approximate: ${stats.approximate}` : "";
-    const speed = `plainly ${stats.passes} passes, ${stats.tokens_per_second.toFixed(1)} tokens/s`;
-    notice((at === undefined ? `the same ${plain.length} tokens` : `they differ from token ${at + 1} on`) + `${approximate}; ${speed}`);
+    const place = part("model, plainly").text;
+    const plain = await write({ ...body, edgespec: { trace: "passes", plain: true } }, place);
+    const length = Math.max(tokens.length, plain.tokens.length);
+    const at = Array.from({ length }, (_, i) => i).find((i) => tokens[i]?.text !== plain.tokens[i]?.text);
+    if (at !== undefined) for (const one of [shown, plain.shown]) one.mark(at);
+    const speed = `plainly ${plain.stats.passes} passes, ${plain.stats.tokens_per_second.toFixed(1)} tokens/s`;
+    notice((at === undefined ? `the same ${length} tokens` : `they differ from token ${at + 1} on`) + `${approximately(plain.stats)}; ${speed}`);
   } catch (error) {
-    notice(error.name === "AbortError" ? "stopped" : error.message);
+    notice(told(error));
   }
+}
+
+// ---------------------------------------------------------------- typing
+
+const draw32 = () => crypto.getRandomValues(new Uint32Array(1))[0];
+const TYPING = 150, PAUSE = 700;  // ms after a key: the prompt is read so far; it may be all of it
+
+/** Tell the server what is being typed, one request at a time, so that Enter finds the answer's beginning. */
+async function tellDraft(pause) {
+  const text = $("prompt").value.trim();
+  if (!text || state.running) return;
+  if (state.telling) {
+    state.paused ||= pause;  // told as soon as the server has answered
+    return;
+  }
+  state.telling = true;
+  try {
+    await fetch("edgespec/draft-prompt", {
+      method: "PUT", headers: headers(), body: JSON.stringify({ ...request(messagesWith(text, placeOfNext())), pause, id: state.id }),
+    });
+  } catch {
+    // it only saves time
+  } finally {
+    state.telling = false;
+  }
+  if (state.paused) {
+    state.paused = false;
+    tellDraft(true);
+  }
+}
+
+function typed() {
+  clearTimeout(state.typing);
+  clearTimeout(state.pausing);
+  state.paused = false;
+  state.typing = setTimeout(() => tellDraft(false), TYPING);
+  state.pausing = setTimeout(() => tellDraft(true), PAUSE);
+}
+
+// ---------------------------------------------------------------- conversations
+
+function keep(conversation) {
+  if (!conversations.keep(conversation)) notice("this browser's store is full: delete a conversation, or this one is lost");
+  list();
+}
+
+function list() {
+  const { conversation } = state, kept = conversations.all();
+  if (!kept.some(({ id }) => id === conversation.id)) kept.unshift(conversation);
+  $("conversations").replaceChildren(...kept.map((one) => new Option(conversations.title(one), one.id, false, one.id === conversation.id)));
+  $("delete").disabled = !conversation.messages.length;
+}
+
+/** Show a conversation, which ends the answer that is being written. */
+function show(conversation) {
+  state.running?.abort();
+  Object.assign(state, { conversation, last: null, editing: null });
+  sessionStorage.setItem("conversation", conversation.id);
+  if (conversation.messages.length) $("system").value = conversation.system;
+  $("prompt").value ||= conversations.settle(conversation) ?? "";
+  $("compare").disabled = true;
+  showFrom(0);
+  $("log").scrollTop = $("log").scrollHeight;
+  list();
+  passes.clear();
+  notice("");
+}
+
+/** Draw the messages from a place on; those before it stay as they are. */
+function showFrom(place) {
+  const { messages } = state.conversation;
+  const before = place ? parts.get(messages[place - 1])?.outer : null;
+  while ($("log").lastChild !== before && $("log").lastChild) $("log").lastChild.remove();
+  for (const message of messages.slice(place)) {
+    const mine = message.role === "user", { outer, text, buttons } = part(mine ? "you" : "model");
+    parts.set(message, { outer, text });
+    const change = make("button", mine ? "Edit" : "Write again", { type: "button", className: "change" });
+    change.addEventListener("click", () => mine ? edit(message) : writeAgain(message));
+    buttons.append(copyButton(() => message.content), change);
+    if (mine) text.textContent = message.content;
+    else if (message.content || message.reasoning_content) {
+      const answer = new Answer(text);
+      answer.add(message);
+      answer.draw(false);
+    }
+  }
+}
+
+function part(name) {
+  const text = make("div", [], { className: "text" }), buttons = make("div", [], { className: "buttons" });
+  const outer = make("div", [make("strong", name), text, buttons], { className: "message" });
+  $("log").append(outer);
+  return { outer, text, buttons };
+}
+
+function writeAgain(answer) {
+  const { messages } = state.conversation, place = messages.indexOf(answer) - 1;
+  leaveEditing();
+  send(messages[place].content, place);
+}
+
+function edit(message) {
+  leaveEditing();
+  state.editing = { message, before: $("prompt").value };
+  parts.get(message).outer.classList.add("edited");
+  $("prompt").value = message.content;
+  $("prompt").focus();
+  notice("Send puts it in place of the message and all after it. Escape leaves them.");
+}
+
+function leaveEditing() {
+  if (!state.editing) return;
+  parts.get(state.editing.message).outer.classList.remove("edited");
+  $("prompt").value = state.editing.before;
+  state.editing = null;
+  notice("");
 }
 
 // ---------------------------------------------------------------- showing
 
-function draw() {
-  const pass = state.passes[state.current];
-  drawStrip();
-  if (!pass) return;
-  drawTree($("tree"), pass.pass, SOURCES);
-  const counts = Object.fromEntries(SOURCES.map((source) => [source, 0]));
-  let tokens = 0;
-  for (const { tokens: written } of state.passes) for (const { source } of written) { counts[source] += 1; tokens += 1; }
-  for (const item of $("legend").children) item.lastChild.textContent = ` ${counts[item.dataset.source]}`;
-  const last = state.passes.at(-1).seconds, written = last.draft + last.target + last.plan;
-  const passes = state.passes.length - 1, gained = tokens - 1;  // the first token comes with the prompt
-  figures({
-    "tokens": tokens, "passes": passes, "tokens per pass": (passes ? gained / passes : 0).toFixed(2),
-    "tokens/s": (written ? gained / written : 0).toFixed(1), "pass shown": state.current || "prompt",
-  });
-  drawTime({ ...last, target: last.target - last.wait });
+/** A function that calls `draw` at the next frame, and so seldom that drawing takes a third of the time at most. */
+function seldom(draw) {
+  let due = false, next = 0;
+  const run = () => {
+    const started = performance.now();
+    due = false;
+    draw();
+    next = performance.now() + 2 * (performance.now() - started);
+  };
+  return () => {
+    if (due) return;
+    due = true;
+    setTimeout(() => requestAnimationFrame(run), next - performance.now());
+  };
 }
 
-function figures(values) {
-  $("figures").replaceChildren(...Object.entries(values).map(([name, value]) => {
-    const row = document.createElement("div"), term = document.createElement("dt"), text = document.createElement("dd");
-    term.textContent = name;
-    text.textContent = value;
-    row.append(term, text);
-    return row;
-  }));
-}
-
-function drawStrip() {
-  const strip = $("strip"), most = Math.max(1, ...state.passes.map((pass) => pass.tokens.length));
-  while (strip.children.length > state.passes.length) strip.lastChild.remove();
-  while (strip.children.length < state.passes.length) strip.append(document.createElement("i"));
-  state.passes.forEach((pass, i) => {
-    strip.children[i].style.height = `${(100 * pass.tokens.length) / most}%`;
-    strip.children[i].classList.toggle("current", i === state.current);
-  });
-  strip.setAttribute("aria-valuemax", Math.max(1, state.passes.length));
-  strip.setAttribute("aria-valuenow", state.current + 1);
-  const shown = state.passes[state.current];
-  strip.setAttribute("aria-valuetext",
-    shown ? `${state.current ? `pass ${state.current}` : "prompt"}: ${shown.tokens.length} tokens` : "no pass yet");
-  strip.children[state.current]?.scrollIntoView({ block: "nearest", inline: "nearest" });
-}
-
-function drawTime(seconds) {
-  const total = PARTS.reduce((sum, part) => sum + seconds[part], 0), table = document.createElement("table");
-  for (const part of PARTS) {
-    const row = table.insertRow(), bar = document.createElement("i");
-    row.insertCell().textContent = PART_NAMES[part];
-    bar.style.width = `${(100 * seconds[part]) / (total || 1)}%`;
-    row.insertCell().append(bar);
-    row.insertCell().textContent = `${seconds[part].toFixed(2)} s`;
-  }
-  $("time").replaceChildren(table);
+/** Draw, and stay at the log's end, unless the reader has scrolled away from it. */
+function following(draw) {
+  const log = $("log"), isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+  draw();
+  if (isAtEnd) log.scrollTop = log.scrollHeight;
 }
 
 function notice(text) { $("notice").textContent = text; }
@@ -263,21 +322,24 @@ function busy(on) {
   $("send").disabled = on;
   $("stop").disabled = !on;
   $("compare").disabled = on || !state.last;
+  $("log").classList.toggle("busy", on);
   $("log").setAttribute("aria-busy", on);
 }
 
-function step(event) {
-  const by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
-  if (by === undefined || !state.passes.length) return;
-  event.preventDefault();
-  state.current = Math.min(state.passes.length - 1, Math.max(0, state.current + by));
-  draw();
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
+/** Dark or light: as the reader chose, else as the system is. */
+function theme() {
+  const chosen = localStorage.getItem("chosen-theme") ?? "";
+  document.documentElement.dataset.theme = chosen;
+  $("theme").setAttribute("aria-pressed", (chosen || (dark.matches ? "dark" : "light")) === "dark");
 }
 
-function theme(name) {
-  document.documentElement.dataset.theme = name;
-  $("theme").setAttribute("aria-pressed", name === "dark");
-  localStorage.setItem("theme", name);
+function changeTheme() {
+  const name = $("theme").getAttribute("aria-pressed") === "true" ? "light" : "dark";
+  if ((name === "dark") === dark.matches) localStorage.removeItem("chosen-theme");  // the system's choice again
+  else localStorage.setItem("chosen-theme", name);
+  theme();
 }
 
 const AGAIN = 1000;  // ms
@@ -293,35 +355,46 @@ async function greet() {
       + (health.approximate ? ` · approximate: ${health.approximate}` : "");
   if ($("model").textContent !== line) $("model").textContent = line;  // screen readers read each change
   if (health.error) state.greeting = setTimeout(greet, AGAIN);
+  else state.context = health.context_length;
 }
 
-$("legend").replaceChildren(...SOURCES.map((source) => {
-  const item = document.createElement("li"), name = document.createElement("span");
-  item.dataset.source = source;
-  name.className = `source-${source}`;
-  name.textContent = MEANING[source];
-  item.append(name, document.createTextNode(""));
-  return item;
-}));
-$("ask").addEventListener("submit", (event) => { event.preventDefault(); send(); });
+function submit() {
+  const text = $("prompt").value.trim(), place = placeOfNext();
+  if (!text || state.running) return;
+  $("prompt").value = state.editing?.before ?? "";
+  state.editing = null;
+  send(text, place);
+}
+
+$("ask").addEventListener("submit", (event) => { event.preventDefault(); submit(); });
 $("prompt").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); submit(); }
+  if (event.key === "Escape") leaveEditing();
 });
 $("prompt").addEventListener("input", typed);
-Object.assign(state, { seed: draw32(), id: String(draw32()) });
 $("stop").addEventListener("click", () => state.running?.abort());
 $("compare").addEventListener("click", compare);
-$("forget").addEventListener("click", () => {
-  state.running?.abort();
-  Object.assign(state, { messages: [], passes: [], current: 0, last: null });
-  $("log").replaceChildren();
-  $("tree").replaceChildren();
-  $("compare").disabled = true;
-  draw();
-  notice("forgotten");
+$("new").addEventListener("click", () => { show(conversations.begun()); $("prompt").focus(); });
+$("delete").addEventListener("click", () => {
+  if (!confirm("Delete this conversation?")) return;
+  const gone = state.conversation;
+  gone.messages = [];
+  conversations.remove(gone);
+  show(conversations.begun());
 });
-for (const id of ["strip", "tree"]) $(id).addEventListener("keydown", step);
-$("theme").addEventListener("click", () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
-theme(localStorage.getItem("theme") ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+$("conversations").addEventListener("change", ({ target }) => show(conversations.find(target.value) ?? conversations.begun()));
+addEventListener("visibilitychange", () => state.running && keep(state.conversation));
+addEventListener("pagehide", () => { state.running && keep(state.conversation); state.left = true; });
+addEventListener("pageshow", () => { state.left = false; });
+addEventListener("storage", ({ key }) => {  // another tab has written
+  const other = conversations.find(state.conversation.id);
+  if (other && !state.running && conversations.isKept(other, key)) show(other);
+  else list();
+});
+dark.addEventListener("change", theme);
+$("theme").addEventListener("click", changeTheme);
+theme();
+Object.assign(state, { seed: draw32(), id: String(draw32()) });
+show(conversations.find(sessionStorage.getItem("conversation")) ?? conversations.begun());
 greet();
 $("prompt").focus();
