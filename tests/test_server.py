@@ -804,7 +804,8 @@ class TestPage:
             used += [f"static/{path}" for text in own.values() for path in re.findall(r' from "./([^"]+)"', text)]
             assert {f"static/{name}" for name in own if name.endswith(".js")} < set(used)
             for path in used:
-                assert client.get(f"/{path}").status_code == 200
+                found = client.get(f"/{path}")
+                assert (found.status_code, found.headers["cache-control"]) == (200, "no-cache"), path
             addresses = {found for text in own.values() for found in re.findall(r"https?://[^\s\"'`]+", text)}
             assert addresses == {"http://www.w3.org/2000/svg"}  # a name, not a place
             assert not any("innerHTML" in text for text in own.values())

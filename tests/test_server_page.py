@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from scripted import Reply, answering, scripted
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no browser tests: pip install playwright")
 pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
@@ -56,6 +55,8 @@ def page(browser):
 @pytest.fixture
 def following(browser):
     """A function that shows the page of a model that follows a script."""
+    from scripted import answering, scripted
+
     with ExitStack() as stack:
 
         def show(script, context=4000, **more):
@@ -410,29 +411,53 @@ def test_a_thought_is_folded(following):
 
 
 def test_drawing_is_linear(following):
-    """Elements that were made for an answer grow with it, not with its square."""
-    long = "".join(f"Paragraph {i} is here.\n\n- *a*\n- b\n\n" for i in range(40))
-    page = following(lambda prompt: long)
-    page.evaluate("""() => {
-        const add = (all) => { window.made += all.reduce((sum, one) => sum + one.addedNodes.length, 0); };
-        window.made = 0;
-        new MutationObserver(add).observe(document.querySelector("#log"), { childList: true, subtree: true });
+    """An answer of twice the length makes twice as many elements, and a pass does not look at all before it."""
+    page = following(lambda prompt: "abc" * 100)
+    made = page.evaluate(r"""async () => {
+        const { Answer } = await import("/static/answer.js"), create = document.createElement;
+        let made = 0;
+        document.createElement = (...given) => (made += 1, create.apply(document, given));
+        return [20, 40].map((paragraphs) => {
+            const answer = new Answer(create.call(document, "div"));
+            made = 0;
+            for (const text of "Some words of a paragraph.\n\n".repeat(paragraphs).match(/\S+\s*/g)) {
+                answer.add({ content: text }, [{ text, source: "draft" }]);
+                answer.draw(true);
+            }
+            return made;
+        });
     }""")
-    ask(page, "a")
-    blocks = page.locator(".markdown > *").count()
-    assert blocks == 80
-    assert page.locator("#strip i").count() > blocks
-    assert page.evaluate("window.made") < 5 * page.locator("#strip i").count()
+    assert made[1] < 2.1 * made[0]
+
+    reads = page.evaluate("""async () => {
+        const { add, clear, draw } = await import("/static/passes.js");
+        const seconds = { prefill: 1, draft: 1, wait: 1, target: 1, plan: 1 };
+        const pass = { token_ids: [1], texts: ["a"], parents: [-1], log_probs: [0], sources: [0], path: [0] };
+        let reads = 0;
+        const counted = { pass, seconds, get tokens() { reads += 1; return [{ text: "a", source: "draft" }]; } };
+        return [20, 40].map((passes) => {
+            clear();
+            reads = 0;
+            for (let i = 0; i < passes; i += 1) {
+                add(counted);
+                draw();
+            }
+            return reads;
+        });
+    }""")
+    assert reads[1] < 2.1 * reads[0]
 
 
-def test_an_answer_is_followed_until_the_reader_scrolls_up(following):
-    page = following(lambda prompt: Reply("line\n\n" * 300))
-    page.model.target.forward = lambda batch, forward=page.model.target.forward: (time.sleep(0.01), forward(batch))[1]
+def test_an_answer_is_followed_until_the_reader_scrolls_up(following, monkeypatch):
+    page = following(lambda prompt: "line\n\n" * 150)
+    slow_down(page.model, monkeypatch)
     page.fill("#prompt", "a")
     page.keyboard.press("Enter")
-    rest = "(log => log.scrollHeight - log.scrollTop - log.clientHeight)(document.querySelector('#log'))"
     page.wait_for_selector(".markdown p:nth-child(60)")
-    assert page.evaluate(rest) < 40
+    assert (
+        page.evaluate("(log => log.scrollHeight - log.scrollTop - log.clientHeight)(document.querySelector('#log'))")
+        < 40
+    )
     page.evaluate("document.querySelector('#log').scrollTop = 100")
     page.wait_for_selector("#notice:has-text('done')")
     assert page.evaluate("document.querySelector('#log').scrollTop") == 100

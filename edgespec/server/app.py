@@ -28,7 +28,15 @@ from edgespec.server.metrics import metrics
 from edgespec.server.service import Service
 
 STATIC = Path(__file__).parent / "static"
+ASK_AGAIN = {"Cache-Control": "no-cache"}  # files of two versions never meet in a browser
 ERRORS: tuple[type[Exception], ...] = (Refused, EdgespecError, UnicodeEncodeError, Exception)
+
+
+class Static(StaticFiles):
+    def file_response(self, *args: Any, **more: Any) -> Response:
+        answer = super().file_response(*args, **more)
+        answer.headers.update(ASK_AGAIN)
+        return answer
 
 
 def make_app(
@@ -88,7 +96,7 @@ def make_loading_app(**guard: Collection[str]) -> ASGIApp:
 
 
 def _starlette(routes: Sequence[BaseRoute], **more: Any) -> Starlette:
-    shown = [Route("/", page), Mount("/static", StaticFiles(directory=STATIC))]
+    shown = [Route("/", page), Mount("/static", Static(directory=STATIC))]
     handlers = {HTTPException: _no_such_path} | dict.fromkeys(ERRORS, _refuse)
     return Starlette(routes=[*shown, *routes], exception_handlers=handlers, **more)
 
@@ -183,4 +191,4 @@ async def show_metrics(http: HttpRequest) -> Response:
 
 
 async def page(http: HttpRequest) -> Response:
-    return FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})
+    return FileResponse(STATIC / "index.html", headers=ASK_AGAIN)

@@ -10,6 +10,18 @@ function firstOpen(blocks) {
   return Math.max(0, blocks.slice(0, Math.max(0, last)).findLastIndex(isShown));
 }
 
+/** Make the children of a place, from one on, those that are given; what is equal stays, as the reader may have selected it. */
+function become(place, children, from = 0) {
+  children.forEach((made, i) => {
+    const old = place.childNodes[from + i];
+    if (!old) place.append(made);
+    else if (old.isEqualNode(made)) return;
+    else if (old.firstChild && old.cloneNode(false).isEqualNode(made.cloneNode(false))) become(old, [...made.childNodes]);
+    else old.replaceWith(made);
+  });
+  while (place.childNodes.length > from + children.length) place.lastChild.remove();
+}
+
 /** A text that grows. Blocks that cannot change any more stay, those after them are drawn again. */
 class Growing {
   text = "";
@@ -18,7 +30,7 @@ class Growing {
   #from = 0;  // the text before it stays as it is drawn
   #first = 0;  // the token there
   #token = 0;  // the token at the place that is being drawn
-  #open = [];  // nodes after it
+  #settled = 0;  // nodes of it
   #drawn = 0;  // length of the text
 
   /** `token` is that of the text, if it is known. */
@@ -31,22 +43,21 @@ class Growing {
     if (this.#drawn === this.text.length) return;
     this.#drawn = this.text.length;
     const blocks = blocksOf(this.text.slice(this.#from)), open = firstOpen(blocks);
-    for (const node of this.#open) node.remove();
     this.#token = this.#first;
-    this.#draw(blocks.slice(0, open), this.#from);
+    const settled = this.#nodes(blocks.slice(0, open));
     for (const { raw } of blocks.slice(0, open)) this.#from += raw.length;
     this.#first = this.#token;
-    this.#open = this.#draw(blocks.slice(open), this.#from);
+    become(this.place, [...settled, ...this.#nodes(blocks.slice(open))], this.#settled);
+    this.#settled += settled.length;
   }
 
-  #draw(blocks, start) {
-    const nodes = blocks.flatMap((block) => {
-      const before = start;
-      start += block.raw.length;
-      return nodesOf(block, (text, at, length) => this.#paint(text, at < 0 ? at : before + at, length));
+  #nodes(blocks) {
+    let next = this.#from;
+    return blocks.flatMap((block) => {
+      const start = next;
+      next += block.raw.length;
+      return nodesOf(block, (text, at, length) => this.#paint(text, at < 0 ? at : start + at, length));
     });
-    this.place.append(...nodes);
-    return nodes;
   }
 
   #paint(text, start, length) {

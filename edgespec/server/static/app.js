@@ -271,6 +271,7 @@ function part(name) {
 function writeAgain(answer) {
   const { messages } = state.conversation, place = messages.indexOf(answer) - 1;
   leaveEditing();
+  $("log").focus();  // the button goes
   send(messages[place].content, place);
 }
 
