@@ -355,6 +355,18 @@ def test_conversations_are_kept(following):
     assert page.errors == []
 
 
+def test_two_tabs_show_what_the_other_has_written(following):
+    page = following(answer_to)
+    ask(page, "first")
+    other = page.context.new_page()
+    other.goto(page.origin)
+    other.select_option("#conversations", label="first")
+    ask(other, "second")
+    page.wait_for_selector(".message:nth-child(4) .text:has-text('answer 1')")
+    ask(page, "third")
+    assert texts(page) == ["first", "answer 0", "second", "answer 1", "third", "answer 2"]
+
+
 def test_an_answer_is_written_again_and_a_message_edited(following):
     page = following(answer_to)
     ask(page, "first")
@@ -489,6 +501,7 @@ def test_a_phone_shows_wide_code_within_its_width(following):
     page.set_viewport_size({"width": 390, "height": 800})
     ask(page, "a")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert page.evaluate("(log => log.scrollWidth - log.clientWidth)(document.querySelector('#log'))") == 0
     box = page.locator("#prompt").bounding_box()
     assert box["y"] + box["height"] < 800
     shoot(page, "phone")

@@ -7,7 +7,7 @@ class Edgespec < Formula
   homepage "HOMEPAGE"
   url "ADDRESS/edgespec-1.0.0.tar.gz"
   sha256 "CHECKSUM"
-  license "Apache-2.0"
+  license all_of: ["Apache-2.0", "MIT"]
 
   depends_on "cmake" => :build
   depends_on "ninja" => :build
