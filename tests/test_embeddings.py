@@ -11,7 +11,9 @@ import pytest
 from edgespec.backends.llamacpp import backend, embeddings, engine
 from gguf_files import small_llama
 from gguf_writer import Reader
+from hybrid_files import write_hybrid
 from reference.backend import ReferenceBackend
+from window_files import write_windowed
 
 import edgespec
 from edgespec.errors import ContextFull, NoRoom, UsageError
@@ -76,6 +78,16 @@ def test_the_file_names_the_pooling(tmp_path, named, taken):
         assert np.array_equal(found[None], found[taken])
         assert not any(np.allclose(found[None], found[one], atol=1e-3) for one in {"mean", "cls", "last"} - {taken})
         assert model.generate("a", max_tokens=4).text == model.generate("a", max_tokens=4).text
+
+
+@pytest.mark.parametrize("arch", ["mamba2", "gemma3"])
+def test_a_text_may_take_several_passes_whatever_the_layers(tmp_path, arch):
+    write = write_hybrid if arch == "mamba2" else write_windowed
+    with edgespec.load(write(tmp_path / "a.gguf", arch), **OPTIONS) as model:
+        ids = [5 + i % 40 for i in range(100)]
+        (whole,) = model.embed([ids])
+        model.target.embed_rows = 16
+        assert np.allclose(model.embed([[7], ids])[1], whole, atol=1e-3)
 
 
 def test_texts_are_as_before_and_go_on_meanwhile(gguf):

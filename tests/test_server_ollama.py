@@ -148,6 +148,17 @@ def test_options_are_those_of_the_other_interfaces():
         assert (found["done_reason"], found["eval_count"], found["edgespec"]["seed"]) == ("length", 9, 7)
 
 
+def test_a_penalty_over_no_token_is_none():
+    def said(client, **options):
+        body = {"messages": [ASKED], "stream": False, "options": {"temperature": 0, "num_predict": 30, **options}}
+        return client.post("/api/chat", json=body).json()["message"]["content"]
+
+    with served_model() as client:
+        free = said(client)
+        assert said(client, repeat_penalty=5.0, repeat_last_n=0) == free
+        assert said(client, repeat_penalty=5.0, repeat_last_n=64) == said(client, repeat_penalty=5.0) != free
+
+
 @pytest.mark.parametrize(
     ("form", "check"),
     [("json", lambda found: isinstance(found, dict)), ({"enum": ["a", "b"]}, lambda found: found in ("a", "b"))],

@@ -48,12 +48,14 @@ class Options(OllamaFields):
     """What is settled when the model is loaded, such as `num_ctx`, is ignored."""
 
     repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
     num_predict: int | None = None
     stop: str | Listed[str] | None = None
 
     @property
     def sampling(self) -> dict[str, Any]:
-        penalty = {} if self.repeat_penalty is None else {"repetition_penalty": self.repeat_penalty}
+        none = self.repeat_penalty is None or self.repeat_last_n == 0
+        penalty = {} if none else {"repetition_penalty": self.repeat_penalty}
         return penalty | super().sampling
 
 
