@@ -39,8 +39,6 @@ def test_help_says_what_each_subcommand_does_in_a_few_words(bench):
         ("offload FILE --nodes 1 --limit 4", "without --prompts nothing is asked: leave out --limit"),
         ("offload FILE", "give --nodes or --prompts"),
         ("offload no.gguf --nodes 1", "'no.gguf' is no GGUF file"),
-        ("gpu --dtype bf16", "'bf16' is not one of 'bfloat16'"),
-        ("gpu --layers 1", "1 is not in the range x>=2"),
         ("serve throughput FILE --model x --threads 0", "0 is not in the range x>=1"),
         ("serve throughput FILE --model x --mode plain", "without --llama-server it is not measured: leave out --mode"),
         ("serve throughput FILE --model x --llama-options=-fa", "it is not measured: leave out --llama-options"),

@@ -1,4 +1,4 @@
-"""Seconds of passes with streamed weights, of a model of a given shape with random weights.
+"""Seconds of passes with streamed weights, of a model of a given shape with random weights, behind a text.
 
 They are compared with max(compute, bytes / bandwidth); computation is measured on a few resident layers, and
 extrapolated to all of them.
@@ -23,6 +23,8 @@ from edgespec.backends.torch.backend import MIN_NODES_ON_GPU, assemble
 from edgespec.backends.torch.loading import (
     MIN_NODES,
     NF4,
+    PLAIN,
+    Form,
     cache_shape,
     decoder_layers,
     look_at,
@@ -41,9 +43,12 @@ from edgespec.backends.torch.offload import (
 
 from benchmarks.to_try import Seen, equal_sizes, row_classes, seen_with
 from edgespec.errors import UsageError
+from edgespec.loading.row_classes import tokens
 from edgespec.loading.timed_pass import time_pass
-from edgespec.loop.backend import Capabilities, Vocab, Work
+from edgespec.loop.backend import Backend, Capabilities, Session, Vocab, Work
+from edgespec.loop.passes import prefill
 from edgespec.loop.shapes import TILE
+from edgespec.loop.tree import IntArray, path_to
 from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import Gpu
 
@@ -58,7 +63,9 @@ LLAMA_70B = {
     "head_dim": 128,
     "max_position_embeddings": 8192,
 }
-CONTEXT = 512  # tokens that the cache holds besides the nodes
+TEXT = 4000  # committed tokens before trees
+ROOM = 64  # tokens of trees' levels, and of accepted paths
+PASSES = 3
 HOST_SHARE = 0.75
 WIDE = 512  # nodes
 ONE = {"num_hidden_layers": 1}
@@ -112,14 +119,15 @@ class NoVocab:
         self.size = size
 
 
-def random_model(shape: dict[str, Any], dtype: str, device: Any) -> Any:
+def random_model(shape: dict[str, Any], dtype: str, device: Any, *, own: bool = False) -> Any:
+    """A model of equal layers, which share their weights in host memory unless each has its `own`."""
     kind = torch.bfloat16 if dtype == NF4 else getattr(torch, dtype)
     config = transformers.LlamaConfig(**shape, attn_implementation=ATTENTION, dtype=kind)
     small = copy.deepcopy(config)
     small.num_hidden_layers = 1
     torch.manual_seed(0)
     with torch.device(device):
-        model = transformers.LlamaForCausalLM(small).to(kind)
+        model = transformers.AutoModelForCausalLM.from_config(small, dtype=kind)
     model = model.to("cpu").eval().requires_grad_(False)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # not to be rounded to 16 bits
     if dtype == NF4:
@@ -127,19 +135,19 @@ def random_model(shape: dict[str, Any], dtype: str, device: Any) -> Any:
             nf4_form(device).make(layer)
     layer = model.model.layers[0]
     for i in range(1, config.num_hidden_layers):
-        model.model.layers.append(_alias(layer, i))
+        model.model.layers.append(_copy(layer, i, own))
     model.config.num_hidden_layers = config.num_hidden_layers
     return model
 
 
-def _alias(layer: Any, index: int) -> Any:
-    shared = {id(tensor): tensor for tensor in [*layer.parameters(), *layer.buffers()]}
+def _copy(layer: Any, index: int, own: bool) -> Any:
+    shared = {} if own else {id(tensor): tensor for tensor in [*layer.parameters(), *layer.buffers()]}
     other = copy.deepcopy(layer, shared)
     other.self_attn.layer_idx = index
     return other
 
 
-def copy_rate(device: Any, size: int, *, pin: bool, repeats: int = 5) -> float:
+def copy_rate(device: Any, size: int, *, pin: bool, repeats: int = 5, copies: Copies | None = None) -> float:
     """
     Args:
         device: where to.
@@ -147,18 +155,26 @@ def copy_rate(device: Any, size: int, *, pin: bool, repeats: int = 5) -> float:
         pin: the block is pinned.
         repeats: number of runs.
 
+        copies: makes a copy engine, which copies in pieces; None: one copy.
+
     Returns:
         Bytes per second of the best run; 0: memory cannot be pinned.
     """
     host, target, seconds = page_aligned(size).fill_(1), torch.empty(size, dtype=torch.uint8, device=device), []
     if pin and not pin_memory(host, device):
         return 0.0
+    engine = copies(device, 1) if copies else None
     for _ in range(repeats):
         started = perf_counter()
-        target.copy_(host, non_blocking=True)
+        if engine:
+            engine.fill(0, target, host)
+        else:
+            target.copy_(host, non_blocking=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(perf_counter() - started)
+    if engine:
+        engine.close()
     if pin:
         unpin_memory(host, device)
     return size / min(seconds)
@@ -183,14 +199,19 @@ def cache_bytes(model: Any, device: Any, sizes: Sequence[int]) -> int:
 
 
 def _limits(device: Any, sizes: Sequence[int]) -> tuple[int, int]:
-    return CONTEXT + max(sizes), max(MIN_NODES_ON_GPU if device.type == "cuda" else MIN_NODES, max(sizes) + 1)
+    return TEXT + ROOM + max(sizes), max(MIN_NODES_ON_GPU if device.type == "cuda" else MIN_NODES, max(sizes) + 1)
 
 
-def _gpu(device: Any) -> Gpu | None:
+def form_of(dtype: str, device: Any) -> Form:
+    return nf4_form(device) if dtype == NF4 else PLAIN
+
+
+def look(device: Any) -> Gpu | None:
+    free(device)  # else what has made a model counts as used
     return look_at(str(device)) if device.type == "cuda" else None
 
 
-def _free(device: Any) -> None:
+def free(device: Any) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -206,6 +227,7 @@ def measure(
     host_bytes: int,
     deadline: float = float("inf"),
     copies: Copies = CudaCopies,
+    made: Callable[[Row], None] = lambda row: None,
 ) -> Report:
     """
     Args:
@@ -217,35 +239,76 @@ def measure(
         host_bytes: free host memory; more layers than fit are left out.
         deadline: `perf_counter` time after which no further size is begun.
         copies: makes the copy engine.
+        made: called with each row.
 
     Raises:
         UsageError: the device's memory is too small.
     """
-    options: dict[str, Any] = {"context_length": CONTEXT + max(sizes), "budget": max(sizes), "sessions": 1}
+    context, _ = _limits(device, sizes)
+    options: dict[str, Any] = {"context_length": context, "budget": max(sizes), "sessions": 1}
     vocab = cast(Vocab, NoVocab(shape["vocab_size"]))
     costs = layer_costs(shape, dtype, device, sizes, vocab, copies, options)
     small = random_model(shape | ONE, dtype, device)
     layer = block_bytes(small.model.layers[0])
     del small
-    _free(device)
+    free(device)
     layers = fitting_layers(shape, layer, host_bytes)
     pin = device.type == "cuda"
     rate = copy_rate(device, layer, pin=pin) or copy_rate(device, layer, pin=False)
     model = random_model(shape | {"num_hidden_layers": layers}, dtype, device)
-    backend = assemble(model, vocab, device, memory=memory, gpu=_gpu(device), copies=copies, **options)
+    backend = assemble(model, vocab, device, memory=memory, gpu=look(device), copies=copies, **options)
     streamed = len(backend.streamer.blocks) if backend.streamer else 0
-    rows = []
+    rows, session = list[Row](), open_text(backend)
     for nodes in sizes:
-        seconds = time_pass(backend, nodes).seconds
         one, more = costs[nodes]
+        seconds = time_trees(backend, session, nodes)
         rows.append(Row(nodes, seconds, one + (layers - 1) * more, streamed * layer / rate))
+        made(rows[-1])
         if perf_counter() > deadline:
             break
+    session.close()
     backend.close()
     del model, backend
-    _free(device)
+    free(device)
     full = shape["num_hidden_layers"]
     return Report(dtype, layers, full, streamed, layer, streamed * layer, rate, rows)
+
+
+def tree_of(nodes: int) -> IntArray:
+    """Parents of a tree's nodes, the root first: its depth grows as the logarithm of its nodes."""
+    parents = np.arange(-1, nodes - 1) * np.random.default_rng(0).uniform(0.3, 0.9, nodes)
+    return np.array([-1, *parents[1:]], np.int32)
+
+
+def open_text(backend: Backend) -> Session:
+    """A session of `TEXT` tokens."""
+    session = backend.open()
+    prefill(backend, session, tokens(backend, TEXT, seed=9))
+    return session
+
+
+def time_trees(backend: Backend, session: Session, nodes: int, *, passes: int = PASSES, grows: bool = True) -> float:
+    """
+    Args:
+        backend: the session's.
+        session: has `TEXT` tokens or less, and gets them back.
+        nodes: of the tree.
+        passes: number of passes; the first one does not count.
+        grows: some nodes are committed after a pass, so that no two passes have the same length.
+
+    Returns:
+        Seconds of the quickest pass.
+    """
+    parents, length, seconds = tree_of(nodes), len(session.token_ids), []
+    for seed in range(passes):
+        ids, every = np.array(tokens(backend, nodes, seed), np.int32), np.arange(nodes, dtype=np.int32)
+        work = Work(session, ids, parents, every)
+        started = perf_counter()
+        backend.forward([work])
+        seconds.append(perf_counter() - started)
+        session.commit(path_to(parents, nodes // 2)[:3] if grows else [])
+    session.rewind(length)
+    return min(seconds[1:])
 
 
 def layer_costs(
@@ -262,13 +325,15 @@ def layer_costs(
     few = []
     for count in FEW:
         model = random_model(shape | {"num_hidden_layers": count}, dtype, device)
-        backend = assemble(model, vocab, device, memory=None, gpu=_gpu(device), copies=copies, **options)
+        backend = assemble(model, vocab, device, memory=None, gpu=look(device), copies=copies, **options)
         if backend.streamer is not None:
             raise UsageError(f"too little of the GPU's memory is free to measure computation on {count} layers")
-        few.append({nodes: time_pass(backend, nodes).seconds for nodes in sizes})
+        session = open_text(backend)
+        few.append({nodes: time_trees(backend, session, nodes) for nodes in sizes})
+        session.close()
         backend.close()
         del model, backend
-        _free(device)
+        free(device)
     (first, one), (second, two) = zip(FEW, few, strict=True)
     more = {nodes: max(0.0, two[nodes] - one[nodes]) / (second - first) for nodes in sizes}
     return {nodes: (one[nodes] - (first - 1) * more[nodes], more[nodes]) for nodes in sizes}
@@ -281,14 +346,16 @@ def measures(device: Any, copies: Copies) -> dict[str, Callable[[], Seen]]:
         device: where models compute.
         copies: as for `measure`.
     """
-    make = partial(_make, device, copies)
-    return {
+    load = partial(make, device, copies)
+    found = {
         "pinned memory": lambda: compare_pinned(device),
         "more buffers": lambda: compare_buffers(device, copies),
         "capped scores": lambda: peak_of_capped(device, copies),
-        "row classes": lambda: seen_with(make, row_classes),
-        "equal sizes": lambda: seen_with(make, equal_sizes),
-    } | ({"two GPUs": lambda: compare_split(device, copies)} if torch.cuda.device_count() > 1 else {})
+        "equal sizes": lambda: seen_with(load, equal_sizes),
+    }
+    if torch.cuda.device_count() > 1:
+        found["two GPUs"] = lambda: compare_split(device, copies)
+    return found | {"row classes": lambda: seen_with(load, row_classes)}  # takes the longest time
 
 
 SMALL = {
@@ -297,16 +364,18 @@ SMALL = {
 }  # fmt: skip
 
 
-SMALLER = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}  # on a processor
+SMALLER = {  # on a processor
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16,
+}  # fmt: skip
 
 
-def _small(device: Any) -> dict[str, Any]:
+def small_shape(device: Any) -> dict[str, Any]:
     return SMALL | (SMALLER if device.type == "cpu" else {})
 
 
-def _make(device: Any, copies: Copies, model: Any = None, **options: Any) -> Any:
-    model = model or random_model(_small(device), "bfloat16", device)
-    options = {"context_length": 1024, "budget": 64, "sessions": 1, "memory": None, "gpu": _gpu(device)} | options
+def make(device: Any, copies: Copies, model: Any = None, **options: Any) -> Any:
+    model = model or random_model(small_shape(device), "bfloat16", device)
+    options = {"context_length": 1024, "budget": 64, "sessions": 1, "memory": None, "gpu": look(device)} | options
     return assemble(model, cast(Vocab, NoVocab(model.config.vocab_size)), device, copies=copies, **options)
 
 
@@ -319,7 +388,8 @@ def _with_own_layers(config: Any) -> Any:
 
 
 def compare_pinned(device: Any, size: int = 256 << 20) -> Seen:
-    pinned, pageable = (copy_rate(device, size, pin=pin) for pin in (True, False))
+    pin = device.type == "cuda"
+    pinned, pageable = pin and copy_rate(device, size, pin=True), copy_rate(device, size, pin=False)
     text = f"{pinned / 1e9:.1f} and {pageable / 1e9:.1f} GB/s" if pinned else "CUDA refuses to pin memory"
     return Seen(pinned / pageable, text)
 
@@ -329,7 +399,7 @@ def compare_buffers(device: Any, copies: Copies) -> Seen:
     found = []
     for most in (BUFFERS, loading.MOST_BUFFERS):
         with patch.object(loading, "MOST_BUFFERS", most):
-            backend = _make(device, copies, gpu_layers=2)
+            backend = make(device, copies, gpu_layers=2)
         session, seconds = backend.open(), []
         one = Work(session, np.array([5], np.int32), np.array([-1], np.int32), np.array([0], np.int32))
         for _ in range(6):
@@ -343,16 +413,25 @@ def compare_buffers(device: Any, copies: Copies) -> Seen:
     return Seen(found[0] / found[1], f"{1000 * found[0]:.2f} and {1000 * found[1]:.2f} ms")
 
 
+def most_memory(device: Any, reset: bool = False) -> int:
+    """Most bytes that tensors have taken since the last reset; 0: not known."""
+    if device.type != "cuda":
+        return 0
+    if reset:
+        torch.cuda.reset_peak_memory_stats(device)
+    return int(torch.cuda.max_memory_allocated(device))
+
+
 def peak_of_capped(device: Any, copies: Copies) -> Seen:
-    model = _with_own_layers(transformers.Gemma2Config(**_small(device), attn_logit_softcapping=50.0))
-    backend = _make(device, copies, model)
+    model = _with_own_layers(transformers.Gemma2Config(**small_shape(device), attn_logit_softcapping=50.0))
+    backend = make(device, copies, model)
     limits, session = backend.capabilities, backend.open()
     planned = work_bytes(model, limits, 65) + session.cells.nbytes
     planned += sum(tensor.nbytes for tensor in decoder_layers(model).parameters())
-    torch.cuda.reset_peak_memory_stats(device)
+    most_memory(device, reset=True)
     nodes = np.arange(min(limits.max_nodes, limits.context_length), dtype=np.int32)
     backend.forward([Work(session, nodes % 1000, nodes - 1, nodes[-1:])])
-    most = torch.cuda.max_memory_allocated(device)
+    most = most_memory(device)
     backend.close()
     return Seen(most / planned, f"{format_size(most)} and {format_size(planned)}")
 
@@ -361,10 +440,10 @@ def compare_split(device: Any, copies: Copies) -> Seen:
     """Passes of a model on one GPU, and with half of its layers on another."""
     seconds, rows = [], []
     other = look_at(f"cuda:{int(device.index == 0)}")
-    for away in (0, _small(device)["num_hidden_layers"] // 2):
+    for away in (0, small_shape(device)["num_hidden_layers"] // 2):
         with patch.object(loading, "layers_by_device", lambda sizes, *_, away=away: [len(sizes) - away, away]):
-            model = _with_own_layers(transformers.LlamaConfig(**_small(device)))
-            backend = _make(device, copies, model, others=[other])
+            model = _with_own_layers(transformers.LlamaConfig(**small_shape(device)))
+            backend = make(device, copies, model, others=[other])
         session, nodes = backend.open(), np.arange(4, dtype=np.int32)
         logits = backend.forward([Work(session, nodes + 5, nodes - 1, nodes)])[0]
         rows.append(np.stack([logits.row(node) for node in range(4)]))
