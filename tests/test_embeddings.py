@@ -3,6 +3,7 @@
 import base64
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 
@@ -88,6 +89,15 @@ def test_a_text_may_take_several_passes_whatever_the_layers(tmp_path, arch):
         (whole,) = model.embed([ids])
         model.target.embed_rows = 16
         assert np.allclose(model.embed([[7], ids])[1], whole, atol=1e-3)
+
+
+def test_threads_that_embed_at_once_do_not_mix_their_texts(gguf):
+    with edgespec.load(gguf, **OPTIONS) as model, ThreadPoolExecutor(2) as threads:
+        model.target.embed_rows = 4
+        texts = ["a" * 60, "hello there" * 6]
+        alone = [model.embed(text) for text in texts]
+        for _ in range(3):
+            assert all(map(np.array_equal, threads.map(model.embed, texts), alone))
 
 
 def test_texts_are_as_before_and_go_on_meanwhile(gguf):

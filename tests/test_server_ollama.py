@@ -9,10 +9,15 @@ pytest.importorskip("starlette", reason="the server is not installed: pip instal
 pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'edgespec[server]'")
 
 from reference.backend import CHAT_TEMPLATE
-from scripted import TEMPLATE, turns
+from scripted import TEMPLATE, Reply, scripted, turns
 from scripted import asking as served
+from starlette.testclient import TestClient
 from test_server import served as served_model
 from test_server import served_and_shown
+
+from edgespec.errors import ModelError
+from edgespec.server.app import make_app
+from edgespec.server.service import Service
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Äöln"}}\n</tool_call>'
 TOOLS = [{
@@ -94,6 +99,38 @@ def test_thoughts_and_calls_are_told_apart_and_come_back(stream):
         assert call["function"] == {"index": 0, "name": "weather", "arguments": {"city": "Äöln"}}
         result = {"role": "tool", "content": "rain", "tool_name": "weather"}
         assert said(client, ASKED, answer, result)["content"] == "It is rain."
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_several_calls_are_numbered(stream):
+    with served(lambda prompt: f"{CALL}\n{CALL}") as client:
+        answer = client.post("/api/chat", json={"messages": [ASKED], "tools": TOOLS, "stream": stream})
+    parts = lines(answer) if stream else [answer.json()]
+    calls = [call for part in parts for call in part["message"].get("tool_calls", ())]
+    assert [call["function"]["index"] for call in calls] == [0, 1]
+    assert len({call["id"] for call in calls}) == 2
+
+
+def test_a_silent_stream_has_empty_lines():
+    with scripted(lambda prompt: Reply("x", after=0.5)) as model:
+        app = make_app(Service(model, "tiny", ping_seconds=0.05))
+        with TestClient(app, "http://127.0.0.1:8080") as client:
+            first, *_, text, last = lines(client.post("/api/chat", json={"messages": [ASKED]}))
+    assert (first["message"]["content"], first["done"]) == ("", False)
+    assert (text["message"]["content"], last["done"]) == ("x", True)
+
+
+def test_an_error_in_a_stream_is_its_last_line_and_a_long_prompt_a_status(monkeypatch):
+    with served_model() as client:
+        long = client.post("/api/chat", json={"messages": [{"role": "user", "content": "a" * 500}]})
+        assert long.status_code == 400
+        assert long.json()["error"].startswith("prompt is too long")
+
+        def fails(batch):
+            raise ModelError("the disk is gone")
+
+        monkeypatch.setattr(client.model.target, "forward", fails)
+        assert lines(client.post("/api/chat", json={"messages": [ASKED]}))[-1] == {"error": "the disk is gone"}
 
 
 @pytest.mark.parametrize("ids", [True, False])
