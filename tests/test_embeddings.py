@@ -133,6 +133,11 @@ def test_streamed_weights_and_too_little_memory_are_refused_in_one_line(gguf, mo
         monkeypatch.setattr(embeddings, "this_machine", lambda *_: small)
         with pytest.raises(NoRoom, match=r"^embeddings need .* of memory, but 1 MiB are free$"):
             model.embed(TEXT)
+        monkeypatch.undo()
+        assert target.most_memory is None
+        monkeypatch.setattr(target, "most_memory", 1 << 20)
+        with pytest.raises(NoRoom, match=r"^no memory is free, which is too little for a context of 256 tokens"):
+            model.embed(TEXT)
         plan = type("Plan", (), {"streamed": [1], "pools": (), "device_pools": ()})
         monkeypatch.setattr(target, "plan", plan)
         with pytest.raises(UsageError, match=r"^embeddings need all weights in memory"):

@@ -116,10 +116,12 @@ def test_made_up_requests_are_never_an_error_of_the_server(server):
     from edgespec.server.dialects.chat import ChatBody
     from edgespec.server.dialects.completions import CompletionBody
     from edgespec.server.dialects.draft_prompt import TypedBody
+    from edgespec.server.dialects.embeddings import EmbedBody, OpenAIEmbeddingsBody
     from edgespec.server.dialects.messages import CountBody, MessagesBody
     from edgespec.server.dialects.ollama import ChatBody as OllamaChatBody
     from edgespec.server.dialects.ollama import GenerateBody
     from edgespec.server.dialects.responses import ResponsesBody
+    from edgespec.server.dialects.tokens import TextBody, TokensBody
 
     bodies = {
         ("POST", "/v1/chat/completions"): ChatBody,
@@ -129,6 +131,10 @@ def test_made_up_requests_are_never_an_error_of_the_server(server):
         ("POST", "/v1/responses"): ResponsesBody,
         ("POST", "/api/chat"): OllamaChatBody,
         ("POST", "/api/generate"): GenerateBody,
+        ("POST", "/api/embed"): EmbedBody,
+        ("POST", "/v1/embeddings"): OpenAIEmbeddingsBody,
+        ("POST", "/tokenize"): TextBody,
+        ("POST", "/detokenize"): TokensBody,
         ("PUT", "/edgespec/draft-prompt"): TypedBody,
     }
     names, paths = dict[str, object](), dict[str, object]()
@@ -146,13 +152,16 @@ def test_made_up_requests_are_never_an_error_of_the_server(server):
     with httpx.Client(base_url=f"http://127.0.0.1:{server[1]}", timeout=30) as http:
 
         @given(schema.as_strategy(), st.sampled_from([4, 4, 1, 0]))
-        @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+        @settings(max_examples=90, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
         def check_case(case, most):
             body = case.body if isinstance(case.body, dict) else {}
             body |= {"max_tokens": most, "max_completion_tokens": most, "max_output_tokens": most, "stream": False}
+            if isinstance(body.get("options") or {}, dict):
+                body["options"] = {**(body.get("options") or {}), "num_predict": most}
             answer = http.request(case.method, case.path, json=body)
             assert answer.status_code < 500, (body, answer.text)
             if answer.status_code >= 400:
-                assert answer.json()["error"]["message"]
+                error = answer.json()["error"]
+                assert error if isinstance(error, str) else error["message"]
 
         check_case()

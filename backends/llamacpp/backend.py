@@ -91,6 +91,7 @@ class LlamaBackend(Interruptible):
         self.row_hook: Callable[[int], None] = lambda rows: None
         self.pooling, self.embed_rows = pooling_of(context), ROWS
         self._embedder: Embedder | None = None
+        self.most_memory: int | None = None  # bytes that the program may take
         self._contexts = [context]
         self.ids = SeqIds(sessions, ids, ids // sessions if capabilities.paths else IN_WINDOWS if window else 1)
         self.cells = Cells(context, ids, window)
@@ -272,8 +273,7 @@ class LlamaBackend(Interruptible):
         """See `edgespec.loop.backend.Embeds`."""
         self._check_open()
         if self._embedder is None:
-            length = self.capabilities.context_length
-            self._embedder = Embedder(self.path, self.model, length, self.computing, self.plan)
+            self._embedder = Embedder(self)
             self._contexts.append(self._embedder.context)
         return self._embedder.states(token_ids, start)
 

@@ -9,12 +9,12 @@ from edgespec.errors import ModelError, NoRoom, UsageError
 from edgespec.loop.sampling import Float32Array
 from edgespec.machine.memory import format_size
 from edgespec.machine.this_machine import this_machine
-from edgespec.weights.plan import Plan
+from edgespec.weights.plan import divide
 
 from .batch import Batch
 from .cells import Rows
 from .context import ContextSize, make_context, settle_attention
-from .ggml.files import forget_log, last_log, llama_cpp
+from .ggml.files import forget_log, last_log, llama_cpp, loaded_tensors
 from .memory.gpu import find_gpus
 from .memory.planning import rehearse
 
@@ -28,30 +28,45 @@ NAMES = {
 }
 
 
+def memory_left(path: str, gpu_layers: int, most: int | None) -> int:
+    """
+    Args:
+        path: of a loaded model.
+        gpu_layers: its layers on GPUs.
+        most: bytes that the program may take with the model's weights; None: all that are free.
+
+    Returns:
+        The bytes that are left.
+    """
+    machine = this_machine(path, find_gpus())
+    left = machine.free - machine.used
+    if most is not None:
+        tensors, own = loaded_tensors(path), any(not gpu.shared for gpu in machine.gpus)
+        here = divide(tensors, gpu_layers)[0] if own else tensors  # a file's pages are in no one's `used`
+        left = min(left, most - machine.used - sum(tensor.size for tensor in here))
+    return max(0, left)
+
+
 def pooling_of(context: Any) -> str:
     """As of `edgespec.loop.backend.Embeds`."""
     return NAMES.get(llama_cpp.llama_pooling_type(context), "")
 
 
 class Embedder:
-    def __init__(self, path: str, model: Any, length: int, computing: Any, plan: Plan | None) -> None:
+    def __init__(self, backend: Any) -> None:
         """
         Args:
-            path: of the model.
-            model: loaded.
-            length: of the context.
-            computing: as of the backend.
-            plan: of its weights.
+            backend: a `LlamaBackend`.
 
         Raises:
             UsageError: weights are read in every pass.
             NoRoom: there is too little memory.
         """
+        path, model, computing, plan = backend.path, backend.model, backend.computing, backend.plan
         if plan and (plan.streamed or plan.pools or plan.device_pools):
             raise UsageError("embeddings need all weights in memory, but this model's are streamed from disk")
-        size = ContextSize(length, 0, 1, ROWS, computing["kv_type"], embeds=True)
-        machine = this_machine(path, find_gpus())
-        left = machine.free - machine.used
+        size = ContextSize(backend.capabilities.context_length, 0, 1, ROWS, computing["kv_type"], embeds=True)
+        left = memory_left(path, computing["gpu_layers"], backend.most_memory)
         _, [buffers] = rehearse(path, [size], left)
         if buffers.total > left:
             needed = format_size(buffers.total, up=True)

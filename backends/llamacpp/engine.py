@@ -17,7 +17,7 @@ from edgespec.loop.engines import Computing, Engine, LoadOptions, LoadPlan, Mach
 from edgespec.loop.session_files import content_of
 from edgespec.loop.shapes import ALWAYS
 from edgespec.machine.disk import remove_name
-from edgespec.machine.memory import format_size
+from edgespec.machine.memory import format_size, in_bytes
 from edgespec.machine.this_machine import Gpu, this_machine
 from edgespec.weights.experts import with_pools
 from edgespec.weights.plan import MARGIN, Plan, Tensor, count_layers, divide, layers_of_gpus, layers_on_gpu
@@ -372,6 +372,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
         backend.cells.spare = MARGIN // 4
     backend.notes, backend.plan, backend.content = notes, weights, content
     backend.path, backend.own_head = path, options.own_head
+    backend.most_memory = in_bytes("memory", options.memory)
     backend.placed = _placed(plan, capabilities.layers)
     return backend
 
