@@ -121,6 +121,9 @@ class ScriptedBackend(ReferenceBackend):
         self._closing.wait(reply.after)
         return start, self.vocab.encode(reply.text, add_bos=False, parse_special=True)
 
+    def embed(self, token_ids, start):
+        return super().embed([token % len(self.model.embedding) for token in token_ids], start)
+
     def close(self) -> None:
         self._closing.set()
         super().close()

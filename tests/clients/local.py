@@ -1,4 +1,7 @@
-"""Python's clients of Ollama: a task with one tool. Arguments: library, address, message, file for the conversation."""
+"""Python's clients of Ollama: vectors, and a task with one tool.
+
+Arguments: library, address, message, file for the conversation.
+"""
 
 import json
 import sys
@@ -26,6 +29,7 @@ def with_ollama(messages: list[Any]) -> None:
     client = ollama.Client(URL, timeout=PATIENCE)
     model = client.list().models[0].model
     assert "tools" in client.show(model).capabilities
+    assert len(client.embed(model, ["one", "two"]).embeddings) == 2
     while True:
         said, thought, calls = "", "", []
         for part in client.chat(model, messages, tools=[write], stream=True):
@@ -47,6 +51,7 @@ def with_litellm(messages: list[Any]) -> None:
     parameters = {"type": "object", "properties": properties, "required": ["path", "text"]}
     function = {"name": "write", "description": "Write a file.", "parameters": parameters}
     tools = [{"type": "function", "function": function}]
+    assert len(litellm.embedding("ollama/tiny", ["one", "two"], api_base=URL).data) == 2
     while True:
         answer = litellm.completion(
             "ollama_chat/tiny", messages, api_base=URL, tools=tools, timeout=PATIENCE, temperature=0.2, max_tokens=500
@@ -64,8 +69,9 @@ def with_litellm(messages: list[Any]) -> None:
 def with_langchain(messages: list[Any]) -> None:
     from langchain_core.messages import ToolMessage, messages_from_dict, messages_to_dict
     from langchain_core.tools import tool
-    from langchain_ollama import ChatOllama
+    from langchain_ollama import ChatOllama, OllamaEmbeddings
 
+    assert len(OllamaEmbeddings(model="tiny", base_url=URL).embed_documents(["one", "two"])) == 2
     bound = ChatOllama(model="tiny", base_url=URL, reasoning=True, validate_model_on_init=True).bind_tools(
         [tool(write)]
     )
