@@ -280,6 +280,51 @@ def test_a_long_prompt_does_not_stop_those_who_write(shape):
     scheduler.close()
 
 
+def first_tokens(readers, scheduler):
+    """Make steps until all have a token; by reader, the prompts' tokens that were read before its first one."""
+    read, before = 0, {}
+    while len(before) < len(readers):
+        scheduler.step()
+        read += sum(size for size, prompt in scheduler.target.passes[-1] if prompt)
+        before |= {name: read for name, reader in readers.items() if reader.tokens and name not in before}
+    return before
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["none", "specexec"])
+def test_a_short_prompt_is_read_before_the_rest_of_a_long_one(shape, name):
+    scheduler = Scheduler(backend(shape, kind=Recording), planners(name, 3), budget=4)
+    readers = {"long": Reader(scheduler, 4, 0.7, 1, 12)}
+    scheduler.step()
+    before = len(readers["long"].seq.slot.session.token_ids)
+    readers["short"] = Reader(scheduler, 1, 0.7, 1, 12)
+    found = first_tokens(readers, scheduler)
+    assert found["short"] == len(PROMPTS[1])
+    assert found["long"] == len(LONG) + len(PROMPTS[1]) - before
+    run(scheduler)
+    for reader in readers.values():
+        reader.check()
+    scheduler.close()
+
+
+def test_a_long_prompt_waits_for_no_more_tokens_than_it_has():
+    scheduler = Scheduler(backend("any", kind=Recording), planners("none", 2), budget=4)
+    long = Reader(scheduler, 4, 0.7, 1, 2)
+    scheduler.step()
+    others = read = 0
+    while not long.tokens:
+        assert read <= 2 * len(LONG)
+        if scheduler.active < 2:
+            Reader(scheduler, 2, 0.7, 1, 1, sender=f"{others}")  # nobody shares a prefix with it
+            others += 1
+        scheduler.step()
+        read += sum(size for size, prompt in scheduler.target.passes[-1] if prompt)
+    assert others > 3
+    run(scheduler)
+    long.check()
+    scheduler.close()
+
+
 def test_the_machine_stays_awake_while_there_is_work(monkeypatch):
     passes = []  # made before it was asked to
     monkeypatch.setattr("edgespec.scheduler.scheduler.stay_awake", lambda: passes.append(len(target.passes)))

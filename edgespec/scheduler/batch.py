@@ -7,7 +7,7 @@ from statistics import fmean
 from time import perf_counter
 from typing import Protocol
 
-from edgespec.loop.backend import Backend, Capabilities
+from edgespec.loop.backend import Backend, Capabilities, Work
 from edgespec.loop.draft_passes import run_shared
 from edgespec.loop.passes import Pass, Proposed, Ran, most_nodes
 from edgespec.planners.auto import AutoState
@@ -98,21 +98,29 @@ def choose(seqs: Sequence[Seq], limits: Capabilities, *, read_last: bool) -> tup
         Sequences to decode in the next pass, and the one to prefill; they alternate if they cannot share a pass.
     """
     seqs = sorted(seqs, key=lambda seq: seq.age)
-    reading, writing = [seq for seq in seqs if seq.state is State.READING], [seq for seq in seqs if seq.may_write]
+    reader, writing = next_reader([seq for seq in seqs if seq.state is State.READING]), [s for s in seqs if s.may_write]
     shared = can_share_passes(limits)
-    if reading and (shared or not writing or not read_last):
-        return writing if shared else [], reading[0]
+    if reader and (shared or not writing or not read_last):
+        return writing if shared else [], reader
     return writing, None
 
 
-def read_draft(seq: Seq, chunks: PromptChunks, pass_now: CurrentPass, *, single: bool) -> None:
+def next_reader(reading: Sequence[Seq]) -> Seq | None:
+    """The sequence that has least to read; what others read meanwhile counts for one that waits.
+
+    So a short prompt is read before the rest of a long one, and no prompt waits for more tokens than it has.
+    """
+    return min(reading, key=lambda seq: (seq.unread - seq.waited, seq.age), default=None)
+
+
+def read_draft(seq: Seq, seqs: Sequence[Seq], chunks: PromptChunks, pass_now: CurrentPass) -> None:
     """Have the draft read one chunk of a sequence.
 
     Args:
         seq: its draft has something to read.
+        seqs: all that have work.
         chunks: sizes of the draft's chunks.
         pass_now: notes the pass.
-        single: no other sequence has work.
 
     Raises:
         Exception: what the pass raises.
@@ -120,7 +128,8 @@ def read_draft(seq: Seq, chunks: PromptChunks, pass_now: CurrentPass, *, single:
     reading, generation = seq.draft_prompt, seq.generation
     assert reading
     assert generation
-    work = chunks.next(reading, single=single)
+    work = chunks.next(reading, single=len(seqs) == 1)
+    _wait_for(work, seq, [one for one in seqs if one.draft_prompt])
     with pass_now.of([seq], reading.backend):
         seconds = generation.read_draft_part(reading, work)
     if seconds:
@@ -155,8 +164,14 @@ def compose(
         single = not any(seq.state is State.WRITING for seq in seqs if seq not in gone)
         with batch.noting(reader):
             chunk = chunks.next(generation.prompt, taken, single=single)
+            _wait_for(chunk, reader, [seq for seq in seqs if seq.state is State.READING])
             batch.parts.append((reader, Pass(chunk)))
     return batch
+
+
+def _wait_for(chunk: Work, reader: Seq, reading: Sequence[Seq]) -> None:
+    for seq in reading:
+        seq.waited += len(chunk.token_ids) if seq is not reader else 0
 
 
 def plan_trees(

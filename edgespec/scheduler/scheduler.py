@@ -23,7 +23,7 @@ from edgespec.loop.stats import GenerationStats
 from edgespec.machine.process import at_end, check_process, is_here
 from edgespec.machine.system import stay_awake
 from edgespec.planners.auto import AutoState
-from edgespec.scheduler.batch import Batch, CurrentPass, account, choose, compose, learn, read_draft
+from edgespec.scheduler.batch import Batch, CurrentPass, account, choose, compose, learn, next_reader, read_draft
 from edgespec.scheduler.counts import Counts
 from edgespec.scheduler.events import Cancelled, Chunk, Event
 from edgespec.scheduler.prompt_chunks import PromptChunks
@@ -321,11 +321,10 @@ class Scheduler:
             self._end(seq, None)
 
     def _read_draft(self) -> None:
-        """Have the draft read one chunk for the oldest sequence that needs it."""
         seqs = self._seqs()
-        if seq := min((one for one in seqs if one.draft_prompt), key=lambda one: one.age, default=None):
+        if seq := next_reader([one for one in seqs if one.draft_prompt]):
             with self._failing([seq]), suppress(Interrupted):
-                read_draft(seq, self._draft_chunks, self.pass_now, single=len(seqs) == 1)
+                read_draft(seq, seqs, self._draft_chunks, self.pass_now)
 
     def _compose(self) -> Batch:
         limits = self.target.capabilities

@@ -84,6 +84,7 @@ class Seq:
         slot: the one that it has.
         generation: its tokens; None: it has no slot, or could not begin.
         passed: serial number of the last pass that it had a part in.
+        waited: tokens that other prompts' chunks had while it waited for one.
 
     Raises:
         UsageError: a stop string is empty.
@@ -102,6 +103,7 @@ class Seq:
     slot: Slot | None = None
     generation: Generation | None = None
     passed: int = 0
+    waited: int = 0
     text: TextStream = field(init=False)
     _told: list[int] = field(default_factory=list)  # tokens that the reader has
     _repeated: int = 0  # number of these decoded since the last restart
@@ -144,6 +146,12 @@ class Seq:
     @property
     def draft_prompt(self) -> Prefill | None:
         return self.generation.draft_prompt if self.generation else None
+
+    @property
+    def unread(self) -> int:
+        """Tokens of its prompt that the target or the draft has still to read."""
+        parts = [self.generation.prompt, self.draft_prompt] if self.generation else []
+        return sum(part.unread for part in parts if part)
 
     @property
     def may_write(self) -> bool:
