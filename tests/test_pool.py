@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.backend import ReferenceBackend, random_model
-from test_scheduler import LONG, Reader, Recording, actions, backend, draft, held, planners, play, run
+from test_scheduler import LONG, PROMPTS, Reader, Recording, actions, backend, draft, held, planners, play, run
 
 from edgespec.loop.passes import common_prefix
 from edgespec.model import Model
@@ -22,10 +22,10 @@ from edgespec.scheduler.events import Wrote
 from edgespec.scheduler.scheduler import Scheduler
 
 
-def pooled(cells=None, spare_leaves=None, slots=3, shape="any", kind=Recording, context=300):
-    target = backend(shape, sessions=slots, kind=kind)
+def pooled(cells=None, spare_leaves=None, slots=3, shape="any", kind=Recording, context=300, kept=0):
+    target = backend(shape, sessions=slots + kept, kind=kind)
     target.capabilities = replace(
-        target.capabilities, cells=cells, spare_leaves=spare_leaves, context_length=context
+        target.capabilities, cells=cells, spare_leaves=spare_leaves, context_length=context, kept=kept
     )  # fmt: skip
     return target
 
@@ -37,11 +37,12 @@ def pooled(cells=None, spare_leaves=None, slots=3, shape="any", kind=Recording, 
     st.sampled_from([300, 400, None]),
     st.sampled_from([0, 5, None]),
     st.booleans(),
+    st.sampled_from([0, 2]),
     st.lists(actions, min_size=1, max_size=18),
 )
-def test_random_schedules_change_no_text(tmp_path_factory, name, shape, cells, spare, keep, schedule):
+def test_random_schedules_change_no_text(tmp_path_factory, name, shape, cells, spare, keep, kept, schedule):
     """As in test_scheduler.py, with little room."""
-    target = pooled(cells, spare, shape=shape)
+    target = pooled(cells, spare, shape=shape, kept=kept)
     scheduler = Scheduler(target, planners(name, 3), budget=12)
     if keep:
         scheduler.pool.disk_cache = DiskCache(tmp_path_factory.mktemp("shelf"), target, 1 << 20, least=8)
@@ -106,6 +107,37 @@ def test_idle_texts_give_way_and_the_oldest_first():
     Reader(scheduler, 3)  # 73
     run(scheduler)
     assert sorted(len(slot.session.token_ids) for slot in scheduler.pool.slots) == [0, 10, 80, 165]
+    scheduler.close()
+
+
+@pytest.mark.parametrize("name", ["none", "specexec"])
+@pytest.mark.parametrize("sender", ["", "key"])
+def test_agents_that_take_turns_keep_what_was_read(name, sender):
+    """More than are at work at once."""
+    target = pooled(cells=600, slots=1, kept=2)
+    scheduler = Scheduler(target, planners(name, 1), budget=4)
+    agents = (2, 6)
+    for prompt in agents:
+        Reader(scheduler, prompt)
+        run(scheduler)
+    for prompt in agents:
+        again = Reader(scheduler, prompt, 0.7, 1, sender=sender)
+        run(scheduler)
+        again.check()
+        assert again.stats.cached_tokens == (0 if sender else again.stats.prompt_tokens)
+    assert sum(slot.planner is None for slot in scheduler.pool.slots) == 2
+    scheduler.close()
+    assert target.open_sessions == 0
+
+
+def test_idle_texts_leave_a_part_of_the_cells_free():
+    """So that cells are seldom put in order."""
+    target = pooled(cells=320, slots=1, kept=3)
+    scheduler = Scheduler(target, planners("none", 1), budget=4)
+    for prompt in (4, 6, 2):
+        Reader(scheduler, prompt)
+        run(scheduler)
+    assert [len(slot.session.token_ids) for slot in scheduler.pool.slots] == [0, len(PROMPTS[6]) + 7, 27, 0]
     scheduler.close()
 
 

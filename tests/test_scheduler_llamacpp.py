@@ -26,10 +26,11 @@ TEXT = "The lighthouse keeper wrote down the weather every morning, and every ev
 PROMPTS = [TEXT[:40], TEXT[:900], f"{TEXT[:700]}Or not.", TEXT[30:1000], f"{TEXT[:1200]}He did."]
 
 
-@pytest.mark.parametrize("asked", ["narrow", "wide"])
-def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder, tmp_path):
+@pytest.mark.parametrize(("asked", "kept"), [("narrow", 3), ("wide", 0)])
+def test_texts_together_are_texts_alone(asked, kept, smollm2, smollm2_folder, tmp_path):
     path = made_up(smollm2, smollm2_folder)
-    target = load(str(path), context_length=512, budget=16, sessions=4, threads=2, exact=asked, share=0.25)
+    options = {"context_length": 512, "budget": 16, "sessions": 4, "kept": kept}
+    target = load(str(path), threads=2, exact=asked, share=0.25, **options)
     shelf, loaded = None, list[bool]()
 
     class Counting(DiskCache):
@@ -63,7 +64,8 @@ def test_texts_together_are_texts_alone(asked, smollm2, smollm2_folder, tmp_path
                     if cache and i % 3 == 2:
                         target.cells.put_in_order([slot.session for slot in scheduler.pool.slots])
                     if not cache:
-                        scheduler.pool.slots[0].session.rewind(0)
+                        for slot in scheduler.pool.slots:
+                            slot.session.rewind(0)
                 while scheduler.waiting or scheduler.active:
                     scheduler.step()
                 works = scheduler.counts.works / scheduler.counts.passes

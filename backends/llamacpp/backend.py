@@ -97,6 +97,7 @@ class LlamaBackend(Interruptible):
         self.cells = Cells(context, ids, window)
         self._open: list[Any] = []
         self.sessions: Sequence[Any] = self._open
+        self._most_trees = sessions - capabilities.kept
         self._most_cells = 0
         self.batch = Batch(llama_cpp.llama_n_batch(context), width)
         # An aborted pass may have moved recurrent states without their contents.
@@ -134,7 +135,8 @@ class LlamaBackend(Interruptible):
         self.ids.close(session.seq_ids)
 
     def make_room(self, rows: int) -> None:
-        self.cells.make_room(rows, self._open, trees=len(self._open) * self.capabilities.max_nodes)
+        trees = min(len(self._open), self._most_trees)
+        self.cells.make_room(rows, self._open, trees=trees * self.capabilities.max_nodes)
 
     @property
     def streamer(self) -> Streamer | None:

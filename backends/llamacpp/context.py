@@ -41,6 +41,7 @@ class ContextSize:
         own_ids: sequence ids that each session owns.
         head: True for a head's context: its cache is plain, and a pass gives logits of all rows.
         embeds: True for a context of one sequence, whose passes give states of all rows.
+        kept: further sessions that may be open, without nodes of trees.
         each: sessions that one sequence of the target takes (`LoadOptions.draft_sessions`), for messages.
     """
 
@@ -54,6 +55,7 @@ class ContextSize:
     head: bool = False
     embeds: bool = False
     each: int = 1
+    kept: int = 0
 
     def __post_init__(self) -> None:
         if self.kv_type is not None and not set(kv_types(self.kv_type)) <= KV_TYPES.keys():
@@ -61,16 +63,20 @@ class ContextSize:
             raise UsageError(f"kv_type is {self.kv_type!r}, but must be one of {names}, or two of them as in f16/q8_0")
 
     @property
+    def open(self) -> int:
+        return self.sessions + self.kept
+
+    @property
     def max_nodes(self) -> int:
         return max(self.chunk, self.budget + 1)
 
     @property
     def max_leaves(self) -> int:
-        return min(max(self.budget, 32), LLAMA_MAX_SEQ - self.extra_ids - self.own_ids * (self.sessions - 1))
+        return min(max(self.budget, 32), LLAMA_MAX_SEQ - self.extra_ids - self.own_ids * (self.open - 1))
 
     @property
     def ids(self) -> int:
-        return min(self.max_leaves * self.sessions, LLAMA_MAX_SEQ - self.extra_ids)
+        return min(self.max_leaves * self.sessions + self.own_ids * self.kept, LLAMA_MAX_SEQ - self.extra_ids)
 
     @property
     def extra_ids(self) -> int:
@@ -82,7 +88,9 @@ class ContextSize:
         Raises:
             UsageError: there are too few sequence ids for `sessions`.
         """
-        if not llama_cpp.llama_model_n_swa(model) or (is_recurrent(model) and not self.head):
+        if is_recurrent(model) and not self.head:
+            return replace(self, kept=0)  # each would have cells and states of its own
+        if not llama_cpp.llama_model_n_swa(model):
             return self
         most = (LLAMA_MAX_SEQ - EXTRA_IDS) // (2 * IN_WINDOWS)
         if self.sessions > most:
@@ -90,7 +98,7 @@ class ContextSize:
                 f"{self.sessions // self.each} texts at once are too many: a layer has a sliding window, "
                 f"so take {most // self.each}"
             )
-        return replace(self, own_ids=IN_WINDOWS)
+        return replace(self, own_ids=IN_WINDOWS, kept=min(self.kept, most - self.sessions))
 
     def length(self, model: Any) -> int:
         return self.context_length or int(llama_cpp.llama_model_n_ctx_train(model))
@@ -116,7 +124,7 @@ class ContextSize:
                 params.ctx_type = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
         tiles = self.sessions * TILE if self.sessions > 1 else 0
         rows = self.max_nodes + tiles
-        params.n_ctx = self.tokens(model) + self.sessions * (self.max_nodes + TILE)
+        params.n_ctx = self.tokens(model) + self.sessions * (self.max_nodes + TILE) + self.kept * TILE
         params.n_batch, params.n_ubatch = rows + self.sessions * self.max_nodes, rows
         params.n_seq_max = self.ids + self.extra_ids
         params.n_outputs_max = max(self.max_nodes if self.head else self.budget + 1, TILE, params.n_seq_max)

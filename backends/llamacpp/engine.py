@@ -178,7 +178,7 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
     planner = MemoryPlanner(path, options, machine, borrowed)
     share = options.share if options.share is not None else 1.0
     length = planner.context_length
-    size = ContextSize(length, options.budget, options.sessions, MIN_NODES, options.kv_type, share)
+    size = ContextSize(length, options.budget, options.sessions, MIN_NODES, options.kv_type, share, kept=options.kept)
     plenty = planner.plenty(size)
     if options.resident:
         planner.check_buffers(size)
@@ -350,8 +350,9 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
         logit_tolerance=tolerance(metadata(model, "general.file_type"), size.kv_type),
         layers=llama_cpp.llama_model_n_layer(model),
         paths=lanes > 0,
-        spare_leaves=None if lanes else size.ids - size.own_ids * size.sessions,
-        cells=size.tokens(model) if size.sessions > 1 and size.share < 1 and not lanes else None,
+        spare_leaves=None if lanes else size.ids - size.own_ids * size.open,
+        cells=size.tokens(model) if ((size.sessions > 1 and size.share < 1) or size.kept) and not lanes else None,
+        kept=size.kept,
         by_cell=ALWAYS if lanes else by_cell(size.kv_type_in(model), flash=flash, here=here, alike=bool(processors)),
         streams=streams,
         read_seconds=weights.streamed_bytes / speed if weights and speed else 0.0,
@@ -363,7 +364,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
         other_load()
     computing |= {"kv_type": size.kv_type_in(model)} | ({"lenders": len(plan.borrowed) - 1} if plan.borrowed else {})
     backend = LlamaBackend(
-        model, context, capabilities, options.sessions, options.in_order, hooks, most_threads, ids=ids,
+        model, context, capabilities, size.open, options.in_order, hooks, most_threads, ids=ids,
         computing=computing,
     )  # fmt: skip
     if processors:

@@ -278,7 +278,7 @@ def _with_room_for(
 def _fitting(pool: SessionPool, texts: Sequence[ScoredText]) -> int:
     """Number of the first texts that the idle sessions hold at once; beside no other request at least one."""
     cells, count, taken = pool.limits.cells, 0, sum(len(slot.session.token_ids) for slot in pool.slots if slot.seq)
-    for text in texts[: len(pool.idle)]:
+    for text in texts[: sum(slot.planner is not None for slot in pool.idle)]:
         taken += len(text.token_ids)
         if (count or pool.seqs) and cells is not None and taken > cells:
             break

@@ -35,6 +35,7 @@ from edgespec.planners.choice import (
 )
 
 MOST_PARALLEL = 128
+KEPT = 8  # idle sessions besides, for agents that take turns
 
 OTHER_NAMES = {  # in other programs -> here
     "ctx": "context_length", "n_ctx": "context_length", "num_ctx": "context_length", "max_model_len": "context_length",
@@ -168,7 +169,8 @@ def asked_for(
     check_approximate(method, draft, [planner], exact, ahead)
     options = LoadOptions(
         context_length=choose_context(context_length, entry), budget=choose_budget(budget, entry),
-        widest=choose_widest(budget, entry), sessions=parallel, exact=exact, backend=backend, threads=threads,
+        widest=choose_widest(budget, entry), sessions=parallel,
+        kept=KEPT if parallel > 1 else 0, exact=exact, backend=backend, threads=threads,
         gpu_layers=gpu_layers, memory=memory, kv_type=kv_type, lenders=check_texts("lenders", lenders), device=device,
         dtype=dtype, gpu_memory=gpu_memory, keep_packed=keep_packed,
         ahead=bool(ahead) or find_method(planner).ahead, remember=remember,

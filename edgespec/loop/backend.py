@@ -31,6 +31,7 @@ class Capabilities:
         exact: row classes that passes are kept to; None: passes have any shape, and logits move by `logit_tolerance`.
         spare_leaves: most leaves of all sessions, the first of each not counted; None: no limit.
         one_thread: one thread must make all passes.
+        kept: sessions that may be open besides those of sequences at work; they keep tokens in the same `cells`.
         cells: most committed tokens of all sessions; None: each has room for a whole context.
         widest: draft tokens of one pass for which memory is planned, as `LoadOptions.widest` asks; 0: its `budget`.
         states: size of the state that `GivesStates.states` gives of a node; 0: its logits are no `GivesStates`.
@@ -53,6 +54,7 @@ class Capabilities:
     spare_leaves: int | None = None
     one_thread: bool = False
     cells: int | None = None
+    kept: int = 0
     widest: int = 0
     states: int = 0
     head: bool = False

@@ -86,7 +86,8 @@ class LoadOptions:
         context_length: most tokens of one sequence; 0: as many as the model was trained for.
         budget: most draft tokens of one pass.
         widest: where weights are streamed, the engine may plan for this many instead, if that costs little memory.
-        sessions: most sessions open at once.
+        sessions: of sequences at work at once.
+        kept: sessions that may be open besides, where all share cells, to keep tokens for later prompts.
         repack: weights may be repacked at load, which changes kernels. It depends on nothing that only drafting needs.
         exact: wanted row class, as for `edgespec.load`.
         backend: the engine's name.
@@ -115,6 +116,7 @@ class LoadOptions:
     budget: int = 64
     widest: int = 0
     sessions: int = 1
+    kept: int = 0
     repack: bool = True
     exact: str | None = None
     backend: str | None = None
@@ -167,7 +169,7 @@ class LoadOptions:
         return replace(
             self, exact=self.exact if self.mixed else "off", widest=0, memory=None, gpu_memory=None,
             gpu_layers=gpu_layers, lenders=(), draft_files=(), resident=True, in_order=self.mixed, own_head=False,
-            sessions=self.sessions * self.draft_sessions, approximate=None,
+            sessions=self.sessions * self.draft_sessions, kept=0, approximate=None,
         )  # fmt: skip
 
 

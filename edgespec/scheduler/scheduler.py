@@ -285,13 +285,13 @@ class Scheduler:
         waiting = self._queue.in_order()
         if not waiting:
             return
-        if not self.pool.idle:
+        if not self.pool.has_planner:
             self._end_idle_work()
         reading = [
             (seq.request.sender, seq.generation.token_ids)
             for seq in self.pool.with_work if seq.generation and seq.state is State.READING
         ]  # fmt: skip
-        for seq in waiting if self.pool.idle else ():
+        for seq in waiting if self.pool.has_planner else ():
             prompt, sender = seq.request.prompt_ids, seq.request.sender
             while not self.pool.has_room(seq):
                 if (seq.is_idle_work and self.active) or not self._end_idle_work():

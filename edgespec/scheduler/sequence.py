@@ -42,6 +42,7 @@ class Slot:
     """A session with its planner. An idle one keeps its tokens for the next prompt that begins with them.
 
     Attributes:
+        planner: None: another slot has it, and this one only keeps tokens until it gets one.
         seq: the sequence that has it; None: it is idle.
         is_broken: no new session could be opened after an error.
         used: serial number of the last sequence that it was assigned to, or of its loading.
@@ -52,7 +53,7 @@ class Slot:
     """
 
     session: Session
-    planner: Planner
+    planner: Planner | None = None
     seq: "Seq | None" = None
     is_broken: bool = False
     used: int = 0
@@ -64,7 +65,7 @@ class Slot:
 
     @property
     def draft(self) -> Session | None:
-        return self.planner.draft_session
+        return self.planner.draft_session if self.planner else None
 
     @property
     def taken(self) -> int:

@@ -1,7 +1,8 @@
 """Sessions of the target with their planners: assignment, sharing, and eviction.
 
 An idle session keeps its tokens for the next prompt that begins with them. If all sessions take cells from one pool,
-the least recently used idle ones are emptied for new requests, and a `DiskCache` saves them first.
+the least recently used idle ones are emptied for new requests, and a `DiskCache` saves them first. There may be more
+sessions than planners, which go to those that are at work.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,6 +26,7 @@ WORTH_SHARING = 8  # tokens of a prompt that a fork must spare; a chat template 
 WORTH_KEEPING = 64  # tokens of an idle session: a request that would drop as many gets another session
 RESERVED = 1024  # most tokens of an answer for which cells are reserved
 PROMPT_RETRIES = 3
+FREE = 8  # one in FREE cells stays free of idle tokens, so that cells are seldom put in order
 
 
 class SessionPool:
@@ -32,7 +34,8 @@ class SessionPool:
 
     def __init__(self, target: Backend, planners: Sequence[Planner]) -> None:
         self.disk_cache: DiskCache | None = None
-        self.slots = [Slot(target.open(), planner) for planner in planners]
+        kept = [None] * target.capabilities.kept
+        self.slots = [Slot(target.open(), planner) for planner in [*planners, *kept]]
         self.seqs = list[Seq]()  # those that have slots
         self._target = target
         self._requests = self._passes = 0
@@ -48,6 +51,11 @@ class SessionPool:
     @property
     def idle(self) -> list[Slot]:
         return [slot for slot in self.slots if slot.seq is None]
+
+    @property
+    def has_planner(self) -> bool:
+        """A planner is idle, so that a sequence can be assigned."""
+        return any(slot.planner for slot in self.idle)
 
     @property
     def with_work(self) -> list[Seq]:
@@ -74,6 +82,8 @@ class SessionPool:
     def assign(self, seq: Seq) -> None:
         """Give a sequence the idle slot that loses least; `begin` comes next."""
         slot = self._idle_for(seq.request.prompt_ids, seq.request.sender)
+        if slot.planner is None:
+            self._give_planner(slot, seq.request.prompt_ids, seq.request.sender)
         self._requests += 1
         slot.seq, slot.used, slot.looked_at = seq, self._requests, False
         seq.slot = slot
@@ -90,6 +100,7 @@ class SessionPool:
         """
         slot, request = seq.slot, seq.request
         assert slot
+        assert slot.planner
         self._give(slot, request.sender)
         self.prepare(slot, request.prompt_ids)
         seq.generation = Generation(
@@ -101,16 +112,31 @@ class SessionPool:
         seq.stats.approximate = slot.planner.approximate or self.limits.approximate
         seq.generation.prompt.retries = PROMPT_RETRIES
         first = seq.generation.begin()
-        while self.limits.cells is not None and sum(map(self._reserved, self.slots)) > self.limits.cells:
-            if not self.evict_oldest():
+        while (cells := self.limits.cells) is not None:
+            holding = sum(bool(one.session.token_ids) for one in self.slots)
+            most = cells - (cells // FREE if holding > len(self.slots) - self.limits.kept else 0)
+            if sum(map(self._reserved, self.slots)) <= most or not self.evict_oldest():
                 break
         return seq.report_read(first)
+
+    def _give_planner(self, slot: Slot, prompt: Sequence[int], sender: str) -> None:
+        """Give an idle slot the idle planner whose draft has read most of a prompt, or that was used first."""
+
+        def worth(other: Slot) -> tuple[int, int]:
+            read = other.draft.token_ids if other.draft and other.sender == sender else ()
+            return common_prefix(read, prompt), -other.used
+
+        other = max((one for one in self.idle if one.planner), key=worth)
+        slot.planner, other.planner = other.planner, None
+        if slot.planner and other.sender != sender:
+            slot.planner.begin([0])
 
     def _give(self, slot: Slot, sender: str) -> None:
         """Let a slot serve a sender: what it holds of another one may not even spare time."""
         if slot.sender != sender:
             self.evict(slot)
-            slot.planner.begin([0])
+            if slot.planner:
+                slot.planner.begin([0])
             slot.sender, slot.last_row = sender, None
 
     def prepare(self, slot: Slot, prompt: Sequence[int]) -> None:
@@ -164,7 +190,8 @@ class SessionPool:
         with suppress(Exception):  # `mend` tries again, or the next request in this session fails
             slot.session.close()
             slot.session = self._target.open()
-            slot.planner.begin([0])
+            if slot.planner:
+                slot.planner.begin([0])
             slot.is_broken = False
 
     def mend(self) -> None:
@@ -200,7 +227,8 @@ class SessionPool:
     def empty_idle(self) -> None:
         for slot in self.idle:
             self.empty(slot)
-            slot.planner.begin([0])
+            if slot.planner:
+                slot.planner.begin([0])
 
     def save_one(self) -> bool:
         for slot in self.idle if self.disk_cache else ():
@@ -233,7 +261,7 @@ class SessionPool:
             SessionFileError, ContextFull: as `Session.load`.
             UsageError: no session is idle.
         """
-        slot = min(self.idle, key=lambda slot: slot.used, default=None)
+        slot = min((slot for slot in self.idle if slot.planner), key=lambda slot: slot.used, default=None)
         if slot is None:
             raise UsageError("all sessions of this model are in use: load the file when a request has ended")
         self._give(slot, "")
@@ -265,7 +293,8 @@ class SessionPool:
         while self.save_one():
             pass
         for slot in self.slots:
-            slot.planner.close()
+            if slot.planner:
+                slot.planner.close()
             slot.session.close()
         self.slots.clear()
 
