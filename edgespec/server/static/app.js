@@ -4,6 +4,7 @@ import { Answer } from "./answer.js";
 import * as conversations from "./conversations.js";
 import { copyButton, make } from "./markdown.js";
 import * as passes from "./passes.js";
+import "./theme.js";
 
 const $ = (id) => document.getElementById(id);
 
@@ -327,22 +328,6 @@ function busy(on) {
   $("log").setAttribute("aria-busy", on);
 }
 
-const dark = matchMedia("(prefers-color-scheme: dark)");
-
-/** Dark or light: as the reader chose, else as the system is. */
-function theme() {
-  const chosen = localStorage.getItem("chosen-theme") ?? "";
-  document.documentElement.dataset.theme = chosen;
-  $("theme").setAttribute("aria-pressed", (chosen || (dark.matches ? "dark" : "light")) === "dark");
-}
-
-function changeTheme() {
-  const name = $("theme").getAttribute("aria-pressed") === "true" ? "light" : "dark";
-  if ((name === "dark") === dark.matches) localStorage.removeItem("chosen-theme");  // the system's choice again
-  else localStorage.setItem("chosen-theme", name);
-  theme();
-}
-
 const AGAIN = 1000;  // ms
 
 /** Show which model is served; while it loads, or nobody answers, say so and ask again. */
@@ -392,9 +377,6 @@ addEventListener("storage", ({ key }) => {  // another tab has written
   if (other && !state.running && conversations.isKept(other, key)) show(other);
   else list();
 });
-dark.addEventListener("change", theme);
-$("theme").addEventListener("click", changeTheme);
-theme();
 Object.assign(state, { seed: draw32(), id: String(draw32()) });
 show(conversations.find(sessionStorage.getItem("conversation")) ?? conversations.begun());
 greet();
