@@ -309,6 +309,14 @@ def test_markup_and_addresses_of_a_model_do_nothing(following):
     assert all(url.startswith(page.origin) or url.startswith("data:") for url in page.asked)
 
 
+def test_an_answer_of_many_levels_is_shown_as_text_where_it_is_too_deep(following):
+    page = following(lambda prompt: "> " * (3000 if "deeper" in prompt else 600) + "end", context=9000)
+    for question in ("deep", "deeper"):
+        ask(page, question)
+        assert texts(page)[-1].endswith("> > end")
+    assert page.errors == []
+
+
 def test_the_policy_stops_what_a_mistake_would_let_in(following):
     page = following(lambda prompt: "a")
     page.evaluate("""() => {

@@ -3,6 +3,7 @@
 import { Lexer } from "./marked/marked.esm.js";
 
 const SAFE_LINK = /^(https?:|mailto:)/i;
+const DEEPEST = 50;  // levels of lists, quotes and emphasis; what is deeper stays text
 const PIECES = /(?<=\n)|(&(?:#\d+|#x[\da-f]+|[a-z]\w*);)/i;  // lines and character references
 const AS_NAMED = { strong: "strong", em: "em", del: "del", blockquote: "blockquote", paragraph: "p", list_item: "li" };
 
@@ -26,8 +27,7 @@ export function blocksOf(text) {
  * the block's `raw`; -1: it is not known where.
  */
 export function nodesOf(block, paint) {
-  let from = 0;
-  const all = (tokens) => tokens.flatMap(one);
+  let from = 0, level = 0;
   const cells = (name, row) => row.map((cell) => make(name, all(cell.tokens), { className: cell.align ?? "" }));
 
   function leaf(text, decoded = false) {
@@ -36,6 +36,13 @@ export function nodesOf(block, paint) {
       if (at >= 0) from = at + piece.length;
       return paint(decoded && piece.startsWith("&") && piece.endsWith(";") ? character(piece) : piece, at, piece.length);
     });
+  }
+
+  function all(tokens) {
+    level += 1;
+    const made = tokens.flatMap(level > DEEPEST ? (token) => leaf(token.raw) : one);
+    level -= 1;
+    return made;
   }
 
   function one(token) {
