@@ -801,7 +801,9 @@ class TestPage:
             used = re.findall(r'(?:src|href)="(static/[^"]+)"', answer.text)
             assert len(used) == 2
             own = {file.name: file.read_text("utf-8") for file in STATIC.iterdir() if file.is_file()}
-            used += [f"static/{path}" for text in own.values() for path in re.findall(r'(?:from|import) "./([^"]+)"', text)]
+            used += [
+                f"static/{path}" for text in own.values() for path in re.findall(r'(?:from|import) "./([^"]+)"', text)
+            ]
             assert {f"static/{name}" for name in own if name.endswith(".js")} < set(used)
             for path in used:
                 found = client.get(f"/{path}")
