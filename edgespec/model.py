@@ -404,7 +404,7 @@ class Model:
         self._check_open()
         target = self.target
         if not isinstance(target, Embeds):
-            raise UsageError(f"embeddings are for GGUF files on llama.cpp here: {target.name} gives none")
+            raise UsageError("this model gives no embeddings: they are for GGUF files on llama.cpp, without lenders")
         pooling = target.pooling or DEFAULT if pooling is None else pooling
         if not isinstance(pooling, str) or pooling not in POOLINGS:
             raise must_be("pooling", pooling, f"one of {', '.join(POOLINGS)}")

@@ -247,4 +247,4 @@ def test_another_engine_says_that_it_gives_none(monkeypatch):
     with served() as client:
         answer = client.post("/v1/embeddings", json={"input": "a"})
         assert answer.status_code == 400
-        assert answer.json()["error"]["message"].startswith("embeddings are for GGUF files on llama.cpp here")
+        assert answer.json()["error"]["message"].startswith("this model gives no embeddings")
