@@ -224,6 +224,9 @@ def test_an_image_is_a_line_in_earlier_turns_and_refused_in_the_last():
     with served(lambda prompt: "x") as client:
         client.post("/api/chat", json={"messages": [image, {"role": "assistant", "content": "No."}, ASKED]})
         assert "[an image; this model reads only text]How is it?" in client.asked[-1]
+        made = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+        seen = [ASKED, made, {"role": "tool", "content": "", "tool_name": "look"}, image]  # a program shows what it saw
+        assert client.post("/api/chat", json={"messages": seen}).status_code == 200
         for path, body in (("chat", {"messages": [image]}), ("generate", {"prompt": "a", "images": ["a"]})):
             answer = client.post(f"/api/{path}", json=body)
             assert answer.status_code == 400

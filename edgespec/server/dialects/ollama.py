@@ -143,7 +143,7 @@ def turn_of(message: Mapping[str, Any], number: int, messages: Sequence[Mapping[
     if role == "tool":
         name = message.get("tool_call_id") or message.get("tool_name") or message.get("name")
         return Turn("tool", result_of(content, f"{where}.content"), result_of=name)
-    asked = role == "user" and number == len(messages) - 1
+    asked = role == "user" and number == len(messages) - 1 and messages[number - 1].get("role") != "tool"
     thought = message.get("thinking")
     calls = calls_of({**message, "role": role}, f"{where}.tool_calls")
     return Turn(
