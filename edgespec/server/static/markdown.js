@@ -98,12 +98,13 @@ export function copyButton(text) {
 
 async function copied(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text).then(() => true, () => false);
-  const box = make("textarea", [], { value: text });  // without https, a page of another machine has only this
+  const box = make("textarea", [], { value: text }), focused = document.activeElement;  // without https there is only this
   document.body.append(box);
   box.select();
   try {
     return document.execCommand("copy");
   } finally {
     box.remove();
+    focused.focus();
   }
 }
