@@ -244,7 +244,7 @@ WRONG = [
     ("chat", {"tools": [{"name": "a"}]}, "tools.0 is no tool of type function"),
     ("chat", {"messages": [{"role": "robot"}]}, "messages.0.role is 'robot', but must be one of "),
     ("chat", {"options": []}, "options"),
-    ("generate", {"suffix": "a"}, "suffix is not read here"),
+    ("generate", {"suffix": "a"}, "this model has no tokens for a text with a gap: leave out suffix"),
     ("generate", {"context": [1, 2]}, "context is not read here; use /api/chat with all messages"),
     ("generate", {"template": "{{ .Prompt }}"}, "template is not read here"),
     ("pull", {}, "/api/pull: models are chosen when the server starts: "),

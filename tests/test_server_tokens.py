@@ -10,6 +10,8 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 from reference.backend import ReferenceVocab
 from test_server import served
 
+from edgespec.server import gap
+
 TEXT = "<s>Ä é\u2028"
 
 
@@ -80,3 +82,34 @@ def test_props_tell_the_context_and_the_template_and_no_path(client):
     assert "path" not in json.dumps(found)
     assert client.post("/props", json={}).status_code == 405
     assert isinstance(client.model.target.vocab, ReferenceVocab)
+
+
+@pytest.fixture
+def coder(client, monkeypatch):
+    """A model of code, as it were: its tokens for gaps are those that it has."""
+    monkeypatch.setattr(gap, "FORMS", (("<|none|>", "<s>", "</s>"), ("</s>", "<s>", "</s>")))
+    return client
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {}), ("/api/generate", {"stream": False, "options": {"num_predict": 3}})]
+)
+def test_a_suffix_asks_for_what_stands_before_it(coder, path, body, monkeypatch):
+    vocab, asked = coder.model.target.vocab, []
+    submit = coder.model.scheduler.submit
+    monkeypatch.setattr(
+        coder.model.scheduler, "submit", lambda request, *more: asked.append(request) or submit(request, *more)
+    )
+    answer = coder.post(path, json={"prompt": "a<s>", "suffix": "</s>b", "max_tokens": 3, **body})
+    assert answer.status_code == 200, answer.text
+    before, behind = (vocab.encode(text, add_bos=False, parse_special=False) for text in ("a<s>", "</s>b"))
+    assert list(asked[0].prompt_ids) == [0, 1, *before, 0, *behind, 1]
+
+
+def test_a_suffix_needs_tokens_for_it_and_a_text(client, coder, monkeypatch):
+    for prompt, says in [([3], "with a suffix a prompt must be a text"), ("a" * 500, "prompt is too long")]:
+        answer = coder.post("/v1/completions", json={"prompt": prompt, "suffix": "b"})
+        assert answer.json()["error"]["message"].startswith(says)
+    monkeypatch.undo()
+    answer = client.post("/v1/completions", json={"prompt": "a", "suffix": "b"})
+    assert answer.json()["error"]["message"] == "this model has no tokens for a text with a gap: leave out suffix"

@@ -7,6 +7,7 @@ from typing import Any
 from edgespec.errors import shown
 from edgespec.loop.grammar import Grammar
 from edgespec.server.errors import Refused
+from edgespec.server.gap import Gap
 from edgespec.server.tool_calls import Call, Tools
 
 UNLIMITED = -1  # max_tokens, as clients of llama.cpp write it
@@ -19,6 +20,7 @@ class Thought:
 
 
 Piece = str | Thought | Call
+Prompt = str | Sequence[int] | Gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Conversation:
 class Question:
     sampling: Mapping[str, Any]
     conversation: Conversation | None = None
-    prompts: Sequence[str | Sequence[int]] = ()  # without a conversation: texts, or their token ids
+    prompts: Sequence[Prompt] = ()  # without a conversation: texts, or their token ids
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     choices: int = 1

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,8 +22,9 @@ from edgespec.models.own_sampling import choose_seed
 from edgespec.scheduler.requests import Request
 from edgespec.scheduler.sequence import Seq
 from edgespec.server.answers import Answer, Answers, Emit
-from edgespec.server.conversation import UNLIMITED, Conversation, Question
+from edgespec.server.conversation import UNLIMITED, Conversation, Prompt, Question
 from edgespec.server.errors import Refused, refuse_if
+from edgespec.server.gap import Gap
 from edgespec.server.model_format import ModelFormat
 from edgespec.server.stored import StoredResponses
 from edgespec.server.typing_ahead import TypingAhead
@@ -174,10 +175,12 @@ class Service:
         seed = choose_seed(question.sampling.get("seed")) % 2**64
         return found, replace(self.model.sampling, **{**question.sampling, "seed": seed})
 
-    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+    def encode(self, prompt: Prompt) -> list[int]:
         vocab = self.model.target.vocab
-        if isinstance(prompt, str):
+        if isinstance(prompt, str | Gap):
             check_length(vocab, len(prompt), self.model.target.capabilities.context_length)
+            if isinstance(prompt, Gap):
+                return prompt.ids(vocab)
             return vocab.encode(prompt, add_bos=True, parse_special=True) if prompt else []
         refuse_if(
             any(not 0 <= token < vocab.size for token in prompt),

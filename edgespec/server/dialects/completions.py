@@ -8,10 +8,11 @@ from edgespec.loop.step import LogProbs
 from edgespec.loop.text import TextStream
 from edgespec.scheduler.events import Chunk
 from edgespec.server.answers import Answer, Answers
-from edgespec.server.conversation import Question
+from edgespec.server.conversation import Prompt, Question
 from edgespec.server.dialects.dialect import Dialect
 from edgespec.server.dialects.openai import ChoicesBody, ChoicesWriter
 from edgespec.server.errors import refuse_if
+from edgespec.server.gap import Gap
 from edgespec.server.service import Service
 from edgespec.server.wire import Listed
 
@@ -28,10 +29,13 @@ class CompletionBody(ChoicesBody):
 
 
 def question_of(body: CompletionBody) -> Question:
-    refuse_if(body.echo or body.suffix or (body.best_of or 1) > body.n, "echo, suffix and best_of are not supported")
+    refuse_if(body.echo or (body.best_of or 1) > body.n, "echo and best_of are not supported")
     body.edgespec.check("trace", "plain", "regex", "lark")
     is_given = "max_tokens" in body.model_fields_set or body.n_predict is None
     prompts = several(body.prompt)
+    if body.suffix:
+        refuse_if(not all(isinstance(one, str) for one in prompts), "with a suffix a prompt must be a text", "prompt")
+        prompts = [Gap(one, body.suffix) for one in prompts if isinstance(one, str)]
     refuse_if(
         not 1 <= len(prompts) <= MOST_PROMPTS,
         f"there are {len(prompts)} prompts, but from 1 to {MOST_PROMPTS} may be given at once",
@@ -41,7 +45,7 @@ def question_of(body: CompletionBody) -> Question:
     return body.question(body.logprobs, "logprobs", prompts=prompts, max_tokens=most)
 
 
-def several(given: Any) -> Sequence[str | Sequence[int]]:
+def several(given: Any) -> Sequence[Prompt]:
     """Texts of which one or several are given, each a string or token ids."""
     return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from edgespec.errors import must_be
 from edgespec.loop.pooling import POOLINGS
 from edgespec.loop.sampling import Float32Array
+from edgespec.server.conversation import Prompt
 from edgespec.server.dialects.completions import several
 from edgespec.server.errors import refuse_if
 from edgespec.server.service import Service
@@ -34,7 +35,7 @@ class EmbeddingFields(Checked):
     truncate: bool = False
 
     @property
-    def inputs(self) -> Sequence[str | Sequence[int]]:
+    def inputs(self) -> Sequence[Prompt]:
         raise NotImplementedError
 
 
@@ -43,7 +44,7 @@ class OpenAIEmbeddingsBody(EmbeddingFields):
     encoding_format: Literal["float", "base64"] = "float"
 
     @property
-    def inputs(self) -> Sequence[str | Sequence[int]]:
+    def inputs(self) -> Sequence[Prompt]:
         refuse_if(not self.input, "input is empty: give at least one text", "input")
         return several(self.input)
 
@@ -53,7 +54,7 @@ class EmbedBody(EmbeddingFields):
     truncate: bool = True
 
     @property
-    def inputs(self) -> Sequence[str | Sequence[int]]:
+    def inputs(self) -> Sequence[Prompt]:
         return several(self.input) if self.input else []
 
 
@@ -61,7 +62,7 @@ class PromptBody(EmbedBody):
     prompt: str = ""
 
     @property
-    def inputs(self) -> Sequence[str | Sequence[int]]:
+    def inputs(self) -> Sequence[Prompt]:
         return [self.prompt] if self.prompt else []
 
 

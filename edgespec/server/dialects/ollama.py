@@ -23,6 +23,7 @@ from edgespec.server.dialects.chat import calls_of
 from edgespec.server.dialects.dialect import Dialect, Writer
 from edgespec.server.dialects.openai import template_options
 from edgespec.server.errors import Refused, refuse_if
+from edgespec.server.gap import Gap
 from edgespec.server.service import Service
 from edgespec.server.tool_calls import Call, choose_tools
 from edgespec.server.wire import MOST_NAME, Listed, SamplingFields, ServerSent, json_line, parsed_body, read_body
@@ -157,14 +158,14 @@ def with_images(content: Any, images: Any) -> Any:
 
 
 def generate_question(body: GenerateBody) -> Question | None:
-    for name in ("suffix", "template", "context"):
+    for name in ("template", "context"):
         instead = "; use /api/chat with all messages" if name == "context" else ""
         refuse_if(getattr(body, name), f"{name} is not read here{instead}", name)
     if not body.prompt:
         return None
     prompt = text_of(with_images(body.prompt, body.images), "images", asked=True)
-    if body.raw:
-        return Question(prompts=[prompt], **body.asked)
+    if body.raw or body.suffix:
+        return Question(prompts=[Gap(prompt, body.suffix) if body.suffix else prompt], **body.asked)
     turns = [Turn("system", body.system)] * bool(body.system) + [Turn("user", prompt)]
     return Question(conversation=Conversation(turns, None, body.variables), **body.asked)
 
