@@ -6,7 +6,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from itertools import islice
@@ -232,6 +233,16 @@ def check_texts(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise must_be(name, value, "a text or a list of texts")
     return tuple(check_text(f"one of {name}", one) for one in value)
+
+
+@contextmanager
+def told_as(path: str, name: str) -> Iterator[None]:
+    """Have errors name what the user has named, in place of a file made for it."""
+    try:
+        yield
+    except EdgespecError as error:
+        error.args = (str(error).replace(path, name),)
+        raise
 
 
 def no_such(kind: str, name: str, known: Collection[str], cutoff: float = 0.6) -> UsageError:

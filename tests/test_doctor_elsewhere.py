@@ -27,8 +27,9 @@ from edgespec.backends.llamacpp.memory import planning
 
 from edgespec.measure import predictor
 from edgespec.measure.outlook import draft_passes
-from edgespec.measure.predictor import Elsewhere, faster, predict
+from edgespec.measure.predictor import Elsewhere, faster, path_of, predict
 from edgespec.measure.report import report
+from edgespec.models.registry import BUILT_IN, find_model, read_models
 from edgespec.models.shapes import file_of
 
 ENTRIES = named()
@@ -106,6 +107,7 @@ def test_a_70b_that_is_not_here(machine: str, layers: str) -> None:
     first = found.found[0]
     placed, speeds = first.where.placed, first.tokens_per_second
     assert not found.here
+    assert "GiB, not here" in report(found)
     assert placed.layers == 80
     assert {"none": 0, "all": 80}.get(layers, placed.on_device) == placed.on_device
     assert (layers == "some") == (0 < placed.on_device < 80)
@@ -254,7 +256,7 @@ def test_a_model_that_is_here_is_planned_from_its_file(smollm2: Path) -> None:
     found = on(str(smollm2), "macbook-16")
     assert found.here
     assert found.found[0].where.placed.on_device == found.found[0].where.placed.layers == 30
-    assert "published shape" not in report(found)
+    assert "not here" not in report(found)
 
 
 def test_a_model_that_does_not_fit_is_one_line_and_exit_code_1(written: Callable[..., str]) -> None:
@@ -433,10 +435,27 @@ def test_a_file_of_another_form(tmp_path: Path, text: str, line: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("4090", "rtx4090-64 or rtx4090-laptop-32"), ("RTX 3060", "rtx3060-32 or rtx3060ti-32"), ("M3 Pro", "m3-pro-18")],
+)
+def test_a_machine_is_found_by_its_chip(name: str, near: str) -> None:
+    with pytest.raises(UsageError, match=rf"there is no machine '{name}'; did you mean {near}"):
+        find_machine(name)
+
+
+@pytest.mark.parametrize("command", ["doctor", "models"])
+def test_all_machines_are_listed(command: str) -> None:
+    shown = asked(command, "--machine", "list")
+    assert (shown.exit_code, [line.split()[0] for line in shown.output.splitlines()]) == (0, [*ENTRIES])
+    assert all(entry["description"] in shown.output for entry in ENTRIES.values())
+    assert "--machine list" in " ".join(asked(command, "--help").output.split())
+
+
 def test_options_that_do_not_go_together() -> None:
     with pytest.raises(UsageError, match="did you mean macbook-24"):
         find_machine("macbok-24")
-    with pytest.raises(UsageError, match=r"studio-64, .*\(or a file of"):
+    with pytest.raises(UsageError, match=r"--machine list shows all names \(or a file of"):
         find_machine("zzz")
     with pytest.raises(UsageError, match="only prints this machine: leave out --machine"):
         raise asked("doctor", "--describe", "--machine", "macbook-24").exception or AssertionError
@@ -446,9 +465,25 @@ def test_options_that_do_not_go_together() -> None:
 
 
 def test_a_name_without_shape_or_file_is_one_line(tmp_path: Path) -> None:
-    found = asked("doctor", "hf:some/repository/x.gguf", "--machine", "macbook-24")
-    assert "models.yaml has no shape of it" in str(found.exception)
+    found = asked("doctor", "file:no.gguf", "--machine", "macbook-24")
+    assert "no.gguf" in str(found.exception)
     assert "\n" not in str(found.exception)
+    with pytest.raises(ModelError, match=r"models\.yaml has no shape of it"):
+        on("hf:some/repository/x.gguf", "macbook-24")  # as the list of models does, which asks no hub
+
+
+def test_an_error_names_the_model_and_not_the_file_made_of_its_shape() -> None:
+    entry = find_model("qwen3-8b")
+    with pytest.raises(ModelError, match=r"^qwen3-8b: is wrong"), path_of(entry, entry.target, ask=False) as path:
+        raise ModelError(f"{path}: is wrong")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("machine", ["laptop-16", "macbook-24", "rtx4090-64"])
+@pytest.mark.parametrize("name", [entry.name for entry in read_models(BUILT_IN)])
+def test_every_named_model_has_a_speed_or_a_reason_why_it_cannot_run(name: str, machine: str) -> None:
+    first = on(name, machine).found[0]
+    assert first.tokens_per_second.get("none", 0) > 0 or "are too little for this model" in first.cannot_run
 
 
 @pytest.mark.parametrize(

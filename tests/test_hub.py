@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import fake_hub
+import numpy as np
 import pytest
 from conftest import Run
 from fake_hub import COMMIT, FakeHub
@@ -29,8 +30,11 @@ import huggingface_hub.constants
 import edgespec
 from edgespec.cli import catalogue as catalogue_commands
 from edgespec.errors import EdgespecError, ModelError, UsageError
+from edgespec.machine.described import find_machine
+from edgespec.measure.predictor import predict
 from edgespec.models import download, hub, pulled, registry
 from edgespec.models.convert import converter
+from edgespec.models.gguf_header import tensor_names
 from edgespec.models.hub import choose_file, parse
 from edgespec.models.registry import find_model, local_head, local_path
 
@@ -909,3 +913,66 @@ def test_convert_names_a_missing_package_before_it_fetches(
     status, _, err = run("convert", "hf:owner/folder", "out.gguf", "--to", "gguf", "--yes")
     assert (status, fake.requests) == (1, [])
     assert "llama.cpp's converter needs the package 'torch'" in err
+
+
+@pytest.fixture
+def parts(tmp_path: Path, fake: FakeHub) -> list[str]:
+    """A split GGUF on the hub, with tokens in its first part."""
+    pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
+    from gguf_writer import begin, finish
+
+    writer = begin(tmp_path / "big.gguf", "llama", 2, block_count=1, embedding_length=8, token_list=["word"] * 900)
+    for i in range(4):
+        writer.add_tensor(f"blk.0.t{i}.weight", np.zeros(30_000, np.float32))
+    finish(writer)
+    names = sorted(file.name for file in tmp_path.glob("big-*.gguf"))
+    fake.files |= {f"owner/repo/{name}": (tmp_path / name).read_bytes() for name in names}
+    return names
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_of_a_file_on_the_hub_only_headers_are_read(
+    fake: FakeHub, parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: bool
+) -> None:
+    """More of those that the first bytes do not hold; each looks like the whole file, and the cache gets nothing."""
+    monkeypatch.setattr(hub, "HEADER", 2000)
+    fake.ranges = ranges
+    with hub.without_weights(parse(f"owner/repo/{parts[0]}")) as path:
+        assert [file.name for file in sorted(Path(path).parent.iterdir())] == parts
+        for name in parts:
+            made = str(Path(path).with_name(name))
+            assert tensor_names(made) == tensor_names(str(tmp_path / name))
+            assert os.path.getsize(made) == os.path.getsize(tmp_path / name)
+            with open(made, "rb") as file:
+                assert any(file.read(4096))
+    assert not Path(path).exists()
+    assert not (tmp_path / "cache").exists()
+    asked = [asked for method, _, asked in fake.requests if method == "GET"]
+    assert asked[:2] == ["bytes=0-1999", "bytes=2000-7999"]
+    if ranges:
+        assert fake.sent < 40_000
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"GGUF" + bytes(9000), "is damaged or cut off"),
+        (b"<!doctype html>" + bytes(9000), "is not a GGUF file but a web page"),
+    ],
+)
+def test_what_is_no_gguf_on_the_hub_is_said_by_its_name(fake: FakeHub, content: bytes, says: str) -> None:
+    fake.files["owner/repo/model.gguf"] = content
+    with (
+        pytest.raises(ModelError, match=rf"^hf:owner/repo/model\.gguf: {says}"),
+        hub.without_weights(parse("owner/repo/model.gguf")),
+    ):
+        pass
+
+
+def test_a_model_of_the_hub_runs_elsewhere_as_the_same_file_here(fake: FakeHub, smollm2: Path) -> None:
+    fake.files["owner/repo/other.gguf"] = smollm2.read_bytes()
+    called, machine = find_machine("macbook-24")
+    found = predict("hf:owner/repo/other.gguf", machine, called, ask=True)
+    assert fake.sent < 4 * hub.HEADER < smollm2.stat().st_size
+    right = predict(str(smollm2), machine, called)
+    assert (found.here, found.size, found.found) == (False, right.size, right.found)

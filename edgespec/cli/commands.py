@@ -572,7 +572,7 @@ def _doctor_elsewhere(model: str, machine: str, as_json: bool, options: dict[str
         if options.pop(name):
             raise UsageError(f"--{name.removesuffix('s')} goes without --machine, which shows the engines that suit it")
     called, described = find_machine(machine)
-    found = predict(model, described, called, **options)
+    found = predict(model, described, called, ask=True, **options)
     click.echo(json.dumps(as_dict(found)) if as_json else report(found))
     if found.found[0].cannot_run:
         sys.exit(1)

@@ -205,11 +205,24 @@ PLANNER_OPTION = click.option(
     callback=not_empty,
     help=f"Where draft tokens come from: {', '.join(PLANNERS)}; others: docs/systems.md. [default: auto]",
 )
+
+
+def _machine(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    if value == "list":
+        from edgespec.machine.described import named
+
+        for name, entry in named().items():
+            click.echo(f"{name:<24}{entry['description']}")
+        context.exit()
+    return not_empty(context, option, value)
+
+
 MACHINE_OPTION = click.option(
     "--machine",
     metavar="NAME|FILE",
-    callback=not_empty,
-    help="Another machine: a name of machines.yaml, such as macbook-24, or a file of `edgespec doctor --describe`.",
+    callback=_machine,
+    help="Another machine, such as macbook-24 or rtx4090-64 (`--machine list` shows all names), or a file of "
+    "`edgespec doctor --describe`.",
 )
 YES_OPTION = click.option("--yes", "-y", is_flag=True, help="Fetch missing files without asking.")
 DOCTOR_OPTIONS = together(

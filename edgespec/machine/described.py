@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
+from difflib import get_close_matches
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -13,7 +14,7 @@ import numpy as np
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from edgespec.errors import EdgespecError, UsageError, first_mistake, no_such, unknown_key
+from edgespec.errors import EdgespecError, UsageError, first_mistake, unknown_key
 from edgespec.machine.disk import Reading, disk_speed
 from edgespec.machine.files import read_yaml
 from edgespec.machine.measurements import Amount, processor_name, recall, remember
@@ -45,8 +46,11 @@ def find_machine(name: str) -> tuple[str, Machine]:
     if name in known:
         return _called(known[name]), _machine(known[name], f"{name} of machines.yaml")
     if not Path(name).is_file():
-        hint = no_such("machine", name, sorted(known))
-        raise UsageError(f"{hint} (or a file of `edgespec doctor --describe`)")
+        wanted = name.lower().replace(" ", "")
+        like = [one for one, entry in known.items() if wanted in f"{one} {entry.get('chip')}".lower().replace(" ", "")]
+        near = like[:3] if len(wanted) > 1 and like else get_close_matches(name, known)
+        hint = f"did you mean {' or '.join(near)}?" if near else "--machine list shows all names"
+        raise UsageError(f"there is no machine {name!r}; {hint} (or a file of `edgespec doctor --describe`)")
     found = _entries(Path(name))
     if len(found) != 1:
         raise UsageError(f"{name}: has {len(found)} machines, but must have one")

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError
+from edgespec.errors import EdgespecError, ModelError, NoRoom, UsageError, told_as
 from edgespec.loading.pair import choose_budget, choose_context
 from edgespec.loading.timed_pass import Pass, time_pass
 from edgespec.loading.where import Where
@@ -25,6 +25,7 @@ from edgespec.machine.system import chip
 from edgespec.machine.this_machine import Gpu, Machine, this_machine
 from edgespec.measure.outlook import BEAM, COMPUTED, Outlook, draft_passes, sizes
 from edgespec.measure.paces import LEVEL, PROCESSOR, Pace, pace
+from edgespec.models import hub
 from edgespec.models.gguf_header import OF_STATES, own_values, whole_number
 from edgespec.models.heads import is_head
 from edgespec.models.registry import OWN, Entry, find_model, is_folder, local_path
@@ -129,7 +130,7 @@ class Elsewhere:
         described: the machine.
         size, draft_size: bytes of weights.
         bits: of a weight, on average.
-        here: False: from the published shape.
+        here: False: from the published shape, or the header on the hub.
         found: one for each engine.
     """
 
@@ -144,25 +145,32 @@ class Elsewhere:
 
 
 @contextmanager
-def path_of(entry: Entry, source: str) -> Iterator[str]:
-    """Path of a GGUF: the one that is here, else one made of its published shape.
+def path_of(entry: Entry, source: str, ask: bool) -> Iterator[str]:
+    """Path of a GGUF: the one that is here, else one made of its published shape, or of its header on the hub.
 
     Raises:
         UsageError: it is a folder.
-        ModelError: it is neither here nor has a shape.
+        ModelError: it is neither here nor has a shape, and the hub may not be asked, or has no such file.
     """
     facts = entry.files.get(source)
     try:
         if is_folder(source):
-            raise UsageError(f"{source.partition(':')[2]} is a folder; speeds are computed for GGUF files")
+            raise UsageError(
+                f"{source.partition(':')[2]} is a folder; speeds are computed for GGUF files, such as "
+                "hf:OWNER/REPOSITORY-GGUF:Q4_K_M"
+            )
         path = local_path(source, fetch=False)
     except UsageError:
         raise
     except EdgespecError as error:
-        if not (facts and facts.shape):
+        if facts and facts.shape:
+            made = file_of(facts.shape)
+        elif ask and source.startswith("hf:"):
+            made = hub.without_weights(hub.parse(source.removeprefix("hf:")))
+        else:
             raise ModelError(f"{entry.name}: is not here, and models.yaml has no shape of it ({error})") from error
-        with file_of(facts.shape) as made:
-            yield made
+        with made as path, told_as(path, entry.name):
+            yield path
         return
     yield path
 
@@ -178,6 +186,7 @@ def predict(
     memory: str | int | None = None,
     kv_type: str | None = None,
     models_file: str | None = None,
+    ask: bool = False,
 ) -> Elsewhere:
     """Compute how a model would run on a machine.
 
@@ -191,6 +200,7 @@ def predict(
         memory: as for `edgespec.load`.
         kv_type: as for `edgespec.load`.
         models_file: a models.yaml besides the built-in one.
+        ask: the hub may be asked for headers of files whose shape is not known.
 
     Raises:
         EdgespecError: a file is missing or damaged, or a value out of range.
@@ -200,9 +210,11 @@ def predict(
     entry = find_model(target, models_file) if isinstance(target, str) else target
     other = find_model(draft, models_file) if draft else entry
     with ExitStack() as files:
-        path = files.enter_context(path_of(entry, entry.target))
+        path = files.enter_context(path_of(entry, entry.target, ask))
         drafts = (
-            [files.enter_context(path_of(other, source))] if (source := other.target if draft else entry.draft) else []
+            [files.enter_context(path_of(other, source, ask))]
+            if (source := other.target if draft else entry.draft)
+            else []
         )
         options = LoadOptions(
             context_length=choose_context(context_length, entry), budget=choose_budget(budget, entry), memory=memory,

@@ -72,7 +72,7 @@ def _of_this(found: Diagnosis) -> list[Line]:
 
 
 def _of_another(one: Elsewhere) -> list[Line]:
-    machine, source = one.described, "" if one.here else ", by its published shape"
+    machine, source = one.described, "" if one.here else ", not here"
     lines = [
         ("model", f"{one.target}, {format_size(one.size)}{source}"),
         *_draft(one.draft_size),

@@ -11,12 +11,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError
+from edgespec.errors import EdgespecError, MissingPackage, ModelError, UsageError, told_as
 from edgespec.machine.files import part_names, read_json_object, read_text, size_on_disk
 from edgespec.models import pulled
-from edgespec.models.download import STALL, Progress, checksum, download
+from edgespec.models.download import STALL, OpenRange, Progress, checksum, download, read_range
+from edgespec.models.gguf_header import MOST_BYTES, check_header, check_magic
 
 SOURCE = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*)(?:@([\w.-]+))?(?:/(.+)|:([\w.-]+))?")
 MAIN = "main"
@@ -28,6 +30,8 @@ WEIGHTS = "model*.safetensors"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 FOLDER_FILES = ("*.json", "*.jinja", "*.txt", *TOKENIZERS, WEIGHTS)
 UNREACHABLE = ("TransportError", "ConnectionError")  # of the HTTP clients that huggingface_hub has used
+HEADER = 1 << 20  # bytes that are asked for first; with a vocabulary, a header has some megabytes
+LAST = 64  # bytes behind the name of a header's last tensor, at most
 SPARE = 10**9  # bytes of the disk that stay free
 
 
@@ -448,8 +452,41 @@ def _record(listing: Listing, missing: Sequence[HubFile], done: bool) -> None:
         pulled.add(folder, name, files, done)
 
 
-def _fetch_blob(source: HubSource, commit: str, file: HubFile, progress: Progress, say: Callable[[str], None]) -> None:
-    from filelock import FileLock, Timeout
+@contextmanager
+def without_weights(source: HubSource) -> Iterator[str]:
+    """Path of a GGUF of the hub, whose parts have headers but no weights: sparse files, removed after the `with`.
+
+    Raises:
+        EdgespecError: as for `ask`, or a header cannot be fetched.
+    """
+    listing = ask(source)
+    with TemporaryDirectory(prefix="edgespec-") as folder:
+        paths = [Path(folder) / PurePosixPath(file.name).name for file in listing.files]
+        for file, path in zip(listing.files, paths, strict=True):
+            with _errors(source), told_as(str(path), f"hf:{source.repository}/{file.name}"):
+                _write_header(_ranges(source, listing.commit, file), file.size, path)
+        yield str(paths[0])
+
+
+def _write_header(request: OpenRange, size: int, path: Path) -> None:
+    found, wanted = b"", min(size, HEADER)
+    while True:
+        found += read_range(request, len(found), wanted)
+        path.write_bytes(found[: None if wanted == size else -LAST])
+        check_magic(path)
+        try:
+            check_header(path)
+            break
+        except ModelError:  # as of a file that is cut off
+            if wanted >= min(size, MOST_BYTES):
+                raise
+            wanted = min(size, 4 * wanted)
+    with path.open("wb") as file:
+        file.write(found)
+        file.truncate(size)
+
+
+def _ranges(source: HubSource, commit: str, file: HubFile) -> OpenRange:
     from huggingface_hub import get_session, hf_hub_url
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
@@ -461,6 +498,12 @@ def _fetch_blob(source: HubSource, commit: str, file: HubFile, progress: Progres
         ranged = headers | {"Range": f"bytes={start}-{stop - 1}"}
         with get_session().stream("GET", url, headers=ranged, follow_redirects=True, timeout=STALL) as response:
             yield response
+
+    return request
+
+
+def _fetch_blob(source: HubSource, commit: str, file: HubFile, progress: Progress, say: Callable[[str], None]) -> None:
+    from filelock import FileLock, Timeout
 
     with _errors(source):
         file.blob.parent.mkdir(parents=True, exist_ok=True)
@@ -476,7 +519,7 @@ def _fetch_blob(source: HubSource, commit: str, file: HubFile, progress: Progres
             if not file.blob.exists():
                 label = file.name.rpartition("/")[2]
                 download(
-                    request, file.blob, file.size, file.sha256,
+                    _ranges(source, commit, file), file.blob, file.size, file.sha256,
                     lambda what, done, total: progress(f"{what} {label}", done, total),
                 )  # fmt: skip
         except EdgespecError as error:
