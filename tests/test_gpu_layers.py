@@ -379,7 +379,7 @@ def test_no_layers_that_were_asked_for_use_no_gpu(smollm2_tiny: Path, reserved: 
 
 def test_auto_says_that_long_passes_use_a_gpu_on_which_no_layer_fits(smollm2_tiny: Path, reserved: Any) -> None:
     machine = this_machine(str(smollm2_tiny), engine_module.engine.gpus(None))
-    plan = engine_module.engine.plan(str(smollm2_tiny), LoadOptions(context_length=64, exact="wide"), machine)
+    plan = engine_module.engine.plan(str(smollm2_tiny), LoadOptions(context_length=64), machine)
     size_lines.clear()
     backend = engine_module.engine.load(plan)
     assert backend.computing["gpu_layers"] == 0
@@ -389,8 +389,10 @@ def test_auto_says_that_long_passes_use_a_gpu_on_which_no_layer_fits(smollm2_tin
         assert dict(probe.computing) == dict(backend.computing)
     assert not {"attention", "repacked"} & backend.computing.keys()  # these are the processor's
     backend.close()
+    asked = LoadOptions(context_length=64, exact="wide")  # of which long passes on a GPU have other bits
+    assert "device" not in engine_module.engine.plan(str(smollm2_tiny), asked, machine).ways[-1]
     few = replace(machine, gpus=(replace(machine.gpus[0], free=RESERVE),))  # no room for a copy
-    plan = engine_module.engine.plan(str(smollm2_tiny), LoadOptions(context_length=64, exact="wide"), few)
+    plan = engine_module.engine.plan(str(smollm2_tiny), LoadOptions(context_length=64), few)
     assert (plan.notes, plan.ways[-1]["gpu_layers"]) == ([], 0)
     assert "device" not in plan.ways[-1]
 

@@ -43,7 +43,7 @@ from .head_files import check_target, find_head
 from .heads import load_head
 from .lending.child_process import ChildBackend, load_in_child
 from .lending.rpc import lent_line, lent_options
-from .memory.attention import ALIKE, by_cell, can_be_alike, capture_cpu_backend, row_hook
+from .memory.attention import AFTER, ALIKE, HERE, by_cell, can_be_alike, capture_cpu_backend, row_hook
 from .memory.gpu import ANY, RESERVE, find_gpus, has_own_memory, kept_off, needs_skeleton, overrides
 from .memory.layer_hooks import LayerHooks
 from .memory.mixture import open_memory, open_mixture
@@ -151,8 +151,9 @@ class LlamaEngine(Engine):
             way = next((way for way in plan.ways if (REPACKED.keys() <= way.keys()) == repacked), None)
             if way is None:
                 raise ModelError(f"{path}: there is no memory for a probe model of it with weights repacked")
-            way = {name: value for name, value in way.items() if name not in ALIKE or name in computing}
-            way |= {name: computing[name] for name in CARRIED & computing.keys()}
+            carried = CARRIED | ALIKE.keys()
+            way = {name: value for name, value in way.items() if name not in carried}
+            way |= {name: computing[name] for name in carried & computing.keys()}
             watch = Watch() if watched else None
             with closing(load_here(plan, way, lambda done, total: None, watch)) as backend:
                 if copy != path and not again:
@@ -200,8 +201,12 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
     repack = plenty and options.repack and not without_amx(llama_cpp.llama_print_system_info())
     computing: dict[str, str | int | None] = {"threads": options.threads or machine.cores, "gpu_layers": gpu_layers}
     if planner.gpus and not borrowed:
-        helps = not gpu_layers and not _reads(weights) and planner.hold_copies(size)
+        asked = options.exact in ("narrow", "wide", "any")  # long passes on a GPU have other bits
+        helps = not asked and not gpu_layers and not _reads(weights) and planner.hold_copies(size)
         computing |= on_gpus(machine, gpu_layers, planner.tensors, weights, experts_here, helps)
+        if asked and _attention_here(planner, size, computing, weights):
+            kept = f"{computing.get('kept_off', '')} {AFTER.decode()}".strip()
+            computing |= HERE | {"op_offload": 0, "kept_off": kept}
         notes += [f"no layer fits on {computing['device']}; long passes use it"] if helps else []
         if options.gpu_memory is not None and not gpu_layers and not helps:
             notes += [f"no layer fits in this gpu_memory, of which {format_size(RESERVE)} are for a GPU's libraries"]
@@ -210,12 +215,12 @@ def plan_here(path: str, options: LoadOptions, machine: Machine, borrowed: Any =
     copied &= not all(gpu.shared for gpu in machine.gpus)
     bitwise = _is_bitwise(options, computing, borrowed)
     computing |= ALIKE if bitwise and can_be_alike(options.kv_type) else {}
-    here = "device" not in computing and not borrowed  # other devices have no row class: `by_cell`
+    here = "device" not in computing and not borrowed
     classes = options.exact != "off" and here and (streams or (repack and bitwise))
     kv_type = kv_type_of_file(path, size) if classes else ""
     computing |= {"kv_type": kv_type} if kv_type else {}
     ways: tuple[Computing, ...] = (computing,)
-    if repack and (bitwise or options.exact == "off"):
+    if repack and ((bitwise and here) or options.exact == "off"):
         ways = (computing | REPACKED, *(ways if kv_type else ()))
     return LlamaPlan(
         path=path, options=options, build=engine_build(), ways=ways, fills_memory=streams and bool(kv_type),
@@ -243,9 +248,19 @@ def _reads(weights: Plan | None) -> bool:
     return weights is not None and bool(weights.streamed or weights.pools)
 
 
+def _attention_here(planner: MemoryPlanner, size: ContextSize, computing: Computing, weights: Plan | None) -> bool:
+    """True if the processor can compute the attention of one GPU's layers, whose rows do not depend on each other."""
+    one = "device" in computing and ", " not in str(computing["device"]) and planner.options.in_order
+    return one and weights is None and not has_experts(planner.path) and planner.plenty(size, caches_here=True)
+
+
 def _is_bitwise(options: LoadOptions, computing: Computing, borrowed: Any) -> bool:
-    """True if the processor computes every pass, and cells stay in order."""
-    return options.in_order and options.exact != "off" and "device" not in computing and not borrowed
+    """True if the processor computes attention in every pass, and cells stay in order."""
+    return options.in_order and options.exact != "off" and _attends_here(computing, borrowed)
+
+
+def _attends_here(computing: Computing, borrowed: Any) -> bool:
+    return not borrowed and ("device" not in computing or HERE.keys() <= computing.keys())
 
 
 def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch | None = None) -> LlamaBackend:
@@ -309,6 +324,9 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
             hooks.skip_padding = SkipPadding()
             params.cb_eval = hooks.skip_padding.callback
         params.op_offload = "op_offload" not in computing and not plan.borrowed
+        params.offload_kqv = not HERE.keys() <= computing.keys()
+        if not params.offload_kqv and params.flash_attn_type == llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO:
+            params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED  # "auto" wants it on the layer's device
         if params.op_offload and "device" in computing:
             settle_attention(path, model, size, params)
         if isinstance(hooks, LayerHooks) and weights and weights.on_devices:
@@ -341,7 +359,7 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
         raise
     lanes = most_paths(model, options.budget, options.sessions)
     flash = params.flash_attn_type != llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED and not (watch and watch.adds_up_cells)
-    here = "device" not in computing and not plan.borrowed
+    here = _attends_here(computing, plan.borrowed)
     capabilities = Capabilities(
         context_length=size.length(model),
         max_nodes=size.max_nodes,

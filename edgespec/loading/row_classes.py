@@ -36,7 +36,8 @@ MULTIPLES = (4, 8, 16, 32, 60, 64, 128)  # of TOGETHER
 MANY = 32  # rows: a class from few to this many serves every pass
 REPEATED = 5
 BESIDE = 37  # tokens of another sequence, no multiple of anything
-TRYING = "finding passes that agree to the bit, once for this model on this machine"
+EACH_TIME = "finding passes that agree to the bit"
+TRYING = f"{EACH_TIME}, once for this model on this machine"
 BUSY = 0.75  # share of processor time below which other programs disturb the timing
 
 
@@ -80,10 +81,12 @@ def find(
         build: as of `Backend`.
         computing: as of `Backend`.
         path: of the model.
-        remember: store what was found for later runs, and use what is stored.
+        remember: store what was found for later runs, and use what is stored; not of GPUs, whose drivers change.
         say: called with a line before passes are tried, which takes some seconds.
-        loaded: the model, with no session open: tried if the engine has no probe model of it.
+        loaded: the model, with no session open: tried if the engine has no probe model of it, and no GPU computes.
     """
+    if "device" in computing:
+        remember, loaded = False, None
     about = _about(engine, build, computing, path)
     if (known := _recall(about, remember)) is not None:
         return known
@@ -91,7 +94,7 @@ def find(
     small = made.probe_copy(path, computing)
     if small is None and loaded is None:
         return []
-    say(TRYING)
+    say(TRYING if remember else EACH_TIME)
     try:
         with small or nullcontext() as copy:
             with made.probe_model(path, computing, watched=True, copy=copy) as backend:

@@ -75,6 +75,8 @@ def where(backend: Backend, gpu_layers: int | None = None, approximate: str = ""
     kept, row_class = backend.capabilities.exact, ""
     if kept:
         row_class = f"{kept.name}, weights repacked" if "repacked" in backend.computing else kept.name
+        if "attention_on" in backend.computing:
+            row_class += f", passes of up to {kept.trees.most} rows, attention on the processor"
     return Where(
         engine=backend.name, placed=placed, exact=exact, row_class=row_class, unused=unused, approximate=approximate
     )

@@ -4,6 +4,9 @@ With keys and values of one float type, llama.cpp's CPU backend has three attent
 one row (threads split the cache), for a few rows, and for 64 rows or more (tiles). `ggml_backend_cpu_set_use_ref` gives
 one row the kernel for a few rows; padding to two rows would take 1.5 times as long. The switch is off for more rows and
 other types, where it selects slower kernels and other rotations.
+
+GPUs add up attention by cells, and choose kernels and parts by the number of cells and rows. So their layers have row
+classes only where the processor computes the attention. llama.cpp computes it where the next product has its weights.
 """
 
 import ctypes
@@ -19,6 +22,8 @@ from ..ggml.registry import processor, replaced
 
 ALIKE: dict[str, str | int | None] = {"attention": "alike"}  # in `computing`, if one row has the kernel for a few rows
 TILED = "f16"  # keys and values
+HERE: dict[str, str | int | None] = {"attention_on": "processor"}  # in `computing`, if GPUs compute all else
+AFTER = rb"\.attn_output\."  # weights of the product after attention
 INIT = 5  # index of `init_backend` among the function pointers of a device (ggml-backend-impl.h)
 
 Init = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -35,7 +40,7 @@ def by_cell(kv_type: str, *, flash: bool, here: bool, alike: bool) -> tuple[tupl
     Args:
         kv_type: of the cache.
         flash: flash attention; without it, attention is two products over all cells and a sum.
-        here: the processor computes all of it. Other devices add up groups of cells in all passes.
+        here: the processor computes it in all layers. Other devices add up groups of cells in all passes.
         alike: one row has the kernel for a few rows.
     """
     if not (flash and here):

@@ -129,12 +129,17 @@ class MemoryPlanner:
     def file_sizes(self) -> int:
         return sum(file_size(path) for path in (self.path, *self.options.draft_files) if Path(path).is_file())
 
-    def plenty(self, size: ContextSize) -> bool:
-        """True if the model and its drafts fit twice into free memory, and their caches and buffers, too."""
+    def plenty(self, size: ContextSize, *, caches_here: bool = False) -> bool:
+        """True if the model and its drafts fit twice into free memory, and their caches and buffers, too.
+
+        Args:
+            size: of the context.
+            caches_here: this memory holds the caches of GPUs' layers, too.
+        """
         weights = 2 * self.file_sizes
         if self.memory is not None or weights + ROOM_FOR_BUFFERS >= self.left:
             return False
-        if not all(gpu.shared for gpu in self.gpus):
+        if not caches_here and not all(gpu.shared for gpu in self.gpus):
             return True  # a GPU's own memory holds the caches of its layers
         try:
             return weights + self.needs([size])[0] + self._drafts(size) <= self.room

@@ -20,12 +20,13 @@ from edgespec.weights.plan import Tensor, count_layers, layer_of, layers_on_gpu
 from ...common.signals import Signals
 from ..ggml.files import all_tensors, keep_log, last_log, llama_cpp
 from ..states import LAST_LAYER
-from .attention import ALIKE
+from .attention import ALIKE, HERE
 
 LEAST_LAYERS, MOST_LAYERS = 2, 16
 Weight = tuple[str, int, int]  # its name in a layer, size and type
 REPACKED: dict[str, str | int | None] = {"repacked": True}
-CARRIED = {"kept_off", "op_offload", "device"}  # parts of `computing` that a probe model takes from the whole one
+# Parts of `computing` that a probe model takes from the whole one.
+CARRIED = {"kept_off", "op_offload", "device", *HERE}
 
 
 def kinds(tensors: list[Tensor]) -> list[int]:

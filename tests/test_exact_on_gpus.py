@@ -1,0 +1,138 @@
+"""Row classes where a GPU has layers, on a device that is this processor by another name (`mapped_device.py`)."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+pytest.importorskip("gguf", reason="gguf is not installed: pip install 'edgespec[convert]'")
+
+import mapped_device
+from edgespec.backends.llamacpp import engine as engine_module
+from edgespec.backends.llamacpp.backend import LlamaBackend
+from edgespec.backends.llamacpp.ggml.ggml_tensor import is_here, operation_at
+from edgespec.backends.llamacpp.memory import attention
+from mixture_files import mixtures
+
+from edgespec.errors import UsageError
+from edgespec.loading import row_classes
+from edgespec.loading.exact import apply_row_class
+from edgespec.loading.row_classes import tokens
+from edgespec.loading.where import UP_TO_TIES, where
+from edgespec.loop.engines import LoadOptions
+from edgespec.loop.shapes import ALWAYS
+from edgespec.machine import measurements
+from edgespec.machine.this_machine import Gpu, this_machine
+
+__all__ = ["mixtures"]
+
+engine = engine_module.engine
+CARD = Gpu(mapped_device.NAME.decode(), False, 1 << 40)
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped_device.found(monkeypatch)
+    monkeypatch.setattr(engine_module, "find_gpus", lambda: [CARD])
+    monkeypatch.setattr(row_classes, "SIZES", (1, 4, 8))
+    monkeypatch.setattr(row_classes, "CONTEXTS", (24,))
+
+
+def planned(path: Path, asked: str | None, *gpus: Gpu, **options: Any) -> Any:
+    sizes: dict[str, Any] = {"context_length": 1024, "threads": 2, "budget": 32, "gpu_layers": -1, "exact": asked}
+    return engine.plan(str(path), LoadOptions(**sizes | options), this_machine(str(path), gpus or [CARD]))
+
+
+@contextmanager
+def loaded(path: Path, asked: str | None, **options: Any) -> Iterator[LlamaBackend]:
+    with closing(engine.load(planned(path, asked, **options))) as backend:
+        apply_row_class(backend, str(path), asked)  # type: ignore[arg-type]
+        yield backend  # type: ignore[misc]
+
+
+def attends_here(path: Path, asked: str | None, *gpus: Gpu, **options: Any) -> bool:
+    return attention.HERE.keys() <= planned(path, asked, *gpus, **options).ways[-1].keys()
+
+
+@pytest.mark.parametrize("gpu_layers", [-1, 2])
+def test_a_row_class_that_is_asked_for_is_found_where_the_processor_attends(
+    gpu_layers: int, smollm2_tiny: Path
+) -> None:
+    with loaded(smollm2_tiny, "narrow", gpu_layers=gpu_layers) as backend:
+        exact = backend.capabilities.exact
+        assert exact
+        assert exact.name in ("narrow", "any")
+        assert "attention on the processor" in where(backend).line
+        assert f"passes of up to {exact.trees.most} rows" in where(backend).line
+        session, chain = backend.open(), tokens(backend, 3, 1)
+        alone = [row_classes._rows(backend, session, chain[:count])[0] for count in (1, 3)]
+        assert np.array_equal(*alone)
+
+
+def test_cells_of_a_gpus_layers_lie_in_memory_with_their_attention(smollm2_tiny: Path) -> None:
+    plan = planned(smollm2_tiny, "narrow")
+    with engine.probe_model(str(smollm2_tiny), plan.ways[-1] | {"kv_type": "f16"}, watched=True) as probe:
+        found = probe.watch._watched.operations(probe.context, whole=True)  # type: ignore[attr-defined]
+        places = {(operation_at(one).op, is_here(one)) for one in found}
+    assert (b"FLASH_ATTN_EXT", False) not in places
+    assert {(b"FLASH_ATTN_EXT", True), (b"SET_ROWS", True), (b"MUL_MAT", False)} <= places
+
+
+def test_attention_that_llama_cpp_leaves_on_the_gpu_has_no_class(
+    smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another product than `AFTER` follows it."""
+    monkeypatch.setattr(engine_module, "AFTER", rb"nothing")
+    with pytest.raises(UsageError, match="what stands between its ancestors"):
+        loaded(smollm2_tiny, "narrow").__enter__()
+
+
+def test_without_being_asked_a_gpu_attends_and_nothing_is_tried(smollm2_tiny: Path) -> None:
+    with loaded(smollm2_tiny, None) as backend:
+        assert backend.capabilities.by_cell == ALWAYS
+        assert backend.capabilities.exact is None
+        assert not {"attention_on", "kept_off", "op_offload"} & backend.computing.keys()
+        assert where(backend).line.endswith(UP_TO_TIES)
+
+
+def test_a_gpu_attends_where_rows_depend_on_more_than_its_products(smollm2_tiny: Path, mixtures: Any) -> None:
+    """Another card has other kernels, and choices of experts depend on the tokens."""
+    assert attends_here(smollm2_tiny, "narrow")
+    assert not attends_here(smollm2_tiny, "narrow", CARD, replace(CARD, name="OTHER"))
+    assert not attends_here(smollm2_tiny, "narrow", in_order=False)
+    assert not attends_here(Path(mixtures["mixtral"]), "narrow")
+
+
+def test_memory_must_hold_the_cells_of_a_gpus_layers(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = engine_module.MemoryPlanner.needs
+    monkeypatch.setattr(engine_module.MemoryPlanner, "needs", lambda *given: [1 << 60 for _ in needs(*given)])
+    assert planned(smollm2_tiny, "narrow").plenty
+    assert not attends_here(smollm2_tiny, "narrow")
+
+
+def test_classes_of_a_gpu_are_not_kept_for_its_next_driver(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    way, told = planned(smollm2_tiny, "narrow").ways[-1] | {"kv_type": "f16"}, list[str]()
+    monkeypatch.setattr(measurements, "remember", lambda *given: pytest.fail("kept"))
+    monkeypatch.setattr(row_classes, "_known", {})
+    assert row_classes.find("llamacpp", "build", way, str(smollm2_tiny), remember=True, say=told.append)
+    assert told == [row_classes.EACH_TIME]
+
+
+def test_what_products_of_a_gpu_read_is_compared_and_they_are_not(smollm2_tiny: Path) -> None:
+    """It computes a product and what follows in one kernel only if nobody asks for the product."""
+    way = planned(smollm2_tiny, "narrow").ways[-1] | {"kv_type": "f16"}
+    with engine.probe_model(str(smollm2_tiny), way, watched=True) as probe:
+        watch = probe.watch  # type: ignore[attr-defined]
+        operations = {operation_at(one).name: one for one in watch._watched.operations(probe.context, whole=True)}
+        asked = {name for name, one in operations.items() if watch._inputs.get(name) is not None}
+        assert {b"attn_norm-0", b"ffn_norm-0", b"ffn_swiglu-0", b"Qcur-0", b"Kcur-0", b"Vcur-0"} <= asked
+        assert not {b"ffn_up-0", b"ffn_out-0", b"result_output"} & asked
+        session, chain = probe.open(), tokens(probe, 2, 1)
+        rows = row_classes._rows(probe, session, chain)
+        width = probe.vocab.size + probe.state_width  # type: ignore[attr-defined]
+        assert rows.shape[1] == width + len(watch._inputs.keys() - {b"result_norm"})  # which is the state
