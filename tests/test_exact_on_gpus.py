@@ -17,6 +17,7 @@ from edgespec.backends.llamacpp import engine as engine_module
 from edgespec.backends.llamacpp.backend import LlamaBackend
 from edgespec.backends.llamacpp.ggml.ggml_tensor import is_here, operation_at
 from edgespec.backends.llamacpp.memory import attention
+from edgespec.backends.llamacpp.memory.skip_padding import VIEWS, OneByOne
 from mixture_files import mixtures
 
 from edgespec.errors import UsageError
@@ -123,16 +124,28 @@ def test_classes_of_a_gpu_are_not_kept_for_its_next_driver(smollm2_tiny: Path, m
     assert told == [row_classes.EACH_TIME]
 
 
-def test_what_products_of_a_gpu_read_is_compared_and_they_are_not(smollm2_tiny: Path) -> None:
-    """It computes a product and what follows in one kernel only if nobody asks for the product."""
+def test_a_gpu_computes_one_operation_at_a_time(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it takes a kernel for several depends on where their operands lie, which no trial shows."""
+    told, really = list[tuple[bytes, bool]](), OneByOne._called
+
+    def called(self: OneByOne, tensor: int, ask: bool) -> bool:
+        told.append((operation_at(tensor).op, ask))
+        return really(self, tensor, ask)
+
+    monkeypatch.setattr(OneByOne, "_called", called)
+    with closing(engine.load(planned(smollm2_tiny, "narrow"))) as backend:
+        told.clear()
+        row_classes._rows(backend, backend.open(), [1, 2])  # type: ignore[arg-type]
+    computed = [one for one in told if one[0] not in VIEWS]
+    assert {op for op, _ in computed} >= {b"RMS_NORM", b"MUL", b"MUL_MAT", b"ADD", b"SWIGLU", b"ROPE"}
+    assert computed[::2] == [(op, True) for op, _ in computed[1::2]]
+    assert not any(ask for _, ask in computed[1::2])
+
+
+def test_products_in_a_gpus_memory_are_compared(smollm2_tiny: Path) -> None:
     way = planned(smollm2_tiny, "narrow").ways[-1] | {"kv_type": "f16"}
     with engine.probe_model(str(smollm2_tiny), way, watched=True) as probe:
-        watch = probe.watch  # type: ignore[attr-defined]
-        operations = {operation_at(one).name: one for one in watch._watched.operations(probe.context, whole=True)}
-        asked = {name for name, one in operations.items() if watch._inputs.get(name) is not None}
-        assert {b"attn_norm-0", b"ffn_norm-0", b"ffn_swiglu-0", b"Qcur-0", b"Kcur-0", b"Vcur-0"} <= asked
-        assert not {b"ffn_up-0", b"ffn_out-0", b"result_output"} & asked
-        session, chain = probe.open(), tokens(probe, 2, 1)
-        rows = row_classes._rows(probe, session, chain)
         width = probe.vocab.size + probe.state_width  # type: ignore[attr-defined]
-        assert rows.shape[1] == width + len(watch._inputs.keys() - {b"result_norm"})  # which is the state
+        rows = row_classes._rows(probe, probe.open(), tokens(probe, 2, 1))
+    assert rows.shape[1] == width + 2 * 8 + 1  # products and attention of two layers, and the output
+    assert len(set(rows[0, width:].tolist())) == 2 * 8 + 1

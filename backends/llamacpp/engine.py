@@ -58,7 +58,7 @@ from .memory.planning import (
 )
 from .memory.pools import place_experts
 from .memory.probe_model import CARRIED, REPACKED, probe_file, probe_options
-from .memory.skip_padding import SkipPadding, has_experts
+from .memory.skip_padding import OneByOne, SkipPadding, has_experts
 from .memory.threads import other_load
 from .memory.tolerance import tolerance
 from .memory.watch import Watch
@@ -311,6 +311,8 @@ def load_here(plan: LlamaPlan, way: Computing, progress: Progress, watch: Watch 
             hooks = LayerHooks(streamer, store if isinstance(store, OwnMemory) else None, graph)
         elif watch:
             hooks = watch
+        elif HERE.keys() <= computing.keys():
+            hooks = OneByOne()
         elif bitwise and has_experts(path):
             hooks = SkipPadding()
         streams = bool(weights and weights.streamed)

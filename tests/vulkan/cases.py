@@ -21,12 +21,16 @@ from edgespec.backends.llamacpp.ggml.ggml_tensor import is_here, operation_at
 from edgespec.backends.llamacpp.memory import mixture, planning
 
 from edgespec.errors import NoRoom
+from edgespec.loading import row_classes
+from edgespec.loading.exact import apply_row_class
 from edgespec.loop.backend import Work
 from edgespec.loop.passes import prefill
+from edgespec.loop.planner import Planner
 from edgespec.loop.sampling import SamplingParams
 from edgespec.loop.stats import GenerationStats
 from edgespec.machine.memory import parse_size
 from edgespec.machine.this_machine import Machine, this_machine
+from edgespec.planners.none import NonePlanner
 from edgespec.planners.sssd import SssdPlanner
 from edgespec.weights.plan import Plan, Pool, make_plan
 
@@ -147,17 +151,33 @@ def streamed(
             return {"streamed": len(backend.plan.streamed), "kept": backend.plan.pinned_bytes}  # type: ignore[union-attr]
 
 
-def drafts(out: str, **options: Any) -> dict[str, Any]:
-    """Tokens of a text with copied drafts, and how likely they were."""
-    with loaded(**options) as backend, closing(SssdPlanner()) as planner, closing(backend.open()) as session:
-        ids = backend.vocab.encode(TEXT, add_bos=False, parse_special=False)
-        stats, found = GenerationStats(), list[tuple[int, float]]()
+def text_of(backend: LlamaBackend, planner: Planner) -> list[tuple[int, float]]:
+    """Tokens of a text, and how likely they were."""
+    stats, found = GenerationStats(), list[tuple[int, float]]()
+    ids = backend.vocab.encode(TEXT, add_bos=False, parse_special=False)
+    with closing(planner), closing(backend.open()) as session:
         for step in Generation(
             backend, session, planner, ids, SamplingParams(), max_tokens=24, budget=6, stats=stats, log_probs=0
         ).steps():
             found += zip(step.tokens, [one.log_prob for one in step.log_probs or ()], strict=True)
-        np.save(out, np.array([found]))
+    return found
+
+
+def drafts(out: str, **options: Any) -> dict[str, Any]:
+    """A text with copied drafts."""
+    with loaded(**options) as backend:
+        np.save(out, np.array([text_of(backend, SssdPlanner())]))
         return report(backend)
+
+
+def exact(out: str, path: str, device: str, gpu_layers: int, drafts: bool = False) -> dict[str, Any]:
+    """A text in a row class, with copied drafts or none."""
+    row_classes.SIZES, row_classes.LARGER = (1, 2, 4, 8), ()
+    options = OPTIONS | {"kv_type": "f16", "exact": "narrow", "gpu_layers": gpu_layers}
+    with closing(engine.load(path, **options)) as backend:
+        found = apply_row_class(backend, path, "narrow", remember=False)
+        np.save(out, np.array([text_of(backend, SssdPlanner() if drafts else NonePlanner())]))
+        return {"device": device, "classes": [(one.least, one.most) for one in found]}
 
 
 def saved(out: str, **options: Any) -> dict[str, Any]:
@@ -214,7 +234,7 @@ def least(path: str) -> int:
     raise AssertionError("a byte of memory is enough")
 
 
-CASES = {case.__name__: case for case in (numbers, streamed, drafts, saved, again, planned)}
+CASES = {case.__name__: case for case in (numbers, streamed, drafts, exact, saved, again, planned)}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pools of experts, and streamed layers, on a software GPU: `make test-vulkan`.
+"""Pools of experts, streamed layers, and row classes, on a software GPU: `make test-vulkan`.
 
 Builds llama.cpp with Vulkan once, for Mesa's processor device. Each case runs with pools on the device and without, in
 processes of their own: the numbers must be equal, to the bit. A case that the driver ends is listed, and not counted.
@@ -17,6 +17,8 @@ from shutil import which
 from typing import Any
 
 import numpy as np
+from conftest import quantised
+from edgespec.backends.llamacpp.ggml.files import keep_log
 from gguf_files import small_llama
 from models import EXPERTS, FAMILIES, write
 
@@ -29,10 +31,11 @@ NEEDS = {  # package of Debian -> where one of its files lies
     "libvulkan-dev": "include/vulkan/vulkan.h",
     "spirv-headers": "include/spirv/unified1/spirv.hpp",
 }
-DEVICE, DENSE = "Vulkan0", "llama"
+DEVICE, DENSE, Q8_0 = "Vulkan0", "llama", 7  # llama_ftype
 LONGEST = 3600  # seconds of a case; the driver compiles for minutes what it has not in its cache
 CHOSEN = {"gpu_memory": "680M", "room": 10 << 20}  # by the planner: pools for some layers
 ROOM = {"room": 6 << 20}
+DRAFTS = {"drafts": True}
 SEVERAL = {"slots": EXPERTS + 4, "here": EXPERTS, "times": 2}
 
 
@@ -69,6 +72,8 @@ CASES = [
     Case("a model that is loaded again", does="again"),
     Case("what the planner chooses, twice", size=64, does="planned", common=CHOSEN, pools={}),
     Case("what the planner chooses on a Mac", size=64, does="planned", pools={"room": 10 << 20, "on_a_mac": True}),
+    Case("drafts in a row class", DENSE, "Q8_0", does="exact", pools=DRAFTS),
+    Case("half of the layers, in a row class", DENSE, "Q8_0", does="exact", common={"gpu_layers": 4}, pools=DRAFTS),
     Case("layers that are streamed", DENSE, "F32", does="streamed", pools=ROOM),
     Case(
         "half of the layers, streamed", DENSE, "F32", does="streamed", common={"gpu_layers": 4}, pools={"room": 6 << 20}
@@ -135,7 +140,13 @@ def tried(case: Case) -> tuple[str, str]:
     FILES.mkdir(parents=True, exist_ok=True)
     model = FILES / f"{case.family}-{case.kind}-{case.size}.gguf"
     if not model.exists():
-        small_llama(model, layers=6) if case.family == DENSE else write(model, case.family, case.kind, case.size)
+        if case.family != DENSE:
+            write(model, case.family, case.kind, case.size)
+        elif case.kind == "F32":
+            small_llama(model, layers=6)
+        else:
+            keep_log()
+            quantised(small_llama(model.with_suffix(".raw"), layers=6), model, Q8_0)
     found = list[Any]()
     for options in ({}, case.pools):
         out = FILES / f"{CASES.index(case)}-{len(found)}.npy"

@@ -5,8 +5,8 @@ one row (threads split the cache), for a few rows, and for 64 rows or more (tile
 one row the kernel for a few rows; padding to two rows would take 1.5 times as long. The switch is off for more rows and
 other types, where it selects slower kernels and other rotations.
 
-GPUs add up attention by cells, and choose kernels and parts by the number of cells and rows. So their layers have row
-classes only where the processor computes the attention. llama.cpp computes it where the next product has its weights.
+GPUs add up attention by groups of cells, and choose kernels and groups by the numbers of cells and rows. So their
+layers have row classes only where the processor computes attention. llama.cpp computes it where the next product is.
 """
 
 import ctypes

@@ -18,6 +18,9 @@ def has_experts(path: str) -> bool:
     return bool(own_values(path).get("expert_count"))
 
 
+VIEWS = {b"VIEW", b"RESHAPE", b"PERMUTE", b"TRANSPOSE"}  # operations that compute nothing
+
+
 class SkipPadding:
     """Takes the place of `LayerHooks` where memory holds all weights, so it has the attributes that a pass uses.
 
@@ -75,3 +78,16 @@ class SkipPadding:
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+class OneByOne(SkipPadding):
+    """Skips nothing, and has GPUs compute one operation at a time.
+
+    Their kernels for several at once may round otherwise, and they are taken or not by where the operands lie.
+    """
+
+    def learn(self, context: Any) -> None:
+        """All operations are alike."""
+
+    def _called(self, tensor: int, ask: bool) -> bool:
+        return not ask or ggml_base().ggml_op_desc(tensor) not in VIEWS
