@@ -93,6 +93,13 @@ def test_attention_that_llama_cpp_leaves_on_the_gpu_has_no_class(
         loaded(smollm2_tiny, "narrow").__enter__()
 
 
+def test_a_gpus_layers_have_no_repacked_weights(smollm2_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "without_amx", lambda information: False)
+    assert [way.keys() & {"repacked", *attention.HERE} for way in planned(smollm2_tiny, "narrow").ways] == [
+        attention.HERE.keys()
+    ]
+
+
 def test_without_being_asked_a_gpu_attends_and_nothing_is_tried(smollm2_tiny: Path) -> None:
     with loaded(smollm2_tiny, None) as backend:
         assert backend.capabilities.by_cell == ALWAYS
