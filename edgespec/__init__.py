@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from edgespec.loop.sampling import SamplingParams as SamplingParams
     from edgespec.loop.stats import GenerationStats as GenerationStats
     from edgespec.loop.tree import Source as Source
-    from edgespec.model import Model, load
+    from edgespec.model import Conversation as Conversation
+    from edgespec.model import Model, aload, load
     from edgespec.scheduler.events import Chunk as Chunk
     from edgespec.scheduler.events import GenerationResult
 
 __version__ = "1.0.0rc1"
 
 # Names that `help` shows; the others are types of arguments and results.
-__all__ = ["GenerationResult", "Model", "json_object", "json_schema", "lark", "load", "regex"]
+__all__ = ["GenerationResult", "Model", "aload", "json_object", "json_schema", "lark", "load", "regex"]
 
 # Imported when they are asked for: the program handles Ctrl-C before its many imports (`edgespec/__main__.py`).
 _MODULES = {
@@ -39,7 +40,7 @@ _MODULES = {
     "loop.sampling": ["SamplingParams"],
     "loop.stats": ["GenerationStats"],
     "loop.tree": ["Source"],
-    "model": ["Model", "load"],
+    "model": ["Conversation", "Model", "aload", "load"],
     "scheduler.events": ["Chunk", "GenerationResult"],
 }
 _IN_THE_LAB = ("ScaleResult", "ToolCache", "scale")  # outdated here

@@ -2,7 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
@@ -166,7 +167,7 @@ class Model:
         stats: GenerationStats | None = None,
         progress: Progress | None = None,
         **options: Unpack[RequestKeywords],
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """As `stream`, for asyncio; cancelling the task ends the request. To leave early: `contextlib.aclosing`."""
         _check_reports(stats, progress)
         request = await asyncio.to_thread(self.request, prompt, **options)  # it tokenises, and compiles a grammar
@@ -330,7 +331,7 @@ class Model:
         """As `chat`, token by token."""
         return self.stream(self._conversation(messages), **options)
 
-    def astream_chat(self, messages: Prompt, **options: Unpack[GenerateKeywords]) -> AsyncIterator[Chunk]:
+    def astream_chat(self, messages: Prompt, **options: Unpack[GenerateKeywords]) -> AsyncGenerator[Chunk, None]:
         """As `stream_chat`, for asyncio: see `astream`."""
         return self.astream(self._conversation(messages), **options)
 
@@ -454,6 +455,70 @@ class Model:
         self.close()
 
 
+class Conversation:
+    """Asks a model one question after the other; only what is new is prefilled.
+
+    An answer that is cut off stays with the text that it has; a question without a word of an answer is dropped.
+
+    Attributes:
+        messages: all so far, as for `Model.chat`; may be changed between questions.
+    """
+
+    def __init__(self, model: Model, system: str | None = None, messages: Sequence[Message] = ()) -> None:
+        """
+        Args:
+            model: loaded.
+            system: the first message; default: the one that models.yaml gives the model, unless there are `messages`.
+            messages: how the conversation begins, such as an earlier one's.
+        """
+        if not isinstance(model, Model):
+            raise must_be("model", model, "a result of edgespec.load")
+        system = model.system if system is None and not messages else system
+        self.model, self.messages = model, list(messages)
+        if system is not None:
+            self.messages.insert(0, {"role": "system", "content": check_text("system", system)})
+
+    def __repr__(self) -> str:
+        return f"<Conversation of {len(self.messages)} messages with {self.model!r}>"
+
+    def ask(self, question: str, **options: Unpack[GenerateKeywords]) -> str:
+        """The text of the answer; arguments and errors as for `Model.chat`."""
+        return "".join(chunk.text for chunk in self.stream(question, **options))
+
+    def stream(self, question: str, **options: Unpack[GenerateKeywords]) -> Iterator[Chunk]:
+        """As `ask`, token by token."""
+        with self._answering(question) as texts:
+            for chunk in self.model.stream_chat(self.messages, **options):
+                texts.append(chunk.text)
+                yield chunk
+
+    async def aask(self, question: str, **options: Unpack[GenerateKeywords]) -> str:
+        """As `ask`, for asyncio; cancelling the task ends the answer."""
+        async with aclosing(self.astream(question, **options)) as chunks:
+            return "".join([chunk.text async for chunk in chunks])
+
+    async def astream(self, question: str, **options: Unpack[GenerateKeywords]) -> AsyncGenerator[Chunk, None]:
+        """As `stream`, for asyncio: see `Model.astream`."""
+        with self._answering(question) as texts:
+            async with aclosing(self.model.astream_chat(self.messages, **options)) as chunks:
+                async for chunk in chunks:
+                    texts.append(chunk.text)
+                    yield chunk
+
+    @contextmanager
+    def _answering(self, question: str) -> Iterator[list[str]]:
+        """Within it the question is the last message, and parts of the answer come; then the answer is a message."""
+        self.messages.append({"role": "user", "content": check_text("question", question)})
+        texts = list[str]()
+        try:
+            yield texts
+        finally:
+            if texts:
+                self.messages.append({"role": "assistant", "content": "".join(texts)})
+            else:
+                self.messages.pop()
+
+
 def load(target: Path | Entry, **options: Unpack[LoadKeywords]) -> Model:
     """Load a target, perhaps a draft, and planners.
 
@@ -464,12 +529,12 @@ def load(target: Path | Entry, **options: Unpack[LoadKeywords]) -> Model:
             source such as hf:owner/repository/file.gguf; or an entry of `models.registry.find_model`.
         draft: the same for the draft model, or "head" or "layers" of the target; default: that of models.yaml.
         planner: a name of `planners.choice.NAMES`; default: that of models.yaml, else auto: the fastest in every step.
-        budget: most draft tokens per pass; default: by measured pass times, at most the budget of models.yaml or 64;
-            where torch or mlx stream weights, up to 1024.
-            With a number no tree depends on pass times, and auto is specexec with a draft, sssd with a datastore or
-            streamed weights, else none.
+        budget: most draft tokens per pass. With a number no tree depends on pass times, and auto is specexec with a
+            draft, sssd with a datastore or streamed weights, else none; default: by measured pass times, at most the
+            budget of models.yaml or 64; where torch or mlx stream weights, up to 1024.
         datastore: a file made by `edgespec datastore build`, for the planners auto and sssd.
-        context_length: most tokens of a sequence; 0 = the length that the model was trained for.
+        context_length: most tokens of a sequence; 0 = the length that the model was trained for; default: that of
+            models.yaml, else 4096.
         chat_template: a Jinja file, in place of the target's own templates.
         backend: engine of both models: llamacpp, mlx, torch or another package's. Default: llamacpp for files; for
             folders mlx on a Mac with Apple silicon, torch elsewhere, or the installed one.
@@ -477,20 +542,20 @@ def load(target: Path | Entry, **options: Unpack[LoadKeywords]) -> Model:
         gpu_layers: llamacpp, torch: layers of the target to keep on the GPU, -1 = all; default: what fits `gpu_memory`.
         memory: memory that the program may take, in bytes or as "12G"; weights that do not fit are streamed from disk;
             default: free memory, for mlx on a Mac at most what its GPU can hold.
-        kv_type: llamacpp: type of keys and values in both caches, such as "f16" or "q8_0"; default: f16, for float32
-            weights f32. Output equals plain decoding's with the same type.
-        lenders: llamacpp: addresses "HOST:PORT" of `edgespec lend`, for layers that do not fit here.
+        kv_type: llamacpp: type of keys and values in both caches, such as "f16" or "q8_0". Output equals plain
+            decoding's with the same type; default: f16, for float32 weights f32.
+        lenders: llamacpp: addresses "HOST:PORT" of `edgespec lend`, for layers that do not fit here; default: none.
         device: torch: "cuda" (further GPUs hold what the first cannot), "cuda:1", "mps" or "cpu"; default: the first of
             these that is there.
         dtype: torch: "float32", "float16", "bfloat16" or "nf4" (4 bits); default: as in the folder.
         keep_packed: torch: keep layers that are quantised at load (dtype nf4) in the cache folder, for the next start.
-        gpu_memory: llamacpp, torch: what both models use of each GPU's memory, in bytes or as "10G"; default: what
-            is free. Layers that do not fit are computed by the processor (llamacpp), or streamed from host memory
-            (torch).
+        gpu_memory: llamacpp, torch: what both models use of each GPU's memory, in bytes or as "10G". Layers that do
+            not fit are computed by the processor (llamacpp), or streamed from host memory (torch); default: what is
+            free.
         exact: row class that passes keep to: "narrow" (few draft tokens), "wide" (many; short ones are padded), "any"
-            (where all sizes agree), "off". Default, where there are row classes: wide if it takes no longer, or narrow.
+            (where all sizes agree), "off"; default: where there are row classes, wide if it takes no longer, or narrow.
         parallel: most requests in a batch. Each has room for a whole context in the cache; with llamacpp and limited
-            memory, for a quarter of it and what others leave.
+            memory, for a quarter of it and what others leave; default: 1.
         ahead: the draft goes on while the target runs, for one request; with a budget always, else as long as that
             gains time. Default: if it has a processor of its own and no budget is given (docs/reference/planners.md).
         targets: verify in this number of processes, each with a copy of the target (docs/guides/several-machines.md).
@@ -498,7 +563,7 @@ def load(target: Path | Entry, **options: Unpack[LoadKeywords]) -> Model:
         cluster: the same on all workers of a Dask scheduler, at "tls://HOST:PORT".
         approximate: NAME or NAME:VALUE, a method whose texts are not the target's own (docs/guides/approximate.md).
         models_file: a models.yaml whose entries come before the user's own and the built-in ones.
-        remember: keep pass times, row classes and the experts used most from run to run, in the user's cache folder.
+        remember: keep pass times, row classes and the experts used most in the user's cache folder; default: True.
         progress: llamacpp, mlx: called with (bytes read, bytes in all) of what stays in memory of a streamed model.
         say: receives a line for each thing that takes some seconds.
         depth, beam, tau, coupling, min_probability: options of a planner with a draft (docs/reference/planners.md).
@@ -530,6 +595,11 @@ def load(target: Path | Entry, **options: Unpack[LoadKeywords]) -> Model:
     except BaseException:
         close_all(backends)
         raise
+
+
+async def aload(target: Path | Entry, **options: Unpack[LoadKeywords]) -> Model:
+    """As `load`, for asyncio, in a thread, which loads to the end also if the task is cancelled."""
+    return await asyncio.to_thread(load, target, **options)
 
 
 def _use_template(target: Backend, template: str | None) -> None:

@@ -1,17 +1,23 @@
-"""Every option of every command as a page, made of the commands themselves.
+"""Every option of every command as a page, and the keywords of Python on theirs, made of the program itself.
 
-python tests/options_page.py        writes docs/reference/options.md
+python tests/options_page.py        writes docs/reference/options.md, and tables in docs/reference/api.md
 """
 
+import inspect
 import re
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import click
 
 from edgespec.cli.commands import cli
 from edgespec.cli.options import SECTIONS, SectionedCommand
+from edgespec.loading.keywords import GenerateKeywords, LoadKeywords, RequestKeywords
+from edgespec.loop.sampling import SamplingParams
+from edgespec.model import load
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "options.md"
+PYTHON_PAGE = PAGE.with_name("api.md")
 START = """\
 # Options
 
@@ -32,7 +38,7 @@ UNITS = {  # name of a parameter -> what its number counts
     "context_length": "tokens", "budget": "draft tokens", "max_tokens": "tokens", "top_k": "tokens",
     "gpu_layers": "layers", "drop_layers": "layers", "bits": "bits", "threads": "threads", "targets": "processes",
     "tau": "logits", "top_p": "probability", "min_p": "share", "limit": "prompts", "count": "questions",
-    "parallel": "requests", "grace": "seconds",
+    "parallel": "requests", "grace": "seconds", "memory": "bytes", "gpu_memory": "bytes",
 }  # fmt: skip
 
 
@@ -79,5 +85,32 @@ def row(option: click.Option) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
+def python_page() -> str:
+    """The page of Python with its tables of keywords made anew."""
+    text, docs = PYTHON_PAGE.read_text(), inspect.getdoc
+    inherited = f"{docs(RequestKeywords)}\n{docs(SamplingParams)}"
+    for keywords, about in ((LoadKeywords, docs(load)), (GenerateKeywords, f"{docs(GenerateKeywords)}\n{inherited}")):
+        lines = ["| keyword | type | | unit | default |", "| --- | --- | --- | --- | --- |"]
+        lines += [keyword_row(name, kind, str(about)) for name, kind in get_type_hints(keywords).items()]
+        before, _, after = text.partition(f"<!-- {keywords.__name__} -->\n")
+        text = f"{before}<!-- {keywords.__name__} -->\n{chr(10).join(lines)}{after[after.index(chr(10) * 2) :]}"
+    return text
+
+
+def keyword_row(name: str, kind: Any, docstring: str) -> str:
+    """A keyword by its type, and by the entry that a docstring has of it: its meaning, and perhaps "default: "."""
+    entries = (
+        rf"^    (?:{names}): (.+(?:\n     .+)*)" for names in (name, rf"[\w, ]*\b{name},? [\w, ]+|[\w, ]+, {name}")
+    )
+    found = next(filter(None, (re.search(entry, docstring, re.MULTILINE) for entry in entries)))
+    about, _, default = re.sub(r"\s+", " ", found[1]).replace(". Default:", "; default:").partition("; default: ")
+    default = default or ("the model's" if name in SamplingParams.__dataclass_fields__ else "")
+    shown = kind.__name__ if isinstance(kind, type) else str(kind)
+    shown = re.sub(r"\w+\.(?=\w)", "", shown.replace(" | None", "").replace("None | ", ""))
+    cells = (f"`{name}`", f"`{shown}`", about.rstrip("."), UNITS.get(name, ""), default.rstrip("."))
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
 if __name__ == "__main__":
     PAGE.write_text(page())
+    PYTHON_PAGE.write_text(python_page())

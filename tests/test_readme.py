@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import click
 import pytest
-from options_page import PAGE, UNITS, all_commands, page
+from options_page import PAGE, PYTHON_PAGE, UNITS, all_commands, page, python_page
 
 import edgespec
 from benchmarks.program import bench
@@ -117,8 +117,9 @@ def test_the_page_of_python_has_the_docstring_of_every_name() -> None:
     assert sorted(shown) == sorted(name for names in edgespec._MODULES.values() for name in names)
 
 
-def test_the_page_of_options_is_current() -> None:
+def test_the_pages_of_options_and_keywords_are_current() -> None:
     assert PAGE.read_text() == page(), "python tests/options_page.py writes it"
+    assert PYTHON_PAGE.read_text() == python_page(), "python tests/options_page.py writes it"
 
 
 def test_the_page_of_options_has_every_option_that_help_shows() -> None:
