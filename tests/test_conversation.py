@@ -6,6 +6,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+from gguf_files import small_llama
 from reference.backend import ReferenceBackend, random_model
 
 import edgespec
@@ -74,12 +75,13 @@ def test_in_asyncio_it_is_the_same(model):
     assert texts[0] == edgespec.Conversation(model).ask("hello", **SHORT)
 
 
-def test_the_app_of_the_page_runs(smollm2, capsys):
+def test_the_app_of_the_page_runs(tmp_path, capsys):
     for package in ("llama_cpp", "starlette", "llguidance"):
         pytest.importorskip(package)
     [app] = re.findall(r"^## An app\n.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert len(app.splitlines()) <= 40
-    exec(compile(app.replace("big.gguf", str(smollm2)).replace("=1000", "=1900"), "app", "exec"), {})
+    path = small_llama(tmp_path / "tiny.gguf", layers=1)
+    exec(compile(app.replace("big.gguf", str(path)).replace("=1000", "=1900"), "app", "exec"), {})
     assert capsys.readouterr().out.endswith("the story was not wanted\n")
 
 
