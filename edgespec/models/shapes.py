@@ -223,11 +223,11 @@ def _tensors(shape: Shape) -> Iterator[tuple[str, Sizes]]:
         yield "output.weight", (width, words)
     if shape.get("rope_freqs"):
         yield "rope_freqs.weight", (_head_size(shape) // 2,)
-    if shape["architecture"] == "gemma3n":
-        narrow = shape["embedding_length_per_layer_input"]
+    if shape["architecture"].startswith("gemma") and (narrow := shape.get("embedding_length_per_layer_input")):
         yield "per_layer_token_embd.weight", (narrow * layers, words)
         yield "per_layer_model_proj.weight", (width, narrow * layers)
         yield "per_layer_proj_norm.weight", (narrow,)
+    if shape["architecture"] == "gemma3n":
         yield "altup_proj.weight", (width, width, ALTUP - 1)
         yield "altup_unembd_proj.weight", (width, width, ALTUP - 1)
     if shape["architecture"] == "gemma4":
@@ -290,7 +290,7 @@ def _attention(shape: Shape, layer: int) -> dict[str, Sizes]:
     queries, keys = (head * _of_layer(shape[f"attention.head_count{kind}"], layer) for kind in ("", "_kv"))
     gates = 2 if architecture in DELTA_NETS else 1
     sizes = {"q": (width, gates * queries), "k": (width, keys), "v": (width, keys), "output": (queries, width)}
-    if architecture == "gemma4" and not windowed:
+    if architecture == "gemma4" and not windowed and not shape["embedding_length_per_layer_input"]:
         del sizes["v"]  # the keys are the values, too
     found: dict[str, Sizes] = {f"attn_{name}.weight": size for name, size in sizes.items()}
     if architecture in ("qwen2", "gpt-oss", "glm4moe"):
@@ -425,14 +425,16 @@ def _norms(shape: Shape) -> dict[str, Sizes]:
     if architecture == "gemma4" and shape.get("expert_count"):
         found += ["pre_ffw_norm_2.weight", "post_ffw_norm_1.weight", "post_ffw_norm_2.weight", "ffn_gate_inp.scale"]
     scale: dict[str, Sizes] = {"layer_output_scale.weight": (1,)} if architecture == "gemma4" else {}
-    return dict.fromkeys(found, width) | scale | (_altup(shape) if architecture == "gemma3n" else {})
+    return dict.fromkeys(found, width) | scale | (_altup(shape) if architecture.startswith("gemma") else {})
 
 
 def _altup(shape: Shape) -> dict[str, Sizes]:
-    """Of Gemma 3n: alternating updates, its low-rank bypass, and the embedding of the layer."""
-    width, narrow = shape["embedding_length"], shape["embedding_length_per_layer_input"]
-    sizes = {
-        "inp_gate": (width, narrow), "proj": (narrow, width), "post_norm": (width,),
+    """The embedding of the layer, and of Gemma 3n alternating updates and their low-rank bypass."""
+    width, narrow = shape["embedding_length"], shape.get("embedding_length_per_layer_input", 0)
+    sizes = {"inp_gate": (width, narrow), "proj": (narrow, width), "post_norm": (width,)} if narrow else {}
+    if shape["architecture"] != "gemma3n":
+        return {f"{name}.weight": size for name, size in sizes.items()}
+    sizes |= {
         "altup_correct_coef": (ALTUP, ALTUP), "altup_correct_scale": (width,),
         "altup_predict_coef": (ALTUP, ALTUP**2), "altup_router": (width, ALTUP), "altup_router_norm": (width,),
         "laurel_l": (width, LAUREL), "laurel_r": (LAUREL, width), "laurel_post_norm": (width,),
