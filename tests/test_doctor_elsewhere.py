@@ -214,6 +214,13 @@ def test_a_card_that_must_copy_is_predicted_for_pytorch_too() -> None:
     assert len(on("qwen3-8b", "rtx4090-64").found) == 1  # all of it is on the card
 
 
+def test_a_processor_reads_no_embeddings_where_a_card_has_the_output_that_they_are() -> None:
+    machine = replace(find_machine("rtx4090-64")[1], memory_speed=1.0)
+    found = predict("gemma-4-e2b", machine, "").found[0]
+    assert found.where.placed.on_device == found.where.placed.layers
+    assert found.passes[0].seconds < 1
+
+
 def test_input_embeddings_take_no_memory_of_a_card_that_copies_layers() -> None:
     """2.1 GB, four layers of this model; a card that holds all layers holds them, too."""
     _, other = on("llama-3.3-70b", "rtx4090-64").found

@@ -438,7 +438,9 @@ def _llamacpp(asked: Asked, made: Prediction) -> Prediction:
         kept = weights.share_of_experts if weights.pools else left / weights.cached_bytes  # by the page cache
         missing = weights.cached_bytes * (1 - min(1.0, max(0.0, kept)))
     made.stays = model.size - made.streamed - missing - (weights.looked_up_bytes if weights else 0)
-    parts = [(model.part(here), _processor(machine)), *_by_gpu(model, there, shares, machine, "llamacpp")]
+    on_gpus = {tensor.name for tensor in there}  # also of embeddings that are the output
+    part = model.part([tensor for tensor in here if tensor.name not in on_gpus])
+    parts = [(part, _processor(machine)), *_by_gpu(model, there, shares, machine, "llamacpp")]
     parts += [_uploads(model, pooled, gpu, pools) for gpu in machine.gpus if gpu.link_speed]
     with_gpu = [one for one in machine.gpus[:1] if placed.device or not one.shared or not made.streamed]
     reads = [("disk: speed", made.streamed, machine.disk.speed)]
