@@ -14,6 +14,7 @@ from options_page import PAGE, PYTHON_PAGE, UNITS, all_commands, page, python_pa
 import edgespec
 from benchmarks.program import bench
 from edgespec.models import registry
+from edgespec.planners import choice
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -24,7 +25,7 @@ PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
 def test_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 100
+    assert len(README.splitlines()) <= 90
 
 
 def test_the_python_examples_of_the_pages_and_of_help_run(
@@ -33,6 +34,7 @@ def test_the_python_examples_of_the_pages_and_of_help_run(
     model = pytest.importorskip("gguf_files").small_llama(tmp_path / "big.gguf", layers=1)
     (tmp_path / "small.gguf").symlink_to(model)
     monkeypatch.setattr(registry, "_package_file", lambda name: str(model))
+    monkeypatch.setattr(choice, "PLANNERS", {**choice.PLANNERS})  # an example adds one
     monkeypatch.chdir(tmp_path)
     shown = [example for path in PAGES if "docs" in path.parts for example in PYTHON.findall(path.read_text())]
     examples = [example for example in shown if "edgespec" in example]
@@ -78,7 +80,8 @@ def test_links_and_scripts_exist(path: Path) -> None:
 
 
 def test_every_figure_of_the_readme_has_its_command() -> None:
-    table = re.findall(r"\| measured: (\S+) plain(?:, (\S+) with the draft)? \|$", README, re.MULTILINE)
+    rows = re.findall(r"^.*\| measured: .*$", README, re.MULTILINE)
+    table = [re.findall(r"\| (?:measured: )?(\d+\.\d+)", row) for row in rows]
     text = re.findall(r"(\d[\d.]*)(?: (?:to|of) (\d[\d.]*))? (?:×|%|tokens/s|GiB|MB|GB|layers)", README)
     figures = {one for found in (*table, *text) for one in found if one}
     rows = re.findall(r"^\| (.+?) \| (?:.+) \| (?:.+) \|$", FIGURES, re.MULTILINE)
