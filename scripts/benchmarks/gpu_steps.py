@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import wraps
 from importlib.util import find_spec
 from statistics import median
@@ -239,8 +239,7 @@ def streamed(tell: Tell, card: Card, dtype: str) -> None:
         copies=card.copies, made=made,
     )  # fmt: skip
     bytes_of_pass = f"{format_size(report.streamed_bytes)} a pass at {report.bandwidth / 1e9:.1f} GB/s"
-    about = asdict(replace(report, rows=[]))
-    tell("about", about, f"{report.streamed_layers} of {report.layers} layers are streamed: {bytes_of_pass}")
+    tell("all", report.as_dict(), f"{report.streamed_layers} of {report.layers} layers are streamed: {bytes_of_pass}")
     for name, seen in gpu.known([report]).items():
         [(asked, found, means)] = answers({name: GPU[name]}, {}, {name: seen})
         tell(name, [found, means], f"{asked}: {found}; {means}")
