@@ -539,3 +539,11 @@ def test_the_command_explains_itself_and_its_refusals(script: Run, llama: Tiny, 
     assert (code, err.count("\n")) == (1, 1)
     assert "is not a GGUF file" in err
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_quantised_is_not_quantised_again_without_a_word(script: Run, smollm2: Path, tmp_path: Path) -> None:
+    code, _, err = script(smollm2, "--to", "mlx", tmp_path / "out", "--bits", 4)
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.endswith("what is quantised twice is worse: take a file of 16 bits, or say --requantise\n")
+    assert script(smollm2, "--to", "mlx", tmp_path / "out", "--requantise")[0] == 2
+    assert not list(tmp_path.iterdir())

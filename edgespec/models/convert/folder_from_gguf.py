@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ from edgespec.models.gguf_model import (
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes a weight
 USUAL_DTYPE = "bfloat16"
+FLOATS = {"F32", "F16", "BF16"}  # types of weights that may be quantised
 MLX_BITS = (2, 3, 4, 5, 6, 8)
 SHARD_BYTES = 2 * 10**9
 CHUNK = 2**22  # weights dequantised at once
@@ -64,6 +65,7 @@ def convert(
     dtype: str = USUAL_DTYPE,
     bits: int | None = None,
     to_mlx: bool = False,
+    requantise: bool = True,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> Converted:
@@ -75,6 +77,7 @@ def convert(
         dtype: type of the weights: float32 (exactly the GGUF's values), float16 or bfloat16.
         bits: quantise the result with mlx-lm to 2, 3, 4, 5, 6 or 8 bits; only mlx-lm can load it then.
         to_mlx: as MLX streams it: every layer in a file of its own, on whole pages, experts stacked by mlx-lm.
+        requantise: with `bits`, allow weights that are quantised already.
         shard_bytes: most bytes of weights in a file, unless a single tensor is larger.
         progress: called with (phase, bytes done, bytes in all; 0 if unknown).
 
@@ -89,6 +92,8 @@ def convert(
     report = progress or (lambda phase, done, total: None)
     report("reading the header", 0, 0)
     gguf = read_gguf(source)
+    if bits and not requantise:
+        check_floats(gguf.path, {str(tensor.tensor_type.name) for tensor in gguf.tensors})
     factors = next((_values(tensor, str(gguf.path)) for tensor in gguf.tensors if tensor.name == ROPE_FACTORS), None)
     shapes: Shapes = {tensor.name: tuple(tensor.shape[::-1].tolist()) for tensor in gguf.tensors}
     with _named(gguf.path):
@@ -173,6 +178,18 @@ def import_gguf(why: str = "writing a GGUF") -> Any:
     except ImportError as error:
         raise MissingPackage("gguf", "convert", why) from error
     return gguf
+
+
+def check_floats(path: Path, types: Set[str]) -> None:
+    """
+    Raises:
+        ModelError: tensors are quantised already.
+    """
+    if quantised := types - FLOATS:
+        raise ModelError(
+            f"{path}: is quantised already ({', '.join(sorted(quantised))}); what is quantised twice is worse: "
+            "take a file of 16 bits, or say --requantise"
+        )
 
 
 def _check(out: Path, dtype: str, bits: int | None) -> None:

@@ -18,7 +18,7 @@ from edgespec import __version__
 from edgespec.errors import ModelError, UsageError
 from edgespec.machine.files import part_names, read_text
 from edgespec.models.convert.calibration import calibration_text
-from edgespec.models.convert.folder_from_gguf import appearing, check_out, check_space, import_gguf
+from edgespec.models.convert.folder_from_gguf import appearing, check_floats, check_out, check_space, import_gguf
 from edgespec.models.download import Progress
 from edgespec.models.gguf_header import (
     MOST_LAYERS,
@@ -32,7 +32,6 @@ from edgespec.models.gguf_header import (
 from edgespec.models.heads import head_layers
 
 CHUNKS = 64  # of 512 tokens, that an importance matrix is computed from
-FLOATS = ("F32", "F16", "BF16")  # types of weights that may be quantised
 NOT_OF_FILES = ("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64")  # types that ggml_quantize_chunk cannot write
 NEED_MATRIX = ("IQ3_XS", "IQ3_XXS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ1_S", "IQ1_M", "Q2_K_S")  # files
 NEED_MATRIX_AS_TENSORS = ("IQ3_XXS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M")
@@ -161,12 +160,8 @@ def check_tensors(path: Path, tensors: Mapping[str, str], recipe: Recipe, requan
         # Tied models have no output.weight.
         if not known and (pattern, name) not in PURPOSES["streamed"].types:
             raise UsageError(f"no tensor's name matches {pattern!r}; one of them is {list(tensors)[-1]}")
-    quantised = set(tensors.values()) - set(FLOATS)
-    if recipe.type and quantised and not requantise:
-        raise ModelError(
-            f"{path}: is quantised already ({', '.join(sorted(quantised))}); what is quantised twice is worse: "
-            "take a file of 16 bits, or say --requantise"
-        )
+    if recipe.type and not requantise:
+        check_floats(path, set(tensors.values()))
 
 
 def check_drop(path: Path, drop: Sequence[int]) -> None:
