@@ -88,6 +88,9 @@ def test_a_ready_folder_of_the_hub_is_offered_first_and_a_file_in_16_bits_is_con
     monkeypatch.setattr(predictor, "find_model", lambda *about: Entry(name="small", target=f"file:{smollm2}"))
     monkeypatch.setattr(predictor, "QUANTISED", 4)  # bits of a weight; the file has 5
     assert f"edgespec convert {smollm2} " in offer("small").lines[1]
+    assert " --bits 4 --requantise, then" in offer("small").lines[1]
+    monkeypatch.setattr(predictor, "FLOAT", 4)
+    assert " --bits 4, then" in offer("small").lines[1]
 
 
 def test_named_models_have_ready_folders_for_mlx() -> None:

@@ -57,6 +57,7 @@ MOST_EXPERTS = 512  # LLAMA_MAX_EXPERTS of llama-hparams.h
 OFF = 2  # several rows take at most so many times as long as computed: of published ones, all but those of old kernels
 FASTER = 1.1  # speed-up from which on another engine is offered
 QUANTISED = 8  # bits of a weight; to bring weights of fewer to 4 bits loses twice
+FLOAT = 15  # more have all weights but a few in 16 or 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -621,7 +622,8 @@ def offer(
         way = "edgespec run hf:mlx-community/NAME-4bit, where this model has one; "
         way += f"converting {path} would quantise it a second time"
     else:
-        way = f"edgespec convert {path} {written} --to mlx --bits 4, then edgespec run {written}"
+        again = " --requantise" if predicted.bits < FLOAT else ""
+        way = f"edgespec convert {path} {written} --to mlx --bits 4{again}, then edgespec run {written}"
     return Offer([*lines, f"for mlx: {way}"])
 
 
