@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from conftest import Run
 from gguf_writer import add, finish
 
@@ -40,6 +42,7 @@ from edgespec.measure.pair import (
 from edgespec.measure.pair_checks import check_pair
 from edgespec.measure.pair_report import (
     append_entry,
+    card,
     check_writable,
     figures,
     pair_table,
@@ -253,7 +256,7 @@ class _NoTarget:
     """Must not be asked."""
 
     class capabilities:  # noqa: N801
-        streams = False
+        streams, kept = False, 0
 
     def open(self) -> Any:
         return self
@@ -412,6 +415,33 @@ def test_the_command(run: Run, small: Path, tmp_path: Path, monkeypatch: pytest.
     status, out, err = run(*arguments, "--write", "mine")
     assert (status, out) == (2, "")
     assert "has a model named 'mine' already" in err
+
+
+def test_a_card_says_what_was_measured_on_what_and_how(
+    run: Run, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [Row("none", 0, 1.0, 0.0, 0.5, {"chat": 1.0}), Row("specexec", 8, 4.0, 0.1, 0.7, {"chat": 4.0})]
+    found = Measured(str(small), str(small), rows, True, "narrow", [])
+    monkeypatch.setattr(pair_module, "measure_pair", lambda *about, **options: found)
+    monkeypatch.setattr(sys, "argv", ["edgespec", "pair", str(small), str(small), "--write", "card.md"])
+    monkeypatch.chdir(tmp_path)
+    status, _, err = run(*sys.argv[1:])
+    assert (status, err.splitlines()[-1]) == (
+        0,
+        "card.md is written; to publish it: hf upload OWNER/REPOSITORY card.md README.md",
+    )
+    _, values, text = Path("card.md").read_text(encoding="utf-8").split("---\n", 2)
+    assert yaml.safe_load(values) == {"library_name": "edgespec", "tags": ["edgespec", "speculative-decoding"]}
+    assert f"    edgespec pair {small.name} {small.name} --write card.md\n" in text
+    assert "| specexec | 8 | 4.00 | 4.00 | 100 | 700 | 5.00 | 2.50 |\n" in text
+    assert "recommended: this draft, --planner specexec --budget 8: 5.00 tokens/s, 2.50 × plain decoding" in text
+    assert str(tmp_path) not in text
+    assert run(*sys.argv[1:])[0] == 0  # a card may be written anew
+    Path("card.md").write_text("My notes", encoding="utf-8")
+    status, _, err = run(*sys.argv[1:])
+    assert (status, "is not a model card" in err) == (2, True), err
+    hub = {"target": "hf:owner/name/big.gguf", "draft": None}
+    assert "base_model: owner/name\n" in card(found, hub, figures(found, "2G"), "edgespec pair")
 
 
 def test_a_split_file_is_one_model_of_the_size_of_its_parts(

@@ -1,6 +1,7 @@
 """`edgespec pair`: how well a draft suits a target, and the search for one that does."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from edgespec.cli.catalogue import entries_needed, pull_what_is_missing
 from edgespec.cli.completion import complete_model
 from edgespec.cli.options import MODELS_OPTION, YES_OPTION, allow_only, context_option, not_empty
 from edgespec.cli.terminal import Bars
-from edgespec.errors import UsageError, check_whole
+from edgespec.errors import EdgespecError, UsageError, check_whole
+from edgespec.machine.files import check_out, write_whole
 from edgespec.machine.memory import available_memory, in_bytes
 from edgespec.models.registry import OWN, find_model, is_folder, local_path
 
@@ -21,6 +23,7 @@ from edgespec.models.registry import OWN, find_model, is_folder, local_path
 Examples:
   edgespec pair big.gguf small.gguf
   edgespec pair big.gguf small.gguf --memory 12G --tasks code --write my-pair
+  edgespec pair big.gguf small.gguf --write CARD.md    a page to publish beside the files
   edgespec pair big.gguf --find                every smaller GGUF beside it, fetched from the hub or named
   edgespec pair big.gguf small.gguf --quick    one pass of each: how often they agree"""
 )
@@ -41,7 +44,10 @@ Examples:
 @context_option(default=2048, show_default=True, help="Context in tokens.")
 @click.option("--png", metavar="FILE", callback=not_empty, help="Draw tokens per pass and tokens/s by budget.")
 @click.option(
-    "--write", metavar="NAME", callback=not_empty, help="Add the pair with its figures to your own models.yaml."
+    "--write",
+    metavar="NAME|CARD.md",
+    callback=not_empty,
+    help="Add the pair with its figures to your own models.yaml, or write a model card of it.",
 )
 @MODELS_OPTION
 @YES_OPTION
@@ -72,7 +78,10 @@ def pair(
         )  # fmt: skip
     if png:
         report.check_picture(png)
-    own = report.check_writable(write) if write else None
+    card = Path(write) if write and write.endswith(".md") else None
+    if card:
+        check_out(card, report.CARD, "a model card")
+    own = report.check_writable(write) if write and not card else None
     entry = find_model(target, options["models_file"])
     draft = None if find else draft or entry.draft
     if quick and not draft:
@@ -122,10 +131,19 @@ def pair(
         click.echo(report.ranking(measured))
     if png:
         report.picture(measured[0][1], Path(png))
-    if write and own:
+    if write:
         sources = {"target": entry.target, "draft": find_model(draft, options["models_file"]).target if draft else None}
-        report.append_entry(own, _entry(write, sources, report.figures(measured[0][1], options["memory"])))
+        about = report.figures(measured[0][1], options["memory"])
+    if write and own:
+        report.append_entry(own, _entry(write, sources, about))
         click.echo(f"{own}: {write} is added", err=True)
+    elif card:
+        command = shlex.join(["edgespec", *(Path(one).name if Path(one).exists() else one for one in sys.argv[1:])])
+        try:
+            write_whole(card, report.card(measured[0][1], sources, about, command))
+        except OSError as error:
+            raise EdgespecError(f"{card}: cannot be written: {error.strerror or error}") from error
+        click.echo(f"{card} is written; to publish it: hf upload OWNER/REPOSITORY {card} README.md", err=True)
 
 
 def _suits(

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from importlib.util import find_spec
 from io import BytesIO
@@ -19,19 +19,57 @@ from edgespec.measure.pair import Measured, Row
 from edgespec.measure.tables import table
 from edgespec.models.registry import own_models_file, read_models
 
+CARD = b"---\n"  # how a model card begins: with values for the hub
+
 
 def pair_table(found: Measured) -> str:
-    tasks = list(found.plain.by_task)
+    return table(_title(found), *_rows(found))
+
+
+def _title(found: Measured) -> str:
     how = "streamed" if found.streams else "in memory"
-    title = f"{Path(found.target).name}, {how}" + (f", passes: {found.exact}" if found.exact else "")
-    headings = ("planner", "budget", "tokens per pass", *tasks, "draft ms", "pass ms", "tokens/s", "x plain")
-    return table(title, headings, [
+    return f"{Path(found.target).name}, {how}" + (f", passes: {found.exact}" if found.exact else "")
+
+
+def _rows(found: Measured) -> tuple[list[str], list[list[str]]]:
+    """Headings, and a row for each planner and budget."""
+    tasks = list(found.plain.by_task)
+    headings = ["planner", "budget", "tokens per pass", *tasks, "draft ms", "pass ms", "tokens/s", "x plain"]
+    return headings, [
         [
             row.planner, str(row.budget), f"{row.tokens_per_pass:.2f}", *(f"{row.by_task[task]:.2f}" for task in tasks),
             f"{1000 * row.draft_seconds:.0f}", f"{1000 * row.pass_seconds:.0f}", f"{row.tokens_per_second:.2f}",
             f"{row.tokens_per_second / found.plain.tokens_per_second:.2f}",
         ]
         for row in found.rows
+    ]  # fmt: skip
+
+
+def card(found: Measured, sources: Mapping[str, str | None], about: Mapping[str, Any], command: str) -> str:
+    """A model card for the hub, in Markdown.
+
+    Args:
+        found: the measurement.
+        sources: of the target and the draft.
+        about: its `figures`.
+        command: that measured it.
+    """
+    headings, rows = _rows(found)
+    lines = [" | ".join(cells) for cells in (headings, ["---"] * len(headings), *rows)]
+    named = {role: Path(one).name if one.startswith("file:") else one for role, one in sources.items() if one}
+    values: dict[str, Any] = {"library_name": "edgespec", "tags": ["edgespec", "speculative-decoding"]}
+    if named["target"].startswith("hf:"):
+        values["base_model"] = named["target"][3:].rpartition("/")[0]
+    draft = Path(named["draft"]).name if "draft" in named else ""
+    return "\n".join([
+        "---", yaml.safe_dump(values, sort_keys=False) + "---", "",
+        f"# {Path(named['target']).name}" + (f" with the draft {draft}" if draft else " without a draft"), "",
+        *(f"- {role}: `{source}`" for role, source in named.items()),
+        f"- machine: {about['machine']}; memory: {about['memory']}; edgespec {about['edgespec']}, {about['date']}",
+        f"- {recommendation(found)}", "", "Measured by", "", f"    {command}", "", f"{_title(found)}:", "",
+        *(f"| {line} |" for line in lines), "",
+        "The text is the target's own, whatever is drafted. Figures of another machine differ: run the command there.",
+        "",
     ])  # fmt: skip
 
 
